@@ -1,0 +1,159 @@
+"""Carriers, and integer arithmetic on their bit patterns that every backend lowers.
+
+A carrier's bits are worked on as signed integers of 32 bits (float16, bfloat16, float32) or 64 bits (float64). The
+magnitude, sign bit cleared, is then never negative and orders as the values do. No floating-point operation touches the
+data: XLA's CPU backend reads subnormal inputs as zero in arithmetic and comparisons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A floating-point dtype that holds results: fraction bits M, exponent bias B, width of its words."""
+
+    name: str
+    fraction: int
+    bias: int
+    width: int
+
+    @property
+    def work(self) -> np.dtype:
+        """Signed integer dtype of the arithmetic."""
+        return np.dtype("int64" if self.width == 64 else "int32")
+
+    @property
+    def unsigned(self) -> np.dtype:
+        """Unsigned twin of `work`."""
+        return np.dtype("uint64" if self.width == 64 else "uint32")
+
+    @property
+    def work_width(self) -> int:
+        """Bits of `work`."""
+        return 64 if self.width == 64 else 32
+
+    @property
+    def sign_bit(self) -> int:
+        """The sign bit, as a value of `work`."""
+        return 1 << 15 if self.width == 16 else -(1 << self.width - 1)
+
+    @property
+    def inf(self) -> int:
+        """Magnitude bits of infinity."""
+        return (2 * self.bias + 1) << self.fraction
+
+    @property
+    def nan(self) -> int:
+        """Magnitude bits of the quiet NaN."""
+        return self.inf | (1 << self.fraction - 1)
+
+    @property
+    def tiny_exponent(self) -> int:
+        """Exponent of the smallest positive (subnormal) value."""
+        return 1 - self.bias - self.fraction
+
+    @property
+    def max(self) -> Fraction:
+        """Largest finite value."""
+        return (2 - Fraction(1, 1 << self.fraction)) * 2**self.bias
+
+    def magnitude_bits(self, value: Fraction) -> int | None:
+        """Magnitude bits of |value|, exactly; None where the carrier does not hold it."""
+        value = abs(value)
+        count = value / Fraction(2) ** self.tiny_exponent
+        if count.denominator != 1 or value > self.max:
+            return None
+        count = int(count)
+        shift = max(count.bit_length() - 1 - self.fraction, 0)
+        if count & ((1 << shift) - 1):
+            return None
+        return (shift << self.fraction) + (count >> shift)
+
+    def ceil_bits(self, value: Fraction) -> int:
+        """Ordered integer (see `ordered`) of the smallest carrier value >= value."""
+        count = abs(value) / Fraction(2) ** self.tiny_exponent
+        whole = int(count)
+        shift = max(whole.bit_length() - 1 - self.fraction, 0)
+        bits = (shift << self.fraction) + (whole >> shift)
+        exact = count == (whole >> shift) << shift
+        if value >= 0:
+            return bits if exact else bits + 1
+        return -bits
+
+
+CARRIERS = {
+    carrier.name: carrier
+    for carrier in (
+        Carrier("float16", 10, 15, 16),
+        Carrier("bfloat16", 7, 127, 16),
+        Carrier("float32", 23, 127, 32),
+        Carrier("float64", 52, 1023, 64),
+    )
+}
+
+
+def split(x: jax.Array, carrier: Carrier) -> tuple[jax.Array, jax.Array]:
+    """The bits of `x` as (sign bit in place, magnitude), both in the work dtype."""
+    word = jnp.uint16 if carrier.width == 16 else carrier.work
+    bits = lax.bitcast_convert_type(x, word).astype(carrier.work)
+    sign = bits & carrier.sign_bit
+    return sign, bits ^ sign
+
+
+def join(sign: jax.Array, magnitude: jax.Array, carrier: Carrier) -> jax.Array:
+    """The carrier values of sign bits and magnitudes, the inverse of `split`."""
+    bits = sign | magnitude
+    if carrier.width == 16:
+        bits = bits.astype(jnp.uint16)
+    return lax.bitcast_convert_type(bits, jnp.dtype(carrier.name))
+
+
+def ordered(sign: jax.Array, magnitude: jax.Array) -> jax.Array:
+    """Signed integers that order as the values do; -0 and +0 are one."""
+    return jnp.where(sign != 0, -magnitude, magnitude)
+
+
+def full(like: jax.Array, value: int) -> jax.Array:
+    """`value` in the shape and dtype of `like`."""
+    return jnp.full_like(like, value)
+
+
+def low_mask(count: jax.Array | int) -> jax.Array | int:
+    """Integers whose low `count` bits are ones; an int for an int."""
+    if isinstance(count, int):
+        return (1 << count) - 1
+    return ~lax.shift_left(full(count, -1), count)
+
+
+def shift_right(word: jax.Array, count: jax.Array | int) -> jax.Array:
+    """Unsigned words shifted right by `count` in [0, width)."""
+    return word >> (count if isinstance(count, int) else count.astype(word.dtype))
+
+
+def top_bit(word: jax.Array) -> jax.Array:
+    """Whether the highest bit of unsigned words is set."""
+    return (word >> word.dtype.itemsize * 8 - 1) != 0
+
+
+def floor_log2(count: jax.Array, carrier: Carrier) -> jax.Array:
+    """floor(log2 count) of positive integers below 2^(M+1), read off the exponent of their exact float."""
+    wide = CARRIERS["float64" if carrier.width == 64 else "float32"]
+    bits = lax.bitcast_convert_type(count.astype(wide.name), wide.work)
+    return (bits >> wide.fraction) - wide.bias
+
+
+def compose(count: jax.Array, exponent: jax.Array, carrier: Carrier) -> jax.Array:
+    """Magnitude bits of count * 2^exponent, 0 <= count < 2^(M+1), where the carrier holds it exactly."""
+    top = floor_log2(jnp.maximum(count, 1), carrier)
+    biased = top + exponent + carrier.bias
+    normal = (biased << carrier.fraction) + (count << jnp.clip(carrier.fraction - top, 0)) - (1 << carrier.fraction)
+    subnormal = count << jnp.clip(exponent - carrier.tiny_exponent, 0, carrier.fraction)
+    return jnp.where(count == 0, 0, jnp.where(biased > 0, normal, subnormal))

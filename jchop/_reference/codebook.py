@@ -1,0 +1,117 @@
+"""Rounding to a table of levels, by comparisons of ordered integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._reference.neighbour import Draw, draw
+from jchop.formats import CodebookFormat
+from jchop.rounding import Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+#: Up to this many levels every threshold is compared; beyond, a binary search.
+_COMPARE_ALL = 32
+
+
+def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec, carrier: Carrier) -> Array:
+    """Values rounded to the levels of `spec.format`; NaN stays, whatever lies beyond the ends saturates."""
+    table = _table(spec.format, carrier)  # type: ignore[arg-type]
+    value = _bits.ordered(sign, magnitude)
+    if spec.rounding in table.thresholds:
+        index = _count(value, table.thresholds[spec.rounding])
+    else:
+        index = _between(value, word, spec, table, carrier)
+    result = jnp.asarray(table.bits)[index]
+    is_nan = magnitude > carrier.inf
+    sign = jnp.where(is_nan, sign, jnp.where(result < 0, carrier.sign_bit, 0).astype(sign.dtype))
+    return _bits.join(sign, jnp.where(is_nan, magnitude, jnp.abs(result)), carrier)
+
+
+@dataclass(frozen=True)
+class _Table:
+    bits: np.ndarray  # the levels as ordered integers of the carrier
+    thresholds: dict[Rounding, np.ndarray]  # by mode: index i + 1 is taken from thresholds[i] on
+
+
+@lru_cache(maxsize=64)
+def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
+    levels = [Fraction(level) for level in fmt.levels]
+    pairs = list(zip(levels, levels[1:], strict=False))
+
+    def ordered(values: list[int]) -> np.ndarray:
+        return np.array(values, carrier.work)
+
+    def at_least(value: Fraction) -> int:  # first ordered integer whose value is >= value
+        return carrier.ceil_bits(value)
+
+    def above(value: Fraction) -> int:  # first ordered integer whose value is > value
+        return -carrier.ceil_bits(-value) + 1
+
+    middles = [(low + high) / 2 for low, high in pairs]
+    return _Table(
+        bits=ordered([at_least(level) for level in levels]),
+        thresholds={
+            Rounding.NEAREST_EVEN: ordered([at_least(middle) for middle in middles]),
+            Rounding.NEAREST_AWAY: ordered([at_least(m) if m >= 0 else above(m) for m in middles]),
+            Rounding.NEAREST_ZERO: ordered([above(m) if m > 0 else at_least(m) for m in middles]),
+            Rounding.DOWN: ordered([at_least(high) for _, high in pairs]),
+            Rounding.UP: ordered([above(low) for low, _ in pairs]),
+            Rounding.TOWARD_ZERO: ordered(
+                [at_least(high) if low + high > 0 else above(low) for low, high in pairs]
+            ),
+            Rounding.ODD: ordered(
+                [above(low) if index % 2 == 0 else at_least(high) for index, (low, high) in enumerate(pairs)]
+            ),
+        },
+    )
+
+
+def _count(value: Array, thresholds: np.ndarray) -> Array:
+    """How many thresholds each value has reached."""
+    if len(thresholds) > _COMPARE_ALL:
+        return jnp.searchsorted(jnp.asarray(thresholds), value, side="right").astype(jnp.int32)
+    index = jnp.zeros(value.shape, jnp.int32)
+    for threshold in thresholds:
+        index = index + (value >= threshold).astype(jnp.int32)
+    return index
+
+
+def _between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:
+    """The stochastic modes: the lower index, and one more where the draw says so."""
+    lower = _count(value, table.thresholds[Rounding.DOWN])
+    upper = jnp.minimum(lower + 1, len(table.bits) - 1)
+    bits = jnp.asarray(table.bits)
+    inexact = (value != bits[lower]) & (value >= table.bits[0])
+    random = draw(word, spec, carrier)
+    assert random is not None
+    if spec.rounding is Rounding.STOCHASTIC_EQUAL:
+        away = _bits.top_bit(random.word)
+    else:
+        away = _proportional(value, bits[lower], bits[upper], random, carrier)
+    return jnp.where(inexact & away, upper, lower)
+
+
+def _proportional(value: Array, lower: Array, upper: Array, random: Draw, carrier: Carrier) -> Array:
+    """nu >= 1 - R 2^-N for nu = (x - lower) / (upper - lower), in the carrier's arithmetic.
+
+    Levels are spaced as they please, so nu is no integer number of random bits: the probability is right to within the
+    carrier's own resolution, not exactly as on a grid.
+    """
+    wide = "float64" if carrier.width == 64 else "float32"
+
+    def number(ordered: Array) -> Array:
+        sign = jnp.where(ordered < 0, carrier.sign_bit, 0).astype(ordered.dtype)
+        return _bits.join(sign, jnp.abs(ordered), carrier).astype(wide)
+
+    share = random.word.astype(wide) * 2.0**-random.width
+    return number(upper) - number(value) <= (number(upper) - number(lower)) * share

@@ -1,0 +1,130 @@
+"""A format's values as bit patterns of a carrier: everything static about rounding onto an evenly spaced grid.
+
+Within a binade of the carrier the values of a floating-point or fixed-point format are evenly spaced, so rounding drops
+the low d bits of the magnitude. With E the carrier's biased exponent,
+
+    d = max(D, K - E),
+
+where D = M - m belongs to the format's full precision and K to its smallest spacing (subnormals, or the quantum of fixed
+point). Below the smallest positive value T the neighbours are 0 and T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from jchop._bits import CARRIERS, Carrier
+from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The static numbers of one format on one carrier; all `*_bits` are magnitude bits."""
+
+    carrier: Carrier
+    drop: int  # D: bits dropped at full precision
+    spacing: int | None  # K; None where d = D everywhere above T
+    deep: bool  # the carrier's subnormals are normal values of the format, of which d drops fewer bits
+    tiny_exponent: int  # T = 2^tiny_exponent
+    tiny_bits: int  # T; 0 where no value of the carrier lies between 0 and T
+    parity: int  # added to the magnitude before its bit d is read as the last bit of the format's significand
+    deep_parity: int  # the same for a precision of one bit in the carrier's subnormals, where the exponent is read
+    normal_bits: int  # the smallest normal value, 0 where there is none
+    top_bits: int  # the largest value
+    bottom_bits: int  # the smallest (most negative) value
+    zero: bool
+    signed: bool
+    has_inf: bool
+    has_nan: bool
+    negative_zero: bool
+
+
+@lru_cache(maxsize=1024)
+def make_grid(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> Grid:
+    """The Grid of `fmt` on `carrier`, which must hold its results (see `require_carrier`)."""
+    tiny = _tiny_exponent(fmt)
+    is_float = isinstance(fmt, FloatFormat)
+    drop = max(carrier.fraction - fmt.sig_bits, 0) if is_float else 0
+    spacing = tiny + carrier.bias + carrier.fraction
+    graded = not is_float or (fmt.subnormals and fmt.zero and fmt.sig_bits > 0)
+    one_bit = is_float and fmt.sig_bits == 0
+    odd = (fmt.bias - carrier.bias) % 2 if one_bit else (tiny + carrier.bias + 1) % 2
+    return Grid(
+        carrier=carrier,
+        drop=drop,
+        spacing=spacing if graded and spacing - 1 > drop else None,
+        deep=is_float and drop > 0 and fmt.emin < 1 - carrier.bias,
+        tiny_exponent=tiny,
+        tiny_bits=_bits(Fraction(2) ** tiny, carrier) if tiny > carrier.tiny_exponent or not _zero(fmt) else 0,
+        parity=odd << carrier.fraction,
+        deep_parity=(fmt.bias + 1 - carrier.fraction - carrier.bias) if one_bit else 0,
+        normal_bits=_bits(Fraction(2) ** fmt.emin, carrier) if is_float else 0,
+        top_bits=_bits(Fraction(fmt.max), carrier),
+        bottom_bits=_bits(Fraction(fmt.min), carrier) if fmt.signed else 0,
+        zero=_zero(fmt),
+        signed=fmt.signed,
+        has_inf=fmt.has_inf,
+        has_nan=fmt.has_nan,
+        negative_zero=fmt.has_negative_zero,
+    )
+
+
+def _zero(fmt: ElementFormat) -> bool:
+    return not isinstance(fmt, FloatFormat) or fmt.zero
+
+
+def _tiny_exponent(fmt: FloatFormat | UniformFormat) -> int:
+    if isinstance(fmt, UniformFormat):
+        return -fmt.frac_bits
+    return fmt.emin - (fmt.sig_bits if fmt.subnormals and fmt.zero else 0)
+
+
+def _bits(value: Fraction, carrier: Carrier) -> int:
+    """Magnitude bits; a value past an end of the carrier takes the carrier's own end, which no input can pass."""
+    value = abs(value)
+    if value > carrier.max:
+        return carrier.inf - 1
+    if value < Fraction(2) ** carrier.tiny_exponent:
+        return 0
+    bits = carrier.magnitude_bits(value)
+    assert bits is not None, (value, carrier.name)
+    return bits
+
+
+def most_random_bits(spec: Spec, carrier: Carrier) -> int:
+    """The largest `random_bits` of a stochastic mode: a word, less the bit further that variants B and C look."""
+    return carrier.work_width - (spec.rounding in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C))
+
+
+def holds(spec: Spec, carrier: Carrier) -> bool:
+    """Whether every result of rounding values of `carrier` under `spec` is a value of `carrier`."""
+    fmt = spec.format
+    if isinstance(fmt, CodebookFormat):
+        return all(carrier.magnitude_bits(Fraction(level)) is not None for level in fmt.levels)
+    if spec.random_bits is not None and spec.random_bits > most_random_bits(spec, carrier):
+        return False
+    tiny = _tiny_exponent(fmt)  # type: ignore[arg-type]
+    if Fraction(2) ** tiny > carrier.max or (not _zero(fmt) and tiny < carrier.tiny_exponent):
+        return False
+    if spec.overflow is Overflow.WRAP and fmt.signed:
+        return True  # wrapped values are no longer in bits than what they came from
+    ends = [Fraction(end) for end in (fmt.max, fmt.min)]
+    if all(carrier.magnitude_bits(end) is not None for end in ends):
+        return True
+    # A finer and wider format than the carrier moves no finite value; what is left is infinity, which must not saturate.
+    finer = isinstance(fmt, FloatFormat) and fmt.sig_bits >= carrier.fraction and fmt.max > carrier.max
+    return finer and spec.overflow is not Overflow.SATURATE and (fmt.has_inf or fmt.has_nan)
+
+
+@lru_cache(maxsize=1024)
+def require_carrier(spec: Spec, carrier: Carrier) -> None:
+    """Refuse a carrier that cannot hold the results of `spec`, naming one that can."""
+    if holds(spec, carrier):
+        return
+    able = [name for name, other in CARRIERS.items() if holds(spec, other)]
+    remedy = f"cast x to {' or '.join(able)} first" if able else "no carrier up to float64 can"
+    raise ValueError(f"x has dtype {carrier.name}, which cannot hold every result of spec={str(spec)!r}; {remedy}")

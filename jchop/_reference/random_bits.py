@@ -1,0 +1,222 @@
+"""The random words of stochastic rounding: a counter-based generator written out in uint32 operations.
+
+A word is a pure function of a key and of the 64-bit index of an element, so a result depends neither on tiling nor on
+the device, the number of devices, the backend or 64-bit mode. **The stream is a stable interface**: the same key and
+index give the same word in every release. All arithmetic below is modulo 2**32, ``>>`` shifts in zeros, ``^`` is xor.
+
+*Seeds.* Let ``d[0] ... d[n-1]`` be the uint32 words of ``jax.random.key_data(key)`` (an odd number of words gets a 0 at
+its end) and ``threefry(key, counter)`` Threefry-2x32 with 20 rounds (Salmon et al., SC'11, as in their Random123)::
+
+    h = (d[0], d[1]);  then for each further pair:  h = threefry(h, (d[2i], d[2i+1]))
+    (s[2b], s[2b+1]) = threefry(h, (0x6A63686F + n, b))  for b = 0, 1, 2
+
+The constant keeps the seeds apart from what ``jax.random.split``, ``fold_in`` and ``bits`` compute from the same key, and
+``n`` keeps keys of different lengths apart: ``h`` of an rbg key can be the data of a folded threefry key.
+
+*Word* of lane L (0 or 1) at the index ``hi * 2**32 + lo``, with ``t = hi * 0x9E3779B9``::
+
+    x = lo ^ s[3L] ^ t
+    x = ((x ^ (x >> 17)) * 0xED5AD4BB) ^ s[3L+1];      y = x
+    x = ((x ^ (x >> 11)) * 0xAC4C1B51) ^ s[3L+2] ^ t
+    x = (x ^ (x >> 15)) * 0x31848BAB
+    word = (x ^ (x >> 14)) + y
+
+A 64-bit word is lane 0 as its high half and lane 1 as its low half. The index counts elements in C order.
+The shifts and multipliers are those of ``triple32`` (C. Wellons, hash-prospector, released into the public domain).
+
+*Test vectors* (key words: lane 0 at indexes 0, 1, 2**32, 2**40 + 5; lane 1 at index 0), hexadecimal::
+
+    0, 0:                                            70D60F23 4D32F93F CC5BD811 712F26D7; 6455A6BE
+    13198A2E, 03707344:                              E8280D1D 4A0DD393 8B9D4995 4068D874; D6C1053C
+    243F6A88, 85A308D3, 13198A2E, 03707344:          778D8745 CCEDA2CE 7495630E AE87E656; 18BDC71B
+
+*Reason.* @REASON@
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax import numpy as jnp
+
+_WORD = 0xFFFF_FFFF
+_DOMAIN = 0x6A63_686F
+_GOLDEN = 0x9E37_79B9
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_Pair = tuple[Any, Any]  # the low and the high word of a 64-bit number
+_STATIC = (int, np.integer, np.ndarray)
+
+
+def _u(value: int) -> np.uint32:
+    """A uint32 constant: typed, so that neither weak types nor 64-bit mode change a result."""
+    return np.uint32(value & _WORD)
+
+
+def _threefry(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, Any]:
+    """Threefry-2x32 with 20 rounds, on two key words and two counter words."""
+    keys = (key[0], key[1], key[0] ^ key[1] ^ _u(0x1BD1_1BDA))
+    a, b = counter[0] + keys[0], counter[1] + keys[1]
+    for group in range(5):
+        for r in _ROTATIONS[group % 2]:
+            a = a + b
+            b = ((b << _u(r)) | (b >> _u(32 - r))) ^ a
+        a, b = a + keys[(group + 1) % 3], b + keys[(group + 2) % 3] + _u(group + 1)
+    return a, b
+
+
+@jax.jit
+def _seeds(data: Array) -> tuple[Array, ...]:
+    d = [data[i] for i in range(data.shape[0])] + [jnp.zeros((), jnp.uint32)] * (data.shape[0] % 2)
+    h = (d[0], d[1])
+    for i in range(2, len(d), 2):
+        h = _threefry(h, (d[i], d[i + 1]))
+    a, b = _threefry(h, (jnp.full(3, _DOMAIN + len(d), jnp.uint32), jnp.arange(3, dtype=jnp.uint32)))
+    # The barrier keeps this scalar work out of the loop over the elements, into which a GPU would fuse it.
+    return lax.optimization_barrier((a[0], b[0], a[1], b[1], a[2], b[2]))
+
+
+def seed_words(key: Array) -> tuple[Array, ...]:
+    """The six seeds of `key`: three for each lane of `random_words`.
+
+    Args:
+        key: a scalar typed key (`jax.random.key`) of any implementation; batches go through `jax.vmap`.
+
+    Returns:
+        Six uint32 scalars, as defined at the head of this module.
+
+    Example:
+        >>> [hex(int(s)) for s in seed_words(jax.random.key(0))[:2]]
+        ['0x58fa5ee8', '0xbcbb1cc0']
+    """
+    return _seeds(jax.random.key_data(key))
+
+
+def random_words(seeds: Sequence[Array], lo: Array, hi: Array | int = 0, lane: int = 0) -> Array:
+    """The words at the indexes ``hi * 2**32 + lo``: elementwise uint32 operations only, which also suit a kernel body.
+
+    Args:
+        seeds: the result of `seed_words`.
+        lo: low words of the indexes, uint32.
+        hi: high words: uint32, an array like `lo` or a scalar; or an int. An int costs nothing.
+        lane: 0, or 1 for a second, independent stream.
+
+    Returns:
+        One uint32 word for each index.
+
+    Example:
+        >>> [hex(int(w)) for w in random_words(seed_words(jax.random.key(0)), jnp.arange(2, dtype=jnp.uint32))]
+        ['0x70d60f23', '0x4d32f93f']
+    """
+    k0, k1, k2 = seeds[3 * lane : 3 * lane + 3]
+    t = _u(hi * _GOLDEN) if isinstance(hi, int) else hi * _u(_GOLDEN)
+    x = lo ^ (k0 ^ t)
+    x = ((x ^ (x >> _u(17))) * _u(0xED5A_D4BB)) ^ k1
+    y = x
+    x = ((x ^ (x >> _u(11))) * _u(0xAC4C_1B51)) ^ (k2 ^ t)
+    x = (x ^ (x >> _u(15))) * _u(0x3184_8BAB)
+    return (x ^ (x >> _u(14))) + y
+
+
+def flat_index(shape: Sequence[int], offset: Any = 0) -> tuple[Array, Array | int]:
+    """The 64-bit flat indexes of the elements of an array that is part of a larger one, as low and high words.
+
+    Args:
+        shape: shape of the part; no axis longer than 2**32.
+        offset: where the part lies, never negative: the flat index of its first element if it is a contiguous chunk (an
+            int or a traced integer scalar), or ``(starts, whole)``: one start for each axis, ints or traced, and the
+            shape of the whole array. Default 0.
+
+    Returns:
+        ``(lo, hi)``: uint32 arrays of `shape`; `hi` is an int where it is one known number (nearly always 0).
+
+    Raises:
+        ValueError: if an axis is longer than 2**32.
+
+    Example:
+        >>> flat_index((2, 2), ((1, 1), (4, 5)))[0].tolist()
+        [[6, 7], [11, 12]]
+    """
+    if max(shape, default=0) > 1 << 32:
+        raise ValueError(f"shape={tuple(shape)}: an axis may be at most 2**32 long; reshape, or use chunks with offset")
+    tile = isinstance(offset, tuple)
+    starts, whole = offset if tile else ((offset,), shape)
+    strides = [math.prod(whole[axis + 1 :]) for axis in range(len(shape))]
+    terms = list(zip(starts, strides if tile else [1], strict=True))
+    first = sum(int(start) * stride for start, stride in terms if isinstance(start, _STATIC))
+    traced = [(start, stride) for start, stride in terms if not isinstance(start, _STATIC)]
+    steps = [
+        (lax.broadcasted_iota(jnp.uint32, tuple(shape), axis), stride)
+        for axis, stride in enumerate(strides)
+        if shape[axis] > 1
+    ]
+    reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if n > 0)
+    # The largest index there can be, and with it whether a high word can differ from that of the known part.
+    last = math.prod(whole) - 1 if tile else first + reach + sum(int(jnp.iinfo(i.dtype).max) for i, _ in traced)
+    if last <= _WORD or (not traced and first >> 32 == (first + reach) >> 32):
+        low = _low_sum([(start.astype(jnp.uint32), stride) for start, stride in traced] + steps, first)
+        return jnp.broadcast_to(low, shape), 0 if last <= _WORD else first >> 32
+    total = (_u(first), _u(first >> 32))
+    for start, stride in traced:
+        total = _add(total, _times(_split(start), stride))
+    if reach <= _WORD:
+        total = _add(total, (_low_sum(steps, 0), _u(0)))
+    else:
+        for step, stride in steps:
+            total = _add(total, _times((step, _u(0)), stride))
+    return jnp.broadcast_to(total[0], shape), jnp.broadcast_to(total[1], shape)
+
+
+def random_bits(seeds: Sequence[Array], shape: Sequence[int], offset: Any = 0, width: int = 32) -> Any:
+    """The words of an array of `shape` at `offset` in the stream.
+
+    Args:
+        seeds: the result of `seed_words`.
+        shape: shape of the result.
+        offset: as in `flat_index`. Default 0.
+        width: 32, or 64 for pairs. Default 32.
+
+    Returns:
+        A uint32 array; for 64 bits two, the high words (those of 32 bits) and the low words.
+
+    Example:
+        >>> random_bits(seed_words(jax.random.key(0)), (2,), offset=2**40).shape
+        (2,)
+    """
+    lo, hi = flat_index(shape, offset)
+    high = random_words(seeds, lo, hi)
+    return high if width == 32 else (high, random_words(seeds, lo, hi, lane=1))
+
+
+def _low_sum(terms: Sequence[tuple[Any, int]], constant: int) -> Any:
+    """The low word of the sum of every ``term * stride`` and a constant."""
+    total: Any = _u(constant) if constant & _WORD else None
+    for term, stride in terms:
+        product = term if stride == 1 else term * _u(stride)
+        total = product if total is None else total + product
+    return jnp.zeros((), jnp.uint32) if total is None else total
+
+
+def _split(value: Array) -> _Pair:
+    """The words of a traced integer that is not negative."""
+    high = (value >> 32).astype(jnp.uint32) if value.dtype.itemsize == 8 else _u(0)
+    return value.astype(jnp.uint32), high
+
+
+def _add(a: _Pair, b: _Pair) -> _Pair:
+    """The sum modulo 2**64; the carry is written without a comparison, for kernels."""
+    low = a[0] + b[0]
+    carry = ((a[0] & b[0]) | ((a[0] | b[0]) & ~low)) >> _u(31)
+    return low, a[1] + b[1] + carry
+
+
+def _times(a: _Pair, stride: int) -> _Pair:
+    """The product modulo 2**64 with a known integer, from products of 16-bit halves."""
+    mask, half = _u(0xFFFF), _u(16)
+    a0, a1, b0, b1 = a[0] & mask, a[0] >> half, _u(stride & 0xFFFF), _u((stride & _WORD) >> 16)
+    cross0, cross1 = a0 * b1, a1 * b0
+    middle = ((a0 * b0) >> half) + (cross0 & mask) + (cross1 & mask)
+    high = a1 * b1 + (cross0 >> half) + (cross1 >> half) + (middle >> half)
+    return a[0] * _u(stride), high + a[0] * _u(stride >> 32) + a[1] * _u(stride)

@@ -1,0 +1,276 @@
+"""`round_to_format`: the one primitive, with its checks, keys and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._bits import CARRIERS, Carrier
+from jchop._checks import check_int
+from jchop._reference.elements import overflowed, round_elements
+from jchop._reference.grid import require_carrier
+from jchop._reference.random_bits import random_bits as _words
+from jchop._reference.random_bits import seed_words
+from jchop.formats import ElementFormat
+from jchop.gradients import on_cotangent
+from jchop.spec import Spec, as_spec
+
+Array = jax.Array
+_Keys = tuple[Array | None, Array | None]
+
+
+def round_to_format(
+    x: Any,
+    spec: Spec | ElementFormat | str,
+    key: Array | None = None,
+    *,
+    offset: Any = 0,
+    gradient_key: Array | None = None,
+) -> Any:
+    """`x` rounded once, exactly, to the values of a number format.
+
+    Every element takes the neighbour that the spec's rounding mode names, decided by integer operations on its bits, so
+    the result is the same bits on every backend. Values of the format never move; NaN stays NaN.
+
+    Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through unless the
+    spec says otherwise, in forward and reverse mode; second derivatives are zero.
+
+    Args:
+        x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX array; a
+            NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy. The dtype is kept, and float64 data
+            is rounded from float64 whatever the state of ``jax_enable_x64``.
+        spec: a `Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic:saturate"``.
+        key: a typed key (`jax.random.key`), needed by the stochastic modes; the other modes do not look at it. The random bits of
+            an element depend on the key and on its flat index alone.
+        offset: where `x` lies in a larger array, so that a part is rounded as it would be in the whole: the flat (C order) index
+            of its first element if it is a contiguous chunk, an int or a traced integer; or ``(starts, shape)``: one start for each
+            axis and the shape of the whole. Default 0.
+        gradient_key: a typed key, needed where ``spec.gradient`` rounds the cotangent stochastically.
+
+    Returns:
+        An array of the shape and dtype of `x`.
+
+    Raises:
+        TypeError: for a dtype that is no carrier (integers, booleans, float8 ...), or a key that is not a typed key.
+        ValueError: for an unknown text, a stochastic spec without a key, or a carrier that cannot hold every result of the spec
+            (float16 data to bfloat16, say); the message names a carrier that can.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> jc.round_to_format(jnp.array([0.1, 1000.0]), "float8_e4m3fn:saturate").tolist()
+        [0.1015625, 448.0]
+        >>> spec = jc.Spec("bfloat16", rounding="stochastic")
+        >>> jc.round_to_format(jnp.float32(1.001), spec, jax.random.key(0)).dtype
+        dtype('float32')
+    """
+    spec = as_spec(spec)
+    if isinstance(x, Array):
+        return _round_jax(x, spec, key, offset, gradient_key)
+    return _round_numpy(x, spec, key, offset, gradient_key)
+
+
+def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> Array:
+    """The random words that `round_to_format` draws for an array of `shape`; see docs/randomness.md.
+
+    A stochastic spec of N random bits reads the top N bits of an element's word, and ``stochastic_equal`` the top one.
+
+    Args:
+        key: a typed key (`jax.random.key`).
+        shape: shape of the array.
+        width: 32, or 64 as for float64 data, which needs ``jax_enable_x64``. Default 32.
+        offset: as in `round_to_format`. Default 0.
+
+    Returns:
+        uint32 (or uint64) words.
+
+    Raises:
+        TypeError, ValueError: for a key that is not a typed key, or another width.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> whole = jc.random_bits(jax.random.key(0), (8,))
+        >>> bool((jc.random_bits(jax.random.key(0), (4,), offset=4) == whole[4:]).all())
+        True
+    """
+    if width not in (32, 64):
+        raise ValueError(f"width={width!r} must be 32 or 64")
+    if width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError("width=64 needs 64-bit integers: set jax_enable_x64, or use jax.enable_x64(True) as a context")
+    _check_key("key", key)
+    traced, static = _place(offset, tuple(shape))
+    return _draw(seed_words(key), tuple(shape), _offset(traced, static), width)
+
+
+# -- by kind of input ----------------------------------------------------------------------------------------------------
+
+
+def _round_jax(x: Array, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None) -> Array:
+    carrier = _carrier(x.dtype)
+    require_carrier(spec, carrier)
+    keys = _keys(spec, key, gradient_key)
+    if carrier.width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        with jax.enable_x64(True):
+            return _dispatch(x, keys, offset, spec)
+    return _dispatch(x, keys, offset, spec)
+
+
+def _round_numpy(x: Any, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+    array = np.asarray(x)
+    traced = [name for name, k in (("key", key), ("gradient_key", gradient_key)) if isinstance(k, jax.core.Tracer)]
+    if traced:
+        raise TypeError(
+            f"x is a NumPy value but {traced[0]} is traced, so the result cannot be NumPy; pass jax.numpy.asarray(x)"
+        )
+    _carrier(array.dtype)
+    with jax.ensure_compile_time_eval(), jax.enable_x64(array.dtype.itemsize >= 8):
+        rounded = np.array(_round_jax(jnp.asarray(array), spec, key, offset, gradient_key))
+    return rounded if isinstance(x, np.ndarray) else rounded[()]
+
+
+def _dispatch(x: Array, keys: _Keys, offset: Any, spec: Spec) -> Array:
+    starts, static = _place(offset, x.shape)
+    return _round(x, keys, starts, spec=spec, static=static)
+
+
+def _place(offset: Any, shape: tuple[int, ...]) -> tuple[tuple, tuple]:
+    """`offset` as its traced starts and the static rest, which `_offset` puts together again."""
+    if isinstance(offset, tuple):
+        if len(offset) != 2 or len(offset[0]) != len(shape) or len(offset[1]) != len(shape):
+            raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
+        starts, whole = tuple(offset[0]), tuple(check_int("offset shape", n, 0) for n in offset[1])
+        known = [start for start in starts if not isinstance(start, Array)]
+        if any(n > m for n, m in zip(shape, whole, strict=True)):
+            raise ValueError(f"offset={offset!r}: the whole is smaller than x, of shape {shape}")
+    else:
+        starts, whole, known = (offset,), None, [] if isinstance(offset, Array) else [offset]
+    for start in known:
+        check_int("offset", start, 0, (1 << 64) - 1)
+    for start in starts:
+        if isinstance(start, Array) and (start.shape != () or not jnp.issubdtype(start.dtype, jnp.integer)):
+            raise TypeError(f"offset={start!r} must be an integer scalar")
+    traced = tuple(start for start in starts if isinstance(start, Array))
+    return traced, (tuple(None if isinstance(start, Array) else int(start) for start in starts), whole)
+
+
+def _offset(traced: tuple, static: tuple) -> Any:
+    known, whole = static
+    rest = iter(traced)
+    starts = tuple(next(rest) if start is None else start for start in known)
+    return starts[0] if whole is None else (starts, whole)
+
+
+@partial(jax.jit, static_argnames=("spec", "static"), inline=True)
+def _round(x: Array, keys: _Keys, traced: tuple, *, spec: Spec, static: tuple) -> Array:
+    if jnp.iscomplexobj(x):
+        parts = jnp.stack([x.real, x.imag], axis=-1)
+        known, whole = static
+        if whole is None:
+            traced, static = tuple(2 * start for start in traced), (tuple(start and 2 * start for start in known), None)
+        else:
+            static = ((*known, 0), (*whole, 2))
+        parts = _round(parts, keys, traced, spec=spec, static=static)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    seeds = tuple(None if key is None else seed_words(key) for key in keys)
+    return _with_gradient(spec, static, x, seeds, traced)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _with_gradient(spec: Spec, static: tuple, x: Array, seeds: tuple, traced: tuple) -> Array:
+    return _forward(round_elements, x, seeds[0], spec, _offset(traced, static))
+
+
+@_with_gradient.defjvp
+def _jvp(spec: Spec, static: tuple, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    x, seeds, traced = primals
+    tangent = tangents[0]
+    gradient = spec.gradient
+    if gradient.clipped:
+        beyond = _forward(overflowed, x, seeds[0], spec, _offset(traced, static))
+        tangent = jnp.where(beyond, jnp.zeros_like(tangent), tangent)
+    if gradient.round is not None:
+        tangent = on_cotangent(_RoundCotangent(gradient.round, static, seeds[1] is not None), tangent, *(seeds[1] or ()), *traced)
+    return _with_gradient(spec, static, x, seeds, traced), tangent
+
+
+@dataclass(frozen=True)
+class _RoundCotangent:
+    """Rounds a cotangent to `spec`; the residuals are its seeds, if it draws, and the traced starts."""
+
+    spec: Spec
+    static: tuple
+    draws: bool
+
+    def __call__(self, cotangent: Array, *residuals: Array) -> Array:
+        seeds, traced = (residuals[:_SEEDS], residuals[_SEEDS:]) if self.draws else (None, residuals)
+        return _with_gradient(self.spec, self.static, cotangent, (seeds, None), traced)
+
+
+_SEEDS = 6  # words that `seed_words` gives
+
+
+def _forward(body: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, offset: Any) -> Array:
+    carrier = _carrier(x.dtype)
+    word = None if seeds is None else _draw(seeds, x.shape, offset, carrier.work_width)
+    return body(x, spec, carrier, word)
+
+
+def _draw(seeds: tuple, shape: tuple[int, ...], offset: Any, width: int) -> Array:
+    if width == 32:
+        return _words(seeds, shape, offset)
+    high, low = (half.astype(jnp.uint64) for half in _words(seeds, shape, offset, width=64))
+    return (high << 32) | low
+
+
+# -- checks --------------------------------------------------------------------------------------------------------------
+
+_COMPLEX = {"complex64": "float32", "complex128": "float64"}
+
+
+def _carrier(dtype: Any) -> Carrier:
+    name = np.dtype(dtype).name
+    carrier = CARRIERS.get(_COMPLEX.get(name, name))
+    if carrier is None:
+        raise TypeError(
+            f"x has dtype {name}, which is no carrier; allowed: {', '.join([*CARRIERS, *_COMPLEX])}. Convert it first, for example "
+            "x.astype('float32')"
+        )
+    return carrier
+
+
+def _keys(spec: Spec, key: Array | None, gradient_key: Array | None) -> tuple[Array | None, Array | None]:
+    """The keys that `spec` draws from, checked; None where it draws nothing."""
+    backward = spec.gradient.round
+    return (
+        _needed("key", key, f"spec={str(spec)!r} rounds stochastically", spec.rounding.stochastic),
+        _needed(
+            "gradient_key",
+            gradient_key,
+            f"spec={str(spec)!r} rounds cotangents stochastically",
+            backward is not None and backward.rounding.stochastic,
+        ),
+    )
+
+
+def _needed(name: str, key: Array | None, why: str, needed: bool) -> Array | None:
+    if key is not None:
+        _check_key(name, key)
+    elif needed:
+        raise ValueError(f"{name}=None, but {why}: pass a typed key, for example {name}=jax.random.key(0)")
+    return key if needed else None
+
+
+def _check_key(name: str, key: Any) -> None:
+    if not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        got = f"an array of dtype {key.dtype}" if isinstance(key, Array) else repr(key)
+        raise TypeError(
+            f"{name}={got} must be a typed key, as jax.random.key(0) gives (jax.random.wrap_key_data makes one of raw words)"
+        )
+    if key.shape != ():
+        raise ValueError(f"{name} has shape {key.shape}, but one key is drawn from; use jax.vmap over x and the keys together")

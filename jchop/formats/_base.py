@@ -1,0 +1,207 @@
+"""What every element format answers: its facts, its values, and its codes."""
+
+from __future__ import annotations
+
+import abc
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+#: A value of a format: a float where binary64 holds it exactly, else a Fraction.
+Number = float | Fraction
+
+_MAX_TABLE_BITS = 16
+
+
+def number(value: Fraction) -> Number:
+    """`value` as a float where that is exact, else as it is."""
+    try:
+        result = float(value)
+    except OverflowError:
+        return value
+    return result if Fraction(result) == value else value
+
+
+class ElementFormat(abc.ABC):
+    """A finite set of real values, with -0, infinities and NaN where it has them, and a bit pattern for each.
+
+    A format is frozen and hashable, so it can be a static argument of `jax.jit`; equal formats share one trace.
+    """
+
+    #: Width of a code in bits.
+    bits: int
+    #: Whether F has negative values.
+    signed: bool
+
+    # -- what a kind of format must say of itself ---------------------------------------------------------------------
+    @property
+    @abc.abstractmethod
+    def max(self) -> Number:
+        """Largest finite value."""
+
+    @property
+    @abc.abstractmethod
+    def min(self) -> Number:
+        """Smallest (most negative) finite value."""
+
+    @property
+    @abc.abstractmethod
+    def smallest(self) -> Number | None:
+        """Smallest positive value."""
+
+    @abc.abstractmethod
+    def value_of(self, code: int) -> Number | None:
+        """The exact value of one code (-0.0, inf and nan as floats); None for a code that F does not use."""
+
+    @abc.abstractmethod
+    def code_of(self, value: Number) -> int | None:
+        """The code of one exact value; None where it is not in F."""
+
+    # -- facts that most kinds share -----------------------------------------------------------------------------------
+    @property
+    def has_inf(self) -> bool:
+        """Whether F has infinities."""
+        return False
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether F has a NaN code."""
+        return False
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether F tells -0 from +0."""
+        return False
+
+    @property
+    def precision(self) -> int | None:
+        """Significand bits p, the leading one included; None where values have no fixed precision."""
+        return None
+
+    @property
+    def emin(self) -> int | None:
+        """Exponent of the smallest normal value; None where F has no exponent."""
+        return None
+
+    @property
+    def emax(self) -> int | None:
+        """Exponent of the largest finite value; None where F has no exponent."""
+        return None
+
+    @property
+    def smallest_normal(self) -> Number | None:
+        """Smallest positive value of full precision, 2^emin; None where F has no exponent."""
+        return None
+
+    @property
+    def smallest_subnormal(self) -> Number | None:
+        """Smallest positive subnormal value; None where F has none."""
+        return None
+
+    @property
+    def eps(self) -> Number | None:
+        """Distance from 1 to the next value, 2^(1-p); None where F has no fixed precision."""
+        return None
+
+    @property
+    def unit_roundoff(self) -> Number | None:
+        """Largest relative error of rounding to nearest, eps / 2; None where F has no fixed precision."""
+        return None if self.eps is None else self.eps / 2
+
+    # -- all values, and codes -------------------------------------------------------------------------------------------
+    @property
+    def code_dtype(self) -> np.dtype:
+        """The unsigned integer dtype that holds a code."""
+        return np.dtype(next(f"uint{width}" for width in (8, 16, 32, 64) if self.bits <= width))
+
+    def values(self) -> np.ndarray:
+        """All finite values of F, ascending, as float64 (-0 and +0 are one).
+
+        A format that binary64 cannot hold (some wide P3109 ones) gives an object array of exact fractions.
+
+        Raises:
+            ValueError: for a format of more than 16 bits.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.float4_e2m1fn.values()[7:].tolist()
+            [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+        """
+        if self.bits > _MAX_TABLE_BITS:
+            raise ValueError(f"{self} has {self.bits} bits; values() lists formats of at most {_MAX_TABLE_BITS}")
+        table = _decode_table(self)
+        if table.dtype == object:
+            return _object_array(sorted({v for v in table if v is not None and (isinstance(v, Fraction) or abs(v) < np.inf)}))
+        return np.unique(table[np.isfinite(table)]) + 0.0
+
+    def decode(self, codes: object) -> np.ndarray:
+        """The values of bit patterns: float64, or exact fractions in an object array where binary64 is too narrow.
+
+        Args:
+            codes: integers in [0, 2^bits), any shape. A code that F does not use decodes to NaN.
+
+        Raises:
+            TypeError, ValueError: for codes that are not integers, or out of range.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.float8_e4m3fn.decode([0x38, 0x7E, 0x7F]).tolist()
+            [1.0, 448.0, nan]
+        """
+        array = np.asarray(codes)
+        if array.dtype.kind not in "ui" and array.size:
+            raise TypeError(f"codes={codes!r} must be integers")
+        if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << self.bits):
+            raise ValueError(f"codes must lie in [0, 2^{self.bits}) for {self}; got {array.min()} to {array.max()}")
+        if self.bits <= _MAX_TABLE_BITS:
+            return _decode_table(self)[array.astype(np.int64)]
+        values = [_known(self.value_of(int(code))) for code in array.ravel()]
+        return np.array(values, np.float64).reshape(array.shape)
+
+    def encode(self, values: object) -> np.ndarray:
+        """The bit patterns of values of F, as unsigned integers of the least width that holds them.
+
+        Args:
+            values: numbers of F, any shape; round first. A NaN takes the (positive) quiet NaN code.
+
+        Raises:
+            ValueError: for a value that is not in F; the message names it.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.float8_e4m3fn.encode([1.0, 448.0]).tolist()
+            [56, 126]
+        """
+        array = np.asarray(values)
+        if array.dtype != object:
+            array = array.astype(np.float64)
+        codes = np.empty(array.shape, self.code_dtype)
+        flat, out = array.ravel(), codes.reshape(-1)
+        for index, value in enumerate(flat):
+            code = self.code_of(value if isinstance(value, Fraction) else float(value))
+            if code is None:
+                raise ValueError(f"values[{index}]={value} is not a value of {self}; round it first (jchop.round_to_format)")
+            out[index] = code
+        return codes
+
+
+def _known(value: Number | None) -> Number:
+    return float("nan") if value is None else value
+
+
+def _object_array(values: list) -> np.ndarray:
+    result = np.empty(len(values), object)
+    result[:] = values
+    return result
+
+
+@lru_cache(maxsize=64)
+def _decode_table(fmt: ElementFormat) -> np.ndarray:
+    values = [_known(fmt.value_of(code)) for code in range(1 << fmt.bits)]
+    if any(isinstance(value, Fraction) for value in values):
+        table = _object_array(values)
+    else:
+        table = np.array(values, np.float64)
+    table.setflags(write=False)
+    return table

@@ -1,0 +1,265 @@
+"""Binary floating-point formats of any size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+
+from jchop._checks import check_bool, check_choice, check_int
+from jchop.formats._base import ElementFormat, Number, number
+
+NAN_CODES = ("ieee", "top", "negative_zero", "none")
+
+
+@dataclass(frozen=True)
+class FloatFormat(ElementFormat):
+    """A binary floating-point format: sign, biased exponent, fraction.
+
+    With E the exponent field and T the fraction field of a code, its magnitude is ``2^(E - bias) (1 + T 2^-m)`` for
+    E > 0, and ``2^(1 - bias) T 2^-m`` for E = 0 (subnormals and zero).
+
+    Args:
+        exp_bits: width e of the exponent field, 1 to 16.
+        sig_bits: width m of the fraction field (the precision is m + 1), 0 to 52.
+        bias: exponent bias; default ``2^(e-1) - 1``.
+        subnormals: without them F has no value between 0 and the smallest normal one.
+        infinities: whether F has infinities. With ``nans="ieee"`` they are required (top exponent, fraction 0); otherwise
+            they take the highest magnitude code that is not a NaN (IEEE P3109 extended).
+        nans: which codes are NaN. ``"ieee"``: top exponent, fraction not 0. ``"top"``: the all-ones magnitude (OCP "fn").
+            ``"negative_zero"``: the code of -0, so that F has no -0 ("fnuz", signed P3109). ``"none"``: no code.
+        signed: without a sign bit F holds no negative value.
+        zero: without it the exponent field 0 is an ordinary binade (OCP e8m0).
+        name: what `str` prints; no part of the format's identity. Default: the format's text, such as ``"e5m10"``.
+
+    Raises:
+        TypeError, ValueError: for a field out of range or a combination that leaves no finite value.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.FloatFormat(5, 10) == jc.binary16, jc.binary16.max
+        (True, 65504.0)
+    """
+
+    exp_bits: int
+    sig_bits: int
+    bias: int = field(default=None, kw_only=True)  # type: ignore[assignment]
+    subnormals: bool = field(default=True, kw_only=True)
+    infinities: bool = field(default=True, kw_only=True)
+    nans: str = field(default="ieee", kw_only=True)
+    signed: bool = field(default=True, kw_only=True)
+    zero: bool = field(default=True, kw_only=True)
+    name: str | None = field(default=None, kw_only=True, compare=False)
+
+    def __post_init__(self) -> None:
+        check_int("exp_bits", self.exp_bits, 1, 16)
+        check_int("sig_bits", self.sig_bits, 0, 52)
+        for name in ("subnormals", "infinities", "signed", "zero"):
+            check_bool(name, getattr(self, name))
+        check_choice("nans", self.nans, NAN_CODES)
+        bias = self.default_bias(self.exp_bits) if self.bias is None else check_int("bias", self.bias, -(1 << 16), 1 << 16)
+        object.__setattr__(self, "bias", bias)
+        if self.nans == "ieee" and not self.infinities:
+            raise ValueError("infinities=False contradicts nans='ieee' (its top exponent holds inf); use nans='top' or 'none'")
+        if self.nans == "negative_zero" and not self.signed:
+            raise ValueError("nans='negative_zero' needs signed=True: an unsigned format has no code of -0")
+        if self.nans == "negative_zero" and not self.zero:
+            raise ValueError("nans='negative_zero' needs zero=True: a format without zero has no code of -0")
+        if not self.zero and not self.subnormals:
+            raise ValueError("subnormals=False says nothing where zero=False: the exponent field 0 is an ordinary binade")
+        if self.max_code < self._first_code:
+            raise ValueError(
+                f"exp_bits={self.exp_bits}, sig_bits={self.sig_bits}, nans={self.nans!r} leave no positive finite value"
+            )
+
+    @staticmethod
+    def default_bias(exp_bits: int) -> int:
+        """The bias of IEEE 754 interchange formats, 2^(e-1) - 1."""
+        return (1 << exp_bits - 1) - 1
+
+    # -- codes of the magnitude ----------------------------------------------------------------------------------------
+    @property
+    def _magnitude_bits(self) -> int:
+        return self.exp_bits + self.sig_bits
+
+    @cached_property
+    def max_code(self) -> int:
+        """Magnitude code of the largest finite value."""
+        top = (1 << self._magnitude_bits) - 1
+        if self.nans == "ieee":
+            return top - (1 << self.sig_bits)
+        return top - (self.nans == "top") - self.infinities
+
+    @cached_property
+    def inf_code(self) -> int | None:
+        """Magnitude code of infinity, just above the largest finite value; None where F has none."""
+        return self.max_code + 1 if self.infinities else None
+
+    @property
+    def _nan_code(self) -> int | None:
+        if self.nans == "ieee":
+            # The quiet bit; a format without fraction bits has no NaN code beside inf.
+            return self.inf_code + (1 << self.sig_bits >> 1) if self.sig_bits else None  # type: ignore[operator]
+        if self.nans == "top":
+            return (1 << self._magnitude_bits) - 1
+        return 1 << self._magnitude_bits if self.nans == "negative_zero" else None
+
+    @property
+    def _first_code(self) -> int:
+        """Magnitude code of the smallest positive value."""
+        if not self.zero:
+            return 0
+        return 1 if self.subnormals else 1 << self.sig_bits
+
+    def _magnitude(self, code: int) -> Fraction:
+        exponent, fraction = code >> self.sig_bits, code & ((1 << self.sig_bits) - 1)
+        if exponent or not self.zero:
+            fraction += 1 << self.sig_bits
+        else:
+            exponent = 1
+        shift = exponent - self.bias - self.sig_bits
+        return Fraction(fraction << shift) if shift >= 0 else Fraction(fraction, 1 << -shift)
+
+    # -- facts -----------------------------------------------------------------------------------------------------------
+    @property
+    def bits(self) -> int:
+        """Width of a code in bits: sign, exponent, fraction."""
+        return self.signed + self.exp_bits + self.sig_bits
+
+    @property
+    def precision(self) -> int:
+        """Significand bits p = m + 1, the leading one included."""
+        return self.sig_bits + 1
+
+    @property
+    def emin(self) -> int:
+        """Exponent of the smallest normal value."""
+        return (1 if self.zero else 0) - self.bias
+
+    @cached_property
+    def emax(self) -> int:
+        """Exponent of the largest finite value."""
+        field_ = self.max_code >> self.sig_bits
+        if field_ or not self.zero:
+            return field_ - self.bias
+        return 1 - self.bias - self.sig_bits + self.max_code.bit_length() - 1
+
+    @cached_property
+    def exact_max(self) -> Fraction:
+        """Largest finite value, always as a fraction."""
+        return self._magnitude(self.max_code)
+
+    @cached_property
+    def exact_smallest(self) -> Fraction:
+        """Smallest positive value, always as a fraction."""
+        return self._magnitude(self._first_code)
+
+    @property
+    def max(self) -> Number:
+        """Largest finite value."""
+        return number(self.exact_max)
+
+    @property
+    def min(self) -> Number:
+        """Smallest finite value: -max, or 0 (the smallest value, without a zero) where F is unsigned."""
+        if self.signed:
+            return -self.max
+        return 0.0 if self.zero else number(self.exact_smallest)
+
+    @property
+    def smallest(self) -> Number:
+        """Smallest positive value, subnormal or not."""
+        return number(self.exact_smallest)
+
+    @property
+    def smallest_normal(self) -> Number:
+        """Smallest positive value of full precision, 2^emin."""
+        return number(Fraction(2) ** self.emin)
+
+    @property
+    def smallest_subnormal(self) -> Number | None:
+        """Smallest positive subnormal value, 2^(emin - m); None where F has none."""
+        has = self.subnormals and self.zero and self.sig_bits
+        return number(Fraction(2) ** (self.emin - self.sig_bits)) if has else None
+
+    @property
+    def eps(self) -> Number:
+        """Distance from 1 to the next value of unlimited range, 2^-m."""
+        return 2.0**-self.sig_bits
+
+    @property
+    def has_inf(self) -> bool:
+        """Whether F has infinities."""
+        return self.infinities
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether F has a NaN code."""
+        return self._nan_code is not None
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether F tells -0 from +0."""
+        return self.signed and self.zero and self.nans != "negative_zero"
+
+    # -- codes -----------------------------------------------------------------------------------------------------------
+    def value_of(self, code: int) -> Number | None:
+        """The exact value of one code (-0.0, inf and nan as floats); None for a code that F does not use."""
+        magnitude, negative = code & ((1 << self._magnitude_bits) - 1), code >> self._magnitude_bits
+        if negative and magnitude == 0 and self.nans == "negative_zero":
+            return float("nan")
+        sign = -1 if negative else 1
+        if magnitude > self.max_code:
+            return sign * float("inf") if magnitude == self.inf_code else float("nan")
+        if magnitude == 0 and self.zero:
+            return sign * 0.0
+        if magnitude < self._first_code:
+            return None
+        return number(sign * self._magnitude(magnitude))
+
+    def code_of(self, value: Number) -> int | None:
+        """The code of one exact value; None where it is not in F."""
+        if value != value:
+            return self._nan_code
+        negative = math.copysign(1.0, value) < 0
+        if negative and not (self.signed if value else self.has_negative_zero):
+            return None
+        code = self._magnitude_code(value)
+        return None if code is None else code | negative << self._magnitude_bits
+
+    def _magnitude_code(self, value: Number) -> int | None:
+        if value in (float("inf"), -float("inf")):
+            return self.inf_code
+        exact = abs(Fraction(value))
+        if exact == 0:
+            return 0 if self.zero else None
+        exponent = max(_floor_log2(exact), self.emin)
+        scaled = exact / Fraction(2) ** (exponent - self.sig_bits)
+        if scaled.denominator != 1:
+            return None
+        code = int(scaled) + ((exponent - self.emin) << self.sig_bits) - (0 if self.zero else 1 << self.sig_bits)
+        return code if self._first_code <= code <= self.max_code else None
+
+    # -- text ------------------------------------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        return self.name or self.text
+
+    @property
+    def text(self) -> str:
+        """The format in the text grammar, without its name: ``e4m3(bias=11,infinities=false,nans=negative_zero)``."""
+        stem = f"e{self.exp_bits}m{self.sig_bits}"
+        rest = {name: getattr(self, name) for name, default in _OPTIONS.items() if getattr(self, name) != default}
+        if self.bias != self.default_bias(self.exp_bits):
+            rest = {"bias": self.bias} | rest
+        options = ",".join(f"{name}={str(value).lower()}" for name, value in rest.items())
+        return f"{stem}({options})" if options else stem
+
+
+#: The options of the text grammar beside the bias, with their defaults.
+_OPTIONS = {"subnormals": True, "infinities": True, "nans": "ieee", "signed": True, "zero": True}
+
+
+def _floor_log2(value: Fraction) -> int:
+    guess = value.numerator.bit_length() - value.denominator.bit_length()
+    return guess if Fraction(2) ** guess <= value else guess - 1

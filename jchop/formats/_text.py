@@ -1,0 +1,130 @@
+"""The text grammar of formats: what `parse_format` reads and `str` prints."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import lru_cache
+
+from jchop.formats._base import ElementFormat
+from jchop.formats._catalogue import ALIASES, CATALOGUE, p3109
+from jchop.formats._codebook import CodebookFormat
+from jchop.formats._fixed import FixedFormat, IntegerFormat
+from jchop.formats._float import FloatFormat
+
+_CALL = re.compile(r"([a-z0-9_.-]+)(?:\((.*)\))?")
+_WORDS = {"true": True, "false": False}
+
+#: What a suffix of e{E}m{M} says, as in ml_dtypes: finite with one NaN; the same without -0, the bias one higher.
+_SUFFIXES = ("fn", "fnuz")
+
+
+def parse_format(text: str) -> ElementFormat:
+    """The format that a text names.
+
+    Args:
+        text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern (``e5m10``,
+            ``e5m3fn``, ``e5m3fnuz``, ``fixed4.4``, ``ufixed4.4``, ``int8``, ``uint4``, ``binary8p3se``), or ``codebook(-1,0,1)``. Options follow in
+            parentheses: ``e4m3(bias=11,subnormals=false)``, ``fixed4.4(symmetric=true)``, ``int8(narrow=true)``.
+
+    Raises:
+        TypeError: where `text` is no text.
+        ValueError: for text that names no format, with the closest names.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.formats.parse_format("e5m10") == jc.binary16
+        True
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"text={text!r} must be a format's text such as 'e5m10'")
+    return _parse(text.strip().lower())
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str) -> ElementFormat:
+    match = _CALL.fullmatch(text.replace(" ", ""))
+    if match is None:
+        raise _unknown(text)
+    stem, inside = match[1], match[2]
+    if stem == "codebook":
+        return CodebookFormat(_levels(text, inside))
+    options = _options(text, inside)
+    name = ALIASES.get(stem, stem)
+    if name in CATALOGUE:
+        return _with_options(text, CATALOGUE[name], options)
+    for pattern, build in _PATTERNS:
+        if found := re.fullmatch(pattern, stem):
+            return _build(text, build, found, options)
+    raise _unknown(text)
+
+
+def _float(exp_bits: str, sig_bits: str, suffix: str | None, **options) -> FloatFormat:
+    exp, sig = int(exp_bits), int(sig_bits)
+    if suffix == "fn":
+        options = {"infinities": False, "nans": "top"} | options
+    elif suffix == "fnuz":
+        options = {"infinities": False, "nans": "negative_zero", "bias": FloatFormat.default_bias(exp) + 1} | options
+    return FloatFormat(exp, sig, **options)
+
+
+def _p3109(bits: str, precision: str, sign: str, domain: str) -> FloatFormat:
+    return p3109(int(bits), int(precision), signed=sign == "s", extended=domain == "e")
+
+
+def _fixed(unsigned: str, int_bits: str, frac_bits: str, **options) -> FixedFormat:
+    return FixedFormat(int(int_bits), int(frac_bits), not unsigned, **options)
+
+
+def _integer(unsigned: str, bits: str, **options) -> IntegerFormat:
+    return IntegerFormat(int(bits), not unsigned, **options)
+
+
+_PATTERNS = (
+    (rf"e(\d{{1,2}})m(\d{{1,2}})({'|'.join(_SUFFIXES)})?", _float),
+    (r"binary(\d{1,2})p(\d{1,2})([su])([ef])", _p3109),
+    (r"(u?)fixed(-?\d{1,4})\.(-?\d{1,4})", _fixed),
+    (r"(u?)int(\d{1,2})", _integer),
+)
+
+
+def _build(text: str, build, found: re.Match, options: dict) -> ElementFormat:
+    try:
+        return build(*found.groups(), **options)
+    except TypeError as error:
+        raise ValueError(f"format text {text!r}: {error}") from None
+
+
+def _with_options(text: str, fmt: FloatFormat, options: dict) -> FloatFormat:
+    if not options:
+        return fmt
+    fields = {name: getattr(fmt, name) for name in ("bias", "subnormals", "infinities", "nans", "signed", "zero")}
+    if unknown := set(options) - set(fields):
+        raise ValueError(f"format text {text!r}: unknown option {min(unknown)!r}; allowed: {', '.join(fields)}")
+    return FloatFormat(fmt.exp_bits, fmt.sig_bits, **fields | options)
+
+
+def _options(text: str, inside: str | None) -> dict:
+    options = {}
+    for item in filter(None, (inside or "").split(",")):
+        name, equals, value = item.partition("=")
+        if not equals or name in options:
+            raise ValueError(f"format text {text!r}: option {item!r} must be name=value, each name once")
+        options[name] = int(value) if re.fullmatch(r"-?\d+", value) else _WORDS.get(value, value)
+    return options
+
+
+def _levels(text: str, inside: str | None) -> tuple[float, ...]:
+    try:
+        return tuple(float(item) for item in (inside or "").split(","))
+    except ValueError:
+        raise ValueError(f"format text {text!r}: levels must be numbers, as in codebook(-1,0,1)") from None
+
+
+def _unknown(text: str) -> ValueError:
+    near = difflib.get_close_matches(text, [*CATALOGUE, *ALIASES], n=3)
+    hint = f"; close: {', '.join(near)}" if near else ""
+    return ValueError(
+        f"format text {text!r} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or a pattern "
+        "e5m10, e5m3fn, fixed4.4, ufixed4.4, int8, uint4, binary8p3se, codebook(-1,0,1)"
+    )

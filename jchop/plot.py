@@ -1,0 +1,253 @@
+"""Pictures: heat maps of tables, and the values of a format along the number line.
+
+Every function returns a `matplotlib.figure.Figure` of its own and saves nothing; matplotlib (extra ``plot``) is imported
+on first use, and pyplot never is, so no window opens and no global state changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jchop.formats import ElementFormat, FloatFormat, parse_format
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Panel", "heat_map", "value_grid"]
+
+_NORMAL, _SUBNORMAL, _INK = "#31688e", "#d95f02", "#333333"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One heat map of a figure.
+
+    Args:
+        values: numbers, rows by columns; NaN is drawn grey and written "nan".
+        title: what the numbers are, with their unit.
+        text: how a number is written in its cell, a `format` specification; default ``".1f"``.
+        log: colours on a logarithmic scale (positive values); default False.
+        low_is_good: the bright end of the colours belongs to low values; default False.
+
+    Example:
+        >>> from jchop import plot
+        >>> plot.Panel([[97.8, 11.5]], "accuracy (%)").text
+        '.1f'
+    """
+
+    values: Any
+    title: str
+    text: str = ".1f"
+    log: bool = False
+    low_is_good: bool = False
+
+
+def heat_map(panels: Sequence[Panel], rows: Sequence[str], columns: Sequence[str], *, title: str) -> Figure:
+    """Tables side by side as heat maps, with the numbers written in the cells.
+
+    Args:
+        panels: the tables, each ``len(rows)`` by ``len(columns)``.
+        rows: names of the rows, top to bottom, shared by all panels.
+        columns: names of the columns, left to right.
+        title: the title above the panels.
+
+    Raises:
+        ValueError: for a panel whose values have another shape.
+
+    Example:
+        >>> from jchop import plot
+        >>> panel = plot.Panel([[97.8, 11.5]], "accuracy (%)")
+        >>> figure = plot.heat_map([panel], ["e4m3"], ["nearest_even", "down"], title="Digits")
+        >>> len(figure.axes)
+        2
+    """
+    from matplotlib.figure import Figure
+
+    for panel in panels:
+        if np.shape(panel.values) != (len(rows), len(columns)):
+            raise ValueError(
+                f"panels: {panel.title!r} has shape {np.shape(panel.values)}; rows and columns ask for "
+                f"{(len(rows), len(columns))}"
+            )
+    width = 2.0 + len(panels) * (1.2 + 0.78 * len(columns))
+    figure = Figure(figsize=(max(width, 6.0), 2.3 + 0.36 * len(rows)), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+        _draw_panel(figure, axes, panel, rows, columns)
+    return figure
+
+
+def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], columns: Sequence[str]) -> None:
+    from matplotlib import colormaps
+
+    values = np.asarray(panel.values, np.float64)
+    colours = colormaps["viridis_r" if panel.low_is_good else "viridis"].copy()
+    colours.set_bad("#d9d9d9")
+    image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, norm=_scale(values, panel.log), aspect="auto")
+    axes.set_title(panel.title, fontsize=11, color=_INK)
+    axes.set_xticks(range(len(columns)), [name.replace("_", "\n", 1) for name in columns], fontsize=9)
+    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    axes.tick_params(length=0)
+    axes.set_xticks(np.arange(1, len(columns)) - 0.5, minor=True)
+    axes.set_yticks(np.arange(1, len(rows)) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.0)
+    axes.tick_params(which="minor", length=0)
+    axes.spines[:].set_visible(False)
+    for (row, column), value in np.ndenumerate(values):
+        bright = not np.isfinite(value) or _luminance(image.cmap(image.norm(value))) > 0.45
+        text = format(value, panel.text) if np.isfinite(value) else str(value)
+        axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color="black" if bright else "white")
+    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=34)
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.ax.tick_params(labelsize=8)
+
+
+def _scale(values: np.ndarray, log: bool) -> Any:
+    from matplotlib.colors import LogNorm, Normalize
+
+    known = values[np.isfinite(values) & ((values > 0) | (not log))]
+    low, high = (known.min(), known.max()) if known.size else (1.0, 1.0)
+    if low == high:
+        low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
+    return LogNorm(low, high) if log else Normalize(low, high)
+
+
+def _luminance(colour: Sequence[float]) -> float:
+    """Relative luminance of an sRGB colour (WCAG 2, without its gamma): enough to choose black or white ink."""
+    return 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2]
+
+
+def value_grid(fmt: ElementFormat | str) -> Figure:
+    """The values of a format on a logarithmic axis, and how far apart they are.
+
+    The upper panel has a line for each value; subnormal values have another colour, and the ends of the
+    ranges are marked. The lower panel shows, between each two neighbours a < b, the largest relative error of rounding to
+    nearest there, (b - a) / (b + a), which a midpoint has.
+
+    Args:
+        fmt: a format of at most 16 bits, or its text.
+
+    Raises:
+        ValueError: for a wider format, one whose values binary64 cannot hold, or one without a positive value.
+
+    Example:
+        >>> from jchop import plot
+        >>> plot.value_grid("e4m3fn").get_suptitle()
+        'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
+    """
+    from matplotlib.figure import Figure
+
+    fmt = parse_format(fmt) if isinstance(fmt, str) else fmt
+    values = fmt.values()
+    if values.dtype == object:
+        raise ValueError(f"fmt={fmt} has values beyond the range of binary64, which cannot be drawn")
+    rows = _magnitude_rows(values)
+    if not rows:
+        raise ValueError(f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
+    figure = Figure(figsize=(10, 4.8), dpi=150, layout="constrained")
+    low, high = f"{float(fmt.min):.6g}", f"{float(fmt.max):.6g}"
+    figure.suptitle(
+        f"{fmt}: {fmt.bits} bits, {values.size} finite values from {low} to {high}",
+        fontsize=13,
+        fontweight="bold",
+        color=_INK,
+    )
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.1, 1.3))
+    _draw_rug(upper, fmt, rows)
+    _draw_error(lower, fmt, max(rows.values(), key=len))
+    lower.set_xlabel("magnitude of the value (logarithmic, base 2)", fontsize=10)
+    return figure
+
+
+def _magnitude_rows(values: np.ndarray) -> dict[str, np.ndarray]:
+    """Magnitudes by sign; one row where both signs have the same."""
+    positive, negative = values[values > 0], -values[values < 0][::-1]
+    if np.array_equal(positive, negative):
+        return {"both\nsigns": positive} if positive.size else {}
+    return {sign: row for sign, row in (("positive", positive), ("negative", negative)) if row.size}
+
+
+def _draw_rug(axes: Axes, fmt: ElementFormat, rows: dict[str, np.ndarray]) -> None:
+    normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
+    for height, row in enumerate(reversed(rows.values())):
+        width = float(np.clip(300 / len(row), 0.2, 1.4))
+        for part, colour in ((row[row < normal], _SUBNORMAL), (row[row >= normal], _NORMAL)):
+            axes.vlines(part, height + 0.1, height + 0.9, color=colour, linewidth=width)
+    axes.set_xscale("log", base=2)
+    axes.set_yticks([height + 0.5 for height in range(len(rows))], list(reversed(rows)), fontsize=9)
+    axes.set_ylim(0, len(rows) * 1.9)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    _draw_marks(axes, _landmarks(fmt, max(rows.values(), key=len)), len(rows))
+
+
+def _landmarks(fmt: ElementFormat, row: np.ndarray) -> dict[float, str]:
+    """What the marked values are called; a value with two names has both."""
+    names = {"smallest": float(row[0]), "largest": float(row[-1])}
+    if isinstance(fmt, FloatFormat):
+        named = {"smallest subnormal": fmt.smallest_subnormal, "smallest normal": fmt.smallest_normal}
+        names = {name: float(value) for name, value in named.items() if value is not None and value <= row[-1]}
+        names["largest"] = float(row[-1])
+    marks: dict[float, str] = {}
+    for name, value in names.items():
+        marks[value] = f"{marks[value]},\n{name}" if value in marks else name
+    if row[0] < 1 < row[-1] and 1.0 in row and 1.0 not in marks:
+        marks[1.0] = "one"
+    return marks
+
+
+def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
+    span = np.log2(max(marks)) - np.log2(min(marks))
+    previous, raised = -np.inf, True
+    for value in sorted(marks):
+        # Labels closer than a fifth of the axis would overlap: every second of them stands higher.
+        raised = not raised and np.log2(value) - previous < 0.2 * span
+        previous = np.log2(value)
+        axes.annotate(
+            f"{marks[value]}\n{_label(value)}",
+            xy=(value, top * 0.92),
+            xytext=(0, 42 if raised else 12),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=9,
+            color=_INK,
+            arrowprops={"arrowstyle": "-", "color": "#888888", "linewidth": 0.8, "shrinkA": 1, "shrinkB": 0},
+        )
+
+
+def _label(value: float) -> str:
+    """Short numbers as they are, other powers of two as such."""
+    text = f"{value:.6g}"
+    exponent = float(np.log2(value))
+    return f"$2^{{{exponent:.0f}}}$" if len(text) > 6 and exponent.is_integer() else text
+
+
+def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    below, above = row[:-1], row[1:]
+    error = (above - below) / (above + below)
+    normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
+    for part, colour, name in ((below < normal, _SUBNORMAL, "subnormal"), (below >= normal, _NORMAL, "normal")):
+        if part.any():
+            axes.hlines(error[part], below[part], above[part], color=colour, linewidth=1.6, label=name)
+    if isinstance(fmt, FloatFormat):
+        roundoff = float(fmt.unit_roundoff)
+        axes.axhline(roundoff, color="#888888", linewidth=1.0, linestyle="--", label=f"unit roundoff, {_label(roundoff)}")
+        axes.legend(loc="upper right", fontsize=9, frameon=True, framealpha=1.0, edgecolor="none")
+    axes.set_yscale("log")
+    low = float(error.min()) if error.size else 0.1
+    axes.set_ylim(0.7 * low, 1.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if low > 0.01 else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("largest relative error", fontsize=10)
+    axes.grid(axis="both", color="#e5e5e5", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

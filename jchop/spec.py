@@ -1,0 +1,197 @@
+"""A projection specification: everything static about one rounding, as a hashable value."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jchop._checks import check_bool, check_int
+from jchop.formats import ElementFormat, FloatFormat, UniformFormat, parse_format
+from jchop.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
+
+__all__ = ["Gradient", "Spec", "as_spec", "parse"]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the backward pass does to the cotangent g of a rounded value.
+
+    Args:
+        clipped: zero g where the value overflowed (clipped straight-through); else g passes unchanged
+            (straight-through, Bengio et al., arXiv 1308.3432).
+        round: a Spec, format or text that g is then rounded to. A stochastic one draws from ``gradient_key``.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> spec = jc.Spec("fixed1.3", gradient=jc.Gradient(clipped=True))
+        >>> jax.grad(lambda x: jc.round_to_format(x, spec).sum())(jax.numpy.array([0.3, 5.0])).tolist()
+        [1.0, 0.0]
+    """
+
+    clipped: bool = False
+    round: Spec | None = None
+
+    def __post_init__(self) -> None:
+        check_bool("clipped", self.clipped)
+        if self.round is not None:
+            object.__setattr__(self, "round", as_spec(self.round, "round"))
+            if self.round.gradient != Gradient():
+                raise ValueError(f"round={self.round}: the Spec of a cotangent has no gradient of its own")
+
+    def __str__(self) -> str:
+        parts = ["clipped"] * self.clipped + ([f"[{self.round}]"] if self.round is not None else [])
+        return "+".join(parts) or "straight_through"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Which values, which neighbour, and what at the ends: IEEE P3109's projection specification.
+
+    Args:
+        format: an element format, or its text.
+        rounding: a `Rounding`, or its text; default ``"nearest_even"``.
+        overflow: an `Overflow`, or its text; default ``"ieee"``. Fixed point and integers saturate under it.
+        random_bits: bits N that a stochastic mode draws for each element, 1 to 32 (to 64 for float64). Default: the whole
+            32-bit word (64 for float64), which leaves a bias below 2^-32 of a quantum.
+        flush: every magnitude below the smallest normal value becomes zero before anything else (hardware FTZ).
+        gradient: ``"straight_through"``, ``"clipped"``, a `Gradient`, or what the cotangent is rounded to.
+
+    Raises:
+        TypeError, ValueError: for a field that is not allowed, or a combination that says nothing.
+
+    Example:
+        >>> import jchop as jc
+        >>> spec = jc.Spec(jc.FloatFormat(5, 2), rounding="stochastic", overflow="saturate")
+        >>> str(spec), jc.parse("e5m2:stochastic:saturate") == spec
+        ('e5m2:stochastic:saturate', True)
+    """
+
+    format: ElementFormat
+    rounding: Rounding = Rounding.NEAREST_EVEN
+    overflow: Overflow = Overflow.IEEE
+    random_bits: int | None = None
+    flush: bool = False
+    gradient: Gradient = Gradient()
+
+    def __post_init__(self) -> None:
+        coerced = {
+            "format": _as_format(self.format),
+            "rounding": as_rounding(self.rounding),
+            "overflow": as_overflow(self.overflow),
+            "gradient": _as_gradient(self.gradient),
+        }
+        for name, value in coerced.items():
+            object.__setattr__(self, name, value)
+        check_bool("flush", self.flush)
+        if self.random_bits is not None:
+            check_int("random_bits", self.random_bits, 1, 64)
+            if not self.rounding.stochastic or self.rounding is Rounding.STOCHASTIC_EQUAL:
+                raise ValueError(
+                    f"random_bits={self.random_bits} says nothing under rounding={self.rounding.value!r}; "
+                    "it belongs to 'stochastic', 'stochastic_b' and 'stochastic_c'"
+                )
+        if self.overflow is Overflow.WRAP and not isinstance(self.format, UniformFormat):
+            raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
+        if self.overflow is Overflow.WRAP and self.format.min == -self.format.max:
+            raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
+        if self.flush and not (isinstance(self.format, FloatFormat) and self.format.zero):
+            raise ValueError(f"flush=True needs a floating-point format with a zero, not {self.format}")
+
+    def __str__(self) -> str:
+        parts = [str(self.format)]
+        if self.rounding is not Rounding.NEAREST_EVEN:
+            parts.append(self.rounding.value)
+        if self.overflow is not Overflow.IEEE:
+            parts.append(self.overflow.value)
+        if self.random_bits is not None:
+            parts.append(f"random_bits={self.random_bits}")
+        if self.flush:
+            parts.append("flush")
+        if self.gradient != Gradient():
+            parts.append(f"gradient={self.gradient}")
+        return ":".join(parts)
+
+
+def parse(text: str) -> Spec:
+    """The Spec that a text says: ``FORMAT[:ROUNDING][:OVERFLOW][:random_bits=N][:flush][:gradient=...]``.
+
+    Args:
+        text: a format's text (see `jchop.formats.parse_format`) and then, in any order, a rounding, an overflow rule,
+            ``random_bits=N``, ``flush``, and ``gradient=`` with ``clipped``, ``[SPEC]`` or ``clipped+[SPEC]``.
+
+    Raises:
+        TypeError: where `text` is no text.
+        ValueError: for a part that is not known, or given twice.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.parse("e5m2:stochastic:random_bits=8").random_bits
+        8
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"text={text!r} must be a spec's text such as 'e5m2:stochastic:saturate'")
+    return _parse(text)
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str) -> Spec:
+    name, *parts = re.split(r":(?![^\[]*\])", text.strip().lower())
+    fields: dict[str, object] = {}
+    for part in map(str.strip, parts):
+        field, value = _field(text, part)
+        if field in fields:
+            raise ValueError(f"spec text {text!r} gives {field} twice")
+        fields[field] = value
+    return Spec(parse_format(name), **fields)  # type: ignore[arg-type]
+
+
+def _field(text: str, part: str) -> tuple[str, object]:
+    if part in ROUNDING_ALIASES or part in [mode.value for mode in Rounding]:
+        return "rounding", part
+    if part in [rule.value for rule in Overflow]:
+        return "overflow", part
+    if part == "flush":
+        return "flush", True
+    name, _, value = part.partition("=")
+    if name == "random_bits" and value.isdigit():
+        return name, int(value)
+    if name == "gradient":
+        return name, value
+    raise ValueError(
+        f"spec text {text!r}: part {part!r} is not known; allowed after the format: a rounding "
+        f"({', '.join(mode.value for mode in Rounding)}), an overflow rule ({', '.join(rule.value for rule in Overflow)}), "
+        "random_bits=N, flush, gradient=straight_through|clipped|[SPEC]"
+    )
+
+
+def _as_format(value: object) -> ElementFormat:
+    if isinstance(value, ElementFormat):
+        return value
+    if isinstance(value, str):
+        return parse_format(value)
+    raise TypeError(f"format={value!r} must be a format or its text")
+
+
+def _as_gradient(value: object) -> Gradient:
+    if isinstance(value, Gradient):
+        return value
+    if isinstance(value, Spec | ElementFormat):
+        return Gradient(round=as_spec(value))
+    if not isinstance(value, str):
+        raise TypeError(f"gradient={value!r} must be 'straight_through', 'clipped', a Gradient, or a Spec, format or text")
+    if value == "straight_through":
+        return Gradient()
+    head, _, tail = value.partition("+") if value.startswith("clipped") else ("", "", value)
+    return Gradient(head == "clipped", _parse(tail.removeprefix("[").removesuffix("]")) if tail else None)
+
+
+def as_spec(value: object, argument: str = "spec") -> Spec:
+    """The Spec that `value` (a Spec, a format, or text) means; `argument` names it in errors."""
+    if isinstance(value, Spec):
+        return value
+    if isinstance(value, ElementFormat):
+        return Spec(value)
+    if isinstance(value, str):
+        return parse(value)
+    raise TypeError(f"{argument}={value!r} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'")

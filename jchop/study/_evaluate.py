@@ -1,0 +1,68 @@
+"""A trained network under rounding: its accuracy and cross-entropy for each specification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.flatten_util import ravel_pytree
+
+from jchop._round import round_to_format
+from jchop.spec import Spec
+from jchop.study._data import Data
+from jchop.study._model import cross_entropy
+
+Array = jax.Array
+
+
+class Evaluator:
+    """A trained network as a function of one flat vector of parameters, and what rounding does to it.
+
+    The network is compiled once. Only the rounding is compiled for each specification, and with rounded activations the
+    network, too.
+    """
+
+    def __init__(self, graph: Any, params: Any, data: Data):
+        self.flat, self._unravel = ravel_pytree(params)
+        self._graph, self._x, self._y = graph, jnp.asarray(data.test_x), jnp.asarray(data.test_y)
+        self._plain = jax.jit(lambda flat: self._measure(flat, None, None))
+
+    def evaluate(self, flat: Array) -> tuple[float, float]:
+        """(accuracy, cross-entropy) with the parameters `flat`."""
+        accuracy, entropy = self._plain(flat)
+        return float(accuracy), float(entropy)
+
+    def cell(self, spec: Spec, keys: Array, activations: bool) -> np.ndarray:
+        """(accuracy, cross-entropy) of every run, one column each."""
+        if spec.rounding.stochastic:
+            vectors = jax.vmap(lambda key: round_to_format(self.flat, spec, jax.random.fold_in(key, 0)))(keys)
+        else:
+            vectors, keys = round_to_format(self.flat, spec)[None], keys[:1]
+        if activations:
+            rounded = jax.jit(lambda flat, key: self._measure(flat, spec, key))
+            runs = [rounded(flat, key) for flat, key in zip(vectors, keys, strict=True)]
+        else:
+            runs = [self._plain(flat) for flat in vectors]
+        return np.asarray(jax.device_get(runs), np.float64).T
+
+    def _measure(self, flat: Array, spec: Spec | None, key: Array | None) -> tuple[Array, Array]:
+        model = nnx.merge(self._graph, self._unravel(flat))
+        logits = model(self._x) if spec is None else model(self._x, _rounding_of(spec, key))
+        right = (logits.argmax(-1) == self._y) & ~jnp.isnan(logits).any(-1)
+        return right.mean(), cross_entropy(logits, self._y)
+
+
+def _rounding_of(spec: Spec, key: Any) -> Callable[[Array], Array]:
+    """A function that rounds one layer's activations after the other, each with a key of its own."""
+    layer = 0
+
+    def after(activations: Array) -> Array:
+        nonlocal layer
+        layer += 1
+        return round_to_format(activations, spec, jax.random.fold_in(key, layer) if spec.rounding.stochastic else None)
+
+    return after

@@ -1,0 +1,173 @@
+"""A study on paper: text tables, CSV, JSON and a heat map."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jchop.study._files import require_extra, write_atomically
+from jchop.study._result import Row, StudyResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: What `save` writes.
+NAMES = ("study.csv", "study.json", "study.png")
+
+
+def table(result: StudyResult) -> str:
+    """The study as text: accuracy in per cent and mean cross-entropy in nats, formats by modes, and one line that reads them.
+
+    ``±`` is the standard deviation over the rounding seeds of a stochastic mode.
+
+    Args:
+        result: from `jchop.study.run`.
+
+    Example:
+        >>> from jchop import study
+        >>> row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, 0.7, 0.0)
+        >>> print(study.table(study.StudyResult((row,), {}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})).splitlines()[0])
+        Test accuracy (%); unrounded 50.0
+    """
+    accuracy = _grid(result, lambda row: _mean(100 * row.accuracy, 100 * row.accuracy_std, row.runs, ".1f"))
+    entropy = _grid(result, lambda row: _mean(row.cross_entropy, row.cross_entropy_std, row.runs, ".3g"))
+    return "\n".join(
+        [
+            f"Test accuracy (%); unrounded {100 * result.accuracy:.1f}",
+            *accuracy,
+            "",
+            f"Mean cross-entropy (nats); unrounded {result.cross_entropy:.3g}",
+            *entropy,
+            "",
+            reading(result),
+        ]
+    )
+
+
+def _mean(mean: float, deviation: float, runs: int, form: str) -> str:
+    return f"{mean:{form}}" + (f"±{deviation:{form if form.endswith('f') else '.1g'}}" if runs > 1 else "")
+
+
+def _grid(result: StudyResult, text: Any) -> list[str]:
+    cells = [["format", "bits", *result.modes]]
+    for name in result.formats:
+        rows = [result.cell(name, mode) for mode in result.modes]
+        cells.append([name, str(rows[0].bits), *map(text, rows)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def reading(result: StudyResult) -> str:
+    """One line: the narrowest format that keeps the accuracy, and the greatest loss."""
+    mode = "nearest_even" if "nearest_even" in result.modes else result.modes[0]
+    kept = [row for row in result.rows if row.rounding == mode and row.accuracy >= result.accuracy - 0.01]
+    worst = min(result.rows, key=lambda row: row.accuracy)
+    if kept:
+        best = min(kept, key=lambda row: row.bits)
+        first = f"{best.format} ({best.bits} bits) is the narrowest format within one point of it under {mode}"
+    else:
+        first = f"no format stays within one point of it under {mode}"
+    return (
+        f"Unrounded accuracy {100 * result.accuracy:.1f} %; {first}; "
+        f"the lowest is {100 * worst.accuracy:.1f} %, {worst.format} {worst.rounding}."
+    )
+
+
+def figure(result: StudyResult) -> Figure:
+    """The study as two heat maps, accuracy and mean cross-entropy.
+
+    Args:
+        result: from `jchop.study.run`.
+
+    Raises:
+        ModuleNotFoundError: where matplotlib is missing.
+
+    Example:
+        >>> from jchop import study
+        >>> row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, 0.7, 0.0)
+        >>> len(study.figure(study.StudyResult((row,), {}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})).axes)
+        4
+    """
+    require_extra("the heat map", "study", ("matplotlib",))
+    from jchop.plot import Panel, heat_map
+
+    def values(field: str) -> np.ndarray:
+        rows = [[getattr(result.cell(name, mode), field) for mode in result.modes] for name in result.formats]
+        return np.array(rows)
+
+    accuracy, entropy = 100 * values("accuracy"), values("cross_entropy")
+    panels = [
+        Panel(accuracy, f"test accuracy (%); unrounded {100 * result.accuracy:.1f}"),
+        Panel(
+            entropy, f"mean cross-entropy (nats); unrounded {result.cross_entropy:.3g}", ".3g", log=True, low_is_good=True
+        ),
+    ]
+    what = "parameters and activations" if result.settings.get("activations") else "parameters"
+    return heat_map(
+        panels, result.formats, result.modes, title=f"{result.settings.get('dataset', 'study')}: {what} rounded to a format"
+    )
+
+
+def save(result: StudyResult, folder: str | os.PathLike[str]) -> list[Path]:
+    """Writes ``study.csv``, ``study.json`` and ``study.png``, each whole or not at all.
+
+    In JSON a NaN is null; in CSV it is nan.
+
+    Args:
+        result: from `jchop.study.run`.
+        folder: where to; made where it does not exist.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ModuleNotFoundError: where matplotlib is missing.
+        OSError: where a file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from jchop import study
+        >>> row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, 0.7, 0.0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     paths = study.save(study.StudyResult((row,), {}, 0.5, 0.7, (), 9, 3, 2, 0.1, {}), folder)
+        >>> [path.name for path in paths]
+        ['study.csv', 'study.json', 'study.png']
+    """
+    picture = io.BytesIO()
+    figure(result).savefig(picture, format="png")
+    contents = (_csv(result).encode(), _json(result).encode(), picture.getvalue())
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in NAMES]
+    for path, content in zip(paths, contents, strict=True):
+        write_atomically(path, lambda file, content=content: file.write(content))
+    return paths
+
+
+def _csv(result: StudyResult) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(dataclasses.asdict(row) for row in result.rows)
+    return text.getvalue()
+
+
+def _json(result: StudyResult) -> str:
+    return json.dumps(_without_nan(dataclasses.asdict(result)), indent=2, allow_nan=False) + "\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

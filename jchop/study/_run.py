@@ -1,0 +1,184 @@
+"""Running a study: check, train, round, evaluate."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._checks import check_bool, check_choice, check_int
+from jchop._round import round_to_format
+from jchop.formats import ElementFormat
+from jchop.rounding import Rounding, as_rounding
+from jchop.spec import Spec, as_spec
+from jchop.study._files import require_extra
+from jchop.study._result import Row, StudyResult
+
+Array = jax.Array
+#: Hears (stage, done, total, note) as a study goes on.
+Progress = Callable[[str, int, int, str], None]
+
+#: The data sets, and the epochs that each is trained for by default.
+DATASETS = {"digits": 30, "breast-cancer": 60, "wine": 100}
+
+#: Table 8 of arXiv 2504.07835 (q43 q52 e5m5 e5m7 e8m4 half bfloat16 tf32 fp32) and OCP's formats, narrow ones first.
+FORMATS = (
+    "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "q43", "q52",
+    "e5m5", "e5m7", "e8m4", "half", "bfloat16", "tf32", "fp32",
+)  # fmt: skip
+
+#: The six modes of Table 8.
+MODES = ("nearest_even", "up", "down", "toward_zero", "stochastic", "stochastic_equal")
+
+_PACKAGES = ("flax", "optax", "sklearn")
+_VERSIONS = ("jchop", "jax", "jaxlib", "numpy", "flax", "optax", "scikit-learn", "matplotlib")
+
+
+def run(
+    dataset: str = "digits",
+    *,
+    formats: Iterable[str | ElementFormat | Spec] = FORMATS,
+    modes: Iterable[str | Rounding] = MODES,
+    seeds: int = 10,
+    epochs: int | None = None,
+    activations: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> StudyResult:
+    """Trains a classifier, then evaluates it rounded to each format in each rounding mode.
+
+    The network is trained once, in binary32. Its parameters are rounded as one vector, and the test set is evaluated in
+    binary32 arithmetic: what is studied is storage in a format, not arithmetic. With `activations` the inputs and each layer's outputs are
+    rounded too. Every format and mode sees the same rounding keys, so their draws are comparable.
+
+    Args:
+        dataset: ``"digits"`` (a convolutional network), ``"breast-cancer"`` or ``"wine"`` (a multilayer perceptron).
+        formats: formats, Specs or texts; a Spec's overflow rule, flush and random bits are kept, its rounding is `modes`' matter.
+        modes: rounding modes or their texts.
+        seeds: rounding seeds that each stochastic mode is averaged over; a deterministic mode is evaluated once.
+        epochs: passes over the training data; default by data set, see `jchop.study.DATASETS`.
+        activations: round the activations too.
+        seed: fixes the split of the data, the initial parameters, the order of training and the rounding keys.
+        progress: called with (stage, done, total, note) as the study goes on.
+
+    Raises:
+        ModuleNotFoundError: where Flax, Optax or scikit-learn is missing.
+        TypeError, ValueError: for an argument out of range, a format that binary32 cannot hold, or one that names a rounding.
+
+    Example:
+        >>> from jchop import study
+        >>> result = study.run("wine", formats=["fp32", "e2m1fn"], modes=["down"], epochs=5)
+        >>> result.cell("fp32", "down").accuracy == result.accuracy
+        True
+    """
+    check_choice("dataset", dataset, tuple(DATASETS))
+    check_int("seeds", seeds, 1)
+    check_int("seed", seed, 0, 2**31 - 1)
+    check_bool("activations", activations)
+    epochs = DATASETS[dataset] if epochs is None else check_int("epochs", epochs, 1)
+    specs = _specs(formats, modes)
+    require_extra("the study", "study", _PACKAGES)
+    from jchop.study._data import load
+    from jchop.study._evaluate import Evaluator
+    from jchop.study._model import make_model, train
+
+    report = progress or (lambda stage, done, total, note: None)
+    start = time.perf_counter()
+    data = load(dataset, seed)
+    graph, params = make_model(data, seed)
+    params, losses = _trained(train, graph, params, data, epochs, seed, report)
+    evaluator = Evaluator(graph, params, data)
+    accuracy, entropy = evaluator.evaluate(evaluator.flat)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), seeds)
+    rows = []
+    for done, (label, spec) in enumerate(specs, start=1):
+        rows.append(_row(label, spec, evaluator.cell(spec, keys, activations)))
+        report("rounding", done, len(specs), f"{label} {spec.rounding.value}")
+    settings = {
+        "dataset": dataset,
+        "formats": list(dict.fromkeys(label for label, _ in specs)),
+        "modes": list(dict.fromkeys(spec.rounding.value for _, spec in specs)),
+        "seeds": seeds,
+        "epochs": epochs,
+        "activations": activations,
+        "seed": seed,
+    }
+    return StudyResult(
+        rows=tuple(rows),
+        settings=settings,
+        accuracy=accuracy,
+        cross_entropy=entropy,
+        losses=losses,
+        parameters=int(evaluator.flat.size),
+        train_samples=len(data.train_y),
+        test_samples=len(data.test_y),
+        seconds=time.perf_counter() - start,
+        versions=_versions(),
+    )
+
+
+def _specs(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tuple[str, Spec]]:
+    """(label, Spec) of every cell, formats outermost; each is traced, so that a bad one is refused before training."""
+    roundings = list(dict.fromkeys(as_rounding(mode) for mode in modes))
+    labels: dict[str, Spec] = {}
+    for value in formats:
+        spec = as_spec(value, "formats")
+        if spec.rounding is not Rounding.NEAREST_EVEN and not spec.random_bits:
+            raise ValueError(f"formats: {value} names a rounding, which is for modes= (--modes) to say")
+        labels[value if isinstance(value, str) else str(value)] = spec
+    if not labels or not roundings:
+        raise ValueError("formats and modes must each name at least one")
+    specs = [(label, _with_rounding(spec, mode)) for label, spec in labels.items() for mode in roundings]
+    one, key = jax.ShapeDtypeStruct((1,), jnp.float32), jax.random.key(0)
+    for _, spec in specs:
+        jax.eval_shape(lambda x, spec=spec: round_to_format(x, spec, key if spec.rounding.stochastic else None), one)
+    return specs
+
+
+def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
+    counted = mode.stochastic and mode is not Rounding.STOCHASTIC_EQUAL
+    return dataclasses.replace(spec, rounding=mode, random_bits=spec.random_bits if counted else None)
+
+
+def _trained(train: Any, graph: Any, params: Any, data: Any, epochs: int, seed: int, report: Progress) -> tuple[Any, tuple]:
+    losses: list[float] = []
+
+    def heard(number: int, loss: float) -> None:
+        losses.append(loss)
+        report("training", number, epochs, f"loss {loss:.4f}")
+
+    params = train(graph, params, data, epochs=epochs, seed=seed, report=heard)
+    return params, tuple(losses)
+
+
+def _row(label: str, spec: Spec, runs: np.ndarray) -> Row:
+    with np.errstate(invalid="ignore"):
+        (accuracy, entropy), (accuracy_std, entropy_std) = runs.mean(axis=1), runs.std(axis=1)
+    return Row(
+        format=label,
+        rounding=spec.rounding.value,
+        spec=str(spec),
+        bits=spec.format.bits,
+        runs=runs.shape[1],
+        accuracy=float(accuracy),
+        accuracy_std=float(accuracy_std),
+        cross_entropy=float(entropy),
+        cross_entropy_std=float(entropy_std),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in _VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
