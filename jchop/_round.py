@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -115,28 +116,27 @@ def _round_jax(x: Array, spec: Spec, key: Array | None, offset: Any, gradient_ke
     carrier = _carrier(x.dtype)
     require_carrier(spec, carrier)
     keys = _keys(spec, key, gradient_key)
+    traced, static = _place(offset, x.shape)
     if carrier.width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         with jax.enable_x64(True):
-            return _dispatch(x, keys, offset, spec)
-    return _dispatch(x, keys, offset, spec)
+            return _round(x, keys, traced, spec=spec, static=static)
+    return _round(x, keys, traced, spec=spec, static=static)
 
 
 def _round_numpy(x: Any, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
     array = np.asarray(x)
-    traced = [name for name, k in (("key", key), ("gradient_key", gradient_key)) if isinstance(k, jax.core.Tracer)]
-    if traced:
-        raise TypeError(
-            f"x is a NumPy value but {traced[0]} is traced, so the result cannot be NumPy; pass jax.numpy.asarray(x)"
-        )
-    _carrier(array.dtype)
-    with jax.ensure_compile_time_eval(), jax.enable_x64(array.dtype.itemsize >= 8):
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    carrier = _carrier(array.dtype)
+    for name, value in (("key", key), ("gradient_key", gradient_key), ("offset", offset)):
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"{name} is traced but x is a NumPy value, whose result could not be NumPy; pass jax.numpy.asarray(x)"
+            )
+    # Inside a trace a NumPy value is a constant, rounded now; and 64-bit data stays so, whatever the flag.
+    wide = jax.enable_x64(True) if carrier.width == 64 else contextlib.nullcontext()
+    with jax.ensure_compile_time_eval(), wide:
         rounded = np.array(_round_jax(jnp.asarray(array), spec, key, offset, gradient_key))
     return rounded if isinstance(x, np.ndarray) else rounded[()]
-
-
-def _dispatch(x: Array, keys: _Keys, offset: Any, spec: Spec) -> Array:
-    starts, static = _place(offset, x.shape)
-    return _round(x, keys, starts, spec=spec, static=static)
 
 
 def _place(offset: Any, shape: tuple[int, ...]) -> tuple[tuple, tuple]:
@@ -233,37 +233,35 @@ def _draw(seeds: tuple, shape: tuple[int, ...], offset: Any, width: int) -> Arra
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
 
 
+_BY_DTYPE = {jnp.dtype(name): CARRIERS[_COMPLEX.get(name, name)] for name in (*CARRIERS, *_COMPLEX)}
+
+
 def _carrier(dtype: Any) -> Carrier:
-    name = np.dtype(dtype).name
-    carrier = CARRIERS.get(_COMPLEX.get(name, name))
+    carrier = _BY_DTYPE.get(dtype)
     if carrier is None:
         raise TypeError(
-            f"x has dtype {name}, which is no carrier; allowed: {', '.join([*CARRIERS, *_COMPLEX])}. Convert it first, for example "
-            "x.astype('float32')"
+            f"x has dtype {dtype}, which is no carrier; allowed: {', '.join(map(str, _BY_DTYPE))}. Convert it first, for "
+            "example x.astype('float32')"
         )
     return carrier
 
 
-def _keys(spec: Spec, key: Array | None, gradient_key: Array | None) -> tuple[Array | None, Array | None]:
+def _keys(spec: Spec, key: Array | None, gradient_key: Array | None) -> _Keys:
     """The keys that `spec` draws from, checked; None where it draws nothing."""
     backward = spec.gradient.round
-    return (
-        _needed("key", key, f"spec={str(spec)!r} rounds stochastically", spec.rounding.stochastic),
-        _needed(
-            "gradient_key",
-            gradient_key,
-            f"spec={str(spec)!r} rounds cotangents stochastically",
-            backward is not None and backward.rounding.stochastic,
-        ),
-    )
+    draws = (spec.rounding.stochastic, backward is not None and backward.rounding.stochastic)
+    for name, given, needed, what in zip(_KEY_NAMES, (key, gradient_key), draws, ("", " cotangents"), strict=True):
+        if given is not None:
+            _check_key(name, given)
+        elif needed:
+            raise ValueError(
+                f"{name}=None, but spec={str(spec)!r} rounds{what} stochastically: pass a typed key, for example "
+                f"{name}=jax.random.key(0)"
+            )
+    return key if draws[0] else None, gradient_key if draws[1] else None
 
 
-def _needed(name: str, key: Array | None, why: str, needed: bool) -> Array | None:
-    if key is not None:
-        _check_key(name, key)
-    elif needed:
-        raise ValueError(f"{name}=None, but {why}: pass a typed key, for example {name}=jax.random.key(0)")
-    return key if needed else None
+_KEY_NAMES = ("key", "gradient_key")
 
 
 def _check_key(name: str, key: Any) -> None:
