@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -40,19 +41,19 @@ def round_to_format(
     Every element takes the neighbour that the spec's rounding mode names, decided by integer operations on its bits, so
     the result is the same bits on every backend. Values of the format never move; NaN stays NaN.
 
-    Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through unless the
-    spec says otherwise, in forward and reverse mode; second derivatives are zero.
+    Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through
+    unless the spec says otherwise, in forward and reverse mode; second derivatives are zero.
 
     Args:
-        x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX array; a
-            NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy. The dtype is kept, and float64 data
-            is rounded from float64 whatever the state of ``jax_enable_x64``.
+        x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX
+            array; a NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy. The dtype is kept,
+            and float64 data is rounded from float64 whatever the state of ``jax_enable_x64``.
         spec: a `Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic:saturate"``.
-        key: a typed key (`jax.random.key`), needed by the stochastic modes; the other modes do not look at it. The random bits of
-            an element depend on the key and on its flat index alone.
-        offset: where `x` lies in a larger array, so that a part is rounded as it would be in the whole: the flat (C order) index
-            of its first element if it is a contiguous chunk, an int or a traced integer; or ``(starts, shape)``: one start for each
-            axis and the shape of the whole. Default 0.
+        key: a typed key (`jax.random.key`), needed by the stochastic modes; the other modes do not look at it. The
+            random bits of an element depend on the key and on its flat index alone.
+        offset: where `x` lies in a larger array, so that a part is rounded as it would be in the whole: the flat (C
+            order) index of its first element if it is a contiguous chunk, an int or a traced integer; or ``(starts,
+            shape)``: one start for each axis and the shape of the whole. Default 0.
         gradient_key: a typed key, needed where ``spec.gradient`` rounds the cotangent stochastically.
 
     Returns:
@@ -60,8 +61,8 @@ def round_to_format(
 
     Raises:
         TypeError: for a dtype that is no carrier (integers, booleans, float8 ...), or a key that is not a typed key.
-        ValueError: for an unknown text, a stochastic spec without a key, or a carrier that cannot hold every result of the spec
-            (float16 data to bfloat16, say); the message names a carrier that can.
+        ValueError: for an unknown text, a stochastic spec without a key, or a carrier that cannot hold every result
+            of the spec (float16 data to bfloat16, say); the message names a carrier that can.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -109,7 +110,7 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
     return _draw(seed_words(key), tuple(shape), _offset(traced, static), width)
 
 
-# -- by kind of input ----------------------------------------------------------------------------------------------------
+# -- by kind of input --------------------------------------------------------------------------------------------------
 
 
 def _round_jax(x: Array, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None) -> Array:
@@ -195,7 +196,9 @@ def _jvp(spec: Spec, static: tuple, primals: tuple, tangents: tuple) -> tuple[Ar
         beyond = _forward(overflowed, x, seeds[0], spec, _offset(traced, static))
         tangent = jnp.where(beyond, jnp.zeros_like(tangent), tangent)
     if gradient.round is not None:
-        tangent = on_cotangent(_RoundCotangent(gradient.round, static, seeds[1] is not None), tangent, *(seeds[1] or ()), *traced)
+        tangent = on_cotangent(
+            _RoundCotangent(gradient.round, static, seeds[1] is not None), tangent, *(seeds[1] or ()), *traced
+        )
     return _with_gradient(spec, static, x, seeds, traced), tangent
 
 
@@ -228,7 +231,7 @@ def _draw(seeds: tuple, shape: tuple[int, ...], offset: Any, width: int) -> Arra
     return (high << 32) | low
 
 
-# -- checks --------------------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
 
@@ -240,8 +243,8 @@ def _carrier(dtype: Any) -> Carrier:
     carrier = _BY_DTYPE.get(dtype)
     if carrier is None:
         raise TypeError(
-            f"x has dtype {dtype}, which is no carrier; allowed: {', '.join(map(str, _BY_DTYPE))}. Convert it first, for "
-            "example x.astype('float32')"
+            f"x has dtype {dtype}, which is no carrier; allowed: {', '.join(map(str, _BY_DTYPE))}. Convert it "
+            "first, for example x.astype('float32')"
         )
     return carrier
 
@@ -268,7 +271,10 @@ def _check_key(name: str, key: Any) -> None:
     if not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         got = f"an array of dtype {key.dtype}" if isinstance(key, Array) else repr(key)
         raise TypeError(
-            f"{name}={got} must be a typed key, as jax.random.key(0) gives (jax.random.wrap_key_data makes one of raw words)"
+            f"{name}={got} must be a typed key, as jax.random.key(0) gives (jax.random.wrap_key_data makes one of "
+            "raw words)"
         )
     if key.shape != ():
-        raise ValueError(f"{name} has shape {key.shape}, but one key is drawn from; use jax.vmap over x and the keys together")
+        raise ValueError(
+            f"{name} has shape {key.shape}, but one key is drawn from; use jax.vmap over x and the keys together"
+        )

@@ -41,7 +41,7 @@ def _jvp(primals, tangents, **static):
     tangent = tangents[0]
     out = _on_cotangent_p.bind(*primals, **static)
     if type(tangent) is ad.Zero:
-        return out, ad.Zero.from_primal_value(out)
+        return out, tangent
     return out, _on_cotangent_p.bind(tangent, *primals[1:], **static)
 
 

@@ -6,6 +6,7 @@ on first use, and pyplot never is, so no window opens and no global state change
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ class Panel:
         text: how a number is written in its cell, a `format` specification; default ``".1f"``.
         log: colours on a logarithmic scale (positive values); default False.
         low_is_good: the bright end of the colours belongs to low values; default False.
+        ceiling: where the colours end; higher values share the last one. Default: the largest value.
 
     Example:
         >>> from jchop import plot
@@ -45,6 +47,7 @@ class Panel:
     text: str = ".1f"
     log: bool = False
     low_is_good: bool = False
+    ceiling: float = math.inf
 
 
 def heat_map(panels: Sequence[Panel], rows: Sequence[str], columns: Sequence[str], *, title: str) -> Figure:
@@ -76,7 +79,7 @@ def heat_map(panels: Sequence[Panel], rows: Sequence[str], columns: Sequence[str
             )
     width = 2.0 + len(panels) * (1.2 + 0.78 * len(columns))
     figure = Figure(figsize=(max(width, 6.0), 2.3 + 0.36 * len(rows)), dpi=150, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK)
+    figure.suptitle(title, fontsize=15, fontweight="bold", color=_INK)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
         _draw_panel(figure, axes, panel, rows, columns)
     return figure
@@ -88,10 +91,10 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     values = np.asarray(panel.values, np.float64)
     colours = colormaps["viridis_r" if panel.low_is_good else "viridis"].copy()
     colours.set_bad("#d9d9d9")
-    image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, norm=_scale(values, panel.log), aspect="auto")
-    axes.set_title(panel.title, fontsize=11, color=_INK)
-    axes.set_xticks(range(len(columns)), [name.replace("_", "\n", 1) for name in columns], fontsize=9)
-    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, norm=_scale(panel, values), aspect="auto")
+    axes.set_title(panel.title, fontsize=12, color=_INK)
+    axes.set_xticks(range(len(columns)), [name.replace("_", "\n", 1) for name in columns], fontsize=10)
+    axes.set_yticks(range(len(rows)), rows, fontsize=10)
     axes.tick_params(length=0)
     axes.set_xticks(np.arange(1, len(columns)) - 0.5, minor=True)
     axes.set_yticks(np.arange(1, len(rows)) - 0.5, minor=True)
@@ -101,20 +104,22 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     for (row, column), value in np.ndenumerate(values):
         bright = not np.isfinite(value) or _luminance(image.cmap(image.norm(value))) > 0.45
         text = format(value, panel.text) if np.isfinite(value) else str(value)
-        axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color="black" if bright else "white")
-    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=34)
+        axes.text(column, row, text, ha="center", va="center", fontsize=9.5, color="black" if bright else "white")
+    beyond = "max" if (values[np.isfinite(values)] > panel.ceiling).any() else "neither"
+    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=34, extend=beyond)
     bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.ax.tick_params(labelsize=8)
+    bar.ax.tick_params(labelsize=9)
 
 
-def _scale(values: np.ndarray, log: bool) -> Any:
+def _scale(panel: Panel, values: np.ndarray) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
-    known = values[np.isfinite(values) & ((values > 0) | (not log))]
+    known = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
     low, high = (known.min(), known.max()) if known.size else (1.0, 1.0)
-    if low == high:
-        low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
-    return LogNorm(low, high) if log else Normalize(low, high)
+    high = min(high, panel.ceiling)
+    if low >= high:
+        low, high = (low / 2, low * 2) if panel.log else (low - 1, low + 1)
+    return (LogNorm if panel.log else Normalize)(low, high)
 
 
 def _luminance(colour: Sequence[float]) -> float:

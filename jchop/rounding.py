@@ -61,7 +61,7 @@ class Overflow(enum.Enum):
         (inf, 57344.0)
     """
 
-    #: inf where the mode rounds outward, the largest finite value where it rounds inward; NaN for inf where F has only NaN
+    #: inf where the mode rounds outward (NaN where F has no inf), the largest finite value where it rounds inward
     IEEE = "ieee"
     #: always the largest finite value, infinities included (OCP saturating, P3109 SatFinite)
     SATURATE = "saturate"
@@ -71,9 +71,7 @@ class Overflow(enum.Enum):
     WRAP = "wrap"
 
 
-_STOCHASTIC = frozenset(
-    {Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C, Rounding.STOCHASTIC_EQUAL}
-)
+_STOCHASTIC = frozenset({Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C, Rounding.STOCHASTIC_EQUAL})
 
 #: Short names in common use beside the members' own values.
 ROUNDING_ALIASES = {

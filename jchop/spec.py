@@ -52,8 +52,8 @@ class Spec:
         format: an element format, or its text.
         rounding: a `Rounding`, or its text; default ``"nearest_even"``.
         overflow: an `Overflow`, or its text; default ``"ieee"``. Fixed point and integers saturate under it.
-        random_bits: bits N that a stochastic mode draws for each element, 1 to 32 (to 64 for float64). Default: the whole
-            32-bit word (64 for float64), which leaves a bias below 2^-32 of a quantum.
+        random_bits: bits N that a stochastic mode draws for each element, 1 to 32 (to 64 for float64). Default: the
+            whole 32-bit word (64 for float64), which leaves a bias below 2^-32 of a quantum.
         flush: every magnitude below the smallest normal value becomes zero before anything else (hardware FTZ).
         gradient: ``"straight_through"``, ``"clipped"``, a `Gradient`, or what the cotangent is rounded to.
 
@@ -160,8 +160,9 @@ def _field(text: str, part: str) -> tuple[str, object]:
         return name, value
     raise ValueError(
         f"spec text {text!r}: part {part!r} is not known; allowed after the format: a rounding "
-        f"({', '.join(mode.value for mode in Rounding)}), an overflow rule ({', '.join(rule.value for rule in Overflow)}), "
-        "random_bits=N, flush, gradient=straight_through|clipped|[SPEC]"
+        f"({', '.join(mode.value for mode in Rounding)}), an overflow rule "
+        f"({', '.join(rule.value for rule in Overflow)}), random_bits=N, flush, "
+        "gradient=straight_through|clipped|[SPEC]"
     )
 
 
@@ -179,7 +180,9 @@ def _as_gradient(value: object) -> Gradient:
     if isinstance(value, Spec | ElementFormat):
         return Gradient(round=as_spec(value))
     if not isinstance(value, str):
-        raise TypeError(f"gradient={value!r} must be 'straight_through', 'clipped', a Gradient, or a Spec, format or text")
+        raise TypeError(
+            f"gradient={value!r} must be 'straight_through', 'clipped', a Gradient, or a Spec, format or text"
+        )
     if value == "straight_through":
         return Gradient()
     head, _, tail = value.partition("+") if value.startswith("clipped") else ("", "", value)

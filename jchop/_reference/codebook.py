@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -46,7 +47,7 @@ class _Table:
 @lru_cache(maxsize=64)
 def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
     levels = [Fraction(level) for level in fmt.levels]
-    pairs = list(zip(levels, levels[1:], strict=False))
+    pairs = list(itertools.pairwise(levels))
 
     def ordered(values: list[int]) -> np.ndarray:
         return np.array(values, carrier.work)
@@ -66,9 +67,7 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
             Rounding.NEAREST_ZERO: ordered([above(m) if m > 0 else at_least(m) for m in middles]),
             Rounding.DOWN: ordered([at_least(high) for _, high in pairs]),
             Rounding.UP: ordered([above(low) for low, _ in pairs]),
-            Rounding.TOWARD_ZERO: ordered(
-                [at_least(high) if low + high > 0 else above(low) for low, high in pairs]
-            ),
+            Rounding.TOWARD_ZERO: ordered([at_least(high) if low + high > 0 else above(low) for low, high in pairs]),
             Rounding.ODD: ordered(
                 [above(low) if index % 2 == 0 else at_least(high) for index, (low, high) in enumerate(pairs)]
             ),
@@ -102,7 +101,7 @@ def _between(value: Array, word: Array | None, spec: Spec, table: _Table, carrie
 
 
 def _proportional(value: Array, lower: Array, upper: Array, random: Draw, carrier: Carrier) -> Array:
-    """nu >= 1 - R 2^-N for nu = (x - lower) / (upper - lower), in the carrier's arithmetic.
+    """Whether nu >= 1 - R 2^-N for nu = (x - lower) / (upper - lower), in the carrier's arithmetic.
 
     Levels are spaced as they please, so nu is no integer number of random bits: the probability is right to within the
     carrier's own resolution, not exactly as on a grid.

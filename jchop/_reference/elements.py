@@ -106,7 +106,9 @@ def _at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid
     if grid.signed:
         return result
     # An unsigned format has no value below zero but NaN; the nearest end is its smallest value.
-    below = carrier.nan if grid.has_nan and spec.overflow is not Overflow.SATURATE else 0 if grid.zero else grid.tiny_bits
+    below = (
+        carrier.nan if grid.has_nan and spec.overflow is not Overflow.SATURATE else 0 if grid.zero else grid.tiny_bits
+    )
     return jnp.where(negative & ((rounded if grid.zero else magnitude) != 0), below, result)
 
 
@@ -125,10 +127,7 @@ def _wrap(sign: Array, rounded: Array, fmt: UniformFormat, carrier: Carrier) -> 
     keep = jnp.clip(fmt.bits - (exponent + fmt.frac_bits), 0, fraction + 3)
     count = jnp.where(sign != 0, -count, count)
     shift = width - jnp.maximum(keep, 1)
-    if fmt.signed:
-        wrapped = (count << shift) >> shift
-    else:
-        wrapped = count & _bits.low_mask(jnp.minimum(keep, width - 1))
+    wrapped = (count << shift) >> shift if fmt.signed else count & _bits.low_mask(jnp.minimum(keep, width - 1))
     wrapped = jnp.where(keep == 0, 0, wrapped)
     magnitude = _bits.compose(jnp.abs(wrapped), exponent, carrier)
     return jnp.where(wrapped < 0, carrier.sign_bit, 0).astype(sign.dtype), magnitude

@@ -5,8 +5,8 @@ the low d bits of the magnitude. With E the carrier's biased exponent,
 
     d = max(D, K - E),
 
-where D = M - m belongs to the format's full precision and K to its smallest spacing (subnormals, or the quantum of fixed
-point). Below the smallest positive value T the neighbours are 0 and T.
+where D = M - m belongs to the format's full precision and K to its smallest spacing (subnormals, or the quantum of
+fixed point). Below the smallest positive value T the neighbours are 0 and T.
 """
 
 from __future__ import annotations
@@ -47,22 +47,27 @@ class Grid:
 def make_grid(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> Grid:
     """The Grid of `fmt` on `carrier`, which must hold its results (see `require_carrier`)."""
     tiny = _tiny_exponent(fmt)
-    is_float = isinstance(fmt, FloatFormat)
-    drop = max(carrier.fraction - fmt.sig_bits, 0) if is_float else 0
     spacing = tiny + carrier.bias + carrier.fraction
-    graded = not is_float or (fmt.subnormals and fmt.zero and fmt.sig_bits > 0)
-    one_bit = is_float and fmt.sig_bits == 0
-    odd = (fmt.bias - carrier.bias) % 2 if one_bit else (tiny + carrier.bias + 1) % 2
+    if isinstance(fmt, FloatFormat):
+        drop = max(carrier.fraction - fmt.sig_bits, 0)
+        graded = fmt.subnormals and fmt.zero and fmt.sig_bits > 0
+        deep = drop > 0 and fmt.emin < 1 - carrier.bias
+        normal = _bits(Fraction(2) ** fmt.emin, carrier)
+        # With one bit of precision a code's last bit is that of its exponent.
+        lag = None if fmt.sig_bits else fmt.bias - carrier.bias
+    else:
+        drop, graded, deep, normal, lag = 0, True, False, 0, None
+    odd = (tiny + carrier.bias + 1 if lag is None else lag) % 2
     return Grid(
         carrier=carrier,
         drop=drop,
         spacing=spacing if graded and spacing - 1 > drop else None,
-        deep=is_float and drop > 0 and fmt.emin < 1 - carrier.bias,
+        deep=deep,
         tiny_exponent=tiny,
         tiny_bits=_bits(Fraction(2) ** tiny, carrier) if tiny > carrier.tiny_exponent or not _zero(fmt) else 0,
         parity=odd << carrier.fraction,
-        deep_parity=(fmt.bias + 1 - carrier.fraction - carrier.bias) if one_bit else 0,
-        normal_bits=_bits(Fraction(2) ** fmt.emin, carrier) if is_float else 0,
+        deep_parity=(lag or 0) + 1 - carrier.fraction,
+        normal_bits=normal,
         top_bits=_bits(Fraction(fmt.max), carrier),
         bottom_bits=_bits(Fraction(fmt.min), carrier) if fmt.signed else 0,
         zero=_zero(fmt),
@@ -115,7 +120,8 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
     ends = [Fraction(end) for end in (fmt.max, fmt.min)]
     if all(carrier.magnitude_bits(end) is not None for end in ends):
         return True
-    # A finer and wider format than the carrier moves no finite value; what is left is infinity, which must not saturate.
+    # A finer and wider format than the carrier moves no finite value; what is left is infinity, which must not
+    # saturate.
     finer = isinstance(fmt, FloatFormat) and fmt.sig_bits >= carrier.fraction and fmt.max > carrier.max
     return finer and spec.overflow is not Overflow.SATURATE and (fmt.has_inf or fmt.has_nan)
 

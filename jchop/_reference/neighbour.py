@@ -1,8 +1,8 @@
 """Which neighbour: every rounding mode on the bits of a magnitude.
 
-At or above the format's smallest positive value T a mode is one addend: |x| plus the addend, its low d bits then cleared.
-The carry runs into the exponent as it should, because a carrier's bits order as its values do. Below T the neighbours are
-0 and T, and a mode is one comparison.
+At or above the format's smallest positive value T a mode is one addend: |x| plus the addend, its low d bits then
+cleared. The carry runs into the exponent as it should, because a carrier's bits order as its values do. Below T the
+neighbours are 0 and T, and a mode is one comparison.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Draw:
         return self.word.dtype.itemsize * 8
 
     @property
-    def keep(self) -> np.generic:
+    def keep(self) -> np.unsignedinteger:
         return _top(self.bits, self.word.dtype)
 
 
 def draw(word: Array | None, spec: Spec, carrier: Carrier) -> Draw | None:
     """The random bits that `spec` asks for out of whole random words.
 
-    P3109's variant B with N bits R is variant A with the N + 1 bits 2R + 1. Variants B and C look one bit further than N,
-    so the most they can have is one less than the width of a word.
+    P3109's variant B with N bits R is variant A with the N + 1 bits 2R + 1. Variants B and C look one bit further
+    than N, so the most they can have is one less than the width of a word.
     """
     if word is None or not spec.rounding.stochastic:
         return None
@@ -56,12 +56,17 @@ def draw(word: Array | None, spec: Spec, carrier: Carrier) -> Draw | None:
     return Draw(kept, bits)
 
 
-def _top(bits: int, dtype: np.dtype) -> np.generic:
+def _top(bits: int, dtype: np.dtype) -> np.unsignedinteger:
     """The top `bits` bits of a word set; typed, since a Python int would be taken for a signed one."""
     return dtype.type(((1 << bits) - 1) << dtype.itemsize * 8 - bits)
 
 
-# -- at or above the smallest value --------------------------------------------------------------------------------------
+def _coin(bits: Draw | None) -> Array:
+    assert bits is not None
+    return _bits.top_bit(bits.word)
+
+
+# -- at or above the smallest value ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ _ADDEND: dict[Rounding, Callable[[_Cut], Array | int]] = {
     Rounding.STOCHASTIC: _Cut.random,
     Rounding.STOCHASTIC_B: _Cut.random,
     Rounding.STOCHASTIC_C: _Cut.random_to_nearest,
-    Rounding.STOCHASTIC_EQUAL: lambda cut: jnp.where(_bits.top_bit(cut.draw.word), cut.mask, 0),  # type: ignore[union-attr]
+    Rounding.STOCHASTIC_EQUAL: lambda cut: jnp.where(_coin(cut.draw), cut.mask, 0),
 }
 
 
@@ -153,7 +158,7 @@ def _deep_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, A
     return depth, last & 1
 
 
-# -- below the smallest value --------------------------------------------------------------------------------------------
+# -- below the smallest value ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -222,5 +227,5 @@ _TINY: dict[Rounding, Callable[[_Tiny], Array | bool]] = {
     Rounding.STOCHASTIC: _Tiny.stochastic,
     Rounding.STOCHASTIC_B: _Tiny.stochastic,
     Rounding.STOCHASTIC_C: _Tiny.stochastic_to_nearest,
-    Rounding.STOCHASTIC_EQUAL: lambda tiny: tiny.inexact & _bits.top_bit(tiny.draw.word),  # type: ignore[union-attr]
+    Rounding.STOCHASTIC_EQUAL: lambda tiny: tiny.inexact & _coin(tiny.draw),
 }

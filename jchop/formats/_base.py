@@ -109,7 +109,7 @@ class ElementFormat(abc.ABC):
         """Largest relative error of rounding to nearest, eps / 2; None where F has no fixed precision."""
         return None if self.eps is None else self.eps / 2
 
-    # -- all values, and codes -------------------------------------------------------------------------------------------
+    # -- all values, and codes -----------------------------------------------------------------------------------------
     @property
     def code_dtype(self) -> np.dtype:
         """The unsigned integer dtype that holds a code."""
@@ -132,7 +132,9 @@ class ElementFormat(abc.ABC):
             raise ValueError(f"{self} has {self.bits} bits; values() lists formats of at most {_MAX_TABLE_BITS}")
         table = _decode_table(self)
         if table.dtype == object:
-            return _object_array(sorted({v for v in table if v is not None and (isinstance(v, Fraction) or abs(v) < np.inf)}))
+            return _object_array(
+                sorted({v for v in table if v is not None and (isinstance(v, Fraction) or abs(v) < np.inf)})
+            )
         return np.unique(table[np.isfinite(table)]) + 0.0
 
     def decode(self, codes: object) -> np.ndarray:
@@ -181,7 +183,9 @@ class ElementFormat(abc.ABC):
         for index, value in enumerate(flat):
             code = self.code_of(value if isinstance(value, Fraction) else float(value))
             if code is None:
-                raise ValueError(f"values[{index}]={value} is not a value of {self}; round it first (jchop.round_to_format)")
+                raise ValueError(
+                    f"values[{index}]={value} is not a value of {self}; round it first (jchop.round_to_format)"
+                )
             out[index] = code
         return codes
 

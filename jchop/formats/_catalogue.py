@@ -33,7 +33,9 @@ float8_e4m3b11fnuz = FloatFormat(4, 3, bias=11, infinities=False, nans="negative
 #: IEEE-like E3M4 (ml_dtypes).
 float8_e3m4 = FloatFormat(3, 4, name="float8_e3m4")
 #: Powers of two 2^-127 to 2^127, unsigned, no zero: the scale of OCP Microscaling Formats (MX) 1.0.
-float8_e8m0fnu = FloatFormat(8, 0, bias=127, infinities=False, nans="top", signed=False, zero=False, name="float8_e8m0fnu")
+float8_e8m0fnu = FloatFormat(
+    8, 0, bias=127, infinities=False, nans="top", signed=False, zero=False, name="float8_e8m0fnu"
+)
 #: FP6 E3M2, finite values only (OCP MX 1.0).
 float6_e3m2fn = FloatFormat(3, 2, infinities=False, nans="none", name="float6_e3m2fn")
 #: FP6 E2M3, finite values only (OCP MX 1.0).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -16,12 +17,12 @@ class CodebookFormat(ElementFormat):
     """A table of levels, each coded by its index. There is no -0, inf or NaN.
 
     Rounding to nearest takes the larger index on a tie (`NEAREST_EVEN`, the default), the larger magnitude
-    (`NEAREST_AWAY`) or the smaller magnitude (`NEAREST_ZERO`); `ODD` takes the neighbour of odd index. Values beyond the
-    ends saturate.
+    (`NEAREST_AWAY`) or the smaller magnitude (`NEAREST_ZERO`); `ODD` takes the neighbour of odd index. Values beyond
+    the ends saturate.
 
     Args:
-        levels: strictly increasing finite numbers, 1 to 65,536 of them. The precision they need is theirs: a carrier that
-            cannot hold every level is refused.
+        levels: strictly increasing finite numbers, 1 to 65,536 of them. The precision they need is theirs: a carrier
+            that cannot hold every level is refused.
 
     Raises:
         TypeError, ValueError: for levels that are not finite numbers in strictly increasing order.
@@ -45,7 +46,7 @@ class CodebookFormat(ElementFormat):
             raise ValueError(f"levels has {len(levels)} entries; allowed: 1 to {_MAX_LEVELS}")
         if not all(map(math.isfinite, levels)):
             raise ValueError(f"levels={levels!r} must be finite")
-        if any(low >= high for low, high in zip(levels, levels[1:], strict=False)):
+        if any(low >= high for low, high in itertools.pairwise(levels)):
             raise ValueError(f"levels={levels!r} must be strictly increasing")
         object.__setattr__(self, "levels", levels)
 

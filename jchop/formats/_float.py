@@ -25,10 +25,10 @@ class FloatFormat(ElementFormat):
         sig_bits: width m of the fraction field (the precision is m + 1), 0 to 52.
         bias: exponent bias; default ``2^(e-1) - 1``.
         subnormals: without them F has no value between 0 and the smallest normal one.
-        infinities: whether F has infinities. With ``nans="ieee"`` they are required (top exponent, fraction 0); otherwise
-            they take the highest magnitude code that is not a NaN (IEEE P3109 extended).
-        nans: which codes are NaN. ``"ieee"``: top exponent, fraction not 0. ``"top"``: the all-ones magnitude (OCP "fn").
-            ``"negative_zero"``: the code of -0, so that F has no -0 ("fnuz", signed P3109). ``"none"``: no code.
+        infinities: whether F has infinities. With ``nans="ieee"`` they are required (top exponent, fraction 0);
+            otherwise they take the highest magnitude code that is not a NaN (IEEE P3109 extended).
+        nans: which codes are NaN. ``"ieee"``: top exponent, fraction not 0. ``"top"``: the all-ones magnitude (OCP
+            "fn"). ``"negative_zero"``: the code of -0, so that F has no -0 ("fnuz", signed P3109). ``"none"``: no code.
         signed: without a sign bit F holds no negative value.
         zero: without it the exponent field 0 is an ordinary binade (OCP e8m0).
         name: what `str` prints; no part of the format's identity. Default: the format's text, such as ``"e5m10"``.
@@ -58,16 +58,22 @@ class FloatFormat(ElementFormat):
         for name in ("subnormals", "infinities", "signed", "zero"):
             check_bool(name, getattr(self, name))
         check_choice("nans", self.nans, NAN_CODES)
-        bias = self.default_bias(self.exp_bits) if self.bias is None else check_int("bias", self.bias, -(1 << 16), 1 << 16)
+        bias = (
+            self.default_bias(self.exp_bits) if self.bias is None else check_int("bias", self.bias, -(1 << 16), 1 << 16)
+        )
         object.__setattr__(self, "bias", bias)
         if self.nans == "ieee" and not self.infinities:
-            raise ValueError("infinities=False contradicts nans='ieee' (its top exponent holds inf); use nans='top' or 'none'")
+            raise ValueError(
+                "infinities=False contradicts nans='ieee' (its top exponent holds inf); use nans='top' or 'none'"
+            )
         if self.nans == "negative_zero" and not self.signed:
             raise ValueError("nans='negative_zero' needs signed=True: an unsigned format has no code of -0")
         if self.nans == "negative_zero" and not self.zero:
             raise ValueError("nans='negative_zero' needs zero=True: a format without zero has no code of -0")
         if not self.zero and not self.subnormals:
-            raise ValueError("subnormals=False says nothing where zero=False: the exponent field 0 is an ordinary binade")
+            raise ValueError(
+                "subnormals=False says nothing where zero=False: the exponent field 0 is an ordinary binade"
+            )
         if self.max_code < self._first_code:
             raise ValueError(
                 f"exp_bits={self.exp_bits}, sig_bits={self.sig_bits}, nans={self.nans!r} leave no positive finite value"
@@ -121,7 +127,7 @@ class FloatFormat(ElementFormat):
         shift = exponent - self.bias - self.sig_bits
         return Fraction(fraction << shift) if shift >= 0 else Fraction(fraction, 1 << -shift)
 
-    # -- facts -----------------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------------------
     @property
     def bits(self) -> int:
         """Width of a code in bits: sign, exponent, fraction."""
@@ -203,7 +209,7 @@ class FloatFormat(ElementFormat):
         """Whether F tells -0 from +0."""
         return self.signed and self.zero and self.nans != "negative_zero"
 
-    # -- codes -----------------------------------------------------------------------------------------------------------
+    # -- codes ---------------------------------------------------------------------------------------------------------
     def value_of(self, code: int) -> Number | None:
         """The exact value of one code (-0.0, inf and nan as floats); None for a code that F does not use."""
         magnitude, negative = code & ((1 << self._magnitude_bits) - 1), code >> self._magnitude_bits
@@ -241,7 +247,7 @@ class FloatFormat(ElementFormat):
         code = int(scaled) + ((exponent - self.emin) << self.sig_bits) - (0 if self.zero else 1 << self.sig_bits)
         return code if self._first_code <= code <= self.max_code else None
 
-    # -- text ------------------------------------------------------------------------------------------------------------
+    # -- text ----------------------------------------------------------------------------------------------------------
     def __str__(self) -> str:
         return self.name or self.text
 

@@ -23,8 +23,9 @@ def parse_format(text: str) -> ElementFormat:
     """The format that a text names.
 
     Args:
-        text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern (``e5m10``,
-            ``e5m3fn``, ``e5m3fnuz``, ``fixed4.4``, ``ufixed4.4``, ``int8``, ``uint4``, ``binary8p3se``), or ``codebook(-1,0,1)``. Options follow in
+        text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
+            (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``fixed4.4``, ``ufixed4.4``, ``int8``, ``uint4``, ``binary8p3se``),
+            or ``codebook(-1,0,1)``. Options follow in
             parentheses: ``e4m3(bias=11,subnormals=false)``, ``fixed4.4(symmetric=true)``, ``int8(narrow=true)``.
 
     Raises:
@@ -125,6 +126,6 @@ def _unknown(text: str) -> ValueError:
     near = difflib.get_close_matches(text, [*CATALOGUE, *ALIASES], n=3)
     hint = f"; close: {', '.join(near)}" if near else ""
     return ValueError(
-        f"format text {text!r} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or a pattern "
-        "e5m10, e5m3fn, fixed4.4, ufixed4.4, int8, uint4, binary8p3se, codebook(-1,0,1)"
+        f"format text {text!r} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or a "
+        "pattern e5m10, e5m3fn, fixed4.4, ufixed4.4, int8, uint4, binary8p3se, codebook(-1,0,1)"
     )

@@ -53,7 +53,7 @@ def table(result: StudyResult) -> str:
 
 
 def _mean(mean: float, deviation: float, runs: int, form: str) -> str:
-    return f"{mean:{form}}" + (f"±{deviation:{form if form.endswith('f') else '.1g'}}" if runs > 1 else "")
+    return f"{mean:{form}}" + (f"±{deviation:{form if form.endswith('f') else '.2g'}}" if runs > 1 else "")
 
 
 def _grid(result: StudyResult, text: Any) -> list[str]:
@@ -108,13 +108,18 @@ def figure(result: StudyResult) -> Figure:
     panels = [
         Panel(accuracy, f"test accuracy (%); unrounded {100 * result.accuracy:.1f}"),
         Panel(
-            entropy, f"mean cross-entropy (nats); unrounded {result.cross_entropy:.3g}", ".3g", log=True, low_is_good=True
+            entropy,
+            f"mean cross-entropy (nats); unrounded {result.cross_entropy:.3g}",
+            ".3g",
+            log=True,
+            low_is_good=True,
+            ceiling=10.0,
         ),
     ]
     what = "parameters and activations" if result.settings.get("activations") else "parameters"
-    return heat_map(
-        panels, result.formats, result.modes, title=f"{result.settings.get('dataset', 'study')}: {what} rounded to a format"
-    )
+    names = [f"{name} ({result.cell(name, result.modes[0]).bits} bits)" for name in result.formats]
+    title = f"{result.settings.get('dataset', 'study')}: {what} rounded to a format"
+    return heat_map(panels, names, result.modes, title=title)
 
 
 def save(result: StudyResult, folder: str | os.PathLike[str]) -> list[Path]:

@@ -1,0 +1,25 @@
+"""Progress on a text stream: one line that rewrites itself on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+_WIDTH = 24
+
+
+class ProgressBar:
+    """What `jchop.study.run` calls as its `progress`."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._live = stream.isatty()
+
+    def __call__(self, stage: str, done: int, total: int, note: str) -> None:
+        """Shows that `done` of `total` steps of `stage` are over."""
+        quarter = done == total or done * 4 // total != (done - 1) * 4 // total
+        if not (self._live or quarter):
+            return
+        filled = _WIDTH * done // total
+        line = f"{stage:9} [{'#' * filled}{'.' * (_WIDTH - filled)}] {done:>{len(str(total))}}/{total}  {note}"
+        start, end = ("\r\x1b[K", "\n" if done == total else "") if self._live else ("", "\n")
+        print(start + line, end=end, file=self._stream, flush=True)
