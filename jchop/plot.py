@@ -89,8 +89,7 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     from matplotlib import colormaps
 
     values = np.asarray(panel.values, np.float64)
-    colours = colormaps["viridis_r" if panel.low_is_good else "viridis"].copy()
-    colours.set_bad("#d9d9d9")
+    colours = colormaps["viridis_r" if panel.low_is_good else "viridis"].with_extremes(bad="#d9d9d9")
     image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, norm=_scale(panel, values), aspect="auto")
     axes.set_title(panel.title, fontsize=12, color=_INK)
     axes.set_xticks(range(len(columns)), [name.replace("_", "\n", 1) for name in columns], fontsize=10)
@@ -185,7 +184,7 @@ def _draw_rug(axes: Axes, fmt: ElementFormat, rows: dict[str, np.ndarray]) -> No
             axes.vlines(part, height + 0.1, height + 0.9, color=colour, linewidth=width)
     axes.set_xscale("log", base=2)
     axes.set_yticks([height + 0.5 for height in range(len(rows))], list(reversed(rows)), fontsize=9)
-    axes.set_ylim(0, len(rows) * 1.9)
+    axes.set_ylim(0, len(rows) * 2.0)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "left", "right"]].set_visible(False)
     _draw_marks(axes, _landmarks(fmt, max(rows.values(), key=len)), len(rows))
@@ -216,7 +215,7 @@ def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
         axes.annotate(
             f"{marks[value]}\n{_label(value)}",
             xy=(value, top * 0.92),
-            xytext=(0, 42 if raised else 12),
+            xytext=(0, 46 if raised else 12),
             textcoords="offset points",
             ha="center",
             va="bottom",

@@ -20,8 +20,8 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-#: Up to this many levels every threshold is compared; beyond, a binary search.
-_COMPARE_ALL = 32
+#: Up to this many levels every threshold is compared, which kernels can do too; beyond, a binary search.
+COMPARE_ALL = 32
 
 
 def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec, carrier: Carrier) -> Array:
@@ -29,10 +29,9 @@ def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec
     table = _table(spec.format, carrier)  # type: ignore[arg-type]
     value = _bits.ordered(sign, magnitude)
     if spec.rounding in table.thresholds:
-        index = _count(value, table.thresholds[spec.rounding])
+        result = _pick(value, table.thresholds[spec.rounding], table.levels)
     else:
-        index = _between(value, word, spec, table, carrier)
-    result = jnp.asarray(table.bits)[index]
+        result = _draw_between(value, word, spec, table, carrier)
     is_nan = magnitude > carrier.inf
     sign = jnp.where(is_nan, sign, jnp.where(result < 0, carrier.sign_bit, 0).astype(sign.dtype))
     return _bits.join(sign, jnp.where(is_nan, magnitude, jnp.abs(result)), carrier)
@@ -40,8 +39,8 @@ def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec
 
 @dataclass(frozen=True)
 class _Table:
-    bits: np.ndarray  # the levels as ordered integers of the carrier
-    thresholds: dict[Rounding, np.ndarray]  # by mode: index i + 1 is taken from thresholds[i] on
+    levels: np.ndarray  # as ordered integers of the carrier
+    thresholds: dict[Rounding, np.ndarray]  # by mode: level i + 1 is taken from thresholds[i] on
 
 
 @lru_cache(maxsize=64)
@@ -60,7 +59,7 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
 
     middles = [(low + high) / 2 for low, high in pairs]
     return _Table(
-        bits=ordered([at_least(level) for level in levels]),
+        levels=ordered([at_least(level) for level in levels]),
         thresholds={
             Rounding.NEAREST_EVEN: ordered([at_least(middle) for middle in middles]),
             Rounding.NEAREST_AWAY: ordered([at_least(m) if m >= 0 else above(m) for m in middles]),
@@ -75,28 +74,28 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
     )
 
 
-def _count(value: Array, thresholds: np.ndarray) -> Array:
-    """How many thresholds each value has reached."""
-    if len(thresholds) > _COMPARE_ALL:
-        return jnp.searchsorted(jnp.asarray(thresholds), value, side="right").astype(jnp.int32)
-    index = jnp.zeros(value.shape, jnp.int32)
-    for threshold in thresholds:
-        index = index + (value >= threshold).astype(jnp.int32)
-    return index
+def _pick(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
+    """``choices[k]`` for values that have reached k of the thresholds."""
+    if len(choices) > COMPARE_ALL:
+        return jnp.asarray(choices)[jnp.searchsorted(jnp.asarray(thresholds), value, side="right")]
+    result = _bits.full(value, int(choices[0]))
+    for threshold, choice in zip(thresholds, choices[1:], strict=True):
+        result = jnp.where(value >= int(threshold), _bits.full(value, int(choice)), result)
+    return result
 
 
-def _between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:
-    """The stochastic modes: the lower index, and one more where the draw says so."""
-    lower = _count(value, table.thresholds[Rounding.DOWN])
-    upper = jnp.minimum(lower + 1, len(table.bits) - 1)
-    bits = jnp.asarray(table.bits)
-    inexact = (value != bits[lower]) & (value >= table.bits[0])
+def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:
+    """The stochastic modes: the level at or below the value, or the next one where the draw says so."""
+    reached = table.thresholds[Rounding.DOWN]
+    lower = _pick(value, reached, table.levels)
+    upper = _pick(value, reached, np.append(table.levels[1:], table.levels[-1]))
+    inexact = (value != lower) & (value >= int(table.levels[0]))
     random = draw(word, spec, carrier)
     assert random is not None
     if spec.rounding is Rounding.STOCHASTIC_EQUAL:
         away = _bits.top_bit(random.word)
     else:
-        away = _proportional(value, bits[lower], bits[upper], random, carrier)
+        away = _proportional(value, lower, upper, random, carrier)
     return jnp.where(inexact & away, upper, lower)
 
 
