@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import ml_dtypes
 import numpy as np
 
-from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, parse_format
+from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, UniformFormat, parse_format
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec, parse
 from jchop.study._files import require_extra, write_atomically
@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\njchop: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        reason = error.strerror or str(error)
-        print(f"jchop: error: {error.filename}: {reason}" if error.filename else f"jchop: error: {reason}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"jchop: error: {where}{error.strerror or error}", file=sys.stderr)
     except (ValueError, ModuleNotFoundError) as error:
         print("jchop: error: " + " ".join(str(error).split()), file=sys.stderr)
     return 2
@@ -89,7 +89,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jchop", description="What happens to numbers, and to a neural network, in a low-precision format.")
+    description = "What happens to numbers, and to a neural network, in a low-precision format."
+    parser = _Parser(prog="jchop", description=description)
     parser.add_argument("--version", action="version", version=f"jchop {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     plain = argparse.RawDescriptionHelpFormatter
@@ -98,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_formats)
 
     command = commands.add_parser("info", help="show the facts of one format, its bit layout, its values")
-    command.add_argument("format", metavar="FORMAT", help="a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, int8, ...")
+    command.add_argument("format", metavar="FORMAT", help="a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ...")
     command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw its values (needs matplotlib)")
     command.set_defaults(run=_info)
 
@@ -107,10 +108,14 @@ def _parser() -> argparse.ArgumentParser:
         help="round numbers, or a .npy array, to a format",
         formatter_class=plain,
         description="Rounds numbers to a format and shows value, code and error.",
-        epilog="examples:\n  jchop round 0.1 1e9 --to e5m2 --rounding up\n  seq 1 20 | jchop round --to e2m1fn:saturate\n"
+        epilog="examples:\n"
+        "  jchop round 0.1 1e9 --to e5m2 --rounding up\n"
+        "  seq 1 20 | jchop round --to e2m1fn:saturate\n"
         "  jchop round weights.npy --to e4m3fn --rounding stochastic --seed 0 --out rounded.npy",
     )
-    command.add_argument("values", metavar="X", nargs="*", help="numbers, one .npy file, or - (or nothing) for standard input")
+    command.add_argument(
+        "values", metavar="X", nargs="*", help="numbers, or one .npy file; - or nothing: standard input"
+    )
     command.add_argument("--to", metavar="SPEC", required=True, help="format, or a whole spec such as e5m2:up:saturate")
     command.add_argument("--rounding", metavar="MODE", help=", ".join(mode.value for mode in Rounding))
     command.add_argument("--overflow", metavar="RULE", help=", ".join(rule.value for rule in Overflow))
@@ -132,9 +137,9 @@ def _parser() -> argparse.ArgumentParser:
         "prints the table and writes study.csv, study.json and study.png.",
         epilog="example:\n  jchop study --formats q43,e6m9,fixed4.4 --modes nearest_even,stochastic --out my-study",
     )
-    command.add_argument("--dataset", choices=DATASETS, default="digits", help="default digits (a convolutional network)")
-    command.add_argument("--formats", nargs="+", metavar="F", default=list(FORMATS), help="default " + " ".join(FORMATS))
-    command.add_argument("--modes", nargs="+", metavar="M", default=list(MODES), help="default " + " ".join(MODES))
+    command.add_argument("--dataset", choices=DATASETS, default="digits", help="default digits (images)")
+    for option, defaults in (("--formats", FORMATS), ("--modes", MODES)):
+        command.add_argument(option, nargs="+", metavar="TEXT", default=defaults, help=f"default {' '.join(defaults)}")
     command.add_argument("--seeds", type=int, metavar="N", default=10, help="draws of each stochastic mode; default 10")
     command.add_argument("--epochs", type=int, metavar="N", help="passes over the training data; default by data set")
     command.add_argument("--activations", action="store_true", help="round the activations, too")
@@ -151,7 +156,7 @@ def _version() -> str:
         return "(not installed)"
 
 
-# -- text ----------------------------------------------------------------------------------------------------------------
+# -- text -------------------------------------------------------------------------------------------------------------
 def _table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
     """Columns aligned as `align` says, one of < and > for each, with a rule under the first row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -179,7 +184,7 @@ def _exact(value: Any) -> str:
 
 
 def _power(value: float | Fraction) -> str:
-    """c * 2^k, with an odd integer c where it is short."""
+    """The value as c * 2^k with an odd integer c."""
     exact = Fraction(value)
     exponent = _two_exponent(exact.numerator) - _two_exponent(exact.denominator)
     odd = exact / Fraction(2) ** exponent
@@ -198,7 +203,7 @@ def _fact(value: float | Fraction | None) -> str:
     if value == 0 or isinstance(value, Fraction):
         return _power(value) if value else "0"
     exact = _exact(value)
-    return exact if value.is_integer() and abs(value) < 1e6 else f"{exact}  = {_power(value)}"
+    return exact if value % 1 == 0 and abs(value) < 1e6 else f"{exact}  = {_power(value)}"
 
 
 def _yes(fact: bool) -> str:
@@ -218,23 +223,22 @@ def _hexadecimal(fmt: ElementFormat, code: int) -> str:
     return f"0x{code:0{-(-fmt.bits // 4)}x}"
 
 
-# -- formats, info -------------------------------------------------------------------------------------------------------
+# -- formats, info ----------------------------------------------------------------------------------------------------
 def _formats(options: argparse.Namespace) -> None:
-    head = ("name", "bits", "exp", "frac", "bias", "p", "max", "min normal", "min subn.", "roundoff", "inf", "nan", "-0", "also")
-    rows = [head]
+    widths, facts, specials = "bits exp frac bias p", ("max", "min normal", "min subn.", "roundoff"), "inf nan -0"
+    rows = [("name", *widths.split(), *facts, *specials.split(), "also")]
     for name, fmt in CATALOGUE.items():
-        facts = (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.unit_roundoff)
         rows.append(
             (
                 name,
                 *map(str, (fmt.bits, fmt.exp_bits, fmt.sig_bits, fmt.bias, fmt.precision)),
-                *map(_short, facts),
+                *map(_short, (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.unit_roundoff)),
                 *map(_yes, (fmt.has_inf, fmt.has_nan, fmt.has_negative_zero)),
                 " ".join(other for other, main in ALIASES.items() if main == name),
             )
         )
     print(_table(rows, "<" + ">" * 12 + "<"))
-    print("\nAlso: e{E}m{M}, e{E}m{M}fn, e{E}m{M}fnuz, fixed{I}.{F}, ufixed{I}.{F}, int{K}, uint{K}, binary{K}p{P}{s|u}{e|f} (P3109), codebook(...)")
+    print("\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 int8 uint4 binary8p3se codebook(-1,0,0.5)")
 
 
 def _info(options: argparse.Namespace) -> None:
@@ -261,8 +265,8 @@ def _layout(fmt: ElementFormat) -> str:
     if isinstance(fmt, FloatFormat):
         fields = [("sign", int(fmt.signed)), ("exponent", fmt.exp_bits), ("fraction", fmt.sig_bits)]
     else:
-        kind = "two's complement" if fmt.signed and hasattr(fmt, "min_code") else "index" if hasattr(fmt, "levels") else "unsigned"
-        fields = [(kind, fmt.bits)]
+        uniform = isinstance(fmt, UniformFormat)
+        fields = [(("two's complement" if fmt.signed else "unsigned") if uniform else "index", fmt.bits)]
     boxes, top = [], fmt.bits
     for name, width in fields:
         if width:
@@ -312,7 +316,7 @@ def _notable(fmt: ElementFormat) -> list[tuple[str, str, str, str]]:
     ]
 
 
-# -- round ---------------------------------------------------------------------------------------------------------------
+# -- round ------------------------------------------------------------------------------------------------------------
 def _round(options: argparse.Namespace) -> None:
     spec = _spec_of(options)
     if options.out:
@@ -365,7 +369,9 @@ def _number(word: str) -> float:
     try:
         return float.fromhex(word) if re.match(r"[+-]?0x", word, re.IGNORECASE) else float(word)
     except (ValueError, OverflowError):
-        raise ValueError(f"bad number {word!r}: give decimals such as 0.1, 1e9, -inf, nan, or hexadecimal such as 0x1.8p3") from None
+        raise ValueError(
+            f"bad number {word!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3"
+        ) from None
 
 
 def _load(path: Path, carrier: str | None) -> np.ndarray:
@@ -377,10 +383,11 @@ def _load(path: Path, carrier: str | None) -> np.ndarray:
         if array.dtype not in CARRIERS.values() and array.dtype.kind != "c":
             raise ValueError(f"{path} holds {array.dtype}; say --carrier float64 to convert it")
         return array
-    converted = array.astype(CARRIERS[carrier]) if array.dtype.kind in "biuf" else None
-    if converted is None or not np.array_equal(converted.astype(array.dtype), array, equal_nan=array.dtype.kind == "f"):
-        raise ValueError(f"{path} holds {array.dtype} values that {carrier} cannot hold exactly; they would be rounded twice")
-    return converted
+    if array.dtype.kind in "biuf":
+        converted = array.astype(CARRIERS[carrier])
+        if np.array_equal(converted.astype(array.dtype), array, equal_nan=array.dtype.kind == "f"):
+            return converted
+    raise ValueError(f"{path} holds {array.dtype} values that {carrier} cannot hold: they would be rounded twice")
 
 
 def _errors(values: np.ndarray, rounded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -392,7 +399,7 @@ def _errors(values: np.ndarray, rounded: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _comparison(values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat) -> str:
-    rows = [("value", "rounded", "code", "binary", "abs. error", "rel. error")]
+    rows: list[tuple[str, ...]] = [("value", "rounded", "code", "binary", "abs. error", "rel. error")]
     for value, result, absolute, relative in zip(values, rounded, *_errors(values, rounded), strict=True):
         code = fmt.code_of(float(result))
         bits = ("-", "-") if code is None else (_hexadecimal(fmt, code), _binary(fmt, code))
@@ -406,17 +413,25 @@ def _summary(values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat) -> str
     finite = np.isfinite(exact)
     absolute, relative = (error[finite & np.isfinite(result)] for error in _errors(parts, results))
     lost = finite & ~np.isfinite(result)
-    outside = finite & ((exact > fmt.max) | (exact < fmt.min))
+    outside = finite & ((exact > _near(fmt.max)) | (exact < _near(fmt.min)))
     rows = [
         ("elements", f"{values.size}, shape {values.shape}"),
         ("changed", str(np.count_nonzero((exact != result) & ~np.isnan(exact)))),
         ("largest abs. error", _short(float(absolute.max(initial=0.0))) + _but(lost)),
         ("largest rel. error", _short(float(relative[np.isfinite(relative)].max(initial=0.0))) + _but(lost)),
-        ("overflows", f"{np.count_nonzero(lost)} to inf or nan, {np.count_nonzero(outside & ~lost)} to the largest value"),
+        ("overflows", f"{np.count_nonzero(lost)} to inf or nan, {np.count_nonzero(outside & ~lost)} to a finite value"),
         ("underflows", f"{np.count_nonzero((exact != 0) & (result == 0))} to zero"),
         ("nan in the input", str(np.count_nonzero(np.isnan(exact)))),
     ]
     return _table([("  " + name, value) for name, value in rows], "<<", rule=False)
+
+
+def _near(value: float | Fraction) -> float:
+    """The float nearest a bound that binary64 may not hold."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _but(lost: np.ndarray) -> str:
@@ -424,8 +439,8 @@ def _but(lost: np.ndarray) -> str:
 
 
 def _real_parts(array: np.ndarray) -> np.ndarray:
-    flat = np.ascontiguousarray(array).ravel()
-    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+    flat = np.ravel(array)
+    return np.concatenate([np.real(flat), np.imag(flat)]) if flat.dtype.kind == "c" else flat
 
 
 def _check_suffix(option: str, path: Path, suffix: str) -> None:
@@ -436,10 +451,17 @@ def _check_suffix(option: str, path: Path, suffix: str) -> None:
         raise ValueError(f"{option} {path}: there is no folder {path.parent}")
 
 
-# -- study ---------------------------------------------------------------------------------------------------------------
+def _check_folder(option: str, path: Path) -> None:
+    """Refuses, before any work, a folder that could not be made or written to."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ValueError(f"{option} {path}: {there} is no folder that can be written to")
+
+
+# -- study ------------------------------------------------------------------------------------------------------------
 def _study(options: argparse.Namespace) -> None:
     require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
-    options.out.mkdir(parents=True, exist_ok=True)  # a wrong folder should fail now, not after the work
+    _check_folder("--out", options.out)
     from jchop import study
     from jchop.study._progress import ProgressBar
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -106,8 +106,8 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
     if width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError("width=64 needs 64-bit integers: set jax_enable_x64, or use jax.enable_x64(True) as a context")
     _check_key("key", key)
-    traced, static = _place(offset, tuple(shape))
-    return _draw(seed_words(key), tuple(shape), _offset(traced, static), width)
+    place, starts = _place(offset, tuple(shape))
+    return _draw(seed_words(key), tuple(shape), place, starts, width)
 
 
 # -- by kind of input --------------------------------------------------------------------------------------------------
@@ -117,11 +117,25 @@ def _round_jax(x: Array, spec: Spec, key: Array | None, offset: Any, gradient_ke
     carrier = _carrier(x.dtype)
     require_carrier(spec, carrier)
     keys = _keys(spec, key, gradient_key)
-    traced, static = _place(offset, x.shape)
+    if jnp.iscomplexobj(x):
+        parts = jnp.stack([x.real, x.imag], axis=-1)
+        place, starts = _place(offset, x.shape)
+        if place.whole is None:  # a chunk: rows of a real and an imaginary part each
+            place = replace(place, base=2 * place.base, whole=(1 << 32, 2), known=(*place.known, 0))
+            rounded = _run(parts.reshape(-1, 2), keys, starts, spec, place, carrier).reshape(parts.shape)
+        else:
+            place = replace(place, whole=(*place.whole, 2), known=(*place.known, 0))
+            rounded = _run(parts, keys, starts, spec, place, carrier)
+        return lax.complex(rounded[..., 0], rounded[..., 1])
+    place, starts = _place(offset, x.shape)
+    return _run(x, keys, starts, spec, place, carrier)
+
+
+def _run(x: Array, keys: _Keys, starts: tuple, spec: Spec, place: _Place, carrier: Carrier) -> Array:
     if carrier.width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         with jax.enable_x64(True):
-            return _round(x, keys, traced, spec=spec, static=static)
-    return _round(x, keys, traced, spec=spec, static=static)
+            return _round(x, keys, starts, spec=spec, place=place)
+    return _round(x, keys, starts, spec=spec, place=place)
 
 
 def _round_numpy(x: Any, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
@@ -140,66 +154,83 @@ def _round_numpy(x: Any, spec: Spec, key: Array | None, offset: Any, gradient_ke
     return rounded if isinstance(x, np.ndarray) else rounded[()]
 
 
-def _place(offset: Any, shape: tuple[int, ...]) -> tuple[tuple, tuple]:
-    """`offset` as its traced starts and the static rest, which `_offset` puts together again."""
-    if isinstance(offset, tuple):
-        if len(offset) != 2 or len(offset[0]) != len(shape) or len(offset[1]) != len(shape):
-            raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
-        starts, whole = tuple(offset[0]), tuple(check_int("offset shape", n, 0) for n in offset[1])
-        known = [start for start in starts if not isinstance(start, Array)]
-        if any(n > m for n, m in zip(shape, whole, strict=True)):
-            raise ValueError(f"offset={offset!r}: the whole is smaller than x, of shape {shape}")
-    else:
-        starts, whole, known = (offset,), None, [] if isinstance(offset, Array) else [offset]
-    for start in known:
-        check_int("offset", start, 0, (1 << 64) - 1)
-    for start in starts:
-        if isinstance(start, Array) and (start.shape != () or not jnp.issubdtype(start.dtype, jnp.integer)):
-            raise TypeError(f"offset={start!r} must be an integer scalar")
-    traced = tuple(start for start in starts if isinstance(start, Array))
-    return traced, (tuple(None if isinstance(start, Array) else int(start) for start in starts), whole)
+# -- where x lies in the random stream ---------------------------------------------------------------------------------
 
 
-def _offset(traced: tuple, static: tuple) -> Any:
-    known, whole = static
-    rest = iter(traced)
-    starts = tuple(next(rest) if start is None else start for start in known)
-    return starts[0] if whole is None else (starts, whole)
+@dataclass(frozen=True)
+class _Place:
+    """The static part of an offset: what stands in it for a traced start is None."""
+
+    known: tuple[int | None, ...]
+    whole: tuple[int, ...] | None = None  # the shape of the whole array; None for a contiguous chunk
+    base: int = 0  # a known index added to all
+
+    def offset(self, starts: tuple) -> Any:
+        """With its traced starts, what `_reference.random_bits` takes."""
+        rest = iter(starts)
+        each = tuple(next(rest) if start is None else start for start in self.known)
+        return each[0] if self.whole is None else (each, self.whole)
 
 
-@partial(jax.jit, static_argnames=("spec", "static"), inline=True)
-def _round(x: Array, keys: _Keys, traced: tuple, *, spec: Spec, static: tuple) -> Array:
-    if jnp.iscomplexobj(x):
-        parts = jnp.stack([x.real, x.imag], axis=-1)
-        known, whole = static
-        if whole is None:
-            traced, static = tuple(2 * start for start in traced), (tuple(start and 2 * start for start in known), None)
-        else:
-            static = ((*known, 0), (*whole, 2))
-        parts = _round(parts, keys, traced, spec=spec, static=static)
-        return lax.complex(parts[..., 0], parts[..., 1])
+_AT_START = _Place((0,))
+
+
+def _place(offset: Any, shape: tuple[int, ...]) -> tuple[_Place, tuple]:
+    """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew."""
+    if isinstance(offset, int) and offset == 0:
+        return _AT_START, ()
+    if not isinstance(offset, tuple):
+        start, high = _start(offset)
+        return _Place((None,), base=high), (start,)
+    if len(offset) != 2 or not len(offset[0]) == len(offset[1]) == len(shape):
+        raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
+    whole = tuple(check_int("offset: shape of the whole", size, 0, 1 << 32) for size in offset[1])
+    for start, size, total in zip(offset[0], shape, whole, strict=True):
+        if size > total or (isinstance(start, int) and start + size > total):
+            raise ValueError(f"offset={offset!r}: a part of shape {shape} does not lie within the whole")
+    return _Place((None,) * len(shape), whole), tuple(_start(start)[0] for start in offset[0])
+
+
+def _start(start: Any) -> tuple[Any, int]:
+    """A start as an integer scalar that is not static, and a static multiple of 2^32 that goes on top of it."""
+    if isinstance(start, Array):
+        if start.shape != () or not jnp.issubdtype(start.dtype, jnp.integer):
+            raise TypeError(
+                f"offset has an entry of shape {start.shape} and dtype {start.dtype}; allowed: integer scalars"
+            )
+        return start, 0
+    start = check_int("offset", start, 0, (1 << 64) - 1)
+    low, high = start % (1 << 32), start >> 32 << 32
+    return (np.int32(low) if low < 1 << 31 else np.uint32(low)), high
+
+
+# -- the traced part ---------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames=("spec", "place"), inline=True)
+def _round(x: Array, keys: _Keys, starts: tuple, *, spec: Spec, place: _Place) -> Array:
     seeds = tuple(None if key is None else seed_words(key) for key in keys)
-    return _with_gradient(spec, static, x, seeds, traced)
+    return _with_gradient(spec, place, x, seeds, starts)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _with_gradient(spec: Spec, static: tuple, x: Array, seeds: tuple, traced: tuple) -> Array:
-    return _forward(round_elements, x, seeds[0], spec, _offset(traced, static))
+def _with_gradient(spec: Spec, place: _Place, x: Array, seeds: tuple, starts: tuple) -> Array:
+    return _forward(round_elements, x, seeds[0], spec, place, starts)
 
 
 @_with_gradient.defjvp
-def _jvp(spec: Spec, static: tuple, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    x, seeds, traced = primals
+def _jvp(spec: Spec, place: _Place, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    x, seeds, starts = primals
     tangent = tangents[0]
     gradient = spec.gradient
     if gradient.clipped:
-        beyond = _forward(overflowed, x, seeds[0], spec, _offset(traced, static))
+        beyond = _forward(overflowed, x, seeds[0], spec, place, starts)
         tangent = jnp.where(beyond, jnp.zeros_like(tangent), tangent)
     if gradient.round is not None:
         tangent = on_cotangent(
-            _RoundCotangent(gradient.round, static, seeds[1] is not None), tangent, *(seeds[1] or ()), *traced
+            _RoundCotangent(gradient.round, place, seeds[1] is not None), tangent, *(seeds[1] or ()), *starts
         )
-    return _with_gradient(spec, static, x, seeds, traced), tangent
+    return _with_gradient(spec, place, x, seeds, starts), tangent
 
 
 @dataclass(frozen=True)
@@ -207,27 +238,30 @@ class _RoundCotangent:
     """Rounds a cotangent to `spec`; the residuals are its seeds, if it draws, and the traced starts."""
 
     spec: Spec
-    static: tuple
+    place: _Place
     draws: bool
 
     def __call__(self, cotangent: Array, *residuals: Array) -> Array:
-        seeds, traced = (residuals[:_SEEDS], residuals[_SEEDS:]) if self.draws else (None, residuals)
-        return _with_gradient(self.spec, self.static, cotangent, (seeds, None), traced)
+        seeds, starts = (residuals[:_SEEDS], residuals[_SEEDS:]) if self.draws else (None, residuals)
+        return _with_gradient(self.spec, self.place, cotangent, (seeds, None), starts)
 
 
 _SEEDS = 6  # words that `seed_words` gives
 
 
-def _forward(body: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, offset: Any) -> Array:
+def _forward(
+    body: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: _Place, starts: tuple
+) -> Array:
     carrier = _carrier(x.dtype)
-    word = None if seeds is None else _draw(seeds, x.shape, offset, carrier.work_width)
+    word = None if seeds is None else _draw(seeds, x.shape, place, starts, carrier.work_width)
     return body(x, spec, carrier, word)
 
 
-def _draw(seeds: tuple, shape: tuple[int, ...], offset: Any, width: int) -> Array:
+def _draw(seeds: tuple, shape: tuple[int, ...], place: _Place, starts: tuple, width: int) -> Array:
+    words = _words(seeds, shape, place.offset(starts), width, place.base)
     if width == 32:
-        return _words(seeds, shape, offset)
-    high, low = (half.astype(jnp.uint64) for half in _words(seeds, shape, offset, width=64))
+        return words
+    high, low = (half.astype(jnp.uint64) for half in words)
     return (high << 32) | low
 
 

@@ -1,7 +1,7 @@
 """Pictures: heat maps of tables, and the values of a format along the number line.
 
-Every function returns a `matplotlib.figure.Figure` of its own and saves nothing; matplotlib (extra ``plot``) is imported
-on first use, and pyplot never is, so no window opens and no global state changes.
+Every function returns a `matplotlib.figure.Figure` of its own and saves nothing. Matplotlib (extra ``plot``) is
+imported on first use, and pyplot never is, so no window opens and no global state changes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,7 +91,8 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
 
     values = np.asarray(panel.values, np.float64)
     colours = colormaps["viridis_r" if panel.low_is_good else "viridis"].with_extremes(bad="#d9d9d9")
-    image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, norm=_scale(panel, values), aspect="auto")
+    scale = _scale(panel, values)
+    image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, norm=scale, aspect="auto")
     axes.set_title(panel.title, fontsize=12, color=_INK)
     axes.set_xticks(range(len(columns)), [name.replace("_", "\n", 1) for name in columns], fontsize=10)
     axes.set_yticks(range(len(rows)), rows, fontsize=10)
@@ -101,7 +103,7 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     axes.tick_params(which="minor", length=0)
     axes.spines[:].set_visible(False)
     for (row, column), value in np.ndenumerate(values):
-        bright = not np.isfinite(value) or _luminance(image.cmap(image.norm(value))) > 0.45
+        bright = not np.isfinite(value) or _luminance(colours(scale(value))) > 0.45
         text = format(value, panel.text) if np.isfinite(value) else str(value)
         axes.text(column, row, text, ha="center", va="center", fontsize=9.5, color="black" if bright else "white")
     beyond = "max" if (values[np.isfinite(values)] > panel.ceiling).any() else "neither"
@@ -121,7 +123,7 @@ def _scale(panel: Panel, values: np.ndarray) -> Any:
     return (LogNorm if panel.log else Normalize)(low, high)
 
 
-def _luminance(colour: Sequence[float]) -> float:
+def _luminance(colour: Any) -> float:
     """Relative luminance of an sRGB colour (WCAG 2, without its gamma): enough to choose black or white ink."""
     return 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2]
 
@@ -129,9 +131,9 @@ def _luminance(colour: Sequence[float]) -> float:
 def value_grid(fmt: ElementFormat | str) -> Figure:
     """The values of a format on a logarithmic axis, and how far apart they are.
 
-    The upper panel has a line for each value; subnormal values have another colour, and the ends of the
-    ranges are marked. The lower panel shows, between each two neighbours a < b, the largest relative error of rounding to
-    nearest there, (b - a) / (b + a), which a midpoint has.
+    The upper panel has a line for each value; subnormal values have another colour, and the ends of the ranges are
+    marked. The lower panel shows, between each two neighbours a < b, the largest relative error of rounding to nearest
+    there, (b - a) / (b + a), which their midpoint has.
 
     Args:
         fmt: a format of at most 16 bits, or its text.
@@ -147,9 +149,9 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
     from matplotlib.figure import Figure
 
     fmt = parse_format(fmt) if isinstance(fmt, str) else fmt
-    values = fmt.values()
-    if values.dtype == object:
+    if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
         raise ValueError(f"fmt={fmt} has values beyond the range of binary64, which cannot be drawn")
+    values = fmt.values()
     rows = _magnitude_rows(values)
     if not rows:
         raise ValueError(f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
@@ -206,22 +208,31 @@ def _landmarks(fmt: ElementFormat, row: np.ndarray) -> dict[float, str]:
 
 
 def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
-    span = np.log2(max(marks)) - np.log2(min(marks))
-    previous, raised = -np.inf, True
-    for value in sorted(marks):
-        # Labels closer than a fifth of the axis would overlap: every second of them stands higher.
-        raised = not raised and np.log2(value) - previous < 0.2 * span
-        previous = np.log2(value)
+    places = sorted(marks)
+    steps = np.diff(np.log2(places))
+    close = [*(steps < 0.2 * steps.sum()), False]
+    level = 0
+    for index in reversed(range(len(places))):
+        # A label too close to the next one on its right stands above it, and both start at their lines.
+        level = level + 1 if close[index] else 0
+        paired = close[index] or close[index - 1]
         axes.annotate(
-            f"{marks[value]}\n{_label(value)}",
-            xy=(value, top * 0.92),
-            xytext=(0, 46 if raised else 12),
+            f"{marks[places[index]]}\n{_label(places[index])}",
+            xy=(places[index], top * 0.92),
+            xytext=(0, 12 + 36 * level),
             textcoords="offset points",
-            ha="center",
+            ha="left" if paired else "center",
             va="bottom",
             fontsize=9,
             color=_INK,
-            arrowprops={"arrowstyle": "-", "color": "#888888", "linewidth": 0.8, "shrinkA": 1, "shrinkB": 0},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#888888",
+                "linewidth": 0.8,
+                "shrinkA": 1,
+                "shrinkB": 0,
+                "relpos": (0.0 if paired else 0.5, 0.0),
+            },
         )
 
 
@@ -242,8 +253,9 @@ def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
         if part.any():
             axes.hlines(error[part], below[part], above[part], color=colour, linewidth=1.6, label=name)
     if isinstance(fmt, FloatFormat):
-        roundoff = float(fmt.unit_roundoff)
-        axes.axhline(roundoff, color="#888888", linewidth=1.0, linestyle="--", label=f"unit roundoff, {_label(roundoff)}")
+        roundoff = float(fmt.eps) / 2
+        name = f"unit roundoff, {_label(roundoff)}"
+        axes.axhline(roundoff, color="#888888", linewidth=1.0, linestyle="--", label=name)
         axes.legend(loc="upper right", fontsize=9, frameon=True, framealpha=1.0, edgecolor="none")
     axes.set_yscale("log")
     low = float(error.min()) if error.size else 0.1

@@ -29,6 +29,7 @@ class Grid:
     drop: int  # D: bits dropped at full precision
     spacing: int | None  # K; None where d = D everywhere above T
     deep: bool  # the carrier's subnormals are normal values of the format, of which d drops fewer bits
+    deep_least: int  # the least d there: what the format's own subnormals ask for
     tiny_exponent: int  # T = 2^tiny_exponent
     tiny_bits: int  # T; 0 where no value of the carrier lies between 0 and T
     parity: int  # added to the magnitude before its bit d is read as the last bit of the format's significand
@@ -63,6 +64,7 @@ def make_grid(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> Grid:
         drop=drop,
         spacing=spacing if graded and spacing - 1 > drop else None,
         deep=deep,
+        deep_least=max(tiny - carrier.tiny_exponent, 0) if graded else 0,
         tiny_exponent=tiny,
         tiny_bits=_bits(Fraction(2) ** tiny, carrier) if tiny > carrier.tiny_exponent or not _zero(fmt) else 0,
         parity=odd << carrier.fraction,

@@ -150,8 +150,7 @@ def _deep_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, A
     """
     carrier, subnormal = grid.carrier, exponent == 0
     lead = _bits.floor_log2(jnp.where(subnormal, jnp.maximum(magnitude, 1), 1), carrier).astype(magnitude.dtype)
-    least = max(grid.tiny_exponent - carrier.tiny_exponent, 0)
-    depth = jnp.where(subnormal, jnp.maximum(grid.drop - carrier.fraction + lead, least), grid.drop)
+    depth = jnp.where(subnormal, jnp.maximum(grid.drop - carrier.fraction + lead, grid.deep_least), grid.drop)
     last = (magnitude + grid.parity) >> depth
     if grid.drop == carrier.fraction:  # one bit of precision: parity is that of the exponent
         last = jnp.where(subnormal, lead + grid.deep_parity, last)

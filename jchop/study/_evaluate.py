@@ -33,8 +33,8 @@ class Evaluator:
 
     def evaluate(self, flat: Array) -> tuple[float, float]:
         """(accuracy, cross-entropy) with the parameters `flat`."""
-        accuracy, entropy = self._plain(flat)
-        return float(accuracy), float(entropy)
+        accuracy, entropy = self._as_floats([self._plain(flat)])
+        return float(accuracy[0]), float(entropy[0])
 
     def cell(self, spec: Spec, keys: Array, activations: bool) -> np.ndarray:
         """(accuracy, cross-entropy) of every run, one column each."""
@@ -47,13 +47,19 @@ class Evaluator:
             runs = [rounded(flat, key) for flat, key in zip(vectors, keys, strict=True)]
         else:
             runs = [self._plain(flat) for flat in vectors]
-        return np.asarray(jax.device_get(runs), np.float64).T
+        return self._as_floats(runs)
+
+    def _as_floats(self, runs: list[tuple[Array, Array]]) -> np.ndarray:
+        """(accuracy, cross-entropy), a column for each run; the share of right answers is taken here, in float64."""
+        right, entropy = np.asarray(jax.device_get(runs), np.float64).T
+        return np.stack([right / len(self._y), entropy])
 
     def _measure(self, flat: Array, spec: Spec | None, key: Array | None) -> tuple[Array, Array]:
+        """(number of right answers, mean cross-entropy) on the test set."""
         model = nnx.merge(self._graph, self._unravel(flat))
         logits = model(self._x) if spec is None else model(self._x, _rounding_of(spec, key))
         right = (logits.argmax(-1) == self._y) & ~jnp.isnan(logits).any(-1)
-        return right.mean(), cross_entropy(logits, self._y)
+        return right.sum(), cross_entropy(logits, self._y)
 
 
 def _rounding_of(spec: Spec, key: Any) -> Callable[[Array], Array]:

@@ -27,4 +27,5 @@ def require_extra(purpose: str, extra: str, packages: tuple[str, ...]) -> None:
     """Raises ModuleNotFoundError, naming the extra that would bring them, where one of `packages` is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModuleNotFoundError(f'{purpose} needs {", ".join(missing)}: pip install "jchop[{extra}]"', name=missing[0])
+        names = ", ".join(missing)
+        raise ModuleNotFoundError(f'{purpose} needs {names}: pip install "jchop[{extra}]"', name=missing[0])

@@ -24,9 +24,10 @@ NAMES = ("study.csv", "study.json", "study.png")
 
 
 def table(result: StudyResult) -> str:
-    """The study as text: accuracy in per cent and mean cross-entropy in nats, formats by modes, and one line that reads them.
+    """The study as text: accuracy in per cent, mean cross-entropy in nats, and one line that reads them.
 
-    ``±`` is the standard deviation over the rounding seeds of a stochastic mode.
+    Both tables have a row for each format and a column for each mode; ``±`` is the standard deviation over
+    the rounding seeds of a stochastic mode.
 
     Args:
         result: from `jchop.study.run`.
@@ -167,7 +168,9 @@ def _csv(result: StudyResult) -> str:
 
 
 def _json(result: StudyResult) -> str:
-    return json.dumps(_without_nan(dataclasses.asdict(result)), indent=2, allow_nan=False) + "\n"
+    fields = _without_nan(dataclasses.asdict(result))
+    fields["rows"] = fields.pop("rows")  # last: what it was made from comes first
+    return json.dumps(fields, indent=2, allow_nan=False) + "\n"
 
 
 def _without_nan(value: Any) -> Any:

@@ -16,9 +16,9 @@ class Row:
         spec: the whole specification used, in the text grammar.
         bits: width of the format's codes.
         runs: evaluations averaged: 1 for a deterministic mode, one for each rounding seed else.
-        accuracy: mean share of the test samples classified rightly, 0 to 1. A sample whose outputs hold a NaN counts as wrong.
+        accuracy: mean share of the test samples classified rightly, 0 to 1; a sample with a NaN output counts as wrong.
         accuracy_std: standard deviation of the accuracy over the runs (population), 0 for one run.
-        cross_entropy: mean cross-entropy of the test samples in nats; NaN where an output is NaN or the infinities cancel.
+        cross_entropy: mean cross-entropy of the test samples in nats; NaN where an output is NaN or infinities cancel.
         cross_entropy_std: its standard deviation over the runs.
 
     Example:

@@ -55,12 +55,13 @@ def run(
     """Trains a classifier, then evaluates it rounded to each format in each rounding mode.
 
     The network is trained once, in binary32. Its parameters are rounded as one vector, and the test set is evaluated in
-    binary32 arithmetic: what is studied is storage in a format, not arithmetic. With `activations` the inputs and each layer's outputs are
-    rounded too. Every format and mode sees the same rounding keys, so their draws are comparable.
+    binary32 arithmetic: what is studied is storage in a format, not arithmetic. With `activations` the inputs and each
+    layer's outputs are rounded too. Every format and mode sees the same rounding keys, so their draws are comparable.
 
     Args:
         dataset: ``"digits"`` (a convolutional network), ``"breast-cancer"`` or ``"wine"`` (a multilayer perceptron).
-        formats: formats, Specs or texts; a Spec's overflow rule, flush and random bits are kept, its rounding is `modes`' matter.
+        formats: formats, Specs or texts. Overflow rule, flush and random bits of a Spec are kept; its rounding is for
+            `modes` to say.
         modes: rounding modes or their texts.
         seeds: rounding seeds that each stochastic mode is averaged over; a deterministic mode is evaluated once.
         epochs: passes over the training data; default by data set, see `jchop.study.DATASETS`.
@@ -70,7 +71,8 @@ def run(
 
     Raises:
         ModuleNotFoundError: where Flax, Optax or scikit-learn is missing.
-        TypeError, ValueError: for an argument out of range, a format that binary32 cannot hold, or one that names a rounding.
+        TypeError, ValueError: for an argument out of range, a format that binary32 cannot hold, or one that names a
+            rounding.
 
     Example:
         >>> from jchop import study
@@ -93,7 +95,13 @@ def run(
     start = time.perf_counter()
     data = load(dataset, seed)
     graph, params = make_model(data, seed)
-    params, losses = _trained(train, graph, params, data, epochs, seed, report)
+    losses: list[float] = []
+
+    def heard(number: int, loss: float) -> None:
+        losses.append(loss)
+        report("training", number, epochs, f"loss {loss:.4f}")
+
+    params = train(graph, params, data, epochs=epochs, seed=seed, report=heard)
     evaluator = Evaluator(graph, params, data)
     accuracy, entropy = evaluator.evaluate(evaluator.flat)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), seeds)
@@ -115,7 +123,7 @@ def run(
         settings=settings,
         accuracy=accuracy,
         cross_entropy=entropy,
-        losses=losses,
+        losses=tuple(losses),
         parameters=int(evaluator.flat.size),
         train_samples=len(data.train_y),
         test_samples=len(data.test_y),
@@ -145,17 +153,6 @@ def _specs(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tupl
 def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
     counted = mode.stochastic and mode is not Rounding.STOCHASTIC_EQUAL
     return dataclasses.replace(spec, rounding=mode, random_bits=spec.random_bits if counted else None)
-
-
-def _trained(train: Any, graph: Any, params: Any, data: Any, epochs: int, seed: int, report: Progress) -> tuple[Any, tuple]:
-    losses: list[float] = []
-
-    def heard(number: int, loss: float) -> None:
-        losses.append(loss)
-        report("training", number, epochs, f"loss {loss:.4f}")
-
-    params = train(graph, params, data, epochs=epochs, seed=seed, report=heard)
-    return params, tuple(losses)
 
 
 def _row(label: str, spec: Spec, runs: np.ndarray) -> Row:
