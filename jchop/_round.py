@@ -186,7 +186,7 @@ def _place(offset: Any, shape: tuple[int, ...]) -> tuple[_Place, tuple]:
         raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
     whole = tuple(check_int("offset: shape of the whole", size, 0, 1 << 32) for size in offset[1])
     for start, size, total in zip(offset[0], shape, whole, strict=True):
-        if size > total or (isinstance(start, int) and start + size > total):
+        if size > total or (not isinstance(start, Array) and start + size > total):
             raise ValueError(f"offset={offset!r}: a part of shape {shape} does not lie within the whole")
     return _Place((None,) * len(shape), whole), tuple(_start(start)[0] for start in offset[0])
 

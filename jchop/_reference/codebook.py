@@ -62,7 +62,7 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
         levels=ordered([at_least(level) for level in levels]),
         thresholds={
             Rounding.NEAREST_EVEN: ordered([at_least(middle) for middle in middles]),
-            Rounding.NEAREST_AWAY: ordered([at_least(m) if m >= 0 else above(m) for m in middles]),
+            Rounding.NEAREST_AWAY: ordered([at_least(m) if m > 0 else above(m) for m in middles]),
             Rounding.NEAREST_ZERO: ordered([above(m) if m > 0 else at_least(m) for m in middles]),
             Rounding.DOWN: ordered([at_least(high) for _, high in pairs]),
             Rounding.UP: ordered([above(low) for low, _ in pairs]),
@@ -85,22 +85,24 @@ def _pick(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
 
 
 def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:
-    """The stochastic modes: the level at or below the value, or the next one where the draw says so."""
+    """The stochastic modes: of the two neighbours, the one of larger magnitude where the draw says so."""
     reached = table.thresholds[Rounding.DOWN]
-    lower = _pick(value, reached, table.levels)
-    upper = _pick(value, reached, np.append(table.levels[1:], table.levels[-1]))
-    inexact = (value != lower) & (value >= int(table.levels[0]))
+    below = _pick(value, reached, table.levels)
+    above = _pick(value, reached, np.append(table.levels[1:], table.levels[-1]))
+    inward = jnp.abs(below) < jnp.abs(above)
+    near, far = jnp.where(inward, below, above), jnp.where(inward, above, below)
     random = draw(word, spec, carrier)
     assert random is not None
     if spec.rounding is Rounding.STOCHASTIC_EQUAL:
         away = _bits.top_bit(random.word)
     else:
-        away = _proportional(value, lower, upper, random, carrier)
-    return jnp.where(inexact & away, upper, lower)
+        away = _proportional(value, near, far, random, spec.rounding, carrier)
+    exact = (value == below) | (value < int(table.levels[0]))
+    return jnp.where(exact, below, jnp.where(away, far, near))
 
 
-def _proportional(value: Array, lower: Array, upper: Array, random: Draw, carrier: Carrier) -> Array:
-    """Whether nu >= 1 - R 2^-N for nu = (x - lower) / (upper - lower), in the carrier's arithmetic.
+def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rounding, carrier: Carrier) -> Array:
+    """P3109's nu >= 1 - R 2^-N for nu = (x - near) / (far - near), in the carrier's arithmetic.
 
     Levels are spaced as they please, so nu is no integer number of random bits: the probability is right to within the
     carrier's own resolution, not exactly as on a grid.
@@ -111,5 +113,12 @@ def _proportional(value: Array, lower: Array, upper: Array, random: Draw, carrie
         sign = jnp.where(ordered < 0, carrier.sign_bit, 0).astype(ordered.dtype)
         return _bits.join(sign, jnp.abs(ordered), carrier).astype(wide)
 
-    share = random.word.astype(wide) * 2.0**-random.width
-    return number(upper) - number(value) <= (number(upper) - number(lower)) * share
+    unit = 1 << random.width - random.bits
+    to_nearest = mode is Rounding.STOCHASTIC_C  # nu 2^N to the nearest integer first: half a unit sooner
+    word = random.word | random.word.dtype.type(unit >> 1) if to_nearest else random.word
+    left, share = jnp.abs(number(far) - number(value)), word.astype(wide) * 2.0**-random.width
+    limit = jnp.abs(number(far) - number(near)) * share
+    if not to_nearest:
+        return left <= limit
+    odd = (random.word & random.word.dtype.type(unit)) != 0  # a tie goes to the even integer
+    return (left < limit) | ((left == limit) & ~odd)

@@ -91,7 +91,8 @@ _INWARD = {
 
 def _at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid: Grid) -> Array:
     """`rounded` with the overflow rule applied; `magnitude` tells infinities from finite values."""
-    carrier, limit = grid.carrier, _limit(negative, grid)
+    carrier = grid.carrier
+    limit = _limit(negative, grid) if grid.signed else grid.top_bits
     beyond = carrier.inf if grid.has_inf else carrier.nan if grid.has_nan else limit
     infinity = limit if spec.overflow is Overflow.SATURATE else beyond
     finite = limit

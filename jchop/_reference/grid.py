@@ -91,15 +91,15 @@ def _tiny_exponent(fmt: FloatFormat | UniformFormat) -> int:
 
 
 def _bits(value: Fraction, carrier: Carrier) -> int:
-    """Magnitude bits; a value past an end of the carrier takes the carrier's own end, which no input can pass."""
+    """Magnitude bits, toward zero; a value past an end of the carrier takes that end, which no input can pass."""
     value = abs(value)
     if value > carrier.max:
         return carrier.inf - 1
     if value < Fraction(2) ** carrier.tiny_exponent:
         return 0
     bits = carrier.magnitude_bits(value)
-    assert bits is not None, (value, carrier.name)
-    return bits
+    # Only wrapping lets an end pass that the carrier does not hold, and only infinities then take it.
+    return carrier.ceil_bits(value) - 1 if bits is None else bits
 
 
 def most_random_bits(spec: Spec, carrier: Carrier) -> int:
@@ -112,8 +112,6 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
     fmt = spec.format
     if isinstance(fmt, CodebookFormat):
         return all(carrier.magnitude_bits(Fraction(level)) is not None for level in fmt.levels)
-    if spec.random_bits is not None and spec.random_bits > most_random_bits(spec, carrier):
-        return False
     tiny = _tiny_exponent(fmt)  # type: ignore[arg-type]
     if Fraction(2) ** tiny > carrier.max or (not _zero(fmt) and tiny < carrier.tiny_exponent):
         return False
@@ -131,6 +129,11 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
 @lru_cache(maxsize=1024)
 def require_carrier(spec: Spec, carrier: Carrier) -> None:
     """Refuse a carrier that cannot hold the results of `spec`, naming one that can."""
+    if spec.random_bits is not None and spec.random_bits > (most := most_random_bits(spec, carrier)):
+        raise ValueError(
+            f"random_bits={spec.random_bits} of spec={str(spec)!r} is more than the {most} that there are for an element "
+            f"of x, of dtype {carrier.name}"
+        )
     if holds(spec, carrier):
         return
     able = [name for name, other in CARRIERS.items() if holds(spec, other)]

@@ -228,7 +228,7 @@ class FloatFormat(ElementFormat):
         """The code of one exact value; None where it is not in F."""
         if value != value:
             return self._nan_code
-        negative = math.copysign(1.0, value) < 0
+        negative = value < 0 or (value == 0 and math.copysign(1.0, value) < 0)
         if negative and not (self.signed if value else self.has_negative_zero):
             return None
         code = self._magnitude_code(value)
