@@ -52,8 +52,9 @@ class Spec:
         format: an element format, or its text.
         rounding: a `Rounding`, or its text; default ``"nearest_even"``.
         overflow: an `Overflow`, or its text; default ``"ieee"``. Fixed point and integers saturate under it.
-        random_bits: bits N that a stochastic mode draws for each element, 1 to 32 (to 64 for float64). Default: the
-            whole 32-bit word (64 for float64), which leaves a bias below 2^-32 of a quantum.
+        random_bits: bits N that a stochastic mode draws for each element, 1 to 32, to 64 for float64 (to 31 and 63 for
+            ``"stochastic_b"`` and ``"stochastic_c"``). Default: as many as there are, which leaves a bias below 2^-31
+            of a quantum.
         flush: every magnitude below the smallest normal value becomes zero before anything else (hardware FTZ).
         gradient: ``"straight_through"``, ``"clipped"``, a `Gradient`, or what the cotangent is rounded to.
 

@@ -131,8 +131,8 @@ def require_carrier(spec: Spec, carrier: Carrier) -> None:
     """Refuse a carrier that cannot hold the results of `spec`, naming one that can."""
     if spec.random_bits is not None and spec.random_bits > (most := most_random_bits(spec, carrier)):
         raise ValueError(
-            f"random_bits={spec.random_bits} of spec={str(spec)!r} is more than the {most} that there are for an element "
-            f"of x, of dtype {carrier.name}"
+            f"random_bits={spec.random_bits} of spec={str(spec)!r} is more than the {most} that there are for "
+            f"an element of x, of dtype {carrier.name}"
         )
     if holds(spec, carrier):
         return
