@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop.study._files import require_extra, write_atomically
+from jchop._files import require_extra, write_atomically
 from jchop.study._result import Row, StudyResult
 
 if TYPE_CHECKING:

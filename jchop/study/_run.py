@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._checks import check_bool, check_choice, check_int
+from jchop._files import require_extra
 from jchop._round import round_to_format
 from jchop.formats import ElementFormat
 from jchop.rounding import Rounding, as_rounding
 from jchop.spec import Spec, as_spec
-from jchop.study._files import require_extra
 from jchop.study._result import Row, StudyResult
 
 Array = jax.Array

@@ -1,0 +1,102 @@
+"""``jchop formats`` and ``jchop info``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from jchop._cli._text import binary, check_suffix, fact, hexadecimal, short, table, yes
+from jchop._files import require_extra, write_atomically
+from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, UniformFormat, parse_format
+
+
+def run_formats(options: argparse.Namespace) -> None:
+    widths, facts, specials = "bits exp frac bias p", ("max", "min normal", "min subn.", "roundoff"), "inf nan -0"
+    rows = [("name", *widths.split(), *facts, *specials.split(), "also")]
+    for name, fmt in CATALOGUE.items():
+        rows.append(
+            (
+                name,
+                *map(str, (fmt.bits, fmt.exp_bits, fmt.sig_bits, fmt.bias, fmt.precision)),
+                *map(short, (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.unit_roundoff)),
+                *map(yes, (fmt.has_inf, fmt.has_nan, fmt.has_negative_zero)),
+                " ".join(other for other, main in ALIASES.items() if main == name),
+            )
+        )
+    print(table(rows, "<" + ">" * 12 + "<"))
+    print("\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 int8 uint4 binary8p3se codebook(-1,0,0.5)")
+
+
+def run_info(options: argparse.Namespace) -> None:
+    fmt = parse_format(options.format)
+    if options.plot:
+        check_suffix("--plot", options.plot, ".png")
+        require_extra("--plot", "plot", ("matplotlib",))
+        from jchop.plot import value_grid
+
+        picture = value_grid(fmt)
+    text = getattr(fmt, "text", str(fmt))
+    print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
+    print(_layout(fmt))
+    print(table(_facts(fmt), "<<", rule=False))
+    print()
+    print(table([("code", "binary", "value", "which"), *_notable(fmt)], "<<><"))
+    if options.plot:
+        write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
+        print(f"\nwrote {options.plot}")
+
+
+def _layout(fmt: ElementFormat) -> str:
+    """The fields of a code, highest bit first."""
+    if isinstance(fmt, FloatFormat):
+        fields = [("sign", int(fmt.signed)), ("exponent", fmt.exp_bits), ("fraction", fmt.sig_bits)]
+    else:
+        uniform = isinstance(fmt, UniformFormat)
+        fields = [(("two's complement" if fmt.signed else "unsigned") if uniform else "index", fmt.bits)]
+    boxes, top = [], fmt.bits
+    for name, width in fields:
+        if width:
+            place = f"bit {top - 1}" if width == 1 else f"bits {top - 1}..{top - width}"
+            size = max(len(name), len(place))
+            boxes.append((name.center(size), place.center(size), "-" * (size + 2)))
+            top -= width
+    edge = "  +" + "+".join(box[2] for box in boxes) + "+"
+    return "\n".join(["", edge, *("  | " + " | ".join(box[line] for box in boxes) + " |" for line in (0, 1)), edge, ""])
+
+
+def _facts(fmt: ElementFormat) -> list[tuple[str, str]]:
+    numbers = ("max", "min", "smallest_normal", "smallest_subnormal", "smallest", "eps", "unit_roundoff")
+    facts = [("bits", str(fmt.bits)), ("precision", _or_none(fmt.precision))]
+    if isinstance(fmt, FloatFormat):
+        facts += [("bias", str(fmt.bias)), ("exponents", f"{fmt.emin} to {fmt.emax}")]
+    facts += [(name.replace("_", " "), fact(getattr(fmt, name))) for name in numbers]
+    facts += [("infinities", yes(fmt.has_inf)), ("NaN", yes(fmt.has_nan)), ("-0", yes(fmt.has_negative_zero))]
+    return [("  " + name, value) for name, value in facts]
+
+
+def _or_none(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _notable(fmt: ElementFormat) -> list[tuple[str, str, str, str]]:
+    """The codes worth knowing, with their values; those that the format lacks are left out."""
+    candidates = {
+        "zero": 0.0,
+        "minus zero": -0.0 if fmt.has_negative_zero else None,
+        "smallest positive": fmt.smallest,
+        "smallest normal": fmt.smallest_normal,
+        "one": 1.0,
+        "largest": fmt.max,
+        "lowest": fmt.min,
+        "infinity": math.inf if fmt.has_inf else None,
+        "NaN": math.nan if fmt.has_nan else None,
+    }
+    names: dict[int, list[str]] = {}
+    for name, value in candidates.items():
+        code = None if value is None else fmt.code_of(value)
+        if code is not None:
+            names.setdefault(code, []).append(name)
+    return [
+        (hexadecimal(fmt, code), binary(fmt, code), short(fmt.value_of(code)), ", ".join(which))
+        for code, which in names.items()
+    ]

@@ -1,0 +1,38 @@
+"""``jchop study``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from jchop._cli._text import check_folder
+from jchop._files import require_extra
+
+
+def run_study(options: argparse.Namespace) -> None:
+    require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
+    check_folder("--out", options.out)
+    from jchop import study
+    from jchop.study._progress import ProgressBar
+
+    result = study.run(
+        options.dataset,
+        formats=_items(options.formats),
+        modes=_items(options.modes),
+        seeds=options.seeds,
+        epochs=options.epochs,
+        activations=options.activations,
+        seed=options.seed,
+        progress=ProgressBar(sys.stderr),
+    )
+    paths = study.save(result, options.out)
+    print(study.table(result))
+    print(f"\nFiles: {', '.join(map(str, paths))} ({result.seconds:.0f} s)")
+
+
+def _items(words: Sequence[str]) -> list[str]:
+    """Texts between commas and spaces, except where those stand in parentheses or brackets."""
+    items = re.split(r"[,\s]+(?![^()\[\]]*[)\]])", " ".join(words))
+    return [item for item in items if item]
