@@ -1,0 +1,52 @@
+"""What every test starts from: the CPU with eight devices, and random numbers that are the same in every run."""
+
+import os
+from collections.abc import Iterator
+
+DEVICES = 8
+
+
+def _prepare_environment() -> None:
+    """Sets what JAX and the thread pools read once, when they are imported; a value that is already set stays."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        flags += f" --xla_force_host_platform_device_count={DEVICES}"
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: one thread each is enough
+        if "xla_cpu_multi_thread_eigen" not in flags:
+            flags += " --xla_cpu_multi_thread_eigen=false"
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
+    os.environ["XLA_FLAGS"] = flags.strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+_prepare_environment()
+
+import itertools  # noqa: E402
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+_tests_run = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_code_dropped() -> Iterator[None]:
+    """Every so often the compiled functions go: thousands of specs would otherwise hold gigabytes."""
+    yield
+    if next(_tests_run) % 50 == 0:
+        jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _seeded_numpy() -> None:
+    """NumPy's global generator starts every test from the same state, whatever ran before on this worker."""
+    np.random.seed(20240229)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator of its own for one test, the same in every run."""
+    return np.random.default_rng(20240229)

@@ -1,0 +1,155 @@
+"""The text grammar of formats, both ways."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given, settings
+
+import jchop as jc
+from jchop import CodebookFormat, FixedFormat, FloatFormat, IntegerFormat
+from jchop.formats import ALIASES, CATALOGUE, ElementFormat, parse_format
+
+
+@st.composite
+def floats(draw: st.DrawFn) -> FloatFormat:
+    exp_bits, sig_bits = draw(st.integers(1, 16)), draw(st.integers(0, 52))
+    zero = draw(st.booleans())
+    signed, subnormals = draw(st.booleans()), not zero or draw(st.booleans())
+    nans = draw(st.sampled_from(["ieee", "top", "none"] + ["negative_zero"] * (signed and zero)))
+    flags = {
+        "zero": zero,
+        "signed": signed,
+        "subnormals": subnormals,
+        "infinities": nans == "ieee" or draw(st.booleans()),
+    }
+    bias = draw(st.none() | st.integers(-(1 << 16), 1 << 16))
+    try:
+        return FloatFormat(exp_bits, sig_bits, bias=bias, nans=nans, **flags)  # type: ignore[arg-type]
+    except ValueError:  # too few bits for one value
+        assume(False)
+        raise
+
+
+@st.composite
+def fixed(draw: st.DrawFn) -> FixedFormat:
+    signed = draw(st.booleans())
+    bits, frac_bits = draw(st.integers(1 + signed, 64)), draw(st.integers(-900, 900))
+    return FixedFormat(bits - frac_bits, frac_bits, signed, signed and draw(st.booleans()))
+
+
+@st.composite
+def integers(draw: st.DrawFn) -> IntegerFormat:
+    signed = draw(st.booleans())
+    return IntegerFormat(draw(st.integers(1 + signed, 64)), signed, signed and draw(st.booleans()))
+
+
+LEVELS = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8, unique=True)
+CODEBOOKS = LEVELS.map(lambda levels: CodebookFormat(tuple(sorted({level + 0.0 for level in levels}))))
+NAMED = st.sampled_from([*CATALOGUE.values(), jc.p3109(8, 3), jc.p3109(16, 16, False, False), jc.p3109(3, 1)])
+FORMATS = st.one_of(floats(), fixed(), integers(), CODEBOOKS, NAMED)
+
+
+@settings(deadline=None)
+@given(FORMATS)
+def test_what_is_printed_reads_back(fmt: ElementFormat):
+    assert parse_format(str(fmt)) == fmt
+    assert parse_format(str(fmt).upper()) == fmt
+    assert str(parse_format(str(fmt))) == str(fmt)
+    assert eval(repr(fmt), dict(vars(jc))) == fmt
+
+
+@pytest.mark.parametrize(
+    ("text", "fmt"),
+    [
+        ("e5m3fn", FloatFormat(5, 3, infinities=False, nans="top")),
+        ("e5m3fnuz", FloatFormat(5, 3, bias=16, infinities=False, nans="negative_zero")),
+        ("e4m3(bias=11)", FloatFormat(4, 3, bias=11)),
+        ("e4m3(subnormals=false)", FloatFormat(4, 3, subnormals=False)),
+        ("e4m3(bias=11,subnormals=false,nans=none,infinities=false)",
+         FloatFormat(4, 3, bias=11, subnormals=False, nans="none", infinities=False)),
+        ("e4m3fn(bias=-3)", FloatFormat(4, 3, bias=-3, infinities=False, nans="top")),
+        ("e5m2fnuz(bias=15)", FloatFormat(5, 2, bias=15, infinities=False, nans="negative_zero")),
+        ("binary16(subnormals=false)", FloatFormat(5, 10, subnormals=False)),
+        ("bfloat16( subnormals = false )", FloatFormat(8, 7, subnormals=False)),
+        ("e5m10(nans=none,infinities=false)", FloatFormat(5, 10, nans="none", infinities=False)),
+        ("E5M10", jc.binary16),
+        (" e5m10\n", jc.binary16),
+        ("fixed8.4", FixedFormat(8, 4)),
+        ("fixed8.-4", FixedFormat(8, -4)),
+        ("ufixed8.4", FixedFormat(8, 4, signed=False)),
+        ("fixed8.4(symmetric=true)", FixedFormat(8, 4, symmetric=True)),
+        ("int8", IntegerFormat(8)),
+        ("uint4", IntegerFormat(4, signed=False)),
+        ("int8(narrow=true)", IntegerFormat(8, narrow=True)),
+        ("binary8p3se", jc.p3109(8, 3)),
+        ("Binary8p3uf", jc.p3109(8, 3, signed=False, extended=False)),
+        ("codebook(-1,0,0.5)", CodebookFormat((-1.0, 0.0, 0.5))),
+        ("codebook( -1e-3, 2.5e+10 )", CodebookFormat((-1e-3, 2.5e10))),
+    ],
+)  # fmt: skip
+def test_grammar(text, fmt):
+    assert parse_format(text) == fmt
+    assert jc.parse(text) == jc.Spec(fmt)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bloat16", "'bloat16' is not known; close: bfloat16"),
+        ("e4m3fm", "'e4m3fm' is not known; close: .*e4m3fn"),
+        ("flaot8_e5m2", "'flaot8_e5m2' is not known; close: .*float8_e5m2"),
+        ("tf33", "'tf33' is not known; close: .*tf32"),
+        ("bflaot16", "close: bfloat16"),
+        ("e5m", "'e5m' is not known"),
+        ("", "'' is not known; allowed: a name such as .*e5m10"),
+        ("fixed4", "'fixed4' is not known; .*fixed4.4"),
+        ("int", "'int' is not known; .*int8"),
+        ("e5m10)", r"'e5m10\)' is not known"),
+        ("e5m10(", r"'e5m10\(' is not known"),
+        ("e5m-1", "'e5m-1' is not known"),
+        ("é5m2", "'é5m2' is not known"),
+        ("e4m3(foo=1)", r"'e4m3\(foo=1\)'.*'foo'; allowed: bias, subnormals"),
+        ("e5m7(foo=1)", r"'e5m7\(foo=1\)'.*'foo'.*allowed.*bias, subnormals"),
+        ("int8(bias=3)", r"'int8\(bias=3\)'.*'bias'.*allowed.*narrow"),
+        ("fixed4.4(narrow=true)", r"'fixed4.4\(narrow=true\)'.*'narrow'.*allowed.*symmetric"),
+        ("binary8p3se(bias=3)", r"'binary8p3se\(bias=3\)'.*'bias'"),
+        ("e4m3(bias)", r"'e4m3\(bias\)': option 'bias' must be name=value"),
+        ("e4m3(bias=3,bias=4)", "option 'bias=4' must be name=value, each name once"),
+        ("e4m3(bias=x)", "bias='x' must be an integer"),
+        ("e4m3(subnormals=maybe)", "subnormals='maybe' must be True or False"),
+        ("e4m3(nans=most)", "nans='most' must be one of 'ieee'"),
+        ("e17m3", "exp_bits=17 must be an integer from 1 to 16"),
+        ("e5m60", "sig_bits=60 must be an integer from 0 to 52"),
+        ("int99", "bits=99 must be an integer from 2 to 64"),
+        ("fixed60.60", r"int_bits \+ frac_bits=120 must be an integer from 2 to 64"),
+        ("binary8p9se", "precision=9 must be an integer from 1 to 7"),
+        ("binary99p3se", "bits=99 must be an integer from 2 to 16"),
+        ("codebook", "levels must be numbers, as in codebook"),
+        ("codebook()", "levels must be numbers, as in codebook"),
+        ("codebook(a,b)", "levels must be numbers, as in codebook"),
+        ("codebook(1,0)", r"levels=\(1.0, 0.0\) must be strictly increasing"),
+        ("codebook(0,inf)", "must be finite"),
+    ],
+)
+def test_unknown_text(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_format(text)
+    with pytest.raises(ValueError, match=words):
+        jc.round_to_format(1.0, text)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"e5m10", jc.binary16])
+def test_what_is_no_text(text):
+    with pytest.raises(TypeError, match=r"text=.* must be a format's text such as 'e5m10'"):
+        parse_format(text)
+
+
+@pytest.mark.parametrize("text", ["e5m10 ", "half", "e5m10(bias=3)", "fixed4.4"])
+def test_reading_twice_gives_the_same(text):
+    assert parse_format(text) is parse_format(text)
+
+
+def test_every_alias_reads():
+    for alias, name in ALIASES.items():
+        assert parse_format(alias) is CATALOGUE[name]

@@ -1,0 +1,221 @@
+"""The study, at small settings: its figures, its files, its arguments."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jchop import study
+from jchop.__main__ import main
+from jchop.rounding import Rounding
+from jchop.study import StudyResult
+from jchop.study._data import load
+from jchop._files import write_atomically
+from jchop.study._progress import ProgressBar
+from jchop.study._report import NAMES, reading
+
+FORMATS = ["e2m1fn", "q43", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def digits() -> StudyResult:
+    return study.run(formats=FORMATS, modes=["nearest_even", "down", "stochastic"], epochs=2, seeds=2)
+
+
+@pytest.fixture(scope="module")
+def wine() -> StudyResult:
+    return study.run("wine", formats=FORMATS, modes=["nearest_even", "stochastic"], epochs=3, seeds=3, activations=True)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+def test_every_format_meets_every_mode_in_order(digits: StudyResult) -> None:
+    modes = ("nearest_even", "down", "stochastic")
+    assert [(row.format, row.rounding) for row in digits.rows] == [(fmt, mode) for fmt in FORMATS for mode in modes]
+    assert digits.formats == tuple(FORMATS) and digits.modes == modes
+    assert [row.runs for row in digits.rows] == [1, 1, 2] * 3
+    assert [row.bits for row in digits.rows[::3]] == [4, 8, 32]
+    assert digits.rows[2].spec == "float4_e2m1fn:stochastic"
+
+
+@pytest.mark.parametrize("mode", ["nearest_even", "down", "stochastic"])
+def test_binary32_parameters_do_not_move(digits: StudyResult, mode: str) -> None:
+    row = digits.cell("fp32", mode)
+    assert (row.accuracy, row.cross_entropy) == (digits.accuracy, digits.cross_entropy)
+    assert (row.accuracy_std, row.cross_entropy_std) == (0.0, 0.0)
+
+
+def test_the_network_learns_and_narrow_formats_lose(digits: StudyResult) -> None:
+    assert digits.accuracy > 0.85 and digits.losses[1] < digits.losses[0]
+    assert digits.cell("e2m1fn", "down").accuracy < 0.5
+    assert digits.cell("e2m1fn", "down").cross_entropy > digits.cross_entropy
+    assert abs(digits.cell("q43", "nearest_even").accuracy - digits.accuracy) < 0.05
+
+
+def test_stochastic_runs_differ(digits: StudyResult) -> None:
+    assert digits.cell("q43", "stochastic").cross_entropy_std > 0
+    assert digits.cell("q43", "down").cross_entropy_std == 0
+
+
+def test_rounded_activations_add_error(wine: StudyResult) -> None:
+    plain = study.run("wine", formats=FORMATS, modes=["nearest_even"], epochs=3)
+    assert plain.cross_entropy == wine.cross_entropy
+    assert plain.cell("q43", "nearest_even").cross_entropy != wine.cell("q43", "nearest_even").cross_entropy
+    assert wine.cell("fp32", "nearest_even").cross_entropy == pytest.approx(wine.cross_entropy, rel=1e-6)
+
+
+def test_the_same_seed_gives_the_same_study(wine: StudyResult) -> None:
+    def again(seed: int) -> StudyResult:
+        return study.run("wine", formats=["q43"], modes=["stochastic"], epochs=3, seeds=3, activations=True, seed=seed)
+
+    assert again(0).rows == (wine.cell("q43", "stochastic"),)
+    assert again(1).accuracy != wine.accuracy or again(1).cross_entropy != wine.cross_entropy
+
+
+def test_overflow_to_nan_is_reported_as_nan() -> None:
+    # e2m1 with a NaN instead of its largest value: inputs beyond 4 become NaN, and so does every output.
+    result = study.run("breast-cancer", formats=["e2m1fn(nans=top)"], modes=["rne"], epochs=1, activations=True)
+    row = result.rows[0]
+    assert math.isnan(row.cross_entropy) and row.accuracy < 1
+    assert " nan" in study.table(result)
+
+
+def test_a_format_keeps_the_rest_of_its_spec() -> None:
+    result = study.run(
+        "wine",
+        formats=["fixed4.4", "e4m3fn:saturate", "e5m2:stochastic:random_bits=3", "e6m9:flush"],
+        modes=[Rounding.UP, "sr"],
+        epochs=1,
+        seeds=1,
+    )
+    assert [row.spec for row in result.rows] == [
+        "fixed4.4:up", "fixed4.4:stochastic", "float8_e4m3fn:up:saturate", "float8_e4m3fn:stochastic:saturate",
+        "float8_e5m2:up", "float8_e5m2:stochastic:random_bits=3", "e6m9:up:flush", "e6m9:stochastic:flush",
+    ]  # fmt: skip
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dataset", study.DATASETS)
+def test_data_is_split_and_standardised_by_its_training_part(dataset: str) -> None:
+    data, again, other = load(dataset, 3), load(dataset, 3), load(dataset, 4)
+    np.testing.assert_array_equal(data.test_y, again.test_y)
+    assert not np.array_equal(data.test_y, other.test_y)
+    total = len(data.train_y) + len(data.test_y)
+    assert len(data.test_y) == round(0.3 * total)
+    assert data.train_x.dtype == np.float32
+    axis = None if dataset == "digits" else 0
+    np.testing.assert_allclose(data.train_x.mean(axis=axis), 0, atol=1e-5)
+    np.testing.assert_allclose(data.train_x.std(axis=axis), 1, atol=1e-5)
+    assert set(data.train_y) == set(range(data.classes))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dataset": "mnist"}, "dataset='mnist'"),
+        ({"formats": []}, "at least one"),
+        ({"modes": []}, "at least one"),
+        ({"formats": ["e9x"]}, "e9x"),
+        ({"formats": ["e5m2:up"]}, "names a rounding"),
+        ({"formats": ["e9m10"]}, "float64"),
+        ({"modes": ["sideways"]}, "sideways"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_before_training(arguments: dict, said: str) -> None:
+    def unexpected(*_: object) -> None:
+        raise AssertionError("training has begun")
+
+    with pytest.raises(ValueError, match=said):
+        study.run(**arguments, progress=unexpected)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+def test_files_agree_with_the_result(wine: StudyResult, tmp_path: Path) -> None:
+    paths = study.save(wine, tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == list(NAMES) == sorted(path.name for path in paths[0].parent.iterdir())
+    with paths[0].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    stored = json.loads(paths[1].read_text())
+    assert len(rows) == len(stored["rows"]) == len(wine.rows)
+    for text, entry, row in zip(rows, stored["rows"], wine.rows, strict=True):
+        assert (text["format"], text["rounding"], text["spec"]) == (row.format, row.rounding, row.spec)
+        for name in ("accuracy", "accuracy_std", "cross_entropy", "cross_entropy_std", "bits", "runs"):
+            assert float(text[name]) == entry[name] == getattr(row, name)
+    assert stored["settings"] == dict(wine.settings)
+    assert stored["settings"]["activations"] is True and stored["settings"]["epochs"] == 3
+    assert stored["versions"]["jax"] == jax.__version__
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_nan_is_nan_in_csv_and_null_in_json(tmp_path: Path) -> None:
+    row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, math.nan, math.nan)
+    result = StudyResult((row,), {"dataset": "wine"}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})
+    table, data, _ = study.save(result, tmp_path)
+    assert table.read_text().splitlines()[1].endswith(",nan,nan")
+    assert json.loads(data.read_text())["rows"][0]["cross_entropy"] is None
+    assert reading(result).startswith("Unrounded accuracy 50.0 %; half (16 bits) is the narrowest")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "study.csv"
+    target.write_text("old")
+
+    def broken(file) -> None:
+        file.write(b"half")
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        write_atomically(target, broken)
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+    write_atomically(target, lambda file: file.write(b"new"))
+    assert target.read_text() == "new" and list(tmp_path.iterdir()) == [target]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = "study --dataset wine --epochs 2 --seeds 2 --modes rne,sr --formats q43 fp32, codebook(-1,0,1)"
+    assert main([*words.split(), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert [line.split()[0] for line in printed.out.splitlines()[3:6]] == ["q43", "fp32", "codebook(-1,0,1)"]
+    assert "Mean cross-entropy" in printed.out and "±" in printed.out
+    assert str(tmp_path / "out" / "study.png") in printed.out
+    assert "training" in printed.err and "6/6  codebook(-1,0,1) stochastic" in printed.err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(NAMES)
+
+
+def test_the_command_needs_a_folder_before_it_works(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["study", "--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.endswith(f"{tmp_path / 'file'} is no folder that can be written to\n")
+    assert main(["study", "--out", str(tmp_path / "new"), "--formats", "e9x"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_progress_is_one_line_on_a_terminal_and_few_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, live = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(live, "isatty", lambda: True)
+    for bar in (ProgressBar(plain), ProgressBar(live)):
+        for done in range(1, 101):
+            bar("training", done, 100, f"loss {1 / done:.2f}")
+    assert len(plain.getvalue().splitlines()) == 4
+    assert live.getvalue().count("\r") == 100 and live.getvalue().count("\n") == 1
+    assert live.getvalue().endswith("[########################] 100/100  loss 0.01\n")
+
+
+def test_importing_the_study_loads_no_extra() -> None:
+    code = "import sys, jchop.study; print(sorted({'flax', 'optax', 'matplotlib', 'sklearn'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert run.stdout.strip() == "[]"

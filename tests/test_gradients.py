@@ -1,0 +1,190 @@
+"""on_cotangent: the identity forward, any rule backward, under every transform."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jchop.gradients import on_cotangent
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A rule that can tell what it was given: g * factor, times every residual. Equal rules are equal values."""
+
+    factor: float = 1.0
+
+    def __call__(self, cotangent: jax.Array, *residuals: jax.Array) -> jax.Array:
+        for residual in residuals:
+            cotangent = cotangent * residual
+        return cotangent * self.factor
+
+
+def clip(cotangent: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    return jnp.clip(cotangent, low, high)
+
+
+def pull(f, x, cotangent):
+    return jax.vjp(f, x)[1](cotangent)[0]
+
+
+X, G = jnp.arange(1.0, 7.0).reshape(2, 3), jnp.array([[-1.0, -0.625, -0.25], [0.25, 0.5, 1.0]])
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "remat"])
+def test_identity_forward_and_rule_backward(transform):
+    f = transform(lambda x: on_cotangent(Scale(3.0), x))
+    np.testing.assert_array_equal(f(X), X)
+    np.testing.assert_array_equal(jax.jvp(f, (X,), (G,))[1], G)
+    np.testing.assert_array_equal(pull(f, X, G), 3 * G)
+
+
+def test_residuals():
+    def f(x, low, high):
+        return on_cotangent(clip, x, low, high)
+
+    value, back = jax.vjp(f, X, jnp.float32(-0.5), jnp.float32(0.25))
+    np.testing.assert_array_equal(value, X)
+    x_bar, low_bar, high_bar = back(G)
+    np.testing.assert_array_equal(x_bar, jnp.clip(G, -0.5, 0.25))
+    assert low_bar == high_bar == 0  # nothing is differentiated by the residuals
+    tangent = jax.jvp(f, (X, jnp.float32(-0.5), jnp.float32(0.25)), (G, jnp.float32(1), jnp.float32(1)))[1]
+    np.testing.assert_array_equal(tangent, G)
+
+
+def test_integer_residuals():
+    f = lambda x: on_cotangent(lambda g, k: g * k, x, jnp.int32(4))  # noqa: E731
+    np.testing.assert_array_equal(pull(f, X, G), 4 * G)
+
+
+def test_a_nonlinear_rule_sees_the_whole_cotangent():
+    """Two uses of one value: their cotangents are added before the rule, not after."""
+    f = lambda x: (lambda y: y + 2 * y)(on_cotangent(clip, x, jnp.float32(-1), jnp.float32(1)))  # noqa: E731
+    np.testing.assert_array_equal(pull(f, X, G), jnp.clip(3 * G, -1, 1))
+
+
+def test_symbolic_zeros():
+    """A tangent or cotangent that is zero by construction passes as such."""
+    f = lambda x: on_cotangent(lambda g: g + 1, x)  # noqa: E731
+    np.testing.assert_array_equal(jax.jvp(lambda x: f(lax.stop_gradient(x)) + x, (X,), (G,))[1], G)
+    np.testing.assert_array_equal(jax.grad(lambda x: (lax.stop_gradient(f(x)) * x).sum())(X), X)
+    two = lambda x: (f(x), x * 2)  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(lambda x: two(x)[1].sum())(X), jnp.full_like(X, 2))
+
+
+def test_a_zero_tangent_beside_a_live_residual():
+    """Only the residual has a tangent: the result's is zero."""
+    f = lambda r: on_cotangent(Scale(), X, r)  # noqa: E731
+    np.testing.assert_array_equal(jax.jvp(f, (jnp.float32(2),), (jnp.float32(1),))[1], jnp.zeros_like(X))
+    assert jax.grad(lambda r: f(r).sum())(jnp.float32(2)) == 0
+
+
+# --- vmap ---------------------------------------------------------------------------------------------------------
+
+R = jnp.array([2.0, 5.0])
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0), (1, 0), (1, None)], ids=str)
+def test_vmap_equals_the_loop(axes):
+    """Tangent and residual batched or not, along any axis; the cotangent is batched throughout."""
+
+    def one(x, r, g):
+        return pull(lambda x: on_cotangent(Scale(3.0), x, r), x, g)
+
+    x = {0: X, 1: X.T, None: X[0]}[axes[0]]
+    r = R if axes[1] == 0 else R[1]
+    got = jax.vmap(one, in_axes=(*axes, 0))(x, r, G)
+    np.testing.assert_array_equal(got, jnp.stack([3 * G[i] * (R[i] if axes[1] == 0 else R[1]) for i in range(2)]))
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["residual batched", "residual shared"])
+def test_vmap_inside_the_derivative(batched):
+    """The rule runs row by row: one that looks at its whole argument tells."""
+    rule = lambda g, r: g / jnp.abs(g).max() * r  # noqa: E731
+    r, axis = (R, 0) if batched else (R[1], None)
+    f = lambda x: jax.vmap(lambda x, r: on_cotangent(rule, x, r), in_axes=(0, axis))(x, r)  # noqa: E731
+    np.testing.assert_array_equal(f(X), X)
+    rows = [rule(G[i], R[i] if batched else R[1]) for i in range(2)]
+    np.testing.assert_allclose(pull(f, X, G), jnp.stack(rows), rtol=1e-6)
+
+
+def test_an_unbatched_tangent_with_batched_residuals():
+    """The cotangents of the rows pass the rule one by one and are then added."""
+    f = lambda x: jax.vmap(lambda r: on_cotangent(clip, x, -r, r))(jnp.array([0.25, 0.5]))  # noqa: E731
+    x, g = X[0], jnp.stack([G[0], -G[0]])
+    np.testing.assert_array_equal(f(x), jnp.stack([x, x]))
+    np.testing.assert_array_equal(pull(f, x, g), jnp.clip(g[0], -0.25, 0.25) + jnp.clip(g[1], -0.5, 0.5))
+
+
+def test_nested_vmap():
+    rule = lambda g, r, s: g / jnp.abs(g).max() * r + s  # noqa: E731
+    x, g = jnp.ones((2, 3, 4)), jnp.arange(1.0, 25.0).reshape(2, 3, 4)
+    r, s = jnp.array([1.0, 2.0, 3.0]), jnp.array([10.0, 20.0])
+
+    def inner(x, s):
+        return jax.vmap(lambda x, r: on_cotangent(rule, x, r, s), in_axes=(1, 0), out_axes=1)(x.T, r).T
+
+    f = lambda x: jax.vmap(inner)(x, s)  # noqa: E731
+    expected = jnp.stack([jnp.stack([rule(g[i, j], r[j], s[i]) for j in range(3)]) for i in range(2)])
+    np.testing.assert_array_equal(f(x), x)
+    np.testing.assert_allclose(jax.jit(lambda x, g: pull(f, x, g))(x, g), expected, rtol=1e-6)
+
+
+def test_vmap_of_an_empty_batch():
+    got = jax.vmap(lambda x, g: pull(lambda x: on_cotangent(Scale(), x), x, g))(X[:0], G[:0])
+    assert got.shape == (0, 3)
+
+
+# --- control flow, and both directions ----------------------------------------------------------------------------
+
+
+def test_scan():
+    f = lambda x: lax.scan(lambda c, r: (on_cotangent(clip, c * 2, -r, r), None), x, R / 10)[0]  # noqa: E731
+    np.testing.assert_array_equal(f(X), 4 * X)
+    expected = jnp.clip(jnp.clip(G, -0.5, 0.5) * 2, -0.2, 0.2) * 2
+    np.testing.assert_array_equal(jax.jit(lambda x, g: pull(f, x, g))(X, G), expected)
+    np.testing.assert_array_equal(jax.jvp(f, (X,), (G,))[1], 4 * G)
+
+
+def test_cond():
+    f = lambda x, p: lax.cond(p, lambda x: on_cotangent(Scale(3.0), x), lambda x: x, x)  # noqa: E731
+    for p, factor in ((True, 3), (False, 1)):
+        np.testing.assert_array_equal(pull(lambda x, p=p: f(x, p), X, G), factor * G)
+
+
+def test_second_derivatives():
+    """Every nesting gives the second derivative, the rule being linear."""
+    f = lambda x: (on_cotangent(Scale(1.0), x) ** 3).sum()  # noqa: E731
+    x = jnp.array([1.0, 2.0])
+    expected = jnp.diag(6 * x)
+    for outer in (jax.jacfwd, jax.jacrev):
+        for inner in (jax.jacfwd, jax.jacrev):
+            np.testing.assert_allclose(jax.jit(outer(inner(f)))(x), expected, rtol=1e-6)
+
+
+def test_linearize_and_linear_transpose():
+    f = lambda x: on_cotangent(Scale(3.0), x * 2)  # noqa: E731
+    value, linear = jax.linearize(f, X)
+    np.testing.assert_array_equal(value, 2 * X)
+    np.testing.assert_array_equal(linear(G), 2 * G)
+    np.testing.assert_array_equal(jax.linear_transpose(linear, X)(G)[0], 6 * G)
+
+
+def test_equal_rules_share_a_trace():
+    traced = jax.jit(lambda x, rule: pull(lambda x: on_cotangent(rule, x), x, x), static_argnames="rule")
+    for rule in (Scale(2.0), Scale(2.0), Scale(2)):
+        np.testing.assert_array_equal(traced(X, rule=rule), 2 * X)
+    assert traced._cache_size() == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
+def test_dtypes_and_shapes(dtype):
+    for shape in ((), (0,), (2, 3)):
+        x = jnp.ones(shape, dtype)
+        got = pull(lambda x: on_cotangent(Scale(2.0), x), x, x)
+        assert got.dtype == x.dtype and got.shape == shape and (got == 2).all()

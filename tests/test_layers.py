@@ -1,0 +1,277 @@
+"""The floors: a file of jchop imports only what stands above it in the table below, or what lies in its own folder.
+
+docs/design.md says why. Imports inside functions count like any other; so do those under TYPE_CHECKING, except of other
+packages, which then are not needed to run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "jchop"
+
+# One line for each file or folder at the root of the package: (floor, name). Within a floor a line may import from the
+# lines before it, except on SIBLING_FLOOR. A new file has to be given its place here.
+FLOORS: list[tuple[int, str]] = [
+    (1, "rounding"),
+    (1, "_checks"),
+    (1, "_files"),
+    (1, "_bits"),
+    (2, "formats"),
+    (2, "spec"),
+    (3, "scaling"),
+    (3, "gradients"),
+    (4, "_reference"),
+    (5, "_kernels"),
+    (5, "tables"),
+    (6, "_round"),
+    (7, "storage"),
+    (7, "_emulate"),
+    (8, "math"),
+    (8, "optim"),
+    (8, "sparsity"),
+    (8, "distributed"),
+    (8, "torch"),
+    (8, "matlab"),
+    (8, "compat"),
+    (8, "plot"),
+    (9, "nn"),
+    (10, "study"),
+    (10, "_cli"),
+    (10, "__main__"),
+    (11, "__init__"),  # the public face: names and nothing else, so nothing below imports it
+]
+SIBLING_FLOOR = 8
+
+# What the hard dependencies are, and where each of the others may be imported.
+EVERYWHERE = {"jax", "jaxlib", "ml_dtypes", "numpy"}
+ONLY_IN: dict[str, set[str]] = {
+    "flax": {"nn", "study"},
+    "optax": {"optim", "study"},
+    "matplotlib": {"plot"},
+    "sklearn": {"study"},
+    "torch": {"torch"},
+    "dask": set(),
+}
+NO_JAX = {"rounding", "_checks", "formats", "spec"}
+
+# Only this file asks what device it is on.
+DEVICE_FILE = "_kernels.primitive"
+DEVICE_NAMES = {
+    "backends",
+    "default_backend",
+    "device_count",
+    "devices",
+    "local_device_count",
+    "local_devices",
+    "platform",
+    "platform_dependent",
+}
+
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+PLACES = {name: (floor, order) for order, (floor, name) in enumerate(FLOORS)}
+
+
+def place_of(module: str) -> str:
+    """The line of FLOORS that a module (its dotted name below jchop) belongs to."""
+    return module.split(".")[0]
+
+
+def is_package(module: str) -> bool:
+    return FILES[module].name == "__init__.py"
+
+
+def absolute(module: str, node: ast.ImportFrom) -> str:
+    """The absolute name of what `from ... import` names in `module`."""
+    if node.level == 0:
+        return node.module or ""
+    parents = ["jchop", *module.split(".")] if module != "__init__" else ["jchop"]
+    up = node.level - 1 if is_package(module) else node.level
+    return ".".join([*parents[: len(parents) - up], *([node.module] if node.module else [])])
+
+
+def imported_names(module: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import in a file, the names of `from` imports included."""
+    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(module, node)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"importlib.import_module", "__import__"}:
+            name = node.args[0]
+            if isinstance(name, ast.Constant):
+                yield node.lineno, re.sub(r"^\.+", "jchop.", str(name.value))
+            elif module != "__init__":  # only the public face may work out what it loads on first use
+                yield node.lineno, f"<{ast.unparse(name)}>"
+
+
+def inner(name: str) -> str | None:
+    """The file of jchop that an absolute dotted name leads to; None for another package."""
+    parts = name.split(".")
+    if parts[0] != "jchop":
+        return None
+    for length in range(len(parts), 1, -1):
+        if ".".join(parts[1:length]) in FILES:
+            return ".".join(parts[1:length])
+    return "__init__"
+
+
+def arrows(module: str) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of another file of jchop."""
+    for line, name in imported_names(module):
+        target = inner(name)
+        if target is not None:
+            yield line, target
+
+
+def annotation_lines(module: str) -> set[int]:
+    """The lines under `if TYPE_CHECKING:`, which never run."""
+    tests = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+    blocks = [
+        node
+        for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8")))
+        if isinstance(node, ast.If) and ast.unparse(node.test) in tests
+    ]
+    return {line for node in blocks for line in range(node.lineno, (node.body[-1].end_lineno or 0) + 1)}
+
+
+def outer(module: str) -> Iterator[tuple[int, str]]:
+    """(line, package) of every import that can run, from outside jchop and the standard library."""
+    annotations = annotation_lines(module)
+    for line, name in imported_names(module):
+        package = name.split(".")[0]
+        inside = package in {"jchop", "__future__"} or package in sys.stdlib_module_names
+        if not inside and line not in annotations:
+            yield line, package
+
+
+def where(module: str, line: int) -> str:
+    return f"{FILES[module].relative_to(PACKAGE.parent)}:{line}"
+
+
+def fault_of(source: str, target: str) -> str | None:
+    """What is wrong with an arrow between two files in different places; None where it points down."""
+    (from_floor, from_order), (to_floor, to_order) = PLACES[place_of(source)], PLACES[place_of(target)]
+    if to_floor > from_floor:
+        return f"floor {from_floor} imports from floor {to_floor}"
+    if to_floor == from_floor == SIBLING_FLOOR:
+        return f"siblings on floor {SIBLING_FLOOR} do not import each other"
+    if to_order > from_order:
+        return f"{place_of(target)} stands after {place_of(source)} on floor {to_floor}"
+    return None
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_every_file_has_a_place(module: str) -> None:
+    assert place_of(module) in PLACES, f"{FILES[module]} has no line in FLOORS: say on which floor it stands"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_point_down(module: str) -> None:
+    faults = [
+        f"{where(module, line)} imports {target}: {fault}"
+        for line, target in arrows(module)
+        if place_of(target) != place_of(module) and (fault := fault_of(module, target))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_no_circle() -> None:
+    """Inside a folder, too, there is an order: no file imports itself by way of others."""
+    graph = {module: {target for _, target in arrows(module)} - {module} for module in FILES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, "circle: " + " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for target in sorted(graph[module]):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in FILES:
+        visit(module, ())
+
+
+def reached(module: str) -> set[str]:
+    """The files that importing `module` brings in, itself included."""
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        current = waiting.pop()
+        if current not in seen:
+            seen.add(current)
+            waiting.extend(target for _, target in arrows(current))
+    return seen
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if place_of(module) in NO_JAX])
+def test_formats_do_not_need_jax(module: str) -> None:
+    faults = [
+        f"{where(other, line)} imports {package}"
+        for other in reached(module)
+        for line, package in outer(other)
+        if package in {"jax", "jaxlib"}
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_other_packages_stay_in_their_place(module: str) -> None:
+    faults = [
+        f"{where(module, line)} imports {package}"
+        for line, package in outer(module)
+        if package not in EVERYWHERE and place_of(module) not in ONLY_IN.get(package, set())
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module != DEVICE_FILE])
+def test_one_file_asks_for_devices(module: str) -> None:
+    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    faults = [
+        f"{where(module, node.lineno)}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in DEVICE_NAMES
+        and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "sys"})
+    ]
+    faults += [
+        f"{where(module, line)}: {name}"
+        for line, name in imported_names(module)
+        if name.split(".")[0] in {"jax", "jaxlib"} and name.split(".")[-1] in DEVICE_NAMES
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_the_design_page_names_every_place() -> None:
+    page = (PACKAGE.parent / "docs/design.md").read_text(encoding="utf-8")
+    table = [line for line in page.splitlines() if re.match(r"\| \d", line)]
+    for floor, name in FLOORS:
+        rows = [line for line in table if re.search(rf"`{name}(\.py|/)`", line)]
+        assert len(rows) == 1, name
+        assert rows[0].startswith(f"| {floor} |"), rows[0]
+
+
+def test_the_checks_see_what_they_should() -> None:
+    """The table itself: names once, floors in order, and arrows in both directions judged as docs/design.md says."""
+    assert len(PLACES) == len(FLOORS)
+    assert [floor for floor, _ in FLOORS] == sorted(floor for floor, _ in FLOORS)
+    assert fault_of("_round", "formats._float") is None
+    assert fault_of("spec", "formats") is None
+    assert "imports from floor" in str(fault_of("rounding", "spec"))
+    assert "stands after" in str(fault_of("formats._text", "spec"))
+    assert "siblings" in str(fault_of("plot", "math"))
+    assert "imports from floor" in str(fault_of("study._train", "__init__"))
+    assert inner("jchop.formats._float.FloatFormat") == "formats._float"
+    assert inner("jchop.round_to_format") == "__init__"
+    assert inner("numpy.random") is None

@@ -1,0 +1,135 @@
+"""The pictures: what stands in them, read from the figure's parts."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
+
+from jchop.formats import CATALOGUE, ElementFormat, parse_format
+from jchop.plot import Panel, heat_map, value_grid
+
+ROWS, COLUMNS = ("e4m3", "half"), ("nearest_even", "up", "toward_zero")
+VALUES = np.array([[90.0, 50.0, np.nan], [98.0, 97.5, 98.25]])
+
+
+def png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def texts(figure: Figure, index: int = 0) -> list[str]:
+    return [text.get_text() for text in figure.axes[index].texts]
+
+
+def test_heat_map_writes_every_number_in_its_cell() -> None:
+    figure = heat_map([Panel(VALUES, "accuracy (%)")], ROWS, COLUMNS, title="digits")
+    assert texts(figure) == ["90.0", "50.0", "nan", "98.0", "97.5", "98.2"]
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(ROWS)
+    assert [label.get_text().replace("\n", "_") for label in axes.get_xticklabels()] == list(COLUMNS)
+    assert axes.get_title() == "accuracy (%)" and figure.get_suptitle() == "digits"
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_heat_map_ink_stands_out() -> None:
+    figure = heat_map([Panel(VALUES, "x")], ROWS, COLUMNS, title="t")
+    inks = [text.get_color() for text in figure.axes[0].texts]
+    assert inks[1] == "white"  # the lowest value, on the dark end
+    assert inks[2] == "black"  # NaN, on light grey
+    assert inks[5] == "black"  # the highest value, on the bright end
+
+
+@pytest.mark.parametrize(
+    "panel",
+    [
+        Panel(np.full((2, 3), 5.0), "all equal"),
+        Panel(np.full((2, 3), 5.0), "all equal", log=True, low_is_good=True),
+        Panel(np.full((2, 3), np.nan), "nothing known"),
+        Panel(np.full((2, 3), np.nan), "nothing known", log=True),
+        Panel([[0.0, 1.0, np.inf], [1e-3, 1e9, np.nan]], "zero and infinity", ".3g", log=True, ceiling=10.0),
+        Panel([[50.0, 60.0, 70.0]] * 2, "all beyond the ceiling", log=True, ceiling=10.0),
+    ],
+    ids=lambda panel: panel.title,
+)
+def test_heat_map_draws_whatever_comes(panel: Panel) -> None:
+    figure = heat_map([panel, Panel(VALUES, "beside it")], ROWS, COLUMNS, title="t")
+    assert png(figure)
+    assert len(figure.axes) == 4  # two maps, two colour bars
+
+
+def test_heat_map_refuses_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"'accuracy' has shape \(3, 2\).*\(2, 3\)"):
+        heat_map([Panel(VALUES.T, "accuracy")], ROWS, COLUMNS, title="t")
+
+
+def drawn(figure: Figure) -> np.ndarray:
+    """The magnitudes that have a line in the upper panel, all rows together."""
+    segments = [segment for lines in figure.axes[0].collections for segment in lines.get_segments()]  # type: ignore[attr-defined]
+    return np.sort([segment[0][0] for segment in segments])
+
+
+@pytest.mark.parametrize("name", [name for name, fmt in CATALOGUE.items() if fmt.bits <= 8])
+def test_value_grid_draws_each_magnitude_once(name: str) -> None:
+    fmt = CATALOGUE[name]
+    values = fmt.values()
+    figure = value_grid(fmt)
+    np.testing.assert_array_equal(drawn(figure), values[values > 0])
+    assert figure.get_suptitle().startswith(f"{name}: {fmt.bits} bits, {values.size} finite values")
+    assert png(figure).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "text", ["fixed4.4", "int8", "uint4", "codebook(-1,-0.5,0.25)", "codebook(2)", "e4m3(subnormals=false)"]
+)
+def test_value_grid_draws_both_signs_of_uneven_formats(text: str) -> None:
+    values = parse_format(text).values()
+    magnitudes = np.sort(np.abs(values[values != 0]))
+    same = np.array_equal(values[values > 0], -values[values < 0][::-1])
+    figure = value_grid(text)
+    np.testing.assert_array_equal(drawn(figure), values[values > 0] if same else magnitudes)
+    assert png(figure)
+
+
+def test_value_grid_marks_the_ends() -> None:
+    marks = "\n".join(texts(value_grid("e4m3fn")))
+    for mark in ("smallest subnormal\n$2^{-9}$", "smallest normal\n$2^{-6}$", "one\n1", "largest\n448"):
+        assert mark in marks
+    assert "smallest normal" not in "\n".join(texts(value_grid("int4")))
+
+
+def overlaps(figure: Figure) -> list[tuple[str, str]]:
+    """Pairs of labels of the upper panel whose texts, or the text of one and the line of the other, overlap."""
+    figure.draw_without_rendering()
+    marks = [text for text in figure.axes[0].texts if isinstance(text, Annotation) and text.arrow_patch]
+    boxes = {mark.get_text(): Text.get_window_extent(mark) for mark in marks}
+    lines = {mark.get_text(): mark.arrow_patch.get_window_extent() for mark in marks if mark.arrow_patch}
+    others = [(a, b) for a in boxes for b in boxes if a != b]
+    assert others
+    return [(a, b) for a, b in others if boxes[a].overlaps(boxes[b]) or boxes[a].overlaps(lines[b])]
+
+
+@pytest.mark.parametrize("fmt", [*(fmt for fmt in CATALOGUE.values() if fmt.bits <= 8), parse_format("e5m5")], ids=str)
+def test_value_grid_labels_do_not_overlap(fmt: ElementFormat) -> None:
+    assert overlaps(value_grid(fmt)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("binary32", "32 bits"), ("binary16p1uf", "binary64"), ("codebook(0)", "nothing to draw")]
+)
+def test_value_grid_refuses_what_it_cannot_draw(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        value_grid(text)
+
+
+def test_pyplot_stays_out() -> None:
+    code = "import sys; from jchop import plot; plot.value_grid('e2m1fn'); print('matplotlib.pyplot' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert run.stdout.strip() == "False"

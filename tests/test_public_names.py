@@ -1,0 +1,166 @@
+"""The public face: every name exists once, is documented, and its examples run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import jchop
+from jchop.formats import ALIASES, CATALOGUE, FloatFormat
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTRAS = ("flax", "optax", "torch", "matplotlib", "sklearn", "dask")
+
+# Second names of one and the same object. Anything else that is exported twice is a mistake.
+SECOND_NAMES: dict[str, str] = {}
+
+NAMES = list(jchop.__all__)
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages([str(ROOT / "jchop")], prefix="jchop.")
+    if not module.name.endswith(".torch")  # torch is no part of the test environment
+)
+
+
+def test_names_exist_once_and_in_order() -> None:
+    assert sorted(NAMES) == sorted(set(NAMES))
+    missing = [name for name in NAMES if not hasattr(jchop, name)]
+    assert not missing
+
+
+def test_nothing_public_is_left_out_of_all() -> None:
+    stray = [
+        name
+        for name, value in vars(jchop).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name not in NAMES
+    ]
+    assert not stray
+
+
+def test_no_object_has_two_names_but_the_listed_ones() -> None:
+    first: dict[int, str] = {}
+    for name in NAMES:
+        if name in SECOND_NAMES:
+            assert getattr(jchop, name) is getattr(jchop, SECOND_NAMES[name])
+            continue
+        other = first.setdefault(id(getattr(jchop, name)), name)
+        assert other == name, f"{name} and {other} are one object"
+
+
+def test_no_two_names_have_copies_of_one_format() -> None:
+    formats = [getattr(jchop, name) for name in NAMES if isinstance(getattr(jchop, name), FloatFormat)]
+    for fmt in formats:
+        assert all(other is fmt for other in formats if other == fmt), str(fmt)
+
+
+def test_every_named_format_is_public_and_prints_its_name() -> None:
+    for name, fmt in CATALOGUE.items():
+        assert getattr(jchop, name) is fmt
+        assert str(fmt) == name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if callable(getattr(jchop, name))])
+def test_classes_and_functions_are_documented_where_they_are_defined(name: str) -> None:
+    obj = getattr(jchop, name)
+    assert obj.__module__.startswith("jchop."), f"{name} is defined in {obj.__module__}"
+    assert obj.__name__ == name
+    assert getattr(sys.modules[obj.__module__], name) is obj
+    text = inspect.getdoc(obj) or ""
+    assert len(text.split()) > 10, f"{name} has no docstring worth the name"
+    assert ">>>" in text, f"the docstring of {name} shows no example"
+    if inspect.isclass(obj):
+        undocumented = [
+            member
+            for member, value in vars(obj).items()
+            if not member.startswith("_")
+            and (inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod))
+            and not inspect.getdoc(getattr(obj, member))
+        ]
+        assert not undocumented, f"{name}: no docstring on {undocumented}"
+
+
+def dotted_names() -> list[str]:
+    """Every public name, those of the modules included that are loaded on demand."""
+    on_demand = [importlib.import_module(f"jchop.{name}") for name in ("plot", "study")]
+    return [f"{module.__name__}.{name}" for module in [jchop, *on_demand] for name in module.__all__]
+
+
+@pytest.mark.parametrize("name", dotted_names())
+def test_every_name_is_on_the_reference_page(name: str) -> None:
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    entry = rf"^\.\. auto\w+:: {re.escape(name)}$|`{re.escape(name)}`"
+    assert re.search(entry, page, re.MULTILINE), f"docs/api.md has no entry for {name}"
+
+
+def test_the_reference_page_has_no_stale_names() -> None:
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    for dotted in re.findall(r"^\.\. auto\w+:: (jchop[\w.]*)$|`(jchop[\w.]*)`", page, re.MULTILINE):
+        module, name = (dotted[0] or dotted[1]).rsplit(".", 1)
+        assert hasattr(importlib.import_module(module), name), f"docs/api.md names {module}.{name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples_run(module: str) -> None:
+    """The examples of a public module stand on their own: they import what they use."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    report: list[str] = []
+    names = None if "._" in module else {}  # a private module's examples see its names
+    for test in finder.find(importlib.import_module(module), module, globs=names):
+        runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+# -- the table of docs/formats.md -------------------------------------------------------------------------------------
+def _number(cell: str) -> Fraction | None:
+    """The value of a cell such as `65504`, `2^-14` or `2^127 (2 - 2^-23)`; None for a dash."""
+    if cell == "–":
+        return None
+    text = re.sub(r"2\^(-?\d+)", r"(two**\1)", cell).replace(") (", ") * (")
+    return Fraction(eval(text, {"two": Fraction(2)}))
+
+
+def _table() -> dict[str, list[str]]:
+    text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return {row[0].strip("`"): row for row in rows if len(row) == 11 and row[0].startswith("`")}
+
+
+def test_the_documented_formats_are_the_catalogue() -> None:
+    assert list(_table()) == list(CATALOGUE)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_documented_facts_are_true(name: str) -> None:
+    fmt = CATALOGUE[name]
+    _, others, widths, bias, largest, normal, subnormal, inf, nan, negative_zero, source = _table()[name]
+    assert set(re.findall(r"`(\w+)`", others)) == {other for other, main in ALIASES.items() if main == name}
+    assert widths == f"{fmt.exp_bits}, {fmt.sig_bits}"
+    assert int(bias) == fmt.bias
+    facts = (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal)
+    for cell, fact in zip((largest, normal, subnormal), facts, strict=True):
+        assert _number(cell) == (None if fact is None else Fraction(fact))
+    answers = tuple("yes" if fact else "no" for fact in (fmt.has_inf, fmt.has_nan, fmt.has_negative_zero))
+    assert (inf, nan, negative_zero) == answers
+    assert source
+
+
+# -- the package ------------------------------------------------------------------------------------------------------
+def test_import_brings_in_no_extra() -> None:
+    code = f"import sys, jchop; print(*sorted(set({EXTRAS!r}) & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.split() == []
+
+
+def test_package_is_marked_as_typed() -> None:
+    assert (Path(jchop.__file__).parent / "py.typed").is_file()

@@ -1,0 +1,232 @@
+"""Stochastic rounding: the draws decide exactly as defined, and the observed frequencies are the exact ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import CARRIERS, PROPORTIONAL, STOCHASTIC
+from test_round_values import build, round_as
+
+import jchop as jc
+
+DRAWS = 1 << 13
+POSITIONS = 64
+NO_SUBNORMALS = dataclasses.replace(cases.NAMED["float8_e4m3"], subnormals=False)
+
+#: Formats that tell an overflow from the largest finite value, so that the overflow step can be observed.
+OBSERVED: dict[str, oracle.FloatSet] = {
+    "float8_e4m3fn": cases.NAMED["float8_e4m3fn"],
+    "float8_e5m2": cases.NAMED["float8_e5m2"],
+    "bfloat16": cases.NAMED["bfloat16"],
+    "binary16": cases.NAMED["binary16"],
+    "binary8p3se": cases.P3109["binary8p3se"],
+    "e4m3 without subnormals": NO_SUBNORMALS,
+}
+
+
+def words_of(key: jax.Array, shape: tuple[int, ...], carrier: str) -> np.ndarray:
+    """The random words of a call on an array of this shape, as uint64 numbers, and their width: 64 for float64."""
+    if carrier != "float64":
+        return np.asarray(jc.random_bits(key, shape, width=32)).astype(np.uint64)
+    with jax.enable_x64(True):
+        return np.asarray(jc.random_bits(key, shape, width=64)).astype(np.uint64)
+
+
+def width_of(carrier: str) -> int:
+    return 64 if carrier == "float64" else 32
+
+
+def positions(fmt: oracle.FloatSet, carrier: str, rng: np.random.Generator) -> tuple[np.ndarray, list[Fraction]]:
+    """64 numbers of the carrier and their discarded fractions.
+
+    12 subnormals of the format (or numbers below its smallest normal), 10 in the step above the largest finite value,
+    4 values of the format itself, and 38 anywhere; signs alternate.
+    """
+    top, fine = fmt.top(False), 10
+    first_normal = 2**fmt.m if fmt.subnormals else 1
+    index = np.concatenate(
+        [
+            rng.integers(0, first_normal, 12),
+            np.full(10, top),
+            rng.integers(0, top, 4),
+            rng.integers(first_normal, top, POSITIONS - 26),
+        ]
+    )
+    part = rng.integers(1, 2**fine, POSITIONS)
+    part[:4] = part[12:16] = [1, 2**fine - 1, 2 ** (fine - 1), 3]  # rare, frequent, even, rare
+    part[22:26] = 0
+    numbers, fractions = [], []
+    for k, (i, p) in enumerate(zip(index.tolist(), part.tolist(), strict=True)):
+        low, high = fmt.value(i), fmt.value(i + 1)
+        nu = Fraction(p, 2**fine)
+        magnitude = low + nu * (high - low)
+        word = oracle.to_bits(magnitude, CARRIERS[carrier])
+        numbers.append(word | (CARRIERS[carrier].sign if k % 2 else 0))
+        fractions.append(nu)
+    return np.array(numbers, CARRIERS[carrier].words).view(cases.DTYPES[carrier]), fractions
+
+
+@pytest.mark.parametrize("mode", STOCHASTIC)
+@pytest.mark.parametrize("carrier", ["float32", "float64"])
+@pytest.mark.parametrize("name", OBSERVED)
+def test_observed_frequencies_are_exact(name, carrier, mode):
+    if mode in ("stochastic_b", "stochastic_c") and name not in ("float8_e4m3fn", "e4m3 without subnormals"):
+        return  # with all random bits these two differ from A by less than can be seen; two formats are enough
+    fmt = OBSERVED[name]
+    x, fractions = positions(fmt, carrier, np.random.default_rng(sum(map(ord, name))))
+    many = np.repeat(x, DRAWS)
+    key = jax.random.key(1 + sum(map(ord, name + carrier + mode)))
+    kind = "jax" if carrier == "float32" else "numpy"
+    spec = jc.Spec(build(fmt), rounding=mode)
+    out = jc.round_to_format(many if kind == "numpy" else jnp.asarray(many), spec, key)
+    got = cases.bits(np.asarray(out)).reshape(POSITIONS, DRAWS)
+    exact, width = cases.batch(x), width_of(carrier)
+    never = exact.round_drawn(fmt, "stochastic_equal", 1, np.zeros(POSITIONS, np.uint64))
+    always = exact.round_drawn(fmt, "stochastic_equal", 1, np.ones(POSITIONS, np.uint64))
+    for k, nu in enumerate(fractions):
+        p = oracle.probability_away(mode, nu, width)
+        away = same_bits(got[k], always[k], carrier)
+        if nu == 0:
+            assert always[k] == never[k] and away.all(), f"{x[k]} is in the format and moved"
+            continue
+        assert always[k] != never[k]
+        assert (away | same_bits(got[k], never[k], carrier)).all(), f"{x[k]} became something but its two neighbours"
+        count, mean, sigma = int(away.sum()), float(DRAWS * p), math.sqrt(DRAWS * p * (1 - p))
+        assert abs(count - mean) <= 4 * sigma, f"{x[k]}: {count} of {DRAWS} draws away, expected {mean} +- {sigma}"
+
+
+def same_bits(got: np.ndarray, expected: np.integer, carrier: str) -> np.ndarray:
+    """Where the bits are those expected; every NaN is every other."""
+    differ = np.ones(len(got), bool)
+    where = cases.differences(got.view(cases.DTYPES[carrier]), np.full(len(got), expected), CARRIERS[carrier])
+    differ[where] = False
+    return differ
+
+
+# --- the definitions, given the words -----------------------------------------------------------------------------
+
+GIVEN: dict[str, oracle.FloatSet | oracle.FixedSet] = {
+    "float8_e4m3fn": cases.NAMED["float8_e4m3fn"],
+    "float8_e5m2": cases.NAMED["float8_e5m2"],
+    "float4_e2m1fn": cases.NAMED["float4_e2m1fn"],
+    "e4m3 without subnormals": NO_SUBNORMALS,
+    "binary8p1ue": cases.P3109["binary8p1ue"],
+    "fixed4.4": cases.FIXED["fixed4.4"],
+}
+
+
+def check_given_words(
+    fmt: oracle.FloatSet | oracle.FixedSet,
+    carrier: str,
+    mode: str,
+    n: int | None,
+    *,
+    overflow: str = "ieee",
+    flush: bool = False,
+    size: int = 3_000,
+    kind: str = "numpy",
+) -> None:
+    """Compares bit for bit with the oracle, R being the top n bits of the words of the stream."""
+    width = width_of(carrier)
+    x = cases.adversarial(fmt, carrier, size, np.random.default_rng(size + (n or 0)))
+    key = jax.random.key(1000 + (n or 0))
+    words = words_of(key, x.shape, carrier)
+    r = words >> np.uint64(width - (n or width))
+    expected = cases.batch(x).round_drawn(fmt, mode, n or width, r, overflow, flush)
+    spec = jc.Spec(build(fmt), rounding=mode, random_bits=n, overflow=overflow, flush=flush)
+    got = np.asarray(jc.round_to_format(x if kind == "numpy" else jnp.asarray(x), spec, key))
+    cases.assert_bits(x, got, expected, f"{spec} on {carrier}")
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("mode", PROPORTIONAL)
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"])
+def test_few_bits_as_defined(name, mode, n):
+    overflow = cases.FLOAT_OVERFLOWS[n % 3]
+    flush = name == "float8_e4m3fn" and n % 4 == 0
+    check_given_words(GIVEN[name], "float32", mode, n, overflow=overflow, flush=flush, kind="jax")
+
+
+@pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("mode", STOCHASTIC)
+@pytest.mark.parametrize("name", GIVEN)
+def test_all_bits_as_defined(name, mode, carrier):
+    if oracle.held(GIVEN[name], CARRIERS[carrier]):
+        check_given_words(GIVEN[name], carrier, mode, None)
+
+
+@pytest.mark.parametrize("n", [1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 63, 64])
+@pytest.mark.parametrize("mode", PROPORTIONAL)
+def test_any_number_of_bits_on_float64(mode, n):
+    check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(1, 33))
+@pytest.mark.parametrize("mode", PROPORTIONAL)
+@pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32", "float64"])
+def test_every_number_of_bits_as_defined(carrier, mode, n):
+    names = [name for name, fmt in GIVEN.items() if oracle.held(fmt, CARRIERS[carrier])]
+    for name in (names[n % len(names)], names[(n + 2) % len(names)]):
+        flush = name == "float8_e5m2" and n % 2 == 0
+        overflow = cases.FLOAT_OVERFLOWS[n % 3]
+        check_given_words(GIVEN[name], carrier, mode, n, overflow=overflow, flush=flush, size=20_000)
+
+
+@pytest.mark.parametrize("mode", STOCHASTIC)
+@pytest.mark.parametrize("name", ["ternary", "uneven"])
+def test_codebooks_given_the_words(name, mode):
+    levels = cases.CODEBOOKS[name]
+    fmt, c = oracle.codebook(levels), CARRIERS["float32"]
+    # Multiples of 2^-10 a little beyond the ends: nu is exact in the carrier, whose arithmetic decides between levels.
+    low, high = int(levels[0] * 1024) - 300, int(levels[-1] * 1024) + 300
+    x = (np.random.default_rng(7).integers(low, high, 1_000) * 2.0**-10).astype(np.float32)
+    for n in (32,) if mode == "stochastic_equal" else (1, 4, 32):
+        key = jax.random.key(n)
+        r = (words_of(key, x.shape, "float32") >> np.uint64(32 - n)).tolist()
+        truth = [
+            oracle.round_exact(fmt, oracle.from_bits(int(p), c), mode, n=n, r=word)
+            for p, word in zip(cases.bits(x), r, strict=True)
+        ]
+        expected = np.array([oracle.to_bits(v, c) for v in truth], c.words)
+        spec = jc.Spec(jc.CodebookFormat(levels), mode, random_bits=None if n == 32 else n)
+        got = np.asarray(jc.round_to_format(x, spec, key))
+        cases.assert_bits(x, got, expected, f"{name} {mode} {n} bits")
+
+
+def test_unbiased_mean_of_a_sum():
+    """The mean of 2^20 roundings of numbers far below one step of the format is theirs, within 4 sigma."""
+    x = np.full(1 << 20, 1 + 3 * 2.0**-12, np.float32)
+    out = round_as_mean(x)
+    nu = 3 * 2.0**-12 / 2.0**-3
+    sigma = 2.0**-3 * math.sqrt(nu * (1 - nu) / len(x))
+    assert abs(out - float(x[0])) <= 4 * sigma
+
+
+def round_as_mean(x: np.ndarray) -> float:
+    out = jc.round_to_format(x, "float8_e4m3fn:stochastic", jax.random.key(3))
+    return float(np.asarray(out).astype(np.float64).mean())
+
+
+def test_values_of_the_format_never_move():
+    fmt = cases.NAMED["float8_e5m2"]
+    x = np.array([float(v) for v in oracle.values(fmt)], np.float32)
+    for mode in STOCHASTIC:
+        for seed in range(8):
+            got = np.asarray(jc.round_to_format(x, jc.Spec(build(fmt), rounding=mode), jax.random.key(seed)))
+            cases.assert_bits(x, got, cases.bits(x), mode)
+
+
+def test_deterministic_modes_need_no_key_and_ignore_none():
+    x = np.linspace(-2, 2, 33, dtype=np.float32)
+    a = round_as("numpy", x, jc.Spec("float8_e4m3fn"))
+    b = np.asarray(jc.round_to_format(x, "float8_e4m3fn", jax.random.key(0)))
+    cases.assert_bits(x, b, cases.bits(a), "a key changes nothing")
