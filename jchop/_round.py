@@ -116,22 +116,10 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
 def _round_jax(x: Array, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None) -> Array:
     carrier = _carrier(x.dtype)
     require_carrier(spec, carrier)
+    if spec.gradient.round is not None:
+        require_carrier(spec.gradient.round, carrier)
     keys = _keys(spec, key, gradient_key)
-    if jnp.iscomplexobj(x):
-        parts = jnp.stack([x.real, x.imag], axis=-1)
-        place, starts = _place(offset, x.shape)
-        if place.whole is None:  # a chunk: rows of a real and an imaginary part each
-            place = replace(place, base=2 * place.base, whole=(1 << 32, 2), known=(*place.known, 0))
-            rounded = _run(parts.reshape(-1, 2), keys, starts, spec, place, carrier).reshape(parts.shape)
-        else:
-            place = replace(place, whole=(*place.whole, 2), known=(*place.known, 0))
-            rounded = _run(parts, keys, starts, spec, place, carrier)
-        return lax.complex(rounded[..., 0], rounded[..., 1])
     place, starts = _place(offset, x.shape)
-    return _run(x, keys, starts, spec, place, carrier)
-
-
-def _run(x: Array, keys: _Keys, starts: tuple, spec: Spec, place: _Place, carrier: Carrier) -> Array:
     if carrier.width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         with jax.enable_x64(True):
             return _round(x, keys, starts, spec=spec, place=place)
@@ -182,7 +170,8 @@ def _place(offset: Any, shape: tuple[int, ...]) -> tuple[_Place, tuple]:
     if not isinstance(offset, tuple):
         start, high = _start(offset)
         return _Place((None,), base=high), (start,)
-    if len(offset) != 2 or not len(offset[0]) == len(offset[1]) == len(shape):
+    pair = len(offset) == 2 and all(isinstance(entry, tuple | list) for entry in offset)
+    if not pair or not len(offset[0]) == len(offset[1]) == len(shape):
         raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
     whole = tuple(check_int("offset: shape of the whole", size, 0, 1 << 32) for size in offset[1])
     for start, size, total in zip(offset[0], shape, whole, strict=True):
@@ -215,7 +204,7 @@ def _round(x: Array, keys: _Keys, starts: tuple, *, spec: Spec, place: _Place) -
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _with_gradient(spec: Spec, place: _Place, x: Array, seeds: tuple, starts: tuple) -> Array:
-    return _forward(round_elements, x, seeds[0], spec, place, starts)
+    return _joined(_forward(round_elements, x, seeds[0], spec, place, starts), x.dtype)
 
 
 @_with_gradient.defjvp
@@ -225,7 +214,7 @@ def _jvp(spec: Spec, place: _Place, primals: tuple, tangents: tuple) -> tuple[Ar
     gradient = spec.gradient
     if gradient.clipped:
         beyond = _forward(overflowed, x, seeds[0], spec, place, starts)
-        tangent = jnp.where(beyond, jnp.zeros_like(tangent), tangent)
+        tangent = _joined(jnp.where(beyond, 0, _parts(tangent)), tangent.dtype)
     if gradient.round is not None:
         tangent = on_cotangent(
             _RoundCotangent(gradient.round, place, seeds[1] is not None), tangent, *(seeds[1] or ()), *starts
@@ -243,18 +232,46 @@ class _RoundCotangent:
 
     def __call__(self, cotangent: Array, *residuals: Array) -> Array:
         seeds, starts = (residuals[:_SEEDS], residuals[_SEEDS:]) if self.draws else (None, residuals)
-        return _with_gradient(self.spec, self.place, cotangent, (seeds, None), starts)
+        return _rounded(self.spec, self.place, cotangent, (seeds, None), starts)
 
 
 _SEEDS = 6  # words that `seed_words` gives
 
 
+_rounded = jax.jit(_with_gradient, static_argnums=(0, 1), inline=True)
+
+
 def _forward(
     body: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: _Place, starts: tuple
 ) -> Array:
-    carrier = _carrier(x.dtype)
-    word = None if seeds is None else _draw(seeds, x.shape, place, starts, carrier.work_width)
-    return body(x, spec, carrier, word)
+    """`body` of the real numbers of `x`, with the words of each; complex numbers have two, along a last axis."""
+    carrier, parts = _carrier(x.dtype), _parts(x)
+    if seeds is None:
+        return body(parts, spec, carrier, None)
+    if not jnp.iscomplexobj(x):
+        word = _draw(seeds, x.shape, place, starts, carrier.work_width)
+        return body(parts, spec, carrier, _sharded_as(parts, word))
+    if place.whole is not None:
+        place, shape = replace(place, known=(*place.known, 0), whole=(*place.whole, 2)), parts.shape
+    else:  # a chunk: rows of a real and an imaginary part each
+        place, shape = replace(place, known=(*place.known, 0), whole=(1 << 32, 2), base=2 * place.base), (x.size, 2)
+    word = _draw(seeds, shape, place, starts, carrier.work_width)
+    return body(parts, spec, carrier, _sharded_as(parts, word.reshape(parts.shape)))
+
+
+def _sharded_as(x: Array, word: Array) -> Array:
+    """`word` with the sharding of `x` in its type, where meshes are explicit; elsewhere nothing."""
+    return word | jnp.zeros_like(x, word.dtype)
+
+
+def _parts(x: Array) -> Array:
+    """The real numbers of an array: itself, or real and imaginary parts along a new last axis."""
+    return jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
+
+
+def _joined(parts: Array, dtype: Any) -> Array:
+    """The inverse of `_parts`."""
+    return lax.complex(parts[..., 0], parts[..., 1]) if jnp.issubdtype(dtype, jnp.complexfloating) else parts
 
 
 def _draw(seeds: tuple, shape: tuple[int, ...], place: _Place, starts: tuple, width: int) -> Array:

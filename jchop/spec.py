@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from jchop._checks import check_bool, check_int
 from jchop.formats import ElementFormat, FloatFormat, UniformFormat, parse_format
@@ -31,6 +32,10 @@ class Gradient:
 
     clipped: bool = False
     round: Spec | None = None
+
+    if TYPE_CHECKING:  # what may be given is more than what is stored
+
+        def __init__(self, clipped: bool = ..., round: Spec | ElementFormat | str | None = ...) -> None: ...
 
     def __post_init__(self) -> None:
         check_bool("clipped", self.clipped)
@@ -75,6 +80,18 @@ class Spec:
     flush: bool = False
     gradient: Gradient = Gradient()
 
+    if TYPE_CHECKING:  # what may be given is more than what is stored
+
+        def __init__(
+            self,
+            format: ElementFormat | str,
+            rounding: Rounding | str = ...,
+            overflow: Overflow | str = ...,
+            random_bits: int | None = ...,
+            flush: bool = ...,
+            gradient: Gradient | Spec | ElementFormat | str = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         coerced = {
             "format": _as_format(self.format),
@@ -86,7 +103,7 @@ class Spec:
             object.__setattr__(self, name, value)
         check_bool("flush", self.flush)
         if self.random_bits is not None:
-            check_int("random_bits", self.random_bits, 1, 64)
+            object.__setattr__(self, "random_bits", check_int("random_bits", self.random_bits, 1, 64))
             if not self.rounding.stochastic or self.rounding is Rounding.STOCHASTIC_EQUAL:
                 raise ValueError(
                     f"random_bits={self.random_bits} says nothing under rounding={self.rounding.value!r}; "
@@ -119,7 +136,8 @@ def parse(text: str) -> Spec:
 
     Args:
         text: a format's text (see `jchop.formats.parse_format`) and then, in any order, a rounding, an overflow rule,
-            ``random_bits=N``, ``flush``, and ``gradient=`` with ``clipped``, ``[SPEC]`` or ``clipped+[SPEC]``.
+            ``random_bits=N``, ``flush``, and ``gradient=`` with ``clipped``, a format, ``[SPEC]`` or
+            ``clipped+[SPEC]``; a cotangent's spec of more than a format needs the brackets.
 
     Raises:
         TypeError: where `text` is no text.
@@ -181,13 +199,26 @@ def _as_gradient(value: object) -> Gradient:
     if isinstance(value, Spec | ElementFormat):
         return Gradient(round=as_spec(value))
     if not isinstance(value, str):
-        raise TypeError(
-            f"gradient={value!r} must be 'straight_through', 'clipped', a Gradient, or a Spec, format or text"
-        )
+        raise TypeError(f"gradient={value!r} must be {_GRADIENTS}")
     if value == "straight_through":
         return Gradient()
-    head, _, tail = value.partition("+") if value.startswith("clipped") else ("", "", value)
-    return Gradient(head == "clipped", _parse(tail.removeprefix("[").removesuffix("]")) if tail else None)
+    found = _GRADIENT.fullmatch(value)
+    if found is None:
+        raise ValueError(f"gradient={value!r} must be {_GRADIENTS}")
+    text = found["inside"] or found["plain"]
+    try:
+        return Gradient(bool(found["clipped"] or found["both"]), _parse(text) if text else None)
+    except ValueError as error:
+        raise ValueError(f"gradient={value!r} must be {_GRADIENTS}: {error}") from None
+
+
+_GRADIENT = re.compile(
+    r"(?P<clipped>clipped)|(?:(?P<both>clipped)\+)?(?:\[(?P<inside>[^\[\]]+)\]|(?P<plain>(?!clipped)[^\[\]]+))"
+)
+_GRADIENTS = (
+    "'straight_through', 'clipped', a Gradient, or a Spec, format or text that the cotangent is rounded to "
+    "('[e4m3:up]', 'clipped+[e4m3:up]')"
+)
 
 
 def as_spec(value: object, argument: str = "spec") -> Spec:

@@ -44,6 +44,11 @@ def width_of(carrier: str) -> int:
     return 64 if carrier == "float64" else 32
 
 
+def most_bits(mode: str, carrier: str) -> int:
+    """The random bits of a call that does not say how many: B and C look one bit further than they draw."""
+    return width_of(carrier) - (mode in ("stochastic_b", "stochastic_c"))
+
+
 def positions(fmt: oracle.FloatSet, carrier: str, rng: np.random.Generator) -> tuple[np.ndarray, list[Fraction]]:
     """64 numbers of the carrier and their discarded fractions.
 
@@ -88,11 +93,11 @@ def test_observed_frequencies_are_exact(name, carrier, mode):
     spec = jc.Spec(build(fmt), rounding=mode)
     out = jc.round_to_format(many if kind == "numpy" else jnp.asarray(many), spec, key)
     got = cases.bits(np.asarray(out)).reshape(POSITIONS, DRAWS)
-    exact, width = cases.batch(x), width_of(carrier)
+    exact, n = cases.batch(x), most_bits(mode, carrier)
     never = exact.round_drawn(fmt, "stochastic_equal", 1, np.zeros(POSITIONS, np.uint64))
     always = exact.round_drawn(fmt, "stochastic_equal", 1, np.ones(POSITIONS, np.uint64))
     for k, nu in enumerate(fractions):
-        p = oracle.probability_away(mode, nu, width)
+        p = oracle.probability_away(mode, nu, n)
         away = same_bits(got[k], always[k], carrier)
         if nu == 0:
             assert always[k] == never[k] and away.all(), f"{x[k]} is in the format and moved"
@@ -135,12 +140,11 @@ def check_given_words(
     kind: str = "numpy",
 ) -> None:
     """Compares bit for bit with the oracle, R being the top n bits of the words of the stream."""
-    width = width_of(carrier)
     x = cases.adversarial(fmt, carrier, size, np.random.default_rng(size + (n or 0)))
     key = jax.random.key(1000 + (n or 0))
-    words = words_of(key, x.shape, carrier)
-    r = words >> np.uint64(width - (n or width))
-    expected = cases.batch(x).round_drawn(fmt, mode, n or width, r, overflow, flush)
+    drawn = n or most_bits(mode, carrier)
+    r = words_of(key, x.shape, carrier) >> np.uint64(width_of(carrier) - drawn)
+    expected = cases.batch(x).round_drawn(fmt, mode, drawn, r, overflow, flush)
     spec = jc.Spec(build(fmt), rounding=mode, random_bits=n, overflow=overflow, flush=flush)
     got = np.asarray(jc.round_to_format(x if kind == "numpy" else jnp.asarray(x), spec, key))
     cases.assert_bits(x, got, expected, f"{spec} on {carrier}")
@@ -163,10 +167,20 @@ def test_all_bits_as_defined(name, mode, carrier):
         check_given_words(GIVEN[name], carrier, mode, None)
 
 
-@pytest.mark.parametrize("n", [1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 63, 64])
+@pytest.mark.parametrize("n", [1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64])
 @pytest.mark.parametrize("mode", PROPORTIONAL)
 def test_any_number_of_bits_on_float64(mode, n):
-    check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
+    if n <= most_bits(mode, "float64"):
+        check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
+
+
+@pytest.mark.parametrize("carrier", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("mode", PROPORTIONAL)
+def test_more_bits_than_there_are_is_refused(mode, carrier):
+    n = most_bits(mode, carrier) + 1
+    with pytest.raises(ValueError, match=f"random_bits.*{n}"):
+        x = np.zeros(3, cases.DTYPES[carrier])
+        jc.round_to_format(x, jc.Spec("float8_e5m2", rounding=mode, random_bits=n), jax.random.key(0))
 
 
 @pytest.mark.slow
@@ -174,6 +188,7 @@ def test_any_number_of_bits_on_float64(mode, n):
 @pytest.mark.parametrize("mode", PROPORTIONAL)
 @pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32", "float64"])
 def test_every_number_of_bits_as_defined(carrier, mode, n):
+    n = min(n, most_bits(mode, carrier))
     names = [name for name, fmt in GIVEN.items() if oracle.held(fmt, CARRIERS[carrier])]
     for name in (names[n % len(names)], names[(n + 2) % len(names)]):
         flush = name == "float8_e5m2" and n % 2 == 0
@@ -189,7 +204,8 @@ def test_codebooks_given_the_words(name, mode):
     # Multiples of 2^-10 a little beyond the ends: nu is exact in the carrier, whose arithmetic decides between levels.
     low, high = int(levels[0] * 1024) - 300, int(levels[-1] * 1024) + 300
     x = (np.random.default_rng(7).integers(low, high, 1_000) * 2.0**-10).astype(np.float32)
-    for n in (32,) if mode == "stochastic_equal" else (1, 4, 32):
+    most = most_bits(mode, "float32")
+    for n in (most,) if mode == "stochastic_equal" else (1, 4, most):
         key = jax.random.key(n)
         r = (words_of(key, x.shape, "float32") >> np.uint64(32 - n)).tolist()
         truth = [
@@ -197,7 +213,7 @@ def test_codebooks_given_the_words(name, mode):
             for p, word in zip(cases.bits(x), r, strict=True)
         ]
         expected = np.array([oracle.to_bits(v, c) for v in truth], c.words)
-        spec = jc.Spec(jc.CodebookFormat(levels), mode, random_bits=None if n == 32 else n)
+        spec = jc.Spec(jc.CodebookFormat(levels), mode, random_bits=None if n == most else n)
         got = np.asarray(jc.round_to_format(x, spec, key))
         cases.assert_bits(x, got, expected, f"{name} {mode} {n} bits")
 
@@ -230,3 +246,20 @@ def test_deterministic_modes_need_no_key_and_ignore_none():
     a = round_as("numpy", x, jc.Spec("float8_e4m3fn"))
     b = np.asarray(jc.round_to_format(x, "float8_e4m3fn", jax.random.key(0)))
     cases.assert_bits(x, b, cases.bits(a), "a key changes nothing")
+
+
+@pytest.mark.parametrize("carrier", ["float32", "float64"])
+def test_observed_frequencies_of_a_codebook(carrier):
+    levels = cases.CODEBOOKS["nf4"]
+    fmt, c = oracle.codebook(levels), CARRIERS[carrier]
+    x = np.random.default_rng(3).uniform(-1, 1, 24).astype(cases.DTYPES[carrier])
+    many = np.repeat(x, DRAWS)
+    out = jc.round_to_format(many, jc.Spec(jc.CodebookFormat(levels), rounding="stochastic"), jax.random.key(5))
+    for got, number in zip(np.asarray(out).reshape(-1, DRAWS), x, strict=True):
+        exact = oracle.from_bits(int(cases.bits(np.array([number]))[0]), c)
+        low, high = (oracle.round_exact(fmt, exact, mode) for mode in ("down", "up"))
+        assert isinstance(exact, Fraction) and isinstance(low, Fraction) and isinstance(high, Fraction)
+        p = (exact - low) / (high - low)
+        count, sigma = int((got == float(high)).sum()), math.sqrt(DRAWS * p * (1 - p))
+        assert count + int((got == float(low)).sum()) == DRAWS
+        assert abs(count - DRAWS * p) <= 4 * sigma

@@ -80,7 +80,7 @@ def test_jit_equals_eager_and_keeps_one_entry_for_equal_specs(case):
 
 def test_names_of_formats_make_no_second_entry():
     jitted = jax.jit(lambda x, spec: rounded(x, spec), static_argnames="spec")
-    for fmt in (jc.binary16, jc.FloatFormat(5, 10), jc.FloatFormat(5, 10, name="mine"), jc.parse("half").format):
+    for fmt in (jc.binary16, jc.FloatFormat(5, 10), jc.FloatFormat(5, 10).named("mine"), jc.parse("half").format):
         jitted(jnp.ones(3), spec=jc.Spec(fmt))
     assert jitted._cache_size() == 1  # type: ignore[attr-defined]
     jitted(jnp.ones(3), spec=jc.Spec(jc.binary16, "up"))

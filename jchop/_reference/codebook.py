@@ -77,11 +77,27 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
 def _pick(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     """``choices[k]`` for values that have reached k of the thresholds."""
     if len(choices) > COMPARE_ALL:
-        return jnp.asarray(choices)[jnp.searchsorted(jnp.asarray(thresholds), value, side="right")]
+        return _search(value, thresholds, choices)
     result = _bits.full(value, int(choices[0]))
     for threshold, choice in zip(thresholds, choices[1:], strict=True):
         result = jnp.where(value >= int(threshold), _bits.full(value, int(choice)), result)
     return result
+
+
+def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
+    """The same by bisection. `jnp.searchsorted` and plain indexing know nothing of explicit sharding."""
+    steps = len(thresholds).bit_length()
+    padding = np.full((1 << steps) - 1 - len(thresholds), np.iinfo(thresholds.dtype).max, thresholds.dtype)
+    table = jnp.asarray(np.concatenate([thresholds, padding]))
+    count = jnp.zeros_like(value)
+    for step in reversed(range(steps)):
+        reached = value >= _take(table, count + ((1 << step) - 1))
+        count = jnp.where(reached, count + (1 << step), count)
+    return _take(jnp.asarray(choices), count)
+
+
+def _take(table: Array, index: Array) -> Array:
+    return table.at[index].get(out_sharding=jax.typeof(index).sharding, mode="promise_in_bounds")
 
 
 def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:

@@ -69,7 +69,10 @@ def overflowed(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None
     else:
         assert isinstance(fmt, FloatFormat | UniformFormat)
         grid = make_grid(fmt, carrier)
-        beyond = round_magnitude(magnitude, sign != 0, word, spec, grid) > _limit(sign != 0, grid)
+        rounded, negative = round_magnitude(magnitude, sign != 0, word, spec, grid), sign != 0
+        beyond = rounded > (_limit(negative, grid) if grid.signed else grid.top_bits)
+        if not grid.signed:
+            beyond = beyond | _below(magnitude, rounded, negative, grid)
     return beyond & (magnitude <= carrier.inf)
 
 
@@ -110,7 +113,12 @@ def _at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid
     below = (
         carrier.nan if grid.has_nan and spec.overflow is not Overflow.SATURATE else 0 if grid.zero else grid.tiny_bits
     )
-    return jnp.where(negative & ((rounded if grid.zero else magnitude) != 0), below, result)
+    return jnp.where(_below(magnitude, rounded, negative, grid), below, result)
+
+
+def _below(magnitude: Array, rounded: Array, negative: Array, grid: Grid) -> Array:
+    """Where an unsigned format is asked for a negative value; without a zero, no negative value rounds to zero."""
+    return negative & ((rounded if grid.zero else magnitude) != 0)
 
 
 def _wrap(sign: Array, rounded: Array, fmt: UniformFormat, carrier: Carrier) -> tuple[Array, Array]:

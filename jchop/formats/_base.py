@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import copy
 from fractions import Fraction
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 
@@ -33,6 +35,8 @@ class ElementFormat(abc.ABC):
     bits: int
     #: Whether F has negative values.
     signed: bool
+    #: The name of a named format, which `str` prints; no part of its identity, and not kept by `dataclasses.replace`.
+    name: str | None = None
 
     # -- what a kind of format must say of itself ---------------------------------------------------------------------
     @property
@@ -57,6 +61,20 @@ class ElementFormat(abc.ABC):
     @abc.abstractmethod
     def code_of(self, value: Number) -> int | None:
         """The code of one exact value; None where it is not in F."""
+
+    @property
+    @abc.abstractmethod
+    def text(self) -> str:
+        """The format in the text grammar, without its name."""
+
+    def __str__(self) -> str:
+        return self.name or self.text
+
+    def named(self, name: str) -> Self:
+        """A copy that prints as `name`, which the text grammar has to know."""
+        result = copy.copy(self)
+        object.__setattr__(result, "name", name)
+        return result
 
     # -- facts that most kinds share -----------------------------------------------------------------------------------
     @property
@@ -132,9 +150,7 @@ class ElementFormat(abc.ABC):
             raise ValueError(f"{self} has {self.bits} bits; values() lists formats of at most {_MAX_TABLE_BITS}")
         table = _decode_table(self)
         if table.dtype == object:
-            return _object_array(
-                sorted({v for v in table if v is not None and (isinstance(v, Fraction) or abs(v) < np.inf)})
-            )
+            return _exact_array(sorted({v for v in table if isinstance(v, Fraction) or abs(v) < np.inf}))
         return np.unique(table[np.isfinite(table)]) + 0.0
 
     def decode(self, codes: object) -> np.ndarray:
@@ -157,9 +173,8 @@ class ElementFormat(abc.ABC):
         if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << self.bits):
             raise ValueError(f"codes must lie in [0, 2^{self.bits}) for {self}; got {array.min()} to {array.max()}")
         if self.bits <= _MAX_TABLE_BITS:
-            return _decode_table(self)[array.astype(np.int64)]
-        values = [_known(self.value_of(int(code))) for code in array.ravel()]
-        return np.array(values, np.float64).reshape(array.shape)
+            return np.asarray(_decode_table(self)[array.astype(np.int64)])
+        return _exact_array([_known(self.value_of(int(code))) for code in array.ravel()]).reshape(array.shape)
 
     def encode(self, values: object) -> np.ndarray:
         """The bit patterns of values of F, as unsigned integers of the least width that holds them.
@@ -176,12 +191,13 @@ class ElementFormat(abc.ABC):
             [56, 126]
         """
         array = np.asarray(values)
-        if array.dtype != object:
-            array = array.astype(np.float64)
+        if array.dtype.kind in "bcSUmM":
+            raise TypeError(f"values of dtype {array.dtype} must be real numbers")
+        exact = array.astype(np.float64) if array.dtype.kind not in "iuO" else array
         codes = np.empty(array.shape, self.code_dtype)
-        flat, out = array.ravel(), codes.reshape(-1)
-        for index, value in enumerate(flat):
-            code = self.code_of(value if isinstance(value, Fraction) else float(value))
+        out = codes.reshape(-1)
+        for index, value in enumerate(exact.ravel().tolist()):
+            code = self.code_of(value)
             if code is None:
                 raise ValueError(
                     f"values[{index}]={value} is not a value of {self}; round it first (jchop.round_to_format)"
@@ -194,18 +210,16 @@ def _known(value: Number | None) -> Number:
     return float("nan") if value is None else value
 
 
-def _object_array(values: list) -> np.ndarray:
-    result = np.empty(len(values), object)
+def _exact_array(values: list[Number]) -> np.ndarray:
+    """float64, or an object array where that would round."""
+    wide = any(isinstance(value, Fraction) for value in values)
+    result = np.empty(len(values), object if wide else np.float64)
     result[:] = values
     return result
 
 
 @lru_cache(maxsize=64)
 def _decode_table(fmt: ElementFormat) -> np.ndarray:
-    values = [_known(fmt.value_of(code)) for code in range(1 << fmt.bits)]
-    if any(isinstance(value, Fraction) for value in values):
-        table = _object_array(values)
-    else:
-        table = np.array(values, np.float64)
+    table = _exact_array([_known(fmt.value_of(code)) for code in range(1 << fmt.bits)])
     table.setflags(write=False)
     return table

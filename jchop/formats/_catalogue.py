@@ -9,39 +9,37 @@ from jchop._checks import check_bool, check_int
 from jchop.formats._float import FloatFormat
 
 #: IEEE 754-2019 binary16.
-binary16 = FloatFormat(5, 10, name="binary16")
+binary16 = FloatFormat(5, 10).named("binary16")
 #: IEEE 754-2019 binary32.
-binary32 = FloatFormat(8, 23, name="binary32")
+binary32 = FloatFormat(8, 23).named("binary32")
 #: IEEE 754-2019 binary64.
-binary64 = FloatFormat(11, 52, name="binary64")
+binary64 = FloatFormat(11, 52).named("binary64")
 #: bfloat16: the upper half of binary32 (Intel, "BFLOAT16 - Hardware Numerics Definition", 2018).
-bfloat16 = FloatFormat(8, 7, name="bfloat16")
+bfloat16 = FloatFormat(8, 7).named("bfloat16")
 #: TF32, the operand format of NVIDIA tensor cores (NVIDIA A100 architecture white paper, 2020).
-tf32 = FloatFormat(8, 10, name="tf32")
+tf32 = FloatFormat(8, 10).named("tf32")
 #: FP8 E5M2 (OCP 8-bit Floating Point Specification 1.0; Micikevicius et al., arXiv 2209.05433).
-float8_e5m2 = FloatFormat(5, 2, name="float8_e5m2")
+float8_e5m2 = FloatFormat(5, 2).named("float8_e5m2")
 #: IEEE-like E4M3 with infinities, largest value 240 (ml_dtypes).
-float8_e4m3 = FloatFormat(4, 3, name="float8_e4m3")
+float8_e4m3 = FloatFormat(4, 3).named("float8_e4m3")
 #: FP8 E4M3 without infinities, largest value 448 (OCP 8-bit Floating Point Specification 1.0).
-float8_e4m3fn = FloatFormat(4, 3, infinities=False, nans="top", name="float8_e4m3fn")
+float8_e4m3fn = FloatFormat(4, 3, infinities=False, nans="top").named("float8_e4m3fn")
 #: E5M2 with bias 16, no infinities and no -0 (Noune et al., arXiv 2206.02915).
-float8_e5m2fnuz = FloatFormat(5, 2, bias=16, infinities=False, nans="negative_zero", name="float8_e5m2fnuz")
+float8_e5m2fnuz = FloatFormat(5, 2, bias=16, infinities=False, nans="negative_zero").named("float8_e5m2fnuz")
 #: E4M3 with bias 8, no infinities and no -0 (Noune et al., arXiv 2206.02915).
-float8_e4m3fnuz = FloatFormat(4, 3, bias=8, infinities=False, nans="negative_zero", name="float8_e4m3fnuz")
+float8_e4m3fnuz = FloatFormat(4, 3, bias=8, infinities=False, nans="negative_zero").named("float8_e4m3fnuz")
 #: E4M3 with bias 11, no infinities and no -0 (ml_dtypes).
-float8_e4m3b11fnuz = FloatFormat(4, 3, bias=11, infinities=False, nans="negative_zero", name="float8_e4m3b11fnuz")
+float8_e4m3b11fnuz = FloatFormat(4, 3, bias=11, infinities=False, nans="negative_zero").named("float8_e4m3b11fnuz")
 #: IEEE-like E3M4 (ml_dtypes).
-float8_e3m4 = FloatFormat(3, 4, name="float8_e3m4")
+float8_e3m4 = FloatFormat(3, 4).named("float8_e3m4")
 #: Powers of two 2^-127 to 2^127, unsigned, no zero: the scale of OCP Microscaling Formats (MX) 1.0.
-float8_e8m0fnu = FloatFormat(
-    8, 0, bias=127, infinities=False, nans="top", signed=False, zero=False, name="float8_e8m0fnu"
-)
+float8_e8m0fnu = FloatFormat(8, 0, infinities=False, nans="top", signed=False, zero=False).named("float8_e8m0fnu")
 #: FP6 E3M2, finite values only (OCP MX 1.0).
-float6_e3m2fn = FloatFormat(3, 2, infinities=False, nans="none", name="float6_e3m2fn")
+float6_e3m2fn = FloatFormat(3, 2, infinities=False, nans="none").named("float6_e3m2fn")
 #: FP6 E2M3, finite values only (OCP MX 1.0).
-float6_e2m3fn = FloatFormat(2, 3, infinities=False, nans="none", name="float6_e2m3fn")
+float6_e2m3fn = FloatFormat(2, 3, infinities=False, nans="none").named("float6_e2m3fn")
 #: FP4 E2M1, finite values only (OCP MX 1.0).
-float4_e2m1fn = FloatFormat(2, 1, infinities=False, nans="none", name="float4_e2m1fn")
+float4_e2m1fn = FloatFormat(2, 1, infinities=False, nans="none").named("float4_e2m1fn")
 
 #: The named formats by their one canonical name.
 CATALOGUE: Mapping[str, FloatFormat] = MappingProxyType(
@@ -92,12 +90,12 @@ def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True)
     check_bool("signed", signed)
     check_bool("extended", extended)
     check_int("precision", precision, 1, bits - signed)
-    return FloatFormat(
+    fmt = FloatFormat(
         bits - precision + (not signed),
         precision - 1,
         bias=1 << bits - precision - signed,
         infinities=extended,
         nans="negative_zero" if signed else "top",
         signed=signed,
-        name=f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}",
     )
+    return fmt.named(f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}")

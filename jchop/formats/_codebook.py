@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jchop.formats._base import ElementFormat, Number
 
@@ -35,17 +35,23 @@ class CodebookFormat(ElementFormat):
     """
 
     levels: tuple[float, ...]
-    name: str | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.levels, str):
+            raise TypeError(f"levels={self.levels!r} must be a sequence of numbers, not text")
         try:
             levels = tuple(float(level) + 0.0 for level in self.levels)
         except (TypeError, ValueError):
             raise TypeError(f"levels={self.levels!r} must be a sequence of numbers") from None
+        except OverflowError:
+            raise ValueError(f"levels={self.levels!r} must be finite in binary64") from None
         if not 1 <= len(levels) <= _MAX_LEVELS:
             raise ValueError(f"levels has {len(levels)} entries; allowed: 1 to {_MAX_LEVELS}")
         if not all(map(math.isfinite, levels)):
             raise ValueError(f"levels={levels!r} must be finite")
+        for given, level in zip(self.levels, levels, strict=True):
+            if given != level:
+                raise ValueError(f"levels holds {given!r}, which binary64 cannot hold exactly; give a float")
         if any(low >= high for low, high in itertools.pairwise(levels)):
             raise ValueError(f"levels={levels!r} must be strictly increasing")
         object.__setattr__(self, "levels", levels)
@@ -84,10 +90,7 @@ class CodebookFormat(ElementFormat):
         index = bisect.bisect_left(self.levels, value) if value == value else len(self.levels)
         return index if index < len(self.levels) and self.levels[index] == value else None
 
-    def __str__(self) -> str:
-        return self.name or self.text
-
     @property
     def text(self) -> str:
-        """The format in the text grammar: ``codebook(-1.0,0.0,1.0)``."""
+        """The format in the text grammar, as ``codebook(-1.0,0.0,1.0)``."""
         return f"codebook({','.join(map(repr, self.levels))})"

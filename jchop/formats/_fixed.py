@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 from jchop._checks import check_bool, check_int
@@ -87,11 +87,10 @@ class FixedFormat(UniformFormat):
     frac_bits: int
     signed: bool = True
     symmetric: bool = False
-    name: str | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
-        check_int("int_bits", self.int_bits, -1000, 1000)
-        check_int("frac_bits", self.frac_bits, -1000, 1000)
+        object.__setattr__(self, "int_bits", check_int("int_bits", self.int_bits, -1000, 1000))
+        object.__setattr__(self, "frac_bits", check_int("frac_bits", self.frac_bits, -1000, 1000))
         check_bool("signed", self.signed)
         check_bool("symmetric", self.symmetric)
         check_int("int_bits + frac_bits", self.int_bits + self.frac_bits, 1 + self.signed, 64)
@@ -108,12 +107,9 @@ class FixedFormat(UniformFormat):
         """Smallest value in quanta."""
         return (int(self.symmetric) - (1 << self.bits - 1)) if self.signed else 0
 
-    def __str__(self) -> str:
-        return self.name or self.text
-
     @property
     def text(self) -> str:
-        """The format in the text grammar: ``fixed4.4``, ``ufixed4.4``, ``fixed4.4(symmetric=true)``."""
+        """The format in the text grammar, as ``fixed4.4``, ``ufixed4.4``, ``fixed4.4(symmetric=true)``."""
         stem = f"{'' if self.signed else 'u'}fixed{self.int_bits}.{self.frac_bits}"
         return f"{stem}(symmetric=true)" if self.symmetric else stem
 
@@ -139,12 +135,11 @@ class IntegerFormat(UniformFormat):
     bits: int
     signed: bool = True
     narrow: bool = False
-    name: str | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         check_bool("signed", self.signed)
         check_bool("narrow", self.narrow)
-        check_int("bits", self.bits, 1 + self.signed, 64)
+        object.__setattr__(self, "bits", check_int("bits", self.bits, 1 + self.signed, 64))
         if self.narrow and not self.signed:
             raise ValueError("narrow=True needs signed=True: an unsigned range has no minimum to drop")
 
@@ -153,11 +148,8 @@ class IntegerFormat(UniformFormat):
         """Smallest value."""
         return (int(self.narrow) - (1 << self.bits - 1)) if self.signed else 0
 
-    def __str__(self) -> str:
-        return self.name or self.text
-
     @property
     def text(self) -> str:
-        """The format in the text grammar: ``int8``, ``uint4``, ``int8(narrow=true)``."""
+        """The format in the text grammar, as ``int8``, ``uint4``, ``int8(narrow=true)``."""
         stem = f"{'' if self.signed else 'u'}int{self.bits}"
         return f"{stem}(narrow=true)" if self.narrow else stem

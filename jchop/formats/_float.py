@@ -31,7 +31,6 @@ class FloatFormat(ElementFormat):
             "fn"). ``"negative_zero"``: the code of -0, so that F has no -0 ("fnuz", signed P3109). ``"none"``: no code.
         signed: without a sign bit F holds no negative value.
         zero: without it the exponent field 0 is an ordinary binade (OCP e8m0).
-        name: what `str` prints; no part of the format's identity. Default: the format's text, such as ``"e5m10"``.
 
     Raises:
         TypeError, ValueError: for a field out of range or a combination that leaves no finite value.
@@ -50,11 +49,10 @@ class FloatFormat(ElementFormat):
     nans: str = field(default="ieee", kw_only=True)
     signed: bool = field(default=True, kw_only=True)
     zero: bool = field(default=True, kw_only=True)
-    name: str | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
-        check_int("exp_bits", self.exp_bits, 1, 16)
-        check_int("sig_bits", self.sig_bits, 0, 52)
+        object.__setattr__(self, "exp_bits", check_int("exp_bits", self.exp_bits, 1, 16))
+        object.__setattr__(self, "sig_bits", check_int("sig_bits", self.sig_bits, 0, 52))
         for name in ("subnormals", "infinities", "signed", "zero"):
             check_bool(name, getattr(self, name))
         check_choice("nans", self.nans, NAN_CODES)
@@ -130,7 +128,7 @@ class FloatFormat(ElementFormat):
     # -- facts ---------------------------------------------------------------------------------------------------------
     @property
     def bits(self) -> int:
-        """Width of a code in bits: sign, exponent, fraction."""
+        """Width of a code in bits, those of sign, exponent and fraction."""
         return self.signed + self.exp_bits + self.sig_bits
 
     @property
@@ -168,7 +166,7 @@ class FloatFormat(ElementFormat):
 
     @property
     def min(self) -> Number:
-        """Smallest finite value: -max, or 0 (the smallest value, without a zero) where F is unsigned."""
+        """Smallest finite value, -max; where F is unsigned 0, or without a zero the smallest value."""
         if self.signed:
             return -self.max
         return 0.0 if self.zero else number(self.exact_smallest)
@@ -248,12 +246,9 @@ class FloatFormat(ElementFormat):
         return code if self._first_code <= code <= self.max_code else None
 
     # -- text ----------------------------------------------------------------------------------------------------------
-    def __str__(self) -> str:
-        return self.name or self.text
-
     @property
     def text(self) -> str:
-        """The format in the text grammar, without its name: ``e4m3(bias=11,infinities=false,nans=negative_zero)``."""
+        """The format in the text grammar, as ``e4m3(bias=11,infinities=false,nans=negative_zero)``."""
         stem = f"e{self.exp_bits}m{self.sig_bits}"
         rest = {name: getattr(self, name) for name, default in _OPTIONS.items() if getattr(self, name) != default}
         if self.bias != self.default_bias(self.exp_bits):

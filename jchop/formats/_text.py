@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import ALIASES, CATALOGUE, p3109
@@ -13,7 +16,7 @@ from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
 
 _CALL = re.compile(r"([a-z0-9_.-]+)(?:\((.*)\))?")
-_WORDS = {"true": True, "false": False}
+_Options = dict[str, Callable[[str], object]]
 
 #: What a suffix of e{E}m{M} says, as in ml_dtypes: finite with one NaN; the same without -0, the bias one higher.
 _SUFFIXES = ("fn", "fnuz")
@@ -50,13 +53,14 @@ def _parse(text: str) -> ElementFormat:
     stem, inside = match[1], match[2]
     if stem == "codebook":
         return CodebookFormat(_levels(text, inside))
-    options = _options(text, inside)
     name = ALIASES.get(stem, stem)
     if name in CATALOGUE:
-        return _with_options(text, CATALOGUE[name], options)
-    for pattern, build in _PATTERNS:
+        fmt = CATALOGUE[name]
+        options = _options(text, inside, _FLOAT_OPTIONS)
+        return dataclasses.replace(fmt, **options) if options else fmt
+    for pattern, build, allowed in _PATTERNS:
         if found := re.fullmatch(pattern, stem):
-            return _build(text, build, found, options)
+            return build(*found.groups(), **_options(text, inside, allowed))
     raise _unknown(text)
 
 
@@ -81,37 +85,42 @@ def _integer(unsigned: str, bits: str, **options) -> IntegerFormat:
     return IntegerFormat(int(bits), not unsigned, **options)
 
 
-_PATTERNS = (
-    (rf"e(\d{{1,2}})m(\d{{1,2}})({'|'.join(_SUFFIXES)})?", _float),
-    (r"binary(\d{1,2})p(\d{1,2})([su])([ef])", _p3109),
-    (r"(u?)fixed(-?\d{1,4})\.(-?\d{1,4})", _fixed),
-    (r"(u?)int(\d{1,2})", _integer),
+def _truth_of(value: str) -> bool:
+    return {"true": True, "false": False}[value]
+
+
+#: The options in parentheses, each with what reads its value.
+_FLOAT_OPTIONS: _Options = {
+    "bias": int,
+    "subnormals": _truth_of,
+    "infinities": _truth_of,
+    "nans": str,
+    "signed": _truth_of,
+    "zero": _truth_of,
+}
+
+_PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (
+    (rf"e(\d{{1,2}})m(\d{{1,2}})({'|'.join(_SUFFIXES)})?", _float, _FLOAT_OPTIONS),
+    (r"binary(\d{1,2})p(\d{1,2})([su])([ef])", _p3109, {}),
+    (r"(u?)fixed(-?\d{1,4})\.(-?\d{1,4})", _fixed, {"symmetric": _truth_of}),
+    (r"(u?)int(\d{1,2})", _integer, {"narrow": _truth_of}),
 )
 
 
-def _build(text: str, build, found: re.Match, options: dict) -> ElementFormat:
-    try:
-        return build(*found.groups(), **options)
-    except TypeError as error:
-        raise ValueError(f"format text {text!r}: {error}") from None
-
-
-def _with_options(text: str, fmt: FloatFormat, options: dict) -> FloatFormat:
-    if not options:
-        return fmt
-    fields = {name: getattr(fmt, name) for name in ("bias", "subnormals", "infinities", "nans", "signed", "zero")}
-    if unknown := set(options) - set(fields):
-        raise ValueError(f"format text {text!r}: unknown option {min(unknown)!r}; allowed: {', '.join(fields)}")
-    return FloatFormat(fmt.exp_bits, fmt.sig_bits, **fields | options)
-
-
-def _options(text: str, inside: str | None) -> dict:
-    options = {}
+def _options(text: str, inside: str | None, allowed: _Options) -> dict[str, Any]:
+    options: dict[str, Any] = {}
     for item in filter(None, (inside or "").split(",")):
         name, equals, value = item.partition("=")
         if not equals or name in options:
             raise ValueError(f"format text {text!r}: option {item!r} must be name=value, each name once")
-        options[name] = int(value) if re.fullmatch(r"-?\d+", value) else _WORDS.get(value, value)
+        if name not in allowed:
+            known = f"allowed: {', '.join(allowed)}" if allowed else "there are none for it"
+            raise ValueError(f"format text {text!r}: unknown option {name!r}; {known}")
+        try:
+            options[name] = allowed[name](value)
+        except (ValueError, KeyError):
+            what = "an integer" if allowed[name] is int else "true or false"
+            raise ValueError(f"format text {text!r}: option {name}={value!r} must be {what}") from None
     return options
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import pickle
 
@@ -87,7 +86,7 @@ def test_formats_are_values():
     fmt = CodebookFormat((-1.0, 0.0, 1e-300, 1e16))
     for other in (pickle.loads(pickle.dumps(fmt)), copy.copy(fmt), copy.deepcopy(fmt)):
         assert other == fmt and hash(other) == hash(fmt) and str(other) == str(fmt)
-    named = dataclasses.replace(fmt, name="mine")
+    named = fmt.named("mine")
     assert named == fmt and hash(named) == hash(fmt) and str(named) == "mine" and named.text == fmt.text
     assert fmt != CodebookFormat((-1.0, 0.0, 1e16))
     assert eval(repr(fmt), {"CodebookFormat": CodebookFormat}) == fmt

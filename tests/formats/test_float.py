@@ -231,9 +231,11 @@ def test_the_default_bias_is_an_integer():
 def test_formats_are_values(fmt):
     """Hashable, picklable, copyable; equal where the fields are, whatever the name."""
     fmt.values() if fmt.bits <= 8 else fmt.max  # cached facts are no part of it
-    for other in (pickle.loads(pickle.dumps(fmt)), copy.copy(fmt), copy.deepcopy(fmt), dataclasses.replace(fmt)):
+    for other in (pickle.loads(pickle.dumps(fmt)), copy.copy(fmt), copy.deepcopy(fmt)):
         assert other == fmt and hash(other) == hash(fmt) and str(other) == str(fmt) and repr(other) == repr(fmt)
-    named = dataclasses.replace(fmt, name="mine")
+    same = dataclasses.replace(fmt)
+    assert same == fmt and same.name is None and parse_format(str(same)) == fmt
+    named = fmt.named("mine")
     assert named == fmt and hash(named) == hash(fmt) and str(named) == "mine"
     assert {fmt: 1}[named] == 1
     assert parse_format(fmt.text) == fmt

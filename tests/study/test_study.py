@@ -16,10 +16,10 @@ import pytest
 
 from jchop import study
 from jchop.__main__ import main
+from jchop._files import write_atomically
 from jchop.rounding import Rounding
 from jchop.study import StudyResult
 from jchop.study._data import load
-from jchop._files import write_atomically
 from jchop.study._progress import ProgressBar
 from jchop.study._report import NAMES, reading
 
