@@ -65,28 +65,22 @@ class Carrier:
         """Largest finite value."""
         return (2 - Fraction(1, 1 << self.fraction)) * 2**self.bias
 
-    def magnitude_bits(self, value: Fraction) -> int | None:
-        """Magnitude bits of |value|, exactly; None where the carrier does not hold it."""
-        value = abs(value)
-        count = value / Fraction(2) ** self.tiny_exponent
-        if count.denominator != 1 or value > self.max:
-            return None
-        count = int(count)
-        shift = max(count.bit_length() - 1 - self.fraction, 0)
-        if count & ((1 << shift) - 1):
-            return None
-        return (shift << self.fraction) + (count >> shift)
-
-    def ceil_bits(self, value: Fraction) -> int:
-        """Ordered integer (see `ordered`) of the smallest carrier value >= value."""
+    def toward_zero(self, value: Fraction) -> tuple[int, bool]:
+        """Magnitude bits of the largest magnitude <= |value|, the exponent unlimited; and whether it is |value|."""
         count = abs(value) / Fraction(2) ** self.tiny_exponent
         whole = int(count)
         shift = max(whole.bit_length() - 1 - self.fraction, 0)
-        bits = (shift << self.fraction) + (whole >> shift)
-        exact = count == (whole >> shift) << shift
-        if value >= 0:
-            return bits if exact else bits + 1
-        return -bits
+        return (shift << self.fraction) + (whole >> shift), count == whole >> shift << shift
+
+    def magnitude_bits(self, value: Fraction) -> int | None:
+        """Magnitude bits of |value|, exactly; None where the carrier does not hold it."""
+        bits, exact = self.toward_zero(value)
+        return bits if exact and bits < self.inf else None
+
+    def ceil_bits(self, value: Fraction) -> int:
+        """Ordered integer (see `ordered`) of the smallest carrier value >= value."""
+        bits, exact = self.toward_zero(value)
+        return -bits if value < 0 else bits if exact else bits + 1
 
 
 CARRIERS = {
@@ -121,16 +115,11 @@ def ordered(sign: jax.Array, magnitude: jax.Array) -> jax.Array:
     return jnp.where(sign != 0, -magnitude, magnitude)
 
 
-def full(like: jax.Array, value: int) -> jax.Array:
-    """`value` in the shape and dtype of `like`."""
-    return jnp.full_like(like, value)
-
-
 def low_mask(count: jax.Array | int) -> jax.Array | int:
     """Integers whose low `count` bits are ones; an int for an int."""
     if isinstance(count, int):
         return (1 << count) - 1
-    return ~lax.shift_left(full(count, -1), count)
+    return ~lax.shift_left(jnp.full_like(count, -1), count)
 
 
 def shift_right(word: jax.Array, count: jax.Array | int) -> jax.Array:

@@ -165,7 +165,7 @@ _AT_START = _Place((0,))
 
 def _place(offset: Any, shape: tuple[int, ...]) -> tuple[_Place, tuple]:
     """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew."""
-    if isinstance(offset, int) and offset == 0:
+    if type(offset) is int and offset == 0:
         return _AT_START, ()
     if not isinstance(offset, tuple):
         start, high = _start(offset)
@@ -236,8 +236,6 @@ class _RoundCotangent:
 
 
 _SEEDS = 6  # words that `seed_words` gives
-
-
 _rounded = jax.jit(_with_gradient, static_argnums=(0, 1), inline=True)
 
 
@@ -285,8 +283,6 @@ def _draw(seeds: tuple, shape: tuple[int, ...], place: _Place, starts: tuple, wi
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
-
-
 _BY_DTYPE = {jnp.dtype(name): CARRIERS[_COMPLEX.get(name, name)] for name in (*CARRIERS, *_COMPLEX)}
 
 

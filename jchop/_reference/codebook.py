@@ -78,9 +78,9 @@ def _pick(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     """``choices[k]`` for values that have reached k of the thresholds."""
     if len(choices) > COMPARE_ALL:
         return _search(value, thresholds, choices)
-    result = _bits.full(value, int(choices[0]))
+    result = jnp.full_like(value, int(choices[0]))
     for threshold, choice in zip(thresholds, choices[1:], strict=True):
-        result = jnp.where(value >= int(threshold), _bits.full(value, int(choice)), result)
+        result = jnp.where(value >= int(threshold), jnp.full_like(value, int(choice)), result)
     return result
 
 

@@ -91,15 +91,11 @@ def _tiny_exponent(fmt: FloatFormat | UniformFormat) -> int:
 
 
 def _bits(value: Fraction, carrier: Carrier) -> int:
-    """Magnitude bits, toward zero; a value past an end of the carrier takes that end, which no input can pass."""
-    value = abs(value)
-    if value > carrier.max:
-        return carrier.inf - 1
-    if value < Fraction(2) ** carrier.tiny_exponent:
-        return 0
-    bits = carrier.magnitude_bits(value)
-    # Only wrapping lets an end pass that the carrier does not hold, and only infinities then take it.
-    return carrier.ceil_bits(value) - 1 if bits is None else bits
+    """Magnitude bits; past an end of the carrier that end, which no input can pass.
+
+    Only wrapping lets an end pass that the carrier does not hold, and only infinities then take it, toward zero.
+    """
+    return min(carrier.toward_zero(value)[0], carrier.inf - 1)
 
 
 def most_random_bits(spec: Spec, carrier: Carrier) -> int:

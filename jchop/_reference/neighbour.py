@@ -75,6 +75,7 @@ class _Cut:
 
     magnitude: Array
     depth: Array | int
+    least: int  # no d is smaller
     mask: Array | int  # 2^d - 1
     last: Array  # 0 or 1: the last bit of the lower neighbour's significand
     negative: Array
@@ -91,8 +92,10 @@ class _Cut:
     def random(self) -> Array:
         """R 2^(d-N): the random bits on the scale of the discarded ones, fractions dropped."""
         assert self.draw is not None
-        word = _bits.shift_right(self.draw.word, 1)  # twice, since d = 0 would shift by the whole width
-        return _bits.shift_right(word, self.draw.width - 1 - self.depth).astype(self.magnitude.dtype)
+        word, width = self.draw.word, self.draw.width
+        if not self.least:  # d = 0 would shift by the whole width: shift twice
+            word, width = _bits.shift_right(word, 1), width - 1
+        return _bits.shift_right(word, width - self.depth).astype(self.magnitude.dtype)
 
     def random_to_nearest(self) -> Array:
         """The same, plus what rounds the discarded bits to N bits, half to even, first."""
@@ -120,11 +123,11 @@ def round_magnitude(magnitude: Array, negative: Array, word: Array | None, spec:
     depth, last = _depth(magnitude, grid)
     mask = _bits.low_mask(depth)
     bits = draw(word, spec, grid.carrier)
-    cut = _Cut(magnitude, depth, mask, last, negative, bits)
+    cut = _Cut(magnitude, depth, 0 if grid.deep else grid.drop, mask, last, negative, bits)
     rounded = (magnitude + _ADDEND[spec.rounding](cut)) & ~mask
     if grid.tiny_bits:
         away = _TINY[spec.rounding](_Tiny(magnitude, negative, bits, grid)) if grid.zero else True
-        below = jnp.where(away, _bits.full(magnitude, grid.tiny_bits), 0)
+        below = jnp.where(away, jnp.full_like(magnitude, grid.tiny_bits), 0)
         rounded = jnp.where(magnitude < grid.tiny_bits, below, rounded)
     if spec.flush:
         rounded = jnp.where(magnitude < grid.normal_bits, 0, rounded)
@@ -139,7 +142,9 @@ def _depth(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
         return _deep_depth(magnitude, exponent, grid)
     depth: Array | int = grid.drop
     if grid.spacing is not None:
-        depth = jnp.clip(grid.spacing - jnp.maximum(exponent, 1), grid.drop, fraction)
+        if grid.spacing <= fraction:  # else d is M for every subnormal of the carrier, whatever their exponent
+            exponent = jnp.maximum(exponent, 1)
+        depth = jnp.clip(grid.spacing - exponent, grid.drop, fraction)
     return depth, (magnitude + grid.parity >> depth) & 1
 
 
@@ -188,14 +193,17 @@ class _Tiny:
         if exponent + carrier.bias <= 1:  # T is a subnormal of the carrier or its smallest normal value
             return self.magnitude.astype(unsigned) << width - (exponent - carrier.tiny_exponent), False
         biased = self.magnitude >> carrier.fraction
-        hidden = jnp.where(biased > 0, 1 << carrier.fraction, 0)
-        significand = (self.magnitude & _bits.low_mask(carrier.fraction) | hidden).astype(unsigned)
-        significand = significand << width - 1 - carrier.fraction
+        # The significand to the top of a word; what stood above it falls out, but for the place of the leading bit.
+        leading = unsigned.type(1 << width - 1)
+        significand = self.magnitude.astype(unsigned) << width - 1 - carrier.fraction | leading
+        if exponent + carrier.bias - 2 < width:  # else subnormals of the carrier leave no bit
+            significand = jnp.where(biased > 0, significand, significand & ~leading)
+            biased = jnp.maximum(biased, 1)
         # Not negative below T; elsewhere the result is not used.
-        shift = jnp.maximum(exponent + carrier.bias - 1 - jnp.maximum(biased, 1), 0)
+        shift = jnp.maximum(exponent + carrier.bias - 1 - biased, 0)
         within = jnp.minimum(shift, width - 1).astype(unsigned)
         share = jnp.where(shift < width, significand >> within, 0)
-        return share, share << within != significand
+        return share, (share << within != significand) & (self.magnitude != 0)
 
     def stochastic(self) -> Array:
         """P3109 StochasticA: floor(nu 2^N) + R >= 2^N, both sides scaled to words."""
