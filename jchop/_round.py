@@ -74,7 +74,7 @@ def round_to_format(
     """
     spec = as_spec(spec)
     if isinstance(x, Array):
-        return _round_jax(x, spec, key, offset, gradient_key)
+        return _round_array(x, spec, key, offset, gradient_key)
     return _round_numpy(x, spec, key, offset, gradient_key)
 
 
@@ -113,7 +113,9 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
 # -- by kind of input --------------------------------------------------------------------------------------------------
 
 
-def _round_jax(x: Array, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None) -> Array:
+def _round_array(
+    x: Array | np.ndarray, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None
+) -> Array:
     carrier = _carrier(x.dtype)
     require_carrier(spec, carrier)
     if spec.gradient.round is not None:
@@ -128,18 +130,24 @@ def _round_jax(x: Array, spec: Spec, key: Array | None, offset: Any, gradient_ke
 
 def _round_numpy(x: Any, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
     array = np.asarray(x)
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     carrier = _carrier(array.dtype)
     for name, value in (("key", key), ("gradient_key", gradient_key), ("offset", offset)):
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        if isinstance(value, Array | tuple) and any(
+            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)
+        ):
             raise TypeError(
                 f"{name} is traced but x is a NumPy value, whose result could not be NumPy; pass jax.numpy.asarray(x)"
             )
-    # Inside a trace a NumPy value is a constant, rounded now; and 64-bit data stays so, whatever the flag.
-    wide = jax.enable_x64(True) if carrier.width == 64 else contextlib.nullcontext()
-    with jax.ensure_compile_time_eval(), wide:
-        rounded = np.array(_round_jax(jnp.asarray(array), spec, key, offset, gradient_key))
-    return rounded if isinstance(x, np.ndarray) else rounded[()]
+    # 64-bit data stays so, whatever the flag.
+    with jax.enable_x64(True) if carrier.width == 64 else contextlib.nullcontext():
+        rounded = _round_array(array, spec, key, offset, gradient_key)
+        if isinstance(rounded, jax.core.Tracer):  # within a trace a NumPy value is a constant, rounded now
+            with jax.ensure_compile_time_eval():
+                rounded = _round_array(array, spec, key, offset, gradient_key)
+    result = np.array(rounded)
+    return result if isinstance(x, np.ndarray) else result[()]
 
 
 # -- where x lies in the random stream ---------------------------------------------------------------------------------
@@ -197,8 +205,9 @@ def _start(start: Any) -> tuple[Any, int]:
 
 
 @partial(jax.jit, static_argnames=("spec", "place"), inline=True)
-def _round(x: Array, keys: _Keys, starts: tuple, *, spec: Spec, place: _Place) -> Array:
+def _round(x: Array | np.ndarray, keys: _Keys, starts: tuple, *, spec: Spec, place: _Place) -> Array:
     seeds = tuple(None if key is None else seed_words(key) for key in keys)
+    assert isinstance(x, Array)  # jit has made it one
     return _with_gradient(spec, place, x, seeds, starts)
 
 
