@@ -124,6 +124,23 @@ def large(size: int, repeat: int) -> None:
             print(f"\n{ours}: {theirs / medians[ours]:.1f} x faster than pychop's Chop under jit")
 
 
+def pages(repeat: int, size: int = SIZES[0]) -> None:
+    """The same rounding into fresh memory, into a donated buffer, and in place."""
+    x, spec = jax.random.normal(jax.random.key(1), (size,), jnp.float32), jc.parse("binary16")
+    fresh = jax.jit(lambda x: jc.round_to_format(x, spec))
+    in_place, held = jax.jit(lambda x: jc.round_to_format(x, spec), donate_argnums=0), [jnp.array(x)]
+
+    def rounded_in_place() -> None:
+        held[0] = in_place(held[0]).block_until_ready()
+
+    cases: dict[str, Case] = {
+        "fresh output": lambda: fresh(x).block_until_ready(),
+        "donated buffer": reusing(lambda x: jc.round_to_format(x, spec), x, [jnp.zeros_like(x)]),
+        "in place": rounded_in_place,
+    }
+    table(f"Fresh pages, {size:,} float32 elements to binary16", measure(cases, repeat), "donated buffer", size)
+
+
 def eager(repeat: int, size: int = 1000) -> None:
     x, key = jnp.ones(size), jax.random.key(0)
     add = jax.jit(lambda x: x + 1)
@@ -147,6 +164,7 @@ def main() -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0].platform}, {jc.__name__} {jc.__version__}")
     for size in arguments.size or SIZES:
         large(size, arguments.repeat)
+    pages(arguments.repeat)
     eager(arguments.repeat)
 
 

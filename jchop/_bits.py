@@ -31,11 +31,6 @@ class Carrier:
         return np.dtype("int64" if self.width == 64 else "int32")
 
     @property
-    def unsigned(self) -> np.dtype:
-        """Unsigned twin of `work`."""
-        return np.dtype("uint64" if self.width == 64 else "uint32")
-
-    @property
     def work_width(self) -> int:
         """Bits of `work`."""
         return 64 if self.width == 64 else 32
