@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.core
@@ -15,11 +15,13 @@ import numpy as np
 from jax import lax
 
 from jchop._bits import CARRIERS, Carrier
-from jchop._checks import check_int
-from jchop._reference.elements import overflowed, round_elements
+from jchop._checks import check_choice, check_int
+from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
+from jchop._kernels.round import round_op, round_with_hardware_bits_op
+from jchop._reference.elements import overflowed
 from jchop._reference.grid import require_carrier
-from jchop._reference.random_bits import random_bits as _words
-from jchop._reference.random_bits import seed_words
+from jchop._reference.place import AT_START, Place, draw, words_like
+from jchop._reference.random_bits import SEEDS, seed_words
 from jchop.formats import ElementFormat
 from jchop.gradients import on_cotangent
 from jchop.spec import Spec, as_spec
@@ -35,6 +37,8 @@ def round_to_format(
     *,
     offset: Any = 0,
     gradient_key: Array | None = None,
+    impl: Impl = "auto",
+    generator: Literal["counter", "hardware"] = "counter",
 ) -> Any:
     """`x` rounded once, exactly, to the values of a number format.
 
@@ -55,6 +59,10 @@ def round_to_format(
             order) index of its first element if it is a contiguous chunk, an int or a traced integer; or ``(starts,
             shape)``: one start for each axis and the shape of the whole. Default 0.
         gradient_key: a typed key, needed where ``spec.gradient`` rounds the cotangent stochastically.
+        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel and an error where it cannot
+            run, ``"auto"`` (default) for whichever is faster; the bits are the same.
+        generator: ``"counter"`` (default), or ``"hardware"`` for the TPU's own random bits, seeded with `key`: cheaper
+            there, and not reproducible. They depend on tiling, chip and version, and there is no `offset` for them.
 
     Returns:
         An array of the shape and dtype of `x`.
@@ -63,6 +71,7 @@ def round_to_format(
         TypeError: for a dtype that is no carrier (integers, booleans, float8 ...), or a key that is not a typed key.
         ValueError: for an unknown text, a stochastic spec without a key, or a carrier that cannot hold every result
             of the spec (float16 data to bfloat16, say); the message names a carrier that can.
+        NotImplementedError: when compiled, where ``impl="pallas"`` or ``generator="hardware"`` cannot run; it says why.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -72,10 +81,10 @@ def round_to_format(
         >>> jc.round_to_format(jnp.float32(1.001), spec, jax.random.key(0)).dtype
         dtype('float32')
     """
-    spec = as_spec(spec)
+    how = _how(as_spec(spec), impl, generator, offset)
     if isinstance(x, Array):
-        return _round_array(x, spec, key, offset, gradient_key)
-    return _round_numpy(x, spec, key, offset, gradient_key)
+        return _round_array(x, how, key, offset, gradient_key)
+    return _round_numpy(x, how, key, offset, gradient_key)
 
 
 def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> Array:
@@ -107,15 +116,42 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
         raise ValueError("width=64 needs 64-bit integers: set jax_enable_x64, or use jax.enable_x64(True) as a context")
     _check_key("key", key)
     place, starts = _place(offset, tuple(shape))
-    return _draw(seed_words(key), tuple(shape), place, starts, width)
+    return draw(seed_words(key), tuple(shape), place, starts, width)
+
+
+# -- what is static ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is static of one rounding, beside its place in the random stream."""
+
+    spec: Spec
+    impl: str
+    hardware: bool  # random bits of the device's own generator
+
+
+def _how(spec: Spec, impl: str, generator: str, offset: Any) -> _How:
+    check_choice("impl", impl, IMPLEMENTATIONS)
+    check_choice("generator", generator, ("counter", "hardware"))
+    if generator == "counter":
+        return _How(spec, impl, False)
+    for wrong, what in (
+        (not spec.rounding.stochastic, f"says nothing under rounding={spec.rounding.value!r}"),
+        (spec.gradient.clipped, "cannot tell the backward pass what overflowed (gradient='clipped')"),
+        (impl == "xla", "is a kernel's: impl='xla' has none"),
+        (not (type(offset) is int and offset == 0), f"has bits without a place in a larger array: offset={offset!r}"),
+    ):
+        if wrong:
+            raise ValueError(f"generator='hardware' {what}; use generator='counter'")
+    return _How(spec, "pallas", True)
 
 
 # -- by kind of input --------------------------------------------------------------------------------------------------
 
 
-def _round_array(
-    x: Array | np.ndarray, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None
-) -> Array:
+def _round_array(x: Array | np.ndarray, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Array:
+    spec = how.spec
     carrier = _carrier(x.dtype)
     require_carrier(spec, carrier)
     if spec.gradient.round is not None:
@@ -124,11 +160,11 @@ def _round_array(
     place, starts = _place(offset, x.shape)
     if carrier.width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         with jax.enable_x64(True):
-            return _round(x, keys, starts, spec=spec, place=place)
-    return _round(x, keys, starts, spec=spec, place=place)
+            return _round(x, keys, starts, how=how, place=place)
+    return _round(x, keys, starts, how=how, place=place)
 
 
-def _round_numpy(x: Any, spec: Spec, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+def _round_numpy(x: Any, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
     array = np.asarray(x)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -142,10 +178,10 @@ def _round_numpy(x: Any, spec: Spec, key: Array | None, offset: Any, gradient_ke
             )
     # 64-bit data stays so, whatever the flag.
     with jax.enable_x64(True) if carrier.width == 64 else contextlib.nullcontext():
-        rounded = _round_array(array, spec, key, offset, gradient_key)
+        rounded = _round_array(array, how, key, offset, gradient_key)
         if isinstance(rounded, jax.core.Tracer):  # within a trace a NumPy value is a constant, rounded now
             with jax.ensure_compile_time_eval():
-                rounded = _round_array(array, spec, key, offset, gradient_key)
+                rounded = _round_array(array, how, key, offset, gradient_key)
     result = np.array(rounded)
     return result if isinstance(x, np.ndarray) else result[()]
 
@@ -153,31 +189,13 @@ def _round_numpy(x: Any, spec: Spec, key: Array | None, offset: Any, gradient_ke
 # -- where x lies in the random stream ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The static part of an offset: what stands in it for a traced start is None."""
-
-    known: tuple[int | None, ...]
-    whole: tuple[int, ...] | None = None  # the shape of the whole array; None for a contiguous chunk
-    base: int = 0  # a known index added to all
-
-    def offset(self, starts: tuple) -> Any:
-        """With its traced starts, what `_reference.random_bits` takes."""
-        rest = iter(starts)
-        each = tuple(next(rest) if start is None else start for start in self.known)
-        return each[0] if self.whole is None else (each, self.whole)
-
-
-_AT_START = _Place((0,))
-
-
-def _place(offset: Any, shape: tuple[int, ...]) -> tuple[_Place, tuple]:
+def _place(offset: Any, shape: tuple[int, ...]) -> tuple[Place, tuple]:
     """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew."""
     if type(offset) is int and offset == 0:
-        return _AT_START, ()
+        return AT_START, ()
     if not isinstance(offset, tuple):
         start, high = _start(offset)
-        return _Place((None,), base=high), (start,)
+        return Place((None,), base=high), (start,)
     pair = len(offset) == 2 and all(isinstance(entry, tuple | list) for entry in offset)
     if not pair or not len(offset[0]) == len(offset[1]) == len(shape):
         raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
@@ -185,7 +203,7 @@ def _place(offset: Any, shape: tuple[int, ...]) -> tuple[_Place, tuple]:
     for start, size, total in zip(offset[0], shape, whole, strict=True):
         if size > total or (not isinstance(start, Array) and start + size > total):
             raise ValueError(f"offset={offset!r}: a part of shape {shape} does not lie within the whole")
-    return _Place((None,) * len(shape), whole), tuple(_start(start)[0] for start in offset[0])
+    return Place((None,) * len(shape), whole), tuple(_start(start)[0] for start in offset[0])
 
 
 def _start(start: Any) -> tuple[Any, int]:
@@ -204,71 +222,65 @@ def _start(start: Any) -> tuple[Any, int]:
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=("spec", "place"), inline=True)
-def _round(x: Array | np.ndarray, keys: _Keys, starts: tuple, *, spec: Spec, place: _Place) -> Array:
+@partial(jax.jit, static_argnames=("how", "place"), inline=True)
+def _round(x: Array | np.ndarray, keys: _Keys, starts: tuple, *, how: _How, place: Place) -> Array:
     seeds = tuple(None if key is None else seed_words(key) for key in keys)
     assert isinstance(x, Array)  # jit has made it one
-    return _with_gradient(spec, place, x, seeds, starts)
+    return _with_gradient(how, place, x, seeds, starts)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _with_gradient(spec: Spec, place: _Place, x: Array, seeds: tuple, starts: tuple) -> Array:
-    return _joined(_forward(round_elements, x, seeds[0], spec, place, starts), x.dtype)
+def _with_gradient(how: _How, place: Place, x: Array, seeds: tuple, starts: tuple) -> Array:
+    op = partial(round_with_hardware_bits_op if how.hardware else round_op, impl=how.impl)
+    return _joined(_forward(op, x, seeds[0], how.spec, place, starts), x.dtype)
 
 
 @_with_gradient.defjvp
-def _jvp(spec: Spec, place: _Place, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+def _jvp(how: _How, place: Place, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     x, seeds, starts = primals
     tangent = tangents[0]
-    gradient = spec.gradient
+    gradient = how.spec.gradient
     if gradient.clipped:
-        beyond = _forward(overflowed, x, seeds[0], spec, place, starts)
+        beyond = _forward(_overflowed, x, seeds[0], how.spec, place, starts)
         tangent = _joined(jnp.where(beyond, 0, _parts(tangent)), tangent.dtype)
     if gradient.round is not None:
-        tangent = on_cotangent(
-            _RoundCotangent(gradient.round, place, seeds[1] is not None), tangent, *(seeds[1] or ()), *starts
-        )
-    return _with_gradient(spec, place, x, seeds, starts), tangent
+        rule = _RoundCotangent(_How(gradient.round, how.impl, False), place, seeds[1] is not None)
+        tangent = on_cotangent(rule, tangent, *(seeds[1] or ()), *starts)
+    return _with_gradient(how, place, x, seeds, starts), tangent
 
 
 @dataclass(frozen=True)
 class _RoundCotangent:
-    """Rounds a cotangent to `spec`; the residuals are its seeds, if it draws, and the traced starts."""
+    """Rounds a cotangent; the residuals are its seeds, if it draws, and the traced starts."""
 
-    spec: Spec
-    place: _Place
+    how: _How
+    place: Place
     draws: bool
 
     def __call__(self, cotangent: Array, *residuals: Array) -> Array:
-        seeds, starts = (residuals[:_SEEDS], residuals[_SEEDS:]) if self.draws else (None, residuals)
-        return _rounded(self.spec, self.place, cotangent, (seeds, None), starts)
+        seeds, starts = (residuals[:SEEDS], residuals[SEEDS:]) if self.draws else (None, residuals)
+        return _rounded(self.how, self.place, cotangent, (seeds, None), starts)
 
 
-_SEEDS = 6  # words that `seed_words` gives
 _rounded = jax.jit(_with_gradient, static_argnums=(0, 1), inline=True)
 
 
-def _forward(
-    body: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: _Place, starts: tuple
-) -> Array:
-    """`body` of the real numbers of `x`, with the words of each; complex numbers have two, along a last axis."""
-    carrier, parts = _carrier(x.dtype), _parts(x)
+def _forward(op: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: Place, starts: tuple) -> Array:
+    """`op` of the real numbers of `x`; complex numbers have two, along a last axis, each with a word of its own."""
+    parts = _parts(x)
     if seeds is None:
-        return body(parts, spec, carrier, None)
-    if not jnp.iscomplexobj(x):
-        word = _draw(seeds, x.shape, place, starts, carrier.work_width)
-        return body(parts, spec, carrier, _sharded_as(parts, word))
-    if place.whole is not None:
-        place, shape = replace(place, known=(*place.known, 0), whole=(*place.whole, 2)), parts.shape
-    else:  # a chunk: rows of a real and an imaginary part each
-        place, shape = replace(place, known=(*place.known, 0), whole=(1 << 32, 2), base=2 * place.base), (x.size, 2)
-    word = _draw(seeds, shape, place, starts, carrier.work_width)
-    return body(parts, spec, carrier, _sharded_as(parts, word.reshape(parts.shape)))
+        return op(parts, spec=spec)
+    if jnp.iscomplexobj(x):
+        place = replace(place, known=(*place.known, 0))
+        if place.whole is not None:
+            place = replace(place, whole=(*place.whole, 2))
+        else:  # a chunk: rows of a real and an imaginary part each
+            place = replace(place, whole=(1 << 32, 2), base=2 * place.base, shape=(x.size, 2))
+    return op(parts, *seeds, *starts, spec=spec, place=place)
 
 
-def _sharded_as(x: Array, word: Array) -> Array:
-    """`word` with the sharding of `x` in its type, where meshes are explicit; elsewhere nothing."""
-    return word | jnp.zeros_like(x, word.dtype)
+def _overflowed(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> Array:
+    return overflowed(x, spec, _carrier(x.dtype), words_like(x, drawn, place) if drawn else None)
 
 
 def _parts(x: Array) -> Array:
@@ -279,14 +291,6 @@ def _parts(x: Array) -> Array:
 def _joined(parts: Array, dtype: Any) -> Array:
     """The inverse of `_parts`."""
     return lax.complex(parts[..., 0], parts[..., 1]) if jnp.issubdtype(dtype, jnp.complexfloating) else parts
-
-
-def _draw(seeds: tuple, shape: tuple[int, ...], place: _Place, starts: tuple, width: int) -> Array:
-    words = _words(seeds, shape, place.offset(starts), width, place.base)
-    if width == 32:
-        return words
-    high, low = (half.astype(jnp.uint64) for half in words)
-    return (high << 32) | low
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -83,6 +83,10 @@ def _seeds(data: Array) -> tuple[Array, ...]:
     return lax.optimization_barrier((a[0], b[0], a[1], b[1], a[2], b[2]))
 
 
+#: How many words `seed_words` gives.
+SEEDS = 6
+
+
 def seed_words(key: Array) -> tuple[Array, ...]:
     """The six seeds of `key`: three for each lane of `random_words`.
 

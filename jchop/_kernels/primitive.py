@@ -1,0 +1,253 @@
+"""Dispatch: which implementation of an operation runs on which device. The only file that asks what a device is.
+
+Each operation is one JAX primitive. Its default lowering is the portable body, which XLA compiles for any device and
+partitions over any mesh. Where a program is lowered for TPU or CUDA, a Pallas kernel takes its place if it may: the
+compiler cannot partition a kernel, so there must be one device, or every mesh axis must be manual (inside `shard_map`);
+the device must be able; and the kernel must take these shapes, dtypes and static arguments. Only the lowering decides,
+so nothing is asked of devices while a function is traced, and an exported program carries a choice for each platform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jchop._checks import check_choice
+
+__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "make_op"]
+
+Array = jax.Array
+Impl = Literal["auto", "xla", "pallas"]
+#: What `impl=` may be: the choice made here, the portable body, or the kernel and an error where it cannot run.
+IMPLEMENTATIONS = ("auto", "xla", "pallas")
+
+_Static = tuple[tuple[str, Hashable], ...]
+_Vmaps = tuple[tuple[int | None, ...], ...]
+
+#: GPUs before this compute capability fail too late for another choice.
+_LEAST_CAPABILITY = 8.0
+
+
+def _takes_all(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Pallas implementation of an operation for one platform.
+
+    Args:
+        run: takes the arrays of the operation and its static keywords, and gives what the body gives.
+        refuse: says why it cannot take arguments of given shapes and dtypes (`jax.ShapeDtypeStruct`, without the axes
+            of enclosing vmaps) and static keywords, or None.
+        profitable: whether ``impl="auto"`` should prefer it to the body, from the same arguments.
+    """
+
+    run: Callable[..., Any]
+    refuse: Callable[..., str | None] = _takes_all
+    profitable: Callable[..., bool] = _always
+
+
+@dataclass(frozen=True)
+class _Op:
+    name: str
+    body: Callable[..., Any]
+    kernels: tuple[tuple[str, Kernel], ...]
+    single: bool
+
+
+def make_op(
+    name: str,
+    body: Callable[..., Any],
+    *,
+    tpu: Kernel | None = None,
+    gpu: Kernel | None = None,
+    single: bool = True,
+) -> Callable[..., Any]:
+    """An operation with several implementations, as one JAX primitive.
+
+    It traces, lowers, batches (as the vmap of whatever implementation runs) and shards like the body; it has no
+    derivative of its own.
+
+    Args:
+        name: of the primitive.
+        body: pure jnp; takes the arrays, then static keywords; defines the operation.
+        tpu: a kernel for TPUs.
+        gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more.
+        single: the result is one array; else a tuple of arrays.
+
+    Returns:
+        ``op(*arrays, impl="auto", **static)``, the static arguments hashable.
+
+    Raises:
+        ValueError: by the op, for an `impl` that is not one of `IMPLEMENTATIONS`.
+        NotImplementedError: by the op, while it is lowered, where ``impl="pallas"`` and no kernel can run.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> double = make_op("double", lambda x, *, times: x * times)
+        >>> int(double(jnp.int32(4), times=2))
+        8
+    """
+    kernels = tuple((platform, kernel) for platform, kernel in (("tpu", tpu), ("cuda", gpu)) if kernel is not None)
+    op = _Op(name, body, kernels, single)
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(partial(_eager, primitive))
+    primitive.def_abstract_eval(partial(_abstract, op))
+    mlir.register_lowering(primitive, partial(_lower_portable, op))
+    for platform, kernel in kernels:
+        mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, kernel), platform=platform)
+    batching.primitive_batchers[primitive] = partial(_batch, primitive)
+
+    def run(*args: Any, impl: str = "auto", **static: Hashable) -> Any:
+        check_choice("impl", impl, IMPLEMENTATIONS)
+        wide = any(np.dtype(arg.dtype).itemsize == 8 for arg in args)
+        out = primitive.bind(*args, impl=impl, wide=wide, vmaps=(), static=tuple(sorted(static.items())))
+        return out[0] if single else tuple(out)
+
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+# -- the rules of the primitive ----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _flat(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _Static) -> Callable[..., list]:
+    """`fun` under the vmaps, its results as a list. One object for equal arguments, so that JAX's caches find it."""
+    mapped = partial(fun, **dict(static))
+    for axes in vmaps:
+        mapped = jax.vmap(mapped, in_axes=axes)
+
+    def flat(*args: Any) -> list:
+        # A lowering may come after the context in which 64-bit data was traced.
+        with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
+            out = mapped(*args)
+        return [out] if op.single else list(out)
+
+    return flat
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("impl", "wide", "vmaps", "static"))
+def _eager(primitive: Primitive, *args: Any, **params: Any) -> list:
+    return primitive.bind(*args, **params)
+
+
+def _abstract(op: _Op, *avals: Any, impl: str, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
+    # From a trace of the body, so that the results carry whatever shardings and varying axes it gives them.
+    return jax.make_jaxpr(_flat(op, op.body, wide, vmaps, static))(*avals).out_avals
+
+
+def _lower_portable(op: _Op, ctx: Any, *args: Any, impl: str, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
+    if impl == "pallas":
+        able = " and ".join(_PLATFORMS[platform] for platform, _ in op.kernels) or "no platform"
+        raise NotImplementedError(_cannot(op, f"it has a kernel for {able}, and this is lowered for {_platforms(ctx)}"))
+    return _lower(ctx, _flat(op, op.body, wide, vmaps, static), args)
+
+
+def _lower_kernel(
+    op: _Op,
+    platform: str,
+    kernel: Kernel,
+    ctx: Any,
+    *args: Any,
+    impl: str,
+    wide: bool,
+    vmaps: _Vmaps,
+    static: _Static,
+) -> Any:
+    avals = _within(ctx.avals_in, vmaps)
+    keywords = dict(static)
+    fun = op.body
+    if impl == "pallas":
+        if why := _obstacle(ctx, platform) or kernel.refuse(*avals, **keywords):
+            raise NotImplementedError(_cannot(op, why))
+        fun = kernel.run
+    elif (
+        impl == "auto"
+        and not kernel.refuse(*avals, **keywords)
+        and kernel.profitable(*avals, **keywords)
+        and not _obstacle(ctx, platform)
+    ):
+        fun = kernel.run
+    return _lower(ctx, _flat(op, fun, wide, vmaps, static), args)
+
+
+def _lower(ctx: Any, fun: Callable[..., list], args: tuple) -> Any:
+    return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
+
+
+def _batch(primitive: Primitive, args: Any, dims: Any, *, vmaps: _Vmaps, **params: Any) -> tuple:
+    args = [arg if dim is None else jax.numpy.moveaxis(arg, dim, 0) for arg, dim in zip(args, dims, strict=True)]
+    axes = tuple(None if dim is None else 0 for dim in dims)
+    out = primitive.bind(*args, vmaps=(*vmaps, axes), **params)
+    return out, [0] * len(out)
+
+
+def _within(avals: Any, vmaps: _Vmaps) -> list[jax.ShapeDtypeStruct]:
+    """The arguments as the innermost function sees them."""
+    mapped = [sum(axes[i] is not None for axes in vmaps) for i in range(len(avals))]
+    return [jax.ShapeDtypeStruct(aval.shape[n:], aval.dtype) for aval, n in zip(avals, mapped, strict=True)]
+
+
+# -- what stands in a kernel's way -------------------------------------------------------------------------------------
+
+_PLATFORMS = {"tpu": "TPU", "cuda": "NVIDIA GPU"}
+
+
+def _cannot(op: _Op, why: str) -> str:
+    return f"impl='pallas' cannot be had for {op.name}: {why}. Use impl='auto' or impl='xla'"
+
+
+def _platforms(ctx: Any) -> str:
+    return ", ".join(ctx.platforms or ctx.module_context.platforms)
+
+
+def _obstacle(ctx: Any, platform: str) -> str | None:
+    """Why no kernel can be lowered in this context, or None."""
+    if not _one_device(ctx.module_context.axis_context):
+        return (
+            "the program is partitioned over several devices, and a kernel cannot be; call it inside jax.shard_map "
+            "with every mesh axis manual"
+        )
+    if platform == "cuda":
+        capability = _compute_capability()
+        if capability is None:
+            return "the GPU that it is lowered for is not known; name it with jax.default_device"
+        if capability < _LEAST_CAPABILITY:
+            return f"the GPU has compute capability {capability}, less than {_LEAST_CAPABILITY}"
+    return None
+
+
+def _one_device(axis_context: Any) -> bool:
+    """Whether the program is for one device, or every axis of its mesh is manual.
+
+    JAX has no public name for what is asked here; the three kinds of context are told apart by what they hold.
+    """
+    if hasattr(axis_context, "num_devices"):
+        return axis_context.num_devices == 1
+    if hasattr(axis_context, "manual_axes"):
+        mesh = axis_context.mesh
+        return set(axis_context.manual_axes) | set(getattr(mesh, "manual_axes", ())) >= set(mesh.axis_names)
+    return False
+
+
+def _compute_capability() -> float | None:
+    """That of the GPU that programs go to by default, or None where that is no GPU."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None or isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    text = str(getattr(device, "compute_capability", ""))
+    return float(text) if text.replace(".", "", 1).isdigit() else None

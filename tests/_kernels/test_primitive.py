@@ -1,0 +1,286 @@
+"""The choice between the portable body and a kernel: which one every kind of program gets, on every platform.
+
+Programs for TPUs and GPUs are lowered here on the CPU. A toy operation shows which implementation was taken; test_round
+and its neighbours see to the real ones, and test_partitioned compiles for four chips.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+from jchop._kernels import primitive
+from jchop._kernels.primitive import Kernel, make_op
+
+X = np.arange(16, dtype=np.float32).reshape(8, 2)
+SCALE = np.float32(3)
+
+
+def body(x: jax.Array, scale: jax.Array, *, shift: int) -> jax.Array:
+    return x * scale + shift
+
+
+class Taken:
+    """Kernels that give what the body gives, and remember the shapes that they were called with."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        kernels = {platform: Kernel(functools.partial(self.run, platform), **limits) for platform in ("tpu", "gpu")}
+        self.op = make_op("toy", body, **kernels)
+
+    def run(self, platform: str, x: jax.Array, scale: jax.Array, *, shift: int) -> jax.Array:
+        self.calls.append((platform, x.shape))
+        return body(x, scale, shift=shift)
+
+
+def times(op: Any, impl: str = "auto") -> Callable[..., jax.Array]:
+    return lambda x, scale=SCALE: op(jnp.asarray(x), jnp.asarray(scale), shift=1, impl=impl)
+
+
+def lowered_for(platform: str, fun: Callable[..., Any], *args: Any) -> str:
+    return jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.fixture
+def taken() -> Taken:
+    return Taken()
+
+
+@pytest.fixture
+def capable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that kernels run on, as far as the dispatch can see."""
+    monkeypatch.setattr(primitive, "_compute_capability", lambda: 9.0)
+
+
+def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((8,), ("a",), axis_types=(kind,))
+
+
+def mapped(fun: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+    return jax.shard_map(fun, mesh=mesh(), in_specs=P("a"), out_specs=P("a"), **more)
+
+
+#: Programs with the operation within, and the shape that its innermost function sees.
+PROGRAMS: dict[str, tuple[Callable[[Any], Callable[..., Any]], tuple[int, ...]]] = {
+    "jit": (times, (8, 2)),
+    "vmap": (lambda op: jax.vmap(times(op)), (2,)),
+    "vmap, last axis": (lambda op: jax.vmap(times(op), in_axes=1, out_axes=1), (8,)),
+    "nested vmap": (lambda op: jax.vmap(jax.vmap(times(op))), ()),
+    "checkpoint": (lambda op: jax.checkpoint(times(op)), (8, 2)),
+    "scan": (lambda op: lambda x: lax.scan(lambda c, row: (c, times(op)(row)), 0.0, x)[1], (2,)),
+    "while": (lambda op: lambda x: lax.fori_loop(0, 1, lambda _, y: times(op)(y), x), (8, 2)),
+    "cond": (lambda op: lambda x: lax.cond(x[0, 0] < 1, times(op), lambda x: x, x), (8, 2)),
+    "shard_map": (lambda op: mapped(times(op)), (1, 2)),
+    "shard_map, unchecked": (lambda op: mapped(times(op), check_vma=False), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_on_the_cpu_run_the_body(name, taken):
+    program, _ = PROGRAMS[name]
+    np.testing.assert_array_equal(jax.jit(program(taken.op))(X), X * 3 + 1)
+    np.testing.assert_array_equal(program(taken.op)(X), X * 3 + 1)
+    assert taken.calls == []
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.usefixtures("capable")
+def test_programs_for_one_chip_or_manual_meshes_take_the_kernel(name, platform, taken):
+    program, inner = PROGRAMS[name]
+    lowered_for(platform, program(taken.op), X)
+    assert set(taken.calls) == {({"cuda": "gpu"}.get(platform, platform), inner)}
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.usefixtures("capable")
+def test_partitioned_programs_take_the_body(kind, platform, taken):
+    x = jax.device_put(X, NamedSharding(mesh(kind), P("a")))
+    with jax.set_mesh(mesh(kind)):
+        assert "sdy.mesh" in lowered_for(platform, times(taken.op), x)
+    assert taken.calls == []
+
+
+@pytest.mark.usefixtures("capable")
+def test_a_mesh_that_is_partly_manual_takes_the_body(taken):
+    square = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    partly = jax.shard_map(times(taken.op), mesh=square, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+    lowered_for("tpu", partly, X)
+    assert taken.calls == []
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharding_passes_through(kind, taken):
+    sharding = NamedSharding(mesh(kind), P("a"))
+    x = jax.device_put(X, sharding)
+    with jax.set_mesh(mesh(kind)):
+        run = jax.jit(times(taken.op))
+        assert run(x).sharding.is_equivalent_to(sharding, 2)
+        assert "all-gather" not in run.lower(x).compile().as_text()
+        if kind is AxisType.Explicit:
+            assert jax.typeof(times(taken.op)(x)).sharding.spec == P("a", None)
+
+
+def test_results_vary_over_the_manual_axes_that_their_arguments_vary_over(taken):
+    def check(x: jax.Array) -> jax.Array:
+        y, constant = times(taken.op)(x, x[0, 0]), times(taken.op)(np.ones(2, np.float32))
+        assert jax.typeof(y).manual_axis_type == jax.typeof(x).manual_axis_type
+        assert jax.typeof(constant).manual_axis_type == jax.typeof(jnp.ones(2)).manual_axis_type
+        assert jax.typeof(constant).manual_axis_type != jax.typeof(x).manual_axis_type
+        return y
+
+    np.testing.assert_array_equal(jax.jit(mapped(check))(X), X * X[:, :1] + 1)
+
+
+def test_an_unmapped_argument_stays_so(taken):
+    many = jax.vmap(times(taken.op), in_axes=(None, 0))(X, np.arange(3, dtype=np.float32))
+    np.testing.assert_array_equal(many, np.stack([X * s + 1 for s in range(3)]))
+    lowered_for("tpu", jax.vmap(times(taken.op), in_axes=(None, 0)), X, np.arange(3, dtype=np.float32))
+    assert taken.calls == [("tpu", (8, 2))]
+
+
+def test_one_export_holds_a_choice_for_each_platform(taken):
+    exported = export.export(jax.jit(times(taken.op)), platforms=("cpu", "tpu"))(X)
+    assert taken.calls == [("tpu", (8, 2))]
+    np.testing.assert_array_equal(exported.call(X), X * 3 + 1)
+
+
+# -- impl --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("capable")
+def test_xla_never_takes_the_kernel(taken):
+    lowered_for("tpu", times(taken.op, "xla"), X)
+    lowered_for("cuda", times(taken.op, "xla"), X)
+    assert taken.calls == []
+
+
+@pytest.mark.usefixtures("capable")
+def test_profit_is_asked_only_of_auto():
+    taken = Taken(profitable=lambda x, scale, *, shift: x.size > 100)
+    lowered_for("tpu", times(taken.op), X)
+    assert taken.calls == []
+    lowered_for("tpu", times(taken.op, "pallas"), X)
+    lowered_for("tpu", times(taken.op), np.ones((8, 16), np.float32))
+    assert taken.calls == [("tpu", (8, 2)), ("tpu", (8, 16))]
+
+
+def refuse(x: Any, scale: Any, *, shift: int) -> str | None:
+    return f"x has {x.dtype} and shift is {shift}" if x.dtype != np.float32 else None
+
+
+def test_auto_falls_back_where_the_kernel_refuses():
+    taken = Taken(refuse=refuse)
+    lowered_for("tpu", times(taken.op), X.astype(np.float16))
+    assert taken.calls == []
+
+
+def run_sharded(op: Any) -> Callable[..., Any]:
+    return lambda x: times(op, "pallas")(lax.with_sharding_constraint(x, NamedSharding(mesh(), P("a"))))
+
+
+#: What stands in the way of impl="pallas", and what the error then says.
+OBSTACLES: dict[str, tuple[str, Callable[[Any], Any], Any, float | None, str]] = {
+    "platform": ("cpu", lambda op: times(op, "pallas"), X, 9.0, "a kernel for TPU and NVIDIA GPU.*lowered for cpu"),
+    "argument": ("tpu", lambda op: times(op, "pallas"), X.astype(np.float16), 9.0, "x has float16 and shift is 1"),
+    "several devices": ("tpu", run_sharded, X, 9.0, "several devices.*jax.shard_map"),
+    "an old GPU": ("cuda", lambda op: times(op, "pallas"), X, 7.5, "compute capability 7.5, less than 8.0"),
+    "an unknown GPU": ("cuda", lambda op: times(op, "pallas"), X, None, "not known.*jax.default_device"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_pallas_says_why_it_cannot_and_auto_does_not_try(name, monkeypatch):
+    platform, program, x, capability, words = OBSTACLES[name]
+    monkeypatch.setattr(primitive, "_compute_capability", lambda: capability)
+    taken = Taken(refuse=refuse)
+    with pytest.raises(NotImplementedError, match=f"(?s)impl='pallas' cannot be had for toy: .*{words}.*impl='auto'"):
+        lowered_for(platform, program(taken.op), x)
+    auto = functools.partial(taken.op, shift=1)
+    if name != "several devices":
+        lowered_for(platform, lambda x: auto(x, jnp.float32(3)), x)
+    assert taken.calls == []
+
+
+@pytest.mark.parametrize("wrong", ["cuda", "PALLAS", None, 1])
+def test_other_impls_are_refused(wrong, taken):
+    with pytest.raises(ValueError, match=r"impl=.* must be one of 'auto', 'xla', 'pallas'"):
+        times(taken.op, wrong)(X)
+
+
+def test_the_device_of_the_cpu_has_no_compute_capability():
+    assert primitive._compute_capability() is None
+    with jax.default_device(jax.devices("cpu")[1]):
+        assert primitive._compute_capability() is None
+
+
+# -- precision of what is lowered later --------------------------------------------------------------------------------
+
+
+def test_64_bit_bodies_stay_so_when_lowered_without_x64():
+    """jit lowers after the context in which it traced has ended."""
+    op = make_op("toy_wide", lambda x, *, shift: (lax.bitcast_convert_type(x, jnp.int64) + shift).astype(jnp.float64))
+    with jax.enable_x64(True):
+        x = jnp.ones(3, jnp.float64)
+        traced = jax.jit(lambda x: op(x, shift=1)).trace(x)
+    text = traced.lower().as_text()
+    assert "i64" in text and "i32" not in text.split("func")[1]
+
+
+def test_several_results_come_as_a_tuple():
+    op = make_op("toy_pair", lambda x, *, by: (x * by, x + by), single=False)
+    out = jax.vmap(lambda x: op(x, by=2))(X)
+    assert isinstance(out, tuple)
+    np.testing.assert_array_equal(out[0], X * 2)
+    np.testing.assert_array_equal(jax.jit(lambda x: op(x, by=2))(X)[1], X + 2)
+
+
+# -- the public door ---------------------------------------------------------------------------------------------------
+
+
+def test_round_to_format_passes_impl_on():
+    x = jnp.asarray(X)
+    np.testing.assert_array_equal(jc.round_to_format(x, "e4m3", impl="xla"), jc.round_to_format(x, "e4m3"))
+    with pytest.raises(NotImplementedError, match=r"impl='pallas' cannot be had for jchop_round: .*lowered for cpu"):
+        jc.round_to_format(x, "e4m3", impl="pallas")
+    with pytest.raises(NotImplementedError, match="impl='pallas' cannot be had for jchop_round"):
+        spec = jc.Spec("e4m3", gradient="e5m2")
+        jax.grad(lambda x: jc.round_to_format(x, spec, impl="pallas").sum())(x)
+    with pytest.raises(ValueError, match="impl='cuda' must be one of"):
+        jc.round_to_format(x, "e4m3", impl="cuda")  # type: ignore[arg-type]
+
+
+#: Arguments beside generator="hardware" that it cannot have, and what the error says.
+NOT_HARDWARE: dict[str, tuple[dict[str, Any], str]] = {
+    "deterministic": ({"spec": "e4m3"}, "says nothing under rounding='nearest_even'"),
+    "clipped": ({"spec": "e4m3:stochastic:gradient=clipped"}, "gradient='clipped'"),
+    "xla": ({"impl": "xla"}, "impl='xla'"),
+    "offset": ({"offset": 8}, "offset=8"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_HARDWARE)
+def test_hardware_bits_are_refused_where_they_say_nothing(name):
+    arguments, words = NOT_HARDWARE[name]
+    with pytest.raises(ValueError, match=f"generator='hardware' .*{words}"):
+        jc.round_to_format(
+            X, **{"spec": "e4m3:stochastic", "key": jax.random.key(0), **arguments}, generator="hardware"
+        )
+
+
+def test_hardware_bits_are_the_tpus():
+    with pytest.raises(NotImplementedError, match="has a kernel for TPU, and this is lowered for cpu"):
+        jc.round_to_format(X, "e4m3:stochastic", jax.random.key(0), generator="hardware")
+    with pytest.raises(ValueError, match="generator='threefry' must be one of 'counter', 'hardware'"):
+        jc.round_to_format(X, "e4m3:stochastic", jax.random.key(0), generator="threefry")  # type: ignore[arg-type]
