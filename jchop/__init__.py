@@ -4,8 +4,9 @@ Which values (format), which neighbour (rounding, overflow): each question is an
 `round_to_format` applies the answer, exactly.
 """
 
-from jchop import formats
+from jchop import formats, math
 from jchop._round import random_bits, round_to_format
+from jchop.accumulation import MatmulSpec, Order
 from jchop.formats import (
     CodebookFormat,
     FixedFormat,
@@ -40,6 +41,8 @@ __all__ = [
     "FloatFormat",
     "Gradient",
     "IntegerFormat",
+    "MatmulSpec",
+    "Order",
     "Overflow",
     "Rounding",
     "Spec",
@@ -59,6 +62,7 @@ __all__ = [
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
     "formats",
+    "math",
     "p3109",
     "parse",
     "random_bits",

@@ -32,6 +32,14 @@ import pytest  # noqa: E402
 _tests_run = itertools.count(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compilers",
+        action="store_true",
+        help="fail, instead of skipping, where a compiler for an absent chip is missing (the extra `aot`)",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _compiled_code_dropped() -> Iterator[None]:
     """Every so often the compiled functions go: thousands of specs would otherwise hold gigabytes."""

@@ -25,11 +25,11 @@ FLOORS: list[tuple[int, str]] = [
     (1, "_bits"),
     (2, "formats"),
     (2, "spec"),
+    (2, "accumulation"),
     (3, "scaling"),
     (3, "gradients"),
     (4, "_reference"),
     (5, "_kernels"),
-    (5, "tables"),
     (6, "_round"),
     (7, "storage"),
     (7, "_emulate"),
@@ -59,7 +59,7 @@ ONLY_IN: dict[str, set[str]] = {
     "torch": {"torch"},
     "dask": set(),
 }
-NO_JAX = {"rounding", "_checks", "formats", "spec"}
+NO_JAX = {"rounding", "_checks", "formats", "spec", "accumulation", "scaling"}
 
 # Only this file asks what device it is on.
 DEVICE_FILE = "_kernels.primitive"

@@ -396,7 +396,8 @@ def test_ragged_lists_are_refused():
 def test_traced_arguments_beside_numpy_values(name):
     """The result of NumPy input is NumPy, which nothing traced can give."""
     spec = "e5m2:sr:gradient=[e5m2:sr]"
-    call = lambda value: jc.round_to_format(X, spec, **({"key": KEY, "gradient_key": KEY} | {name: value}))  # noqa: E731
+    keys: dict[str, Any] = {"key": KEY, "gradient_key": KEY}
+    call = lambda value: jc.round_to_format(X, spec, **(keys | {name: value}))  # noqa: E731
     with pytest.raises(TypeError) as caught:
         jax.jit(call)(3 if name == "offset" else KEY)
     for part in (name, "traced", "NumPy", "jax.numpy.asarray(x)"):

@@ -9,6 +9,7 @@ so nothing is asked of devices while a function is traced, and an exported progr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -48,7 +49,7 @@ class Kernel:
     """A Pallas implementation of an operation for one platform.
 
     Args:
-        run: takes the arrays of the operation and its static keywords, and gives what the body gives.
+        run: takes the arrays of the operation and its static keywords, and gives what the body gives; under vmap too.
         refuse: says why it cannot take arguments of given shapes and dtypes (`jax.ShapeDtypeStruct`, without the axes
             of enclosing vmaps) and static keywords, or None.
         profitable: whether ``impl="auto"`` should prefer it to the body, from the same arguments.
@@ -182,7 +183,9 @@ def _lower_kernel(
         and not _obstacle(ctx, platform)
     ):
         fun = kernel.run
-    return _lower(ctx, _flat(op, fun, wide, vmaps, static), args)
+    with warnings.catch_warnings():  # it is known here, and nothing that a user could act upon
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return _lower(ctx, _flat(op, fun, wide, vmaps, static), args)
 
 
 def _lower(ctx: Any, fun: Callable[..., list], args: tuple) -> Any:

@@ -136,5 +136,5 @@ def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rou
     limit = jnp.abs(number(far) - number(near)) * share
     if not to_nearest:
         return left <= limit
-    odd = (random.word & random.word.dtype.type(unit)) != 0  # a tie goes to the even integer
-    return (left < limit) | ((left == limit) & ~odd)
+    even = random.word >> random.width - random.bits & 1 == 0  # where a tie goes
+    return (left < limit) | ((left == limit) & even)

@@ -80,7 +80,8 @@ def _limit(negative: Array, grid: Grid) -> Array | int:
     """Magnitude bits of the end of the range on x's side of zero."""
     if grid.top_bits == grid.bottom_bits:
         return grid.top_bits
-    return jnp.where(negative, grid.bottom_bits, grid.top_bits)
+    kind = grid.carrier.work.type  # two Python ints would make 64-bit words in 64-bit mode
+    return jnp.where(negative, kind(grid.bottom_bits), kind(grid.top_bits))
 
 
 #: Modes that round a positive or a negative overflow inward, to the largest finite value.
@@ -103,7 +104,12 @@ def _at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid
         inward = _INWARD.get(spec.rounding, (False, False))
         finite = limit if all(inward) else beyond
         if inward[0] != inward[1]:
-            finite = jnp.where(negative == inward[1], limit, beyond)
+            kind = carrier.work.type
+            finite = jnp.where(
+                negative == inward[1],
+                kind(limit) if isinstance(limit, int) else limit,
+                kind(beyond) if isinstance(beyond, int) else beyond,
+            )
     result = jnp.where(rounded > limit, finite, rounded)
     if infinity is not finite:
         result = jnp.where(magnitude == carrier.inf, infinity, result)

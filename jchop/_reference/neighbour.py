@@ -13,7 +13,6 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jchop import _bits
 from jchop._bits import Carrier
@@ -35,9 +34,9 @@ class Draw:
     def width(self) -> int:
         return self.word.dtype.itemsize * 8
 
-    @property
-    def keep(self) -> np.unsignedinteger:
-        return _top(self.bits, self.word.dtype)
+    def keep(self, word: Array) -> Array:
+        """The top N bits of `word`, the rest of it zero."""
+        return _top(word, self.bits)
 
 
 def draw(word: Array | None, spec: Spec, carrier: Carrier) -> Draw | None:
@@ -50,15 +49,16 @@ def draw(word: Array | None, spec: Spec, carrier: Carrier) -> Draw | None:
         return None
     width = word.dtype.itemsize * 8
     bits = spec.random_bits or most_random_bits(spec, carrier)
-    kept = word & _top(bits, word.dtype) if bits < width else word
+    kept = _top(word, bits)
     if spec.rounding is Rounding.STOCHASTIC_B:
         return Draw(kept | word.dtype.type(1 << width - bits - 1), bits + 1)
     return Draw(kept, bits)
 
 
-def _top(bits: int, dtype: np.dtype) -> np.unsignedinteger:
-    """The top `bits` bits of a word set; typed, since a Python int would be taken for a signed one."""
-    return dtype.type(((1 << bits) - 1) << dtype.itemsize * 8 - bits)
+def _top(word: Array, bits: int) -> Array:
+    """The top `bits` bits of a word, the rest of it zero; by shifts: GPU kernels take no constant from 2^63 on."""
+    low = word.dtype.itemsize * 8 - bits
+    return word >> low << low if low else word
 
 
 def _coin(bits: Draw | None) -> Array:
@@ -127,7 +127,8 @@ def round_magnitude(magnitude: Array, negative: Array, word: Array | None, spec:
     rounded = (magnitude + _ADDEND[spec.rounding](cut)) & ~mask
     if grid.tiny_bits:
         away = _TINY[spec.rounding](_Tiny(magnitude, negative, bits, grid)) if grid.zero else True
-        below = jnp.where(away, jnp.full_like(magnitude, grid.tiny_bits), 0)
+        tiny = grid.tiny_bits
+        below = tiny * away if isinstance(away, bool) else jnp.where(away, jnp.full_like(magnitude, tiny), 0)
         rounded = jnp.where(magnitude < grid.tiny_bits, below, rounded)
     if spec.flush:
         rounded = jnp.where(magnitude < grid.normal_bits, 0, rounded)
@@ -194,10 +195,9 @@ class _Tiny:
             return self.magnitude.astype(unsigned) << width - (exponent - carrier.tiny_exponent), False
         biased = self.magnitude >> carrier.fraction
         # The significand to the top of a word; what stood above it falls out, but for the place of the leading bit.
-        leading = unsigned.type(1 << width - 1)
-        significand = self.magnitude.astype(unsigned) << width - 1 - carrier.fraction | leading
+        significand = (self.magnitude | 1 << carrier.fraction).astype(unsigned) << width - 1 - carrier.fraction
         if exponent + carrier.bias - 2 < width:  # else subnormals of the carrier leave no bit
-            significand = jnp.where(biased > 0, significand, significand & ~leading)
+            significand = jnp.where(biased > 0, significand, significand << 1 >> 1)
             biased = jnp.maximum(biased, 1)
         # Not negative below T; elsewhere the result is not used.
         shift = jnp.maximum(exponent + carrier.bias - 1 - biased, 0)
@@ -209,26 +209,25 @@ class _Tiny:
         """P3109 StochasticA: floor(nu 2^N) + R >= 2^N, both sides scaled to words."""
         assert self.draw is not None
         share, _ = self.share()
-        return share & self.draw.keep > ~self.draw.word
+        return self.draw.keep(share) + self.draw.word < self.draw.word  # the sum of words has a carry
 
     def stochastic_to_nearest(self) -> Array:
         """P3109 StochasticC: rne(nu 2^N) + R >= 2^N."""
         assert self.draw is not None
         share, dropped = self.share()
-        word = self.draw.word.dtype.type
-        unit = 1 << self.draw.width - self.draw.bits
-        rest, half = share & word(unit - 1), word(unit >> 1)
-        up = (rest > half) | ((rest == half) & (dropped | (share & word(unit) != 0)))
-        kept, limit = share & self.draw.keep, ~self.draw.word
-        return (kept > limit) | (up & (kept == limit & self.draw.keep))
+        word, low, bits = self.draw.word.dtype.type, self.draw.width - self.draw.bits, self.draw.bits
+        rest, half = share & word((1 << low) - 1), word(1 << low >> 1)
+        up = (rest > half) | ((rest == half) & (dropped | (share >> low & 1 != 0)))
+        total = self.draw.keep(share) + self.draw.word  # carries as it is, or with one unit more
+        return (total < self.draw.word) | (up & (total >> low == word((1 << bits) - 1)))
 
 
 _TINY: dict[Rounding, Callable[[_Tiny], Array | bool]] = {
     Rounding.NEAREST_EVEN: lambda tiny: tiny.magnitude > tiny.half,
     Rounding.NEAREST_AWAY: lambda tiny: tiny.magnitude >= tiny.half,
     Rounding.NEAREST_ZERO: lambda tiny: tiny.magnitude > tiny.half,
-    Rounding.UP: lambda tiny: tiny.inexact & ~tiny.negative,
-    Rounding.DOWN: lambda tiny: tiny.inexact & tiny.negative,
+    Rounding.UP: lambda tiny: jnp.where(tiny.negative, 0, tiny.magnitude) != 0,
+    Rounding.DOWN: lambda tiny: jnp.where(tiny.negative, tiny.magnitude, 0) != 0,
     Rounding.TOWARD_ZERO: lambda tiny: False,
     Rounding.ODD: lambda tiny: tiny.inexact,
     Rounding.STOCHASTIC: _Tiny.stochastic,

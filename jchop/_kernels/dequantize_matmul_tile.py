@@ -1,0 +1,204 @@
+"""How the kernels of the product with a matrix of codes and group scales cut it into tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jchop._checks import check_int
+from jchop.formats import ElementFormat
+
+__all__ = ["DequantizeMatmulGpuTiling", "DequantizeMatmulTpuTiling", "Problem"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes that the choice of tiles depends on.
+
+    Args:
+        m: rows of x.
+        k: columns of x, rows of W.
+        width: bytes in a row of codes, the columns of one part of W.
+        group: rows of W that share a scale, at most k.
+        parts: codes in a byte.
+        itemsize: bytes of an element of x.
+    """
+
+    m: int
+    k: int
+    width: int
+    group: int
+    parts: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, x: Any, codes: Any, format: ElementFormat, group: int) -> Problem:
+        """That of arrays, or of their shapes and dtypes."""
+        (m, k), width = x.shape, codes.shape[1]
+        return cls(m, k, width, max(min(group, k), 1), 8 // format.bits, np.dtype(x.dtype).itemsize)
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return -(-self.k // self.group)
+
+
+_LANES, _SUBLANES = 128, 8
+
+
+@dataclass(frozen=True)
+class DequantizeMatmulTpuTiling:
+    """Tiles of the TPU kernel.
+
+    Args:
+        block_m: rows of a tile of the product: all, or a multiple of 8.
+        block_n: bytes of codes across it, that is columns of each part of W: all, or a multiple of 128.
+        block_k: rows of W on chip at a time: all; or a multiple of 128 that holds a multiple of 8 whole groups, or
+            that divides a group.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+
+    #: Groups of a tile, each with a product of its own in the unrolled kernel.
+    _MOST_GROUPS = 32
+    #: Bytes that a step's blocks and temporaries may take, of the 16 MiB there are on the smallest chip.
+    _MEMORY = 10 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            check_int(name, getattr(self, name), 1)
+
+    @classmethod
+    def for_shape(cls, problem: Problem) -> DequantizeMatmulTpuTiling | None:
+        """The heuristic; None where no tile would do.
+
+        A step takes about 512 rows of W, so that what a step costs beside its work does not count; few rows of x leave
+        the time to the codes, which a wide tile reads in long pieces.
+        """
+        m, width = problem.m, problem.width
+        rows = m if m <= 256 else _up(-(-m // -(-m // 256)), _SUBLANES)
+        tilings = (
+            cls(rows, min(block_n, width), block_k) for block_k in cls._depths(problem) for block_n in (512, 256, 128)
+        )
+        return next((tiling for tiling in tilings if tiling._bytes(problem) <= cls._MEMORY), None)
+
+    @classmethod
+    def _depths(cls, problem: Problem) -> Iterator[int]:
+        """Lengths that `block_k` may have, better ones first."""
+        k, group = problem.k, problem.group
+        if problem.groups <= cls._MOST_GROUPS and k <= 1024:
+            yield k
+        unit = math.lcm(group * _SUBLANES, _LANES)
+        whole = [depth for depth in range(unit, cls._MOST_GROUPS * group + 1, unit) if depth < k]
+        yield from sorted((depth for depth in whole if depth <= 2048), key=lambda depth: abs(depth - 512))
+        if problem.groups == 1 and k > 512:
+            yield 512
+        yield from (depth for depth in range(512, 0, -_LANES) if group % depth == 0 and depth < k)
+        yield from whole
+        if problem.groups <= cls._MOST_GROUPS:
+            yield k
+
+    def _bytes(self, problem: Problem) -> int:
+        """An upper estimate of the memory on chip: blocks twice, for one is fetched while the other is worked on."""
+        m, n, k, parts = self.block_m, self.block_n, self.block_k, problem.parts
+        rows = min(problem.group, self.block_k)
+        blocks = m * k * problem.itemsize + k * n + parts * n * (m * problem.itemsize + 4 * self._scale_rows(problem))
+        return 2 * blocks + parts * n * (8 * m + 4 * rows) + rows * n * 8
+
+    def _scale_rows(self, problem: Problem) -> int:
+        return problem.groups if self.divides(problem) else -(-self.block_k // problem.group)
+
+    def divides(self, problem: Problem) -> bool:
+        """Whether a tile is a part of a group, or one, rather than some groups."""
+        return self.block_k <= problem.group and self.block_k != problem.k
+
+    def misfit(self, problem: Problem) -> str | None:
+        """Why the tiles do not fit a problem, or None."""
+        k, group, block_k = problem.k, problem.group, self.block_k
+        for name, size, unit in (("block_m", problem.m, _SUBLANES), ("block_n", problem.width, _LANES)):
+            value = getattr(self, name)
+            if value != size and value % unit:
+                return f"{name}={value} is neither {size}, the whole, nor a multiple of {unit}"
+        if block_k != k:
+            divides = self.divides(problem) and (problem.groups == 1 or group % block_k == 0)
+            if block_k % _LANES or not (divides or block_k % (_SUBLANES * group) == 0):
+                return (
+                    f"block_k={block_k} is neither {k}, the whole, nor a multiple of {_LANES} that divides a group of "
+                    f"{group} or holds a multiple of {_SUBLANES} groups"
+                )
+        if -(-block_k // group) > self._MOST_GROUPS:
+            return f"block_k={block_k} holds more than {self._MOST_GROUPS} groups of {group}"
+        return None
+
+
+@dataclass(frozen=True)
+class DequantizeMatmulGpuTiling:
+    """Tiles of the GPU kernel, one program each.
+
+    Args:
+        block_m: rows of a tile of the product, a power of two, at least 16.
+        block_n: bytes of codes across it, that is columns of each part of W; likewise.
+        block_k: rows of W in a step; likewise.
+        splits: into how many stretches of k the work is divided, whose sums are added afterwards: more programs where
+            a product has few tiles.
+        num_warps: warps of 32 threads in a program, a power of two.
+        num_stages: how many steps' loads may be under way.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("block_k", 16), ("num_warps", 1)):
+            value = check_int(name, getattr(self, name), least)
+            if value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two")
+        check_int("splits", self.splits, 1)
+        check_int("num_stages", self.num_stages, 1)
+
+    @classmethod
+    def for_shape(cls, problem: Problem) -> DequantizeMatmulGpuTiling:
+        """The heuristic.
+
+        With few rows the time goes into reading codes: a tile is wide enough for whole memory sectors and k is split
+        until the programs fill the chip. With many rows a large tile decodes each code for more of them, and sums of
+        stretches would cost more than idle multiprocessors do.
+        """
+        tiles = _GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
+        rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
+        block_n, block_k = max(columns // problem.parts, 16), min(depth, _power(problem.group))
+        programs = -(-problem.m // rows) * -(-problem.width // block_n)
+        wanted = _PROGRAMS if problem.m <= 64 else _PROGRAMS // 2
+        splits = min(wanted // programs, problem.k // (_STEPS_OF_A_SPLIT * block_k))
+        return cls(rows, block_n, block_k, max(splits, 1), warps)
+
+
+#: Rows and columns of a tile of the product, rows of W in a step, and warps. float32 products run in the ordinary units
+#: and keep their operands in registers, where these just fit.
+_GPU_TILES = {
+    "bfloat16": ((16, 128, 128, 4), (32, 128, 128, 4), (64, 128, 128, 4), (128, 128, 64, 8)),
+    "float32": ((16, 64, 64, 4), (32, 64, 32, 4), (64, 64, 32, 8)),
+}
+#: Programs that fill a large GPU: about two for each multiprocessor.
+_PROGRAMS = 256
+#: Fewer steps than this do not hide the latency of the first loads.
+_STEPS_OF_A_SPLIT = 4
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _power(value: int) -> int:
+    """The smallest power of two >= value, and >= 16."""
+    return max(1 << (value - 1).bit_length(), 16)

@@ -1,0 +1,264 @@
+"""How the kernels of the matrix product cut it into tiles, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._checks import check_int
+from jchop._reference.arithmetic import Range, sum_range
+from jchop._reference.matmul import Draw, Plan, accumulate, combine
+from jchop.accumulation import MatmulSpec
+
+__all__ = [
+    "LEAST_DOT",
+    "MatmulGpuTiling",
+    "MatmulTpuTiling",
+    "dot_length",
+    "dot_operand",
+    "finish_pairs",
+    "loop",
+    "merge_pairs",
+    "pair_levels",
+    "result_type",
+]
+
+Array = jax.Array
+
+# -- tilings -----------------------------------------------------------------------------------------------------------
+
+_LANES, _SUBLANES = 128, 8
+
+
+@dataclass(frozen=True)
+class MatmulTpuTiling:
+    """Tiles of the TPU kernel.
+
+    Args:
+        block_m: rows of an output tile, a multiple of `rows`.
+        block_n: its columns, a multiple of 128.
+        block_k: length of the part of the inner dimension that is on chip at a time, a multiple of 128.
+        rows: rows of the chunk of a tile that stays in registers through those steps, a multiple of 8.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    rows: int
+
+    #: Elements of a chunk: four registers, to keep the vector units busy and leave room for temporaries.
+    _CHUNK = 4 * _SUBLANES * _LANES
+    #: Bytes that the partial sums of pairwise order may take, of the 16 MiB there are.
+    _STACK = 4 << 20
+
+    def __post_init__(self) -> None:
+        check_int("rows", self.rows, 1)
+        for name, unit in (("rows", _SUBLANES), ("block_m", self.rows), ("block_n", _LANES), ("block_k", _LANES)):
+            if check_int(name, getattr(self, name), 1) % unit:
+                raise ValueError(f"{name}={getattr(self, name)} must be a multiple of {unit}")
+
+    @classmethod
+    def for_shape(cls, m: int, n: int, k: int, spec: MatmulSpec) -> MatmulTpuTiling:
+        """The heuristic.
+
+        A step of an elementwise order costs tens to hundreds of vector operations for each element, so arithmetic
+        bounds it whatever the tile; a wide chunk shares the broadcast of its column of `a`. A matrix unit wants tiles
+        that are nearly square.
+        """
+        units = spec.order.kind == "matrix_unit"
+        block_n = min(256 if units else 512, _up(n, _LANES))
+        rows = min(max(cls._CHUNK // block_n // _SUBLANES, 1) * _SUBLANES, _up(m, _SUBLANES))
+        tall = 256
+        if spec.order.kind == "pairwise":
+            tall = min(tall, cls._STACK // (4 * block_n * max(pair_levels(k), 1)))
+        block_m = max(min(tall, _up(m, rows)) // rows, 1) * rows
+        # A unit's block has whole parts, or lies within one as far as may be.
+        block_k = min(max((spec.order.block or 1) // _LANES, 1) * _LANES, 512, _up(k, _LANES)) if units else _LANES
+        return cls(block_m, block_n, block_k, rows)
+
+
+@dataclass(frozen=True)
+class MatmulGpuTiling:
+    """Tiles of the GPU kernel, one program each.
+
+    Args:
+        block_m: rows of an output tile, a power of two (at least 16 for ``matrix_unit``).
+        block_n: its columns, likewise.
+        block_k: longest part of a block that one tile product takes, likewise; for ``matrix_unit`` alone.
+        num_warps: warps of 32 threads in a program, a power of two.
+        num_stages: how many loads of a ``matrix_unit`` block may be under way.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int = 32
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k", "num_warps"):
+            value = check_int(name, getattr(self, name), 1)
+            if value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two")
+        check_int("num_stages", self.num_stages, 1)
+
+    @classmethod
+    def for_shape(cls, batch: int, m: int, n: int, plan: Plan) -> MatmulGpuTiling:
+        """The heuristic: the largest tile in a list that still gives every multiprocessor work.
+
+        The accumulator and the temporaries of a step are to stay in registers. That takes 8 elements a thread (4 for
+        float64, and in pairwise order, where a partial sum of every level stays too), for ``matrix_unit`` 32, or 16
+        where its sums may need integer arithmetic.
+        """
+        tiles = _tiles(plan)
+        for tile in tiles:
+            if batch * _count(m, tile.block_m) * _count(n, tile.block_n) >= _PROGRAMS:
+                return tile
+        return tiles[-1]
+
+
+#: Programs that fill a large GPU: about two for each multiprocessor.
+_PROGRAMS = 256
+_STEP_TILES = (
+    MatmulGpuTiling(32, 64, num_warps=8),
+    MatmulGpuTiling(32, 32, num_warps=4),
+    MatmulGpuTiling(16, 32, num_warps=4),
+)
+_DOT_TILES = (
+    MatmulGpuTiling(64, 128, 64, num_warps=8, num_stages=3),
+    MatmulGpuTiling(64, 64, 64, num_warps=8, num_stages=3),
+    MatmulGpuTiling(32, 32, 64, num_warps=4, num_stages=3),
+)
+#: Tile products without tensor cores, or with operands of 32 bits, have less room.
+_FULL_DOT_TILES = {
+    "tf32": (MatmulGpuTiling(64, 64, num_warps=8), MatmulGpuTiling(32, 32)),
+    "float32": (MatmulGpuTiling(64, 64, num_warps=8), MatmulGpuTiling(32, 32)),
+    "float64": (MatmulGpuTiling(32, 32, 16),),
+}
+
+
+def _tiles(plan: Plan) -> tuple[MatmulGpuTiling, ...]:
+    if plan.spec.order.kind == "matrix_unit":
+        total, bias = sum_range(plan.accumulator, plan.dot), plan.carrier.bias
+        light = total.quantum > -bias and total.top <= bias
+        return _FULL_DOT_TILES.get(dot_operand(plan)) or (_DOT_TILES if light else _DOT_TILES[1:])
+    narrow = plan.spec.order.kind == "pairwise" or plan.carrier.width == 64
+    return tuple(replace(tile, block_m=tile.block_m // 2) for tile in _STEP_TILES) if narrow else _STEP_TILES
+
+
+def _count(length: int, part: int) -> int:
+    return -(-length // part)
+
+
+def _up(length: int, unit: int) -> int:
+    return _count(length, unit) * unit
+
+
+# -- what the kernels share --------------------------------------------------------------------------------------------
+
+#: The shortest side of a tile product on a GPU.
+LEAST_DOT = 16
+#: Operands of tile products whose products are exact in float32, the cheapest first: what each holds.
+_NARROW = {"bfloat16": Range(-133, 8, 128), "float16": Range(-24, 11, 16), "tf32": Range(-136, 11, 128)}
+
+
+def dot_operand(plan: Plan, allowed: tuple[str, ...] = tuple(_NARROW)) -> str:
+    """The narrowest type of operand (a dtype, or ``"tf32"``) that holds every operand, else the carrier's name.
+
+    Products of such operands are exact in float32, in which a matrix unit sums them: that is the carrier's dot, far
+    faster than with operands of 24 bits.
+    """
+    if plan.carrier.name == "float32":
+        for name in allowed:
+            held, operand = _NARROW[name], plan.operand
+            if operand.quantum >= held.quantum and operand.bits <= held.precision and operand.top <= held.top:
+                return name
+    return plan.carrier.name
+
+
+def result_type(a: Array, b: Array, seeds: Array | None) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the product, and the mesh axes along which it varies: those of every argument."""
+
+    def like(a: Array, b: Array, *seeds: Array) -> Array:
+        return jnp.matmul(a, b) + sum(jnp.sum(seed).astype(a.dtype) for seed in seeds)
+
+    found = jax.eval_shape(like, a, b, *([] if seeds is None else [seeds]))
+    return jax.ShapeDtypeStruct(found.shape, found.dtype, manual_axis_type=found.manual_axis_type)
+
+
+def loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any], Any], init: Any) -> Any:
+    """`lax.fori_loop`, its index int32 also where both ends are known and 64-bit types are on."""
+
+    def step(state: tuple) -> tuple:
+        i, end, carry = state
+        return i + 1, end, body(i, carry)
+
+    return lax.while_loop(lambda state: state[0] < state[1], step, (jnp.int32(begin), jnp.int32(end), init))[2]
+
+
+def dot_length(block: int) -> int:
+    """The least length to which a short block is padded for a tile product on a GPU."""
+    return max(1 << (block - 1).bit_length(), LEAST_DOT)
+
+
+def pair_levels(k: int) -> int:
+    """How many partial sums pairwise order keeps: level l holds that of 2^(l+1) products."""
+    return (k // 2).bit_length()
+
+
+def merge_pairs(
+    pair: Array, sum_: Array, left: Callable[[Array], Array], plan: Plan, draw: Draw | None
+) -> tuple[Array, Array]:
+    """Add to the sum of a pair of products, number `pair`, every partial sum that it completes.
+
+    That is counting in binary: the partial sums on the left are those of the bits set in `pair`, and the lowest ones
+    carry.
+
+    Args:
+        pair: int32 scalar.
+        sum_: A(p + q) of the pair.
+        left: gives the partial sum of a level (an int32 scalar).
+        plan: the arithmetic.
+        draw: the random words of the tile, where it draws.
+
+    Returns:
+        The level where the sum now belongs, and the sum.
+    """
+
+    def carries(state: tuple[Array, Array]) -> Array:
+        return (pair >> state[0]) & 1 == 1
+
+    def merge(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        level, right = state
+        begin = 2 * (pair + 1) - lax.shift_left(np.int32(2), level)  # of the right part
+        return level + 1, combine(left(level), right, plan, draw, begin)
+
+    return lax.while_loop(carries, merge, (jnp.int32(0), sum_))
+
+
+def finish_pairs(last: Array | None, left: Callable[[Array], Array], plan: Plan, draw: Draw | None) -> Array:
+    """The pairwise sum, once every pair is merged: the partial sums from the right, after the product left over.
+
+    Args:
+        last: the last product where their number is odd and more than one.
+        left: as in `merge_pairs`.
+        plan: likewise.
+        draw: likewise.
+    """
+    pairs = plan.k // 2
+    lowest = (pairs & -pairs).bit_length() - 1
+    total = left(jnp.int32(lowest))
+    if last is not None:
+        total = accumulate(total, last, plan, draw, plan.k - 1)
+
+    def add(level: Array, total: Array) -> Array:
+        begin = lax.shift_left(lax.shift_right_logical(jnp.int32(pairs), level), level) * 2
+        return jnp.where((pairs >> level) & 1 == 1, combine(left(level), total, plan, draw, begin), total)
+
+    return loop(lowest + 1, pairs.bit_length(), add, total)

@@ -1,0 +1,98 @@
+"""Rounding of elements for NVIDIA GPUs (Pallas on Triton): each program loads, rounds and stores one stretch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jchop._kernels.round_tile import RoundGpuTiling, Stream, of_whole, result_like, round_tile
+from jchop.spec import Spec
+
+Array = jax.Array
+
+
+def round_elements(
+    x: Array,
+    seeds: Array | None = None,
+    start: Array | None = None,
+    *,
+    spec: Spec,
+    tiling: RoundGpuTiling | None = None,
+    interpret: Any = False,
+) -> Array:
+    """What `jchop._reference.elements.round_elements` gives, with the words of the random stream.
+
+    Args:
+        x: a carrier's values, any shape, fewer than 2^31 elements.
+        seeds: for the stochastic modes, the six uint32 words of `seed_words`.
+        start: uint32 (2,): low and high word of the stream's index for the first element of `x`. Default 0.
+        spec: a specification that the dtype of `x` holds, of at most 32 levels if it is a codebook.
+        tiling: default: the heuristic's. It does not change the result.
+        interpret: as in `pallas_call`: run it on any device.
+    """
+    run = partial(_call, spec=spec, tiling=tiling, interpret=interpret)
+    if seeds is None:
+        return of_whole(run)(x)
+    return run(x, seeds) if start is None else run(x, seeds, start)
+
+
+def _call(x: Array, *drawn: Array, spec: Spec, tiling: RoundGpuTiling | None, interpret: Any) -> Array:
+    if not x.size:
+        return x
+    tiling = tiling or RoundGpuTiling.for_size(x.size, x.dtype.itemsize)
+    # Traced without 64-bit types unless x has one: a Python number would otherwise become one in places.
+    with jax.enable_x64(x.dtype.itemsize == 8):
+        flat = x.reshape(x.size)
+        out = pl.pallas_call(
+            _Stretch(spec, tiling, x.size, x.dtype.itemsize).kernel,
+            out_shape=result_like(flat, drawn),
+            grid=(pl.cdiv(x.size, tiling.block),),
+            compiler_params=plt.CompilerParams(num_warps=tiling.num_warps),
+            interpret=interpret,
+            name="round",
+        )(*drawn, flat)
+        return out.reshape(x.shape)
+
+
+#: Bytes of the longest loads and stores.
+_VECTOR = 16
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The kernel of one stretch of a flat array, and everything static about it."""
+
+    spec: Spec
+    tiling: RoundGpuTiling
+    size: int
+    itemsize: int
+
+    def kernel(self, *refs: Any) -> None:
+        *drawn, x, out = refs
+        block = self.tiling.block
+        first = pl.program_id(0) * np.int32(block)
+        local = lax.iota(jnp.int32, block)
+        place, rest = pl.ds(first, block), np.int32(self.size) - first
+        tile = self._masked(rest, local, lambda mask: plt.load(x.at[place], mask=mask, other=0))
+        rounded = round_tile(tile, self.spec, Stream.read(drawn), first.astype(jnp.uint32), local.astype(jnp.uint32))
+        self._masked(rest, local, lambda mask: plt.store(out.at[place], rounded, mask=mask))
+
+    def _masked(self, rest: Array, local: Array, access: Callable[[Array], Any]) -> Any:
+        """`access` to what there is of the stretch, `rest` elements or all.
+
+        Where the array ends within a vector, a mask of elements would forbid vectors to every program, so that only
+        the last one has it.
+        """
+        if self.size * self.itemsize % _VECTOR == 0:
+            return access(local < rest)
+        whole = rest >= self.tiling.block
+        return lax.cond(whole, lambda: access(jnp.broadcast_to(whole, local.shape)), lambda: access(local < rest))

@@ -1,0 +1,177 @@
+"""How the rounding kernels cut an array into tiles, and what they do with a tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._bits import CARRIERS
+from jchop._checks import check_int
+from jchop._reference.elements import round_elements
+from jchop._reference.random_bits import SEEDS, random_words
+from jchop.spec import Spec
+
+__all__ = [
+    "LANES",
+    "RoundGpuTiling",
+    "RoundTpuTiling",
+    "Stream",
+    "of_whole",
+    "register_rows",
+    "result_like",
+    "round_tile",
+]
+
+Array = jax.Array
+
+# -- tilings -----------------------------------------------------------------------------------------------------------
+
+LANES = 128  # of a TPU's vector register; it has 8 rows of them, 16 of 16-bit numbers
+
+
+def register_rows(itemsize: int) -> int:
+    """Rows of a TPU register of numbers of `itemsize` bytes."""
+    return 32 // itemsize
+
+
+@dataclass(frozen=True)
+class RoundTpuTiling:
+    """Blocks of an array of (slabs, rows, columns); see `round_tpu.as_slabs` for how an array becomes one.
+
+    Args:
+        slabs: slabs of a block.
+        rows: its rows, a multiple of `chunk`.
+        columns: its columns, a multiple of 128; 128 for an array of one axis, which is taken as rows of 128.
+        chunk: rows that go through registers at a time, a multiple of 8 (16 for bfloat16).
+    """
+
+    slabs: int
+    rows: int
+    columns: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        for name, unit in (("slabs", 1), ("chunk", 8), ("rows", self.chunk), ("columns", LANES)):
+            value = check_int(name, getattr(self, name), 1)
+            if value % unit:
+                raise ValueError(f"{name}={value} must be a multiple of {unit}")
+
+    @classmethod
+    def for_shape(cls, shape: tuple[int, ...], itemsize: int) -> RoundTpuTiling:
+        """The heuristic for an array of shape (slabs, rows, columns).
+
+        A block of 1 MiB amortises the cost of a grid step; what is read and what is written, two blocks of each, takes
+        4 of the 16 MiB there are. A smaller array has 8 blocks, so that copies and arithmetic overlap. A chunk of 8
+        registers gives the vector units independent work, and leaves room for what is computed on the way.
+        """
+        least = register_rows(itemsize)
+        slabs, rows, columns = shape
+        area = min(max(math.prod(shape) // 8, _CHUNK), _BLOCK // itemsize)
+        wide = min(_up(columns, LANES), _CHUNK // least)
+        chunk = min(_CHUNK // wide // least * least, _up(rows, least))
+        tall = min(_up(rows, chunk), max(area // wide // chunk, 1) * chunk)
+        return cls(min(slabs, max(area // (tall * wide), 1)), tall, wide, chunk)
+
+
+_CHUNK = 8 * 8 * LANES  # elements
+_BLOCK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class RoundGpuTiling:
+    """Programs of a GPU kernel.
+
+    Args:
+        block: elements of a program, a power of two of at least 128.
+        num_warps: its warps of 32 threads, a power of two.
+    """
+
+    block: int
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        for name, least in (("block", 128), ("num_warps", 1)):
+            value = check_int(name, getattr(self, name), least)
+            if value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two")
+
+    @classmethod
+    def for_size(cls, size: int, itemsize: int) -> RoundGpuTiling:
+        """The heuristic.
+
+        With 8 KiB a program, a thread has four vectors of 16 bytes under way. A smaller array is spread over the
+        multiprocessors, as long as each thread still has one vector.
+        """
+        wanted = 1 << max(size // _PROGRAMS, 1).bit_length()
+        return cls(min(max(wanted, 2048 // itemsize), 8192 // itemsize))
+
+
+_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def result_like(x: Array, drawn: Sequence[Array]) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of `x`, and the mesh axes along which it, or what is drawn for it, varies."""
+    like = jax.eval_shape(lambda x, *rest: x + sum(jnp.sum(part).astype(x.dtype) for part in rest), x, *drawn)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=like.manual_axis_type)
+
+
+def of_whole(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A function that does the same to every element of one array, which under vmap gets the whole array."""
+    call = jax.custom_batching.custom_vmap(fun)
+    call.def_vmap(lambda size, mapped, x: (call(x), True))
+    return call
+
+
+# -- a tile ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The random stream, as scalars that a kernel has read.
+
+    Args:
+        seeds: the six words of `seed_words`.
+        start: low and high word of the index of the array's first element; None for 0.
+    """
+
+    seeds: Sequence[Array]
+    start: tuple[Array, Array] | None = None
+
+    @classmethod
+    def read(cls, drawn: Sequence[Any]) -> Stream | None:
+        """From the references of nothing, of the seeds, or of the seeds and the start."""
+        if not drawn:
+            return None
+        seeds, *start = drawn
+        return cls([seeds[i] for i in range(SEEDS)], (start[0][0], start[0][1]) if start else None)
+
+    def words(self, first: Array, local: Array, width: int) -> Array:
+        """The words, of 32 or 64 bits, of elements `first + local` of the array; both uint32."""
+        low, high = self._index(first, local)
+        word = random_words(self.seeds, low, high)
+        if width == 32:
+            return word
+        return word.astype(jnp.uint64) << 32 | random_words(self.seeds, low, high, lane=1).astype(jnp.uint64)
+
+    def _index(self, first: Array, local: Array) -> tuple[Array, Any]:
+        if self.start is None:
+            return first + local, 0
+        base, high = self.start[0] + first, self.start[1]
+        high = high + (base < first).astype(jnp.uint32)
+        low = base + local
+        return low, high + (low < base).astype(jnp.uint32)
+
+
+def round_tile(x: Array, spec: Spec, stream: Stream | None, first: Array, local: Array) -> Array:
+    """A tile rounded; `first + local` are the places of its elements in the array, in C order."""
+    carrier = CARRIERS[x.dtype.name]
+    return round_elements(x, spec, carrier, stream and stream.words(first, local, carrier.work_width))

@@ -1,0 +1,241 @@
+"""Rounding of elements for TPU (Mosaic): each block is read, rounded in a few registers at a time, and written.
+
+Bits of the TPU's own generator come cheaper than those of the counter-based stream, for those who can do without
+reproducibility: `round_with_hardware_bits`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jchop._bits import CARRIERS
+from jchop._kernels.round_tile import LANES, RoundTpuTiling, Stream, of_whole, register_rows, result_like, round_tile
+from jchop._reference import elements
+from jchop._reference.random_bits import SEEDS, random_words
+from jchop.spec import Spec
+
+Array = jax.Array
+
+
+def round_elements(
+    x: Array,
+    seeds: Array | None = None,
+    start: Array | None = None,
+    *,
+    spec: Spec,
+    tiling: RoundTpuTiling | None = None,
+    interpret: Any = False,
+) -> Array:
+    """What `jchop._reference.elements.round_elements` gives, with the words of the random stream.
+
+    Args:
+        x: float32 or bfloat16, any shape, fewer than 2^32 elements.
+        seeds: for the stochastic modes, the six uint32 words of `seed_words`.
+        start: uint32 (2,): low and high word of the stream's index for the first element of `x`. Default 0.
+        spec: a specification that the dtype of `x` holds, of at most 32 levels if it is a codebook.
+        tiling: default: the heuristic's. It does not change the result.
+        interpret: as in `pallas_call`: run it on any device.
+    """
+
+    def rounded(tile: Array, drawn: list[Any], first: Array, local: Array) -> Array:
+        return round_tile(tile, spec, Stream.read([ref.at[0] for ref in drawn]), first, local)
+
+    run = _Elementwise(rounded, None, "round", tiling, interpret)
+    if seeds is None:
+        return of_whole(run)(x)
+    return run(x, seeds) if start is None else run(x, seeds, start)
+
+
+def round_with_hardware_bits(
+    x: Array, seeds: Array, *, spec: Spec, tiling: RoundTpuTiling | None = None, interpret: Any = False
+) -> Array:
+    """`x` rounded with random bits of the TPU's own generator, which each block seeds with a word of the stream.
+
+    The bits depend on the tiling, and on the chip: they are reproducible on one kind of chip with one version of this
+    package, no further. In interpret mode all of them are 0.
+
+    Args:
+        x: float32 or bfloat16, any shape.
+        seeds: the six uint32 words of `seed_words`.
+        spec: a specification with a stochastic mode, as for `round_elements`.
+        tiling: default: the heuristic's.
+        interpret: as in `pallas_call`; only the interpreter of `pltpu.InterpretParams` knows the generator.
+    """
+    carrier = CARRIERS[x.dtype.name]
+
+    def seed(drawn: list[Any], number: Array) -> None:
+        words = [drawn[0][0, i] for i in range(SEEDS)]
+        pltpu.prng_seed(*(random_words(words, number, lane=lane).astype(jnp.int32) for lane in (0, 1)))
+
+    def rounded(tile: Array, drawn: list[Any], first: Array, local: Array) -> Array:
+        word = lax.bitcast_convert_type(pltpu.prng_random_bits(tile.shape), jnp.uint32)
+        return elements.round_elements(tile, spec, carrier, word)
+
+    return _Elementwise(rounded, seed, "round_with_hardware_bits", tiling, interpret)(x, seeds)
+
+
+# -- blocks and chunks -------------------------------------------------------------------------------------------------
+
+_Rounded = Callable[[Array, list[Any], Array, Array], Array]
+_Seed = Callable[[list[Any], Array], None]
+
+
+@dataclass(frozen=True)
+class _Elementwise:
+    """A function of every element of an array and of its place.
+
+    Args:
+        rounded: of a chunk, given the references to what is drawn and the places of the chunk's elements.
+        seed: called once in each block, with the block's number.
+        name: of the kernel.
+        tiling: that of the call.
+        interpret: that of the call.
+    """
+
+    rounded: _Rounded
+    seed: _Seed | None
+    name: str
+    tiling: RoundTpuTiling | None
+    interpret: Any
+
+    def __call__(self, x: Array, *drawn: Array) -> Array:
+        if not x.size:
+            return x
+        # Traced without 64-bit types, which Python numbers would otherwise become in places.
+        with jax.enable_x64(False):
+            # A row of scalars, so that vmap makes rows that can be addressed one at a time.
+            rows = [part[None] for part in drawn]
+            slabs = as_slabs(x)
+            call = self._flat if slabs.ndim == 1 else self._call
+            return call(slabs, *rows).reshape(x.shape)
+
+    @property
+    def _flat(self) -> Callable[..., Array]:
+        """`_call` of arrays of one axis, under vmap of rows: blocks cannot be cut out of a single row of a matrix."""
+        call = jax.custom_batching.custom_vmap(self._call)
+
+        @call.def_vmap
+        def batched(size: int, mapped: list[bool], x: Array, *rows: Array) -> tuple[Array, bool]:
+            def row_of_matrix(x: Array, *rows: Array) -> Array:
+                return self._call(x[None, None], *rows)[0, 0]
+
+            axes = [0 if one else None for one in mapped]
+            return jax.vmap(row_of_matrix, axes, axis_size=size)(x, *rows), True
+
+        return call
+
+    def _call(self, slabs: Array, *rows: Array) -> Array:
+        itemsize = slabs.dtype.itemsize
+        shape = slabs.shape if slabs.ndim == 3 else (1, pl.cdiv(slabs.size, LANES), LANES)
+        tiling = self.tiling or RoundTpuTiling.for_shape(shape, itemsize)
+        _check(tiling, itemsize, slabs.ndim)
+        blocks = _Blocks(tiling, shape, slabs.ndim == 1, self.rounded, self.seed)
+        block = pl.BlockSpec(blocks.shape, blocks.index)
+        return pl.pallas_call(
+            blocks.kernel,
+            out_shape=result_like(slabs, rows),
+            grid=blocks.grid,
+            in_specs=[*(pl.BlockSpec(row.shape, _first_row, memory_space=pltpu.SMEM) for row in rows), block],
+            out_specs=block,
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * len(blocks.grid)),
+            interpret=self.interpret,
+            name=self.name,
+        )(*rows, slabs)
+
+
+def _first_row(*_: Array) -> tuple[int, int]:
+    return 0, 0
+
+
+def as_slabs(x: Array) -> Array:
+    """`x` in the form whose blocks the kernels take, by reshapes that move nothing on a TPU.
+
+    There the last two axes lie in tiles of (8, 128), or (16, 128) for 16 bits. So the axes before them become one, and
+    join the rows where the rows fill whole tiles: (slabs, rows, columns). An array of one axis, or none, stays (n,).
+    """
+    if x.ndim < 2:
+        return x.reshape(x.size)
+    *outer, rows, columns = x.shape
+    if rows % register_rows(x.dtype.itemsize) == 0:
+        return x.reshape(1, math.prod(outer) * rows, columns)
+    return x.reshape(math.prod(outer), rows, columns)
+
+
+def _check(tiling: RoundTpuTiling, itemsize: int, axes: int) -> None:
+    if tiling.chunk % register_rows(itemsize):
+        raise ValueError(f"tiling: chunk={tiling.chunk} must be a multiple of {register_rows(itemsize)} for 16-bit x")
+    if axes == 1 and (tiling.slabs, tiling.columns) != (1, LANES):
+        raise ValueError(f"tiling={tiling}: an array of one axis has one slab of {LANES} columns")
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of an array of shape `whole` = (slabs, rows, columns), and the kernel of one.
+
+    An array of one axis is flat: its blocks have one axis too, and only in registers become rows of 128.
+    """
+
+    tiling: RoundTpuTiling
+    whole: tuple[int, ...]
+    flat: bool
+    rounded: _Rounded
+    seed: _Seed | None
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        return (self.tiling.slabs, self.tiling.rows, self.tiling.columns)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (math.prod(self.size),) if self.flat else self.size
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return tuple(pl.cdiv(total, part) for total, part in zip(self.whole, self.size, strict=True))
+
+    def index(self, i: Array, j: Array, k: Array) -> tuple[Array, ...]:
+        return (j,) if self.flat else (i, j, k)
+
+    def kernel(self, *refs: Any) -> None:
+        *drawn, x, out = refs
+        block = [pl.program_id(axis) for axis in range(3)]
+        if self.seed is not None:
+            _, down, across = self.grid
+            self.seed(drawn, ((block[0] * down + block[1]) * across + block[2]).astype(jnp.uint32))
+        chunk, (_, rows, columns) = self.tiling.chunk, self.whole
+        local = _places((chunk, self.tiling.columns), columns)
+        corner = [number * size for number, size in zip(block, self.size, strict=True)]
+        chunks = self.tiling.rows // chunk
+
+        def step(number: Array, _: None) -> None:
+            slab, row = lax.div(number, np.int32(chunks)), lax.rem(number, np.int32(chunks)) * chunk
+            first = ((corner[0] + slab) * rows + corner[1] + row) * columns + corner[2]
+            place = self._place(slab, row)
+            tile = x[place]
+            rounded = self.rounded(tile.reshape(local.shape), drawn, first.astype(jnp.uint32), local)
+            out[place] = rounded.reshape(tile.shape)
+
+        lax.fori_loop(0, self.tiling.slabs * chunks, step, None)
+
+    def _place(self, slab: Array, row: Array) -> Any:
+        """Where a chunk stands in the block."""
+        chunk = self.tiling.chunk
+        if self.flat:
+            return pl.ds(pl.multiple_of(row * LANES, chunk * LANES), chunk * LANES)
+        return slab, pl.ds(pl.multiple_of(row, chunk), chunk), slice(None)
+
+
+def _places(shape: tuple[int, int], columns: int) -> Array:
+    """For each element of a tile its place in C order, relative to the first, in an array of so many columns."""
+    row, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
+    return row * jnp.uint32(columns) + column

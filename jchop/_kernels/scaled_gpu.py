@@ -1,0 +1,266 @@
+"""Scaled blocks on NVIDIA GPUs (Pallas on Triton): one pass that reduces, scales, rounds, encodes and packs.
+
+A program takes some whole blocks, of a shape filled up to powers of two, and addresses every element by itself: what
+lies beyond a block, a row or the array is masked. Codes are stored as bytes, since a chip may lack the dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jchop._kernels.round_tile import result_like
+from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledGpuTiling, stream
+from jchop._reference.plain_blocks import quantize_tile, round_tile
+from jchop._reference.scaled import widen
+from jchop.scaling import BlockScaling
+
+Array = jax.Array
+
+
+def round_blocks(
+    x: Array, words: Array, *, scaling: BlockScaling, tiling: ScaledGpuTiling | None = None, interpret: Any = False
+) -> Array:
+    """What `round_blocks_body` gives.
+
+    Args:
+        x: a carrier of at least one dimension, fewer than 2^31 elements.
+        words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero where unused.
+        scaling: blocks, their scales and elements.
+        tiling: default: the heuristic's.
+        interpret: as in `pallas_call`: run it on any device.
+    """
+    if not x.size:
+        return x
+    tile = _Tile.of(x, scaling, tiling)
+    (result,) = tile.call(tile.round, x, words, [(x.shape, x.dtype)], interpret)
+    return result
+
+
+def quantize_blocks(
+    x: Array, words: Array, *, scaling: BlockScaling, tiling: ScaledGpuTiling | None = None, interpret: Any = False
+) -> tuple[Array, Array]:
+    """What `quantize_blocks_body` gives; arguments as for `round_blocks`."""
+    problem = Problem.of(x, scaling)
+    if not x.size:
+        return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
+    tile = _Tile.of(x, scaling, tiling)
+    outputs = [(tile.stored_shape, tile.stored_dtype), (problem.scales_shape, problem.scale_dtype)]
+    codes, scales = tile.call(tile.quantize, x, words, outputs, interpret)
+    return lax.bitcast_convert_type(codes, jnp.uint8).reshape(problem.packed_shape), scales
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The kernels of one tile, and everything static about it.
+
+    A tile has the shape (blocks, block) where the blocks lie along the last axis, and then they may be of several rows;
+    else (block, lanes): the parts of a block in some columns.
+    """
+
+    problem: Problem
+    tiling: ScaledGpuTiling
+
+    @classmethod
+    def of(cls, x: Array, scaling: BlockScaling, tiling: ScaledGpuTiling | None) -> _Tile:
+        problem = Problem.of(x, scaling)
+        tiling = tiling or ScaledGpuTiling.for_shape(problem)
+        if misfit := tiling.misfit(problem):
+            raise ValueError(f"tiling={tiling}: {misfit}")
+        return cls(problem, tiling)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        padded = self.tiling.padded(self.problem)
+        return (self.tiling.blocks, padded) if self.problem.last else (padded, self.tiling.lanes)
+
+    @property
+    def axis(self) -> int:
+        """The axis of a tile along which its blocks lie."""
+        return 1 if self.problem.last else 0
+
+    @cached_property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles along the blocks and across."""
+        problem, tiling = self.problem, self.tiling
+        if problem.last:
+            return pl.cdiv(problem.outer * problem.blocks, tiling.blocks), 1
+        return problem.blocks, pl.cdiv(problem.inner, tiling.lanes)
+
+    def call(self, kernel: Any, x: Array, words: Array, outputs: list, interpret: Any) -> Any:
+        varying = result_like(x, (words,)).manual_axis_type
+        outer = 1 if self.problem.last else self.problem.outer
+        # Traced without 64-bit types unless x has one: a Python number would otherwise become one in places.
+        with jax.enable_x64(x.dtype.itemsize == 8):
+            flat = pl.pallas_call(
+                kernel,
+                out_shape=tuple(
+                    jax.ShapeDtypeStruct((_size(shape),), dtype, manual_axis_type=varying) for shape, dtype in outputs
+                ),
+                grid=(outer * self.tiles[0] * self.tiles[1],),
+                compiler_params=plt.CompilerParams(num_warps=self.tiling.num_warps),
+                interpret=interpret,
+                name=kernel.__name__ + "_blocks",
+            )(words, x.reshape(x.size))
+            return tuple(out.reshape(shape) for out, (shape, _) in zip(flat, outputs, strict=True))
+
+    # -- kernels -------------------------------------------------------------------------------------------------------
+    def round(self, words: Any, x: Any, out: Any) -> None:
+        place = _Place.of(self)
+        values, word = self._load(words, x, place)
+        result = round_tile(values, self.axis, self.problem.plan, word, self._tensor(words))
+        plt.store(out.at[place.element], result, mask=place.valid)
+
+    def quantize(self, words: Any, x: Any, codes: Any, scales: Any) -> None:
+        place = _Place.of(self)
+        values, word = self._load(words, x, place)
+        coded, stored = quantize_tile(values, self.axis, self.problem.plan, word, self._tensor(words))
+        plt.store(scales.at[place.block], stored, mask=place.block_valid)
+        if self.together == 1:
+            plt.store(codes.at[place.element], coded, mask=place.valid)
+        else:
+            self._store_packed(codes, coded, place)
+
+    def _load(self, words: Any, x: Any, place: _Place) -> tuple[Array, Array | None]:
+        plan = self.problem.plan
+        values = widen(plt.load(x.at[place.element], mask=place.valid, other=0), plan.carrier)
+        if not plan.scaling.element.rounding.stochastic:
+            return values, None
+        index = place.element.astype(jnp.uint32)
+        return values, stream(words).words(jnp.uint32(0), index, plan.compute.work_width)
+
+    def _tensor(self, words: Any) -> Array | None:
+        return words[0, TENSOR].astype(jnp.int32) if self.problem.plan.scaling.rule == "two_level" else None
+
+    # -- packing -------------------------------------------------------------------------------------------------------
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a packed row."""
+        problem = self.problem
+        return -(-(problem.size if problem.last else problem.inner) * problem.bits // 8)
+
+    @cached_property
+    def stores_words(self) -> bool:
+        """Whether codes leave in words of 32 bits.
+
+        Fewer stores are one reason. The other: the compiler lays a tile out so that a thread stores 16 bytes in a row,
+        and 16 one-byte codes across the blocks would leave a thread with one row of 16 blocks to reduce.
+        """
+        problem, together = self.problem, 32 // self.problem.bits
+        if 32 % problem.bits or self.row_bytes % 4 or self.shape[-1] % together:
+            return False
+        return problem.bits < 8 and problem.block % together == 0 if problem.last else True
+
+    @property
+    def together(self) -> int:
+        """Codes that are stored together."""
+        return 32 // self.problem.bits if self.stores_words else self.problem.codes_together
+
+    @property
+    def stored_dtype(self) -> jnp.dtype:
+        return jnp.dtype(jnp.uint32 if self.stores_words else jnp.uint8)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        *lead, row = self.problem.packed_shape
+        return (*lead, row) if not self.stores_words else (_size((*lead, row)) // 4,)
+
+    def _store_packed(self, out: Any, codes: Array, place: _Place) -> None:
+        """Stores codes several together, summed into one word."""
+        bits, together = self.problem.bits, self.together
+        wide = jnp.where(place.valid, codes.astype(jnp.int32), 0)
+        groups = wide.reshape(*wide.shape[:-1], wide.shape[-1] // together, together)
+        shift = lax.broadcasted_iota(jnp.int32, groups.shape, groups.ndim - 1) * bits
+        word = jnp.sum(groups << shift, axis=groups.ndim - 1)
+        count = 1 if self.stores_words else bits * together // 8
+        offset, left = place.units(self, word.shape, count)
+        for i in range(count):
+            part = word if self.stores_words else word >> 8 * i & 0xFF
+            plt.store(out.at[offset + i], part.astype(self.stored_dtype), mask=place.byte_rows & (i < left))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _divide(index: Array, count: int) -> tuple[Array, Array]:
+    """Quotient and remainder of numbers that are not negative, int32 also under 64-bit types."""
+    return lax.div(index, np.int32(count)), lax.rem(index, np.int32(count))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the elements and blocks of a program's tile lie in the arrays, and which of them there are."""
+
+    element: Array  # flat index
+    valid: Array
+    block: Array  # flat index of its scale, with length 1 along the block
+    block_valid: Array
+    row: Array  # of packed codes: the flat index of the row that an element or group lies in
+    byte_rows: Array  # which rows there are
+    column: Array  # the index along the row of a block's first element, or of the tile's first lane
+
+    @classmethod
+    def of(cls, tile: _Tile) -> _Place:
+        return cls._along_last(tile) if tile.problem.last else cls._along_middle(tile)
+
+    @classmethod
+    def _along_last(cls, tile: _Tile) -> _Place:
+        problem, shape = tile.problem, tile.shape
+        rows = (shape[0], 1)
+        block = pl.program_id(0) * shape[0] + lax.broadcasted_iota(jnp.int32, rows, 0)
+        lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+        there = block < problem.outer * problem.blocks
+        if problem.size % problem.block:
+            row, within = _divide(block, problem.blocks)
+            column = within * problem.block
+            valid = there & (lane < jnp.minimum(problem.block, problem.size - column))
+        else:  # rows follow each other without a gap
+            row, column = jnp.zeros_like(block), block * problem.block
+            valid = there & (lane < problem.block)
+        return cls(row * problem.size + column + lane, valid, block, there, row, there, column)
+
+    @classmethod
+    def _along_middle(cls, tile: _Tile) -> _Place:
+        problem, shape = tile.problem, tile.shape
+        along, across = tile.tiles
+        lead, tile_across = _divide(pl.program_id(0), across)
+        outer, block = _divide(lead, along)
+        first = tile_across * shape[1]
+        lane = first + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+        inside = lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
+        along_block = block * problem.block + inside
+        row = outer * problem.size + along_block
+        rows = (inside < problem.block) & (along_block < problem.size)
+        columns = lane < problem.inner
+        scale = (outer * problem.blocks + block) * problem.inner + lane
+        return cls(row * problem.inner + lane, rows & columns, scale, columns, row, rows, first)
+
+    def units(self, tile: _Tile, shape: tuple[int, ...], count: int) -> tuple[Array, Array]:
+        """Where the words or bytes of groups of codes are stored: the flat index of the first, and how many there are.
+
+        Args:
+            tile: to which all belongs.
+            shape: of the groups.
+            count: words or bytes of a group.
+        """
+        problem, size = tile.problem, tile.stored_dtype.itemsize
+        group = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) * count
+        begin = _divide(self.column, tile.together)[0] * count
+        row = tile.row_bytes // size
+        left = row - begin - group
+        if problem.last:
+            of_block = problem.block * problem.bits // (8 * size) - group
+            left = of_block if problem.size % problem.block == 0 else jnp.minimum(of_block, left)
+        return self.row * row + begin + group, left

@@ -1,0 +1,230 @@
+"""How the kernels of scaled blocks cut an array into tiles, and the words that they are given beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jchop._bits import CARRIERS
+from jchop._checks import check_int
+from jchop._kernels.round_tile import Stream
+from jchop._reference.random_bits import SEEDS
+from jchop._reference.scaled import block_axis, scales_shape
+from jchop._reference.scales import Plan, make_plan, scale_dtype
+from jchop.scaling import BlockScaling
+
+__all__ = ["SUBLANES", "TENSOR", "WORDS", "Problem", "ScaledGpuTiling", "ScaledTpuTiling", "stream"]
+
+# -- what a kernel works on --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An array seen as (outer, size, inner), its blocks along the middle; inner is 1 where that is the last axis.
+
+    Args:
+        plan: of the blocks.
+        shape: of the array.
+    """
+
+    plan: Plan
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Any, scaling: BlockScaling) -> Problem:
+        """That of an array, or of its shape and dtype."""
+        return cls(make_plan(scaling, CARRIERS[x.dtype.name]), tuple(x.shape))
+
+    @property
+    def axis(self) -> int:
+        return block_axis(self.plan.scaling, len(self.shape))
+
+    @property
+    def last(self) -> bool:
+        """Whether the blocks lie along the last axis."""
+        return self.axis == len(self.shape) - 1
+
+    @property
+    def outer(self) -> int:
+        return math.prod(self.shape[: self.axis])
+
+    @property
+    def size(self) -> int:
+        return self.shape[self.axis]
+
+    @property
+    def inner(self) -> int:
+        return math.prod(self.shape[self.axis + 1 :])
+
+    @property
+    def block(self) -> int:
+        return self.plan.scaling.block
+
+    @property
+    def blocks(self) -> int:
+        """Blocks along the axis."""
+        return -(-self.size // self.block)
+
+    @property
+    def bits(self) -> int:
+        """Width of a code."""
+        return self.plan.scaling.element.format.bits
+
+    @property
+    def codes_together(self) -> int:
+        """The least number of codes that fill whole bytes."""
+        return 8 // math.gcd(8, self.bits)
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """The shape of the packed codes."""
+        return (*self.shape[:-1], -(-self.shape[-1] * self.bits // 8))
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        return scales_shape(self.plan.scaling, self.shape)
+
+    @property
+    def scale_dtype(self) -> jnp.dtype:
+        return scale_dtype(self.plan.scaling)
+
+    def packs_in_view(self) -> str | None:
+        """Why the packed rows of the array are not those of the view, or None."""
+        rows_merge = self.axis < len(self.shape) - 2 and self.shape[-1] * self.bits % 8
+        if rows_merge:
+            return (
+                f"the last axis of length {self.shape[-1]} does not fill whole bytes with codes of {self.bits} bits, "
+                "and the blocks do not lie along one of the last two axes"
+            )
+        return None
+
+
+# -- tilings -----------------------------------------------------------------------------------------------------------
+
+_LANES, SUBLANES = 128, 32
+
+
+@dataclass(frozen=True)
+class ScaledTpuTiling:
+    """Tiles of the TPU kernels.
+
+    Args:
+        blocks: blocks of a tile, along their axis: a multiple of `unit`.
+        lanes: of a tile, along the other axis: a multiple of 128. Where the blocks lie along the last axis these are
+            rows of the array, which the kernel turns.
+    """
+
+    blocks: int
+    lanes: int
+
+    #: Elements that the unrolled code of one turn of a tile's loop works on: 32 vector registers.
+    _STEP = 1 << 15
+    #: Bytes of a tile of the array, at which the pipeline's costs are small.
+    _TILE = 1 << 20
+    #: Scales of longer blocks leave the kernel in 32 bits: few as they are, they need less of a tile then.
+    _LONG = 64
+
+    def __post_init__(self) -> None:
+        check_int("blocks", self.blocks, 1)
+        check_int("lanes", self.lanes, 1)
+        if self.lanes % _LANES:
+            raise ValueError(f"lanes={self.lanes} must be a multiple of {_LANES}")
+
+    @classmethod
+    def for_shape(cls, problem: Problem) -> ScaledTpuTiling:
+        """The heuristic: about a MiB of the array."""
+        lanes = _LANES if problem.last else _LANES * problem.codes_together
+        unit = cls(1, lanes).unit(problem)
+        return cls(unit * max(1, cls._TILE // (problem.block * lanes * 4 * unit)), lanes)
+
+    def step(self, problem: Problem) -> int:
+        """Blocks that one turn of the tile's loop takes: whole tiles of codes, more of them while they are small."""
+        whole = _LANES * problem.codes_together if problem.last else SUBLANES
+        count = math.lcm(problem.block, whole) // problem.block
+        while 2 * count * problem.block * self.lanes <= self._STEP:
+            count *= 2
+        return count
+
+    def scale_dtype(self, problem: Problem) -> jnp.dtype:
+        """The dtype in which scales leave the kernel."""
+        return problem.scale_dtype if problem.block <= self._LONG else jnp.dtype(jnp.int32)
+
+    def unit(self, problem: Problem) -> int:
+        """What `blocks` must be a multiple of: of a turn, and of a tile of the scales."""
+        return math.lcm(self.step(problem), SUBLANES // self.scale_dtype(problem).itemsize)
+
+    def misfit(self, problem: Problem) -> str | None:
+        """Why the tiles do not fit a problem, or None."""
+        lanes, unit = _LANES if problem.last else _LANES * problem.codes_together, self.unit(problem)
+        if self.lanes % lanes:
+            return f"lanes={self.lanes} is no multiple of {lanes}"
+        return f"blocks={self.blocks} is no multiple of {unit}" if self.blocks % unit else None
+
+
+@dataclass(frozen=True)
+class ScaledGpuTiling:
+    """Tiles of the GPU kernels, one program each.
+
+    Args:
+        blocks: blocks of a tile, a power of two; 1 where they do not lie along the last axis.
+        lanes: columns of a tile, a power of two; 1 where the blocks lie along the last axis.
+        num_warps: warps of a program, a power of two.
+    """
+
+    blocks: int
+    lanes: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "lanes", "num_warps"):
+            value = check_int(name, getattr(self, name), 1)
+            if value & value - 1:
+                raise ValueError(f"{name}={value} must be a power of two")
+
+    @classmethod
+    def for_shape(cls, problem: Problem) -> ScaledGpuTiling:
+        """The heuristic.
+
+        Along rows, 16 elements of 2048 a thread, so that a block is one or a few threads'. Down columns, 128 of them
+        make a warp of threads with four neighbours each, which reduce their part of a block in registers.
+        """
+        padded = cls.padded(problem)
+        if problem.last:
+            return cls(max(2048 // padded, 1), 1, 4)
+        columns = max(_power(problem.inner), 16)
+        return cls(1, max(min(4096 // padded, 128, columns), 16), 4)
+
+    @staticmethod
+    def padded(problem: Problem) -> int:
+        """A block's length in a tile, a power of two."""
+        return _power(problem.block)
+
+    def misfit(self, problem: Problem) -> str | None:
+        """Why the tiles do not fit a problem, or None."""
+        name, value = ("lanes", self.lanes) if problem.last else ("blocks", self.blocks)
+        if value != 1:
+            return f"{name}={value} must be 1 for blocks along axis {problem.plan.scaling.axis}"
+        if not problem.last and self.lanes % problem.codes_together:
+            return f"lanes={self.lanes} is no multiple of {problem.codes_together}"
+        return None
+
+
+def _power(count: int) -> int:
+    """The least power of two that is not smaller."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+# -- beside the array --------------------------------------------------------------------------------------------------
+
+#: Where the words stand that a kernel is given beside the array: the tensor's scale, six seeds, and the low and the
+#: high word of the first element's index in the random stream.
+TENSOR, _SEED, _START = 0, 1, 1 + SEEDS
+WORDS = _START + 2
+
+
+def stream(words: Any) -> Stream:
+    """The random stream, of the words that a kernel is given."""
+    return Stream([words[0, _SEED + i] for i in range(SEEDS)], (words[0, _START], words[0, _START + 1]))

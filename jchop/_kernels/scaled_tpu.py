@@ -1,0 +1,284 @@
+"""Scaled blocks on TPU (Mosaic): one pass over memory that reduces, scales, rounds, encodes and packs.
+
+The vector unit reduces along sublanes at the price of an elementwise operation, and along parts of a row of lanes only
+after moving every element. So blocks always run along sublanes: a tile whose blocks lie along the last axis of the
+array is transposed on chip, which takes a fifth of the code of a reshape that splits lanes. Its scales are written
+transposed too, for XLA to turn: they are few.
+
+Codes of fewer than eight bits are packed across lanes by a product with a matrix of zeros and ones on the matrix unit.
+A byte is a sum of at most 8 distinct bits, and integers up to 256 are exact in bfloat16, so the product is exact. It
+turns a transposed tile back for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jchop._kernels.round_tile import result_like
+from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledTpuTiling, stream
+from jchop._reference.plain_blocks import quantize_tile, round_tile
+from jchop._reference.scaled import widen
+from jchop.scaling import BlockScaling
+
+Array = jax.Array
+#: Where a tile begins in the array: its outer index, along the blocks' axis, and across.
+_Origin = tuple[Array, Array, Array]
+
+
+def round_blocks(
+    x: Array, words: Array, *, scaling: BlockScaling, tiling: ScaledTpuTiling | None = None, interpret: Any = False
+) -> Array:
+    """What `round_blocks_body` gives.
+
+    Args:
+        x: float32 or bfloat16, of at least one dimension.
+        words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero where unused.
+        scaling: blocks, their scales and elements.
+        tiling: default: the heuristic's.
+        interpret: as in `pallas_call`: run it on any device.
+    """
+    if not x.size:
+        return x
+    tile = _Tile.of(x, scaling, tiling)
+    (result,) = tile.call(tile.round, x, words, [(tile.view, x.dtype, tile.x_spec)], [], interpret)
+    return result.reshape(x.shape)
+
+
+def quantize_blocks(
+    x: Array, words: Array, *, scaling: BlockScaling, tiling: ScaledTpuTiling | None = None, interpret: Any = False
+) -> tuple[Array, Array]:
+    """What `quantize_blocks_body` gives; arguments as for `round_blocks`."""
+    problem = Problem.of(x, scaling)
+    if not x.size:
+        return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
+    tile = _Tile.of(x, scaling, tiling)
+    outputs = [
+        (tile.packed_view, jnp.dtype(jnp.uint8), tile.codes_spec),
+        (tile.scales_view, tile.tiling.scale_dtype(problem), tile.scales_spec),
+    ]
+    scratch = [pltpu.VMEM((tile.tiling.blocks, tile.tiling.lanes), jnp.int32)]
+    codes, scales = tile.call(tile.quantize, x, words, outputs, scratch, interpret)
+    scales = _as_stored(_as_integers(scales), problem.scale_dtype)
+    if problem.last:
+        scales = scales.T
+    return codes.reshape(problem.packed_shape), scales.reshape(problem.scales_shape)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The kernels of one tile, and everything static about it."""
+
+    problem: Problem
+    tiling: ScaledTpuTiling
+
+    @classmethod
+    def of(cls, x: Array, scaling: BlockScaling, tiling: ScaledTpuTiling | None) -> _Tile:
+        problem = Problem.of(x, scaling)
+        tiling = tiling or ScaledTpuTiling.for_shape(problem)
+        if misfit := tiling.misfit(problem):
+            raise ValueError(f"tiling={tiling}: {misfit}")
+        return cls(problem, tiling)
+
+    # -- arrays and their tiles ----------------------------------------------------------------------------------------
+    @property
+    def length(self) -> int:
+        """Elements of a tile along the axis of the blocks."""
+        return self.tiling.blocks * self.problem.block
+
+    @property
+    def across(self) -> int:
+        """Length of the array along a tile's lanes."""
+        return self.problem.outer if self.problem.last else self.problem.inner
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """The shape in which the kernel sees the array."""
+        problem = self.problem
+        return (problem.outer, problem.size) if problem.last else (problem.outer, problem.size, problem.inner)
+
+    @property
+    def packed_view(self) -> tuple[int, ...]:
+        return (*self.view[:-1], self._packed(self.view[-1]))
+
+    @property
+    def scales_view(self) -> tuple[int, ...]:
+        """Blocks and lanes, as they lie on chip."""
+        lead = () if self.problem.last else (self.problem.outer,)
+        return (*lead, self.problem.blocks, self.across)
+
+    def _packed(self, count: int) -> int:
+        return -(-count * self.problem.bits // 8)
+
+    @property
+    def x_spec(self) -> pl.BlockSpec:
+        return self._spec(self.length, self.tiling.lanes)
+
+    @property
+    def codes_spec(self) -> pl.BlockSpec:
+        if self.problem.last:
+            return self._spec(self._packed(self.length), self.tiling.lanes)
+        return self._spec(self.length, self._packed(self.tiling.lanes))
+
+    @property
+    def scales_spec(self) -> pl.BlockSpec:
+        shape = (self.tiling.blocks, self.tiling.lanes)
+        if self.problem.last:
+            return pl.BlockSpec(shape, lambda o, i, j: (i, j))
+        return pl.BlockSpec((None, *shape), lambda o, i, j: (o, i, j))
+
+    def _spec(self, along: int, across: int) -> pl.BlockSpec:
+        """Tiles of an array that lies in memory as x does."""
+        if self.problem.last:
+            return pl.BlockSpec((across, along), lambda o, i, j: (j, i))
+        return pl.BlockSpec((None, along, across), lambda o, i, j: (o, i, j))
+
+    def call(self, kernel: Any, x: Array, words: Array, outputs: list, scratch: list, interpret: Any) -> Any:
+        varying = result_like(x, (words,)).manual_axis_type
+        outer = 1 if self.problem.last else self.problem.outer
+        # Traced without 64-bit types: a Python number would otherwise become one in places.
+        with jax.enable_x64(False):
+            return pl.pallas_call(
+                kernel,
+                out_shape=tuple(
+                    jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _ in outputs
+                ),
+                grid=(outer, pl.cdiv(self.problem.size, self.length), pl.cdiv(self.across, self.tiling.lanes)),
+                in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), self.x_spec],
+                out_specs=tuple(spec for _, _, spec in outputs),
+                scratch_shapes=scratch,
+                compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+                interpret=interpret,
+                name=kernel.__name__ + "_blocks",
+            )(words, x.reshape(self.view))
+
+    # -- kernels -------------------------------------------------------------------------------------------------------
+    def round(self, words: Any, x: Any, out: Any) -> None:
+        def turn(i: Array, origin: _Origin) -> None:
+            values, word, _ = self._load(words, x, i, origin)
+            result = round_tile(values, 1, self.problem.plan, word, self._tensor(words))
+            result = result.reshape(self.strip, self.tiling.lanes)
+            out[self._place(i, self.strip)] = result.T if self.problem.last else result
+
+        self._loop(turn)
+
+    def quantize(self, words: Any, x: Any, codes: Any, scales: Any, kept: Any) -> None:
+        def turn(i: Array, origin: _Origin) -> None:
+            values, word, valid = self._load(words, x, i, origin)
+            coded, stored = quantize_tile(values, 1, self.problem.plan, word, self._tensor(words))
+            coded = coded.astype(jnp.int32).reshape(self.strip, self.tiling.lanes)
+            if valid is not None:
+                coded = jnp.where(valid, coded, 0)
+            length = self._packed(self.strip) if self.problem.last else self.strip
+            codes[self._place(i, length)] = self._pack(coded).astype(jnp.uint8)
+            stored = _as_integers(stored)
+            for k in range(self.step):  # a single row may be stored anywhere
+                kept[pl.ds(i * self.step + k, 1), :] = stored[k]
+
+        self._loop(turn)
+        scales[...] = _as_stored(kept[...], scales.dtype)
+
+    @cached_property
+    def step(self) -> int:
+        """Blocks of one turn."""
+        return self.tiling.step(self.problem)
+
+    @property
+    def strip(self) -> int:
+        """Elements of one turn along the blocks' axis."""
+        return self.step * self.problem.block
+
+    def _loop(self, turn: Callable[[Array, _Origin], None]) -> None:
+        """Calls turn(number, where the tile begins). What a loop calls may not ask for the latter in interpret mode."""
+        origin = pl.program_id(0), pl.program_id(1) * self.length, pl.program_id(2) * self.tiling.lanes
+        lax.fori_loop(0, self.tiling.blocks // self.step, lambda i, _: turn(i, origin), None)
+
+    def _place(self, i: Array, length: int) -> tuple[Any, Any]:
+        """The part of a tile that turn `i` works on, of a length along the blocks' axis."""
+        part, whole = pl.ds(pl.multiple_of(i * length, length), length), slice(None)
+        return (whole, part) if self.problem.last else (part, whole)
+
+    def _load(self, words: Any, x: Any, i: Array, origin: _Origin) -> tuple[Array, Array | None, Array | None]:
+        """The blocks of a turn (step, block, lanes), their random words, and which codes are packed if not all."""
+        problem, lanes = self.problem, self.tiling.lanes
+        values = widen(x[self._place(i, self.strip)], problem.plan.carrier)
+        values = values.T if problem.last else values
+        along = lax.broadcasted_iota(jnp.int32, values.shape, 0) + (origin[1] + i * self.strip)
+        across = lax.broadcasted_iota(jnp.int32, values.shape, 1) + origin[2]
+        valid = word = None
+        if problem.size % self.length:  # what lies beyond the array is undefined
+            inside = along < problem.size
+            values = jnp.where(inside, values, 0)
+            valid = inside if problem.last else None
+        if self.across % lanes and not problem.last:
+            valid = across < problem.inner
+        shape = (self.step, problem.block, lanes)
+        if problem.plan.scaling.element.rounding.stochastic:
+            word = self._draw(words, origin[0], along, across).reshape(shape)
+        return values.reshape(shape), word, valid
+
+    def _draw(self, words: Any, outer: Array, along: Array, across: Array) -> Array:
+        problem = self.problem
+        if problem.last:
+            flat = across * problem.size + along
+        else:
+            flat = (outer * problem.size + along) * problem.inner + across
+        return stream(words).words(jnp.uint32(0), flat.astype(jnp.uint32), 32)
+
+    def _tensor(self, words: Any) -> Array | None:
+        return words[0, TENSOR].astype(jnp.int32) if self.problem.plan.scaling.rule == "two_level" else None
+
+    # -- packing -------------------------------------------------------------------------------------------------------
+    @cached_property
+    def _axis(self) -> int:
+        """The axis of a strip along which codes are packed."""
+        return 0 if self.problem.last else 1
+
+    def _pack(self, codes: Array) -> Array:
+        """The bytes of a strip's codes, as they lie in memory."""
+        bits = self.problem.bits
+        if bits == 8:
+            return codes.T if self.problem.last else codes
+        start = (lax.broadcasted_iota(jnp.int32, codes.shape, self._axis) * bits) & 7
+        packed = self._gather(codes << start & 0xFF, 0)
+        if 8 % bits:  # a code may run over into the next byte
+            packed = packed + self._gather(codes >> 8 - start, 1)
+        return packed.astype(jnp.int32)
+
+    def _gather(self, parts: Array, later: int) -> Array:
+        """The sums, for each byte, of the parts of codes that begin in it, or in the one before."""
+        count, bits = parts.shape[self._axis], self.problem.bits
+        shape = (count, self._packed(count))
+        begins = lax.broadcasted_iota(jnp.int32, shape, 0) * bits >> 3
+        matrix = (begins + later == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(jnp.float32)
+        numbers = (((self._axis,), (0,)), ((), ()))
+        return lax.dot_general(
+            parts.astype(jnp.float32).astype(jnp.bfloat16),
+            matrix.astype(jnp.bfloat16),
+            numbers,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def _as_integers(stored: Array) -> Array:
+    """Stored scales as their bits in int32."""
+    if jnp.issubdtype(stored.dtype, jnp.floating):
+        stored = lax.bitcast_convert_type(stored, jnp.dtype(f"uint{8 * stored.dtype.itemsize}"))
+    return stored.astype(jnp.int32)
+
+
+def _as_stored(bits: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of `_as_integers`."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return bits.astype(dtype)
+    if dtype.itemsize < 4:
+        bits = bits.astype(jnp.uint16)
+    return lax.bitcast_convert_type(bits, dtype)

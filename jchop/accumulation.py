@@ -1,0 +1,175 @@
+"""How a sum of products is accumulated: which numbers are rounded to what, and in which order they are added.
+
+Throughout, P and A are the roundings of products and of accumulator values, and the K products of one output element
+are a_k b_k, k = 0 ... K-1.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jchop._checks import check_bool, check_choice, check_int
+from jchop.formats import ElementFormat
+from jchop.spec import Gradient, Spec, as_spec
+
+__all__ = ["MatmulSpec", "Order"]
+
+#: The orders that take a block length.
+_BLOCKED = ("blocked", "matrix_unit")
+#: The orders in which one multiply-add follows another, and so can be fused.
+_STEPWISE = ("sequential", "blocked")
+_KINDS = ("sequential", "blocked", "pairwise", "matrix_unit")
+_LONGEST = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which products are added; its text is ``"sequential"``, ``"blocked(8)"`` and so on.
+
+    * ``sequential``: c <- A(c + P(a_k b_k)) from c = 0, k ascending.
+    * ``blocked(b)``: each block of b products summed so from zero, then the block sums, in the same way (FABsum:
+      Blanchard, Higham and Mary, SIAM J. Sci. Comput. 42, 2020).
+    * ``pairwise``: a sum of n is A(left + right), the left part the largest power of two below n.
+    * ``matrix_unit(b)``: c <- A(c + d), where d is the sum of a block of b products by the carrier's own dot: one
+      rounding into the accumulator for each block, as tensor cores and systolic arrays do.
+
+    A last block that is not full is a smaller block.
+
+    Args:
+        kind: ``"sequential"``, ``"blocked"``, ``"pairwise"`` or ``"matrix_unit"``.
+        block: products in a block, b >= 1, for the two orders that have blocks; else None.
+
+    Raises:
+        TypeError, ValueError: for a kind that is not known, or a block that is missing, out of place or no length.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.Order("blocked", 8)), jc.Order.parse("pairwise")
+        ('blocked(8)', Order(kind='pairwise', block=None))
+    """
+
+    kind: str = "sequential"
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("order", self.kind, _KINDS)
+        if self.kind in _BLOCKED:
+            if self.block is None:
+                raise ValueError(f"order={self.kind!r} needs a block length, as in '{self.kind}(16)'")
+            object.__setattr__(self, "block", check_int(f"order: block of {self.kind}", self.block, 1, _LONGEST))
+        elif self.block is not None:
+            raise ValueError(f"order={self.kind!r} has no blocks, but block={self.block!r}; orders with: {_BLOCKED}")
+
+    def __str__(self) -> str:
+        return self.kind if self.block is None else f"{self.kind}({self.block})"
+
+    @staticmethod
+    def parse(text: str) -> Order:
+        """The order that a text says, such as ``"matrix_unit(16)"``."""
+        found = _TEXT.fullmatch(text.strip().lower())
+        if found is None or found["kind"] not in _KINDS:
+            raise ValueError(f"order={text!r} is not known; allowed: {_ORDERS}")
+        return Order(found["kind"], None if found["block"] is None else int(found["block"]))
+
+
+_TEXT = re.compile(r"(?P<kind>[a-z_]+)(?:\(\s*(?P<block>\d+)\s*\))?")
+_ORDERS = "'sequential', 'blocked(b)', 'pairwise', 'matrix_unit(b)' with a block length b >= 1"
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """The arithmetic of a matrix product or another sum of products: every rounding in it, and the order of the sum.
+
+    Each of the three roundings is done once, from the exact result of its operation: the carrier's own rounding does
+    not show, in any mode. None stands for the carrier: a product or a sum is then the carrier's (to nearest, ties to
+    even), and an operand is taken as it is.
+
+    Args:
+        operands: what both operands are rounded to first: a `Spec`, a format, or text; default None.
+        product: P, what every product a_k b_k is rounded to; default None. Not with ``fused`` nor ``matrix_unit``,
+            which have no product of its own.
+        accumulate: A, what every sum is rounded to; default None, **the carrier**: float32, say, not the operands'
+            format.
+        order: an `Order`, or its text: ``"sequential"`` (the default), ``"blocked(b)"``, ``"pairwise"``,
+            ``"matrix_unit(b)"``.
+        fused: c <- A(c + a_k b_k), with the exact product (fused multiply-add); for the orders ``sequential`` and
+            ``blocked``. Default False.
+
+    Raises:
+        TypeError, ValueError: for a field that is not allowed, or a combination that says nothing.
+
+    Example:
+        >>> import jchop as jc
+        >>> spec = jc.MatmulSpec("e4m3", product="e5m10", accumulate="e5m10:stochastic", order="blocked(8)")
+        >>> str(spec)
+        'operands=float8_e4m3, product=e5m10, accumulate=e5m10:stochastic, order=blocked(8)'
+    """
+
+    operands: Spec | None = None
+    product: Spec | None = None
+    accumulate: Spec | None = None
+    order: Order = Order()
+    fused: bool = False
+
+    if TYPE_CHECKING:  # what may be given is more than what is stored
+
+        def __init__(
+            self,
+            operands: Spec | ElementFormat | str | None = ...,
+            product: Spec | ElementFormat | str | None = ...,
+            accumulate: Spec | ElementFormat | str | None = ...,
+            order: Order | str = ...,
+            fused: bool = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in _ROUNDINGS:
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else as_spec(value, name))
+        object.__setattr__(self, "order", _as_order(self.order))
+        check_bool("fused", self.fused)
+        self._check_product()
+        self._check_gradients()
+
+    def _check_product(self) -> None:
+        if self.fused and self.order.kind not in _STEPWISE:
+            raise ValueError(f"fused=True is for the orders {_STEPWISE}, not order={str(self.order)!r}")
+        for unrounded, why in (
+            (self.fused, "fused=True adds the exact product"),
+            (self.order.kind == "matrix_unit", "order='matrix_unit' sums the products in the carrier"),
+        ):
+            if unrounded and self.product is not None:
+                raise ValueError(f"product={str(self.product)!r} is never used, since {why}; leave product=None")
+
+    def _check_gradients(self) -> None:
+        for name in ("product", "accumulate"):
+            spec = getattr(self, name)
+            if spec is not None and spec.gradient != Gradient():
+                raise ValueError(f"{name}={str(spec)!r} has a gradient; only that of operands is used: derivatives "
+                                 "are those of the product of the rounded operands in the carrier")  # fmt: skip
+        backward = None if self.operands is None else self.operands.gradient.round
+        if backward is not None and backward.rounding.stochastic:
+            raise ValueError(f"operands={str(self.operands)!r} rounds cotangents stochastically, for which there is no "
+                             "key; use round_to_format with a gradient_key on the operands instead")  # fmt: skip
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any rounding draws random bits, so that a key is needed."""
+        return any(spec is not None and spec.rounding.stochastic for spec in map(self.__getattribute__, _ROUNDINGS))
+
+    def __str__(self) -> str:
+        parts = [f"{name}={getattr(self, name)}" for name in _ROUNDINGS if getattr(self, name) is not None]
+        return ", ".join([*parts, f"order={self.order}", *["fused"] * self.fused])
+
+
+_ROUNDINGS = ("operands", "product", "accumulate")
+
+
+def _as_order(value: object) -> Order:
+    if isinstance(value, Order):
+        return value
+    if isinstance(value, str):
+        return Order.parse(value)
+    raise TypeError(f"order={value!r} must be an Order or its text: {_ORDERS}")

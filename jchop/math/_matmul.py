@@ -1,0 +1,248 @@
+"""`matmul`: a matrix product in which every product and every sum is rounded."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jchop._bits import CARRIERS, Carrier
+from jchop._checks import check_choice
+from jchop._kernels.matmul import matmul_op
+from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
+from jchop._reference.arithmetic import carrier_range, range_of, require_operation
+from jchop._reference.elements import round_elements
+from jchop._reference.grid import require_carrier
+from jchop._reference.matmul import Plan
+from jchop._reference.random_bits import seed_words
+from jchop._round import _check_key, round_to_format
+from jchop.accumulation import MatmulSpec
+from jchop.spec import Spec
+
+Array = jax.Array
+
+
+def matmul(a: Any, b: Any, spec: MatmulSpec, key: Array | None = None, *, impl: Impl = "auto") -> Any:
+    """The matrix product of `a` and `b` in an emulated arithmetic: operands, every product and every sum rounded.
+
+    Each rounding is done once, from the exact result of its operation, so that the carrier's own rounding does not
+    show, whatever the mode; the sums are formed in the order that `spec` names. With the orders ``sequential``,
+    ``blocked`` and ``pairwise`` the result is the same bits on every device. With ``matrix_unit`` it is where the sum
+    of a block is exact in the carrier; elsewhere it depends on how the device adds. What the orders do to the error:
+    N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapters 3 and 4.
+
+    The arithmetic is emulated in a carrier: float32, or float64 where `a` and `b` are float64. 16-bit operands are
+    widened to float32 and the result goes back to their dtype. Where ``spec.accumulate`` is None the sums are the
+    carrier's, in the given order, **not** those of a 16-bit dtype, whose result is rounded once more at the end, as
+    `jax.numpy.matmul` does. Products of a fused multiply-add or of a matrix unit are not rounded.
+
+    Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through:
+    those of the carrier's product of the rounded operands at full precision, in forward and reverse mode.
+
+    Args:
+        a: the left factor, float16, bfloat16, float32 or float64, shape (..., m, k), or (k,) as in `jax.numpy.matmul`.
+        b: the right factor, of the same dtype, shape (..., k, n) or (k,). The leading axes broadcast.
+        spec: a `jchop.MatmulSpec`: what is rounded to what, and the order of the sums.
+        key: a typed key (`jax.random.key`), needed where any rounding of `spec` is stochastic. It is split into four,
+            for the elements of `a`, those of `b`, the products and the sums. The word of a product or sum is that of
+            the stream's index ``step 2^32 + o``, with o the flat (C order) index of the output element. Its step is k
+            for the product a_k b_k and for its sequential addition, in a block too; K + j where block j is added to
+            the total (j in ``matrix_unit`` order); and in pairwise order the first index of the right part. So the
+            bits depend on no tiling, device or sharding. Inside `jax.shard_map` each shard counts its own elements and
+            needs a key of its own (`jax.random.fold_in`).
+        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel and an error where it cannot
+            run, ``"auto"`` (default) for whichever is faster.
+
+    Returns:
+        The product, of the shape that `jax.numpy.matmul` gives and the dtype of `a` and `b`; NumPy where both are NumPy
+        or convertible to it, else JAX. With k = 0 it is +0.
+
+    Raises:
+        TypeError: for a dtype that is no carrier, two dtypes, a spec that is no MatmulSpec, or a key that is no key.
+        ValueError: for shapes that do not match, a stochastic spec without a key, a rounding that the carrier is too
+            narrow for (the message names the dtype that would do), or too many elements or steps to draw for.
+        NotImplementedError: when compiled, where ``impl="pallas"`` cannot run; it says why.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> ones = jnp.ones(100)
+        >>> float(jc.math.matmul(ones, ones, jc.MatmulSpec(accumulate="e5m2")))
+        8.0
+        >>> float(jc.math.matmul(ones, ones, jc.MatmulSpec(accumulate="e5m2", order="pairwise")))
+        96.0
+    """
+    if not isinstance(spec, MatmulSpec):
+        raise TypeError(f"spec={spec!r} must be a MatmulSpec, such as MatmulSpec(product='e5m10', accumulate='e5m10')")
+    check_choice("impl", impl, IMPLEMENTATIONS)
+    x, y = _as_array(a), _as_array(b)
+    carrier = _carrier(x.dtype, y.dtype)
+    _check_spec(spec, carrier, x.dtype)
+    _check_shapes(x.shape, y.shape)
+    key = _checked_key(key, spec)
+    if key is not None:
+        _check_counts(x, y, Plan(spec, carrier, x.shape[-1]))
+    run = partial(_matmul, x, y, key, spec=spec, impl=impl)
+    # 64-bit data stays so, whatever the flag.
+    with jax.enable_x64(True) if carrier.width == 64 else contextlib.nullcontext():
+        return run() if isinstance(a, Array) or isinstance(b, Array) else _numpy(run, key)
+
+
+def _as_array(value: Any) -> Array | np.ndarray:
+    if isinstance(value, Array):
+        return value
+    array = np.asarray(value)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _numpy(run: partial[Array], key: Array | None) -> Any:
+    """The result for NumPy operands, which are constants within a trace too."""
+    if isinstance(key, jax.core.Tracer):
+        raise TypeError(
+            "key is traced but a and b are NumPy values, whose product could not be NumPy; pass jax.numpy.asarray(a)"
+        )
+    result = run()
+    if isinstance(result, jax.core.Tracer):
+        with jax.ensure_compile_time_eval():
+            result = run()
+    return np.array(result)[()]
+
+
+# -- the traced part ---------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames=("spec", "impl"), inline=True)
+def _matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
+    keys = None if key is None else jax.random.split(key, 4)
+    x, y = (_operand(v, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((a, b)))
+    x, y = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
+    product = partial(_product, spec, impl, a.dtype, seeds=None if keys is None else _seeds(keys, spec))
+    if y.ndim == 2:  # one matrix for all rows of x
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        out = jnp.squeeze(product(rows[None], y[None]), 0)
+    else:
+        batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        out = product(_one_batch(x, batch), _one_batch(y, batch))
+    return out.reshape(_shape(a, b))
+
+
+def _shape(a: Any, b: Any) -> tuple[int, ...]:
+    """The shape of the product."""
+    return (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *a.shape[:-1][-1:], *b.shape[1:][-1:])
+
+
+def _seeds(keys: Array, spec: MatmulSpec) -> Array | None:
+    """Those of the products and of the sums, where either draws."""
+    draws = any(rounding is not None and rounding.rounding.stochastic for rounding in (spec.product, spec.accumulate))
+    return jnp.stack([*seed_words(keys[2]), *seed_words(keys[3])]) if draws else None
+
+
+def _operand(x: Array, spec: Spec | None, key: Array | None) -> Array:
+    wide = x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
+    return wide if spec is None else round_to_format(wide, spec, key)
+
+
+def _one_batch(x: Array, batch: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(x, batch + x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _product(spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None) -> Array:
+    """Of shapes (batch, m, k) and (batch, k, n), rounded already."""
+    result = matmul_op(x, y, *(() if seeds is None else (seeds,)), impl=impl, spec=spec)
+    if result.dtype == dtype:
+        return result
+    if spec.accumulate is None:
+        result = round_elements(result, Spec(_OF_DTYPE[dtype.name]), CARRIERS[result.dtype.name])
+    return result.astype(dtype)
+
+
+_OF_DTYPE = {"float16": "binary16", "bfloat16": "bfloat16"}
+
+
+@partial(_product.defjvp, symbolic_zeros=True)
+def _jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
+    x, y, _ = primals
+    dx, dy, _ = tangents
+    out = _product(spec, impl, dtype, *primals)
+    exact = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    terms = [
+        exact(left, right)
+        for left, right in ((dx, y), (x, dy))
+        if not isinstance(left, SymbolicZero) and not isinstance(right, SymbolicZero)
+    ]
+    return out, sum(terms[1:], terms[0]).astype(dtype) if terms else jnp.zeros_like(out)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _carrier(a: Any, b: Any) -> Carrier:
+    """The carrier of the arithmetic on operands of these dtypes."""
+    for name, dtype in (("a", a), ("b", b)):
+        if dtype.name not in CARRIERS:
+            raise TypeError(
+                f"{name} has dtype {dtype}, which is no carrier; allowed: {', '.join(CARRIERS)}. Convert it first, for "
+                f"example {name}.astype('float32')"
+            )
+    if a != b:
+        raise TypeError(f"a has dtype {a} and b has dtype {b}; they must be the same: cast one of them")
+    return CARRIERS["float64" if a.itemsize == 8 else "float32"]
+
+
+def _check_spec(spec: MatmulSpec, carrier: Carrier, dtype: Any) -> None:
+    if spec.operands is not None:
+        require_carrier(spec.operands, carrier)
+    require_operation(spec.product, carrier, "product")
+    require_operation(spec.accumulate, carrier, "accumulate")
+    if spec.accumulate is None or dtype.itemsize > 2:
+        return
+    sums, held = range_of(spec.accumulate, carrier), carrier_range(CARRIERS[dtype.name])
+    if sums.precision > held.precision or sums.quantum < held.quantum or sums.top > held.top:
+        raise ValueError(
+            f"accumulate={str(spec.accumulate)!r} has values that {dtype}, the dtype of a and b, cannot hold; cast "
+            "them to float32"
+        )
+
+
+def _check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    for name, shape in (("a", a), ("b", b)):
+        if not shape:
+            raise ValueError(f"{name} is a scalar; a matrix product needs at least one axis")
+    if a[-1] != b[-2:][0]:
+        raise ValueError(
+            f"a has shape {a} and b has shape {b}: the last axis of a and the {'last but one' if b[1:] else 'only'} "
+            "axis of b must be of one length"
+        )
+    try:
+        np.broadcast_shapes(a[:-2], b[:-2])
+    except ValueError:
+        raise ValueError(f"a has shape {a} and b has shape {b}: their leading axes do not broadcast") from None
+
+
+def _checked_key(key: Any, spec: MatmulSpec) -> Array | None:
+    """The key, where something draws from it."""
+    if key is not None:
+        _check_key("key", key)
+    elif spec.stochastic:
+        raise ValueError(
+            f"key=None, but spec={str(spec)!r} rounds stochastically: pass a typed key, for example "
+            "key=jax.random.key(0)"
+        )
+    return key if spec.stochastic else None
+
+
+def _check_counts(a: Any, b: Any, plan: Plan) -> None:
+    """Steps and output elements are numbered in 32 bits each."""
+    if not plan.draws:
+        return
+    for what, count in (("elements in the product", math.prod(_shape(a, b))), ("steps of a sum", 2 * plan.k)):
+        if count > 1 << 32:
+            raise ValueError(f"{count} {what} are more than the 2^32 that random bits are drawn for; use smaller parts")

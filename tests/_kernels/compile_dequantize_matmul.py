@@ -1,0 +1,75 @@
+"""The cases of the product with a matrix of codes and group scales: few rows and many, ragged sizes, every format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from _kernels.compiling import Case, is_tpu
+
+from jchop.formats import ElementFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn, float8_e5m2
+
+FORMATS: dict[str, ElementFormat] = {
+    "int4": IntegerFormat(4),
+    "int8": IntegerFormat(8),
+    "float8_e4m3fn": float8_e4m3fn,
+    "float8_e5m2": float8_e5m2,
+}
+#: m, k, n, group: one row, few, many; groups of all kinds; sizes that nothing divides.
+SHAPES = (
+    (1, 4096, 4096, 128),
+    (16, 1024, 512, 32),
+    (512, 2048, 1024, 2048),
+    (19, 1000, 515, 32),
+    (300, 1100, 37, 100),
+    (7, 2500, 130, 1024),
+    (5, 70, 9, 16),
+)
+
+
+def kernels(target: str) -> ModuleType:
+    if is_tpu(target):
+        from jchop._kernels import dequantize_matmul_tpu as module
+    else:
+        from jchop._kernels import dequantize_matmul_gpu as module
+    return module
+
+
+def arguments(
+    shape: tuple[int, int, int, int], format: ElementFormat, dtype: str, scale_dtype: str
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    m, k, n, group = shape
+    return (
+        jax.ShapeDtypeStruct((m, k), jnp.dtype(dtype)),
+        jax.ShapeDtypeStruct((k, -(-n * format.bits // 8)), jnp.uint8),
+        jax.ShapeDtypeStruct((-(-k // group), n), jnp.dtype(scale_dtype)),
+    )
+
+
+def cases(target: str) -> Iterator[Case]:
+    run = kernels(target).dequantize_matmul
+    masked = () if is_tpu(target) else ("masked",)
+    # The dumps that the check reads cost more time than the compilation: one shape has it, which nothing divides.
+    wanted = [
+        (shape, name, dtype, scale_dtype, i % 2 == 1)
+        for i, shape in enumerate(SHAPES)
+        for name, dtype, scale_dtype in (("int4", "bfloat16", "bfloat16"), ("int8", "float32", "float32"))
+    ]
+    wanted += [
+        (shape, name, dtype, "float32", dtype == "bfloat16")
+        for shape in (SHAPES[1], SHAPES[3])
+        for name in FORMATS
+        for dtype in ("bfloat16", "float32")
+    ]
+    for shape, name, dtype, scale_dtype, x64 in wanted:
+        fun = partial(run, format=FORMATS[name], group=shape[3])
+        text = f"dequantize_matmul {name} {shape} {dtype}, scales {scale_dtype}{', x64' if x64 else ''}"
+        checks = masked if shape == SHAPES[4] else ()
+        yield Case(text, fun, arguments(shape, FORMATS[name], dtype, scale_dtype), x64, checks)
+    for name, format in (("int2", IntegerFormat(2)), ("float4_e2m1fn", float4_e2m1fn)):
+        fun = partial(run, format=format, group=32)
+        avals = arguments((16, 1000, 515, 32), format, "bfloat16", "float32")
+        yield Case(f"dequantize_matmul {name}, x64", fun, avals, x64=True)

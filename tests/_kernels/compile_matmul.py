@@ -1,0 +1,72 @@
+"""The cases of the matrix product with an emulated accumulator: every order, ragged sizes and large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from _kernels.compiling import Case, is_tpu
+
+from jchop.accumulation import MatmulSpec
+
+Shape = tuple[int, int, int, int]  # batch, m, k, n
+RAGGED: Shape = (3, 129, 301, 37)
+LARGE: Shape = (1, 4096, 4096, 4096)
+
+#: Spec, shape, whether x64 is on.
+COMMON: tuple[tuple[MatmulSpec, Shape, bool], ...] = (
+    (MatmulSpec("e4m3", accumulate="e5m10"), RAGGED, True),
+    (MatmulSpec("e4m3", accumulate="e5m10"), (1, 1, 1, 1), False),
+    (MatmulSpec("e5m10", product="e5m10:stochastic", accumulate="e5m10:stochastic"), LARGE, True),
+    (MatmulSpec(None, product="e8m15:up", accumulate="e8m15:odd", order="blocked(8)"), RAGGED, False),
+    (MatmulSpec("bfloat16", accumulate="fixed8.8", order="blocked(300)", fused=True), RAGGED, True),
+    (MatmulSpec(), LARGE, False),
+    (MatmulSpec("e5m10", product="e5m10", accumulate="e6m9:down", order="pairwise"), RAGGED, True),
+    (MatmulSpec("e5m10", product="e5m10", accumulate="e5m10:stochastic", order="pairwise"), LARGE, False),
+    (MatmulSpec("e4m3", accumulate="e4m3fn:saturate", order="pairwise"), (1, 7, 1, 3), False),
+    (MatmulSpec("e4m3", accumulate="e5m10:stochastic", order="matrix_unit(32)"), LARGE, False),
+    (MatmulSpec("bfloat16", accumulate="e5m10", order="matrix_unit(256)"), LARGE, True),
+    (MatmulSpec("e4m3", accumulate="e5m10", order="matrix_unit(24)"), RAGGED, True),
+    (MatmulSpec(None, accumulate="bfloat16", order="matrix_unit(100)"), RAGGED, False),
+    (MatmulSpec(None, accumulate="e8m15:up", order="matrix_unit(2000)"), (1, 300, 4100, 300), False),
+)
+#: For GPUs alone, in float64.
+DOUBLE: tuple[tuple[MatmulSpec, Shape], ...] = (
+    (MatmulSpec("e5m10", product="e8m23:up", accumulate="e8m30:odd"), RAGGED),
+    (MatmulSpec(None, accumulate="e11m40", order="blocked(8)", fused=True), RAGGED),
+    (MatmulSpec("e5m10", accumulate="e8m30", order="pairwise"), RAGGED),
+    (MatmulSpec("e5m10", accumulate="e8m30", order="matrix_unit(32)"), RAGGED),
+)
+
+
+def arguments(spec: MatmulSpec, shape: Shape, dtype: str = "float32") -> tuple[jax.ShapeDtypeStruct, ...]:
+    batch, m, k, n = shape
+    sizes = [((batch, m, k), dtype), ((batch, k, n), dtype), *[((12,), "uint32")] * spec.stochastic]
+    return tuple(jax.ShapeDtypeStruct(size, jnp.dtype(name)) for size, name in sizes)
+
+
+def cases(target: str) -> Iterator[Case]:
+    run: Any
+    if is_tpu(target):
+        from jchop._kernels import matmul_tpu
+
+        run, checks = matmul_tpu.matmul, ("vmem",)
+    else:
+        from jchop._kernels import matmul_gpu
+
+        run, checks = matmul_gpu.matmul, ("masked",)
+    for spec, shape, x64 in COMMON:
+        name = f"matmul {spec}, {shape}{', x64' if x64 else ''}"
+        yield Case(name, partial(run, spec=spec), arguments(spec, shape), x64, checks if shape == RAGGED else ())
+    spec = COMMON[2][0]
+    mapped = jax.vmap(partial(run, spec=spec), in_axes=(0, None, 0))
+    a, b, seeds = arguments(spec, RAGGED)
+    batched = [jax.ShapeDtypeStruct((5, *aval.shape), aval.dtype) for aval in (a, seeds)]
+    yield Case(f"matmul {spec}, {RAGGED}, vmap", mapped, (batched[0], b, batched[1]), True)
+    if not is_tpu(target):
+        for spec, shape in DOUBLE:
+            name = f"matmul {spec}, {shape}, float64"
+            yield Case(name, partial(run, spec=spec), arguments(spec, shape, "float64"), True)

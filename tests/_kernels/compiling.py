@@ -1,0 +1,361 @@
+"""Kernels compiled to machine code for TPUs and GPUs that are not there.
+
+The compilers come as wheels (the `aot` extra), and need no chip. A fault in one of them can end the process, so it runs
+in a process of its own:
+
+    python tests/_kernels/compiling.py TARGET [FILE ...]
+
+compiles what `cases(TARGET)` of each FILE yields (default: every `compile_*.py` beside this one). It prints JSON lines:
+how many cases there are, then for each its name before it is compiled, and its `Result` after. `run` starts it,
+and starts it again after a case that it died of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT = 900.0  # seconds for all cases of one target and file, on a machine that does other things too
+
+TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+#: GPUs are described by targets/NAME.txtpb.
+GPUS = ("h200", "a100")
+TARGETS = (*TPUS, *GPUS)
+
+# Read once, when JAX or a compiler is loaded. Several processes may load the TPU compiler at the same time.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "LLVM_DISABLE_SYMBOLIZATION": "1",  # a dump has XLA look up stack traces, which takes seconds
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to compile.
+
+    Args:
+        name: what the report calls it.
+        fun: the function, of arrays alone.
+        avals: its arguments, as `jax.ShapeDtypeStruct`s, or pytrees of them.
+        x64: whether it is traced with `jax_enable_x64`.
+        checks: what must hold of the result, names of `CHECKS`.
+    """
+
+    name: str
+    fun: Callable[..., Any]
+    avals: tuple[Any, ...]
+    x64: bool = False
+    checks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case: `fault` is None where it compiled and its checks hold."""
+
+    name: str
+    fault: str | None
+    seconds: float = 0.0
+    memory: dict[str, int] = field(default_factory=dict)  # bytes
+    findings: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{self.name}: {self.seconds:.1f} s", *self.findings]
+        parts += [", ".join(f"{name} {size}" for name, size in self.memory.items())] if self.memory else []
+        return "; ".join(parts) + (f"\n  FAULT {self.fault}" if self.fault else "")
+
+
+def is_tpu(target: str) -> bool:
+    """Whether a target is a TPU; else it is a GPU."""
+    return target in TPUS
+
+
+# -- are the compilers there ------------------------------------------------------------------------------------------
+
+_PACKAGES = {True: ("libtpu",), False: ("jax-cuda13-plugin", "jax-cuda13-pjrt")}  # by is_tpu
+
+
+def available() -> dict[str, str | None]:
+    """For each target None where its compiler is installed at a version that fits JAX, else what is wrong."""
+    reasons = {tpu: "; ".join(filter(None, map(_unfit, names))) or None for tpu, names in _PACKAGES.items()}
+    return {target: reasons[is_tpu(target)] for target in TARGETS}
+
+
+def _unfit(package: str) -> str | None:
+    from packaging.requirements import Requirement  # pytest needs it too
+
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return f"{package} is not installed (pip install 'jchop[aot]')"
+    wanting = [text for source in ("jax", "jax-cuda13-plugin") for text in _requires(source)]
+    for requirement in map(Requirement, wanting):
+        fits = requirement.specifier.contains(version, prereleases=True)
+        if requirement.name.replace("_", "-") == package and not fits:
+            return f"{package} {version} is installed, but JAX {metadata.version('jax')} needs {requirement.specifier}"
+    return None
+
+
+def _requires(package: str) -> list[str]:
+    try:
+        return metadata.requires(package) or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+# -- checks on what was compiled --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the checks look at: the lowered module's text, and the folder of the GPU compiler's dumps, if any."""
+
+    lowered: str
+    dumps: Path
+
+    @functools.cached_property
+    def triton(self) -> dict[str, str]:
+        """The first form of every Triton kernel's module, by the kernel's name."""
+        found = {}
+        for path in sorted(self.dumps.glob("*.triton-to-llvm.txt")):
+            found[path.name.split(".")[-3]] = path.read_text().split("// -----// IR Dump")[1]
+        return found
+
+    @functools.cached_property
+    def ptx(self) -> list[Path]:
+        """The PTX files that hold Triton kernels."""
+        entries = {path: _ENTRY.findall(path.read_text()) for path in sorted(self.dumps.glob("*.ptx"))}
+        return [path for path, names in entries.items() if set(names) & set(self.triton)]
+
+
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\(")
+_DUMP = {"xla_dump_emitter_re": ".*"}  # compiler options beside the folder
+_Findings = tuple[list[str], list[str]]  # what was found, what is wrong
+
+
+def _check_masked(compiled: Compiled) -> _Findings:
+    """Every load and store of a tile in the Triton IR has a mask; scalars need none."""
+    findings, faults = [], []
+    for kernel, text in compiled.triton.items():
+        for operation, place in (("load", 1), ("store", 2)):  # where the mask stands among the operands
+            types = [
+                re.findall(r"tensor<[^<>]*(?:<[^<>]*>)?[^<>]*>|[^,\s()]+", line)
+                for line in re.findall(rf'"tt\.{operation}"\(.*?: \((tensor<.*?)\) ->', text)
+            ]
+            masked = sum(len(operands) > place and operands[place].endswith("xi1>") for operands in types)
+            findings.append(f"{kernel}: {masked} of {len(types)} tile {operation}s masked")
+            if masked < len(types) or not types:
+                faults.append(findings[-1])
+    return findings, faults or ([] if compiled.triton else ["no Triton kernel was compiled"])
+
+
+def _check_ptx(compiled: Compiled) -> _Findings:
+    """Vector loads, and nothing spilled to local memory; by the assembler's own count where it is at hand."""
+    findings, faults = [], []
+    for path in compiled.ptx:
+        text = path.read_text()
+        loads = len(re.findall(r"\bld\.global\.", text))
+        vectors = len(re.findall(r"\bld\.global[.\w:]*\.v[248]\.", text))
+        local = len(re.findall(r"\b(?:ld|st)\.local\b|^\s*\.local\b", text, re.MULTILINE))
+        name = ", ".join(_ENTRY.findall(text))
+        findings.append(f"{name}: {vectors} of {loads} loads are of vectors")
+        if not vectors:
+            faults.append(f"{name}: no vector load among {loads}")
+        if local:
+            faults.append(f"{name}: {local} uses of local memory")
+        assembled = _assemble(path, re.findall(r"^\.target\s+(\w+)", text, re.MULTILINE)[0])
+        findings += assembled
+        faults += [line for line in assembled if re.search(r"[1-9]\d* bytes spill", line)]
+    return findings, faults or ([] if compiled.ptx else ["no PTX of a Triton kernel was found"])
+
+
+def _assemble(path: Path, chip: str) -> list[str]:
+    """What `ptxas -v` says of spills and registers; nothing where there is no ptxas, or one older than the PTX."""
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        return []
+    command = [ptxas, "-v", f"-arch={chip}", str(path), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    said = done.stdout + done.stderr
+    if done.returncode:
+        return [f"ptxas cannot assemble it: {said.strip().splitlines()[0]}"]
+    return re.findall(r"\d+ bytes stack frame.*|Used \d+ registers", said)
+
+
+def _check_vmem(compiled: Compiled) -> _Findings:
+    """A TPU kernel that compiled fits into VMEM's default share, unless it asked for more than that."""
+    configs = re.findall(r'"scoped_memory_configs": (\[.*?\])', compiled.lowered.replace("\\22", '"'))
+    limits = [share["size"] for text in configs for share in json.loads(text) if share["memory_space"] == _VMEM]
+    return [], [f"asks for {limit} bytes of VMEM" for limit in limits]
+
+
+_VMEM = 1  # the number of this memory space in Mosaic's configuration
+
+CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
+    "masked": _check_masked,
+    "ptx": _check_ptx,
+    "vmem": _check_vmem,
+}
+
+
+# -- the process that compiles ----------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compiles the cases of one target; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="compile kernels for a chip that is not there")
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("files", nargs="*", type=Path, help="files that define cases(target)")
+    parser.add_argument("--start", type=int, default=0, help="the number of the first case to compile")
+    options = parser.parse_args(arguments)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # What the compilers print goes to stderr: stdout carries the protocol alone.
+    with os.fdopen(os.dup(1), "w", buffering=1) as out:
+        os.dup2(2, 1)
+        _compile_all(options.target, options.files or families(), options.start, out)
+
+
+def _compile_all(target: str, files: Iterable[Path], start: int, out: TextIO) -> None:
+    every = [case for file in files for case in _cases(file, target)]
+    print(json.dumps({"cases": [case.name for case in every]}), file=out)
+    chip = _chip(target)
+    for case in every[start:]:
+        print(json.dumps({"begins": case.name}), file=out)
+        print(json.dumps({"result": asdict(_compile(case, chip, is_tpu(target)))}), file=out)
+
+
+def _cases(file: Path, target: str) -> Iterator[Case]:
+    description = importlib.util.spec_from_file_location(file.stem, file)
+    assert description is not None and description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.modules[file.stem] = module  # dataclasses look their module up
+    description.loader.exec_module(module)
+    yield from module.cases(target)
+
+
+def _chip(target: str) -> Any:
+    """A device of the target chip that compiles, and does nothing else."""
+    from jax.experimental import topologies
+
+    if is_tpu(target):
+        return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices[0]
+    config = (HERE / "targets" / f"{target}.txtpb").read_text()
+    described = topologies.get_topology_desc("", "cuda", target_config=config, topology="1x1x1")
+    return described.devices[0]
+
+
+def _compile(case: Case, chip: Any, tpu: bool) -> Result:
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {}
+        if case.checks and not tpu:
+            options = {"xla_dump_to": folder, **_DUMP}
+        try:
+            lowered, memory = _lower_and_compile(case, chip, options)
+            checked = [CHECKS[check](Compiled(lowered, Path(folder))) for check in case.checks]
+        except Exception as error:  # whatever it is, it is what the report is about
+            lines = f"{type(error).__name__}: {error}".splitlines()
+            return Result(case.name, "\n".join(lines[:12])[:2000], time.perf_counter() - begun)
+    findings = tuple(finding for found, _ in checked for finding in found)
+    faults = [fault for _, found in checked for fault in found]
+    return Result(case.name, "; ".join(faults) or None, time.perf_counter() - begun, memory, findings)
+
+
+def _lower_and_compile(case: Case, chip: Any, options: dict[str, Any]) -> tuple[str, dict[str, int]]:
+    import jax
+
+    sharding = jax.sharding.SingleDeviceSharding(chip)
+    avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), case.avals)
+    # The default device tells Pallas the chip; an abstract mesh would not.
+    with jax.enable_x64(case.x64), jax.default_device(chip):
+        lowered = jax.jit(case.fun).lower(*avals)
+        analysis = lowered.compile(compiler_options=options).memory_analysis()
+    sizes = {
+        name: getattr(analysis, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp", "generated_code")
+    }
+    return lowered.as_text(), {name: size for name, size in sizes.items() if size}
+
+
+# -- the process that asks --------------------------------------------------------------------------------------------
+
+
+def families() -> list[Path]:
+    """The files that define the cases of a family of kernels."""
+    return sorted(HERE.glob("compile_*.py"))
+
+
+def run(target: str, file: Path, timeout: float = TIMEOUT) -> list[Result]:
+    """Compiles the cases of one file in a process of its own, a new one after each case that ends it.
+
+    Returns:
+        A result for each case. A process that dies before its first case is the one result "(start)".
+    """
+    deadline = time.monotonic() + timeout
+    results: list[Result] = []
+    while True:
+        said, ending = _one_process(target, file, len(results), deadline - time.monotonic())
+        messages = [json.loads(line) for line in said.splitlines() if line.endswith("}")]
+        results += [Result(**message["result"]) for message in messages if "result" in message]
+        names = [name for message in messages for name in message.get("cases", ())]
+        begun = [message["begins"] for message in messages if "begins" in message]
+        if ending is None and len(results) == len(names):
+            return results
+        results.append(Result(begun[-1] if begun else "(start)", ending or "the process ended early"))
+        if not begun or len(results) == len(names):
+            return results
+        if time.monotonic() >= deadline:
+            return results + [Result(name, "not reached in time") for name in names[len(results) :]]
+
+
+def _one_process(target: str, file: Path, start: int, timeout: float) -> tuple[str, str | None]:
+    """What one process said, and how it ended where it did not end well."""
+    package = importlib.util.find_spec("jchop")
+    assert package is not None and package.origin is not None
+    paths = [str(Path(package.origin).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, __file__, target, str(file), "--start", str(start)]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)},
+        )
+        try:
+            said, _ = process.communicate(timeout=max(timeout, 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.communicate()[0], f"still running after {timeout:.0f} s"
+        if process.returncode == 0:
+            return said, None
+        errors.seek(0)
+        last = "\n".join(errors.read().splitlines()[-12:])
+        return said, f"the process ended with {process.returncode}\n{last}"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
+    from _kernels.compiling import main as run_main  # the module that the case files import, not a second copy of it
+
+    run_main(sys.argv[1:])

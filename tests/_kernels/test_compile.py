@@ -1,0 +1,97 @@
+"""Every kernel compiled for every chip, without the chips; and the proof that a fault would be seen."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from _kernels import compiling
+
+
+def require_compiler(target: str, config: pytest.Config) -> None:
+    """Skips where the target's compiler is missing; fails under `--compilers`, which says that it has to be there."""
+    reason = compiling.available()[target]
+    if reason is None:
+        return
+    if config.getoption("--compilers", default=False):
+        pytest.fail(f"no compiler for {target}: {reason}")
+    pytest.skip(f"no compiler for {target}: {reason}")
+
+
+@pytest.mark.parametrize("file", compiling.families(), ids=lambda file: file.stem.removeprefix("compile_"))
+@pytest.mark.parametrize("target", compiling.TARGETS)
+def test_kernels_compile(target: str, file: Path, pytestconfig: pytest.Config) -> None:
+    require_compiler(target, pytestconfig)
+    results = compiling.run(target, file)
+    print("\n".join(map(str, results)))
+    assert results, f"{file.name} has no case for {target}"
+    faults = [str(result) for result in results if result.fault]
+    assert not faults, f"{len(faults)} of {len(results)} for {target}:\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        ({"libtpu": "0.9.1"}, None),
+        ({"libtpu": "0.9"}, None),
+        ({"libtpu": "0.8.7"}, "libtpu 0.8.7 is installed, but JAX 9.9 needs ==0.9.*"),
+        ({}, "libtpu is not installed"),
+    ],
+    ids=str,
+)
+def test_a_compiler_is_there_at_the_version_that_jax_asks_for(installed, reason, monkeypatch) -> None:
+    monkeypatch.setattr(compiling.metadata, "version", lambda name: version_of(name, {"jax": "9.9", **installed}))
+    monkeypatch.setattr(compiling.metadata, "requires", lambda name: ["numpy>=2", 'libtpu==0.9.*; extra == "tpu"'])
+    found = compiling.available()
+    assert found["v5e"] == found["v7x"]
+    assert (found["v5e"] is None) if reason is None else (reason in str(found["v5e"]))
+    assert "jax-cuda13-plugin is not installed" in str(found["h200"])
+
+
+def version_of(name: str, installed: dict[str, str]) -> str:
+    if name not in installed:
+        raise compiling.metadata.PackageNotFoundError(name)
+    return installed[name]
+
+
+FAULTY = Path(__file__).with_name("faulty_cases.py")
+# What each case of faulty_cases.py must be reported as: part of its fault, or None.
+FAULTS: dict[str, str | None] = {
+    "sound": None,
+    "raises": "ValueError: this is why",
+    "dies": "the process ended with -6",
+    "sound again": None,
+}
+TPU_FAULTS = {"modest": None, "greedy": "asks for 50000000 bytes of VMEM"}
+GPU_FAULTS = {
+    "masked": None,
+    "masked odd": None,
+    "unmasked": "0 of 1 tile stores masked",
+    "unmasked store": "0 of 1 tile stores masked",
+    "scalar loads": "no vector load among 4",
+    "spills": "bytes spill" if shutil.which("ptxas") else None,
+    "no kernel": "no Triton kernel was compiled; no PTX of a Triton kernel was found",
+}
+
+
+@pytest.mark.parametrize("target", ["v5e", "h200"])
+def test_faults_are_reported(target: str, pytestconfig: pytest.Config) -> None:
+    """Wrong kernels and a case that ends the process: each is named, and the rest go on."""
+    require_compiler(target, pytestconfig)
+    expected = FAULTS | (TPU_FAULTS if compiling.is_tpu(target) else GPU_FAULTS)
+    check_faults(compiling.run(target, FAULTY), expected)
+
+
+@pytest.mark.slow  # it waits for the end of the time
+def test_a_case_that_never_ends_is_reported(pytestconfig: pytest.Config) -> None:
+    require_compiler("a100", pytestconfig)
+    expected = {"sound": None, "hangs": "still running after", "never reached": "not reached in time"}
+    check_faults(compiling.run("a100", FAULTY, timeout=30), expected)
+
+
+def check_faults(results: list[compiling.Result], expected: dict[str, str | None]) -> None:
+    assert {result.name for result in results} == set(expected)
+    for result in results:
+        wanted = expected[result.name]
+        assert (result.fault is None) if wanted is None else (wanted in str(result.fault)), result

@@ -1,0 +1,228 @@
+"""The kernels of the product with a matrix of codes and group scales, interpreted, and the operation around them."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _reference.test_dequantize_matmul import DTYPES, FORMATS, FOUR, exact_data, random_data, rounded, within
+
+from jchop._kernels import dequantize_matmul_gpu, dequantize_matmul_tpu
+from jchop._kernels.dequantize_matmul import dequantize_matmul, dequantize_matmul_op
+from jchop._kernels.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulTpuTiling, Problem
+from jchop.formats import IntegerFormat, float6_e3m2fn, float8_e8m0fnu, parse_format
+
+Shape = tuple[int, int, int, int]
+KERNELS: dict[str, ModuleType] = {"tpu": dequantize_matmul_tpu, "gpu": dequantize_matmul_gpu}
+#: m, k, n, group. Nothing divides anything, or a group lasts for several steps, or there is but one.
+SHAPES: list[Shape] = [(3, 100, 7, 32), (17, 1100, 300, 48), (1, 1300, 5, 640), (2, 1500, 9, 2000)]
+
+
+def interpret(platform: str, name: str, group: int, *arrays: Any, tiling: Any = None) -> np.ndarray:
+    kernel = KERNELS[platform].dequantize_matmul
+    return np.asarray(
+        jax.jit(partial(kernel, format=FORMATS[name], group=group, tiling=tiling, interpret=True))(*arrays)
+    )
+
+
+def check_exact(
+    platform: str,
+    name: str,
+    shape: Shape,
+    dtype: str,
+    rng: np.random.Generator,
+    scale_dtype: str = "float32",
+    **more: Any,
+) -> None:
+    x, codes, scales, exact = exact_data(rng, name, shape)
+    arrays = jnp.asarray(x, dtype), jnp.asarray(codes), jnp.asarray(scales, scale_dtype)
+    body = dequantize_matmul(*arrays, format=FORMATS[name], group=shape[3], impl="xla")
+    np.testing.assert_array_equal(body, rounded(exact, dtype))
+    y = interpret(platform, name, shape[3], *arrays, **more)
+    np.testing.assert_array_equal(y, body, strict=True)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [(name, dtype, SHAPES[0]) for name in FOUR for dtype in DTYPES]
+    + [(name, "bfloat16", SHAPES[0]) for name in ("int2", "float4_e2m1fn")]
+    + [("int4", "bfloat16", shape) for shape in SHAPES[1:]]
+    + [("int8", "float32", SHAPES[2]), ("float8_e4m3fn", "bfloat16", SHAPES[2]), ("float8_e5m2", "float32", SHAPES[3])],
+    ids=str,
+)
+def test_bit_equal_to_the_body_where_sums_are_exact(platform, name, dtype, shape, rng):
+    check_exact(platform, name, shape, dtype, rng, scale_dtype=dtype)
+
+
+TPU_TILINGS = [
+    ((40, 2100, 300, 32), DequantizeMatmulTpuTiling(8, 128, 256)),  # several groups in a step
+    ((9, 1100, 20, 512), DequantizeMatmulTpuTiling(9, 10, 128)),  # several steps in a group
+    ((9, 1100, 20, 256), DequantizeMatmulTpuTiling(9, 10, 256)),  # one group in a step
+    ((9, 500, 20, 700), DequantizeMatmulTpuTiling(8, 10, 128)),  # several steps in the only group
+    ((9, 60, 20, 7), DequantizeMatmulTpuTiling(9, 10, 60)),  # all groups in one step
+]
+
+
+@pytest.mark.parametrize(("shape", "tiling"), TPU_TILINGS, ids=str)
+def test_tpu_tilings(shape, tiling, rng):
+    check_exact("tpu", "int4", shape, "bfloat16", rng, scale_dtype="bfloat16", tiling=tiling)
+
+
+GPU_TILINGS = [
+    ((40, 300, 70, 32), DequantizeMatmulGpuTiling(16, 16, 32, splits=3)),  # groups dealt out
+    ((9, 700, 20, 200), DequantizeMatmulGpuTiling(16, 16, 32, splits=9)),  # groups cut in pieces of unequal length
+    ((9, 300, 20, 300), DequantizeMatmulGpuTiling(16, 16, 64, splits=64)),  # more splits than steps
+    ((9, 40, 20, 3), DequantizeMatmulGpuTiling(16, 16, 16)),  # groups shorter than a step
+]
+
+
+@pytest.mark.parametrize(("shape", "tiling"), GPU_TILINGS, ids=str)
+def test_gpu_tilings(shape, tiling, rng):
+    check_exact("gpu", "int4", shape, "bfloat16", rng, tiling=tiling)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize(("name", "dtype"), [("int4", "bfloat16"), ("int8", "float32"), ("float8_e4m3fn", "bfloat16")])
+def test_random_data_within_the_bound(platform, name, dtype, rng):
+    shape = (3, 70, 5, 32)
+    arrays, exact, bound = random_data(rng, name, shape, dtype)
+    assert within(interpret(platform, name, shape[3], *arrays), exact, bound)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_infinite_and_nan_codes_stay_in_their_columns(platform):
+    """Also in the tile that reaches beyond the arrays, whose excess counts for nothing."""
+    codes = np.zeros((70, 3), np.uint8)
+    codes[69] = [0x7C, 0x7E, 0x3C]  # inf, NaN, 1 of e5m2
+    y = interpret(platform, "float8_e5m2", 32, np.ones((2, 70), np.float32), codes, np.ones((3, 3), np.float32))
+    np.testing.assert_array_equal(y, [[np.inf, np.nan, 1]] * 2)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_vmap(platform, rng):
+    both = [exact_data(rng, "int4", (3, 70, 9, 32)) for _ in range(2)]
+    x, codes, scales, exact = (np.stack(two) for two in zip(*both, strict=True))
+    kernel = partial(KERNELS[platform].dequantize_matmul, format=FORMATS["int4"], group=32, interpret=True)
+    np.testing.assert_array_equal(jax.vmap(kernel)(x, codes, scales), exact.astype(np.float32))
+    op = partial(dequantize_matmul_op, format=FORMATS["int4"], group=32)
+    np.testing.assert_array_equal(jax.vmap(op)(x, codes, scales), exact.astype(np.float32))
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 0, 4, 4), (2, 8, 0, 4)], ids=str)
+def test_empty(platform, shape):
+    m, k, n, group = shape
+    arrays = np.ones((m, k), np.float32), np.zeros((k, -(-n // 2)), np.uint8), np.ones((-(-k // group), n), np.float32)
+    np.testing.assert_array_equal(
+        interpret(platform, "int4", group, *arrays), np.zeros((m, n), np.float32), strict=True
+    )
+
+
+# -- the operation -----------------------------------------------------------------------------------------------------
+
+
+def test_leading_axes(rng):
+    x, codes, scales, exact = exact_data(rng, "int8", (12, 70, 9, 32))
+    op = jax.jit(partial(dequantize_matmul, format=FORMATS["int8"], group=32))
+    for leading in ((3, 4), (2, 3, 2), (12,)):
+        y = op(x.reshape(*leading, 70), codes, scales)
+        np.testing.assert_array_equal(y, exact.reshape(*leading, 9).astype(np.float32), strict=True)
+    np.testing.assert_array_equal(op(x[0], codes, scales), exact[0].astype(np.float32))
+
+
+X, CODES, SCALES = jnp.ones((2, 64)), jnp.zeros((64, 5), jnp.uint8), jnp.ones((2, 9))
+GOOD: dict[str, Any] = {"x": X, "codes": CODES, "scales": SCALES, "format": IntegerFormat(4), "group": 32}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"group": 0}, ValueError, "group=0 must be an integer >= 1"),
+        ({"group": 16}, ValueError, r"scales has shape \(2, 9\); .*group=16.* it must be \(4, 9\)"),
+        ({"format": IntegerFormat(8)}, ValueError, r"codes has shape \(64, 5\); .* it must be \(64, 9\)"),
+        ({"x": X[0, 0]}, ValueError, r"x must be \(\.\.\., k\)"),
+        ({"codes": CODES[0]}, ValueError, "codes and scales matrices"),
+        ({"x": X.astype(jnp.float16)}, TypeError, "x has dtype float16; it must be float32 or bfloat16"),
+        ({"codes": CODES.astype(jnp.int8)}, TypeError, "codes has dtype int8; it must be uint8"),
+        ({"scales": SCALES.astype(jnp.int32)}, TypeError, "scales has dtype int32; it must be float32 or bfloat16"),
+        ({"format": float6_e3m2fn}, TypeError, "format=float6_e3m2fn must be .* of 2, 4 or 8 bits"),
+        ({"format": float8_e8m0fnu}, TypeError, "format=float8_e8m0fnu must have only values that are normal numbers"),
+        ({"format": parse_format("codebook(-1,0,0.5,1)")}, TypeError, "format=codebook.* must be a floating-point"),
+        ({"impl": "triton"}, ValueError, "impl='triton' must be one of"),
+    ],
+)
+def test_refused_arguments(change, error, message):
+    with pytest.raises(error, match=message):
+        dequantize_matmul(**(GOOD | change))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DequantizeMatmulTpuTiling(0, 128, 128), "block_m=0 must be an integer >= 1"),
+        (lambda: DequantizeMatmulGpuTiling(8, 16, 16), "block_m=8 must be an integer >= 16"),
+        (lambda: DequantizeMatmulGpuTiling(16, 48, 16), "block_n=48 must be a power of two"),
+        (lambda: DequantizeMatmulGpuTiling(16, 16, 16, splits=0), "splits=0 must be an integer >= 1"),
+    ],
+)
+def test_refused_tilings(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("tiling", "why"),
+    [
+        (DequantizeMatmulTpuTiling(12, 128, 256), "block_m=12 is neither 300, the whole, nor a multiple of 8"),
+        (DequantizeMatmulTpuTiling(8, 100, 256), "block_n=100 is neither 500, the whole, nor a multiple of 128"),
+        (DequantizeMatmulTpuTiling(8, 128, 128), "block_k=128 is neither 2000, the whole, nor a multiple of 128 that"),
+        (DequantizeMatmulTpuTiling(8, 128, 2000), "block_k=2000 holds more than 32 groups of 32"),
+        (DequantizeMatmulTpuTiling(8, 128, 256), None),
+    ],
+    ids=str,
+)
+def test_tilings_that_do_not_fit_say_why(tiling, why):
+    found = tiling.misfit(Problem(300, 2000, 500, 32, 2, 4))
+    assert found is None if why is None else why in found
+
+
+def problems() -> list[Problem]:
+    return [
+        Problem(m, k, width, min(group, k), parts, itemsize)
+        for m in (1, 16, 300, 4096)
+        for k in (1, 100, 1000, 4096, 20000)
+        for width in (1, 300, 4096)
+        for group in (1, 16, 32, 100, 128, 4128, 20000)
+        for parts, itemsize in ((1, 4), (2, 2))
+    ]
+
+
+def test_tpu_heuristic():
+    """It fits, within the memory. There is none for hundreds of tiny groups, nor for large ones of odd size."""
+    without = set()
+    for problem in problems():
+        tiling = DequantizeMatmulTpuTiling.for_shape(problem)
+        if tiling is None:
+            without.add((problem.k, problem.group))
+            continue
+        assert tiling.misfit(problem) is None, (problem, tiling)
+        assert tiling._bytes(problem) <= 10 << 20
+    assert without == {(100, 1), (1000, 1), (4096, 1), (20000, 1), (20000, 4128)}
+
+
+def test_gpu_heuristic():
+    for problem in problems():
+        tiling = DequantizeMatmulGpuTiling.for_shape(problem)
+        tiles = -(-problem.m // tiling.block_m) * -(-problem.width // tiling.block_n)
+        assert tiling.splits == 1 or tiles * tiling.splits <= 256
+        assert tiling.block_k < 2 * max(problem.group, 16)
+        # One stage of operands, times the stages, and the decoded codes: shared memory, of which 163 KiB are there.
+        operands = tiling.block_k * (tiling.block_m * problem.itemsize + tiling.block_n)
+        decoded = tiling.block_k * tiling.block_n * problem.parts * problem.itemsize
+        assert tiling.num_stages * operands + decoded <= 163 << 10

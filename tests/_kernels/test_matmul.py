@@ -1,0 +1,327 @@
+"""The kernels of the matrix product, run without their chips, against the portable body bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import jchop as jc
+from jchop._bits import CARRIERS
+from jchop._kernels import matmul_gpu, matmul_tpu
+from jchop._kernels.matmul import matmul_op
+from jchop._kernels.matmul_tile import MatmulGpuTiling, MatmulTpuTiling
+from jchop._reference.matmul import Plan, matmul_body
+from jchop._reference.random_bits import seed_words
+from jchop.accumulation import MatmulSpec
+
+KERNELS: dict[str, Callable[..., jax.Array]] = {"tpu": matmul_tpu.matmul, "gpu": matmul_gpu.matmul}
+#: Tilings that cut even small products into several tiles along every axis.
+SMALL: dict[str, Any] = {"tpu": MatmulTpuTiling(16, 128, 128, 8), "gpu": MatmulGpuTiling(16, 16, 16)}
+ORDERS = ("sequential", "blocked(8)", "pairwise", "matrix_unit(16)")
+Shape = tuple[int, int, int, int]  # batch, m, k, n
+SEEDS = jnp.stack([*seed_words(jax.random.key(1)), *seed_words(jax.random.key(2))])
+
+
+def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` compiled with little care for its speed: compiling takes nearly all the time of these tests."""
+    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def spread(shape: tuple[int, ...], seed: int, dtype: Any = np.float32) -> np.ndarray:
+    """Numbers of many magnitudes."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * np.exp2(rng.integers(-5, 6, shape))).astype(dtype)
+
+
+def small_integers(shape: tuple[int, ...], seed: int, dtype: Any = np.float32) -> np.ndarray:
+    """Integers whose products sum up exactly, in whatever order, and none of which is a zero with a sign."""
+    rng = np.random.default_rng(seed)
+    return (rng.integers(1, 9, shape) * rng.choice([-1, 1], shape)).astype(dtype)
+
+
+def operands(spec: MatmulSpec, shape: Shape, dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray]:
+    batch, m, k, n = shape
+    draw = small_integers if spec.order.kind == "matrix_unit" else spread
+    both = draw((batch, m, k), 1, dtype), draw((batch, k, n), 2, dtype)
+    return both if spec.operands is None else tuple(jc.round_to_format(x, spec.operands) for x in both)  # type: ignore
+
+
+def seeds(spec: MatmulSpec) -> tuple[jax.Array, ...]:
+    return (SEEDS,) if Plan(spec, CARRIERS["float32"], 1).draws else ()
+
+
+@lru_cache
+def expected(spec: MatmulSpec, shape: Shape, dtype: Any = np.float32) -> np.ndarray:
+    return np.asarray(compiled(partial(matmul_body, spec=spec))(*operands(spec, shape, dtype), *seeds(spec)))
+
+
+def run(kernel: str, spec: MatmulSpec, a: Any, b: Any, *drawn: Any, tiling: Any = None) -> np.ndarray:
+    fun = partial(KERNELS[kernel], spec=spec, tiling=tiling, interpret=True)
+    return np.asarray(compiled(fun)(*map(jnp.asarray, (a, b, *drawn))))
+
+
+def same_bits(x: np.ndarray, y: np.ndarray) -> bool:
+    """Equal dtypes, shapes and bits, but for the bits of NaN."""
+    unsigned = f"uint{8 * x.dtype.itemsize}"
+    bits = [np.where(np.isnan(v), -1, v.view(unsigned).astype(object)) for v in (x, y)]
+    return x.dtype == y.dtype and x.shape == y.shape and bool((bits[0] == bits[1]).all())
+
+
+def assert_equal_to_body(
+    kernel: str, spec: MatmulSpec, shape: Shape, dtype: Any = np.float32, tiling: Any = None
+) -> None:
+    result = run(kernel, spec, *operands(spec, shape, dtype), *seeds(spec), tiling=tiling)
+    want = expected(spec, shape, dtype)
+    assert same_bits(result, want), f"{(result != want).sum()} of {want.size} differ under {spec}, {shape}"
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+#: Several tiles along every axis, each cut off, under `SMALL`.
+CUT: Shape = (2, 19, 133, 35)
+#: How products (but in the orders that have none) and sums are rounded.
+ROUNDINGS = (
+    ("e5m7", "e5m5"),
+    ("e5m7:down", "e5m5:up"),
+    ("e5m7:toward_zero", "e4m5:saturate:odd"),
+    ("e5m7:stochastic", "e5m5:stochastic"),
+)
+
+
+def arithmetic(order: str, product: str | None, accumulate: str | None) -> MatmulSpec:
+    unit = order.startswith("matrix_unit")
+    return MatmulSpec("e4m3", None if unit else product, accumulate, order)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("product", "accumulate"), ROUNDINGS)
+def test_every_order_and_rounding(kernel: str, order: str, product: str | None, accumulate: str | None) -> None:
+    assert_equal_to_body(kernel, arithmetic(order, product, accumulate), CUT, tiling=SMALL[kernel])
+
+
+#: The heuristic's tilings, of which each shape fills a part.
+SHAPES: tuple[Shape, ...] = ((1, 1, 1, 1), (3, 7, 5, 3), (1, 16, 16, 33), (1, 129, 65, 37))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(kernel: str, order: str, shape: Shape) -> None:
+    assert_equal_to_body(kernel, arithmetic(order, None, "e5m5"), shape)
+
+
+#: Ways through the kernels that the table does not take.
+OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
+    "sums of the carrier": (MatmulSpec("e4m3"), (1, 9, 21, 5)),
+    "operands of the carrier": (MatmulSpec(None, "e8m15:up", "e8m15:odd"), (1, 9, 21, 5)),
+    "fused": (MatmulSpec(None, None, "e8m9:stochastic", fused=True), (1, 9, 21, 5)),
+    "fused in blocks": (MatmulSpec("e5m10", None, "fixed8.4", "blocked(5)", fused=True), (1, 9, 21, 5)),
+    "a block longer than a part": (MatmulSpec("e4m3", "e5m7", "e5m5", "blocked(200)"), (1, 9, 270, 5)),
+    "blocks across parts": (MatmulSpec("e4m3", "e5m7", "e5m5:stochastic", "blocked(100)"), (1, 9, 270, 5)),
+    "several column tiles": (MatmulSpec("e4m3", "e5m7", "e5m5:stochastic", "pairwise"), (2, 9, 6, 130)),
+    "pairwise, a power of two": (MatmulSpec("e4m3", None, "e5m5", "pairwise"), (1, 3, 256, 3)),
+    "pairwise, two": (MatmulSpec("e4m3", None, "e5m5", "pairwise"), (1, 3, 2, 3)),
+    "short blocks of a unit": (MatmulSpec("e4m3", None, "e5m5", "matrix_unit(5)"), (2, 9, 133, 5)),
+    "single products in a unit": (MatmulSpec("e4m3", None, "e5m5:up", "matrix_unit(1)"), (1, 9, 20, 5)),
+    "a unit's block in a part": (MatmulSpec("e4m3", None, "e5m5", "matrix_unit(100)"), (1, 9, 270, 5)),
+    "a unit's block of parts": (MatmulSpec("e4m3", None, "e5m5:stochastic", "matrix_unit(200)"), (1, 9, 470, 5)),
+    "a unit's block beyond k": (MatmulSpec("e4m3", None, "e5m5", "matrix_unit(1000)"), (1, 9, 20, 5)),
+    "a unit with operands of 11 bits": (MatmulSpec("e5m10", None, "e5m5", "matrix_unit(16)"), (1, 9, 20, 5)),
+    "a unit with operands of tf32": (MatmulSpec("tf32", None, "e5m5", "matrix_unit(16)"), (1, 9, 20, 5)),
+    "a unit with operands of the carrier": (MatmulSpec(None, None, "e5m5", "matrix_unit(16)"), (1, 9, 20, 5)),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ways(kernel: str, name: str) -> None:
+    assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
+
+
+def test_the_table_rounds_the_sums_of_units() -> None:
+    """The integers above are exact in a block but not in the accumulator, or the tests would show nothing."""
+    spec = arithmetic("matrix_unit(16)", None, "e5m5")
+    a, b = operands(spec, CUT)
+    assert np.mean(expected(spec, CUT) != a @ b) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [*ORDERS, "matrix_unit(200)"])
+def test_a_simulated_tpu(order: str) -> None:
+    """Memory that nothing has been written to is NaN there, and what lies outside an array cannot be read."""
+    spec = arithmetic(order, "e5m7:stochastic", "e5m5:stochastic")
+    fun = partial(matmul_tpu.matmul, spec=spec, tiling=SMALL["tpu"], interpret=pltpu.InterpretParams())
+    result = compiled(fun)(*map(jnp.asarray, operands(spec, CUT)), *seeds(spec))
+    assert same_bits(np.asarray(result), expected(spec, CUT))
+
+
+DOUBLE = (
+    MatmulSpec("e5m10", "e8m21:up", "e8m24:stochastic"),
+    MatmulSpec(None, None, "e8m30:odd", "blocked(8)", fused=True),
+    MatmulSpec("e5m10", None, "e11m30", "pairwise"),
+    MatmulSpec(None, None, "e8m5:down", "matrix_unit(5)"),
+)
+
+
+@pytest.mark.parametrize("spec", DOUBLE, ids=str)
+def test_float64_on_gpus(spec: MatmulSpec) -> None:
+    with jax.enable_x64(True):
+        assert_equal_to_body("gpu", spec, (2, 9, 21, 17), np.float64, SMALL["gpu"])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("order", ORDERS[::2])
+def test_x64_changes_nothing(kernel: str, order: str) -> None:
+    spec = arithmetic(order, "e5m7:stochastic", "e5m5:stochastic")
+    with jax.enable_x64(True):
+        assert_equal_to_body(kernel, spec, CUT, tiling=SMALL[kernel])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_special_values(kernel: str) -> None:
+    """Infinities, NaN, zeros of both signs and subnormals of the carrier, beside ordinary numbers."""
+    rng = np.random.default_rng(3)
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3e38, -1.5, 1.0], np.float32)
+    weights = np.array([15, 15, 1, 1, 1, 10, 10, 5, 21, 21]) / 100
+    a, b = (rng.choice(special, shape, p=weights) for shape in ((1, 24, 12), (1, 12, 24)))
+    for spec in (MatmulSpec(None, None, "bfloat16:down"), MatmulSpec("e5m10", "e5m10", "e5m10")):
+        if spec.operands is not None:
+            a, b = (jc.round_to_format(x, spec.operands) for x in (a, b))
+        want = np.asarray(compiled(partial(matmul_body, spec=spec))(a, b))
+        assert {np.isnan(want).any(), np.isinf(want).any(), (want == 0).any()} == {True}
+        assert same_bits(run(kernel, spec, a, b), want), spec
+
+
+# -- matrix units whose sums are not exact -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("form", [None, "bfloat16"])
+def test_inexact_sums_of_units_stay_within_their_bound(kernel: str, form: str | None) -> None:
+    """Each of k products is in at most k sums of the carrier: an error of k u of it (Higham 2002, section 3.1)."""
+    k = 270
+    spec = MatmulSpec(form, order="matrix_unit(100)")
+    a, b = (spread(shape, seed) for shape, seed in (((1, 20, k), 4), ((1, k, 20), 5)))
+    if form:
+        a, b = jc.round_to_format(a, form), jc.round_to_format(b, form)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    bound = 1.01 * (k + 1) * 2.0**-24 * (np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64))
+    error = np.abs(run(kernel, spec, a, b, tiling=SMALL[kernel]) - exact)
+    assert (error <= bound).all() and error.max() > 0
+
+
+# -- transformations, empty products -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_vmap_over_operands_and_seeds(kernel: str) -> None:
+    spec = arithmetic("sequential", "e5m7:stochastic", "e5m5:stochastic")
+    a, b = operands(spec, (3, 9, 6, 5))
+    keys = jnp.stack([SEEDS, SEEDS + jnp.uint32(1), SEEDS + jnp.uint32(2)])
+    fun = partial(KERNELS[kernel], spec=spec, tiling=SMALL[kernel], interpret=True)
+    mapped = compiled(jax.vmap(fun, in_axes=(0, None, 0)))(jnp.asarray(a)[:, None], jnp.asarray(b)[:1], keys)
+    body = compiled(partial(matmul_body, spec=spec))
+    for i in range(3):
+        assert same_bits(np.asarray(mapped[i]), np.asarray(body(a[i : i + 1], b[:1], keys[i])))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", [(1, 3, 0, 4), (0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 2, 0), (0, 0, 0, 0)])
+def test_empty_products_and_sums(kernel: str, shape: Shape) -> None:
+    batch, m, k, n = shape
+    for order in ORDERS:
+        spec = arithmetic(order, None, "e5m5")
+        result = KERNELS[kernel](jnp.ones((batch, m, k)), jnp.ones((batch, k, n)), spec=spec, interpret=True)
+        assert same_bits(np.asarray(result), np.zeros((batch, m, n), np.float32))
+
+
+# -- tilings -----------------------------------------------------------------------------------------------------------
+
+SIZES = (1, 7, 8, 100, 128, 129, 1000, 4096, 70_000)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "matrix_unit(4096)"])
+def test_tpu_tilings_fit_on_chip(order: str) -> None:
+    spec = MatmulSpec("e4m3", accumulate="e5m5", order=order)
+    for m in SIZES:
+        for k in SIZES:
+            tiling = MatmulTpuTiling.for_shape(m, 4096, k, spec)
+            scratch = matmul_tpu._Tile(Plan(spec, CARRIERS["float32"], k), tiling, m, 4096).scratch
+            moved = tiling.block_k * (tiling.block_m + tiling.block_n) + tiling.block_m * tiling.block_n
+            assert 4 * (2 * moved + sum(int(np.prod(shape)) for shape in scratch)) <= 12 << 20, (m, k, tiling)
+            assert tiling.block_m < m + max(8, tiling.rows)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("form", ["e4m3", "tf32", None])
+def test_gpu_tilings_fit_in_registers(order: str, form: str | None) -> None:
+    for carrier in ("float32", "float64"):
+        plan = Plan(MatmulSpec(form, accumulate="e5m5", order=order), CARRIERS[carrier], 4096)
+        most = {"matrix_unit": 32}.get(plan.spec.order.kind, 8)
+        tilings = [MatmulGpuTiling.for_shape(1, m, n, plan) for m in SIZES for n in SIZES]
+        assert all(t.block_m * t.block_n <= most * 32 * t.num_warps for t in tilings)
+        areas = [t.block_m * t.block_n for t in (tilings[0], tilings[-1])]
+        assert areas[0] < areas[1] or carrier == "float64"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MatmulTpuTiling(12, 128, 128, 8), "block_m=12 must be a multiple of 8"),
+        (lambda: MatmulTpuTiling(16, 100, 128, 8), "block_n=100 must be a multiple of 128"),
+        (lambda: MatmulTpuTiling(16, 128, 128, 0), "rows=0 must be"),
+        (lambda: MatmulGpuTiling(16, 24), "block_n=24 must be a power of two"),
+        (lambda: MatmulGpuTiling(16, 16, num_stages=0), "num_stages=0 must be"),
+    ],
+)
+def test_tilings_are_checked(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# -- the operation -----------------------------------------------------------------------------------------------------
+
+
+def lowered_for_tpu(dtype: str = "float32", k: int = 5, **static: Any) -> str:
+    spec = static.pop("spec", MatmulSpec("e4m3", accumulate="e5m5"))
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((1, 4, k), (1, k, 3)))
+    with jax.enable_x64(dtype == "float64"):
+        fun = jax.jit(partial(matmul_op, spec=spec, **static))
+        return fun.trace(a, b).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_the_operation_takes_the_kernel_where_it_can() -> None:
+    assert "tpu_custom_call" in lowered_for_tpu()
+    assert "tpu_custom_call" in lowered_for_tpu(impl="pallas", tiling=SMALL["tpu"])
+    assert "tpu_custom_call" not in lowered_for_tpu(impl="xla")
+    assert "tpu_custom_call" not in lowered_for_tpu("float64")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "float64"}, "dtype float64, and the TPU kernel takes float32"),
+        ({"tiling": SMALL["gpu"]}, r"tiling=MatmulGpuTiling\(.*\) is not a MatmulTpuTiling"),
+        ({"k": 1 << 30}, "inner dimension is 1073741824"),
+    ],
+)
+def test_the_operation_says_why_it_cannot(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        lowered_for_tpu(impl="pallas", **arguments)
+
+
+def test_a_tile_too_small_for_a_unit_is_refused() -> None:
+    from jchop._kernels.matmul import _refuse_gpu
+
+    a, spec = jax.ShapeDtypeStruct((1, 4, 5), jnp.float32), MatmulSpec(order="matrix_unit(4)")
+    assert "side of less than 16" in str(_refuse_gpu(a, a, spec=spec, tiling=MatmulGpuTiling(8, 16)))
+    assert _refuse_gpu(a, a, spec=spec, tiling=MatmulGpuTiling(16, 16)) is None
+    assert _refuse_gpu(a, a, spec=MatmulSpec(), tiling=MatmulGpuTiling(8, 16)) is None

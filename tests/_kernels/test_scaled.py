@@ -1,0 +1,373 @@
+"""The kernels of scaled blocks, interpreted: bit for bit what the portable body gives, for one table of cases.
+
+The body's values are proven against exact rationals by tests/_reference/test_scaled.py. The table of block formats and
+shapes is that of compile_scaled.py, where the same kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _kernels.compile_scaled import GPU_DTYPES, SCALINGS, SHAPES, TPU_DTYPES
+
+import jchop as jc
+from jchop import _bits
+from jchop._kernels import scaled, scaled_gpu, scaled_tpu
+from jchop._kernels.scaled_tile import Problem, ScaledGpuTiling, ScaledTpuTiling
+from jchop._reference import plain_blocks
+from jchop._reference import scaled as reference
+from jchop._reference.place import AT_START, Place
+from jchop._reference.random_bits import seed_words
+from jchop._reference.scaled import quantize_blocks_body, round_blocks_body
+from jchop._reference.scales import make_plan
+from jchop.scaling import BlockScaling, integer_groups, mx, nvfp4
+
+Array = jax.Array
+
+KERNELS: dict[str, tuple[Any, Callable[..., str | None], Callable[..., str | None]]] = {
+    "tpu": (scaled_tpu, scaled.refuse_tpu, scaled.refuse_codes_tpu),
+    "gpu": (scaled_gpu, scaled.refuse_gpu, scaled.refuse_codes_gpu),
+}
+KEY = 11
+
+
+def numbers(shape: tuple[int, ...], dtype: str) -> dict[str, np.ndarray]:
+    """Two arrays: one that kernels treat the short way, one with every kind of number, blocks of each magnitude."""
+    rng = np.random.default_rng(len(shape) + math.prod(shape))
+    kind, carrier = cases.DTYPES[dtype], _bits.CARRIERS[dtype]
+    plain = (rng.standard_normal(shape) * 2.0 ** rng.integers(-3, 4, shape)).astype(kind)
+    exponents = rng.integers(carrier.tiny_exponent, carrier.bias, (*shape[:-1], 1))
+    with np.errstate(over="ignore"):
+        wild = np.ldexp(rng.standard_normal(shape), exponents).astype(kind)
+    for special in (np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0):
+        if wild.size:
+            wild.reshape(-1)[rng.integers(0, wild.size)] = special
+    return {"plain": plain, "wild": wild}
+
+
+def operands(x: Array, scaling: BlockScaling, start: int = 0) -> tuple[tuple[Array, ...], Place]:
+    """What an operation takes beside the array, its random words from `start` on."""
+    tensor = (scaled.fit_tensor_scale(x, scaling),) if scaling.rule == "two_level" else ()
+    if not scaling.element.rounding.stochastic:
+        return tensor, AT_START
+    seeds = seed_words(jax.random.key(KEY))
+    return ((*tensor, *seeds, jnp.uint32(start)), Place((None,))) if start else ((*tensor, *seeds), AT_START)
+
+
+def same_bits(got: Any, expected: Any, what: str) -> None:
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), what
+    wrong = np.argwhere(cases.bits(got) != cases.bits(expected))
+    assert not len(wrong), f"{what}: {len(wrong)} of {got.size} differ, first at {wrong[:4].tolist()}"
+
+
+def check(
+    platform: str, operation: str, scaling: BlockScaling, dtype: str, shape: tuple[int, ...], **more: Any
+) -> None:
+    """A kernel against the body, each compiled once and run on all arrays."""
+    module = KERNELS[platform][0]
+    tiling, start = more.get("tiling"), more.get("start", 0)
+    body = {"round_blocks": round_blocks_body, "quantize_blocks": quantize_blocks_body}[operation]
+    with jax.enable_x64(dtype == "float64"):
+        arrays = {name: jnp.asarray(x) for name, x in numbers(shape, dtype).items()}
+        place = operands(arrays["plain"], scaling, start)[1]
+
+        @jax.jit
+        def both(x: Array, *others: Array) -> tuple[Any, Any]:
+            words = scaled._words(others, scaling, place)
+            run = getattr(module, operation)
+            return run(x, words, scaling=scaling, tiling=tiling, interpret=True), body(
+                x, *others, scaling=scaling, place=place
+            )
+
+        for name, x in arrays.items():
+            got, expected = both(x, *operands(x, scaling, start)[0])
+            what = f"{operation} {scaling} {dtype}{list(shape)}, {name} numbers"
+            for part, (one, other) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)):
+                same_bits(one, other, f"{what}, result {part}")
+
+
+def small(platform: str, scaling: BlockScaling, dtype: str, shape: tuple[int, ...]) -> Any:
+    """The smallest tiles, so that there are several."""
+    problem = Problem.of(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), scaling)
+    if platform == "gpu":
+        return ScaledGpuTiling(4, 1, 4) if problem.last else ScaledGpuTiling(1, 16, 4)
+    lanes = 128 * (1 if problem.last else problem.codes_together)
+    return ScaledTpuTiling(ScaledTpuTiling(1, lanes).unit(problem), lanes)
+
+
+#: Every block format once on each platform, axes, dtypes, shapes and operations in turn.
+TABLE = [
+    (platform, ("quantize_blocks", "round_blocks")[(number + number // 4) % 2], name, (-1, -2)[number // 2 % 2],
+     dtypes[number % len(dtypes)], ((37, 101), (3, 5, 257), (64, 128))[number % 3])
+    for platform, dtypes in (("tpu", TPU_DTYPES), ("gpu", GPU_DTYPES))
+    for number, name in enumerate(SCALINGS)
+]  # fmt: skip
+
+
+def refused(platform: str, operation: str, scaling: BlockScaling, dtype: str, shape: tuple[int, ...]) -> str | None:
+    _, rounds, quantizes = KERNELS[platform]
+    refuse = {"round_blocks": rounds, "quantize_blocks": quantizes}[operation]
+    return refuse(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), scaling=scaling)
+
+
+@pytest.mark.parametrize(("platform", "operation", "name", "axis", "dtype", "shape"), TABLE, ids=str)
+def test_equals_the_body(platform, operation, name, axis, dtype, shape):
+    scaling = replace(SCALINGS[name], axis=axis)
+    dtype = "float32" if refused(platform, operation, scaling, dtype, shape) else dtype
+    tiling = small(platform, scaling, dtype, shape) if shape != (37, 101) else None
+    start = (1 << 32) - 700 if scaling.element.rounding.stochastic else 0
+    check(platform, operation, scaling, dtype, shape, tiling=tiling, start=start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 1), (7,), (127,), (128,), (1025,), (8, 128), (2, 64, 1, 32)], ids=str)
+@pytest.mark.parametrize("operation", ["quantize_blocks", "round_blocks"])
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("platform", KERNELS)
+def test_all_equal_the_body(platform, operation, name, shape):
+    """Every shape of the table of rounding, and every axis; dtypes and tiles in turn."""
+    for axis in range(-len(shape), 0):
+        scaling = replace(SCALINGS[name], axis=axis)
+        dtypes = GPU_DTYPES if platform == "gpu" else TPU_DTYPES
+        dtype = dtypes[(axis + len(name)) % len(dtypes)]
+        if refused(platform, operation, scaling, dtype, shape) is None:
+            check(platform, operation, scaling, dtype, shape, tiling=small(platform, scaling, dtype, shape))
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_blocks_of_other_lengths(platform):
+    """Lengths that are no power of two, or longer than a row; packed codes of six bits with other axes merged."""
+    lengths = {"tpu": (96, 256), "gpu": (7, 20)}[platform]
+    check(platform, "round_blocks", mx("e4m3fn", block=lengths[0], axis=-2), "float32", (150, 33))
+    check(platform, "quantize_blocks", mx("e3m2fn", block=lengths[1]), "float32", (2, 3, 60))
+    check(platform, "quantize_blocks", mx("e3m2fn", block=lengths[1], axis=-3), "float32", (40, 3, 8))
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 32)], ids=str)
+def test_empty_arrays(platform, shape):
+    for axis in range(-len(shape), 0):
+        scaling, x = mx("e2m1fn", axis=axis), jnp.zeros(shape)
+        words = scaled._words((), scaling, AT_START)
+        module = KERNELS[platform][0]
+        assert module.round_blocks(x, words, scaling=scaling).shape == shape
+        got = module.quantize_blocks(x, words, scaling=scaling)
+        for one, other in zip(got, quantize_blocks_body(x, scaling=scaling), strict=True):
+            same_bits(one, other, f"{shape} along {axis}")
+
+
+# -- the short way -----------------------------------------------------------------------------------------------------
+
+SHORT = [mx(element, rule=rule) for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m3fn", "e2m1fn", "int8", "int4")
+         for rule in ("floor", "rceil")]  # fmt: skip
+
+
+def test_the_short_way_is_taken_where_it_may_be():
+    for scaling in SHORT:
+        assert plain_blocks.has_short_way(make_plan(scaling, _bits.CARRIERS["bfloat16"])), scaling
+    for scaling in (
+        mx("float8_e4m3fnuz"),  # no -0
+        BlockScaling("e4m3fn", 32),  # overflows to NaN
+        BlockScaling("e4m3fn:up:saturate", 32),
+        BlockScaling("e4m3fn:stochastic:saturate", 32),
+        BlockScaling("e4m3fn:saturate", 32, scale="float32", rule="absmax"),
+        BlockScaling("e4m3fn:saturate", 32, scale="e5m2"),
+        BlockScaling("e4m3fn:flush:saturate", 32),
+        BlockScaling("uint4", 32),
+        BlockScaling("codebook(-1,0,1)", 32),
+    ):
+        assert not plain_blocks.has_short_way(make_plan(scaling, _bits.CARRIERS["float32"])), scaling
+    assert not plain_blocks.has_short_way(make_plan(mx("e4m3fn"), _bits.CARRIERS["float64"]))
+
+
+def ties(scaling: BlockScaling, rng: np.random.Generator) -> np.ndarray:
+    """Blocks of grid points and the numbers halfway, one unit in the last place about, from 2^-62 to 2^62."""
+    fmt = scaling.element.format
+    values = fmt.values() if fmt.bits <= 8 else np.zeros(1)
+    grid = np.concatenate([values, (values[1:] + values[:-1]) / 2, 1.1 * values])
+    count = 4 * 125
+    x = rng.choice(grid, (count, scaling.block)).astype(np.float32)
+    largest = float(fmt.max)
+    x[:, 0] = rng.choice([largest, 1.0, 1.06 * largest, 0.49 * largest], count)
+    x *= 2.0 ** np.repeat(np.arange(-62, 63), 4)[:, None].astype(np.float32)
+    bits = cases.bits(x).astype(np.int64) + rng.integers(-1, 2, x.shape) * (x != 0)
+    x = bits.astype(np.uint32).view(np.float32)
+    x[::17] = 0
+    x[:, 1] = -0.0
+    return np.where(np.abs(x) > np.abs(x[:, :1]), x[:, :1], x)
+
+
+@pytest.mark.parametrize("scaling", SHORT, ids=str)
+def test_the_short_way_gives_the_same_bits(scaling, rng):
+    """Each block by itself, so that each takes the way that it may: against the general way on ties."""
+    plan = make_plan(scaling, _bits.CARRIERS["float32"])
+    x = ties(scaling, rng)
+
+    @jax.jit
+    def both(x: Array) -> tuple[Any, Any]:
+        short = jax.lax.map(lambda row: (plain_blocks.round_tile(row[None], 1, plan)[0],
+                                         *plain_blocks.quantize_tile(row[None], 1, plan)), x)  # fmt: skip
+        return short, (reference.round_tile(x, 1, plan), *reference.quantize_tile(x, 1, plan))
+
+    (rounded, codes, scales), expected = both(x)
+    got = (rounded, codes[:, 0], scales[:, 0])
+    for name, one, other in zip(("rounded", "codes", "scales"), got, expected, strict=True):
+        same_bits(one, other, name)
+
+
+# -- tilings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("shape", [*SHAPES, (4096, 4096), (1, 1), (8, 8, 8)], ids=str)
+def test_heuristics_fit(name, shape):
+    for axis in {-1, -min(2, len(shape))}:
+        for dtype in ("float32", "bfloat16"):
+            problem = Problem.of(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), replace(SCALINGS[name], axis=axis))
+            for kind in (ScaledTpuTiling, ScaledGpuTiling):
+                tiling = kind.for_shape(problem)
+                assert tiling.misfit(problem) is None
+            assert ScaledTpuTiling.for_shape(problem).blocks * problem.block * 4 * 1024 <= 1 << 24
+
+
+def test_tiles_are_checked():
+    problem = Problem.of(jax.ShapeDtypeStruct((64, 64), jnp.float32), mx("e2m1fn"))
+    for wrong, message in (
+        (lambda: ScaledTpuTiling(1, 100), "lanes=100 must be a multiple of 128"),
+        (lambda: ScaledTpuTiling(0, 128), "blocks=0 must be"),
+        (lambda: ScaledGpuTiling(3, 1, 4), "blocks=3 must be a power of two"),
+        (lambda: ScaledGpuTiling(1, 1, 0), "num_warps=0 must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+    assert "blocks=3 is no multiple of" in str(ScaledTpuTiling(3, 128).misfit(problem))
+    assert "lanes=2 must be 1" in str(ScaledGpuTiling(1, 2, 4).misfit(problem))
+    down = Problem.of(jax.ShapeDtypeStruct((64, 64), jnp.float32), mx("e2m1fn", axis=0))
+    assert "lanes=128 is no multiple of 256" in str(ScaledTpuTiling(32, 128).misfit(down))
+    assert "blocks=2 must be 1" in str(ScaledGpuTiling(2, 64, 4).misfit(down))
+    assert "lanes=1 is no multiple of 2" in str(ScaledGpuTiling(1, 1, 4).misfit(down))
+    x = jnp.zeros((64, 64))
+    for module, tiling in ((scaled_tpu, ScaledTpuTiling(3, 128)), (scaled_gpu, ScaledGpuTiling(1, 2, 4))):
+        with pytest.raises(ValueError, match="tiling="):
+            words = scaled._words((), mx("e2m1fn"), AT_START)
+            module.round_blocks(x, words, scaling=mx("e2m1fn"), tiling=tiling, interpret=True)
+
+
+# -- what kernels refuse -----------------------------------------------------------------------------------------------
+
+MANY = f"codebook({','.join(map(str, range(33)))})"
+
+
+@pytest.mark.parametrize(
+    ("platform", "operation", "scaling", "shape", "dtype", "message"),
+    [
+        ("tpu", "round_blocks", mx("e4m3fn"), (64,), "float16", "x has dtype float16"),
+        ("tpu", "round_blocks", mx("e4m3fn", block=24), (64,), "float32", "block=24 is not 8, 16 or a multiple of 32"),
+        ("tpu", "round_blocks", mx("e4m3fn", block=2048), (64,), "float32", "block=2048"),
+        ("tpu", "quantize_blocks", integer_groups(4, 32, scale="float16"), (64,), "float32", "dtype float16"),
+        ("gpu", "round_blocks", mx("e4m3fn", block=8192), (64,), "float32", "block=8192 is larger than 4096"),
+        ("gpu", "round_blocks", mx("e4m3fn", block=512, axis=0), (64, 2), "float32", "block=512 is larger than 256"),
+        ("gpu", "round_blocks", BlockScaling("int4:stochastic", 8), (64,), "float64", "64-bit random words"),
+        ("gpu", "quantize_blocks", integer_groups(5, 32), (64,), "float32", "codes of 5 bits have no kernel"),
+        ("gpu", "quantize_blocks", mx("e3m2fn", block=6), (64,), "float32", "does not fill whole bytes"),
+        ("gpu", "quantize_blocks", mx("e2m1fn", axis=0), (64, 3, 5), "float32", "last axis of length 5"),
+        ("gpu", "round_blocks", BlockScaling(MANY, 8), (64,), "float32", "more than 32 levels"),
+        ("gpu", "round_blocks", mx("e4m3fn"), (1 << 16, 1 << 15), "float32", "fewer than 2^31"),
+    ],
+    ids=str,
+)
+def test_refusals_say_why(platform, operation, scaling, shape, dtype, message):
+    assert message in str(refused(platform, operation, scaling, dtype, shape))
+
+
+def test_tiles_of_larger_arrays_are_refused():
+    x = jax.ShapeDtypeStruct((64,), jnp.float32)
+    scaling = BlockScaling("int4:stochastic", 8)
+    assert "tile of a larger array" in str(scaled.refuse(x, scaling=scaling, place=Place((0,), (128,))))
+
+
+# -- the functions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mxfp8 e4m3", "nvfp4", "int4 of 128, bfloat16", "mxfp4, stochastic"])
+def test_functions_give_what_the_bodies_give(name):
+    scaling, key = SCALINGS[name], jax.random.key(KEY)
+    x = jnp.asarray(numbers((5, 130), "float32")["plain"])
+    others, place = operands(x, scaling)
+    rounded = scaled.round_blocks(x, scaling, key)
+    same_bits(rounded, jax.jit(functools.partial(round_blocks_body, scaling=scaling, place=place))(x, *others), name)
+    codes, scales = scaled.quantize_blocks(x, scaling, key)
+    tensor = others[0] if scaling.rule == "two_level" else None
+    back = scaled.dequantize_blocks(codes, scales, scaling, size=130, tensor_scale=tensor)
+    same_bits(back, rounded, name)
+    mapped = jax.vmap(lambda row: scaled.round_blocks(row, scaling, key, tensor_scale=tensor))(x)
+    assert mapped.shape == x.shape
+    if "stochastic" not in name:
+        same_bits(mapped, rounded, f"{name} under vmap")
+
+
+def test_float64_stays_float64():
+    """Whatever the flag; scales of the tensor too."""
+    with jax.enable_x64(True):
+        x = jnp.asarray(numbers((3, 40), "float64")["plain"])
+    for scaling in (mx("e4m3fn"), nvfp4()):
+        rounded = scaled.round_blocks(x, scaling)
+        codes, scales = scaled.quantize_blocks(x, scaling)
+        tensor = scaled.fit_tensor_scale(x, scaling) if scaling.rule == "two_level" else None
+        back = scaled.dequantize_blocks(codes, scales, scaling, size=40, dtype="float64", tensor_scale=tensor)
+        assert rounded.dtype == back.dtype == np.float64
+        same_bits(back, rounded, str(scaling))
+
+
+def test_scale_of_a_tensor(rng):
+    """Its blocks' scales reach the largest; zeros, infinities and NaN do not count."""
+    x = rng.standard_normal((8, 64)).astype(np.float32)
+    _, scales = scaled.quantize_blocks(jnp.asarray(x), nvfp4())
+    assert jc.float8_e4m3fn.decode(np.asarray(scales)).max() == 448
+    for odd in ([0.0, -0.0], [np.nan, np.inf, 0.0]):
+        assert float(scaled.fit_tensor_scale(jnp.array(odd), nvfp4())) == 1.0
+    assert float(scaled.fit_tensor_scale(jnp.zeros((0, 4)), nvfp4())) == 1.0
+    assert float(scaled.fit_tensor_scale(jnp.array([5376.0, np.nan, -np.inf]), nvfp4())) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: scaled.round_blocks(x.astype(jnp.int32), mx("e4m3fn")), TypeError, "x has dtype int32, which is no"),
+        (lambda x: scaled.round_blocks(x, mx("e4m3fn", axis=2)), ValueError, "axis=2 is none of an array of 2"),
+        (lambda x: scaled.round_blocks(x, mx("e4m3fn", axis=-3)), ValueError, "axis=-3 is none of"),
+        (lambda x: scaled.round_blocks(x, BlockScaling("int4:stochastic", 8)), ValueError, "key=None"),
+        (lambda x: scaled.round_blocks(x, mx("e4m3fn"), tensor_scale=x[0, 0]), ValueError, "tensor_scale is for"),
+        (lambda x: scaled.round_blocks(x, mx("e4m3fn"), impl="fast"), ValueError, "impl='fast' must be"),
+        (lambda x: scaled.quantize_blocks(x, BlockScaling("e5m3", 8)), ValueError, "at most 8 are stored"),
+        (lambda x: scaled.round_blocks(x, mx("e4m3fn"), impl="pallas"), NotImplementedError, "cannot be had"),
+    ],
+    ids=range(8),
+)
+def test_errors_name_the_argument(call, error, message):
+    with pytest.raises(error) as caught:
+        call(jnp.ones((4, 32)))
+    assert message in str(caught.value)
+
+
+def test_errors_of_dequantizing():
+    codes, scales = scaled.quantize_blocks(jnp.ones((4, 33)), mx("e2m1fn"))
+    for more, message in (
+        ({"size": 30}, "size=30 codes of 4 bits do not take 17 bytes"),
+        ({"scales": scales[:, :1]}, "scales has shape (4, 1)"),
+        ({"scaling": replace(nvfp4(), block=32)}, "needs the tensor_scale"),
+    ):
+        arguments: dict[str, Any] = {"codes": codes, "scales": scales, "scaling": mx("e2m1fn"), "size": 33}
+        with pytest.raises(ValueError) as caught:
+            scaled.dequantize_blocks(**{**arguments, **more})
+        assert message in str(caught.value)
