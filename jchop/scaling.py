@@ -59,7 +59,8 @@ class BlockScaling:
         block: how many consecutive elements share a scale, at least 1. The last block of a row may be smaller.
         axis: the axis along which they lie. Default -1.
         scale: the format of the scales, of which the positive numbers are used. Default e8m0. A quotient is rounded to
-            it to nearest, ties to even, and clamped to its smallest and largest positive number.
+            it to nearest, ties to even, and clamped to its smallest and largest positive number; a power of two that a
+            rule asks for is clamped to its smallest and largest power of two.
         rule: one of `RULES`. Default "floor", that of the OCP Microscaling Formats (MX) specification 1.0.
         nan_block: a block that holds an infinity or NaN, or asks for a larger scale than there is, becomes NaN as a
             whole, by a scale that is NaN (OCP MX 1.0, 5.3). Default False.

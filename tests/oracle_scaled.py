@@ -20,6 +20,7 @@ class Blocks:
     mode: str = "nearest_even"
     overflow: str = "saturate"
     nan_block: bool = False
+    flush: bool = False
 
     @property
     def most(self) -> Fraction:
@@ -78,6 +79,10 @@ ASKED: dict[str, Callable[[Blocks, list[Fraction], Fraction], Fraction]] = {
 }
 
 
+#: The rules that ask for powers of two, which are clamped to those of the scale format.
+POWERS = ("floor", "ceil", "even", "rceil")
+
+
 def _amax(x: list[Fraction]) -> Fraction:
     return max(map(abs, x))
 
@@ -103,6 +108,9 @@ def scale_of(values: Sequence[Value], blocks: Blocks, tensor: Fraction = Fractio
     if not any(numbers):
         return min(max(Fraction(1), smallest), largest)
     asked = ASKED[blocks.rule](blocks, numbers, tensor)
+    if blocks.rule in POWERS:
+        highest = pow2(floor_log2(largest))
+        return Special.NAN if blocks.nan_block and asked > highest else min(max(asked, smallest), highest)
     if blocks.nan_block:
         rounded = oracle.round_exact(blocks.scale, asked, "nearest_even", "ieee")
         if not isinstance(rounded, Fraction):
@@ -117,7 +125,7 @@ def element_of(x: Value, scale: Fraction, blocks: Blocks, n: int = 1, r: int = 0
         has_nan = isinstance(blocks.element, FloatSet) and blocks.element.has_nan
         return x if has_nan else blocks.most
     quotient = x / scale if isinstance(x, Fraction) else x
-    return oracle.round_exact(blocks.element, quotient, blocks.mode, blocks.overflow, n=n, r=r)
+    return oracle.round_exact(blocks.element, quotient, blocks.mode, blocks.overflow, flush=blocks.flush, n=n, r=r)
 
 
 def back(element: Value, scale: Fraction, carrier: Carrier) -> Value:

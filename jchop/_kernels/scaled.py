@@ -113,8 +113,6 @@ def refuse_gpu(x: Any, *arrays: Any, scaling: BlockScaling, **static: Any) -> st
     most = _MOST_GPU[Problem.of(x, scaling).last]
     if scaling.block > most:
         return f"block={scaling.block} is larger than {most}"
-    if x.dtype.itemsize == 8 and scaling.element.rounding.stochastic:
-        return "the masks of 64-bit random words are constants that Triton does not take"
     return refuse(x, *arrays, scaling=scaling, **static)
 
 

@@ -21,6 +21,7 @@ from jchop._reference.arithmetic import multiply, range_of
 from jchop._reference.codes import decode_elements, encode_elements, extended, pack, unpack
 from jchop._reference.elements import round_elements
 from jchop._reference.exact import round_exact
+from jchop._reference.levels import round_to_levels
 from jchop._reference.place import AT_START, Place, words_like
 from jchop._reference.quotient import (
     Divisor,
@@ -41,7 +42,7 @@ from jchop._reference.scales import (
     scale_magnitude,
     store_scales,
 )
-from jchop.formats import bfloat16, binary16
+from jchop.formats import CodebookFormat, bfloat16, binary16
 from jchop.scaling import BlockScaling
 from jchop.spec import Spec
 
@@ -82,8 +83,11 @@ def round_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) ->
     compute, element = plan.compute, plan.scaling.element
     sign, magnitude = _bits.split(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
-    if not plan.scaling.is_power and element.rounding.stochastic:
+    levels = isinstance(element.format, CodebookFormat)
+    if not plan.scaling.is_power and levels != element.rounding.stochastic:
         exact = exact_quotient(sign, magnitude, plain, _divisor(scales, plan), compute)
+        if isinstance(element.format, CodebookFormat):
+            return _one_nan(round_to_levels(exact, element.format, element.rounding, compute), plan)
         return _one_nan(round_exact(exact, element, compute, word), plan)
     if plan.scaling.is_power:
         quotient = _over_power(magnitude, scales.value, compute)

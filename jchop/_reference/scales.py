@@ -19,8 +19,9 @@ from jchop._reference.arithmetic import divide, range_of, require_operation
 from jchop._reference.codes import decode_elements, encode_elements, extended
 from jchop._reference.elements import round_elements
 from jchop._reference.grid import require_carrier
+from jchop._reference.levels import require_levels
 from jchop._reference.quotient import divisor_bits, divisor_of_product, odd_quotient
-from jchop.formats import bfloat16, binary16, binary32, binary64
+from jchop.formats import CodebookFormat, bfloat16, binary16, binary32, binary64
 from jchop.rounding import Overflow
 from jchop.scaling import POWERS, BlockScaling, divisor_parts
 from jchop.spec import Spec
@@ -90,7 +91,10 @@ def make_plan(scaling: BlockScaling, carrier: Carrier) -> Plan:
     if scaling.is_power:
         require_carrier(scale, compute)
     else:
-        require_operation(element, compute, "element")
+        if not isinstance(element.format, CodebookFormat):
+            require_operation(element, compute, "element")
+        elif not element.rounding.stochastic:
+            require_levels(element.format, element.rounding, compute)
         require_operation(scale, compute, "scale")
     for divisor in scaling.divisors:
         if compute.magnitude_bits(divisor) is None:

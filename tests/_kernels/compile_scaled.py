@@ -26,6 +26,7 @@ SCALINGS: dict[str, BlockScaling] = {
     "int4 of 128, bfloat16": integer_groups(4, 128, scale="bfloat16"),
     "int3 of 16, no clip": integer_groups(3, 16, scale="e4m3fn", rule="no_clip"),
     "e5m2 of 8, NaN blocks": BlockScaling("e5m2", 8, scale="e8m0fnu", rule="absmax", nan_block=True),
+    "codebook of 64": BlockScaling("codebook(-1,-0.25,0,0.3125,1)", 64, scale="float32", rule="absmax"),
     "mxfp4, stochastic": BlockScaling("e2m1fn:stochastic:saturate", 32),
     "int4 of 32, stochastic": BlockScaling("int4:stochastic", 32, scale="float32", rule="absmax"),
 }
@@ -48,7 +49,7 @@ def cases(target: str) -> Iterator[Case]:
     for number, (name, scaling) in enumerate(SCALINGS.items()):
         for axis in (-1, -2):
             turn = 2 * number + (axis == -2)
-            dtype = dtypes[turn % len(dtypes)] if "stochastic" not in name else dtypes[number % 2]
+            dtype = dtypes[turn % len(dtypes)]
             shape = SHAPES[turn % 3]
             kernel = ("quantize_blocks", "round_blocks")[(turn + number // 3) % 2]
             # The dumps that the checks read cost more time than the compilation.

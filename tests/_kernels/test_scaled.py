@@ -277,7 +277,6 @@ MANY = f"codebook({','.join(map(str, range(33)))})"
         ("tpu", "quantize_blocks", integer_groups(4, 32, scale="float16"), (64,), "float32", "dtype float16"),
         ("gpu", "round_blocks", mx("e4m3fn", block=8192), (64,), "float32", "block=8192 is larger than 4096"),
         ("gpu", "round_blocks", mx("e4m3fn", block=512, axis=0), (64, 2), "float32", "block=512 is larger than 256"),
-        ("gpu", "round_blocks", BlockScaling("int4:stochastic", 8), (64,), "float64", "64-bit random words"),
         ("gpu", "quantize_blocks", integer_groups(5, 32), (64,), "float32", "codes of 5 bits have no kernel"),
         ("gpu", "quantize_blocks", mx("e3m2fn", block=6), (64,), "float32", "does not fill whole bytes"),
         ("gpu", "quantize_blocks", mx("e2m1fn", axis=0), (64, 3, 5), "float32", "last axis of length 5"),

@@ -50,6 +50,7 @@ def blocks_of(scaling: BlockScaling) -> Blocks:
         element.rounding.value,
         element.overflow.value,
         scaling.nan_block,
+        element.flush,
     )
 
 
@@ -174,6 +175,10 @@ def value_of(x: Any) -> oracle.Value:
     return Special.NEG_ZERO if x == 0 and np.signbit(x) else Fraction(x)
 
 
+NF4 = f"codebook({','.join(map(repr, cases.CODEBOOKS['nf4']))})"
+#: More levels than are all compared, unevenly spaced.
+TABLE = f"codebook({','.join(repr(i * abs(i) / 1024) for i in range(-30, 33))})"
+
 #: One of each kind of element, rule, scale format, carrier and axis; the slow test has them all.
 SOME: list[tuple[BlockScaling, str]] = [
     (mx("e4m3fn", block=8), "float32"),
@@ -191,6 +196,7 @@ SOME: list[tuple[BlockScaling, str]] = [
     (BlockScaling("e5m2", 8, scale="e8m0fnu", rule="absmax", nan_block=True), "float32"),
     (BlockScaling("int4:stochastic", 8, -2, scale="float32", rule="absmax"), "float32"),
     (BlockScaling("e2m1fn:stochastic_c:random_bits=7", 8), "bfloat16"),
+    (BlockScaling(NF4, 8, scale="float32", rule="absmax"), "float32"),
 ]
 MORE: list[BlockScaling] = [
     *(
@@ -227,6 +233,11 @@ MORE: list[BlockScaling] = [
     BlockScaling("float8_e4m3fnuz", 8),
     BlockScaling("binary16:down", 8, scale="float32", rule="absmax"),
     BlockScaling("codebook(-1,-0.5,0,0.25,1)", 8, scale="e8m0fnu", rule="absmax"),
+    *(
+        BlockScaling(f"{NF4}:{mode}", 8, scale="float32", rule="absmax")
+        for mode in ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero")
+    ),
+    BlockScaling(TABLE, 8, scale="bfloat16", rule="absmax"),
     BlockScaling("uint4", 8, scale="float32", rule="absmax"),
     BlockScaling("e4m3fn:saturate", 8, scale="e4m3fn", rule="floor"),
     BlockScaling("int8(narrow=true)", 8, scale="float32", rule="floor"),
@@ -475,7 +486,8 @@ def test_where_torchao_differs():
         (BlockScaling("bfloat16", 8), "float32", "beyond 2^-95 ... 2^95"),
         (BlockScaling("e5m20", 8, scale="float32", rule="absmax"), "float32", None),
         (BlockScaling("e5m22", 8, scale="float32", rule="absmax"), "float32", "element='e5m22'"),
-        (BlockScaling("codebook(-1,1)", 8, scale="float32", rule="absmax"), "float32", "rounded to a codebook"),
+        (BlockScaling("codebook(-1,1)", 8, scale="float32", rule="absmax"), "float32", None),
+        (BlockScaling("codebook(-1,0,1,2):odd", 8, scale="float32", rule="absmax"), "float32", "cannot tell quotients"),
         (BlockScaling("e4m3fn", 8, scale="float64", rule="absmax"), "float32", "scale='binary64:saturate'"),
         (BlockScaling("e4m3fn", 8, scale="float64", rule="absmax"), "float64", None),
         (BlockScaling("e4m3fn", 8, scale="e2m1(bias=9)"), "float32", "has no number from 1 on"),
