@@ -187,7 +187,7 @@ class DequantizeMatmulGpuTiling:
 #: and keep their operands in registers, where these just fit.
 _GPU_TILES = {
     "bfloat16": ((16, 128, 128, 4), (32, 128, 128, 4), (64, 128, 128, 4), (128, 128, 64, 8)),
-    "float32": ((16, 64, 64, 4), (32, 64, 32, 4), (64, 64, 32, 8)),
+    "float32": ((16, 64, 32, 4), (32, 64, 32, 4), (64, 64, 32, 8)),
 }
 #: Programs that fill a large GPU: about two for each multiprocessor.
 _PROGRAMS = 256

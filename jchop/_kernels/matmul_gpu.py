@@ -146,11 +146,28 @@ class _Tile:
 
     def _steps(self, loads: _Loads, draw: Draw | None, begin: Any, end: Any) -> Array:
         """The sequential sum of some products, from zero."""
+        together = self.tiling.block_k
 
         def step(k: Array, c: Array) -> Array:
             return multiply_accumulate(c, *loads.at(k), self.plan, draw, k)
 
-        return loop(begin, end, step, self.zeros)
+        def some(i: Array, c: Array) -> Array:
+            first = begin + i * np.int32(together)
+            for j, pair in enumerate(loads.together(first, together)):
+                c = multiply_accumulate(c, *pair, self.plan, draw, first + np.int32(j))
+            return c
+
+        count = lax.div(jnp.int32(end - begin), np.int32(together))
+        c = loop(0, count, some, self.zeros) if max(self._lengths) >= together else self.zeros
+        if all(length % together == 0 for length in self._lengths):
+            return c
+        return loop(begin + count * np.int32(together), end, step, c)
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        """How many products are summed from zero: those of a block, and of a smaller last one."""
+        length = self.plan.k if self.plan.spec.order.kind == "sequential" else self.block
+        return length, self.plan.k % length or length
 
     def blocked(self, loads: _Loads, draw: Draw | None) -> Array:
         def step(j: Array, c: Array) -> Array:
@@ -161,7 +178,7 @@ class _Tile:
         return loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
     def pairwise(self, loads: _Loads, draw: Draw | None) -> Array:
-        plan = self.plan
+        plan, together = self.plan, max(self.tiling.block_k, 2)
 
         def product(k: Array) -> Array:
             return products(*loads.at(k), plan, draw, k)
@@ -169,12 +186,27 @@ class _Tile:
         if plan.k == 1:
             return single(product(jnp.int32(0)), plan, draw, 0)
 
-        def pair(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
-            p, q = product(2 * i), product(2 * i + 1)
+        def merged(i: Array, p: Array, q: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
             level, total = merge_pairs(i, add_products(p, q, plan, draw, 2 * i + 1), _picker(stack), plan, draw)
             return tuple(jnp.where(level == number, total, kept) for number, kept in enumerate(stack))
 
-        stack = loop(0, plan.k // 2, pair, (self.zeros,) * pair_levels(plan.k))
+        def pair(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
+            return merged(i, product(2 * i), product(2 * i + 1), stack)
+
+        def some(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
+            first = i * np.int32(together)
+            found = [
+                products(*operands, plan, draw, first + np.int32(j))
+                for j, operands in enumerate(loads.together(first, together))
+            ]
+            for j, (p, q) in enumerate(zip(found[::2], found[1::2], strict=True)):
+                stack = merged(i * np.int32(together // 2) + np.int32(j), p, q, stack)
+            return stack
+
+        stack = (self.zeros,) * pair_levels(plan.k)
+        count = plan.k // together
+        stack = loop(0, count, some, stack) if count else stack
+        stack = loop(count * together // 2, plan.k // 2, pair, stack) if plan.k % together > 1 else stack
         last = product(jnp.int32(plan.k - 1)) if plan.k % 2 else None
         return finish_pairs(last, _picker(stack), plan, draw)
 
@@ -223,6 +255,16 @@ class _Loads:
             plt.load(self.a.at[batch, pl.ds(row, self.tiling.block_m), pl.ds(k, 1)], mask=self.rows, other=0),
             plt.load(self.b.at[batch, pl.ds(k, 1), pl.ds(column, self.tiling.block_n)], mask=self.columns, other=0),
         )
+
+    def together(self, k: Array, length: int) -> list[tuple[Array, Array]]:
+        """What `at` gives for k and those that follow it, from loads of vectors; all of them exist."""
+        batch, row, column = self.corner
+        ks, every = pl.ds(k, length), jnp.ones(length, bool)
+        a = plt.load(self.a.at[batch, pl.ds(row, self.tiling.block_m), ks], mask=self.rows & every[None], other=0)
+        b = plt.load(
+            self.b.at[batch, ks, pl.ds(column, self.tiling.block_n)], mask=every[:, None] & self.columns, other=0
+        )
+        return list(zip(*(lax.split(x, [1] * length, axis) for x, axis in ((a, 1), (b, 0))), strict=True))
 
     def parts(self, begin: Array, end: Array, length: int) -> tuple[Array, Array]:
         """Columns and rows from `begin` on, `length` of them with what lies beyond `end` as zero."""

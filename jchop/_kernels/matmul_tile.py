@@ -90,14 +90,15 @@ class MatmulGpuTiling:
     Args:
         block_m: rows of an output tile, a power of two (at least 16 for ``matrix_unit``).
         block_n: its columns, likewise.
-        block_k: longest part of a block that one tile product takes, likewise; for ``matrix_unit`` alone.
+        block_k: longest part of a block that one tile product of ``matrix_unit`` takes, likewise; in the other orders,
+            how many products a step loads together.
         num_warps: warps of 32 threads in a program, a power of two.
         num_stages: how many loads of a ``matrix_unit`` block may be under way.
     """
 
     block_m: int
     block_n: int
-    block_k: int = 32
+    block_k: int
     num_warps: int = 4
     num_stages: int = 2
 
@@ -126,9 +127,9 @@ class MatmulGpuTiling:
 #: Programs that fill a large GPU: about two for each multiprocessor.
 _PROGRAMS = 256
 _STEP_TILES = (
-    MatmulGpuTiling(32, 64, num_warps=8),
-    MatmulGpuTiling(32, 32, num_warps=4),
-    MatmulGpuTiling(16, 32, num_warps=4),
+    MatmulGpuTiling(32, 64, 8, num_warps=8),
+    MatmulGpuTiling(32, 32, 8, num_warps=4),
+    MatmulGpuTiling(16, 32, 8, num_warps=4),
 )
 _DOT_TILES = (
     MatmulGpuTiling(64, 128, 64, num_warps=8, num_stages=3),
@@ -137,8 +138,8 @@ _DOT_TILES = (
 )
 #: Tile products without tensor cores, or with operands of 32 bits, have less room.
 _FULL_DOT_TILES = {
-    "tf32": (MatmulGpuTiling(64, 64, num_warps=8), MatmulGpuTiling(32, 32)),
-    "float32": (MatmulGpuTiling(64, 64, num_warps=8), MatmulGpuTiling(32, 32)),
+    "tf32": (MatmulGpuTiling(64, 64, 32, num_warps=8), MatmulGpuTiling(32, 32, 32)),
+    "float32": (MatmulGpuTiling(64, 64, 32, num_warps=8), MatmulGpuTiling(32, 32, 32)),
     "float64": (MatmulGpuTiling(32, 32, 16),),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _kernels.compiling import Case, is_tpu
+from _kernels.compiling import Case, checks_of, is_tpu
 
 from jchop.accumulation import MatmulSpec
 
@@ -53,20 +53,20 @@ def cases(target: str) -> Iterator[Case]:
     if is_tpu(target):
         from jchop._kernels import matmul_tpu
 
-        run, checks = matmul_tpu.matmul, ("vmem",)
+        run = matmul_tpu.matmul
     else:
         from jchop._kernels import matmul_gpu
 
-        run, checks = matmul_gpu.matmul, ("masked",)
+        run = matmul_gpu.matmul
     for spec, shape, x64 in COMMON:
         name = f"matmul {spec}, {shape}{', x64' if x64 else ''}"
-        yield Case(name, partial(run, spec=spec), arguments(spec, shape), x64, checks if shape == RAGGED else ())
+        yield Case(name, partial(run, spec=spec), arguments(spec, shape), x64, checks_of(target, shape == LARGE))
     spec = COMMON[2][0]
     mapped = jax.vmap(partial(run, spec=spec), in_axes=(0, None, 0))
     a, b, seeds = arguments(spec, RAGGED)
     batched = [jax.ShapeDtypeStruct((5, *aval.shape), aval.dtype) for aval in (a, seeds)]
-    yield Case(f"matmul {spec}, {RAGGED}, vmap", mapped, (batched[0], b, batched[1]), True)
+    yield Case(f"matmul {spec}, {RAGGED}, vmap", mapped, (batched[0], b, batched[1]), True, checks_of(target, False))
     if not is_tpu(target):
         for spec, shape in DOUBLE:
             name = f"matmul {spec}, {shape}, float64"
-            yield Case(name, partial(run, spec=spec), arguments(spec, shape, "float64"), True)
+            yield Case(name, partial(run, spec=spec), arguments(spec, shape, "float64"), True, checks_of(target, False))

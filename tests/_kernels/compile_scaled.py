@@ -9,7 +9,7 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from _kernels.compiling import Case, is_tpu
+from _kernels.compiling import Case, checks_of, is_tpu
 
 from jchop._kernels import scaled
 from jchop.scaling import BlockScaling, integer_groups, mx, nvfp4
@@ -52,23 +52,12 @@ def cases(target: str) -> Iterator[Case]:
             dtype = dtypes[turn % len(dtypes)]
             shape = SHAPES[turn % 3]
             kernel = ("quantize_blocks", "round_blocks")[(turn + number // 3) % 2]
-            # The dumps that the checks read cost more time than the compilation.
-            checks = _checks(target, shape) if turn % 4 == 0 else ()
-            yield case(target, kernel, name, replace(scaling, axis=axis), dtype, shape, number % 2 == 0, checks)
+            yield case(target, kernel, name, replace(scaling, axis=axis), dtype, shape, number % 2 == 0)
     for shape in SHAPES[3:]:
         yield case(target, "quantize_blocks", "mxfp4, even", SCALINGS["mxfp4, even"], "bfloat16", shape)
-    # The headline cases, with every check.
     for axis in (-1, -2):
         for kernel in ("quantize_blocks", "round_blocks"):
-            scaling, shape = mx("e4m3fn", axis=axis), (4096, 4096)
-            yield case(target, kernel, "mxfp8 e4m3", scaling, "float32", shape, False, _checks(target, shape))
-
-
-def _checks(target: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Rows of an odd length begin at no address that a vector could be loaded from."""
-    if is_tpu(target):
-        return ("vmem",)
-    return ("masked", "ptx") if shape[-1] % 16 == 0 else ("masked",)
+            yield case(target, kernel, "mxfp8 e4m3", mx("e4m3fn", axis=axis), "float32", (4096, 4096))
 
 
 def case(
@@ -79,7 +68,6 @@ def case(
     dtype: str,
     shape: tuple[int, ...],
     x64: bool = False,
-    checks: tuple[str, ...] = (),
 ) -> Case:
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     platform = "tpu" if is_tpu(target) else "gpu"
@@ -91,4 +79,4 @@ def case(
     assert why is None, f"{name} on {target}: {why}"
     text = f"{kernel} {name} axis {scaling.axis} {dtype}{list(shape)}{' x64' * x64}"
     run = partial(getattr(kernels(target), kernel), scaling=scaling)
-    return Case(text, run, (x, WORDS), x64 or dtype == "float64", checks)
+    return Case(text, run, (x, WORDS), x64 or dtype == "float64", checks_of(target, shape[-1] % 16 == 0))

@@ -90,6 +90,18 @@ def is_tpu(target: str) -> bool:
     return target in TPUS
 
 
+def checks_of(target: str, aligned: bool) -> tuple[str, ...]:
+    """What is checked of a kernel that wants nothing special.
+
+    Args:
+        target: the chip. Older GPUs may spill.
+        aligned: whether every row begins at an address that a vector may be loaded from, and has a few of them.
+    """
+    if is_tpu(target):
+        return ("vmem",)
+    return ("masked", "ptx" if aligned else "spills") if target == "h200" else ("masked",)
+
+
 # -- are the compilers there ------------------------------------------------------------------------------------------
 
 _PACKAGES = {True: ("libtpu",), False: ("jax-cuda13-plugin", "jax-cuda13-pjrt")}  # by is_tpu
@@ -170,19 +182,31 @@ def _check_masked(compiled: Compiled) -> _Findings:
 
 
 def _check_ptx(compiled: Compiled) -> _Findings:
-    """Vector loads, and nothing spilled to local memory; by the assembler's own count where it is at hand."""
-    findings, faults = [], []
+    """Vector loads, whether to registers or straight to shared memory; and what `_check_spills` checks."""
+    findings, faults = _check_spills(compiled)
     for path in compiled.ptx:
         text = path.read_text()
         loads = len(re.findall(r"\bld\.global\.", text))
         vectors = len(re.findall(r"\bld\.global[.\w:]*\.v[248]\.", text))
-        local = len(re.findall(r"\b(?:ld|st)\.local\b|^\s*\.local\b", text, re.MULTILINE))
+        copied = re.findall(
+            r"\bcp\.async\.c[ag]\.shared\.global\b[^;]*?\],\s*\[[^\]]*\],\s*(?:0x)?([0-9a-fA-F]+)", text
+        )
+        wide = sum(bytes_ in ("8", "16", "10") for bytes_ in copied)  # 10: hexadecimal
         name = ", ".join(_ENTRY.findall(text))
-        findings.append(f"{name}: {vectors} of {loads} loads are of vectors")
-        if not vectors:
-            faults.append(f"{name}: no vector load among {loads}")
+        findings.append(f"{name}: {vectors} of {loads} loads are of vectors, {wide} of {len(copied)} copies")
+        if not vectors + wide:
+            faults.append(f"{name}: no vector load among {loads} loads and {len(copied)} copies")
+    return findings, faults
+
+
+def _check_spills(compiled: Compiled) -> _Findings:
+    """Nothing spilled to local memory; by the assembler's own count where it is at hand."""
+    findings, faults = [], []
+    for path in compiled.ptx:
+        text = path.read_text()
+        local = len(re.findall(r"\b(?:ld|st)\.local\b|^\s*\.local\b", text, re.MULTILINE))
         if local:
-            faults.append(f"{name}: {local} uses of local memory")
+            faults.append(f"{', '.join(_ENTRY.findall(text))}: {local} uses of local memory")
         assembled = _assemble(path, re.findall(r"^\.target\s+(\w+)", text, re.MULTILINE)[0])
         findings += assembled
         faults += [line for line in assembled if re.search(r"[1-9]\d* bytes spill", line)]
@@ -214,6 +238,7 @@ _VMEM = 1  # the number of this memory space in Mosaic's configuration
 CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "masked": _check_masked,
     "ptx": _check_ptx,
+    "spills": _check_spills,
     "vmem": _check_vmem,
 }
 

@@ -36,6 +36,7 @@ def cases(target: str) -> Iterator[Case]:
         yield Case("unmasked store", _triton(_copy_storing_unmasked), (even,), checks=("masked",))
         yield Case("scalar loads", _triton(_copy), (odd,), checks=("ptx",))
         yield Case("spills", _triton(_spill, block=8192, num_warps=1), (large,), checks=("masked", "ptx"))
+        yield Case("spills alone", _triton(_spill, block=8192, num_warps=1), (large,), checks=("spills",))
         yield Case("no kernel", lambda x: x + 1, (even,), checks=("masked", "ptx"))
     yield Case("sound again", lambda x: x - 1, (odd,))
 

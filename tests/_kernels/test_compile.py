@@ -71,6 +71,7 @@ GPU_FAULTS = {
     "unmasked store": "0 of 1 tile stores masked",
     "scalar loads": "no vector load among 4",
     "spills": "bytes spill" if shutil.which("ptxas") else None,
+    "spills alone": "bytes spill" if shutil.which("ptxas") else None,
     "no kernel": "no Triton kernel was compiled; no PTX of a Triton kernel was found",
 }
 

@@ -278,8 +278,8 @@ def test_gpu_tilings_fit_in_registers(order: str, form: str | None) -> None:
         (lambda: MatmulTpuTiling(12, 128, 128, 8), "block_m=12 must be a multiple of 8"),
         (lambda: MatmulTpuTiling(16, 100, 128, 8), "block_n=100 must be a multiple of 128"),
         (lambda: MatmulTpuTiling(16, 128, 128, 0), "rows=0 must be"),
-        (lambda: MatmulGpuTiling(16, 24), "block_n=24 must be a power of two"),
-        (lambda: MatmulGpuTiling(16, 16, num_stages=0), "num_stages=0 must be"),
+        (lambda: MatmulGpuTiling(16, 24, 16), "block_n=24 must be a power of two"),
+        (lambda: MatmulGpuTiling(16, 16, 16, num_stages=0), "num_stages=0 must be"),
     ],
 )
 def test_tilings_are_checked(make: Callable[[], Any], message: str) -> None:
@@ -322,6 +322,6 @@ def test_a_tile_too_small_for_a_unit_is_refused() -> None:
     from jchop._kernels.matmul import _refuse_gpu
 
     a, spec = jax.ShapeDtypeStruct((1, 4, 5), jnp.float32), MatmulSpec(order="matrix_unit(4)")
-    assert "side of less than 16" in str(_refuse_gpu(a, a, spec=spec, tiling=MatmulGpuTiling(8, 16)))
-    assert _refuse_gpu(a, a, spec=spec, tiling=MatmulGpuTiling(16, 16)) is None
-    assert _refuse_gpu(a, a, spec=MatmulSpec(), tiling=MatmulGpuTiling(8, 16)) is None
+    assert "side of less than 16" in str(_refuse_gpu(a, a, spec=spec, tiling=MatmulGpuTiling(8, 16, 16)))
+    assert _refuse_gpu(a, a, spec=spec, tiling=MatmulGpuTiling(16, 16, 16)) is None
+    assert _refuse_gpu(a, a, spec=MatmulSpec(), tiling=MatmulGpuTiling(8, 16, 16)) is None
