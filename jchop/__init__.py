@@ -5,6 +5,7 @@ Which values (format), which neighbour (rounding, overflow): each question is an
 """
 
 from jchop import formats, math
+from jchop._emulate import emulate
 from jchop._round import random_bits, round_to_format
 from jchop.accumulation import MatmulSpec, Order
 from jchop.formats import (
@@ -12,10 +13,14 @@ from jchop.formats import (
     FixedFormat,
     FloatFormat,
     IntegerFormat,
+    ScaledFormat,
     bfloat16,
+    bfp,
     binary16,
     binary32,
     binary64,
+    dynamic4,
+    dynamic8,
     float4_e2m1fn,
     float6_e2m3fn,
     float6_e3m2fn,
@@ -27,11 +32,26 @@ from jchop.formats import (
     float8_e5m2,
     float8_e5m2fnuz,
     float8_e8m0fnu,
+    int2,
+    int3,
+    int4,
+    int8,
+    mxfp4,
+    mxfp6_e2m3,
+    mxfp6_e3m2,
+    mxfp8_e4m3,
+    mxfp8_e5m2,
+    mxint8,
+    nf4,
+    nvfp4,
     p3109,
     tf32,
+    uint4,
+    uint8,
 )
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Gradient, Spec, parse
+from jchop.storage import QArray, dequantize, fit_scale, load_safetensors, quantize, save_safetensors
 
 __version__ = "0.1.0"
 
@@ -44,12 +64,20 @@ __all__ = [
     "MatmulSpec",
     "Order",
     "Overflow",
+    "QArray",
     "Rounding",
+    "ScaledFormat",
     "Spec",
     "bfloat16",
+    "bfp",
     "binary16",
     "binary32",
     "binary64",
+    "dequantize",
+    "dynamic4",
+    "dynamic8",
+    "emulate",
+    "fit_scale",
     "float4_e2m1fn",
     "float6_e2m3fn",
     "float6_e3m2fn",
@@ -62,10 +90,27 @@ __all__ = [
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
     "formats",
+    "int2",
+    "int3",
+    "int4",
+    "int8",
+    "load_safetensors",
     "math",
+    "mxfp4",
+    "mxfp6_e2m3",
+    "mxfp6_e3m2",
+    "mxfp8_e4m3",
+    "mxfp8_e5m2",
+    "mxint8",
+    "nf4",
+    "nvfp4",
     "p3109",
     "parse",
+    "quantize",
     "random_bits",
     "round_to_format",
+    "save_safetensors",
     "tf32",
+    "uint4",
+    "uint8",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``jchop formats``, ``jchop info``, ``jchop round`` and ``jchop study``."""
+"""The command line: ``jchop formats``, ``info``, ``round``, ``quantize``, ``inspect`` and ``study``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jchop._cli._info import run_formats, run_info
+from jchop._cli._quantize import add_commands
 from jchop._cli._round import CARRIERS, run_round
 from jchop._cli._study import run_study
 from jchop.rounding import Overflow, Rounding
@@ -114,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--out", metavar="FILE.npy", type=Path, help="write the rounded array there")
     command.set_defaults(run=run_round)
+
+    add_commands(commands)
 
     command = commands.add_parser(
         "study",

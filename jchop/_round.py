@@ -18,11 +18,12 @@ from jchop._bits import CARRIERS, Carrier
 from jchop._checks import check_choice, check_int
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.round import round_op, round_with_hardware_bits_op
+from jchop._kernels.scaled_formats import overflowed_scaled, require_scaled, round_scaled
 from jchop._reference.elements import overflowed
 from jchop._reference.grid import require_carrier
 from jchop._reference.place import AT_START, Place, draw, words_like
 from jchop._reference.random_bits import SEEDS, seed_words
-from jchop.formats import ElementFormat
+from jchop.formats import ElementFormat, ScaledFormat
 from jchop.gradients import on_cotangent
 from jchop.spec import Spec, as_spec
 
@@ -32,7 +33,7 @@ _Keys = tuple[Array | None, Array | None]
 
 def round_to_format(
     x: Any,
-    spec: Spec | ElementFormat | str,
+    spec: Spec | ElementFormat | ScaledFormat | str,
     key: Array | None = None,
     *,
     offset: Any = 0,
@@ -43,7 +44,9 @@ def round_to_format(
     """`x` rounded once, exactly, to the values of a number format.
 
     Every element takes the neighbour that the spec's rounding mode names, decided by integer operations on its bits, so
-    the result is the same bits on every backend. Values of the format never move; NaN stays NaN.
+    the result is the same bits on every backend. Values of the format never move; NaN stays NaN. Under a scaled format
+    the groups of `x` choose their scales, and x is s times the element that x / s is rounded to, rounded once to the
+    dtype of `x`.
 
     Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through
     unless the spec says otherwise, in forward and reverse mode; second derivatives are zero.
@@ -52,12 +55,14 @@ def round_to_format(
         x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX
             array; a NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy. The dtype is kept,
             and float64 data is rounded from float64 whatever the state of ``jax_enable_x64``.
-        spec: a `Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic:saturate"``.
+        spec: a `Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic:saturate"`` or
+            ``"int8(channel=0)"``.
         key: a typed key (`jax.random.key`), needed by the stochastic modes; the other modes do not look at it. The
             random bits of an element depend on the key and on its flat index alone.
         offset: where `x` lies in a larger array, so that a part is rounded as it would be in the whole: the flat (C
             order) index of its first element if it is a contiguous chunk, an int or a traced integer; or ``(starts,
-            shape)``: one start for each axis and the shape of the whole. Default 0.
+            shape)``: one start for each axis and the shape of the whole. Default 0. It places the random bits alone:
+            the groups of a scaled format are those of `x`.
         gradient_key: a typed key, needed where ``spec.gradient`` rounds the cotangent stochastically.
         impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel and an error where it cannot
             run, ``"auto"`` (default) for whichever is faster; the bits are the same.
@@ -69,19 +74,22 @@ def round_to_format(
 
     Raises:
         TypeError: for a dtype that is no carrier (integers, booleans, float8 ...), or a key that is not a typed key.
-        ValueError: for an unknown text, a stochastic spec without a key, or a carrier that cannot hold every result
-            of the spec (float16 data to bfloat16, say); the message names a carrier that can.
+        ValueError: for an unknown text, a stochastic spec without a key, a carrier that cannot hold every result
+            of the spec (float16 data to bfloat16, say; the message names a carrier that can), or an array without the
+            axes that a scaled format names.
         NotImplementedError: when compiled, where ``impl="pallas"`` or ``generator="hardware"`` cannot run; it says why.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
         >>> jc.round_to_format(jnp.array([0.1, 1000.0]), "float8_e4m3fn:saturate").tolist()
         [0.1015625, 448.0]
+        >>> jc.round_to_format(jnp.array([[7.0, 1.2], [70.0, 33.0]]), "int4(channel=0)").tolist()
+        [[7.0, 1.0], [70.0, 30.0]]
         >>> spec = jc.Spec("bfloat16", rounding="stochastic")
         >>> jc.round_to_format(jnp.float32(1.001), spec, jax.random.key(0)).dtype
         dtype('float32')
     """
-    how = _how(as_spec(spec), impl, generator, offset)
+    how = _how(as_spec(spec, scaled=True), impl, generator, offset)
     if isinstance(x, Array):
         return _round_array(x, how, key, offset, gradient_key)
     return _round_numpy(x, how, key, offset, gradient_key)
@@ -140,6 +148,7 @@ def _how(spec: Spec, impl: str, generator: str, offset: Any) -> _How:
         (not spec.rounding.stochastic, f"says nothing under rounding={spec.rounding.value!r}"),
         (spec.gradient.clipped, "cannot tell the backward pass what overflowed (gradient='clipped')"),
         (impl == "xla", "is a kernel's: impl='xla' has none"),
+        (spec.scaled is not None, "is not for scaled formats"),
         (not (type(offset) is int and offset == 0), f"has bits without a place in a larger array: offset={offset!r}"),
     ):
         if wrong:
@@ -153,9 +162,9 @@ def _how(spec: Spec, impl: str, generator: str, offset: Any) -> _How:
 def _round_array(x: Array | np.ndarray, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Array:
     spec = how.spec
     carrier = _carrier(x.dtype)
-    require_carrier(spec, carrier)
+    _require(spec, x, carrier)
     if spec.gradient.round is not None:
-        require_carrier(spec.gradient.round, carrier)
+        _require(spec.gradient.round, x, carrier)
     keys = _keys(spec, key, gradient_key)
     place, starts = _place(offset, x.shape)
     if carrier.width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
@@ -231,7 +240,8 @@ def _round(x: Array | np.ndarray, keys: _Keys, starts: tuple, *, how: _How, plac
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _with_gradient(how: _How, place: Place, x: Array, seeds: tuple, starts: tuple) -> Array:
-    op = partial(round_with_hardware_bits_op if how.hardware else round_op, impl=how.impl)
+    op = round_with_hardware_bits_op if how.hardware else round_op if how.spec.scaled is None else round_scaled
+    op = partial(op, impl=how.impl)
     return _joined(_forward(op, x, seeds[0], how.spec, place, starts), x.dtype)
 
 
@@ -241,7 +251,9 @@ def _jvp(how: _How, place: Place, primals: tuple, tangents: tuple) -> tuple[Arra
     tangent = tangents[0]
     gradient = how.spec.gradient
     if gradient.clipped:
-        beyond = _forward(_overflowed, x, seeds[0], how.spec, place, starts)
+        beyond = _forward(
+            _overflowed if how.spec.scaled is None else overflowed_scaled, x, seeds[0], how.spec, place, starts
+        )
         tangent = _joined(jnp.where(beyond, 0, _parts(tangent)), tangent.dtype)
     if gradient.round is not None:
         rule = _RoundCotangent(_How(gradient.round, how.impl, False), place, seeds[1] is not None)
@@ -294,6 +306,17 @@ def _joined(parts: Array, dtype: Any) -> Array:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _require(spec: Spec, x: Array | np.ndarray, carrier: Carrier) -> None:
+    """Refuse an array that cannot hold the results of `spec`."""
+    if spec.scaled is None:
+        require_carrier(spec, carrier)
+        return
+    if np.dtype(x.dtype).kind == "c":
+        raise TypeError(f"x has dtype {x.dtype}; a scaled format, as spec={str(spec)!r}, takes real numbers")
+    require_scaled(spec, x.shape, carrier.name)
+
 
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
 _BY_DTYPE = {jnp.dtype(name): CARRIERS[_COMPLEX.get(name, name)] for name in (*CARRIERS, *_COMPLEX)}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop.formats import ElementFormat, FloatFormat, parse_format
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, parse_format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,6 +139,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
         fmt: a format of at most 16 bits, or its text.
 
     Raises:
+        TypeError: for a scaled format, whose values depend on the data.
         ValueError: for a wider format, one whose values binary64 cannot hold, or one without a positive value.
 
     Example:
@@ -148,7 +149,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
     """
     from matplotlib.figure import Figure
 
-    fmt = parse_format(fmt) if isinstance(fmt, str) else fmt
+    fmt = _element(fmt)
     if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
         raise ValueError(f"fmt={fmt} has values beyond the range of binary64, which cannot be drawn")
     values = fmt.values()
@@ -168,6 +169,14 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
     _draw_error(lower, fmt, max(rows.values(), key=len))
     lower.set_xlabel("magnitude of the value (logarithmic, base 2)", fontsize=10)
     return figure
+
+
+def _element(fmt: ElementFormat | str) -> ElementFormat:
+    found = parse_format(fmt) if isinstance(fmt, str) else fmt
+    if not isinstance(found, ElementFormat):
+        what = f"its element {str(found.element)!r}" if isinstance(found, ScaledFormat) else "a format or its text"
+        raise TypeError(f"fmt={str(fmt)!r} has no values of its own to draw; pass {what}")
+    return found
 
 
 def _magnitude_rows(values: np.ndarray) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jchop._checks import check_bool, check_choice, check_int
 from jchop.formats import (
+    SCALE_RULES,
     CodebookFormat,
     ElementFormat,
     FixedFormat,
@@ -29,17 +30,11 @@ from jchop.spec import Gradient, Spec, as_spec
 
 __all__ = ["RULES", "BlockScaling", "integer_groups", "mx", "nvfp4"]
 
-#: Each rule, by the scale that it chooses before that is rounded to the scale format and clamped to its range.
+#: The rules that look at the ends of one block alone, by the scale that they ask for.
 RULES = MappingProxyType(
     {
-        "floor": "2^(floor(log2 a) - floor(log2 M))",
-        "ceil": "2^(ceil(log2 a) - floor(log2 M))",
-        "even": "as floor, after a was rounded to the element's fraction bits, halves up",
-        "rceil": "2^ceil(log2(a / M))",
-        "absmax": "a / M",
-        "half_range": "a / ((M - m) / 2), where m is the least value of the element format",
-        "no_clip": "the larger of (largest x) / M and (least x) / m",
-        "two_level": "a / (M t), and the product of that and t is the scale, t being a scale of the whole tensor",
+        name: SCALE_RULES[name]
+        for name in ("floor", "ceil", "even", "rceil", "absmax", "half_range", "no_clip", "two_level")
     }
 )
 #: The rules whose scales are powers of two.

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from jchop._checks import check_bool, check_int
-from jchop.formats import ElementFormat, FloatFormat, UniformFormat, parse_format
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
 
 __all__ = ["Gradient", "Spec", "as_spec", "parse"]
@@ -35,12 +35,14 @@ class Gradient:
 
     if TYPE_CHECKING:  # what may be given is more than what is stored
 
-        def __init__(self, clipped: bool = ..., round: Spec | ElementFormat | str | None = ...) -> None: ...
+        def __init__(
+            self, clipped: bool = ..., round: Spec | ElementFormat | ScaledFormat | str | None = ...
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         check_bool("clipped", self.clipped)
         if self.round is not None:
-            object.__setattr__(self, "round", as_spec(self.round, "round"))
+            object.__setattr__(self, "round", as_spec(self.round, "round", scaled=True))
             if self.round.gradient != Gradient():
                 raise ValueError(f"round={self.round}: the Spec of a cotangent has no gradient of its own")
 
@@ -54,9 +56,11 @@ class Spec:
     """Which values, which neighbour, and what at the ends: IEEE P3109's projection specification.
 
     Args:
-        format: an element format, or its text.
+        format: an element format or a `ScaledFormat`, or its text. Of a scaled format the rest says how its elements
+            are rounded.
         rounding: a `Rounding`, or its text; default ``"nearest_even"``.
-        overflow: an `Overflow`, or its text; default ``"ieee"``. Fixed point and integers saturate under it.
+        overflow: an `Overflow`, or its text; default ``"ieee"``, under which fixed point and integers saturate, and for
+            a scaled format ``"saturate"``.
         random_bits: bits N that a stochastic mode draws for each element, 1 to 32, to 64 for float64 (to 31 and 63 for
             ``"stochastic_b"`` and ``"stochastic_c"``). Default: as many as there are, which leaves a bias below 2^-31
             of a quantum.
@@ -73,9 +77,9 @@ class Spec:
         ('e5m2:stochastic:saturate', True)
     """
 
-    format: ElementFormat
+    format: ElementFormat  # or a ScaledFormat, which `as_spec` keeps from callers that know of elements alone
     rounding: Rounding = Rounding.NEAREST_EVEN
-    overflow: Overflow = Overflow.IEEE
+    overflow: Overflow = None  # type: ignore[assignment]
     random_bits: int | None = None
     flush: bool = False
     gradient: Gradient = Gradient()
@@ -84,19 +88,19 @@ class Spec:
 
         def __init__(
             self,
-            format: ElementFormat | str,
+            format: ElementFormat | ScaledFormat | str,
             rounding: Rounding | str = ...,
-            overflow: Overflow | str = ...,
+            overflow: Overflow | str | None = ...,
             random_bits: int | None = ...,
             flush: bool = ...,
-            gradient: Gradient | Spec | ElementFormat | str = ...,
+            gradient: Gradient | Spec | ElementFormat | ScaledFormat | str = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "format", _as_format(self.format))
         coerced = {
-            "format": _as_format(self.format),
             "rounding": as_rounding(self.rounding),
-            "overflow": as_overflow(self.overflow),
+            "overflow": self._default_overflow if self.overflow is None else as_overflow(self.overflow),
             "gradient": _as_gradient(self.gradient),
         }
         for name, value in coerced.items():
@@ -109,18 +113,37 @@ class Spec:
                     f"random_bits={self.random_bits} says nothing under rounding={self.rounding.value!r}; "
                     "it belongs to 'stochastic', 'stochastic_b' and 'stochastic_c'"
                 )
-        if self.overflow is Overflow.WRAP and not isinstance(self.format, UniformFormat):
-            raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
-        if self.overflow is Overflow.WRAP and self.format.min == -self.format.max:
-            raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
-        if self.flush and not (isinstance(self.format, FloatFormat) and self.format.zero):
+        self._check_overflow()
+        if self.flush and not (isinstance(self.element, FloatFormat) and self.element.zero):
             raise ValueError(f"flush=True needs a floating-point format with a zero, not {self.format}")
+
+    def _check_overflow(self) -> None:
+        if self.overflow is not Overflow.WRAP:
+            return
+        if not isinstance(self.format, UniformFormat):
+            raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
+        if self.format.min == -self.format.max:
+            raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
+
+    @property
+    def element(self) -> ElementFormat:
+        """What elements are rounded to: the format, or that of a scaled format's elements."""
+        return self.format if self.scaled is None else self.scaled.element
+
+    @property
+    def scaled(self) -> ScaledFormat | None:
+        """The format where it is a scaled one."""
+        return self.format if isinstance(self.format, ScaledFormat) else None
+
+    @property
+    def _default_overflow(self) -> Overflow:
+        return Overflow.IEEE if self.scaled is None else Overflow.SATURATE
 
     def __str__(self) -> str:
         parts = [str(self.format)]
         if self.rounding is not Rounding.NEAREST_EVEN:
             parts.append(self.rounding.value)
-        if self.overflow is not Overflow.IEEE:
+        if self.overflow is not self._default_overflow:
             parts.append(self.overflow.value)
         if self.random_bits is not None:
             parts.append(f"random_bits={self.random_bits}")
@@ -185,8 +208,8 @@ def _field(text: str, part: str) -> tuple[str, object]:
     )
 
 
-def _as_format(value: object) -> ElementFormat:
-    if isinstance(value, ElementFormat):
+def _as_format(value: object) -> ElementFormat | ScaledFormat:
+    if isinstance(value, ElementFormat | ScaledFormat):
         return value
     if isinstance(value, str):
         return parse_format(value)
@@ -196,8 +219,8 @@ def _as_format(value: object) -> ElementFormat:
 def _as_gradient(value: object) -> Gradient:
     if isinstance(value, Gradient):
         return value
-    if isinstance(value, Spec | ElementFormat):
-        return Gradient(round=as_spec(value))
+    if isinstance(value, Spec | ElementFormat | ScaledFormat):
+        return Gradient(round=as_spec(value, scaled=True))
     if not isinstance(value, str):
         raise TypeError(f"gradient={value!r} must be {_GRADIENTS}")
     if value == "straight_through":
@@ -221,12 +244,23 @@ _GRADIENTS = (
 )
 
 
-def as_spec(value: object, argument: str = "spec") -> Spec:
-    """The Spec that `value` (a Spec, a format, or text) means; `argument` names it in errors."""
-    if isinstance(value, Spec):
-        return value
-    if isinstance(value, ElementFormat):
-        return Spec(value)
+def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> Spec:
+    """The Spec that `value` means.
+
+    Args:
+        value: a Spec, a format, or text.
+        argument: its name, for errors.
+        scaled: whether the format may be a scaled one, whose values are known of whole arrays only. Default False.
+
+    Raises:
+        TypeError, ValueError: for what means no Spec, and for a scaled format where none may be.
+    """
     if isinstance(value, str):
-        return parse(value)
-    raise TypeError(f"{argument}={value!r} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'")
+        value = parse(value)
+    if isinstance(value, ElementFormat | ScaledFormat):
+        value = Spec(value)
+    if not isinstance(value, Spec):
+        raise TypeError(f"{argument}={value!r} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'")
+    if value.scaled is not None and not scaled:
+        raise ValueError(f"{argument}={str(value)!r} is a scaled format, and each number has to be rounded by itself")
+    return value

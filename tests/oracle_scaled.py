@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import oracle
 from oracle import ZERO, Carrier, FloatSet, Levels, Set, Special, Value, pow2
 
@@ -158,3 +160,128 @@ def quantize(
     whole = scale * tensor
     elements = [element_of(x, whole, blocks, n, r) for x, r in zip(values, draws or [0] * len(values), strict=True)]
     return Quantized(scale, elements, [back(e, whole, carrier) for e in elements])
+
+
+# --- scaled formats of any grouping -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Blocks, and which elements share a scale; with zero points the rule is "minmax"."""
+
+    blocks: Blocks
+    group: Any = None
+    axis: Any = -1
+    channel: Any = None
+    zero_point: bool = False
+    percentile: Fraction | None = None
+    again: Scheme | None = None  # how the scales, binary32 numbers, are quantized
+
+    def members(self, shape: tuple[int, ...]) -> dict[tuple[int, ...], list[int]]:
+        """The flat indexes of the elements of each group, by the group's place among the scales."""
+        result: dict[tuple[int, ...], list[int]] = {}
+        for flat, index in enumerate(np.ndindex(*shape)):
+            result.setdefault(self._group_of(index), []).append(flat)
+        return result
+
+    def _group_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        n = len(index)
+        if self.group is None:
+            channels = self.channel if isinstance(self.channel, tuple) else (self.channel,)
+            kept = {axis % n for axis in channels if axis is not None}
+            return tuple(i if axis in kept else 0 for axis, i in enumerate(index))
+        groups = self.group if isinstance(self.group, tuple) else (self.group,)
+        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        sizes = {axis % n: size for axis, size in zip(axes, groups, strict=True)}
+        return tuple(0 if sizes.get(k) == "all" else i // sizes.get(k, 1) for k, i in enumerate(index))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an array becomes: scales by group, their own elements and scales, zero points; elements, numbers."""
+
+    scales: dict[tuple[int, ...], Value]
+    again: Result | None
+    zeros: dict[tuple[int, ...], int]
+    elements: list[Value]
+    numbers: list[Value]
+
+
+def quantize_array(
+    values: Sequence[Value], shape: tuple[int, ...], scheme: Scheme, carrier: Carrier, n: int, draws: Sequence[int]
+) -> Result:
+    """A whole array, `values` and `draws` in C order."""
+    blocks, groups = scheme.blocks, scheme.members(shape)
+    tensor = tensor_scale(values, blocks) if blocks.rule == "two_level" else Fraction(1)
+    scales: dict[tuple[int, ...], Value] = {}
+    again = None
+    for place, members in groups.items():
+        numbers = [values[i] for i in members]
+        scales[place] = _scale(numbers, scheme, tensor)
+    if scheme.again is not None:
+        scales, again = _quantize_scales(scales, scheme.again)
+    zeros: dict[tuple[int, ...], int] = {}
+    elements: list[Value] = [ZERO] * len(values)
+    results: list[Value] = [Special.NAN] * len(values)
+    for place, members in groups.items():
+        scale = scales[place]
+        if not isinstance(scale, Fraction):
+            continue
+        if scheme.zero_point:
+            low = min(*finite([values[i] for i in members]), ZERO, ZERO)
+            zeros[place] = int(min(max(blocks.least - oracle.rne(low / scale), blocks.least), blocks.most))
+        for i in members:
+            shift = zeros.get(place, 0)
+            element = _shifted(values[i], scale * tensor, shift, blocks, n, draws[i])
+            elements[i] = element
+            number = element - shift if isinstance(element, Fraction) else element
+            results[i] = back(number, scale * tensor, carrier)
+    return Result(scales, again, zeros, elements, results)
+
+
+def _scale(numbers: list[Value], scheme: Scheme, tensor: Fraction) -> Value:
+    blocks = scheme.blocks
+    if scheme.percentile is not None:
+        sizes = sorted(map(abs, finite(numbers)))
+        rank = -(-scheme.percentile * len(sizes) // 100)
+        chosen = sizes[int(rank) - 1] if sizes else ZERO
+        return scale_of([chosen or max(sizes, default=ZERO)], blocks)
+    if not scheme.zero_point:
+        return scale_of(numbers, blocks, tensor)
+    ends = [*finite(numbers), ZERO]
+    # As an absmax whose largest element is the whole range.
+    return scale_of(
+        [(max(ends) - min(ends)) * blocks.most / (blocks.most - blocks.least)], replace(blocks, rule="absmax")
+    )
+
+
+def _shifted(x: Value, scale: Fraction, shift: int, blocks: Blocks, n: int, r: int) -> Value:
+    if isinstance(x, Special) and x is not Special.NEG_ZERO:
+        return element_of(x, scale, blocks, n, r)
+    if shift == 0:
+        return element_of(x, scale, blocks, n, r)
+    quotient = (ZERO if isinstance(x, Special) else x) / scale + shift
+    return oracle.round_exact(blocks.element, quotient, blocks.mode, blocks.overflow, n=n, r=r)
+
+
+def _quantize_scales(
+    scales: dict[tuple[int, ...], Value], scheme: Scheme
+) -> tuple[dict[tuple[int, ...], Value], Result]:
+    places = sorted(scales)
+    shape = tuple(max(place[k] for place in places) + 1 for k in range(len(places[0])))
+    values = [scales[place] for place in places]
+    own = quantize_array(values, shape, scheme, oracle.CARRIERS["float32"], 1, [0] * len(values))
+    smallest = min(v for v in oracle.values(scheme.blocks.element) if v > 0)
+    elements = [max(e, smallest) for e in own.elements if isinstance(e, Fraction)]
+    numbers: list[Value] = []
+    for place, members in scheme.members(shape).items():
+        scale = own.scales[place]
+        assert isinstance(scale, Fraction)
+        for i in members:
+            number = back(elements[i] if i < len(elements) else ZERO, scale, oracle.CARRIERS["float32"])
+            numbers.append(number)
+    order = [i for members in scheme.members(shape).values() for i in members]
+    largest = oracle.largest(oracle.ieee(8, 23))
+    by_index = {i: v if isinstance(v, Fraction) else largest for i, v in zip(order, numbers, strict=True)}
+    final = {place: max(by_index[i], pow2(-149)) for i, place in enumerate(places)}
+    return final, replace(own, elements=list(elements))  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from matplotlib.text import Annotation, Text
 
 from jchop.formats import CATALOGUE, ElementFormat, parse_format
 from jchop.plot import Panel, heat_map, value_grid
+from jchop.spec import parse
 
 ROWS, COLUMNS = ("e4m3", "half"), ("nearest_even", "up", "toward_zero")
 VALUES = np.array([[90.0, 50.0, np.nan], [98.0, 97.5, 98.25]])
@@ -90,7 +91,7 @@ def test_value_grid_draws_each_magnitude_once(name: str) -> None:
     "text", ["fixed4.4", "int8", "uint4", "codebook(-1,-0.5,0.25)", "codebook(2)", "e4m3(subnormals=false)"]
 )
 def test_value_grid_draws_both_signs_of_uneven_formats(text: str) -> None:
-    values = parse_format(text).values()
+    values = parse(text).format.values()
     magnitudes = np.sort(np.abs(values[values != 0]))
     same = np.array_equal(values[values > 0], -values[values < 0][::-1])
     figure = value_grid(text)
@@ -133,3 +134,10 @@ def test_pyplot_stays_out() -> None:
     code = "import sys; from jchop import plot; plot.value_grid('e2m1fn'); print('matplotlib.pyplot' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert run.stdout.strip() == "False"
+
+
+def test_value_grid_refuses_scaled_formats() -> None:
+    with pytest.raises(
+        TypeError, match="fmt='mxfp4' has no values of its own to draw; pass its element 'float4_e2m1fn'"
+    ):
+        value_grid("mxfp4")

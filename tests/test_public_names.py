@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 import jchop
-from jchop.formats import ALIASES, CATALOGUE, FloatFormat
+from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE, ElementFormat, FloatFormat, ScaledFormat
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ("flax", "optax", "torch", "matplotlib", "sklearn", "dask")
@@ -58,18 +58,23 @@ def test_no_object_has_two_names_but_the_listed_ones() -> None:
 
 
 def test_no_two_names_have_copies_of_one_format() -> None:
-    formats = [getattr(jchop, name) for name in NAMES if isinstance(getattr(jchop, name), FloatFormat)]
+    formats = [getattr(jchop, name) for name in NAMES if isinstance(getattr(jchop, name), FloatFormat | ScaledFormat)]
     for fmt in formats:
         assert all(other is fmt for other in formats if other == fmt), str(fmt)
 
 
 def test_every_named_format_is_public_and_prints_its_name() -> None:
-    for name, fmt in CATALOGUE.items():
+    for name, fmt in [*CATALOGUE.items(), *SCALED_CATALOGUE.items()]:
         assert getattr(jchop, name) is fmt
         assert str(fmt) == name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if callable(getattr(jchop, name))])
+def is_format(name: str) -> bool:
+    """Whether a name is a constant: a scaled format can be called too."""
+    return isinstance(getattr(jchop, name), ElementFormat | ScaledFormat)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if callable(getattr(jchop, name)) and not is_format(name)])
 def test_classes_and_functions_are_documented_where_they_are_defined(name: str) -> None:
     obj = getattr(jchop, name)
     assert obj.__module__.startswith("jchop."), f"{name} is defined in {obj.__module__}"

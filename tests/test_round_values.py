@@ -96,7 +96,7 @@ def once(overflows: tuple[str, ...], seed: str, turn: int = 0) -> list[tuple[str
 @pytest.mark.parametrize("text", [*cases.NAMED, *cases.CUSTOM, *cases.P3109, *cases.WIDE, *cases.DOUBLE, *cases.FIXED])
 def test_formats_are_the_documented_sets(text):
     table = cases.NAMED | cases.CUSTOM | cases.P3109 | cases.WIDE | cases.DOUBLE | cases.FIXED
-    fmt = jc.formats.parse_format(text)
+    fmt = jc.parse(text).format
     assert oracle.describe(fmt) == table[text]
     if fmt.bits <= 16:
         assert [Fraction(v) for v in fmt.values().tolist()] == oracle.values(table[text])

@@ -7,7 +7,17 @@ import math
 
 from jchop._cli._text import binary, check_suffix, fact, hexadecimal, short, table, yes
 from jchop._files import require_extra, write_atomically
-from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, UniformFormat, parse_format
+from jchop.formats import (
+    ALIASES,
+    CATALOGUE,
+    SCALE_RULES,
+    SCALED_CATALOGUE,
+    ElementFormat,
+    FloatFormat,
+    ScaledFormat,
+    UniformFormat,
+    parse_format,
+)
 
 
 def run_formats(options: argparse.Namespace) -> None:
@@ -25,16 +35,20 @@ def run_formats(options: argparse.Namespace) -> None:
         )
     print(table(rows, "<" + ">" * 12 + "<"))
     print("\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 int8 uint4 binary8p3se codebook(-1,0,0.5)")
+    print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int4(group=128) e4m3fn(channel=0)")
 
 
 def run_info(options: argparse.Namespace) -> None:
-    fmt = parse_format(options.format)
+    whole = parse_format(options.format)
+    fmt = whole.element if isinstance(whole, ScaledFormat) else whole
     if options.plot:
         check_suffix("--plot", options.plot, ".png")
         require_extra("--plot", "plot", ("matplotlib",))
         from jchop.plot import value_grid
 
         picture = value_grid(fmt)
+    if isinstance(whole, ScaledFormat):
+        print(f"{whole}\n\n{table(_scaled_facts(whole), '<<', rule=False)}\n\nElements:")
     text = getattr(fmt, "text", str(fmt))
     print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
     print(_layout(fmt))
@@ -72,6 +86,21 @@ def _facts(fmt: ElementFormat) -> list[tuple[str, str]]:
     facts += [(name.replace("_", " "), fact(getattr(fmt, name))) for name in numbers]
     facts += [("infinities", yes(fmt.has_inf)), ("NaN", yes(fmt.has_nan)), ("-0", yes(fmt.has_negative_zero))]
     return [("  " + name, value) for name, value in facts]
+
+
+def _scaled_facts(fmt: ScaledFormat) -> list[tuple[str, str]]:
+    """Which elements share a scale, and how scales are chosen and kept."""
+    group = f"{fmt.group} along axis {fmt.axis}" if fmt.group is not None else "the whole tensor"
+    rule = SCALE_RULES.get(fmt.rule, SCALE_RULES["percentile(q)"])
+    facts = {
+        "group": group if fmt.channel is None else f"each index of axis {fmt.channel}",
+        "scale": str(fmt.scale),
+        "rule": f"{fmt.rule}: {rule}",
+        "zero point": yes(fmt.zero_point),
+        "bits per element": f"{fmt.bits_per_element():g}"
+        + (" in a large array" if fmt.bits_per_element() == fmt.bits else ""),
+    }
+    return [("  " + name, value) for name, value in facts.items()]
 
 
 def _or_none(value: object) -> str:

@@ -36,7 +36,8 @@ def run_round(options: argparse.Namespace) -> None:
 
     rounded = round_to_format(array, spec, _key(options, spec))
     print(f"to {spec}, carrier {array.dtype}")
-    print(_summary(array, rounded, spec.format) if from_file else _comparison(array, rounded, spec.format))
+    fmt = spec.format if spec.scaled is None else None  # codes and ends belong to elements under their scales
+    print(_summary(array, rounded, fmt) if from_file else _comparison(array, rounded, fmt))
     if options.out:
         write_atomically(options.out, lambda file: np.save(file, rounded, allow_pickle=False))
         print(f"wrote {options.out}")
@@ -108,22 +109,22 @@ def _errors(values: np.ndarray, rounded: np.ndarray) -> tuple[np.ndarray, np.nda
         return absolute, np.where(absolute == 0, 0.0, absolute / np.abs(exact))
 
 
-def _comparison(values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat) -> str:
+def _comparison(values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None) -> str:
     rows: list[tuple[str, ...]] = [("value", "rounded", "code", "binary", "abs. error", "rel. error")]
     for value, result, absolute, relative in zip(values, rounded, *_errors(values, rounded), strict=True):
-        code = fmt.code_of(float(result))
-        bits = ("-", "-") if code is None else (hexadecimal(fmt, code), binary(fmt, code))
+        code = None if fmt is None else fmt.code_of(float(result))
+        bits = ("-", "-") if fmt is None or code is None else (hexadecimal(fmt, code), binary(fmt, code))
         rows.append((shortest(value), shortest(result), *bits, short(float(absolute)), short(float(relative))))
     return table(rows, "<<<<>>")
 
 
-def _summary(values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat) -> str:
+def _summary(values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None) -> str:
     parts, results = _real_parts(values), _real_parts(rounded)
     exact, result = parts.astype(np.float64), results.astype(np.float64)
     finite = np.isfinite(exact)
     absolute, relative = (error[finite & np.isfinite(result)] for error in _errors(parts, results))
     lost = finite & ~np.isfinite(result)
-    outside = finite & ((exact > _near(fmt.max)) | (exact < _near(fmt.min)))
+    outside = finite & ((exact > _near(fmt.max)) | (exact < _near(fmt.min))) if fmt else np.zeros_like(finite)
     rows = [
         ("elements", f"{values.size}, shape {values.shape}"),
         ("changed", str(np.count_nonzero((exact != result) & ~np.isnan(exact)))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,11 @@ import jax.numpy as jnp
 from jchop import _bits
 from jchop._bits import Carrier
 from jchop._reference import neighbour
-from jchop._reference.elements import round_elements
+from jchop._reference.elements import overflowed, round_elements
 from jchop._reference.grid import Grid, make_grid
 from jchop._reference.neighbour import Draw, draw
 from jchop._reference.ranges import is_direct
-from jchop.formats import FloatFormat, UniformFormat
+from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -47,6 +48,27 @@ def round_exact(v: Exact, spec: Spec | None, carrier: Carrier, word: Array | Non
     """`v` rounded once under `spec`; None: to the carrier itself, to nearest even."""
     if spec is None:
         return _bits.join(v.sign, v.magnitude + _to_nearest(v, Rounding.NEAREST_EVEN), carrier)
+    return round_elements(*_as_numbers(v, spec, carrier, word))
+
+
+def overflowed_exact(v: Exact, spec: Spec, carrier: Carrier, word: Array | None) -> Array:
+    """Where `v`, rounded under `spec`, lies beyond the ends of its format; NaN counts as inside."""
+    fmt = spec.format
+    if isinstance(fmt, CodebookFormat):
+        beyond = [
+            (v.magnitude > bits) | ((v.magnitude == bits) & (v.inexact | (not exact)))
+            for bits, exact in (carrier.toward_zero(Fraction(end)) for end in (fmt.max, fmt.min))
+        ]
+        above = beyond[0] if fmt.max >= 0 else True
+        below = beyond[1] if fmt.min <= 0 else True
+        return jnp.where(v.sign != 0, below, above) & (v.magnitude <= carrier.inf)
+    return overflowed(*_as_numbers(v, spec, carrier, word))
+
+
+def _as_numbers(
+    v: Exact, spec: Spec, carrier: Carrier, word: Array | None
+) -> tuple[Array, Spec, Carrier, Array | None]:
+    """Numbers of the carrier, a spec and words under which `round_elements` rounds as `v` has to be."""
     magnitude = v.magnitude | v.inexact.astype(carrier.work)  # rounded to odd
     if is_direct(spec, carrier):
         magnitude = _round_directly(v, magnitude, spec, carrier)
@@ -55,7 +77,7 @@ def round_exact(v: Exact, spec: Spec | None, carrier: Carrier, word: Array | Non
         away = _drawn_away(v, spec, carrier, word) | v.beyond
         spec = replace(spec, rounding=Rounding.STOCHASTIC_EQUAL, random_bits=None)
         word = _sign_of(away, carrier)
-    return round_elements(_bits.join(v.sign, magnitude, carrier), spec, carrier, word)
+    return _bits.join(v.sign, magnitude, carrier), spec, carrier, word
 
 
 def _to_nearest(v: Exact, mode: Rounding) -> Array:

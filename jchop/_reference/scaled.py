@@ -19,8 +19,8 @@ from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
 from jchop._reference.arithmetic import multiply, range_of
 from jchop._reference.codes import decode_elements, encode_elements, extended, pack, unpack
-from jchop._reference.elements import round_elements
-from jchop._reference.exact import round_exact
+from jchop._reference.elements import overflowed, round_elements
+from jchop._reference.exact import overflowed_exact, round_exact
 from jchop._reference.levels import round_to_levels
 from jchop._reference.place import AT_START, Place, words_like
 from jchop._reference.quotient import (
@@ -104,6 +104,19 @@ def _one_nan(elements: Array, plan: Plan) -> Array:
     nan = magnitude > compute.inf
     instead = compute.nan if fmt.has_nan else compute.toward_zero(Fraction(fmt.max))[0]
     return _bits.join(jnp.where(nan, 0, sign), jnp.where(nan, instead, magnitude), compute)
+
+
+def overflowed_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
+    """Where the rounded quotients x / s lie beyond the ends of the element format; NaN counts as inside."""
+    compute, element = plan.compute, plan.scaling.element
+    sign, magnitude = _bits.split(x, compute)
+    plain = (magnitude != 0) & (magnitude < compute.inf)
+    if plan.scaling.is_power:
+        quotient = jnp.where(plain, _over_power(magnitude, scales.value, compute), magnitude)
+        return overflowed(_bits.join(sign, quotient, compute), element, compute, word)
+    return overflowed_exact(
+        exact_quotient(sign, magnitude, plain, _divisor(scales, plan), compute), element, compute, word
+    )
 
 
 def _over_power(magnitude: Array, exponent: Array, carrier: Carrier) -> Array:

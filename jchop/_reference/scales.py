@@ -140,12 +140,12 @@ class Scales:
     tensor: Array | None = None
 
 
-def choose_scales(x: Array, axis: int, plan: Plan, tensor: Array | None = None) -> Scales:
+def choose_scales(x: Array, axis: int | tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
     """The scales of blocks.
 
     Args:
         x: a tile of numbers of the carrier of the arithmetic; zeros may fill up a block.
-        axis: along which the blocks lie.
+        axis: along which the blocks lie, or several.
         plan: says by which rule.
         tensor: for "two_level", the bits of the tensor's scale, int32.
     """
@@ -166,7 +166,7 @@ def choose_scales(x: Array, axis: int, plan: Plan, tensor: Array | None = None) 
     return Scales(value, beyond | (jnp.max(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
 
 
-def _largest(magnitude: Array, axis: int, carrier: Carrier) -> Array:
+def _largest(magnitude: Array, axis: int | tuple[int, ...], carrier: Carrier) -> Array:
     """The largest finite magnitude of each block."""
     # One addition makes infinities and NaN negative, and leaves the order of the others.
     step = 1 << carrier.fraction
@@ -204,15 +204,20 @@ def lag(plan: Plan) -> int:
 
 def _quotients(ends: tuple[Array, ...], tensor: Array | None, plan: Plan) -> tuple[Array, Array]:
     """The larger of the ends' magnitudes over their divisors, rounded to the scale format; and whether it lay above."""
-    compute, (low, zero, high) = plan.compute, plan.scale_bits
     if tensor is None:
         rounded = [_over_constant(end, divisor, plan) for end, divisor in zip(ends, plan.scaling.divisors, strict=True)]
     else:
         rounded = [_over_tensor(ends[0], tensor, plan)]
     bits = rounded[0] if len(rounded) == 1 else jnp.maximum(*rounded)
     empty = (ends[0] == 0) if len(ends) == 1 else (ends[0] | ends[1]) == 0
+    return settle(bits, empty, plan)
+
+
+def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
+    """The value of `Scales` for rounded quotients, that of zeros where a block is empty; and whether they lay above."""
+    low, zero, high = plan.scale_bits
     chosen = jnp.where(empty, zero, jnp.clip(bits, low, high)).astype(bits.dtype)
-    return (_exponent(chosen, compute) if plan.scaling.is_power else chosen), bits > high
+    return (_exponent(chosen, plan.compute) if plan.scaling.is_power else chosen), bits > high
 
 
 def _exponent(power: Array, carrier: Carrier) -> Array:

@@ -1,12 +1,11 @@
-"""The text grammar of formats: what `parse_format` reads and `str` prints."""
+"""The text grammar of element formats: what `parse_element` reads and `str` prints."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jchop.formats._base import ElementFormat
@@ -15,53 +14,38 @@ from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
 
-_CALL = re.compile(r"([a-z0-9_.-]+)(?:\((.*)\))?")
+CALL = re.compile(r"([a-z0-9_.-]+)(?:\((.*)\))?")
 _Options = dict[str, Callable[[str], object]]
 
 #: What a suffix of e{E}m{M} says, as in ml_dtypes: finite with one NaN; the same without -0, the bias one higher.
 _SUFFIXES = ("fn", "fnuz")
 
 
-def parse_format(text: str) -> ElementFormat:
-    """The format that a text names.
+def parse_element(text: str, more: Iterable[str] = ()) -> ElementFormat:
+    """The element format that a lower-case text names.
 
     Args:
-        text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
-            (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``fixed4.4``, ``ufixed4.4``, ``int8``, ``uint4``, ``binary8p3se``),
-            or ``codebook(-1,0,1)``. Options follow in
-            parentheses: ``e4m3(bias=11,subnormals=false)``, ``fixed4.4(symmetric=true)``, ``int8(narrow=true)``.
+        text: see `jchop.formats.parse_format`.
+        more: names that are known elsewhere, for the error of one that is not.
 
     Raises:
-        TypeError: where `text` is no text.
-        ValueError: for text that names no format, with the closest names.
-
-    Example:
-        >>> import jchop as jc
-        >>> jc.formats.parse_format("e5m10") == jc.binary16
-        True
+        ValueError: for text that names no element format, with the closest names.
     """
-    if not isinstance(text, str):
-        raise TypeError(f"text={text!r} must be a format's text such as 'e5m10'")
-    return _parse(text.strip().lower())
-
-
-@lru_cache(maxsize=256)
-def _parse(text: str) -> ElementFormat:
-    match = _CALL.fullmatch(text.replace(" ", ""))
+    match = CALL.fullmatch(text.replace(" ", ""))
     if match is None:
-        raise _unknown(text)
+        raise unknown(text, more)
     stem, inside = match[1], match[2]
     if stem == "codebook":
         return CodebookFormat(_levels(text, inside))
     name = ALIASES.get(stem, stem)
     if name in CATALOGUE:
         fmt = CATALOGUE[name]
-        options = _options(text, inside, _FLOAT_OPTIONS)
+        options = options_of(text, inside, _FLOAT_OPTIONS)
         return dataclasses.replace(fmt, **options) if options else fmt
     for pattern, build, allowed in _PATTERNS:
         if found := re.fullmatch(pattern, stem):
-            return build(*found.groups(), **_options(text, inside, allowed))
-    raise _unknown(text)
+            return build(*found.groups(), **options_of(text, inside, allowed))
+    raise unknown(text, more)
 
 
 def _float(exp_bits: str, sig_bits: str, suffix: str | None, **options) -> FloatFormat:
@@ -85,31 +69,46 @@ def _integer(unsigned: str, bits: str, **options) -> IntegerFormat:
     return IntegerFormat(int(bits), not unsigned, **options)
 
 
-def _truth_of(value: str) -> bool:
+def truth_of(value: str) -> bool:
     return {"true": True, "false": False}[value]
 
 
 #: The options in parentheses, each with what reads its value.
 _FLOAT_OPTIONS: _Options = {
     "bias": int,
-    "subnormals": _truth_of,
-    "infinities": _truth_of,
+    "subnormals": truth_of,
+    "infinities": truth_of,
     "nans": str,
-    "signed": _truth_of,
-    "zero": _truth_of,
+    "signed": truth_of,
+    "zero": truth_of,
 }
 
 _PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (
     (rf"e(\d{{1,2}})m(\d{{1,2}})({'|'.join(_SUFFIXES)})?", _float, _FLOAT_OPTIONS),
     (r"binary(\d{1,2})p(\d{1,2})([su])([ef])", _p3109, {}),
-    (r"(u?)fixed(-?\d{1,4})\.(-?\d{1,4})", _fixed, {"symmetric": _truth_of}),
-    (r"(u?)int(\d{1,2})", _integer, {"narrow": _truth_of}),
+    (r"(u?)fixed(-?\d{1,4})\.(-?\d{1,4})", _fixed, {"symmetric": truth_of}),
+    (r"(u?)int(\d{1,2})", _integer, {"narrow": truth_of}),
 )
 
 
-def _options(text: str, inside: str | None, allowed: _Options) -> dict[str, Any]:
+_KINDS: dict[object, str] = {int: "an integer", truth_of: "true or false"}
+
+
+def split_options(inside: str | None) -> list[str]:
+    """What stands in parentheses, split at the commas that stand in no further ones."""
+    items, depth = [""], 0
+    for char in inside or "":
+        depth += (char == "(") - (char == ")")
+        if char == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    return [item for item in items if item]
+
+
+def options_of(text: str, inside: str | None, allowed: _Options) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    for item in filter(None, (inside or "").split(",")):
+    for item in split_options(inside):
         name, equals, value = item.partition("=")
         if not equals or name in options:
             raise ValueError(f"format text {text!r}: option {item!r} must be name=value, each name once")
@@ -119,7 +118,7 @@ def _options(text: str, inside: str | None, allowed: _Options) -> dict[str, Any]
         try:
             options[name] = allowed[name](value)
         except (ValueError, KeyError):
-            what = "an integer" if allowed[name] is int else "true or false"
+            what = _KINDS.get(allowed[name], "integers, several in parentheses")
             raise ValueError(f"format text {text!r}: option {name}={value!r} must be {what}") from None
     return options
 
@@ -131,8 +130,9 @@ def _levels(text: str, inside: str | None) -> tuple[float, ...]:
         raise ValueError(f"format text {text!r}: levels must be numbers, as in codebook(-1,0,1)") from None
 
 
-def _unknown(text: str) -> ValueError:
-    near = difflib.get_close_matches(text, [*CATALOGUE, *ALIASES], n=3)
+def unknown(text: str, more: Iterable[str] = ()) -> ValueError:
+    """The error of a text that names no format."""
+    near = difflib.get_close_matches(text, [*CATALOGUE, *ALIASES, *more], n=3)
     hint = f"; close: {', '.join(near)}" if near else ""
     return ValueError(
         f"format text {text!r} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or a "

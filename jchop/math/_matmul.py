@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from functools import partial
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jchop._bits import CARRIERS, Carrier
 from jchop._checks import check_choice
 from jchop._kernels.matmul import matmul_op
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._reference.arithmetic import carrier_range, range_of, require_operation
-from jchop._reference.elements import round_elements
-from jchop._reference.grid import require_carrier
 from jchop._reference.matmul import Plan
 from jchop._reference.random_bits import seed_words
-from jchop._round import _check_key, round_to_format
+from jchop._round import round_to_format
 from jchop.accumulation import MatmulSpec
+from jchop.math._door import (
+    SumSpecLike,
+    as_matmul_spec,
+    as_operands,
+    check_matmul_spec,
+    checked_key,
+    run,
+    wide_carrier,
+)
 from jchop.spec import Spec
 
 Array = jax.Array
 
 
-def matmul(a: Any, b: Any, spec: MatmulSpec, key: Array | None = None, *, impl: Impl = "auto") -> Any:
+def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl: Impl = "auto") -> Any:
     """The matrix product of `a` and `b` in an emulated arithmetic: operands, every product and every sum rounded.
 
     Each rounding is done once, from the exact result of its operation, so that the carrier's own rounding does not
@@ -50,7 +53,8 @@ def matmul(a: Any, b: Any, spec: MatmulSpec, key: Array | None = None, *, impl: 
     Args:
         a: the left factor, float16, bfloat16, float32 or float64, shape (..., m, k), or (k,) as in `jax.numpy.matmul`.
         b: the right factor, of the same dtype, shape (..., k, n) or (k,). The leading axes broadcast.
-        spec: a `jchop.MatmulSpec`: what is rounded to what, and the order of the sums.
+        spec: a `jchop.MatmulSpec`: what is rounded to what, and the order of the sums. A `jchop.Spec`, a format or text
+            alone is that of the operands, of every product and of every sum, in sequential order.
         key: a typed key (`jax.random.key`), needed where any rounding of `spec` is stochastic. It is split into four,
             for the elements of `a`, those of `b`, the products and the sums. The word of a product or sum is that of
             the stream's index ``step 2^32 + o``, with o the flat (C order) index of the output element. Its step is k
@@ -79,40 +83,16 @@ def matmul(a: Any, b: Any, spec: MatmulSpec, key: Array | None = None, *, impl: 
         >>> float(jc.math.matmul(ones, ones, jc.MatmulSpec(accumulate="e5m2", order="pairwise")))
         96.0
     """
-    if not isinstance(spec, MatmulSpec):
-        raise TypeError(f"spec={spec!r} must be a MatmulSpec, such as MatmulSpec(product='e5m10', accumulate='e5m10')")
+    spec = as_matmul_spec(spec)
     check_choice("impl", impl, IMPLEMENTATIONS)
-    x, y = _as_array(a), _as_array(b)
-    carrier = _carrier(x.dtype, y.dtype)
-    _check_spec(spec, carrier, x.dtype)
+    x, y = as_operands("ab", (a, b))
+    carrier = wide_carrier(x.dtype)
+    check_matmul_spec(spec, x.dtype)
     _check_shapes(x.shape, y.shape)
-    key = _checked_key(key, spec)
+    key = checked_key(key, spec.stochastic, spec)
     if key is not None:
         _check_counts(x, y, Plan(spec, carrier, x.shape[-1]))
-    run = partial(_matmul, x, y, key, spec=spec, impl=impl)
-    # 64-bit data stays so, whatever the flag.
-    with jax.enable_x64(True) if carrier.width == 64 else contextlib.nullcontext():
-        return run() if isinstance(a, Array) or isinstance(b, Array) else _numpy(run, key)
-
-
-def _as_array(value: Any) -> Array | np.ndarray:
-    if isinstance(value, Array):
-        return value
-    array = np.asarray(value)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
-def _numpy(run: partial[Array], key: Array | None) -> Any:
-    """The result for NumPy operands, which are constants within a trace too."""
-    if isinstance(key, jax.core.Tracer):
-        raise TypeError(
-            "key is traced but a and b are NumPy values, whose product could not be NumPy; pass jax.numpy.asarray(a)"
-        )
-    result = run()
-    if isinstance(result, jax.core.Tracer):
-        with jax.ensure_compile_time_eval():
-            result = run()
-    return np.array(result)[()]
+    return run(partial(_matmul, spec=spec, impl=impl), (x, y), key)
 
 
 # -- the traced part ---------------------------------------------------------------------------------------------------
@@ -153,14 +133,26 @@ def _one_batch(x: Array, batch: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(x, batch + x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:])
 
 
+def product_of_matrices(x: Array, y: Array, spec: MatmulSpec, dtype: Any, keys: Any) -> Array:
+    """For other functions: of shapes (batch, m, k) and (batch, k, n), rounded and wide; `keys` as `matmul` has them."""
+    if keys[2] is not None:
+        _check_counts(x, y, Plan(spec, wide_carrier(x.dtype), x.shape[-1]))
+    return _product(spec, "auto", jnp.dtype(dtype), x, y, None if keys[2] is None else _seeds(keys, spec))
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _product(spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None) -> Array:
     """Of shapes (batch, m, k) and (batch, k, n), rounded already."""
     result = matmul_op(x, y, *(() if seeds is None else (seeds,)), impl=impl, spec=spec)
+    return to_dtype(result, spec, dtype)
+
+
+def to_dtype(result: Array, spec: MatmulSpec, dtype: Any) -> Array:
+    """A result back in a 16-bit dtype, rounded to it if the sums are the carrier's."""
     if result.dtype == dtype:
         return result
     if spec.accumulate is None:
-        result = round_elements(result, Spec(_OF_DTYPE[dtype.name]), CARRIERS[result.dtype.name])
+        result = round_to_format(result, _OF_DTYPE[dtype.name])
     return result.astype(dtype)
 
 
@@ -184,34 +176,6 @@ def _jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, tangents: tupl
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _carrier(a: Any, b: Any) -> Carrier:
-    """The carrier of the arithmetic on operands of these dtypes."""
-    for name, dtype in (("a", a), ("b", b)):
-        if dtype.name not in CARRIERS:
-            raise TypeError(
-                f"{name} has dtype {dtype}, which is no carrier; allowed: {', '.join(CARRIERS)}. Convert it first, for "
-                f"example {name}.astype('float32')"
-            )
-    if a != b:
-        raise TypeError(f"a has dtype {a} and b has dtype {b}; they must be the same: cast one of them")
-    return CARRIERS["float64" if a.itemsize == 8 else "float32"]
-
-
-def _check_spec(spec: MatmulSpec, carrier: Carrier, dtype: Any) -> None:
-    if spec.operands is not None:
-        require_carrier(spec.operands, carrier)
-    require_operation(spec.product, carrier, "product")
-    require_operation(spec.accumulate, carrier, "accumulate")
-    if spec.accumulate is None or dtype.itemsize > 2:
-        return
-    sums, held = range_of(spec.accumulate, carrier), carrier_range(CARRIERS[dtype.name])
-    if sums.precision > held.precision or sums.quantum < held.quantum or sums.top > held.top:
-        raise ValueError(
-            f"accumulate={str(spec.accumulate)!r} has values that {dtype}, the dtype of a and b, cannot hold; cast "
-            "them to float32"
-        )
-
-
 def _check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     for name, shape in (("a", a), ("b", b)):
         if not shape:
@@ -225,18 +189,6 @@ def _check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
         np.broadcast_shapes(a[:-2], b[:-2])
     except ValueError:
         raise ValueError(f"a has shape {a} and b has shape {b}: their leading axes do not broadcast") from None
-
-
-def _checked_key(key: Any, spec: MatmulSpec) -> Array | None:
-    """The key, where something draws from it."""
-    if key is not None:
-        _check_key("key", key)
-    elif spec.stochastic:
-        raise ValueError(
-            f"key=None, but spec={str(spec)!r} rounds stochastically: pass a typed key, for example "
-            "key=jax.random.key(0)"
-        )
-    return key if spec.stochastic else None
 
 
 def _check_counts(a: Any, b: Any, plan: Plan) -> None:

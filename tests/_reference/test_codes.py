@@ -12,7 +12,6 @@ import jchop as jc
 from jchop._bits import CARRIERS
 from jchop._reference.codes import decode_elements, encode_elements, extended, pack, unpack
 from jchop._reference.grid import holds
-from jchop.formats import parse_format
 
 #: Formats of at most 16 bits, of every kind, subnormal in the carrier or not.
 TEXTS = [
@@ -21,7 +20,7 @@ TEXTS = [
     "uint16", "int3", "int5", "uint7", "codebook(-3,-1,0,0.5,8)", "codebook(0.5)",
     f"codebook({','.join(map(str, range(-20, 20)))})",
 ]  # fmt: skip
-FORMATS = {text: parse_format(text) for text in TEXTS}
+FORMATS = {text: jc.parse(text).format for text in TEXTS}
 
 
 def of_carrier(name: str) -> dict[str, jc.formats.ElementFormat]:

@@ -18,6 +18,7 @@ import numpy as np
 import oracle
 import oracle_scaled
 import pytest
+from cases_scaled import adversarial, moved, value_of, values_of
 from oracle import CARRIERS, Special
 from oracle_scaled import Blocks
 
@@ -52,51 +53,6 @@ def blocks_of(scaling: BlockScaling) -> Blocks:
         scaling.nan_block,
         element.flush,
     )
-
-
-def values_of(x: np.ndarray) -> list[oracle.Value]:
-    carrier = CARRIERS[x.dtype.name]
-    return [oracle.from_bits(pattern, carrier) for pattern in cases.bits(x)]
-
-
-def moved(x: np.ndarray, ulps: np.ndarray | int) -> np.ndarray:
-    """Finite numbers moved away from zero by units in the last place, within the finite ones."""
-    carrier = CARRIERS[x.dtype.name]
-    sign = cases.bits(x) & carrier.words.type(carrier.sign)
-    magnitude = (cases.bits(x) & carrier.words.type(carrier.sign - 1)).astype(np.int64) + ulps
-    return (np.clip(magnitude, 0, carrier.infinity - 1).astype(carrier.words) | sign).view(x.dtype)
-
-
-def adversarial(scaling: BlockScaling, dtype: str, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Blocks (count, block) that are hard to scale.
-
-    Their largest magnitudes are powers of two over the whole range of exponents and their neighbours; the other numbers
-    lie on the scaled grid and halfway, moved by units in the last place. Some blocks are all zeros, have one number,
-    hold infinities and NaN, are subnormal or NaN throughout.
-    """
-    carrier, kind, block, fmt = CARRIERS[dtype], cases.DTYPES[dtype], scaling.block, scaling.element.format
-    most = float(fmt.max)
-    grid = fmt.values() if fmt.bits <= 8 else np.linspace(-most, most, 999)
-    grid = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2])
-    with np.errstate(all="ignore"):
-        exponents = np.linspace(1 - carrier.bias - carrier.m, carrier.bias, count).round().astype(int)
-        largest = np.ldexp(rng.choice([1, 1, 1.5, 1.75], count), exponents).astype(kind)
-        largest = moved(np.where(np.isfinite(largest), largest, 1).astype(kind), rng.integers(-2, 3, count))
-        bound = largest.astype(np.float64)[:, None]
-        near = rng.choice(grid, (count, block)) * (bound / most * rng.choice([1, 1, 2, 0.5, 4 / 3], (count, 1)))
-        x = moved(np.clip(near, -bound, bound).astype(kind), rng.integers(-1, 2, (count, block)))
-        x = np.where(np.abs(x.astype(np.float64)) > bound, largest[:, None], x)
-    x[np.arange(count), rng.integers(0, block, count)] = np.where(rng.random(count) < 0.5, largest, -largest)
-    which = rng.integers(0, 10, count)
-    x[which == 0] = rng.choice(np.array([0.0, -0.0], kind), (int(np.sum(which == 0)), block))
-    x[which == 1, 1:] = 0
-    for row in np.flatnonzero(which == 2):
-        x[row, rng.integers(0, block, 2)] = rng.choice(np.array([np.nan, -np.nan, np.inf, -np.inf], kind), 2)
-    tiny = (int(np.sum(which == 3)), block)
-    bits = rng.integers(0, 2 ** rng.integers(1, carrier.m + 1, (tiny[0], 1)), tiny).astype(carrier.words)
-    x[which == 3] = np.where(rng.random(tiny) < 0.5, bits, bits | carrier.words.type(carrier.sign)).view(kind)
-    x[which == 4] = rng.choice(np.array([np.nan, np.inf, -np.inf], kind), (int(np.sum(which == 4)), block))
-    return x
 
 
 def every_way(x: np.ndarray, *arrays: Any, scaling: BlockScaling) -> dict[str, np.ndarray]:
@@ -134,7 +90,7 @@ def drawn(scaling: BlockScaling, x: np.ndarray) -> tuple[list[jax.Array], int, n
 def check(scaling: BlockScaling, dtype: str, count: int) -> None:
     """Bodies against the oracle, on adversarial blocks along the last axis or the first of two."""
     carrier, rules, fmt = CARRIERS[dtype], blocks_of(scaling), scaling.element.format
-    x = adversarial(scaling, dtype, count, np.random.default_rng(count))
+    x = adversarial(fmt, scaling.block, dtype, count, np.random.default_rng(count))
     x = x if scaling.axis == -1 else np.ascontiguousarray(x.T)
     seeds, n, draws = drawn(scaling, x)
     arrays, tensor = seeds, Fraction(1)
@@ -163,16 +119,6 @@ def check(scaling: BlockScaling, dtype: str, count: int) -> None:
                 assert [value_of(e) for e in elements] == expected.elements, what
     if "codes" in results:
         np.testing.assert_array_equal(cases.bits(results["dequantized"]), cases.bits(results["rounded"]))
-
-
-def value_of(x: Any) -> oracle.Value:
-    """A float as the oracle has it."""
-    x = float(x)
-    if np.isnan(x):
-        return Special.NAN
-    if np.isinf(x):
-        return Special.INF if x > 0 else Special.NEG_INF
-    return Special.NEG_ZERO if x == 0 and np.signbit(x) else Fraction(x)
 
 
 NF4 = f"codebook({','.join(map(repr, cases.CODEBOOKS['nf4']))})"

@@ -186,7 +186,7 @@ def test_p3109(bits, precision, signed, extended):
     ],
 )
 def test_p3109_ends(name, largest, smallest):
-    fmt = parse_format(name)
+    fmt = jc.parse(name).format
     assert (fmt.max, fmt.smallest) == (largest, smallest)
 
 

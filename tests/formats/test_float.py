@@ -121,7 +121,7 @@ def test_wide_formats_have_codes(fmt, rng):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda dtype: dtype.__name__)
 def test_codes_are_the_patterns_of_ieee_dtypes(dtype, rng):
     x = rng.standard_normal(200).astype(dtype)
-    fmt = parse_format(np.dtype(dtype).name)
+    fmt = jc.parse(np.dtype(dtype).name).format
     np.testing.assert_array_equal(fmt.encode(x), x.view(f"uint{x.itemsize * 8}"))
 
 

@@ -294,7 +294,7 @@ A, B = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
 #: `matmul` as one calls it who does not read types.
 untyped: Any = jc.math.matmul
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no MatmulSpec": (lambda: untyped(A, B, "e5m10"), TypeError, "spec='e5m10' must be a MatmulSpec"),
+    "no spec": (lambda: untyped(A, B, 3), TypeError, "spec=3 must be a MatmulSpec.* or a Spec, a format or text"),
     "integers": (lambda: untyped(A.astype(int), B, UNIT), TypeError, "a has dtype int64, which is no carrier"),
     "complex": (lambda: untyped(A, B + 1j, UNIT), TypeError, "b has dtype complex64, which is no carrier"),
     "two dtypes": (lambda: untyped(A, B.astype(float), UNIT), TypeError, "a has dtype float32 and b has dtype fl"),
@@ -349,8 +349,12 @@ def test_too_many_elements_or_steps_to_draw_for() -> None:
 
 
 def test_a_traced_key_with_numpy_operands_is_refused() -> None:
-    with pytest.raises(TypeError, match="key is traced but a and b are NumPy values"):
+    with pytest.raises(TypeError, match="key is traced but the operands are NumPy values"):
         jax.jit(lambda key: jc.math.matmul(A, B, DRAWN, key))(KEY)
+
+
+def test_one_spec_is_that_of_every_rounding() -> None:
+    same(jc.math.matmul(A, B, "e5m10"), jc.math.matmul(A, B, HALF))
 
 
 def test_the_portable_body_can_be_asked_for() -> None:

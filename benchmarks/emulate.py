@@ -1,0 +1,73 @@
+"""What `jc.emulate` costs: a chain of 20 elementwise operations against the same rounded by hand, and compile times.
+
+    python benchmarks/emulate.py [--size N] [--repeats R]
+
+"By hand" is the carrier's operation with `round_to_format` around it. That rounds twice where emulate rounds the exact
+result once, so in the directed modes it is cheaper and wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import jchop as jc
+
+STEPS = 20
+
+
+def chain(x: jax.Array, y: jax.Array, rounded: Callable[[Any], Any] = lambda v: v) -> jax.Array:
+    """Twenty operations: sums, differences and products in turn."""
+    for i in range(STEPS):
+        x = rounded((x + y, x * y, x - y, x * 0.5)[i % 4])
+    return x
+
+
+def by_hand(spec: str, key: jax.Array) -> Callable[..., jax.Array]:
+    """The chain with every operation rounded."""
+
+    def run(x: jax.Array, y: jax.Array) -> jax.Array:
+        keys = iter(jax.random.split(key, STEPS + 2))
+        rounded = lambda v: jc.round_to_format(v, spec, next(keys))  # noqa: E731
+        return chain(rounded(x), rounded(y), rounded)
+
+    return run
+
+
+def seconds(runs: list[Callable[[], jax.Array]], repeats: int) -> list[float]:
+    """The median time of each of several runs, taken in turn."""
+    taken: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run().block_until_ready()
+    for _ in range(repeats):
+        for times, run in zip(taken, runs, strict=True):
+            start = time.perf_counter()
+            run().block_until_ready()
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in taken]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=1 << 20)
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    key = jax.random.key(0)
+    x, y = (jax.random.normal(k, (options.size,)) for k in jax.random.split(key))
+    print(f"{'spec':<24}{'by hand, ms':>12}{'emulate, ms':>12}{'ratio':>8}{'compile, s':>12}")
+    for spec in ("binary16", "e5m2", "bfloat16", "binary16:up", "binary16:stochastic", "bfloat16:stochastic"):
+        hand, low = jax.jit(by_hand(spec, key)), jax.jit(jc.emulate(chain, spec, key=key))
+        start = time.perf_counter()
+        low(x, y).block_until_ready()
+        compiled = time.perf_counter() - start
+        a, b = seconds([lambda hand=hand: hand(x, y), lambda low=low: low(x, y)], options.repeats)
+        print(f"{spec:<24}{1e3 * a:>12.2f}{1e3 * b:>12.2f}{b / a:>8.2f}{compiled:>12.2f}")
+
+
+if __name__ == "__main__":
+    main()

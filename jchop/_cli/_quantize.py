@@ -1,0 +1,149 @@
+"""``jchop quantize`` and ``jchop inspect``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jchop._cli._text import check_suffix, table
+from jchop.spec import as_spec
+from jchop.storage._file import TensorFile
+from jchop.storage._save import described_in, part_names
+from jchop.storage._stream import Report, Rule, quantize_file
+from jchop.study._progress import ProgressBar
+
+_SUFFIX = ".safetensors"
+
+
+def run_quantize(options: argparse.Namespace) -> None:
+    check_suffix("OUT", options.target, _SUFFIX)
+    rules = [_rule(text) for text in options.rule]
+    if options.target.exists() and not options.force:
+        raise ValueError(f"{options.target} exists; --force writes a new file in its place")
+    reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=_Progress())
+    print(_report(reports))
+    print(f"\nwrote {options.target}")
+
+
+def run_inspect(options: argparse.Namespace) -> None:
+    with TensorFile(options.file) as file:
+        print(_contents(file))
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def _rule(text: str) -> Rule:
+    """``REGEX=SPEC``: cut at the first equals sign behind which a spec stands, for a regex may have some, too."""
+    reason = ValueError("there is no equals sign")
+    for at in (i for i, letter in enumerate(text) if letter == "="):
+        try:
+            spec = as_spec(text[at + 1 :], scaled=True)
+        except (ValueError, TypeError) as error:
+            reason = reason if at > text.index("=") else error
+            continue
+        try:
+            re.compile(text[:at])
+        except re.error as error:
+            raise ValueError(f"--rule {text!r}: {text[:at]!r} is no regular expression ({error})") from None
+        return Rule(text[:at], spec)
+    raise ValueError(f"--rule {text!r} must be REGEX=SPEC, as '.*kernel=int4(group=128)': {reason}")
+
+
+class _Progress:
+    """Percents of the bytes that are done, on standard error."""
+
+    def __init__(self) -> None:
+        self._bar, self._percent = ProgressBar(sys.stderr), 0
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        now = 100 * done // total if total else 100
+        for percent in range(self._percent + 1, now + 1):
+            self._bar("quantize", percent, 100, name)
+        self._percent = max(now, self._percent)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _report(reports: Sequence[Report]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SQNR dB", "max error", "note")
+    ]
+    for report in reports:
+        errors = ("-", "-") if report.copied else (_decibels(report.sqnr), f"{report.largest:.3g}")
+        note = f"{report.lost} finite to inf or nan" if report.lost else ""
+        sizes = (f"{report.before:,}", f"{report.after:,}")
+        rows.append((report.name, _shape(report.shape), report.dtype, report.to, *sizes, *errors, note))
+    before, after = (sum(getattr(report, name) for report in reports) for name in ("before", "after"))
+    rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", _share(after, before)))
+    return table(rows, "<<<<>>>><")
+
+
+def _contents(file: TensorFile) -> str:
+    described = described_in(file)
+    owners = {part: name for name, fields in described.items() for part in part_names(name, fields)}
+    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "bits", "stored as")]
+    shown: set[str] = set()
+    for name, entry in file.entries.items():
+        owner = owners.get(name)
+        if owner is None:
+            bits = f"{8 * entry.dtype.itemsize}"
+            rows.append((name, _shape(entry.shape), entry.dtype.name, f"{entry.nbytes:,}", bits, "-"))
+        elif owner not in shown:
+            shown.add(owner)
+            fields = described[owner]
+            parts = [file.entries[part] for part in part_names(owner, fields)]
+            shape = parts[0].shape[:-1] + (() if fields["size"] is None else (fields["size"],))
+            size = sum(part.nbytes for part in parts)
+            bits = f"{8 * size / max(math.prod(shape), 1):.4g}"
+            rows.append((owner, _shape(shape), fields["dtype"], f"{size:,}", bits, fields["spec"]))
+    total = sum(entry.nbytes for entry in file.entries.values())
+    rows.append(("all", "", "", f"{total:,}", "", f"{len(rows) - 1} arrays in {len(file.entries)} tensors"))
+    return table(rows, "<<<>><")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _decibels(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
+
+
+def _share(after: int, before: int) -> str:
+    return f"{100 * after / before:.1f} %" if before else ""
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    """The two commands, with their options."""
+    plain = argparse.RawDescriptionHelpFormatter
+    command = commands.add_parser(
+        "quantize",
+        help="quantize the tensors of a safetensors file",
+        formatter_class=plain,
+        description="Quantizes tensors by their names and writes a new file, in one step when all is done. The first\n"
+        "rule whose regular expression matches a whole name wins; tensors that none matches are copied.",
+        epilog="example:\n  jchop quantize in.safetensors out.safetensors \\\n"
+        "      --rule '.*kernel=int4(group=128,scale=bfloat16)' --rule '.*=bfloat16'",
+    )
+    command.add_argument("source", metavar="IN.safetensors", type=Path)
+    command.add_argument("target", metavar="OUT.safetensors", type=Path)
+    command.add_argument(
+        "--rule",
+        metavar="REGEX=SPEC",
+        action="append",
+        required=True,
+        help="names of tensors, and the format or spec they are quantized to; may be repeated",
+    )
+    command.add_argument("--seed", metavar="N", type=int, help="of the random bits; stochastic modes need it")
+    command.add_argument("--force", action="store_true", help="replace OUT where it exists")
+    command.set_defaults(run=run_quantize)
+
+    command = commands.add_parser("inspect", help="list what is in a safetensors file")
+    command.add_argument("file", metavar="FILE.safetensors", type=Path)
+    command.set_defaults(run=run_inspect)

@@ -1,0 +1,192 @@
+"""Sums with a named order: reductions, products of matrices, convolutions and what they run through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._bits import CARRIERS
+from jchop._emulate._known import within
+from jchop._emulate._perform import bind, round_value, straight_through
+from jchop._emulate._plan import Step
+from jchop._emulate._seeds import Seeds
+from jchop._kernels.matmul import matmul_op
+from jchop._reference.elements import round_elements
+from jchop._reference.operations import draws, operation_carrier
+from jchop._reference.sums import cumulative, product_along, sum_along
+from jchop.accumulation import MatmulSpec
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["accumulated"]
+
+
+def accumulated(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The result of an equation that sums, in the order and with the roundings of ``step.choice.accumulate``."""
+    how = step.choice.accumulate
+    assert how is not None
+    arrays = [jnp.asarray(x) for x in args]
+    known = step.known
+    if how.operands is not None:
+        number = step.number + len(args)
+        arrays = [
+            _operand(x, k, how.operands, seeds, number + i) for i, (x, k) in enumerate(zip(arrays, known, strict=True))
+        ]
+        known = (how.operands,) * len(arrays)
+    plain = partial(_plain, step)
+    run = partial(_RUNS[step.name], step, replace(how, operands=_static(known)))
+    return [straight_through(lambda values, seeds: _stored(step, run(seeds, *values), seeds), plain, arrays, seeds)]
+
+
+def _operand(x: Array, known: Spec | None, spec: Spec, seeds: Seeds | None, number: int) -> Array:
+    if within(known, spec):
+        return x
+    word = seeds.words(x, number) if draws(spec) and seeds is not None else None
+    return round_value(x, spec, word)
+
+
+def _static(known: Sequence[Spec | None]) -> Spec | None:
+    """One spec for all operands, where there is one, without what speaks of derivatives."""
+    return known[0] if len(set(known)) == 1 else None
+
+
+def _plain(step: Step, *args: Array) -> Array:
+    return bind(step.eqn.primitive, step.eqn.params, *args)[0]
+
+
+def _stored(step: Step, total: Array, seeds: Seeds | None) -> Array:
+    """The sum in the dtype of the equation, rounded to its spec if the accumulator's values are not of it."""
+    aval, spec, how = step.eqn.outvars[0].aval, step.choice.spec, step.choice.accumulate
+    assert how is not None
+    dtype = aval.dtype
+    if not within(how.accumulate, spec):
+        assert spec is not None
+        word = seeds.words(total, step.number + _AFTER - 1) if draws(spec) and seeds is not None else None
+        total = round_elements(total, spec, CARRIERS[total.dtype.name], word)
+    elif total.dtype != dtype and how.accumulate is None:
+        own = {"float16": "binary16", "bfloat16": "bfloat16"}[dtype.name]
+        total = round_elements(total, Spec(own), CARRIERS[total.dtype.name])
+    return total.astype(dtype)
+
+
+def _twelve(seeds: Seeds | None, how: MatmulSpec, step: Step, *args: Array) -> Array | None:
+    """The seeds of the products and of the sums of a matrix product of these arrays."""
+    if seeds is None or not (draws(how.product) or draws(how.accumulate)):
+        return None
+    number = step.number + _AFTER
+    return jnp.stack([*seeds.turn(number, 0).of(*args), *seeds.turn(number, 1).of(*args)])
+
+
+def _matmul(how: MatmulSpec, seeds: Array | None, a: Array, b: Array) -> Array:
+    """Of shapes (batch, m, k) and (batch, k, n)."""
+    carrier = operation_carrier(a.dtype).name
+    extra = () if seeds is None else (seeds,)
+    return matmul_op(a.astype(carrier), b.astype(carrier), *extra, spec=how)
+
+
+# -- one rule each -----------------------------------------------------------------------------------------------------
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(operation_carrier(x.dtype).name)
+
+
+def _reduce_sum(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
+    axes = step.eqn.params["axes"]
+    if not axes:
+        return _wide(x)
+    twelve = _twelve(seeds, replace(how, product=None), step, x)
+    return sum_along(_wide(x), axes, how, twelve, known=how.operands, matmul=matmul_op)
+
+
+def _reduce_window_sum(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
+    p = step.eqn.params
+    padded = lax.pad(
+        x, jnp.zeros((), x.dtype), [(*pad, d - 1) for pad, d in zip(p["padding"], p["base_dilation"], strict=True)]
+    )
+    parts = _windows(padded, p["window_dimensions"], p["window_strides"], p["window_dilation"])
+    twelve = _twelve(seeds, replace(how, product=None), step, x)
+    axes = tuple(range(x.ndim, 2 * x.ndim))
+    return sum_along(_wide(parts), axes, how, twelve, known=how.operands, matmul=matmul_op)
+
+
+def _dot_general(step: Step, how: MatmulSpec, seeds: Seeds | None, a: Array, b: Array) -> Array:
+    (ca, cb), (ba, bb) = step.eqn.params["dimension_numbers"]
+    fa, fb = ([i for i in range(x.ndim) if i not in (*c, *batch)] for x, c, batch in ((a, ca, ba), (b, cb, bb)))
+    batch, m, k = ([a.shape[i] for i in axes] for axes in (ba, fa, ca))
+    n = [b.shape[i] for i in fb]
+    left = jnp.transpose(a, (*ba, *fa, *ca)).reshape(math.prod(batch), math.prod(m), math.prod(k))
+    right = jnp.transpose(b, (*bb, *cb, *fb)).reshape(math.prod(batch), math.prod(k), math.prod(n))
+    return _matmul(how, _twelve(seeds, how, step, left, right), left, right).reshape(*batch, *m, *n)
+
+
+def _conv(step: Step, how: MatmulSpec, seeds: Seeds | None, lhs: Array, rhs: Array) -> Array:
+    """A product of matrices: a row for each place of the window, its channels before its places, in C order."""
+    p = step.eqn.params
+    numbers = p["dimension_numbers"]
+    x, w = jnp.transpose(lhs, numbers.lhs_spec), jnp.transpose(rhs, numbers.rhs_spec)
+    padding = [(0, 0, 0), (0, 0, 0), *((*pad, d - 1) for pad, d in zip(p["padding"], p["lhs_dilation"], strict=True))]
+    x = lax.pad(x, jnp.zeros((), x.dtype), padding)
+    batches, groups = p["batch_group_count"], p["feature_group_count"] * p["batch_group_count"]
+    inner = (1, 1)
+    parts = _windows(x, (*inner, *w.shape[2:]), (*inner, *p["window_strides"]), (*inner, *p["rhs_dilation"]))
+    places, spatial = parts.shape[2 : x.ndim], x.ndim - 2
+    count, channels = x.shape[0] // batches, x.shape[1] // p["feature_group_count"]
+    parts = parts.reshape(batches, count, p["feature_group_count"], channels, *places, *w.shape[2:])
+    order = (0, 2, 1, *range(4, 4 + spatial), 3, *range(4 + spatial, 4 + 2 * spatial))
+    left = jnp.transpose(parts, order).reshape(groups, count * math.prod(places), -1)
+    right = jnp.swapaxes(w.reshape(groups, w.shape[0] // groups, -1), 1, 2)
+    out = _matmul(how, _twelve(seeds, how, step, left, right), left, right)
+    out = jnp.moveaxis(out.reshape(groups, count, *places, -1), 0, -2).reshape(count, *places, w.shape[0])
+    return jnp.transpose(jnp.moveaxis(out, -1, 1), tuple(map(int, np.argsort(numbers.out_spec))))
+
+
+def _windows(x: Array, sizes: Sequence[int], strides: Sequence[int], dilation: Sequence[int]) -> Array:
+    """The windows of an array that is padded already: shape (*places, *sizes)."""
+    n = x.ndim
+    for axis, (size, stride, step) in enumerate(zip(sizes, strides, dilation, strict=True)):
+        count = max((x.shape[2 * axis] - (size - 1) * step - 1) // stride + 1, 0)
+        index = np.arange(count)[:, None] * stride + np.arange(size)[None, :] * step
+        x = jnp.take(x, index, axis=2 * axis)
+    return jnp.transpose(x, (*range(0, 2 * n, 2), *range(1, 2 * n, 2)))
+
+
+def _six(seeds: Seeds | None, step: Step, x: Array) -> tuple[Array, ...] | None:
+    return None if seeds is None else seeds.turn(step.number + _AFTER).of(x)
+
+
+def _cumulative(kind: str, step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
+    p, spec = step.eqn.params, how.accumulate
+    if spec is None:
+        return _wide(_plain(step, x))
+    return cumulative(kind, _wide(x), p["axis"], spec, _six(seeds, step, x), reverse=p["reverse"])
+
+
+def _reduce_prod(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
+    axes, spec = step.eqn.params["axes"], how.accumulate
+    if not axes or spec is None:
+        return _wide(_plain(step, x) if axes else x)
+    return product_along(_wide(x), axes, spec, _six(seeds, step, x))
+
+
+#: The number of a step's sums comes after those of its operands, of which there are two at most, rounded twice.
+_AFTER = 5
+
+_RUNS: dict[str, Callable[..., Array]] = {
+    "reduce_sum": _reduce_sum,
+    "reduce_prod": _reduce_prod,
+    "reduce_window_sum": _reduce_window_sum,
+    "cumsum": partial(_cumulative, "sum"),
+    "cumprod": partial(_cumulative, "prod"),
+    "dot_general": _dot_general,
+    "conv_general_dilated": _conv,
+}

@@ -1,0 +1,183 @@
+"""`emulate`: the door, with its checks, and what becomes of arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._emulate._interpret import interpret
+from jchop._emulate._known import is_float
+from jchop._emulate._perform import round_value
+from jchop._emulate._plan import Plan, Planner, jaxpr_of
+from jchop._emulate._rules import Settings, make_settings
+from jchop._emulate._seeds import Seeds
+from jchop._reference.operations import draws
+from jchop._reference.random_bits import seed_words
+from jchop._round import _check_key
+from jchop.accumulation import MatmulSpec
+from jchop.formats import ElementFormat
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["Emulated", "emulate"]
+
+
+def emulate(
+    fun: Callable[..., Any],
+    spec: Spec | ElementFormat | str | None,
+    *,
+    rules: Mapping[str, Any] | None = None,
+    accumulate: MatmulSpec | None = None,
+    key: Array | None = None,
+    unknown: Literal["raise", "round_output", "carrier"] = "raise",
+) -> Emulated:
+    """`fun` in another arithmetic: every floating-point operation of it rounded, with the signature of `fun`.
+
+    The program that JAX traces of `fun` is run operation by operation. Arguments and constants are rounded on entry.
+    For +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode; an integer power is
+    made of such products. Elementary functions (exp, tanh, pow ...), conversions, scatters and sums across devices are
+    the carrier's result rounded once more. Sums along axes, products of matrices, convolutions, and cumulative sums and
+    products follow `accumulate`. What only moves or chooses values (slices, transposes, sorting, max ...) rounds
+    nothing; integers, booleans and comparisons are untouched. Calls, loops, branches, remat, shard_map and custom
+    derivative rules are entered.
+
+    ``jax.grad(emulate(fun, spec))`` differentiates in the carrier, at the rounded values, rounding taken for the
+    identity (straight-through); ``emulate(jax.grad(fun), spec)`` computes the derivative in the arithmetic of `spec`.
+    Put `jax.jit` around the result, as around any function: called as it is, it runs one operation after the other.
+
+    Args:
+        fun: a function that JAX can trace. Arrays and Python floats among its arguments are rounded; other arguments
+            reach it as they are.
+        spec: what every operation is rounded to: a `Spec`, a format, or text; None for the carrier, the dtype that the
+            program computes in, which must be wide enough for the format.
+        rules: other arithmetic for parts of the program, as a mapping. A key is the name of a primitive (``"exp"``), or
+            a pattern (`fnmatch`) for a piece of the path of `jax.named_scope` and `jax.jit` names (``"softmax"``,
+            ``"block*/norm"``). A value is a spec, None for the carrier, or a `MatmulSpec` in place of `accumulate`. The
+            first key that matches counts.
+        accumulate: how sums are formed, a `MatmulSpec` with rounding of its own: its result is then rounded to `spec`.
+            Cumulative sums, and products along axes, are sequential whatever its order. Default None: **the carrier's
+            own sum**, rounded once at the end.
+        key: a typed key, where anything rounds stochastically; the keyword argument ``key`` of the result takes its
+            place. Each operation and each turn of a loop draws afresh; the same key draws the same again.
+        unknown: what becomes of a primitive that there is no rule for: ``"raise"`` an error (default),
+            ``"round_output"``, or ``"carrier"``.
+
+    Returns:
+        The function, with one more keyword argument, ``key``, which therefore never reaches `fun`. Results have the
+        dtypes that those of `fun` have.
+
+    Raises:
+        TypeError: for a function that is none, or rules, an accumulation or a key of another type.
+        ValueError: when called, for a carrier too narrow for `spec`, a stochastic spec without a key, or a rule that
+            matches nothing.
+        NotImplementedError: when called, for a primitive without a rule, where ``unknown="raise"``.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> low = jc.emulate(lambda x: jnp.sum(x * x) / 3, "e5m2", accumulate=jc.MatmulSpec(accumulate="e5m2"))
+        >>> float(low(jnp.ones(100)))
+        2.5
+    """
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function")
+    if key is not None:
+        _check_key("key", key)
+    return Emulated(fun, make_settings(spec, rules, accumulate, unknown), key)
+
+
+class Emulated:
+    """A function whose every operation is rounded; `emulate` makes it."""
+
+    def __init__(self, fun: Callable[..., Any], settings: Settings, key: Array | None) -> None:
+        self.fun, self.settings, self.key = fun, settings, key
+        update_wrapper(self, fun, updated=())
+
+    def __call__(self, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
+        """`fun` of the arguments; `key` takes the place of the key that `emulate` was given."""
+        seeds = seeds_of(self.settings, self.key if key is None else key)
+        program = trace(self.fun, self.settings, args, kwargs)
+        return jax.tree.unflatten(program.tree, run(program, self.settings.spec, seeds))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function traced and planned for some arguments."""
+
+    plan: Plan
+    values: tuple[Any, ...]
+    tree: Any  # of the results
+
+
+def trace(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -> Program:
+    """The program of `fun` for these arguments.
+
+    Arrays and Python floats are its variables; integers, booleans and all else stay what they are.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    moved = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray | np.generic | float | complex)]
+
+    def flat(*values: Any) -> Any:
+        every = list(leaves)
+        for i, value in zip(moved, values, strict=True):
+            every[i] = value
+        args, kwargs = jax.tree.unflatten(tree, every)
+        return fun(*args, **kwargs)
+
+    values = [leaves[i] for i in moved]
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
+    planner = Planner(settings)
+    known = tuple(settings.spec if is_float(v.aval) else None for v in jaxpr_of(closed)[0].invars)
+    plan = planner.plan(closed, known, constants=settings.spec)
+    _check_rules(settings, planner.used)
+    return Program(plan, tuple(values), jax.tree.structure(shapes))
+
+
+def run(program: Program, spec: Spec | None, seeds: Seeds | None) -> list[Any]:
+    """The results of a program: arguments and constants rounded on entry, then every operation."""
+    values, constants, inside = enter(program, spec, seeds)
+    return interpret(program.plan, inside, values, constants)
+
+
+def enter(program: Program, spec: Spec | None, seeds: Seeds | None) -> tuple[list[Any], list[Any], Seeds | None]:
+    """Arguments and constants, rounded, and the seeds of what follows."""
+    entry, inside = (None, None) if seeds is None else (seeds.turn(0), seeds.turn(1))
+    count = len(program.values)
+    entered = [_entered(x, i, spec, entry) for i, x in enumerate((*program.values, *program.plan.consts))]
+    return entered[:count], entered[count:], inside
+
+
+def _entered(x: Any, number: int, spec: Spec | None, seeds: Seeds | None) -> Any:
+    x = x if isinstance(x, Array) else jnp.asarray(x)
+    if spec is None or not is_float(x):
+        return x
+    return round_value(x, spec, seeds.words(x, number) if draws(spec) and seeds is not None else None)
+
+
+def _check_rules(settings: Settings, used: set[str]) -> None:
+    unused = [pattern for pattern, _ in settings.rules if pattern not in used]
+    if unused:
+        raise ValueError(
+            f"rules: {', '.join(map(repr, unused))} match no primitive and no scope of the program, or come after a "
+            "rule that matches all the same; emulate.report shows the primitives and scopes"
+        )
+
+
+def seeds_of(settings: Settings, key: Array | None) -> Seeds | None:
+    """The seeds of a call; None where nothing draws."""
+    if key is not None:
+        _check_key("key", key)
+    if not settings.stochastic:
+        return None
+    if key is None:
+        raise ValueError(
+            "key=None, but the arithmetic rounds stochastically: pass a typed key, for example key=jax.random.key(0), "
+            "to emulate or to the function that it returns"
+        )
+    return Seeds(seed_words(key))

@@ -1,0 +1,101 @@
+"""What is known of a value before it is computed: that its numbers are those of a spec's format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop.formats import ElementFormat, FloatFormat, UniformFormat
+from jchop.spec import Spec
+
+#: The spec whose values they are; None: anything that the dtype holds.
+Known = Spec | None
+
+#: The dtypes that are rounded.
+CARRIER_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def is_float(aval: Any) -> bool:
+    """Whether a value is of a real floating-point dtype, and so is rounded."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def is_complex(aval: Any) -> bool:
+    """Whether a value is complex."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.complexfloating)
+
+
+@lru_cache(maxsize=4096)
+def within(known: Known, spec: Spec | None) -> bool:
+    """Whether rounding values that are known to be `known`'s under `spec` changes none of them."""
+    if spec is None:
+        return True
+    if known is None or (spec.flush and not known.flush):
+        return False
+    return known.format == spec.format or _is_subset(known.format, spec.format)
+
+
+def _is_subset(small: ElementFormat, large: ElementFormat) -> bool:
+    """Whether every value of one format is one of the other, infinities and -0 included; False where in doubt."""
+    if not isinstance(small, FloatFormat) or not isinstance(large, FloatFormat):
+        return False
+    if not (large.subnormals and large.zero and large.signed) or (small.has_inf and not large.has_inf):
+        return False
+    if small.has_negative_zero and not large.has_negative_zero:
+        return False
+    finer = small.emin - small.sig_bits >= large.emin - large.sig_bits and small.precision <= large.precision
+    return finer and small.exact_max <= large.exact_max
+
+
+def common(knowns: Iterable[Known]) -> Known:
+    """What is known of values each of which is one of several."""
+    found: list[Known] = list(knowns)
+    return next((k for k in found if k is not None and all(within(other, k) for other in found)), None)
+
+
+def holds_all(spec: Spec | None, value: Any) -> bool:
+    """Whether a constant is left as it is by rounding under `spec`; False where it has many elements."""
+    if spec is None:
+        return True
+    if np.size(value) != 1:
+        return False
+    return _holds(spec, float(np.asarray(value, np.float64).item()))
+
+
+@lru_cache(maxsize=4096)
+def _holds(spec: Spec, value: float) -> bool:
+    fmt = spec.format
+    if math.isnan(value):
+        return True
+    if math.isinf(value):
+        return fmt.has_inf and (value > 0 or fmt.signed)
+    if value == 0:
+        zero = not isinstance(fmt, FloatFormat) or fmt.zero
+        return zero and (math.copysign(1.0, value) > 0 or fmt.has_negative_zero)
+    exact = Fraction(value)
+    if isinstance(fmt, UniformFormat):
+        count = exact * Fraction(2) ** fmt.frac_bits
+        return count.denominator == 1 and fmt.min_code <= count <= fmt.max_code
+    return isinstance(fmt, FloatFormat) and _holds_float(spec, fmt, exact)
+
+
+def _holds_float(spec: Spec, fmt: FloatFormat, value: Fraction) -> bool:
+    if (value < 0 and not fmt.signed) or abs(value) > fmt.exact_max:
+        return False
+    exponent = math.frexp(float(abs(value)))[1] - 1
+    if exponent < fmt.emin and (spec.flush or not fmt.subnormals):
+        return False
+    quantum = max(exponent, fmt.emin) - fmt.sig_bits
+    return (value / Fraction(2) ** quantum).denominator == 1
+
+
+def constant_of(literal: Any) -> jax.Array | Any:
+    """The value of a literal, of its dtype."""
+    return np.asarray(literal.val, literal.aval.dtype) if is_float(literal.aval) else literal.val

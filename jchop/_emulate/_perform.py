@@ -1,0 +1,204 @@
+"""Single equations carried out: the values of the emulated arithmetic, the derivative of the carrier's primitive.
+
+Rounding works on bits, which have no derivative. So every rounded equation is a `custom_jvp` whose tangent is that of
+the primitive itself at the rounded operands: straight-through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jchop._bits import CARRIERS
+from jchop._emulate._known import Known, is_float
+from jchop._emulate._rules import EXACT
+from jchop._reference.arithmetic import Range, range_of
+from jchop._reference.elements import round_elements
+from jchop._reference.operations import draws, operation, operation_carrier
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["Task", "bind", "perform", "round_value", "straight_through"]
+
+
+def bind(primitive: Any, params: dict[str, Any], *args: Any) -> list[Any]:
+    """The primitive itself, its results as a list."""
+    out = primitive.bind(*args, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
+
+
+# -- derivatives -------------------------------------------------------------------------------------------------------
+
+
+def straight_through(run: Callable[..., Any], plain: Callable[..., Any], args: Sequence[Any], extra: Any) -> Any:
+    """``run(args, extra)``, with the derivative by `args` that ``plain(*args)`` has."""
+
+    @jax.custom_jvp
+    def rounded(args: Any, extra: Any) -> Any:
+        return run(args, extra)
+
+    rounded.defjvp(partial(_tangents, run, plain), symbolic_zeros=True)
+    return rounded(list(args), extra)
+
+
+def _tangents(run: Callable[..., Any], plain: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    args, extra = primals
+    out = straight_through(run, plain, args, extra)  # so that second derivatives come out too
+    moved = [i for i, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
+    if not moved:
+        return out, jax.tree.map(_no_tangent, out)
+
+    def of_moved(*values: Any) -> Any:
+        every = list(args)
+        for i, value in zip(moved, values, strict=True):
+            every[i] = value
+        return plain(*every)
+
+    _, tangent = jax.jvp(of_moved, [args[i] for i in moved], [tangents[0][i] for i in moved])
+    return out, tangent
+
+
+def _no_tangent(x: Array) -> Any:
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything static about one rounded equation; equal tasks are traced once."""
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    kind: str
+    spec: Spec
+    known: tuple[Known, ...]
+
+    def plain(self, *args: Array) -> Any:
+        out = bind(self.primitive, dict(self.params), *args)
+        return out if self.primitive.multiple_results else out[0]
+
+    def run(self, args: Sequence[Array], drawn: Sequence[Array]) -> Any:
+        return _RUNS[self.kind](self, args, list(drawn))
+
+
+def perform(task: Task, args: Sequence[Array], drawn: Sequence[Array] = ()) -> list[Any]:
+    """The results of a task, given a random word array for each rounding that draws."""
+    out = _perform(task, list(args), list(drawn))
+    return list(out) if task.primitive.multiple_results else [out]
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _perform(task: Task, args: list[Array], drawn: list[Array]) -> Any:
+    return straight_through(task.run, task.plain, args, drawn)
+
+
+def _exact(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
+    name = EXACT[task.primitive.name]
+    return operation(name, args, task.spec, drawn[0] if drawn else None, ranges=_ranges(task, args))
+
+
+def _ranges(task: Task, args: Sequence[Array]) -> tuple[Range, ...]:
+    carrier = operation_carrier(args[0].dtype)
+    return tuple(range_of(known, carrier) for known in task.known)
+
+
+def _extremum(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
+    del drawn
+    return operation(task.primitive.name, args, task.spec, ranges=_ranges(task, args))
+
+
+def _power(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
+    """x^n by squaring, as the carrier does it: every product rounded, and for n < 0 the quotient."""
+    (x,), spec, exponent = args, task.spec, dict(task.params)["y"]
+    taken = iter(drawn)
+
+    def op(name: str, *operands: Array) -> Array:
+        return operation(name, operands, spec, next(taken) if draws(spec) else None)
+
+    total, square, n = None, x, abs(exponent)
+    while n:
+        if n & 1:
+            total = square if total is None else op("mul", total, square)
+        n >>= 1
+        if n:
+            square = op("mul", square, square)
+    one = _round(jnp.ones_like(x), spec, None) if not draws(spec) else jnp.ones_like(x)
+    if total is None:
+        return one
+    if exponent > 0:
+        return total
+    carrier = operation_carrier(x.dtype)
+    word = next(taken) if draws(spec) else None
+    return operation("div", [one, total], spec, word, ranges=(range_of(None, carrier), range_of(spec, carrier)))
+
+
+def power_draws(exponent: int) -> int:
+    """The most operations in a power."""
+    return 2 * abs(exponent).bit_length() + 1
+
+
+def _elementary(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
+    out = bind(task.primitive, dict(task.params), *args)
+    taken = iter(drawn)
+    out = [_round(x, task.spec, next(taken) if draws(task.spec) else None) if is_float(x) else x for x in out]
+    return out if task.primitive.multiple_results else out[0]
+
+
+def _summed(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
+    """The carrier's own sum, with all of its digits, rounded once."""
+    params = dict(task.params)
+    if "precision" in params:
+        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    out = bind(task.primitive, params, *args)[0]
+    return _round(out, task.spec, drawn[0] if drawn else None)
+
+
+def _converted(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
+    """A conversion; of integers that the carrier does not hold, the sum of two parts that it does, rounded once."""
+    (x,), dtype = args, dict(task.params)["new_dtype"]
+    word = drawn[0] if drawn else None
+    carrier = operation_carrier(dtype)
+    integer = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize * 8 > carrier.fraction + 1
+    if integer and x.dtype.itemsize == 4:
+        high, low = (x >> 16).astype(carrier.name), (x & 0xFFFF).astype(carrier.name)
+        parts = [high * 65536.0, low]
+        return operation("add", parts, task.spec, word, ranges=(Range(16, 16, 33), Range(0, 16, 17))).astype(dtype)
+    if is_float(x):
+        return _round(lax.convert_element_type(x, dtype), task.spec, word)
+    return _round(x.astype(carrier.name), task.spec, word).astype(dtype)
+
+
+_RUNS: dict[str, Callable[..., Any]] = {
+    "exact": _exact,
+    "extremum": _extremum,
+    "power": _power,
+    "elementary": _elementary,
+    "made": _elementary,
+    "accumulating": _summed,
+    "converted": _converted,
+}
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+def _round(x: Array, spec: Spec, word: Array | None) -> Array:
+    return round_elements(x, spec, CARRIERS[x.dtype.name], word)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def round_value(x: Array, spec: Spec, word: Array | None = None) -> Array:
+    """`x` rounded, its derivative that of the identity."""
+    return straight_through(lambda args, word: _round(args[0], spec, word), lambda x: x, [x], word)

@@ -1,0 +1,161 @@
+"""`emulate.report`: what is rounded where, how often, and what that does to the values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from jchop._checks import check_bool
+from jchop._emulate._emulate import Emulated, enter, seeds_of, trace
+from jchop._emulate._known import is_float
+from jchop._emulate._measure import Measure, measure
+from jchop._emulate._plan import Plan, Step
+
+__all__ = ["Report", "Row", "report"]
+
+Array = jax.Array
+#: The kinds of equations that round nothing.
+_SILENT = frozenset({"structural", "extremum", "untouched", "control"})
+
+
+@dataclass(frozen=True)
+class Row:
+    """The equations of one primitive, scope and arithmetic.
+
+    Args:
+        scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
+        primitive: its name.
+        spec: what results are rounded to, as text; ``"carrier"`` for nothing.
+        sums: how sums are formed, as text; ``"carrier"`` for the carrier's own, empty where there are none.
+        equations: how many there are in the program.
+        results: numbers that they give in a run; of a `while` loop, in one turn.
+        overflows: finite results of the carrier that became infinite or NaN; this and what follows, where traced.
+        underflows: results that became zero.
+        smallest: the smallest magnitude but zero.
+        largest: the largest finite magnitude.
+        error: the largest relative error of one operation, against the carrier's on the same operands.
+        deviation: the largest relative error against the program run in the carrier from the start.
+    """
+
+    scope: str
+    primitive: str
+    spec: str
+    sums: str
+    equations: int
+    results: int
+    overflows: int = 0
+    underflows: int = 0
+    smallest: float = math.nan
+    largest: float = math.nan
+    error: float = math.nan
+    deviation: float = math.nan
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of a program in the order in which they first come; as text, a table.
+
+    Args:
+        rows: a `Row` for each primitive, scope and arithmetic.
+        traced: whether values were looked at.
+    """
+
+    rows: tuple[Row, ...]
+    traced: bool = field(default=False)
+
+    @property
+    def operations(self) -> int:
+        """How many numbers are rounded results."""
+        return sum(row.results for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("scope", "primitive", "spec", "sums", "equations", "results")
+        more = ("overflows", "underflows", "smallest", "largest", "error", "deviation")
+        names = head + more * self.traced
+        lines = [names, *(tuple(_text(getattr(row, name)) for name in names) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def report(fun: Emulated, *args: Any, trace_values: bool = False, key: Array | None = None, **kwargs: Any) -> Report:
+    """What an emulated function rounds for these arguments, and where it loses digits.
+
+    Args:
+        fun: what `jchop.emulate` returned.
+        *args: arguments of the function.
+        trace_values: run the program, loops turn by turn, beside the same program in the carrier, and compare: ranges,
+            overflows, underflows and errors of each operation. Branches and numbers of turns are those of the emulated
+            program. Inside `jax.shard_map` nothing is looked at. Needs arguments that are not traced. Default False:
+            nothing is computed.
+        key: a typed key, where values are traced and anything rounds stochastically.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        A `Report`; ``str`` of it is a table.
+
+    Raises:
+        TypeError: for a function that `emulate` did not make, or traced arguments.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
+        >>> print(jc.emulate.report(low, jnp.array([1.0, 8.0])))
+        scope  primitive  spec         sums  equations  results
+               exp        float8_e4m3        1          2
+               mul        float8_e4m3        1          2
+        >>> seen = jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True)
+        >>> [(row.primitive, row.overflows, row.largest) for row in seen.rows]
+        [('exp', 1, 2.75), ('mul', 0, 2.75)]
+    """
+    if not isinstance(fun, Emulated):
+        raise TypeError(f"fun={fun!r} must be a function that jchop.emulate returned")
+    check_bool("trace_values", trace_values)
+    program = trace(fun.fun, fun.settings, args, kwargs)
+    steps = list(_walk(program.plan, 1))
+    found: dict[int, Measure] = {}
+    if trace_values:
+        if any(isinstance(v, jax.core.Tracer) for v in program.values):
+            raise TypeError("trace_values=True needs arguments that are not traced: call report outside of jax.jit")
+        seeds = seeds_of(fun.settings, fun.key if key is None else key)
+        low, constants, inside = enter(program, fun.settings.spec, seeds)
+        measure(program.plan, inside, list(zip(low, program.values, strict=True)), found, constants)
+    return Report(tuple(_rows(steps, found)), trace_values)
+
+
+def _walk(plan: Plan, times: int) -> Iterator[tuple[Step, int]]:
+    """The steps that round, and how often they run."""
+    for step in plan.steps:
+        if step.kind not in _SILENT:
+            yield step, times
+        turns = step.eqn.params["length"] if step.name == "scan" else 1
+        for inner in step.inner:
+            yield from _walk(inner, times * turns)
+
+
+def _rows(steps: Sequence[tuple[Step, int]], found: dict[int, Measure]) -> Iterator[Row]:
+    groups: dict[tuple[str, str, str, str], list[tuple[Step, int]]] = {}
+    for step, times in steps:
+        choice = step.choice
+        sums = str(choice.accumulate or "carrier") if step.kind == "accumulating" else ""
+        spec = "carrier" if choice.spec is None or step.kind == "carrier" else str(choice.spec)
+        groups.setdefault((step.scope, step.name, spec, sums), []).append((step, times))
+    for names, members in groups.items():
+        results = sum(_size(step) * times for step, times in members)
+        seen = Measure()
+        for step, _ in members:
+            seen.add(found.get(id(step)))
+        yield Row(*names, len(members), results, **seen.facts())
+
+
+def _size(step: Step) -> int:
+    return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_float(v.aval))

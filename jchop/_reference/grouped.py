@@ -1,0 +1,236 @@
+"""Scaled formats of any grouping: rounded, quantized, dequantized and fitted, elementwise under broadcast scales.
+
+The arithmetic is that of tiles (`scaled`, `scales`), over as many axes as a group extends. A scale is chosen by the
+format's rule, and where the format quantizes scales again it is what was stored that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop._reference import fitting, scaled, shifted
+from jchop._reference.codes import decode_elements, encode_elements, pack, unpack
+from jchop._reference.groups import Groups
+from jchop._reference.place import AT_START, Place, words_like
+from jchop._reference.scales import Plan, Scales, choose_scales, load_scales, make_plan, store_scales, tensor_scale
+from jchop.formats import IntegerFormat, ScaledFormat, binary32
+from jchop.scaling import RULES, BlockScaling
+from jchop.spec import Gradient, Spec
+
+Array = jax.Array
+#: A scale as it is stored: an array, or two where a format has two parts (`ScaledFormat.is_two_part`).
+Stored = Any
+
+
+@lru_cache(maxsize=1024)
+def scaling_of(spec: Spec) -> BlockScaling:
+    """Elements, scales and rule of a scaled format as tiles have them; block and axis say nothing."""
+    fmt = _format(spec)
+    element = replace(spec, format=fmt.element, gradient=Gradient())
+    scale = binary32 if isinstance(fmt.scale, ScaledFormat) else fmt.scale
+    return BlockScaling(element, 1, 0, scale, fmt.rule if fmt.rule in RULES else "absmax", fmt.nan_block)
+
+
+def plan_of(spec: Spec, dtype: str) -> Plan:
+    """The Plan of a scaled format in arrays of a carrier's dtype.
+
+    Raises:
+        ValueError: where the carrier of the arithmetic is too narrow for elements or scales.
+    """
+    return make_plan(scaling_of(spec), CARRIERS[dtype])
+
+
+def _format(spec: Spec) -> ScaledFormat:
+    assert spec.scaled is not None
+    return spec.scaled
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """The scales of groups and their zero points, on a view; and both as they are stored."""
+
+    scales: Scales
+    zero: Array | None
+    stored: tuple[Stored, Array | None]
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+def round_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> Array:
+    """`x` quantized and dequantized.
+
+    Args:
+        x: a carrier, not empty.
+        drawn: for a stochastic spec the words of `seed_words`, then the traced starts that `place` leaves open.
+        spec: of a scaled format.
+        place: where `x` lies in the random stream.
+    """
+    plan, groups, view, word = _prepared(x, drawn, spec, place)
+    fitted = _fit(x, view, groups, plan, spec)
+    return groups.back(_multiply_back(_elements(view, fitted, plan, word), fitted, plan))
+
+
+def quantize_body(x: Array, *arrays: Array, spec: Spec, given: int = 0, place: Place = AT_START) -> tuple[Array, ...]:
+    """`x` as packed codes, and scales and zero points as they are stored, one after the other.
+
+    Args:
+        x: a carrier, not empty.
+        arrays: `given` arrays, scales and zero points as they are stored; then what was drawn, as for `round_body`.
+        spec: of a scaled format.
+        given: how many arrays of scales and zero points there are; 0 where they are to be fitted.
+        place: as for `round_body`.
+    """
+    plan, groups, view, word = _prepared(x, arrays[given:], spec, place)
+    fitted = _loaded(arrays[:given], groups, plan, spec) if given else _fit(x, view, groups, plan, spec)
+    elements = _elements(view, fitted, plan, word)
+    fmt = plan.scaling.element.format
+    if fitted.zero is None:
+        codes = encode_elements(elements, fmt, plan.compute)
+    else:
+        codes = (elements & _bits.low_mask(fmt.bits)).astype(fmt.code_dtype)
+    codes = groups.back(codes)
+    return pack(codes if codes.ndim else codes[None], fmt.bits), *flat(*fitted.stored)
+
+
+def dequantize_body(codes: Array, *stored: Array, spec: Spec, shape: tuple[int, ...], dtype: str) -> Array:
+    """The numbers that `quantize_body` stored: what `round_body` gives, bit for bit."""
+    plan = plan_of(spec, dtype)
+    groups = Groups(shape, _format(spec).group_shape(shape))
+    fitted = _loaded(stored, groups, plan, spec)
+    fmt = plan.scaling.element.format
+    elements = decode_elements(unpack(codes, fmt.bits, shape[-1] if shape else 1), fmt, plan.compute)
+    view = groups.view(elements.reshape(shape))
+    if fitted.zero is not None:
+        view = view.astype(plan.compute.work)
+    return groups.back(_multiply_back(view, fitted, plan))
+
+
+def fit_body(x: Array, *, spec: Spec) -> tuple[Array, ...]:
+    """The scales and zero points of `x` as they are stored, one after the other."""
+    plan, groups, view, _ = _prepared(x, (), spec, AT_START)
+    return flat(*_fit(x, view, groups, plan, spec).stored)
+
+
+def overflowed_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> Array:
+    """Where the rounded x / s + z lies beyond the ends of the element format; NaN counts as inside."""
+    plan, groups, view, word = _prepared(x, drawn, spec, place)
+    fitted = _fit(x, view, groups, plan, spec)
+    if fitted.zero is not None:
+        return groups.back(shifted.beyond_ends(view, _shifted(view, fitted, plan, word), plan))
+    return groups.back(scaled.overflowed_quotients(view, fitted.scales, plan, word))
+
+
+def flat(scale: Stored, zero: Array | None) -> tuple[Array, ...]:
+    """Scales and zero points as a tuple of arrays."""
+    return (*(scale if isinstance(scale, tuple) else (scale,)), *(() if zero is None else (zero,)))
+
+
+def unflat(arrays: Sequence[Array], fmt: ScaledFormat) -> tuple[Stored, Array | None]:
+    """The inverse of `flat`."""
+    parts = tuple(arrays[: 1 + fmt.is_two_part])
+    return parts if fmt.is_two_part else parts[0], arrays[-1] if fmt.zero_point else None
+
+
+def _prepared(x: Array, drawn: Sequence[Array], spec: Spec, place: Place) -> tuple[Plan, Groups, Array, Array | None]:
+    """Plan, groups, and views of the numbers and of the random words."""
+    plan, fmt = plan_of(spec, x.dtype.name), _format(spec)
+    groups = Groups(x.shape, fmt.group_shape(x.shape))
+    # Percentiles count the numbers of a group, of which what fills it up is none.
+    view = groups.view(scaled.widen(x, plan.carrier), 0 if fmt.percentile is None else float("nan"))
+    return plan, groups, view, groups.view(words_like(x, drawn, place)) if drawn else None
+
+
+# -- elements ----------------------------------------------------------------------------------------------------------
+
+
+def _elements(view: Array, fitted: _Fitted, plan: Plan, word: Array | None) -> Array:
+    """The elements as numbers; whole numbers of the work dtype where there are zero points."""
+    if fitted.zero is None:
+        return scaled.round_quotients(view, fitted.scales, plan, word)
+    return shifted.clamp(_shifted(view, fitted, plan, word), plan)
+
+
+def _shifted(view: Array, fitted: _Fitted, plan: Plan, word: Array | None) -> Array:
+    assert fitted.zero is not None
+    return shifted.round_shifted(view, fitted.scales, fitted.zero, plan, word)
+
+
+def _multiply_back(elements: Array, fitted: _Fitted, plan: Plan) -> Array:
+    if fitted.zero is None:
+        return scaled.multiply_back(elements, fitted.scales, plan)
+    difference = (elements - fitted.zero.astype(elements.dtype)).astype(plan.compute.name)
+    wider = Spec(IntegerFormat(plan.scaling.element.format.bits + 1))
+    plan = replace(plan, scaling=replace(plan.scaling, element=wider))
+    return scaled.multiply_back(difference, fitted.scales, plan)
+
+
+# -- scales ------------------------------------------------------------------------------------------------------------
+
+
+def _fit(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec) -> _Fitted:
+    fmt, zero = _format(spec), None
+    if fmt.rule == "two_level":
+        whole = tensor_scale(scaled.widen(x, plan.carrier), plan)
+        scales = choose_scales(view, groups.axes, plan, lax.bitcast_convert_type(whole, jnp.int32))
+        return _Fitted(scales, None, ((groups.squeeze(store_scales(scales, plan)), whole), None))
+    if fmt.zero_point:
+        scales, zero = shifted.fit_range(view, groups.axes, plan)
+    elif fmt.percentile is not None:
+        scales = fitting.fit_percentile(view, groups.axes, plan, fmt.percentile)
+    elif fmt.rule == "mse":
+        scales = fitting.fit_squares(view, groups.axes, plan)
+    else:
+        scales = choose_scales(view, groups.axes, plan)
+    stored = groups.squeeze(store_scales(scales, plan))
+    zeros = None if zero is None else groups.squeeze(zero)
+    if not isinstance(fmt.scale, ScaledFormat):
+        return _Fitted(scales, zero, (stored, zeros))
+    parts = _quantize_scales(stored, fmt.scale)
+    return _Fitted(_load(parts, groups, plan, fmt), zero, (parts, zeros))
+
+
+def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan, spec: Spec) -> _Fitted:
+    """Scales and zero points that were stored."""
+    stored, zeros = unflat(arrays, _format(spec))
+    zero = None if zeros is None else groups.expand(zeros)
+    return _Fitted(_load(stored, groups, plan, _format(spec)), zero, (stored, zeros))
+
+
+def _load(stored: Stored, groups: Groups, plan: Plan, fmt: ScaledFormat) -> Scales:
+    if isinstance(fmt.scale, ScaledFormat):
+        stored = _dequantize_scales(stored, fmt.scale, groups.counts)
+    if fmt.rule == "two_level":
+        stored, whole = stored
+        return load_scales(groups.expand(stored), plan, lax.bitcast_convert_type(whole, jnp.int32))
+    return load_scales(groups.expand(stored), plan)
+
+
+def _quantize_scales(scales: Array, fmt: ScaledFormat) -> tuple[Array, Array]:
+    """binary32 scales under a format of their own, none of them zero."""
+    spec = Spec(fmt)
+    plan, groups, view, _ = _prepared(scales, (), spec, AT_START)
+    fitted = _fit(scales, view, groups, plan, spec)
+    elements = scaled.round_quotients(view, fitted.scales, plan, None)
+    sign, magnitude = _bits.split(elements, plan.compute)
+    smallest = plan.compute.toward_zero(fitting.smallest_of(fmt.element))[0]
+    positive = _bits.join(sign, jnp.maximum(magnitude, smallest), plan.compute)
+    codes = groups.back(encode_elements(positive, fmt.element, plan.compute))
+    stored, _ = fitted.stored
+    return pack(codes if codes.ndim else codes[None], fmt.element.bits), stored
+
+
+def _dequantize_scales(stored: tuple[Array, Array], fmt: ScaledFormat, shape: tuple[int, ...]) -> Array:
+    scales = dequantize_body(*stored, spec=Spec(fmt), shape=shape, dtype="float32")
+    bits = lax.bitcast_convert_type(scales, jnp.int32)
+    finite = jnp.clip(bits, 1, CARRIERS["float32"].inf - 1)  # the largest may round up beyond the ends
+    return lax.bitcast_convert_type(finite, jnp.float32)

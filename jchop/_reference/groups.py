@@ -1,0 +1,87 @@
+"""Groups of elements that share a scale: an array seen so that each group is what some of its axes run through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of an array, by how far one extends along each axis: 1, a block's size, or all of it.
+
+    An axis of blocks is split in two, blocks and their elements; no other axis moves, so that an array which is sharded
+    between groups stays where it is.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def _split(self) -> tuple[bool, ...]:
+        return tuple(1 < size < length for length, size in zip(self.shape, self.sizes, strict=True))
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of a view that run through a group."""
+        axes, at = [], 0
+        for length, size, split in zip(self.shape, self.sizes, self._split, strict=True):
+            at += split
+            if split or (size == length and size > 1):
+                axes.append(at)
+            at += 1
+        return tuple(axes)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many groups there are along each axis, the shape of the scales."""
+        return tuple(-(-length // size) for length, size in zip(self.shape, self.sizes, strict=True))
+
+    @cached_property
+    def _within(self) -> tuple[int, ...]:
+        """The axes of a view that run through the blocks of an axis that was split."""
+        before = 0
+        within = []
+        for axis, split in enumerate(self._split):
+            before += split
+            if split:
+                within.append(axis + before)
+        return tuple(within)
+
+    def view(self, x: Array, fill: float = 0) -> Array:
+        """An array with its axes of blocks split, the last block of each filled up."""
+        missing = [
+            -length % size if split else 0
+            for length, size, split in zip(self.shape, self.sizes, self._split, strict=True)
+        ]
+        if any(missing):
+            x = jnp.pad(x, [(0, more) for more in missing], constant_values=fill)
+        # One axis at a time: that much reshaping is known where shardings are explicit.
+        for at in self._within:
+            size = self.sizes[self._axis_of(at)]
+            x = x.reshape(*x.shape[: at - 1], x.shape[at - 1] // size, size, *x.shape[at:])
+        return x
+
+    def back(self, x: Array) -> Array:
+        """The inverse of `view`."""
+        for at in reversed(self._within):
+            x = x.reshape(*x.shape[: at - 1], x.shape[at - 1] * x.shape[at], *x.shape[at + 1 :])
+        return x if x.shape == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
+
+    def squeeze(self, x: Array) -> Array:
+        """One number for each group as they are stored, from a view with length 1 where a group runs."""
+        return lax.squeeze(x, self._within)
+
+    def expand(self, x: Array) -> Array:
+        """The inverse of `squeeze`."""
+        return lax.expand_dims(x, self._within)
+
+    def _axis_of(self, at: int) -> int:
+        """The axis of the array that was split to give this one of the view."""
+        return at - 1 - self._within.index(at)

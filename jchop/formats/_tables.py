@@ -1,0 +1,47 @@
+"""Codebooks in use: tables of levels, each from the document or library that defines it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jchop.formats._codebook import CodebookFormat
+
+
+def nf4_levels() -> CodebookFormat:
+    """NormalFloat: quantiles of N(0, 1), scaled to [-1, 1] (Dettmers et al., arXiv 2305.14314, appendix E)."""
+    negative = (
+        1.0, 0.6961928009986877, 0.5250730514526367, 0.39491748809814453, 0.28444138169288635,
+        0.18477343022823334, 0.09105003625154495,
+    )  # fmt: skip
+    positive = (
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434,
+        0.5626170039176941, 0.7229568362236023, 1.0,
+    )  # fmt: skip
+    return CodebookFormat((*(-level for level in negative), 0.0, *positive))
+
+
+def dynamic_levels(bits: int) -> CodebookFormat:
+    """The signed dynamic map: decimal exponents from 10^-(bits - 2) up, with fraction bits where those leave some.
+
+    As bitsandbytes builds it in binary32 (``create_dynamic_map``; Dettmers, arXiv 1511.04561): decade i of bits - 1
+    holds the means of neighbours among 2^i + 1 equally spaced numbers from 0.1 to 1, times 10^(i - bits + 2). Beside
+    them stand 0 and 1.
+
+    Args:
+        bits: width of a code.
+    """
+    magnitudes: list[float] = []
+    for i in range(bits - 1):
+        bounds = _linspace(2**i + 1)
+        means = (bounds[:-1] + bounds[1:]) / np.float32(2)
+        magnitudes += (np.float32(10.0 ** (i - bits + 2)) * means).tolist()
+    return CodebookFormat(tuple(sorted([0.0, 1.0, *magnitudes, *(-magnitude for magnitude in magnitudes)])))
+
+
+def _linspace(count: int) -> np.ndarray:
+    """Equally spaced binary32 numbers from 0.1 to 1, from both ends to the middle, as PyTorch's are."""
+    first, last = np.float32(0.1), np.float32(1)
+    step = (last - first) / np.float32(count - 1)
+    index = np.arange(count)
+    low, high = first + step * index.astype(np.float32), last - step * (count - 1 - index).astype(np.float32)
+    return np.where(index < count // 2, low, high)

@@ -1,0 +1,75 @@
+"""Functions of the carrier where `jax.numpy` is not exact, or reads subnormal numbers as zero: integer bit operations.
+
+Each is differentiable as the function of `jax.numpy` of that name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+
+Array = jax.Array
+
+
+def _magnitude(x: Array) -> tuple[Array, Array, int, int]:
+    """Whether `x` has its sign bit set, its magnitude bits, and those of 1 and of infinity."""
+    carrier = CARRIERS[x.dtype.name]
+    sign, magnitude = _bits.split(x, carrier)
+    return sign != 0, magnitude, carrier.bias << carrier.fraction, carrier.inf
+
+
+def floor(x: Array) -> Array:
+    """The largest integer that is not above `x`."""
+    negative, magnitude, one, _ = _magnitude(x)
+    return jnp.where(negative & (magnitude > 0) & (magnitude < one), -1, jnp.floor(x)).astype(x.dtype)
+
+
+def ceil(x: Array) -> Array:
+    """The smallest integer that is not below `x`."""
+    negative, magnitude, one, _ = _magnitude(x)
+    return jnp.where(~negative & (magnitude > 0) & (magnitude < one), 1, jnp.ceil(x)).astype(x.dtype)
+
+
+def sign(x: Array) -> Array:
+    """-1, a zero of the sign of `x`, 1, or NaN."""
+    negative, magnitude, _, infinity = _magnitude(x)
+    unit = jnp.where(negative, -1, 1).astype(x.dtype)
+    return jnp.where((magnitude == 0) | (magnitude > infinity), lax.stop_gradient(x), unit)
+
+
+def modf(x: Array) -> tuple[Array, Array]:
+    """The fraction and the integer part, both of the sign of `x`."""
+    _, magnitude, one, infinity = _magnitude(x)
+    whole = jnp.trunc(x)
+    rest = jnp.where(magnitude == infinity, 0, x - whole)
+    rest = jnp.where(magnitude < one, x, jnp.copysign(rest, x))
+    return jnp.where(magnitude > infinity, x, rest), whole
+
+
+@jax.custom_jvp
+def frexp(x: Array) -> tuple[Array, Array]:
+    """A number in [0.5, 1) and an int32 exponent that scales it to `x`; zeros, infinities and NaN unchanged, and 0."""
+    carrier = CARRIERS[x.dtype.name]
+    sign, magnitude = _bits.split(x, carrier)
+    count = jnp.where(magnitude >> carrier.fraction == 0, magnitude, 1 << carrier.fraction)
+    up = carrier.fraction - _bits.floor_log2(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
+    exponent = jnp.maximum(magnitude >> carrier.fraction, 1) - up - (carrier.bias - 1)
+    fraction = (magnitude << up) & _bits.low_mask(carrier.fraction)
+    special = (magnitude == 0) | (magnitude >= carrier.inf)
+    half = (carrier.bias - 1) << carrier.fraction
+    bits = jnp.where(special, magnitude, half | fraction)
+    return _bits.join(sign, bits, carrier), jnp.where(special, 0, exponent).astype(jnp.int32)
+
+
+@frexp.defjvp
+def _frexp_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array, Array], tuple[Array, Any]]:
+    mantissa, exponent = frexp(*primals)
+    slope = jnp.ldexp(jnp.ones_like(mantissa), -exponent)
+    return (mantissa, exponent), (tangents[0] * slope, np.zeros(exponent.shape, jax.dtypes.float0))

@@ -1,0 +1,348 @@
+"""Sums of products in other shapes than matrices: dot, einsum, conv, axpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._checks import check_bool, check_int
+from jchop._reference.grid import require_carrier
+from jchop._reference.operations import check_operation
+from jchop._round import round_to_format
+from jchop.accumulation import MatmulSpec
+from jchop.math._door import (
+    Array,
+    SpecLike,
+    SumSpecLike,
+    as_matmul_spec,
+    as_operands,
+    check_matmul_spec,
+    checked_key,
+    own_carrier,
+    run,
+    widened,
+)
+from jchop.math._family import as_dtype, check_backward, exactly
+from jchop.math._matmul import matmul, product_of_matrices
+from jchop.math._sums import sum as _sum
+from jchop.spec import Spec, as_spec
+
+__all__ = ["axpy", "conv", "dot", "einsum"]
+
+
+def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
+    """The sum of products over the last axis of `a` and the last but one of `b`, as `jax.numpy.dot`.
+
+    It is `jchop.math.matmul` of `a` as one matrix and `b` as one matrix; a scalar is multiplied with every element.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, shape (..., k).
+        b: of the same dtype, shape (..., k, n) or (k,).
+        spec: as in `jchop.math.matmul`.
+        key: as in `jchop.math.matmul`.
+
+    Returns:
+        Of shape ``a.shape[:-1] + b.shape[:-2] + b.shape[-1:]``.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.dot([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], "e5m2"))
+        32.0
+    """
+    x, y = as_operands("ab", (a, b))
+    if not x.ndim or not y.ndim:
+        shape = x.shape or y.shape
+        left, right = (x.reshape(-1, 1), y.reshape(1, 1)) if x.ndim else (x.reshape(1, 1), y.reshape(1, -1))
+        return matmul(left, right, spec, key).reshape(shape)[()]
+    if y.ndim <= 2:
+        return matmul(x, y, spec, key)
+    k = y.shape[-2]
+    columns = y.transpose(y.ndim - 2, *range(y.ndim - 2), y.ndim - 1).reshape(k, -1)
+    return matmul(x, columns, spec, key).reshape(*x.shape[:-1], *y.shape[:-2], y.shape[-1])
+
+
+def einsum(subscripts: str, *operands: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
+    """Sums of products by Einstein's convention, of one or two arrays, as `jax.numpy.einsum`.
+
+    The sum of an element runs over the indices that the result does not have, in the order in which they first appear
+    in `subscripts`, the last one fastest; products and sums are rounded as in `jchop.math.matmul`, and those of one
+    array as in `jchop.math.sum`.
+
+    Args:
+        subscripts: letters and commas, and ``->`` with the indices of the result; without it these are the letters that
+            appear once, sorted. No ellipsis.
+        operands: one or two arrays, float16, bfloat16, float32 or float64, of one dtype.
+        spec: as in `jchop.math.matmul`; for one array as in `jchop.math.sum`.
+        key: as there; of two arrays an element's index among the draws is that in the array of the common, the first
+            one's and the second one's indices, each in their order in the result.
+
+    Returns:
+        Of the dtype of the operands.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`, or for subscripts that do not fit; more than two arrays are
+            several products, whose order you have to choose.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.math.einsum("ij,kj->ik", jnp.ones((2, 9)), jnp.ones((1, 9)), spec="e5m2").tolist()
+        [[8.0], [8.0]]
+    """
+    arrays = as_operands([f"operands[{i}]" for i in range(len(operands))], operands) if operands else []
+    terms, result = _parse(subscripts, [array.shape for array in arrays])
+    if len(arrays) == 1:
+        return _of_one(arrays[0], terms[0], result, spec, key)
+    mspec = as_matmul_spec(spec)
+    check_matmul_spec(mspec, arrays[0].dtype)
+    key = checked_key(key, mspec.stochastic, mspec)
+    return run(partial(_einsum, mspec, tuple(terms), result), arrays, key)
+
+
+def conv(
+    x: Any,
+    kernel: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Literal["VALID", "SAME"] | Sequence[tuple[int, int]] = "VALID",
+    dilation: int | Sequence[int] = 1,
+) -> Any:
+    """A convolution as neural networks have it (the kernel is not mirrored), as `jax.lax.conv_with_general_padding`.
+
+    The sum of an output element runs over the input channels and then the places of the kernel, in C order of `kernel`,
+    every product and every sum rounded as in `jchop.math.matmul`; what pads is +0.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, shape (n, c, ...space).
+        kernel: of the same dtype, shape (m, c, ...window).
+        spec: as in `jchop.math.matmul`.
+        key: as in `jchop.math.matmul`; an output element's index is that in an array (n, ...space, m).
+        stride: of the windows, one for all axes or one each. Default 1.
+        padding: ``"VALID"`` (default), ``"SAME"``, or (before, after) for each axis.
+        dilation: between the places of a kernel, one for all axes or one each. Default 1.
+
+    Returns:
+        Shape (n, m, ...space of the result).
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`, or for shapes that do not match.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.math.conv(jnp.ones((1, 9, 3)), jnp.ones((1, 9, 2)), "e5m2").tolist()
+        [[[8.0, 8.0]]]
+    """
+    mspec = as_matmul_spec(spec)
+    arrays = as_operands(("x", "kernel"), (x, kernel))
+    window = _window(arrays[0].shape, arrays[1].shape, stride, padding, dilation)
+    check_matmul_spec(mspec, arrays[0].dtype)
+    key = checked_key(key, mspec.stochastic, mspec)
+    return run(partial(_conv, mspec, window), arrays, key)
+
+
+def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fused: bool = False) -> Any:
+    """A x + y, the product and the sum rounded, as the routine of the BLAS; or only the sum, where it is fused.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, a scalar or an array; like the others it is rounded to `spec` first.
+        x: of the same dtype.
+        y: of the same dtype; the three broadcast.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, needed where `spec` is stochastic; it is split into five, of the operands, the product and the
+            sum. Default None.
+        fused: whether the product is exact. Default False.
+
+    Returns:
+        Of the dtype of the operands.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.axpy(1.25, 1.25, -1.5, "e5m2")), float(jc.math.axpy(1.25, 1.25, -1.5, "e5m2", fused=True))
+        (0.0, 0.0625)
+    """
+    spec = as_spec(spec)
+    check_bool("fused", fused)
+    arrays = as_operands("axy", (a, x, y))
+    require_carrier(spec, own_carrier(arrays[0].dtype))
+    check_operation(spec, arrays[0].dtype)
+    check_backward(spec)
+    return run(partial(_axpy, spec, fused), arrays, checked_key(key, spec.rounding.stochastic, spec))
+
+
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _axpy(spec: Spec, fused: bool, a: Array, x: Array, y: Array, key: Array | None) -> Array:
+    keys = (None,) * 5 if key is None else tuple(jax.random.split(key, 5))
+    dtype = a.dtype
+    a, x, y = (widened(round_to_format(jnp.asarray(v), spec, k)) for v, k in zip((a, x, y), keys[:3], strict=True))
+    if fused:
+        return as_dtype(exactly("fma", (a, x, y), spec, keys[4]), dtype)
+    return as_dtype(exactly("add", (exactly("mul", (a, x), spec, keys[3]), y), spec, keys[4]), dtype)
+
+
+def _operands(spec: MatmulSpec, keys: Sequence[Array | None], *arrays: Any) -> list[Array]:
+    wide = (widened(jnp.asarray(array)) for array in arrays)
+    rounding = spec.operands
+    return [v if rounding is None else round_to_format(v, rounding, k) for v, k in zip(wide, keys, strict=False)]
+
+
+def _split(key: Array | None) -> tuple[Array | None, ...]:
+    return (None,) * 4 if key is None else tuple(jax.random.split(key, 4))
+
+
+# -- einsum ------------------------------------------------------------------------------------------------------------
+
+
+def _parse(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], str]:
+    """The indices of each operand, and of the result."""
+    if not isinstance(subscripts, str):
+        raise TypeError(f"subscripts={subscripts!r} must be text such as 'ij,jk->ik'")
+    left, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms, letters = left.split(","), left.replace(",", "")
+    if not arrow:
+        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    for wrong, why in (
+        (not (letters + result).isalpha() and letters + result, "allowed are letters, commas and '->', no ellipsis"),
+        (len(terms) > 2, "one or two arrays are allowed; write several products one after the other"),
+        (len(terms) != len(shapes), f"it names {len(terms)} arrays, and {len(shapes)} are given"),
+        (len(set(result)) < len(result), "the result has an index twice"),
+        (not set(result) <= set(letters), "the result has an index that no array has"),
+    ):
+        if wrong:
+            raise ValueError(f"subscripts={subscripts!r}: {why}")
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        if len(term) != len(shape):
+            raise ValueError(f"subscripts={subscripts!r}: {term!r} does not fit an array of shape {shape}")
+        for letter, size in zip(term, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(f"subscripts={subscripts!r}: index {letter!r} has the lengths {sizes[letter]}, {size}")
+    return terms, result
+
+
+def _diagonals(x: Any, term: str) -> tuple[Any, str]:
+    """`x` without repeated indices."""
+    for letter in dict.fromkeys(term):
+        while term.count(letter) > 1:
+            first = term.index(letter)
+            second = term.index(letter, first + 1)
+            x = (np if isinstance(x, np.ndarray) else jnp).diagonal(x, axis1=first, axis2=second)
+            term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
+    return x, term
+
+
+def _of_one(x: Any, term: str, result: str, spec: SumSpecLike, key: Array | None) -> Any:
+    x, term = _diagonals(x, term)
+    missing = [letter for letter in term if letter not in result]
+    order = [term.index(letter) for letter in (*result, *missing)]
+    return _sum(x.transpose(order), spec, key, axis=tuple(range(len(result), len(term))))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _einsum(spec: MatmulSpec, terms: tuple[str, str], result: str, a: Any, b: Any, key: Array | None) -> Array:
+    keys = _split(key)
+    (x, left), (y, right) = (_diagonals(v, term) for v, term in zip(_operands(spec, keys, a, b), terms, strict=True))
+    sizes = dict(zip(left + right, x.shape + y.shape, strict=True))
+    summed = [letter for letter in dict.fromkeys(left + right) if letter not in result]
+    both = [letter for letter in result if letter in left and letter in right]
+    rows = [letter for letter in result if letter in left and letter not in right]
+    columns = [letter for letter in result if letter in right and letter not in left]
+    length = [math.prod(sizes[letter] for letter in part) for part in (both, rows, summed, columns)]
+    x3 = _arranged(x, left, [*both, *rows, *summed], sizes).reshape(length[0], length[1], length[2])
+    y3 = _arranged(y, right, [*both, *summed, *columns], sizes).reshape(length[0], length[2], length[3])
+    out = product_of_matrices(x3, y3, spec, a.dtype, keys)
+    have = [*both, *rows, *columns]
+    return out.reshape([sizes[letter] for letter in have]).transpose([have.index(letter) for letter in result])
+
+
+def _arranged(x: Array, term: str, want: list[str], sizes: dict[str, int]) -> Array:
+    """`x` with the axes `want`, repeated along those that it does not have."""
+    x = x.transpose([term.index(letter) for letter in want if letter in term])
+    x = jnp.expand_dims(x, [i for i, letter in enumerate(want) if letter not in term])
+    return jnp.broadcast_to(x, [sizes[letter] for letter in want])
+
+
+# -- convolution -------------------------------------------------------------------------------------------------------
+
+
+_Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What is static of a convolution, each with one entry for an axis of space."""
+
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+
+
+def _window(x: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> _Window:
+    if len(x) < 3 or len(x) != len(kernel) or x[1] != kernel[1]:
+        raise ValueError(
+            f"x has shape {x} and kernel has shape {kernel}: they must be (n, c, *space) and (m, c, *window) with as "
+            "many axes and the same c"
+        )
+    axes = len(x) - 2
+    strides, dilations = _each("stride", stride, axes), _each("dilation", dilation, axes)
+    spans = [(size - 1) * step + 1 for size, step in zip(kernel[2:], dilations, strict=True)]
+    pads = _padding(padding, x[2:], spans, strides)
+    for size, span, pad in zip(x[2:], spans, pads, strict=True):
+        if size + pad[0] + pad[1] < span or span < 1:
+            raise ValueError(f"x has shape {x}, too small for a kernel of shape {kernel} with padding={padding!r}")
+    return _Window(strides, pads, dilations)
+
+
+def _each(name: str, value: Any, axes: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
+    if len(values) != axes:
+        raise ValueError(f"{name}={value!r} must be one integer, or one for each of {axes} axes")
+    return tuple(check_int(name, v, 1) for v in values)
+
+
+def _padding(
+    padding: Any, sizes: Sequence[int], spans: list[int], strides: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    if padding == "VALID":
+        return ((0, 0),) * len(sizes)
+    if padding == "SAME":
+        totals = [
+            max((math.ceil(size / step) - 1) * step + span - size, 0)
+            for size, span, step in zip(sizes, spans, strides, strict=True)
+        ]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    if isinstance(padding, str) or len(padding) != len(sizes) or any(len(pair) != 2 for pair in padding):
+        raise ValueError(
+            f"padding={padding!r} must be 'VALID', 'SAME' or (before, after) for each of {len(sizes)} axes"
+        )
+    return tuple((check_int("padding", low, 0), check_int("padding", high, 0)) for low, high in padding)
+
+
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _conv(spec: MatmulSpec, window: _Window, x: Any, kernel: Any, key: Array | None) -> Array:
+    keys = _split(key)
+    a, w = _operands(spec, keys, x, kernel)
+    a = jnp.pad(a, ((0, 0), (0, 0), *window.padding))
+    axes, space = len(window.stride), []
+    for i, (size, step, gap) in enumerate(zip(w.shape[2:], window.stride, window.dilation, strict=True)):
+        axis = 2 + 2 * i  # those before it have become two: the place of a window, and that within it
+        starts = np.arange(0, a.shape[axis] - (size - 1) * gap, step)
+        a = jnp.take(a, starts[:, None] + gap * np.arange(size), axis=axis)
+        space.append(len(starts))
+    order = (0, *range(2, 2 + 2 * axes, 2), 1, *range(3, 2 + 2 * axes, 2))
+    rows = a.transpose(order).reshape(1, a.shape[0] * math.prod(space), -1)
+    out = product_of_matrices(rows, w.reshape(1, w.shape[0], -1).transpose(0, 2, 1), spec, x.dtype, keys)
+    return jnp.moveaxis(out.reshape(a.shape[0], *space, w.shape[0]), -1, 1)

@@ -1,0 +1,205 @@
+"""The table of elementwise functions: the name, the carrier's function, what it is, an example and its result.
+
+Rows with ``exact`` round the exact result once, rows with ``holds`` have a result that the carrier holds exactly; of
+the others the carrier's result is rounded once more.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax.scipy import special
+
+from jchop.math import _carrier, _exact
+from jchop.math._door import Array, SpecLike
+from jchop.math._family import Row, binary, call, documented, ternary, unary
+
+__all__ = [
+    "abs",
+    "add",
+    "angle",
+    "arccos",
+    "arccosh",
+    "arcsin",
+    "arcsinh",
+    "arctan",
+    "arctan2",
+    "arctanh",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "cbrt",
+    "ceil",
+    "clip",
+    "conj",
+    "cos",
+    "cosh",
+    "degrees",
+    "divide",
+    "erf",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "fabs",
+    "floor",
+    "floor_divide",
+    "fma",
+    "gamma",
+    "hypot",
+    "imag",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "logaddexp",
+    "maximum",
+    "minimum",
+    "mod",
+    "multiply",
+    "negative",
+    "power",
+    "radians",
+    "real",
+    "reciprocal",
+    "round",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "subtract",
+    "tan",
+    "tanh",
+    "trunc",
+]
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+add = binary("add", jnp.add, "x + y", ("1.0, 0.001", "1.0"), exact="add")
+subtract = binary("subtract", jnp.subtract, "x - y", ("1.0, 0.001", "1.0"), exact="sub")
+multiply = binary("multiply", jnp.multiply, "x y", ("1.5, 0.3", "0.451171875"), exact="mul")
+divide = binary("divide", jnp.divide, "x / y", ("1.0, 3.0", "0.333984375"), exact="div")
+fma = ternary(
+    "fma",
+    lambda x, y, z: x * y + z,
+    "x y + z, the product not rounded",
+    ("1.5, 0.3, -0.45", "0.001953125"),
+    exact="fma",
+)
+sqrt = unary("sqrt", jnp.sqrt, "The square root of x", ("2.0", "1.4140625"), exact="sqrt")
+square = unary("square", jnp.square, "x²", ("1.3", "1.6796875"), exact="square")
+reciprocal = unary("reciprocal", jnp.reciprocal, "1 / x", ("3.0", "0.333984375"), exact=_exact.reciprocal)
+mod = binary("mod", jnp.mod, "x - floor(x / y) y, of the sign of y", ("-5.5, 2.0", "0.5"), exact=_exact.mod)
+floor_divide = binary(
+    "floor_divide",
+    jnp.floor_divide,
+    "floor(x / y) of the exact quotient",
+    ("-5.5, 2.0", "-3.0"),
+    exact=_exact.floor_divide,
+)
+
+# -- elementary functions ----------------------------------------------------------------------------------------------
+
+sin = unary("sin", jnp.sin, "The sine of x in radians", ("2.0", "0.91015625"))
+cos = unary("cos", jnp.cos, "The cosine of x in radians", ("2.0", "-0.416015625"))
+tan = unary("tan", jnp.tan, "The tangent of x in radians", ("2.0", "-2.1875"))
+arcsin = unary("arcsin", jnp.arcsin, "The angle in [-π/2, π/2] whose sine is x", ("0.5", "0.5234375"))
+arccos = unary("arccos", jnp.arccos, "The angle in [0, π] whose cosine is x", ("0.5", "1.046875"))
+arctan = unary("arctan", jnp.arctan, "The angle in [-π/2, π/2] whose tangent is x", ("0.5", "0.462890625"))
+arctan2 = binary(
+    "arctan2",
+    jnp.arctan2,
+    "The angle in [-π, π] of a point, x its ordinate, y its abscissa",
+    ("1.0, 3.0", "0.322265625"),
+)
+sinh = unary("sinh", jnp.sinh, "(e^x - e^-x) / 2", ("2.0", "3.625"))
+cosh = unary("cosh", jnp.cosh, "(e^x + e^-x) / 2", ("2.0", "3.765625"))
+tanh = unary("tanh", jnp.tanh, "sinh(x) / cosh(x)", ("0.5", "0.462890625"))
+arcsinh = unary("arcsinh", jnp.arcsinh, "The number whose hyperbolic sine is x", ("2.0", "1.4453125"))
+arccosh = unary("arccosh", jnp.arccosh, "The number from 0 on whose hyperbolic cosine is x", ("2.0", "1.3203125"))
+arctanh = unary("arctanh", jnp.arctanh, "The number whose hyperbolic tangent is x", ("0.5", "0.55078125"))
+exp = unary("exp", jnp.exp, "e^x", ("2.0", "7.375"))
+exp2 = unary("exp2", jnp.exp2, "2^x", ("0.5", "1.4140625"))
+expm1 = unary("expm1", jnp.expm1, "e^x - 1", ("0.01", "0.01007080078125"))
+log = unary("log", jnp.log, "The natural logarithm of x", ("2.0", "0.69140625"))
+log2 = unary("log2", jnp.log2, "The logarithm of x to the base 2", ("3.0", "1.5859375"))
+log10 = unary("log10", jnp.log10, "The logarithm of x to the base 10", ("2.0", "0.30078125"))
+log1p = unary("log1p", jnp.log1p, "log(1 + x)", ("0.01", "0.00994873046875"))
+logaddexp = binary("logaddexp", jnp.logaddexp, "log(e^x + e^y)", ("1.0, 2.0", "2.3125"))
+cbrt = unary("cbrt", jnp.cbrt, "The cube root of x", ("2.0", "1.2578125"))
+power = binary("power", jnp.power, "x^y", ("2.0, 0.5", "1.4140625"))
+hypot = binary("hypot", jnp.hypot, "√(x² + y²)", ("1.0, 2.0", "2.234375"))
+degrees = unary("degrees", jnp.degrees, "180 x / π", ("1.0", "57.25"))
+radians = unary("radians", jnp.radians, "π x / 180", ("60.0", "1.046875"))
+erf = unary("erf", special.erf, "The error function 2/√π ∫ e^(-t²) dt from 0 to x", ("0.5", "0.51953125"))
+erfc = unary("erfc", special.erfc, "1 - erf(x)", ("0.5", "0.48046875"))
+gamma = unary("gamma", special.gamma, "The gamma function, (x - 1)! at integers", ("4.5", "11.625"))
+angle = unary(
+    "angle",
+    jnp.angle,
+    "The angle in [-π, π] of a complex number",
+    ("-1.0", "3.140625"),
+    complex_too=True,
+)
+
+# -- what the carrier holds --------------------------------------------------------------------------------------------
+
+floor = unary("floor", _carrier.floor, "The largest integer not above x", ("-0.3", "-1.0"), holds=True)
+ceil = unary("ceil", _carrier.ceil, "The smallest integer not below x", ("0.3", "1.0"), holds=True)
+round = unary("round", jnp.round, "The integer next to x, of two the even one", ("2.5", "2.0"), holds=True)
+trunc = unary("trunc", jnp.trunc, "x without its fraction", ("-2.7", "-2.0"), holds=True)
+sign = unary("sign", _carrier.sign, "-1, 0 or 1 by the sign of x", ("-0.3", "-1.0"), holds=True)
+abs = unary(
+    "abs",
+    jnp.abs,
+    "|x|, of a complex number the carrier's",
+    ("-0.3", "0.30078125"),
+    holds=True,
+    complex_too=True,
+)
+fabs = unary("fabs", jnp.fabs, "|x| of real numbers", ("-0.3", "0.30078125"), holds=True)
+negative = unary("negative", jnp.negative, "-x", ("0.3", "-0.30078125"), exact="neg")
+maximum = binary(
+    "maximum", jnp.maximum, "The larger of x and y, NaN if one is", ("0.3, -2.0", "0.30078125"), exact="max"
+)
+minimum = binary("minimum", jnp.minimum, "The smaller of x and y, NaN if one is", ("0.3, -2.0", "-2.0"), exact="min")
+real = unary("real", jnp.real, "The real part of x", ("0.3", "0.30078125"), holds=True, complex_too=True)
+imag = unary("imag", jnp.imag, "The imaginary part of x", ("0.3", "0.0"), holds=True, complex_too=True)
+conj = unary("conj", jnp.conj, "The complex conjugate of x", ("0.3", "0.30078125"), holds=True, complex_too=True)
+
+
+_CLIP = Row("clip", ("x", "min", "max"), jnp.clip, "min(max(x, min), max)", exact=_exact.clip)
+
+
+def clip(x: Any, min: Any, max: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    return call(_CLIP, (x, min, max), spec, key)
+
+
+clip = documented(clip, _CLIP, ("7.3, 0.0, 1.0", "1.0"))
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+
+_BITS = (
+    "The bits of x {} those of y, integers in two's complement of 32 bits (64 in float64) held as floating-point "
+    "numbers; what is no such integer gives NaN"
+)
+
+
+def _flat(x: Array, y: Array) -> Array:
+    """A function of integers has no slope."""
+    return jnp.zeros(jnp.broadcast_shapes(x.shape, y.shape), x.dtype)
+
+
+bitwise_and = binary(
+    "bitwise_and", _flat, _BITS.format("and"), ("12.0, 10.0", "8.0"), exact=partial(_exact.bitwise, "and")
+)
+bitwise_or = binary(
+    "bitwise_or", _flat, _BITS.format("or"), ("12.0, 10.0", "14.0"), exact=partial(_exact.bitwise, "or")
+)
+bitwise_xor = binary(
+    "bitwise_xor", _flat, _BITS.format("xor"), ("12.0, 10.0", "6.0"), exact=partial(_exact.bitwise, "xor")
+)

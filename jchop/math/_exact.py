@@ -1,0 +1,172 @@
+"""The rows of the table that are no single operation, and whose exact result is rounded once all the same.
+
+They take operands that are rounded to the spec already, float32 or float64, and a random word for each element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS, Carrier
+from jchop._reference import wide
+from jchop._reference.arithmetic import carrier_range, multiply, range_of
+from jchop._reference.exact import Exact, round_exact
+from jchop._reference.operations import operation
+from jchop.math import _carrier
+from jchop.spec import Spec
+
+Array = jax.Array
+_Operands = tuple[Array, ...]
+
+
+def reciprocal(operands: _Operands, spec: Spec, word: Array | None) -> Array:
+    """The quotient of 1, a value of the format or not, by x."""
+    (x,) = operands
+    return _anything("div", (jnp.ones_like(x), x), spec, word)
+
+
+def _anything(name: str, operands: _Operands, spec: Spec, word: Array | None) -> Array:
+    """An operation on any values of the carrier."""
+    whole = carrier_range(_of(operands[0]))
+    return operation(name, operands, spec, word, ranges=[whole] * len(operands))
+
+
+def _of(x: Array) -> Carrier:
+    return CARRIERS[x.dtype.name]
+
+
+def clip(operands: _Operands, spec: Spec, word: Array | None) -> Array:
+    """One of three values of the format."""
+    x, least, most = operands
+    return operation("min", (operation("max", (x, least), spec, word), most), spec, word)
+
+
+def mod(operands: _Operands, spec: Spec, word: Array | None) -> Array:
+    """The remainder x - floor(x / y) y.
+
+    The remainder of the quotient cut to an integer is a multiple of the last place of the smaller operand, and smaller
+    than both, hence exact; where its sign is not that of y, y is added to it.
+    """
+    x, y = operands
+    carrier = _of(x)
+    narrow = range_of(spec, carrier).quantum >= 1 - carrier.bias  # no subnormals of the carrier
+    rest = lax.rem(x, y) if narrow else _remainder(x, y, carrier)
+    (rest_sign, rest_magnitude), (y_sign, _) = _bits.split(rest, carrier), _bits.split(y, carrier)
+    zero = rest_magnitude == 0
+    addend = jnp.where((rest_sign != y_sign) & ~zero, y, _bits.join(rest_sign, jnp.zeros_like(y_sign), carrier))
+    total = operation("add", (rest, addend), spec, word)
+    sign = y_sign if spec.format.has_negative_zero else jnp.zeros_like(y_sign)
+    return jnp.where(zero, _bits.join(sign, jnp.zeros_like(sign), carrier), total)
+
+
+def _remainder(x: Array, y: Array, carrier: Carrier) -> Array:
+    """`lax.rem` where numbers may be subnormal, which devices read as zero.
+
+    A small divisor is taken 2^64 times as large, of which the first remainder is brought up too: in both divisions all
+    numbers are then normal, or the dividend is the smaller one.
+    """
+    whole = carrier_range(carrier)
+
+    def times(v: Array, power: Array) -> Array:
+        return multiply(v, power, None, carrier, None, whole, whole)
+
+    def rest(a: Array, b: Array) -> Array:
+        magnitude, divisor = _bits.split(a, carrier)[1], _bits.split(b, carrier)[1]
+        return jnp.where((magnitude < divisor) & (divisor <= carrier.inf), a, lax.rem(a, b))
+
+    small = _bits.split(y, carrier)[1] < (carrier.bias - 40) << carrier.fraction
+    up = jnp.where(small & (_bits.split(y, carrier)[1] > 0), 2.0**64, 1.0).astype(x.dtype)
+    divisor = times(y, up)
+    return times(rest(times(rest(x, divisor), up), divisor), 1 / up)
+
+
+def floor_divide(operands: _Operands, spec: Spec, word: Array | None) -> Array:
+    """The floor of the quotient."""
+    x, y = operands
+    carrier = _of(x)
+    return round_exact(_floor(wide.divide(x, y, carrier, carrier.work_width), carrier), spec, carrier, word)
+
+
+def _floor(v: Exact, carrier: Carrier) -> Exact:
+    """The floor of a quotient.
+
+    What follows `rest` does not matter where all of `rest` is of the integer part: a quotient of numbers of p bits has
+    no p zeros or ones in a row but at its end.
+    """
+    width, word = carrier.work_width, v.rest.dtype
+    place = (v.magnitude >> carrier.fraction) - (carrier.bias + carrier.fraction)  # ulp(t) = 2^place
+    away = v.sign != 0
+    # Places above the point: t is an integer, and so are the first bits of the rest.
+    whole_bits = jnp.clip(place, 0, width - 1).astype(word)
+    low = _ones(width - whole_bits, word)
+    fraction = (v.rest & low) != 0
+    part = v.rest & ~low
+    step = (away & (fraction | v.sticky)).astype(word)
+    # One unit more in magnitude: the lowest integer bit of the rest, or the last bit of t where there is none.
+    raised = part + jnp.where(whole_bits == 0, 0, step << (width - whole_bits) % width)
+    carry = jnp.where(whole_bits == 0, step, (raised < part).astype(word)).astype(v.magnitude.dtype)
+    rest = jnp.where(whole_bits == 0, 0, raised)
+    high = replace(v, magnitude=v.magnitude + carry, rest=rest, inexact=rest != 0, sticky=jnp.zeros_like(v.sticky))
+    # Places below the point too.
+    t = _bits.join(jnp.zeros_like(v.sign), v.magnitude, carrier)
+    one = carrier.bias << carrier.fraction
+    cut = jnp.where(v.magnitude < one, 0, jnp.floor(t))
+    more = away & (v.inexact | (_bits.split(cut, carrier)[1] != v.magnitude))
+    below = _bits.split(cut + more.astype(cut.dtype), carrier)[1]
+    is_below, is_far = place < 0, (place >= width) | (v.magnitude >= carrier.inf) | v.beyond
+    zero = jnp.zeros_like(v.rest)
+    return replace(
+        v,
+        magnitude=jnp.where(is_far, v.magnitude, jnp.where(is_below, below, high.magnitude)),
+        rest=jnp.where(is_far, v.rest, jnp.where(is_below, zero, high.rest)),
+        inexact=jnp.where(is_far, v.inexact, ~is_below & high.inexact),
+        sticky=is_far & v.sticky,
+    )
+
+
+def _ones(count: Array, word: object) -> Array:
+    """Words whose low `count` bits, 1 to all, are ones."""
+    width = count.dtype.itemsize * 8
+    return ~jnp.zeros_like(count) >> (width - count).astype(count.dtype)
+
+
+def ldexp(x: Array, n: Array, spec: Spec, word: Array | None) -> Array:
+    """The exact x 2^n for integers n, rounded once.
+
+    The significand of x times 2^a, of a result that is a normal value of the carrier, is exact; what is left of the
+    exponent takes it out of the carrier's normal values, if anything does. Beyond twice their exponents nothing
+    changes.
+    """
+    carrier = _of(x)
+    bias = carrier.bias
+    fraction, exponent = _carrier.frexp(x)
+    total = jnp.clip(exponent + jnp.clip(n, -4 * bias, 4 * bias).astype(exponent.dtype), 3 - 2 * bias, 2 * bias)
+    near = jnp.clip(total, 2 - bias, bias)
+    return _anything("mul", (fraction * _power(near, carrier), _power(total - near, carrier)), spec, word)
+
+
+def _power(exponent: Array, carrier: Carrier) -> Array:
+    """2^exponent, a normal value of the carrier."""
+    biased = (exponent + carrier.bias).astype(carrier.work)
+    return _bits.join(jnp.zeros_like(biased), biased << carrier.fraction, carrier)
+
+
+def bitwise(name: str, operands: _Operands, spec: Spec, word: Array | None) -> Array:
+    """An operation on the bits of integers in two's complement; NaN where an operand is none of the carrier's width.
+
+    The result, which may have more bits than the carrier's significand, is the exact sum of two halves.
+    """
+    carrier = _of(operands[0])
+    half = carrier.work_width // 2
+    limit = 2.0 ** (carrier.work_width - 1)
+    ok = [(x == jnp.trunc(x)) & (x >= -limit) & (x < limit) for x in operands]
+    x, y = (jnp.where(fits, x, 0).astype(carrier.work) for fits, x in zip(ok, operands, strict=True))
+    bits = {"and": x & y, "or": x | y, "xor": x ^ y}[name]
+    high, low = bits >> half, bits & _bits.low_mask(half)
+    parts = (high.astype(carrier.name) * 2.0**half, low.astype(carrier.name))
+    return jnp.where(ok[0] & ok[1], _anything("add", parts, spec, word), jnp.nan)

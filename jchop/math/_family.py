@@ -1,0 +1,269 @@
+"""How a row of the table becomes a function: operands rounded, the function, its result rounded once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jchop._reference.grid import require_carrier
+from jchop._reference.operations import check_operation, operation, words
+from jchop._reference.random_bits import seed_words
+from jchop._reference.ranges import Range
+from jchop._round import round_to_format
+from jchop.math._door import Array, SpecLike, as_operands, checked_key, own_carrier, run, widened
+from jchop.spec import Spec, as_spec
+
+#: The exact result rounded once: the name of an `operation`, or a function (operands, spec, random words) -> result.
+Exact = str | Callable[[tuple[Array, ...], Spec, Array | None], Array]
+
+
+class Unary(Protocol):
+    """A function of one array."""
+
+    def __call__(self, x: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
+
+
+class Binary(Protocol):
+    """A function of two arrays, which broadcast."""
+
+    def __call__(self, x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
+
+
+class Ternary(Protocol):
+    """A function of three arrays, which broadcast."""
+
+    def __call__(self, x: Any, y: Any, z: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """A function of the table.
+
+    Args:
+        name: as in `jax.numpy`.
+        operands: the names of its arguments.
+        carrier: the function in the carrier; also what is differentiated. Its floating-point results are rounded,
+            integers are not.
+        says: what it is, as a formula.
+        exact: how the exact result is rounded once; None where it is the carrier's that is rounded.
+        complex_too: whether operands may be complex.
+        holds: whether the carrier holds the exact result, without `exact`.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    carrier: Callable[..., Any]
+    says: str
+    exact: Exact | None = None
+    complex_too: bool = False
+    holds: bool = False
+
+
+# -- calling -----------------------------------------------------------------------------------------------------------
+
+
+def call(row: Row, operands: tuple[Any, ...], spec: SpecLike, key: Array | None) -> Any:
+    """The function of `row` at `operands`."""
+    spec = as_spec(spec)
+    arrays = as_operands(row.operands, operands, complex_too=row.complex_too)
+    dtype = arrays[0].dtype
+    require_carrier(spec, own_carrier(dtype))
+    if row.exact is not None:
+        check_operation(spec, dtype)
+    check_backward(spec)
+    key = checked_key(key, spec.rounding.stochastic, spec)
+    return run(partial(_apply, row, spec), arrays, key)
+
+
+def check_backward(spec: Spec) -> None:
+    """Refuse a spec whose cotangents need a key of their own."""
+    backward = spec.gradient.round
+    if backward is not None and backward.rounding.stochastic:
+        raise ValueError(
+            f"spec={str(spec)!r} rounds cotangents stochastically, for which there is no key here; use round_to_format "
+            "with a gradient_key on the operands instead"
+        )
+
+
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _apply(row: Row, spec: Spec, *operands_and_key: Any) -> Any:
+    *operands, key = operands_and_key
+    count = len(operands)
+    keys = [None] * (count + 1) if key is None else list(jax.random.split(key, count + 1))
+    rounded = (widened(round_to_format(jnp.asarray(x), spec, k)) for x, k in zip(operands, keys, strict=False))
+    return as_dtype(result(row, spec, tuple(rounded), keys[-1]), operands[0].dtype)
+
+
+def result(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None) -> Any:
+    """The function at operands that are rounded and wide already."""
+    if row.exact is not None:
+        return _exact(row, spec, operands, key)
+    return _rounded(row.carrier(*operands), spec, key)
+
+
+def _rounded(values: Any, spec: Spec, key: Array | None) -> Any:
+    """Each floating-point result rounded, with a key of its own where there are several."""
+    if not isinstance(values, tuple):
+        return round_to_format(values, spec, key)
+    keys = [None] * len(values) if key is None else [jax.random.fold_in(key, i) for i in range(len(values))]
+    return tuple(
+        round_to_format(value, spec, k) if jnp.issubdtype(value.dtype, jnp.floating) else value
+        for value, k in zip(values, keys, strict=True)
+    )
+
+
+def as_dtype(values: Any, dtype: Any) -> Any:
+    """Results back in the dtype of 16-bit operands."""
+    if dtype.itemsize > 2:
+        return values
+    return jax.tree.map(lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v, values)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _exact(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None) -> Array:
+    operands = tuple(jnp.broadcast_arrays(*operands))
+    word = None if key is None else words(seed_words(key), operands[0])
+    if isinstance(row.exact, str):
+        return operation(row.exact, operands, spec, word)
+    assert row.exact is not None
+    return row.exact(operands, spec, word)
+
+
+@_exact.defjvp
+def _exact_jvp(row: Row, spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """That of the carrier's function with its result rounded, so that the spec's own rule for gradients holds."""
+    operands, key = primals
+
+    def smooth(*operands: Array) -> Array:
+        return round_to_format(row.carrier(*operands), spec, key)
+
+    return _exact(row, spec, operands, key), jax.jvp(smooth, operands, tangents[0])[1]
+
+
+# -- operations inside other functions ---------------------------------------------------------------------------------
+
+
+def exactly(
+    name: str, operands: tuple[Array, ...], spec: Spec | None, key: Array | None = None, ranges: tuple[Range, ...] = ()
+) -> Array:
+    """An `operation` with the derivative of the carrier's; of any values of the carrier where `ranges` are given."""
+    if spec is None:
+        return _OPERATIONS[name](*operands)
+    exact = _On(name, ranges) if ranges else name
+    names = tuple("xyz"[: len(operands)])
+    return _exact(Row(name, names, _OPERATIONS[name], "", exact), spec, operands, key)
+
+
+@dataclass(frozen=True)
+class _On:
+    """An operation on operands of other ranges than the spec's."""
+
+    name: str
+    ranges: tuple[Range, ...]
+
+    def __call__(self, operands: tuple[Array, ...], spec: Spec, word: Array | None) -> Array:
+        return operation(self.name, operands, spec, word, ranges=self.ranges)
+
+
+_OPERATIONS: dict[str, Callable[..., Array]] = {
+    "add": jnp.add,
+    "sub": jnp.subtract,
+    "mul": jnp.multiply,
+    "div": jnp.divide,
+    "sqrt": jnp.sqrt,
+    "fma": lambda x, y, z: x * y + z,
+}
+
+
+# -- making ------------------------------------------------------------------------------------------------------------
+
+
+def unary(name: str, carrier: Callable[..., Any], says: str, example: tuple[str, str], **more: Any) -> Unary:
+    """A function of one array; `example` is its arguments and its result in bfloat16, as text; `more` is of `Row`."""
+    row = Row(name, ("x",), carrier, says=says, **more)
+
+    def function(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
+        return call(row, (x,), spec, key)
+
+    return documented(function, row, example)
+
+
+def binary(name: str, carrier: Callable[..., Any], says: str, example: tuple[str, str], **more: Any) -> Binary:
+    """A function of two arrays, otherwise as `unary`."""
+    row = Row(name, ("x", "y"), carrier, says=says, **more)
+
+    def function(x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any:
+        return call(row, (x, y), spec, key)
+
+    return documented(function, row, example)
+
+
+def ternary(name: str, carrier: Callable[..., Any], says: str, example: tuple[str, str], **more: Any) -> Ternary:
+    """A function of three arrays, otherwise as `unary`."""
+    row = Row(name, ("x", "y", "z"), carrier, says=says, **more)
+
+    def function(x: Any, y: Any, z: Any, spec: SpecLike, key: Array | None = None) -> Any:
+        return call(row, (x, y, z), spec, key)
+
+    return documented(function, row, example)
+
+
+def documented(function: Any, row: Row, example: tuple[str, str]) -> Any:
+    """`function` with the name and the docstring of its row."""
+    function.__name__ = function.__qualname__ = row.name
+    function.__module__ = "jchop.math"
+    function.__doc__ = inspect.cleandoc(_DOC).format(
+        says=row.says,
+        how=_EXACT if row.exact is not None or row.holds else _CARRIER,
+        operands="\n".join(f"    {name}: {_kind(row)}." for name in row.operands),
+        split=f"{len(row.operands) + 1}: {'the operand' if len(row.operands) == 1 else 'each operand'} and the result",
+        call=f"float(jc.math.{row.name}({example[0]}, 'bfloat16'))",
+        result=example[1],
+    )
+    return function
+
+
+def _kind(row: Row) -> str:
+    broadcasts = "; the operands broadcast and have one dtype" if len(row.operands) > 1 else ""
+    more = ", complex64 or complex128 (by parts)" if row.complex_too else ""
+    return f"float16, bfloat16, float32 or float64{more}, any shape{broadcasts}"
+
+
+_EXACT = """\
+The operands are rounded to `spec`; then the exact result is rounded to it once, in every mode, whatever the carrier's
+own arithmetic would have done."""
+_CARRIER = """\
+The operands are rounded to `spec`; then the carrier's result (float32, or float64 for float64 data) is rounded to it
+once more. Where the carrier's own result is an ulp off, or a number below its smallest normal one is read as zero, as
+XLA does on some devices, that shows."""
+_DOC = """\
+{says}, with `jax.numpy`'s name and meaning, in an emulated arithmetic.
+
+{how}
+
+Derivatives are those of the carrier's function at the rounded operands, straight-through as in
+`jchop.round_to_format`. Works under jit (`spec` static), vmap, scan and remat.
+
+Args:
+{operands}
+    spec: a `jchop.Spec`, a format, or text such as ``"e5m2:stochastic"``.
+    key: a typed key, needed where `spec` is stochastic; it is split into {split}. Default None.
+
+Returns:
+    Of the operands' dtype; NumPy where they are NumPy, numbers or lists, else JAX. Outside the domain NaN.
+
+Raises:
+    TypeError: for a dtype that is no carrier, two dtypes, or a key that is no key.
+    ValueError: for a stochastic spec without a key, or a carrier that is too narrow for the spec.
+
+Example:
+    >>> import jchop as jc
+    >>> {call}
+    {result}
+"""

@@ -1,0 +1,175 @@
+"""Functions with two results, an integer argument, or neighbours: frexp, modf, ldexp, diff."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._checks import check_int
+from jchop._reference.grid import require_carrier
+from jchop._reference.operations import check_operation, words
+from jchop._reference.random_bits import seed_words
+from jchop._round import round_to_format
+from jchop.math import _carrier, _exact
+from jchop.math._door import Array, SpecLike, as_array, as_operands, checked_key, own_carrier, run, widened
+from jchop.math._family import Row, as_dtype, call, check_backward, exactly
+from jchop.spec import Spec, as_spec
+
+__all__ = ["diff", "frexp", "ldexp", "modf"]
+
+_FREXP = Row("frexp", ("x",), _carrier.frexp, "x = m 2^e", holds=True)
+_MODF = Row("modf", ("x",), _carrier.modf, "x = f + i", holds=True)
+
+
+def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The significand m and the exponent e of x = m 2^e, as `jax.numpy.frexp`: 0.5 <= |m| < 1.
+
+    `x` and then m are rounded to `spec`; e is an integer and is not. Zeros, infinities and NaN come with e = 0.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the results, and m
+            draws from `jax.random.fold_in` of the latter with 0. Default None.
+
+    Returns:
+        m, of the dtype of `x`, and e, int32.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`.
+
+    Example:
+        >>> import jchop as jc
+        >>> significand, exponent = jc.math.frexp(12.3, "e5m2")
+        >>> float(significand), int(exponent)
+        (0.75, 4)
+    """
+    return call(_FREXP, (x,), spec, key)
+
+
+def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The fraction and the integer part of `x`, both of its sign, as `jax.numpy.modf`.
+
+    `x` and then both parts are rounded to `spec`. An infinity has the fraction 0.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the results, and they
+            draw from `jax.random.fold_in` of the latter with 0 and 1. Default None.
+
+    Returns:
+        The fraction and the integer part, of the dtype of `x`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`.
+
+    Example:
+        >>> import jchop as jc
+        >>> fraction, whole = jc.math.modf(-2.8, "e5m2")
+        >>> float(fraction), float(whole)
+        (-0.0, -3.0)
+    """
+    return call(_MODF, (x,), spec, key)
+
+
+def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The exact x 2^n, rounded once, as `jax.numpy.ldexp`.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
+        n: integers, which broadcast against `x`; they are not rounded.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the result.
+
+    Returns:
+        Of the dtype of `x`. The derivative by `x` is 2^n.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or where `n` is not of integers.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.ldexp(0.3, -5, "e5m2"))
+        0.009765625
+    """
+    spec = as_spec(spec)
+    (array,), exponent = as_operands("x", (x,)), as_array(n)
+    if not jnp.issubdtype(exponent.dtype, jnp.integer):
+        raise TypeError(f"n has dtype {exponent.dtype}; allowed: integers")
+    require_carrier(spec, own_carrier(array.dtype))
+    check_operation(spec, array.dtype)
+    check_backward(spec)
+    return run(partial(_ldexp, spec), (array, exponent), checked_key(key, spec.rounding.stochastic, spec))
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _ldexp(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
+    keys = [None] * 2 if key is None else list(jax.random.split(key))
+    rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
+    return as_dtype(_scaled(spec, *jnp.broadcast_arrays(rounded, n), keys[1]), x.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _scaled(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
+    return _exact.ldexp(x, n, spec, None if key is None else words(seed_words(key), x))
+
+
+@_scaled.defjvp
+def _scaled_jvp(spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    x, n, key = primals
+
+    def smooth(x: Array) -> Array:
+        return round_to_format(jnp.ldexp(x, n), spec, key)
+
+    return _scaled(spec, *primals), jax.jvp(smooth, (x,), tangents[:1])[1]
+
+
+def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: int = -1) -> Any:
+    """Differences of neighbours, x[i+1] - x[i], taken `n` times, every one rounded once, as `jax.numpy.diff`.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of at least one axis; it is rounded to `spec` first.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, needed where `spec` is stochastic; it is split into n + 1, of `x` and of each difference.
+        n: how often. Default 1.
+        axis: along which. Default -1.
+
+    Returns:
+        Of the dtype of `x`, shorter by `n` along `axis`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.diff([1.0, 1.25, 6.0], "e5m2").tolist()
+        [0.25, 5.0]
+    """
+    spec = as_spec(spec)
+    (array,), n = as_operands("x", (x,)), check_int("n", n, 0)
+    axis = check_axis(axis, array.ndim)
+    require_carrier(spec, own_carrier(array.dtype))
+    check_operation(spec, array.dtype)
+    check_backward(spec)
+    key = checked_key(key, spec.rounding.stochastic, spec)
+    return run(partial(_diff, spec, n, axis), (array,), key)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _diff(spec: Spec, n: int, axis: int, x: Array, key: Array | None) -> Array:
+    keys = [None] * (n + 1) if key is None else list(jax.random.split(key, n + 1))
+    d = jnp.moveaxis(widened(round_to_format(jnp.asarray(x), spec, keys[0])), axis, 0)
+    for each in keys[1:]:
+        d = exactly("sub", (d[1:], d[:-1]), spec, each)
+    return as_dtype(jnp.moveaxis(d, 0, axis), x.dtype)
+
+
+def check_axis(axis: Any, ndim: int, name: str = "axis") -> int:
+    """`axis` from 0 on."""
+    if not ndim:
+        raise ValueError(f"{name}={axis!r}, but x is a scalar; it needs at least one axis")
+    return check_int(name, axis, -ndim, ndim - 1) % ndim

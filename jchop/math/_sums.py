@@ -1,0 +1,453 @@
+"""Sums and products along axes, and what is made of them; every step is rounded, in a named order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._bits import CARRIERS
+from jchop._checks import check_bool
+from jchop._kernels.matmul import matmul_op
+from jchop._reference.arithmetic import carrier_range
+from jchop._reference.grid import require_carrier
+from jchop._reference.operations import check_operation, draws
+from jchop._reference.random_bits import seed_words
+from jchop._reference.sums import cumulative, product_along, sum_along
+from jchop._round import round_to_format
+from jchop.accumulation import MatmulSpec
+from jchop.math._door import (
+    Array,
+    SpecLike,
+    SumSpecLike,
+    as_array,
+    as_matmul_spec,
+    as_operands,
+    check_matmul_spec,
+    checked_key,
+    own_carrier,
+    run,
+    widened,
+)
+from jchop.math._family import check_backward, exactly
+from jchop.math._matmul import product_of_matrices, to_dtype
+from jchop.math._parts import check_axis
+from jchop.spec import Spec, as_spec
+
+__all__ = ["cumprod", "cumsum", "mean", "norm", "prod", "std", "sum", "var"]
+
+Axis = int | Sequence[int] | None
+_Axes = tuple[int, ...]
+
+
+# -- the public functions ----------------------------------------------------------------------------------------------
+
+
+def sum(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The sum of elements, every addition rounded, in the order that `spec` names.
+
+    It is `jchop.math.matmul` of `x` and ones, without products: c <- A(c + x_k) from c = +0 in sequential order.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
+        spec: a `jchop.MatmulSpec` without a product, of which ``accumulate=None`` is the carrier; or a `jchop.Spec`, a
+            format or text, which is that of `x` and of every addition, in sequential order.
+        key: a typed key, needed where `spec` is stochastic. It is split into four, of which the first is that of `x`
+            and the last that of the sums, with the words that `jchop.math.matmul` draws. Default None.
+        axis: an axis, or several, whose elements are then added in C order; None (default): all.
+        keepdims: keep the axes, of length one. Default False.
+
+    Returns:
+        Of the dtype of `x`; NumPy where `x` is. The sum of nothing is +0. The derivative is 1.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`, or for an axis that `x` does not have.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> float(jc.math.sum(jnp.ones(100), "e5m2"))
+        8.0
+        >>> float(jc.math.sum(jnp.ones(100), jc.MatmulSpec(accumulate="e5m2", order="pairwise")))
+        96.0
+    """
+    return _reduced(_sum, x, _as_sum_spec(spec), key, axis, keepdims)
+
+
+def mean(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The sum of elements as in `jchop.math.sum`, divided by their number n, and the quotient rounded once.
+
+    n is an integer and is not rounded; the quotient is rounded to ``spec.accumulate``.
+
+    Args:
+        x: as in `jchop.math.sum`.
+        spec: as in `jchop.math.sum`.
+        key: as in `jchop.math.sum`; the quotient draws from `jax.random.fold_in` of the last part with 0.
+        axis: as in `jchop.math.sum`.
+        keepdims: as in `jchop.math.sum`.
+
+    Returns:
+        Of the dtype of `x`; NaN for no elements.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sum`, or where the carrier does not hold n.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.mean([1.0, 2.0, 4.0], "bfloat16"))
+        2.328125
+    """
+    return _reduced(_mean, x, _as_sum_spec(spec), key, axis, keepdims)
+
+
+def var(
+    x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, ddof: int = 0, keepdims: bool = False
+) -> Any:
+    """The variance by two passes: d_k = x_k - mean, then the sum of d_k d_k divided by n - ddof.
+
+    Every operation is rounded: the mean as in `jchop.math.mean`; the differences to ``spec.operands``, since they are
+    operands of products; products, sums and their order as in `jchop.math.matmul`; the quotient to ``spec.accumulate``.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
+        spec: a `jchop.MatmulSpec`; or a `jchop.Spec`, a format or text for every rounding, in sequential order.
+        key: a typed key, needed where `spec` is stochastic. It is split into four, of `x`, of the differences, of the
+            products and of the sums; the mean draws as in `jchop.math.mean` with the first and `jax.random.fold_in` of
+            the last with 1 as its own first and last, the quotient from ``fold_in`` with 0. Default None.
+        axis: as in `jchop.math.sum`.
+        ddof: what is taken from n, as in `jax.numpy.var`. Default 0.
+        keepdims: as in `jchop.math.sum`.
+
+    Returns:
+        Of the dtype of `x`. The derivative is that of the formula in the carrier, at rounded values.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sum`.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.var([1.0, 2.0, 4.0], "bfloat16"))
+        1.5625
+    """
+    return _reduced(partial(_var, ddof), x, as_matmul_spec(spec), key, axis, keepdims)
+
+
+def std(
+    x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, ddof: int = 0, keepdims: bool = False
+) -> Any:
+    """The square root of `jchop.math.var`, rounded once to ``spec.accumulate``.
+
+    Args:
+        x: as in `jchop.math.var`.
+        spec: as in `jchop.math.var`.
+        key: as in `jchop.math.var`; the root draws from `jax.random.fold_in` of the last part with 2.
+        axis: as in `jchop.math.var`.
+        ddof: as in `jchop.math.var`.
+        keepdims: as in `jchop.math.var`.
+
+    Returns:
+        Of the dtype of `x`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.var`.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.std([1.0, 2.0, 4.0], "bfloat16"))
+        1.25
+    """
+    return _reduced(partial(_std, ddof), x, as_matmul_spec(spec), key, axis, keepdims)
+
+
+def norm(
+    x: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    *,
+    ord: float | None = None,
+    axis: Axis = None,
+    keepdims: bool = False,
+) -> Any:
+    """A norm of vectors: √(Σ x_k²), Σ |x_k| or max |x_k|, every operation rounded, nothing scaled.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
+        spec: as in `jchop.math.var`; with ``ord=1`` as in `jchop.math.sum`, and with infinity only the operands round.
+        key: a typed key, needed where `spec` is stochastic. It is split into four: of `x`, of nothing, of the products
+            and of the sums; the root draws from `jax.random.fold_in` of the last part with 2. Default None.
+        ord: None or 2 for the Euclidean norm (default), 1, or infinity.
+        axis: as in `jchop.math.sum`; None (default): the norm of all elements as one vector.
+        keepdims: as in `jchop.math.sum`.
+
+    Returns:
+        Of the dtype of `x`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sum`; for another `ord`, or one that `jax.numpy.linalg.norm` takes for
+            a norm of matrices.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.norm([3.0, 4.0], "e5m2")), float(jc.math.norm([3.0, 4.0], "e5m2", ord=1))
+        (5.0, 7.0)
+    """
+    if ord not in _NORMS:
+        raise ValueError(f"ord={ord!r} must be one of None, 1, 2, inf")
+    several = axis is None or isinstance(axis, Sequence)
+    if ord is not None and several and as_array(x).ndim > 1:
+        raise ValueError(f"ord={ord!r} with axis={axis!r} is a norm of matrices; give one axis, or ord=None")
+    mspec = _as_sum_spec(spec) if ord == 1 else as_matmul_spec(spec)
+    return _reduced(_NORMS[ord], x, mspec, key, axis, keepdims)
+
+
+def prod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    """The product of elements, one after the other from 1, every multiplication rounded.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the products, where
+            every step has seeds of its own. Default None.
+        axis: an axis, or several, whose elements are then taken in C order; None (default): all.
+        keepdims: keep the axes, of length one. Default False.
+
+    Returns:
+        Of the dtype of `x`; 1 for no elements. The derivative is that of `jax.numpy.prod` at the rounded elements.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.prod([3.0, 3.0, 3.0], "e5m2"))
+        24.0
+    """
+    return _stepped(_prod, x, spec, key, axis, keepdims)
+
+
+def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
+    """The sums of the elements up to each one: c <- A(c + x_k) from +0, every addition rounded.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the sums, where every
+            step has seeds of its own. Default None.
+        axis: along which; None (default): over all elements, in C order, as in `jax.numpy.cumsum`.
+
+    Returns:
+        Of the dtype of `x`, and its shape but for ``axis=None``.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.cumsum([1.0, 0.25, 0.125, 4.0], "e5m2").tolist()
+        [1.0, 1.25, 1.5, 6.0]
+    """
+    return _stepped(partial(_cumulative, "sum"), x, spec, key, axis, False)
+
+
+def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
+    """The products of the elements up to each one: c <- A(c x_k) from 1, every multiplication rounded.
+
+    Args:
+        x: as in `jchop.math.cumsum`.
+        spec: as in `jchop.math.cumsum`.
+        key: as in `jchop.math.cumsum`.
+        axis: as in `jchop.math.cumsum`.
+
+    Returns:
+        As `jchop.math.cumsum`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.cumsum`.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.cumprod([3.0, 3.0, 3.0], "e5m2").tolist()
+        [3.0, 8.0, 24.0]
+    """
+    return _stepped(partial(_cumulative, "prod"), x, spec, key, axis, False)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def _as_sum_spec(value: Any) -> MatmulSpec:
+    """A MatmulSpec without a product; a spec alone is that of operands and of sums."""
+    if not isinstance(value, MatmulSpec):
+        spec = as_matmul_spec(value).operands
+        return MatmulSpec(operands=spec, accumulate=spec)
+    if value.product is not None or value.fused:
+        raise ValueError(f"spec={str(value)!r}: a sum has no products; leave product=None and fused=False")
+    return value
+
+
+def _axes(axis: Any, ndim: int) -> _Axes:
+    if axis is None:
+        return tuple(range(ndim))
+    axes = tuple(check_axis(a, ndim) for a in (axis if isinstance(axis, Sequence) else (axis,)))
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"axis={axis!r} names an axis twice")
+    return tuple(sorted(axes))
+
+
+def _reduced(function: Callable[..., Array], x: Any, spec: MatmulSpec, key: Any, axis: Axis, keepdims: bool) -> Any:
+    check_bool("keepdims", keepdims)
+    (array,) = as_operands("x", (x,))
+    check_matmul_spec(spec, array.dtype)
+    key = checked_key(key, spec.stochastic, spec)
+    return run(partial(_over_rows, function, spec, _axes(axis, array.ndim), keepdims), (array,), key)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _over_rows(
+    function: Callable[..., Array], spec: MatmulSpec, axes: _Axes, keepdims: bool, x: Array, key: Array | None
+) -> Array:
+    """`function` of rows, a matrix of float32 or float64, in C order of the reduced axes."""
+    keys = (None,) * 4 if key is None else tuple(jax.random.split(key, 4))
+    x = jnp.asarray(x)
+    wide = widened(x)
+    wide = wide if spec.operands is None else round_to_format(wide, spec.operands, keys[0])
+    rows, outer = _rows(wide, axes)
+    result = to_dtype(function(rows, spec, keys), spec, x.dtype).reshape(outer)
+    return jnp.expand_dims(result, axes) if keepdims else result
+
+
+def _rows(x: Array, axes: _Axes) -> tuple[Array, tuple[int, ...]]:
+    kept = [a for a in range(x.ndim) if a not in axes]
+    outer = tuple(x.shape[a] for a in kept)
+    return jnp.transpose(x, (*kept, *axes)).reshape(math.prod(outer), math.prod(x.shape[a] for a in axes)), outer
+
+
+_Keys = tuple[Array | None, ...]
+
+
+def _fold(key: Array | None, number: int) -> Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _sum(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    return _row_sums(spec, rows, keys[3] if draws(spec.accumulate) else None)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _row_sums(spec: MatmulSpec, rows: Array, key: Array | None) -> Array:
+    seeds = None if key is None else jnp.stack([*seed_words(key)] * 2)
+    return sum_along(rows, 1, spec, seeds, matmul=matmul_op)
+
+
+@_row_sums.defjvp
+def _row_sums_jvp(spec: MatmulSpec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _row_sums(spec, *primals), jnp.sum(tangents[0], 1)
+
+
+def _mean(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    return _divided(_sum(rows, spec, keys), rows.shape[1], spec, keys)
+
+
+def _divided(total: Array, count: int, spec: MatmulSpec, keys: _Keys) -> Array:
+    """A(total / count), the count an integer that is not rounded."""
+    n = CARRIERS[total.dtype.name].fraction + 1
+    if abs(count).bit_length() > n and count % (1 << abs(count).bit_length() - n):
+        raise ValueError(f"the number of elements, {count}, is not held by {total.dtype}; cast x to float64")
+    anything = (carrier_range(CARRIERS[total.dtype.name]),) * 2
+    whole = jnp.full_like(total, count)
+    key = _fold(keys[3], 0) if draws(spec.accumulate) else None
+    return exactly("div", (total, whole), spec.accumulate, key, anything)
+
+
+def _var(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    centre = _mean(rows, spec, (keys[0], None, None, _fold(keys[3], 1)))
+    anything = (carrier_range(CARRIERS[rows.dtype.name]),) * 2
+    key = keys[1] if draws(spec.operands) else None
+    d = exactly("sub", (rows, jnp.broadcast_to(centre[:, None], rows.shape)), spec.operands, key, anything)
+    return _divided(_squares(d, spec, keys), rows.shape[1] - ddof, spec, keys)
+
+
+def _squares(d: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    """The sum of the squares of each row."""
+    return product_of_matrices(d[:, None, :], d[:, :, None], spec, d.dtype, keys)[:, 0, 0]
+
+
+def _root(total: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    return exactly("sqrt", (total,), spec.accumulate, _fold(keys[3], 2) if draws(spec.accumulate) else None)
+
+
+def _std(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    return _root(_var(ddof, rows, spec, keys), spec, keys)
+
+
+def _euclidean(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    return _root(_squares(rows, spec, keys), spec, keys)
+
+
+def _absolute(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    return _sum(jnp.abs(rows), spec, keys)
+
+
+def _largest(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    return jnp.max(jnp.abs(rows), 1, initial=0)
+
+
+_NORMS: dict[float | None, Callable[..., Array]] = {
+    None: _euclidean,
+    1: _absolute,
+    2: _euclidean,
+    math.inf: _largest,
+}
+
+
+# -- products and what they run through --------------------------------------------------------------------------------
+
+
+def _stepped(function: Callable[..., Array], x: Any, spec: SpecLike, key: Any, axis: Axis, keepdims: bool) -> Any:
+    check_bool("keepdims", keepdims)
+    spec = as_spec(spec)
+    (array,) = as_operands("x", (x,))
+    require_carrier(spec, own_carrier(array.dtype))
+    check_operation(spec, array.dtype)
+    check_backward(spec)
+    axes = None if axis is None else _axes(axis, array.ndim)
+    key = checked_key(key, draws(spec), spec)
+    return run(partial(_steps, function, spec, axes, keepdims), (array,), key)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _steps(
+    function: Callable[..., Array], spec: Spec, axes: _Axes | None, keepdims: bool, x: Array, key: Array | None
+) -> Array:
+    keys = (None, None) if key is None else tuple(jax.random.split(key))
+    rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
+    result = function(spec, axes, rounded, keys[1])
+    return (jnp.expand_dims(result, axes or tuple(range(x.ndim))) if keepdims else result).astype(x.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _prod(spec: Spec, axes: _Axes | None, x: Array, key: Array | None) -> Array:
+    if axes == ():
+        return x
+    return product_along(x.ravel() if axes is None else x, axes or 0, spec, None if key is None else seed_words(key))
+
+
+@_prod.defjvp
+def _prod_jvp(spec: Spec, axes: _Axes | None, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    smooth = partial(jnp.prod, axis=axes)
+    return _prod(spec, axes, *primals), jax.jvp(smooth, primals[:1], tangents[:1])[1]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _cumulative(kind: str, spec: Spec, axes: _Axes | None, x: Array, key: Array | None) -> Array:
+    flat, axis = (x.ravel(), 0) if axes is None else (x, axes[0])
+    return cumulative(kind, flat, axis, spec, None if key is None else seed_words(key))
+
+
+@_cumulative.defjvp
+def _cumulative_jvp(kind: str, spec: Spec, axes: _Axes | None, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    smooth = partial({"sum": jnp.cumsum, "prod": jnp.cumprod}[kind], axis=None if axes is None else axes[0])
+    return _cumulative(kind, spec, axes, *primals), jax.jvp(smooth, primals[:1], tangents[:1])[1]

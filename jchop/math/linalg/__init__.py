@@ -1,0 +1,11 @@
+"""Linear algebra in which every operation is rounded: solvers and factorizations of one matrix; vmap takes many.
+
+The algorithms are the textbook ones (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.). Each sum
+is formed one term after the other. There is no derivative: an error says so.
+"""
+
+from jchop.math.linalg._direct import cholesky, lu, lu_solve, qr, solve_triangular
+from jchop.math.linalg._krylov import cg, gmres
+from jchop.math.linalg._refine import refine
+
+__all__ = ["cg", "cholesky", "gmres", "lu", "lu_solve", "qr", "refine", "solve_triangular"]

@@ -1,0 +1,255 @@
+"""Triangular systems and factorizations, every operation rounded."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._checks import check_bool
+from jchop.math._door import SpecLike, as_array
+from jchop.math.linalg._steps import Steps, evaluate, right_side, square
+
+Array = jax.Array
+
+
+def solve_triangular(
+    a: Any, b: Any, spec: SpecLike, key: Array | None = None, *, lower: bool = False, unit_diagonal: bool = False
+) -> Any:
+    """The solution of a x = b with a triangular matrix, by substitution, column by column (Higham, algorithm 8.1).
+
+    Args:
+        a: float16, bfloat16, float32 or float64, shape (n, n); only its triangle is read. Rounded to `spec` first.
+        b: of the same dtype, shape (n,); rounded too.
+        spec: a `jchop.Spec`, a format or text: what every quotient, product and difference is rounded to.
+        key: a typed key, needed where `spec` is stochastic; every operation has random words of its own. Default None.
+        lower: whether the lower triangle is meant. Default False: the upper one.
+        unit_diagonal: whether the diagonal is taken to be 1. Default False.
+
+    Returns:
+        x, shape (n,). A zero on the diagonal gives infinities or NaN.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
+        NotImplementedError: where it is differentiated.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.linalg.solve_triangular([[2.0, 1.0], [0.0, 3.0]], [1.0, 1.0], "bfloat16").tolist()
+        [0.33203125, 0.333984375]
+    """
+    check_bool("lower", lower)
+    check_bool("unit_diagonal", unit_diagonal)
+    a, b = as_array(a), as_array(b)
+    right_side(b, square(a))
+    return evaluate(partial(substitute, lower=lower, unit=unit_diagonal), "ab", (a, b), spec, key)
+
+
+def substitute(steps: Steps, a: Array, b: Array, *, lower: bool, unit: bool) -> Array:
+    """The solution, by columns: each known element is taken out of the equations that are left."""
+    n = b.shape[0]
+    places = jnp.arange(n)
+
+    def turn(i: Array, x: Array) -> Array:
+        j = i if lower else n - 1 - i
+        now = steps.at(i)
+        column = a[:, j]
+        found = x[j] if unit else now.div(x[j], column[j])
+        rest = now.sub(x, now.mul(column, found))
+        left = places > j if lower else places < j
+        return jnp.where(left, rest, jnp.where(places == j, found, x))
+
+    return lax.fori_loop(0, n, turn, b)
+
+
+def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The factors of a[p] = l u, with partial pivoting (Higham, algorithm 9.2, by outer products).
+
+    Args:
+        a: float16, bfloat16, float32 or float64, shape (n, n). Rounded to `spec` first.
+        spec: a `jchop.Spec`, a format or text: what every quotient, product and difference is rounded to.
+        key: a typed key, needed where `spec` is stochastic. Default None.
+
+    Returns:
+        Two arrays: l below the diagonal (its own is 1) and u on and above it, shape (n, n); and p, int32, shape (n,).
+        A column of zeros gives NaN in l.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for a matrix that is not square.
+        NotImplementedError: where it is differentiated.
+
+    Example:
+        >>> import jchop as jc
+        >>> factors, p = jc.math.linalg.lu([[1.0, 2.0], [3.0, 4.0]], "bfloat16")
+        >>> factors.tolist(), p.tolist()
+        ([[3.0, 4.0], [0.333984375, 0.6640625]], [1, 0])
+    """
+    a = as_array(a)
+    square(a)
+    return evaluate(eliminate, "a", (a,), spec, key)
+
+
+def eliminate(steps: Steps, a: Array) -> tuple[Array, Array]:
+    """The packed factors, and the rows in the order in which they became pivots."""
+    n = a.shape[0]
+    places = jnp.arange(n)
+
+    def turn(k: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        a, p = state
+        now = steps.at(k)
+        candidates = jnp.where(places >= k, jnp.abs(a[:, k]), -1)
+        best = jnp.argmax(candidates)
+        order = places.at[k].set(best).at[best].set(k)
+        a, p = a[order], p[order]
+        below = places > k
+        multipliers = now.div(a[:, k], a[k, k])
+        rest = now.sub(a, now.mul(multipliers[:, None], a[k][None, :]))
+        a = jnp.where(below[:, None] & below[None, :], rest, a)
+        return a.at[:, k].set(jnp.where(below, multipliers, a[:, k])), p
+
+    return lax.fori_loop(0, n, turn, (a, jnp.arange(n, dtype=jnp.int32)))
+
+
+def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The solution of a x = b from `jchop.math.linalg.lu` of a: two triangular systems.
+
+    Args:
+        factors: what `jchop.math.linalg.lu` gave.
+        b: of their dtype, shape (n,). Rounded to `spec` first, as the factors are.
+        spec: a `jchop.Spec`, a format or text: what every operation is rounded to.
+        key: a typed key, needed where `spec` is stochastic. Default None.
+
+    Returns:
+        x, shape (n,).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`.
+
+    Example:
+        >>> import jchop as jc
+        >>> factors = jc.math.linalg.lu([[1.0, 2.0], [3.0, 4.0]], "bfloat16")
+        >>> jc.math.linalg.lu_solve(factors, [1.0, 1.0], "bfloat16").tolist()
+        [-1.0, 1.0]
+    """
+    packed, p = as_array(factors[0]), as_array(factors[1])
+    b = as_array(b)
+    right_side(b, square(packed, "factors[0]"))
+    if isinstance(p, jax.Array) and not isinstance(b, jax.Array):
+        b = jnp.asarray(b)
+    return evaluate(through_factors, ("factors[0]", "b"), (packed, b[p]), spec, key)
+
+
+def through_factors(steps: Steps, packed: Array, b: Array) -> Array:
+    """The solution for a right-hand side in the order of the pivots."""
+    y = substitute(steps, packed, b, lower=True, unit=True)
+    return substitute(steps, packed, y, lower=False, unit=False)
+
+
+def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The lower triangular l of a = l lᵀ (Higham, algorithm 10.2, by outer products).
+
+    Args:
+        a: float16, bfloat16, float32 or float64, shape (n, n), symmetric and positive definite; the lower triangle is
+            read. Rounded to `spec` first.
+        spec: a `jchop.Spec`, a format or text: what every root, quotient, product and difference is rounded to.
+        key: a typed key, needed where `spec` is stochastic. Default None.
+
+    Returns:
+        l, shape (n, n), zeros above the diagonal. Where a pivot is negative, NaN from there on.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.linalg.cholesky([[2.0, 1.0], [1.0, 2.0]], "bfloat16").tolist()
+        [[1.4140625, 0.0], [0.70703125, 1.2265625]]
+    """
+    a = as_array(a)
+    square(a)
+    return evaluate(_cholesky, "a", (a,), spec, key)
+
+
+def _cholesky(steps: Steps, a: Array) -> Array:
+    n = a.shape[0]
+    places = jnp.arange(n)
+
+    def turn(k: Array, a: Array) -> Array:
+        now = steps.at(k)
+        root = now.sqrt(a[k, k])
+        column = now.div(a[:, k], root)
+        rest = now.sub(a, now.mul(column[:, None], column[None, :]))
+        below = places > k
+        a = jnp.where(below[:, None] & below[None, :], rest, a)
+        return a.at[:, k].set(jnp.where(places == k, root, jnp.where(below, column, a[:, k])))
+
+    return jnp.tril(lax.fori_loop(0, n, turn, a))
+
+
+def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The factors of a = q r by Householder reflections, with q formed (Higham, sections 19.1 to 19.3; LAPACK's signs).
+
+    With x the part of a column on and below the diagonal: beta = -sign(x_0) ‖x‖, tau = (beta - x_0) / beta,
+    v = x / (x_0 - beta) but for v_0 = 1, and I - tau v vᵀ is applied to the columns to the right.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, shape (m, n) with m >= n. Rounded to `spec` first.
+        spec: a `jchop.Spec`, a format or text: what every operation is rounded to. The norms are not scaled, so that
+            squares can overflow where a format has little range.
+        key: a typed key, needed where `spec` is stochastic. Default None.
+
+    Returns:
+        q of shape (m, m) and r of shape (m, n).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`, or where m < n.
+
+    Example:
+        >>> import jchop as jc
+        >>> q, r = jc.math.linalg.qr([[3.0, 1.0], [4.0, 2.0]], "bfloat16")
+        >>> r.tolist()
+        [[-5.0, -2.203125], [0.0, -0.3984375]]
+    """
+    a = as_array(a)
+    if a.ndim != 2 or a.shape[0] < a.shape[1]:
+        raise ValueError(f"a has shape {tuple(a.shape)}; it must be (m, n) with m >= n (jax.vmap takes many)")
+    return evaluate(_qr, "a", (a,), spec, key)
+
+
+def _qr(steps: Steps, a: Array) -> tuple[Array, Array]:
+    m, n = a.shape
+    places = jnp.arange(m)
+
+    def turn(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        a, vs, taus = state
+        now = steps.at(k)
+        x = jnp.where(places >= k, a[:, k], 0)
+        first = a[k, k]
+        beta = -jnp.copysign(now.norm(x), first)
+        nothing = beta == 0
+        tau = jnp.where(nothing, 0, now.div(now.sub(beta, first), beta))
+        v = jnp.where(places > k, now.div(x, now.sub(first, beta)), (places == k).astype(a.dtype))
+        v = jnp.where(nothing & (places != k), 0, v)
+        r = _reflected(now, a, v, tau)
+        column = jnp.where(places == k, jnp.where(nothing, first, beta), jnp.where(places > k, 0, a[:, k]))
+        r = jnp.where(jnp.arange(n)[None, :] > k, r, a).at[:, k].set(column)
+        return r, vs.at[k].set(v), taus.at[k].set(tau)
+
+    start = (a, jnp.zeros((n, m), a.dtype), jnp.zeros(n, a.dtype))
+    r, vs, taus = lax.fori_loop(0, n, turn, start)
+
+    def back(i: Array, q: Array) -> Array:
+        k = n - 1 - i
+        return _reflected(steps_of_q.at(i), q, vs[k], taus[k])
+
+    steps_of_q = steps.at(n)
+    return lax.fori_loop(0, n, back, jnp.eye(m, dtype=a.dtype)), r
+
+
+def _reflected(now: Steps, a: Array, v: Array, tau: Array) -> Array:
+    """A reflection a - v (tau (vᵀ a))."""
+    w = now.mul(tau, now.matmul(v[None], a)[0])
+    return now.sub(a, now.mul(v[:, None], w[None, :]))

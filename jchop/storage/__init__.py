@@ -1,0 +1,7 @@
+"""Arrays kept as packed codes and scales, in memory and in files."""
+
+from jchop.storage._array import QArray
+from jchop.storage._quantize import dequantize, fit_scale, quantize
+from jchop.storage._save import load_safetensors, save_safetensors
+
+__all__ = ["QArray", "dequantize", "fit_scale", "load_safetensors", "quantize", "save_safetensors"]

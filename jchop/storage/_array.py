@@ -1,0 +1,307 @@
+"""`QArray`: an array kept as codes and scales."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from jchop.formats import ScaledFormat
+from jchop.spec import Spec, parse
+from jchop.storage._codes import gather, hold, is_packed, raw, spread
+from jchop.storage._decode import Form, Scale, batch_axes, decode, shape_of
+from jchop.storage._index import Index, normalized, scale_entry
+from jchop.storage._layout import OWN, Kind, kinds_of, reshaped, scale_shape, with_kinds
+
+Array = jax.Array
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("qvalue", "scale", "zero_point"),
+    meta_fields=("spec", "size", "dtype"),
+)
+@dataclass(frozen=True, eq=False, repr=False)
+class QArray:
+    """An array stored as codes, with scales and zero points for groups of them: a pytree of plain arrays.
+
+    `jchop.quantize` makes one and `jchop.dequantize` gives the numbers back. The leaves pass through jit, vmap, scan,
+    donation, sharding, checkpoints and `jax.export` like any others; what the codes mean is static. Axes that vmap or
+    scan put in front of the leaves, or take away, are axes of the QArray.
+
+    Args:
+        qvalue: the codes. Of fewer than 8 bits they are packed along the last axis into uint8: code i of a row takes
+            the bits [k i, k i + k) of the row's little-endian bit stream (low nibble first for 4 bits), and each row is
+            padded to whole bytes. Of 8 bits they are int8 or uint8 for integers and fixed point, float8_e4m3fn and
+            float8_e5m2 for those formats, else uint8. A plain format may have up to 16 bits (uint16), or be one of
+            float16, bfloat16, float32, float64.
+        scale: the scales, in as many axes as the array, with one for each group: of the scale format's own dtype where
+            that is a float of 16 bits or more, else its codes. A pair where a scale has two parts: the scales of the
+            groups and that of the tensor (rule "two_level"); or the packed codes of the scales and their scales. None
+            for a plain format.
+        zero_point: int32, shaped as the scales; None for a format without.
+        spec: what the array was quantized under, the format's axes counted from the end.
+        size: length of the last axis, which packed codes do not say; None for an array without axes.
+        dtype: that of the array, and what `dequantize` returns by default.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> q = jc.quantize(jnp.array([[1.0, -0.5, 0.25], [3.0, 2.0, -7.0]]), jc.int4(channel=0, scale="bfloat16"))
+        >>> q.shape, q.qvalue.shape, q.scale.shape, q.nbytes
+        ((2, 3), (2, 2), (2, 1), 8)
+        >>> q[1]
+        QArray([ 3.,  2., -7.], dtype=float32, spec='int4(group=tensor,scale=bfloat16)')
+    """
+
+    qvalue: Any
+    scale: Scale
+    zero_point: Any
+    spec: Spec
+    size: int | None
+    dtype: np.dtype
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return shape_of(self.qvalue, self.size)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the array."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of all leaves over the number of elements."""
+        return 8 * self.nbytes / math.prod(self.shape)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a QArray without axes has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        facts = f"dtype={np.dtype(self.dtype).name}, spec={str(self.spec)!r}"
+        if not all(isinstance(leaf, Array | np.ndarray) for leaf in jax.tree.leaves(self)):
+            return f"QArray(qvalue={self.qvalue!r}, scale={self.scale!r}, zero_point={self.zero_point!r}, {facts})"
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self))
+        if traced or math.prod(self.shape) > _MOST_SHOWN:
+            return f"QArray(shape={self.shape}, {facts})"
+        with jax.enable_x64(True):
+            values = np.asarray(decode(self.form(), self.qvalue, self.scale, self.zero_point))
+        return f"QArray({np.array2string(values, separator=', ', prefix='QArray(')}, {facts})"
+
+    def form(self, dtype: Any = None) -> Form:
+        """What is static of it, to be returned in `dtype` (default: its own)."""
+        return Form(self.spec, self.size, np.dtype(self.dtype if dtype is None else dtype).name)
+
+    # -- parts of it, and other shapes ---------------------------------------------------------------------------------
+    @property
+    def T(self) -> QArray:
+        """The array with its axes reversed."""
+        return self.transpose()
+
+    def transpose(self, *axes: int | Sequence[int] | None) -> QArray:
+        """The array with its axes in another order.
+
+        Codes packed along the last axis are packed anew where another axis comes last.
+
+        Args:
+            axes: the old place of each axis, as integers or one sequence. Default: reversed.
+
+        Raises:
+            ValueError: where `axes` is no permutation, or would move axes that vmap put before a scale of the tensor.
+        """
+        given = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        order = list(range(self.ndim))[::-1] if not given else [_axis(axis, self.ndim) for axis in given]  # type: ignore[arg-type]
+        if sorted(order) != list(range(self.ndim)):
+            raise ValueError(f"axes={given} must name each of the {self.ndim} axes once")
+        if order == list(range(self.ndim)):
+            return self
+        kinds, lead = self._kinds()
+        if order[:lead] != list(range(lead)):
+            raise ValueError(f"axes={given}: each of the first {lead} axes has a tensor scale; they cannot be moved")
+        moved = self.qvalue.transpose(order) if order[-1] == self.ndim - 1 else self._entries().transpose(order)
+        zero_point = None if self.zero_point is None else self.zero_point.transpose(order)
+        return self._with(
+            moved if order[-1] == self.ndim - 1 else self._codes(moved),
+            self.shape[order[-1]],
+            [kinds[axis] for axis in order][lead:],
+            self._map_scale(lambda part: part.transpose(order), lambda inner: inner.transpose(order)),
+            zero_point,
+        )
+
+    def reshape(self, *shape: int | Sequence[int]) -> QArray:
+        """The array in another shape that leaves every group whole.
+
+        Neighbouring axes that share scales alike are reshaped together; an axis in groups may be cut between groups,
+        (..., n) to (..., n / m, m).
+
+        Args:
+            shape: lengths, as integers or one sequence; one of them may be -1.
+
+        Raises:
+            ValueError: for another number of elements, or where a group would be torn.
+        """
+        given: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        new = _complete(tuple(given), self.shape)
+        if new == self.shape:
+            return self
+        kinds, lead = self._kinds()
+        core = reshaped(kinds[lead:], self.shape[lead:], new[lead:]) if new[:lead] == self.shape[:lead] else None
+        if core is None or not new:
+            raise ValueError(
+                f"shape={new} would tear groups of {self.spec.format} in an array of shape {self.shape}; dequantize, "
+                "reshape and quantize"
+            )
+        scales = new[:lead] + scale_shape(core, new[lead:])
+        keeps_rows = new[-1:] == self.shape[-1:] or not is_packed(self._element)
+        if keeps_rows:
+            qvalue = self.qvalue.reshape(*new[:-1], -1 if not is_packed(self._element) else self.qvalue.shape[-1])
+        else:
+            qvalue = self._codes(self._entries().reshape(new))
+        zero_point = None if self.zero_point is None else self.zero_point.reshape(scales)
+        return self._with(
+            qvalue,
+            new[-1],
+            core,
+            self._map_scale(lambda part: part.reshape(scales), lambda inner: inner.reshape(scales)),
+            zero_point,
+        )
+
+    def __getitem__(self, index: Any) -> QArray:
+        """A part: integers and slices along any axis, or integer vectors, where they cut no group.
+
+        Along an axis in groups only a slice of whole groups, of step 1, can be taken.
+
+        Raises:
+            IndexError, TypeError: for an index of another kind, or outside.
+            ValueError: where a group would be cut.
+        """
+        entries = normalized(index, self.shape)
+        kinds, lead = self._kinds()
+        scales = tuple(
+            scale_entry(axis, entry, kind, n)
+            for axis, (entry, kind, n) in enumerate(zip(entries, kinds, self.shape, strict=True))
+        )
+        if all(entry == slice(None) for entry in entries):
+            return self
+        kept = [axis for axis, entry in enumerate(entries) if not _removes(entry)]
+        if self.size is None or (entries and isinstance(entries[-1], slice) and entries[-1] == slice(None)):
+            qvalue, size = self.qvalue[tuple(entries[:-1])], self.size
+        else:
+            cut = self._entries()[tuple(entries)]
+            size = cut.shape[-1] if kept else None
+            qvalue = self._codes(cut if kept else cut.reshape(1))
+        tensor = scales[:lead]
+        scale = self._map_scale(
+            lambda part: part[scales], lambda inner: inner[scales], lambda part: part[tensor] if tensor else part
+        )
+        zero_point = None if self.zero_point is None else self.zero_point[scales]
+        return self._with(qvalue, size, [kinds[axis] for axis in kept if axis >= lead], scale, zero_point)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+    @property
+    def _element(self) -> Any:
+        return self.spec.format if self.spec.scaled is None else self.spec.scaled.element
+
+    def _kinds(self) -> tuple[tuple[Kind, ...], int]:
+        """How each axis is grouped, and how many axes in front the scale of the tensor has, too."""
+        fmt = self.spec.scaled
+        if fmt is None:
+            return (OWN,) * self.ndim, 0
+        batch = batch_axes(self.spec, self.shape, self.scale)
+        return kinds_of(fmt, self.ndim, batch), batch if fmt.rule == "two_level" else 0
+
+    def _entries(self) -> Any:
+        """The codes, one entry for each element, in the shape of the array."""
+        return spread(self.qvalue, self._element, 1 if self.size is None else self.size).reshape(self.shape)
+
+    def _codes(self, entries: Any) -> Any:
+        return gather(entries, self._element)
+
+    def _map_scale(self, whole: Any, inner: Any, tensor: Any = lambda part: part) -> Scale:
+        """The scales, what they are changed by an operation of arrays, of QArrays, and of the tensor's scale."""
+        fmt = self.spec.scaled
+        if fmt is None:
+            return None
+        if isinstance(fmt.scale, ScaledFormat):
+            return inner(self._quantized_scale(fmt, fmt.scale))
+        if fmt.rule == "two_level":
+            return whole(self.scale[0]), tensor(self.scale[1])
+        return whole(self.scale)
+
+    def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
+        """Scales that are quantized, as a QArray."""
+        shape = fmt.scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
+        codes = hold(self.scale[0], inner.element)
+        return QArray(codes, self.scale[1], None, Spec(inner), shape[-1] if shape else None, np.dtype(np.float32))
+
+    def _with(self, qvalue: Any, size: int | None, kinds: Sequence[Kind], scale: Scale, zero_point: Any) -> QArray:
+        """Other parts, grouped as `kinds` say."""
+        fmt = self.spec.scaled
+        if fmt is None:
+            return QArray(qvalue, None, None, self.spec, size, self.dtype)
+        if isinstance(scale, QArray):
+            assert scale.spec.scaled is not None
+            fmt, scale = replace(fmt, scale=scale.spec.scaled), (raw(scale.qvalue, scale._element), scale.scale)
+        spec = replace(self.spec, format=with_kinds(fmt, kinds))
+        return QArray(qvalue, scale, zero_point, spec, size, self.dtype)
+
+
+#: The most elements that `repr` dequantizes and shows.
+_MOST_SHOWN = 1000
+
+
+def _removes(entry: Index) -> bool:
+    """Whether an index takes its axis away."""
+    return not isinstance(entry, slice) and np.ndim(entry) == 0
+
+
+def _axis(axis: int, ndim: int) -> int:
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"axis {axis} is none of an array of {ndim} axes")
+    return axis % ndim
+
+
+def _complete(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with its -1, if any, worked out."""
+    total, known = math.prod(old), math.prod(n for n in new if n != -1)
+    if new.count(-1) == 1 and known and total % known == 0:
+        new = tuple(total // known if n == -1 else n for n in new)
+    if math.prod(new) != total or any(n < 0 for n in new):
+        raise ValueError(f"shape={new} does not have the {total} elements of an array of shape {old}")
+    return new
+
+
+# -- jax.export --------------------------------------------------------------------------------------------------------
+
+
+def _to_bytes(static: tuple[Spec, int | None, np.dtype]) -> bytes:
+    spec, size, dtype = static
+    return json.dumps([str(spec), size, np.dtype(dtype).name]).encode()
+
+
+def _from_bytes(data: bytes) -> tuple[Spec, int | None, np.dtype]:
+    text, size, dtype = json.loads(data)
+    return parse(text), size, jnp.dtype(dtype)
+
+
+export.register_pytree_node_serialization(
+    QArray, serialized_name="jchop.QArray", serialize_auxdata=_to_bytes, deserialize_auxdata=_from_bytes
+)

@@ -1,0 +1,140 @@
+"""How codes are held: packed into bytes, or in a dtype of the same bits; and the codes of plain formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._bits import CARRIERS, Carrier
+from jchop._reference.codes import decode_elements, encode_elements, pack, unpack
+from jchop._reference.elements import round_elements
+from jchop._reference.scaled import narrow, widen
+from jchop.formats import (
+    ElementFormat,
+    UniformFormat,
+    bfloat16,
+    binary16,
+    binary32,
+    binary64,
+    float8_e4m3fn,
+    float8_e5m2,
+)
+from jchop.spec import Spec
+
+Array = jax.Array
+#: Codes of NumPy stay NumPy's; within a trace they are JAX's.
+Codes = Any
+
+#: Formats whose codes are the bits of a dtype that JAX's backends, other libraries and files all know.
+_DTYPES: dict[ElementFormat, str] = {
+    float8_e4m3fn: "float8_e4m3fn",
+    float8_e5m2: "float8_e5m2",
+    binary16: "float16",
+    bfloat16: "bfloat16",
+    binary32: "float32",
+    binary64: "float64",
+}
+#: The widest codes that have no dtype of their own.
+_WIDEST = 16
+#: What the numbers of a carrier are values of.
+_CARRIER_FORMATS = {"float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64}
+
+
+def native_dtype(fmt: ElementFormat) -> np.dtype | None:
+    """The dtype whose values are those of `fmt`, bit for bit; None where there is none that all know."""
+    return jnp.dtype(_DTYPES[fmt]) if fmt in _DTYPES else None
+
+
+def code_dtype(fmt: ElementFormat) -> np.dtype:
+    """The dtype of stored codes.
+
+    That of the same values where there is one (the floats above; int8 and uint8 for 8-bit integers and fixed point),
+    uint16 for the rest of the codes of 9 to 16 bits, else uint8: whole codes of 8 bits, packed ones of fewer.
+
+    Raises:
+        ValueError: for wider codes, which have no dtype.
+    """
+    native = native_dtype(fmt)
+    if native is not None:
+        return native
+    if fmt.bits > _WIDEST:
+        raise ValueError(f"{fmt} has codes of {fmt.bits} bits; at most {_WIDEST} are stored, or a format with a dtype")
+    if isinstance(fmt, UniformFormat) and fmt.bits == 8:
+        return np.dtype(np.int8 if fmt.signed else np.uint8)
+    return np.dtype(np.uint8 if fmt.bits <= 8 else np.uint16)
+
+
+def is_packed(fmt: ElementFormat) -> bool:
+    """Whether several codes share a byte."""
+    return fmt.bits < 8
+
+
+def hold(codes: Codes, fmt: ElementFormat) -> Codes:
+    """Unsigned codes, packed where they are of fewer than 8 bits, as they are stored; `raw` is the inverse."""
+    return _bits_as(codes, code_dtype(fmt))
+
+
+def raw(stored: Codes, fmt: ElementFormat) -> Codes:
+    """Stored codes as unsigned integers, packed as they are."""
+    return _bits_as(stored, np.dtype(f"u{code_dtype(fmt).itemsize}"))
+
+
+def spread(stored: Codes, fmt: ElementFormat, count: int) -> Codes:
+    """Stored codes with one entry for each element, so that any axis can be cut or moved."""
+    return _like(_unpack(stored, fmt.bits, count), stored) if is_packed(fmt) else stored
+
+
+def gather(entries: Codes, fmt: ElementFormat) -> Codes:
+    """The inverse of `spread`."""
+    return _like(_pack(entries, fmt.bits), entries) if is_packed(fmt) else entries
+
+
+_unpack = jax.jit(unpack, static_argnums=(1, 2), inline=True)
+_pack = jax.jit(pack, static_argnums=1, inline=True)
+
+
+def _bits_as(codes: Codes, dtype: np.dtype) -> Codes:
+    return codes.view(dtype) if isinstance(codes, np.ndarray) else lax.bitcast_convert_type(codes, dtype)
+
+
+def _like(result: Array, given: Codes) -> Codes:
+    """A result as NumPy, where what it was made of is."""
+    return np.asarray(result) if isinstance(given, np.ndarray) else result
+
+
+# -- formats without a scale -------------------------------------------------------------------------------------------
+
+
+def encode_plain(values: Array, fmt: ElementFormat) -> Array:
+    """The stored codes of values of a plain format, packed along the last axis.
+
+    A NaN that `fmt` cannot say becomes its largest value, as in scaled formats.
+    """
+    carrier = CARRIERS[values.dtype.name]
+    if fmt == binary64 and carrier.width < 64:
+        raise ValueError(f"x has dtype {carrier.name}, which binary64 would store in more bits than it has")
+    codes = encode_elements(widen(values, carrier), fmt, _compute(carrier))
+    if not fmt.has_nan:
+        codes = jnp.where(jnp.isnan(values), np.asarray(fmt.code_of(fmt.max), codes.dtype), codes)
+    return hold(gather(codes, fmt), fmt)
+
+
+def decode_plain(stored: Array, fmt: ElementFormat, count: int, carrier: Carrier) -> Array:
+    """The values of stored codes, rounded to nearest where `carrier` does not hold them."""
+    compute = CARRIERS["float64"] if fmt == binary64 else _compute(carrier)
+    values = decode_elements(spread(raw(stored, fmt), fmt, count), fmt, compute)
+    if compute.width == carrier.width:
+        return values
+    values = round_elements(values, Spec(_CARRIER_FORMATS[carrier.name]), compute)
+    if compute.width == 64:
+        return values.astype(carrier.name)
+    return narrow(values, carrier)
+
+
+def _compute(carrier: Carrier) -> Carrier:
+    """float32 for 16-bit numbers, which it holds."""
+    return CARRIERS["float64" if carrier.width == 64 else "float32"]

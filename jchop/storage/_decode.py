@@ -1,0 +1,133 @@
+"""Stored parts (codes, scales, zero points) back to numbers, and the derivative of that in those that are floats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._bits import CARRIERS
+from jchop._kernels.scaled_formats import dequantize_scaled, stored_shapes
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.spec import Spec
+from jchop.storage._codes import decode_plain, raw
+from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of
+
+Array = jax.Array
+#: The scales: an array; two where a scale has two parts; None for a plain format.
+Scale = Any
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is static of stored numbers.
+
+    Args:
+        spec: what they were quantized under.
+        size: length of the last axis, which packed codes do not say; None for an array without axes.
+        dtype: name of the carrier that they are returned in.
+    """
+
+    spec: Spec
+    size: int | None
+    dtype: str
+
+
+def shape_of(qvalue: Any, size: int | None) -> tuple[int, ...]:
+    """The shape of the numbers whose codes are `qvalue`; without axes, they are a row of one code."""
+    return tuple(qvalue.shape[:-1]) if size is None else (*qvalue.shape[:-1], size)
+
+
+def batch_axes(spec: Spec, shape: Sequence[int], scale: Scale) -> int:
+    """How many axes in front came after quantizing, by vmap or scan: the scales have those, and then their own.
+
+    Raises:
+        ValueError: where the scales fit no such array.
+    """
+    found = [tuple(part.shape) for part in _parts(scale)]
+    for batch in range(len(shape) + 1):
+        front, core = tuple(shape[:batch]), tuple(shape[batch:])
+        try:
+            wanted = jax.tree.leaves(stored_shapes(spec, core)[1])
+        except ValueError:  # an array of so few axes lacks one that the format names
+            break
+        if found == [(*front, *part.shape) for part in wanted]:
+            return batch
+    raise ValueError(
+        f"scale has the shape {' and '.join(map(str, found))}, which does not fit an array of shape {tuple(shape)} "
+        f"quantized to {spec}"
+    )
+
+
+def _parts(scale: Scale) -> tuple[Any, ...]:
+    return scale if isinstance(scale, tuple) else (scale,)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
+    """The numbers that are stored, in the carrier ``form.dtype``."""
+    fmt, shape = form.spec.format, shape_of(qvalue, form.size)
+    if isinstance(fmt, ElementFormat):
+        count = 1 if form.size is None else form.size
+        return decode_plain(qvalue, fmt, count, CARRIERS[form.dtype]).reshape(shape)
+    batch = batch_axes(form.spec, shape, scale)
+
+    def core(codes: Array, scale: Scale, zero_point: Array | None) -> Array:
+        return dequantize_scaled(codes, scale, zero_point, spec=form.spec, shape=shape[batch:], dtype=form.dtype)
+
+    for _ in range(batch):
+        core = jax.vmap(core)
+    return core(raw(qvalue, fmt.element), scale, zero_point)
+
+
+# x = e s, or (e - z) s: so dx = e ds, and where codes are floats dx = s de. Each factor is what the stored numbers are
+# with 1 in the place of the other.
+def _jvp(form: Form, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    qvalue, scale, zero_point = primals
+    result = decode(form, *primals)
+    tangent = jnp.zeros_like(result)
+    if _moves(tangents[0]):
+        ones = decode(form, jnp.ones_like(qvalue), scale, zero_point)
+        tangent += ones * tangents[0].astype(result.dtype).reshape(result.shape)
+    parts = list(_parts(scale)) if scale is not None else []
+    for i, moved in enumerate(_parts(tangents[1]) if parts else ()):
+        if not _moves(moved):
+            continue
+        with_one = [jnp.ones_like(part) if i == j else part for j, part in enumerate(parts)]
+        factor = decode(form, qvalue, tuple(with_one) if isinstance(scale, tuple) else with_one[0], zero_point)
+        spread = _over_elements(form.spec, moved.astype(result.dtype), i, scale, result.shape)
+        tangent += factor * spread
+    return result, tangent
+
+
+decode.defjvp(_jvp, symbolic_zeros=True)
+
+
+def _moves(tangent: Any) -> bool:
+    zero = isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+    return not zero and tangent.dtype != jax.dtypes.float0
+
+
+def _over_elements(spec: Spec, values: Array, part: int, scale: Scale, shape: tuple[int, ...]) -> Array:
+    """Values like one part of the scales, each for every element that it scales."""
+    fmt, batch = spec.scaled, batch_axes(spec, shape, scale)
+    assert fmt is not None
+    if part == 1 and isinstance(fmt.scale, ScaledFormat):
+        scales = shape[:batch] + fmt.scale_shape(shape[batch:])
+        values = jnp.broadcast_to(expand(values, kinds_of(fmt.scale, len(scales), batch), scales), scales)
+    elif part == 1:
+        return values.reshape(*values.shape, *([1] * (len(shape) - batch)))
+    return expand(values, kinds_of(fmt, len(shape), batch), shape)
+
+
+def expand(values: Array, kinds: Sequence[Kind], shape: Sequence[int]) -> Array:
+    """One value for each group, for each element of the group; axes that share as a whole stay of length 1."""
+    for axis, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
+        if kind not in (OWN, WHOLE):
+            values = lax.slice_in_dim(jnp.repeat(values, int(kind), axis), 0, n, axis=axis)
+    return values

@@ -1,0 +1,203 @@
+"""The safetensors file format: a header that says where each tensor lies, then their bytes.
+
+The layout is that of https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
+endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
+texts), the data. It is read and written here directly, because tensors then pass piece by piece, and with dtypes that
+plain NumPy does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import ml_dtypes
+import numpy as np
+
+#: The dtypes of the format by the names that it gives them.
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
+#: The longest header that is read, as in the reference implementation.
+_LONGEST = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Args:
+        dtype: of its elements.
+        shape: C order.
+        start: its first byte, counted from the end of the header.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its elements take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of its dtype in the format.
+
+        Raises:
+            TypeError: where the format has none.
+        """
+        if self.dtype not in _NAMES:
+            raise TypeError(f"dtype {self.dtype} is none of a safetensors file; allowed: {', '.join(map(str, _NAMES))}")
+        return _NAMES[self.dtype]
+
+
+class TensorFile:
+    """A safetensors file open for reading: its header now, the bytes of each tensor when they are asked for.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: where it cannot be read.
+        ValueError: where it is no safetensors file; the message says what is wrong.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = self.path.open("rb")
+        try:
+            self.entries, self.metadata, self._data = _read_header(self._file, self.path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def read(self, name: str, start: int = 0, count: int | None = None) -> np.ndarray:
+        """A whole tensor, or `count` of its elements from `start` on in C order, as a vector."""
+        entry = self.entries[name]
+        array = np.empty(entry.shape if count is None else (count,), entry.dtype)
+        view = array.reshape(-1).view(np.uint8).data
+        self._file.seek(self._data + entry.start + start * entry.dtype.itemsize)
+        if self._file.readinto(view) != len(view):
+            raise ValueError(f"{self.path} ends within tensor {name!r}")
+        return array
+
+
+def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Entry], dict[str, str], int]:
+    total = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if total < 8 or length > min(total - 8, _LONGEST):
+        raise ValueError(f"{path} is no safetensors file: its first eight bytes are no length of a header")
+    try:
+        header = json.loads(file.read(length).decode("utf-8"))
+        metadata = header.pop(_METADATA, {})
+        entries = {name: _entry(fields, total - 8 - length) for name, fields in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no safetensors file: bad header ({error})") from None
+    return entries, metadata, 8 + length
+
+
+def _entry(fields: Mapping[str, Any], size: int) -> Entry:
+    if fields["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {fields['dtype']!r} is not known")
+    start, end = fields["data_offsets"]
+    entry = Entry(DTYPES[fields["dtype"]], tuple(map(int, fields["shape"])), int(start))
+    if end - start != entry.nbytes or not 0 <= start <= end <= size:
+        raise ValueError(f"data_offsets {[start, end]} do not fit shape {list(entry.shape)} and the file")
+    return entry
+
+
+def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The same tensors, each after the one before it; those of wide elements first, so that all are aligned."""
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # in the given order where that is equal
+    placed: dict[str, Entry] = {}
+    start = 0
+    for name in order:
+        placed[name] = Entry(tensors[name].dtype, tensors[name].shape, start)
+        start += placed[name].nbytes
+    return placed
+
+
+class TensorWriter:
+    """Writes the header of a safetensors file, then pieces of its tensors in any order.
+
+    Args:
+        file: open for writing, at its start, and seekable.
+        entries: the tensors, as `lay_out` gives them.
+        metadata: texts to store beside.
+
+    Raises:
+        TypeError: for a dtype that the format does not have.
+        ValueError: for a tensor named as the metadata.
+    """
+
+    def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        if _METADATA in entries:
+            raise ValueError(f"no tensor can have the name {_METADATA!r}")
+        fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+        for name, entry in entries.items():
+            fields[name] = {
+                "dtype": entry.dtype_name,
+                "shape": list(entry.shape),
+                "data_offsets": [entry.start, entry.start + entry.nbytes],
+            }
+        header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        header += b" " * (-len(header) % 8)
+        self._file, self._entries, self._data = file, entries, 8 + len(header)
+        self._written = dict.fromkeys(entries, 0)
+        file.write(len(header).to_bytes(8, "little") + header)
+
+    def write(self, name: str, piece: np.ndarray) -> None:
+        """Puts the next bytes of a tensor, in C order, into their place."""
+        entry = self._entries[name]
+        data = np.ascontiguousarray(piece, entry.dtype).reshape(-1).view(np.uint8).data
+        at = self._written[name]
+        if at + len(data) > entry.nbytes:
+            raise ValueError(f"tensor {name!r} takes {entry.nbytes} bytes, and {at + len(data)} are written")
+        self._file.seek(self._data + entry.start + at)
+        self._file.write(data)
+        self._written[name] = at + len(data)
+
+    def finish(self) -> None:
+        """Sees that every byte was written and has left the program's and the system's buffers.
+
+        Raises:
+            ValueError: where a tensor lacks bytes.
+        """
+        short = [name for name in self._entries if self._written[name] != self._entries[name].nbytes]
+        if short:
+            raise ValueError(f"tensors not wholly written: {', '.join(short)}")
+        self._file.flush()
+        os.fsync(self._file.fileno())

@@ -1,0 +1,79 @@
+"""Indexes of arrays in groups: what is taken along an axis, and of its scales."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop.storage._layout import OWN, WHOLE, Kind
+
+#: An integer or scalar array, a slice, or a vector of integers.
+Index = Any
+
+
+def normalized(index: Any, shape: Sequence[int]) -> list[Index]:
+    """One entry for each axis: slices that take a whole axis as ``slice(None)``, static integers from 0 on.
+
+    Raises:
+        IndexError: for too many entries, or a static integer outside.
+        TypeError: for an entry of another kind.
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    dots = [i for i, entry in enumerate(given) if entry is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index can hold one ellipsis")
+    missing = len(shape) - len(given) + len(dots)
+    if missing < 0:
+        raise IndexError(f"{len(given) - len(dots)} indexes for an array of {len(shape)} axes")
+    at = dots[0] if dots else len(given)
+    given[at : at + len(dots)] = [slice(None)] * missing
+    entries = [_entry(axis, entry, n) for axis, (entry, n) in enumerate(zip(given, shape, strict=True))]
+    vectors = [entry for entry in entries if not isinstance(entry, slice) and np.ndim(entry) == 1]
+    if vectors and sum(not isinstance(entry, slice) for entry in entries) > 1:
+        raise TypeError("an index of a QArray can hold one vector, and beside it slices only")
+    return entries
+
+
+def _entry(axis: int, entry: Any, n: int) -> Index:
+    if isinstance(entry, slice):
+        start, stop, step = entry.indices(n)
+        return slice(None) if (start, stop, step) == (0, n, 1) else slice(start, None if stop < 0 else stop, step)
+    if isinstance(entry, jax.Array | np.ndarray | list):
+        entry = jnp.asarray(entry) if not isinstance(entry, jax.Array) else entry
+        if entry.ndim <= 1 and jnp.issubdtype(entry.dtype, jnp.integer):
+            return entry
+    elif not isinstance(entry, bool) and hasattr(entry, "__index__"):
+        number = operator.index(entry)
+        if not -n <= number < n:
+            raise IndexError(f"index {number} is outside axis {axis} of length {n}")
+        return number % n
+    raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or a vector of integers")
+
+
+def scale_entry(axis: int, entry: Index, kind: Kind, n: int) -> Index:
+    """What is taken of the scales where `entry` is taken along an axis of length `n`.
+
+    Raises:
+        ValueError: where that cuts a group.
+    """
+    whole = isinstance(entry, slice) and entry == slice(None)
+    if kind == OWN or whole:
+        return entry
+    if kind == WHOLE:
+        if isinstance(entry, slice):
+            return slice(None) if len(range(*entry.indices(n))) else slice(0, 0)
+        return slice(None) if np.ndim(entry) else 0
+    group = int(kind)
+    if isinstance(entry, slice):
+        start, stop, step = entry.indices(n)
+        if step == 1 and start % group == 0 and (stop % group == 0 or stop == n):
+            return slice(start // group, -(-stop // group))
+    raise ValueError(
+        f"index {entry!r} along axis {axis} cuts groups of {group}; take the whole axis, a slice of whole groups, or "
+        "dequantize first"
+    )

@@ -1,0 +1,136 @@
+"""Which elements share a scale, axis by axis; and what cutting, permuting and reshaping an array makes of that.
+
+Along an axis every index has scales of its own (OWN), all indexes share (WHOLE), or blocks of a length share (that
+length). A format says so with axes counted from the front or the end; stored arrays count them from the end, so that
+axes which come in front (vmap, scan) or go (indexing) leave it as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from jchop.formats import ScaledFormat
+
+OWN: Final = "own"
+WHOLE: Final = "whole"
+Kind = str | int
+
+
+def kinds_of(fmt: ScaledFormat, ndim: int, batch: int = 0) -> tuple[Kind, ...]:
+    """How each axis of an array of `ndim` axes is grouped, of which `batch` in front were added after quantizing.
+
+    Raises:
+        ValueError: for an axis of the format that the array does not have.
+    """
+    core = ndim - batch
+    kinds: list[Kind] = [OWN if fmt.group is not None else WHOLE] * core
+    for axis, kind in _named(fmt):
+        if not -core <= axis < core:
+            raise ValueError(f"{fmt} names axis {axis}, which is none of an array of {core} axes")
+        kinds[axis] = kind
+    return (OWN,) * batch + tuple(kinds)
+
+
+def from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
+    """`fmt` with its axes counted from the end.
+
+    Raises:
+        ValueError: for an axis of the format that an array of `ndim` axes does not have.
+    """
+    kinds_of(fmt, ndim)
+    if isinstance(fmt.scale, ScaledFormat):
+        inner = from_end(fmt.scale, ndim)
+        fmt = fmt if inner == fmt.scale else replace(fmt, scale=inner)
+    axes = tuple(axis for axis, _ in _named(fmt))
+    if all(axis < 0 for axis in axes):
+        return fmt
+    moved = _single(tuple(axis % ndim - ndim for axis in axes))
+    return replace(fmt, channel=moved) if fmt.channel is not None else replace(fmt, axis=moved)
+
+
+def with_kinds(fmt: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
+    """`fmt` grouped as `kinds` say, with its axes counted from the end."""
+    ndim = len(kinds)
+    if all(-ndim <= axis < 0 for axis, _ in _named(fmt)) and kinds_of(fmt, ndim) == tuple(kinds):
+        return fmt
+    shared = tuple(i - ndim for i, kind in enumerate(kinds) if kind != OWN)
+    sizes = tuple("all" if kind == WHOLE else kind for kind in kinds if kind != OWN)
+    if any(isinstance(kind, int) for kind in kinds) or (fmt.group is not None and len(shared) == 1):
+        return replace(fmt, group=_single(sizes), axis=_single(shared), channel=None)
+    own = tuple(i - ndim for i, kind in enumerate(kinds) if kind == OWN)
+    return replace(fmt, group=None, axis=-1, channel=_single(own) if own else None)
+
+
+def scale_shape(kinds: Sequence[Kind], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the scales: one for each group."""
+    return tuple(
+        n if kind == OWN else min(n, 1) if kind == WHOLE else -(-n // int(kind))
+        for kind, n in zip(kinds, shape, strict=True)
+    )
+
+
+def reshaped(kinds: Sequence[Kind], old: Sequence[int], new: Sequence[int]) -> tuple[Kind, ...] | None:
+    """How the axes are grouped after an array of shape `old` was reshaped to `new`; None where that tears groups.
+
+    Runs of axes of one kind are reshaped by themselves. An axis in blocks may be cut between blocks: (..., n) becomes
+    (..., n / m, m) with whole blocks in m.
+    """
+    if tuple(old) == tuple(new):
+        return tuple(kinds)
+    if math.prod(old) == 0:
+        return None
+    result: list[Kind] = []
+    rest = list(new)
+    for kind, size in _runs(kinds, old):
+        part = _take(rest, size)
+        if part is None:
+            return None
+        if isinstance(kind, int):
+            inner = [i for i, n in enumerate(part) if n != 1]
+            if len(inner) > 1 and part[inner[-1]] % kind:
+                return None
+            result += [kind if i == inner[-1] else OWN for i in range(len(part))]
+        else:
+            result += [kind] * len(part)
+    return (*result, *([result[-1] if result and result[-1] == WHOLE else OWN] * len(rest)))
+
+
+def _runs(kinds: Sequence[Kind], shape: Sequence[int]) -> list[tuple[Kind, int]]:
+    """(kind, elements) of the longest runs of axes of one kind; an axis in blocks is one by itself."""
+    runs: list[tuple[Kind, int]] = []
+    for kind, n in zip(kinds, shape, strict=True):
+        if n == 1:
+            continue
+        if runs and runs[-1][0] == kind and not isinstance(kind, int):
+            runs[-1] = (kind, runs[-1][1] * n)
+        else:
+            runs.append((kind, n))
+    return runs
+
+
+def _take(rest: list[int], size: int) -> list[int] | None:
+    """Takes from the front of `rest` the axes with `size` elements; None where they do not come out even."""
+    part: list[int] = []
+    while math.prod(part) < size and rest:
+        part.append(rest.pop(0))
+    return part if math.prod(part) == size else None
+
+
+def _named(fmt: ScaledFormat) -> list[tuple[int, Kind]]:
+    """(axis, kind) of the axes that a format names."""
+    if fmt.group is None:
+        return [] if fmt.channel is None else [(axis, OWN) for axis in _as_tuple(fmt.channel)]
+    sizes = _as_tuple(fmt.group)
+    return [(axis, WHOLE if size == "all" else size) for axis, size in zip(_as_tuple(fmt.axis), sizes, strict=True)]
+
+
+def _as_tuple(item: Any) -> tuple[Any, ...]:
+    return item if isinstance(item, tuple) else (item,)
+
+
+def _single(items: tuple[Any, ...]) -> Any:
+    """A tuple of one as what it holds."""
+    return items[0] if len(items) == 1 else items

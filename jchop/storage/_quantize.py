@@ -1,0 +1,262 @@
+"""`quantize`, `dequantize` and `fit_scale`."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._bits import CARRIERS
+from jchop._checks import check_choice
+from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
+from jchop._kernels.scaled_formats import fit_scaled, quantize_scaled, stored_shapes
+from jchop._reference.place import Place
+from jchop._reference.random_bits import seed_words
+from jchop._round import _keys, _place, round_to_format
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.spec import Gradient, Spec, as_spec
+from jchop.storage._array import QArray
+from jchop.storage._codes import code_dtype, encode_plain, hold
+from jchop.storage._decode import Form, Scale, decode
+from jchop.storage._layout import from_end
+
+Array = jax.Array
+_Spec = Spec | ElementFormat | ScaledFormat | str
+
+
+def quantize(
+    x: Any,
+    spec: _Spec,
+    key: Array | None = None,
+    *,
+    scale: Scale = None,
+    zero_point: Any = None,
+    offset: Any = 0,
+    impl: Impl = "auto",
+) -> QArray:
+    """`x` as codes and scales, from which `dequantize` gives what `round_to_format` gives, bit for bit.
+
+    Works under jit (with `spec` static), vmap, scan and on sharded arrays. The codes have no derivative: where a
+    gradient should pass straight through, use `round_to_format`. `dequantize` has one in the scales.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape. A JAX array gives JAX leaves, anything else NumPy ones.
+        spec: a scaled format or a plain one, a `Spec` of one, or text such as ``"int4(group=128,scale=bfloat16)"``. Its
+            gradient says nothing here.
+        key: a typed key, needed by the stochastic modes.
+        scale: scales to use in place of those that the format's rule gives, in the form that `fit_scale` returns; they
+            are kept as they are. Default: fitted to `x`.
+        zero_point: zero points, along with `scale`, for a format that has them.
+        offset: as in `round_to_format`: where `x` lies in a larger array, for the random bits. Default 0.
+        impl: as in `round_to_format`.
+
+    Returns:
+        A `QArray`. A NaN that the format cannot say is its largest value there.
+
+    Raises:
+        TypeError: for a dtype that is no carrier, or a key that is no typed key.
+        ValueError: for codes of more than 8 bits (16 under a plain format), a stochastic spec without a key, scales of
+            another form, a carrier that cannot hold the results, or an axis that `x` does not have.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> q = jc.quantize(jnp.array([1.0, 0.3, -7.5, 100.0]), jc.mxfp4(group=2))
+        >>> [hex(code) for code in q.qvalue.tolist()], q.scale.tolist()
+        (['0x26', '0x79'], [125, 131])
+        >>> jc.dequantize(q).tolist()
+        [1.0, 0.25, -8.0, 96.0]
+    """
+    check_choice("impl", impl, IMPLEMENTATIONS)
+    spec = replace(as_spec(spec, scaled=True), gradient=Gradient())
+    array, numpy = _as_array(x)
+    if spec.scaled is not None:
+        spec = replace(spec, format=from_end(spec.scaled, array.ndim))
+    drawn = _keys(spec, key, None)[0]
+    with _wide(array.dtype):
+        if not isinstance(spec.format, ElementFormat):
+            place, starts = _place(offset, array.shape)
+            how = _How(spec, place, impl)
+            given = _given(array, spec, scale, zero_point)
+            parts = _quantize(array, drawn, starts, *given, how=how)
+            parts = parts if scale is None else (parts[0], *given)
+        else:
+            if scale is not None or zero_point is not None:
+                raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale and no zero_point")
+            code_dtype(spec.format)
+            rounded = round_to_format(jnp.asarray(lax.stop_gradient(array)), spec, drawn, offset=offset, impl=impl)
+            parts = (_encode(rounded, fmt=spec.format), None, None)
+        qvalue, scale, zero_point = jax.tree.map(_to_numpy, parts) if numpy else parts
+    return QArray(qvalue, scale, zero_point, spec, array.shape[-1] if array.ndim else None, np.dtype(array.dtype))
+
+
+def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
+    """The numbers that a `QArray` stores: what `round_to_format` gives for the array and the spec, bit for bit.
+
+    Differentiable in the leaves that are floats: scales, and codes that are of a float dtype.
+
+    Args:
+        q: the stored array.
+        dtype: float16, bfloat16, float32 or float64; scale times element is rounded once to it. Default: ``q.dtype``.
+        add_to: an array of the same shape; the result is it plus the numbers, in its dtype, computed in one pass.
+
+    Returns:
+        A JAX array, or a NumPy array where the leaves are NumPy's.
+
+    Raises:
+        TypeError: where `q` is no QArray, or `dtype` no carrier.
+        ValueError: for leaves that do not fit each other, or an `add_to` of another shape.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> q = jc.quantize(jnp.array([0.1, 0.2, -0.4]), "int4(group=3)")
+        >>> jc.dequantize(q, "bfloat16").tolist()
+        [0.1142578125, 0.228515625, -0.400390625]
+        >>> jc.dequantize(q, add_to=jnp.ones(3)).dtype
+        dtype('float32')
+    """
+    if not isinstance(q, QArray):
+        raise TypeError(f"q={q!r} must be a QArray, as jchop.quantize gives")
+    if add_to is not None:
+        if dtype is not None and np.dtype(dtype) != add_to.dtype:
+            raise ValueError(f"dtype={dtype!r} says nothing beside add_to, whose dtype is {add_to.dtype}")
+        if tuple(add_to.shape) != q.shape:
+            raise ValueError(f"add_to has shape {tuple(add_to.shape)}, and q {q.shape}")
+        dtype = add_to.dtype
+    form = q.form(dtype)
+    if form.dtype not in CARRIERS:
+        raise TypeError(f"dtype={dtype!r} is no carrier; allowed: {', '.join(CARRIERS)}")
+    wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
+    with _wide(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)):
+        numbers = _dequantize(q.qvalue, q.scale, q.zero_point, add_to, form=form)
+        if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
+            return _to_numpy(numbers)
+    return numbers
+
+
+def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
+    """The scales, and zero points, that `quantize` would choose: to be kept, averaged, or used for other arrays.
+
+    Args:
+        x: as in `quantize`.
+        spec: of a scaled format.
+
+    Returns:
+        ``(scale, zero_point)`` as `QArray` holds them and `quantize` takes them; the second is None for a format
+        without zero points.
+
+    Raises:
+        ValueError: for a plain format, which has no scale.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> scale, zero_point = jc.fit_scale(jnp.array([[1.0, -12.7], [2.54, 0.0]]), jc.int8(channel=0))
+        >>> scale.shape, zero_point
+        ((2, 1), None)
+    """
+    spec = as_spec(spec, scaled=True)
+    if spec.scaled is None:
+        raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale")
+    array, numpy = _as_array(x)
+    spec = replace(spec, format=from_end(spec.scaled, array.ndim), gradient=Gradient())
+    with _wide(array.dtype):
+        fitted = _fit(array, spec=spec)
+        return jax.tree.map(_to_numpy, fitted) if numpy else fitted
+
+
+# -- the traced part ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is static of quantizing to a scaled format."""
+
+    spec: Spec
+    place: Place
+    impl: str
+
+
+@partial(jax.jit, static_argnames="how", inline=True)
+def _quantize(x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point: Any, *, how: _How) -> tuple:
+    drawn = () if key is None else (*seed_words(key), *starts)
+    x, scale = lax.stop_gradient((jnp.asarray(x), scale))
+    codes, scale, zero_point = quantize_scaled(
+        x, *drawn, spec=how.spec, place=how.place, scale=scale, zero_point=zero_point, impl=how.impl
+    )
+    assert how.spec.scaled is not None
+    return hold(codes, how.spec.scaled.element), scale, zero_point
+
+
+@partial(jax.jit, static_argnames="fmt", inline=True)
+def _encode(rounded: Array, *, fmt: ElementFormat) -> Array:
+    return encode_plain(rounded.reshape(rounded.shape or (1,)), fmt)
+
+
+@partial(jax.jit, static_argnames="spec", inline=True)
+def _fit(x: Any, *, spec: Spec) -> tuple[Scale, Any]:
+    return fit_scaled(lax.stop_gradient(jnp.asarray(x)), spec=spec)
+
+
+@partial(jax.jit, static_argnames="form", inline=True)
+def _dequantize(qvalue: Any, scale: Scale, zero_point: Any, add_to: Any, *, form: Form) -> Array:
+    scale = jax.tree.map(jnp.asarray, scale)
+    numbers = decode(form, jnp.asarray(qvalue), scale, None if zero_point is None else jnp.asarray(zero_point))
+    return numbers if add_to is None else add_to + numbers
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _as_array(x: Any) -> tuple[Array | np.ndarray, bool]:
+    """`x` as an array of a carrier, and whether the result is to be NumPy."""
+    numpy = not isinstance(x, Array)
+    array = np.asarray(x) if numpy else x
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.name not in CARRIERS:
+        raise TypeError(
+            f"x has dtype {array.dtype}, which cannot be quantized; allowed: {', '.join(CARRIERS)}. Convert it first, "
+            "for example x.astype('float32')"
+        )
+    return array, numpy
+
+
+def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, Any]:
+    """A given scale and zero point, checked to be as `fit_scale` returns them."""
+    if scale is None and zero_point is None:
+        return None, None
+    if scale is None:
+        raise ValueError("zero_point without scale; give both, as fit_scale returns them")
+    _, *expected = stored_shapes(spec, x.shape)
+    for name, value, wanted in zip(("scale", "zero_point"), (scale, zero_point), expected, strict=True):
+        if _described(value) != _described(wanted):
+            raise ValueError(
+                f"{name} is {_described(value)}; for x of shape {x.shape} and spec={str(spec)!r} it must be "
+                f"{_described(wanted)}"
+            )
+    return scale, zero_point
+
+
+def _described(parts: Any) -> str:
+    """The dtypes and shapes of parts."""
+    if isinstance(parts, tuple):
+        return " and ".join(map(_described, parts))
+    if not hasattr(parts, "dtype") or not hasattr(parts, "shape"):
+        return repr(parts)
+    return f"{np.dtype(parts.dtype).name}{list(parts.shape)}"
+
+
+def _wide(dtype: Any) -> contextlib.AbstractContextManager:
+    """64-bit data stays so, whatever the flag."""
+    return jax.enable_x64(True) if np.dtype(dtype).itemsize == 8 else contextlib.nullcontext()
+
+
+def _to_numpy(leaf: Any) -> Any:
+    """A leaf as NumPy; within a trace it cannot be, and stays."""
+    return leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)

@@ -1,0 +1,269 @@
+"""A safetensors file quantized piece by piece into another one, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jchop._bits import CARRIERS
+from jchop._files import write_atomically
+from jchop._reference.grid import holds
+from jchop._round import round_to_format
+from jchop.formats import (
+    ElementFormat,
+    ScaledFormat,
+)
+from jchop.spec import Spec
+from jchop.storage._array import QArray
+from jchop.storage._codes import native_dtype
+from jchop.storage._file import Entry, TensorFile, TensorWriter, lay_out
+from jchop.storage._layout import from_end
+from jchop.storage._pieces import Cut, Extremes, Piece, pieces, plan_cut
+from jchop.storage._quantize import dequantize, quantize
+from jchop.storage._save import QARRAYS, described_in, description, part_names, parts_of, qarray_metadata
+
+#: Bytes of a tensor that are worked on at once.
+CHUNK = 1 << 25
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which tensors (their whole name matches `pattern`) are quantized to what; None leaves them as they are."""
+
+    pattern: str
+    spec: Spec
+
+
+@dataclass
+class Report:
+    """What became of a tensor. Errors are over finite elements; `square` and `error` are sums of squares."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    to: str
+    before: int
+    after: int
+    square: float = 0.0
+    error: float = 0.0
+    largest: float = 0.0
+    lost: int = 0
+    copied: bool = False
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise in dB; infinite where nothing moved."""
+        if self.error == 0:
+            return math.inf
+        return 10 * math.log10(self.square / self.error) if self.square else -math.inf
+
+    def add(self, exact: np.ndarray, stored: np.ndarray) -> None:
+        """Takes in the errors of a piece."""
+        x, y = exact.astype(np.float64).ravel(), stored.astype(np.float64).ravel()
+        finite = np.isfinite(x) & np.isfinite(y)
+        self.lost += int(np.count_nonzero(np.isfinite(x) & ~np.isfinite(y)))
+        x, y = x[finite], y[finite]
+        self.square += float(x @ x)
+        y -= x
+        self.error += float(y @ y)
+        self.largest = max(self.largest, float(np.abs(y).max(initial=0.0)))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A tensor, what it becomes, and the tensors of the new file that it fills."""
+
+    name: str
+    entry: Entry
+    spec: Spec | None
+    why: str  # what a report says of a tensor that is copied
+    outputs: dict[str, Entry]
+    described: dict[str, Any] | None = None
+
+
+def quantize_file(
+    source: Path,
+    target: Path,
+    rules: Sequence[Rule],
+    *,
+    seed: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    chunk: int = CHUNK,
+) -> list[Report]:
+    """Writes `source` to `target` with the tensors that rules name quantized, the first that matches winning.
+
+    Tensors that no rule names, or that are not float16, bfloat16, float32 or float64, are copied, as are the leaves of
+    QArrays that the file holds already. `target` appears in one step, when all is written.
+
+    Args:
+        source: a safetensors file.
+        target: may be `source`.
+        rules: at least one of its own tensors for each.
+        seed: of the random bits of stochastic specs, of which each tensor has its own by its name.
+        progress: called with the name of a tensor and the bytes of the file that are done and in all.
+        chunk: bytes of a tensor that are worked on at once, where its groups allow.
+
+    Returns:
+        A report for each tensor.
+
+    Raises:
+        ValueError: for what is no safetensors file, a rule that names no tensor, or a stochastic spec without a seed.
+    """
+    with TensorFile(source) as file:
+        jobs = _jobs(file, rules)
+        for job in jobs:
+            if job.spec is not None and job.spec.rounding.stochastic and seed is None:
+                raise ValueError(f"spec={str(job.spec)!r} rounds stochastically: it needs a seed")
+        entries = lay_out({name: entry for job in jobs for name, entry in job.outputs.items()})
+        described = described_in(file) | {job.name: job.described for job in jobs if job.described is not None}
+        texts = {name: text for name, text in file.metadata.items() if name != QARRAYS}
+        total, reports = sum(job.entry.nbytes for job in jobs), []
+
+        def write(out: Any) -> None:
+            writer, done = TensorWriter(out, entries, texts | qarray_metadata(described)), 0
+            for job in jobs:
+                tell = partial(_tell, progress, job.name, done, total)
+                reports.append(_convert(file, job, writer, seed, chunk, tell))
+                done += job.entry.nbytes
+            writer.finish()
+
+        write_atomically(target, write)
+    return reports
+
+
+def _tell(progress: Callable[[str, int, int], None], name: str, before: int, total: int, part: int) -> None:
+    progress(name, before + part, total)
+
+
+# -- what becomes of a tensor ------------------------------------------------------------------------------------------
+
+
+def _jobs(file: TensorFile, rules: Sequence[Rule]) -> list[_Job]:
+    stored = {part for name, fields in described_in(file).items() for part in part_names(name, fields)}
+    used: set[int] = set()
+    jobs = []
+    for name, entry in sorted(file.entries.items(), key=lambda item: item[1].start):
+        index = next((i for i, rule in enumerate(rules) if re.fullmatch(rule.pattern, name)), None)
+        if name in stored:
+            index, why = None, "copied: part of a QArray"
+        elif index is None:
+            why = "copied: no rule"
+        elif entry.dtype.name not in CARRIERS:
+            index, why = None, f"copied: {entry.dtype.name} is not quantized"
+        else:
+            why = ""
+            used.add(index)
+        jobs.append(_job(name, entry, None if index is None else rules[index].spec, why))
+    unused = [rule for i, rule in enumerate(rules) if i not in used]
+    if unused:
+        texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in unused)
+        raise ValueError(f"no tensor is quantized by {texts}; `jchop inspect` lists the names")
+    count = Counter(output for job in jobs for output in job.outputs)
+    if twice := [name for name, times in count.items() if times > 1]:
+        raise ValueError(f"quantized tensors would have the names of others: {', '.join(twice)}")
+    return jobs
+
+
+def _job(name: str, entry: Entry, spec: Spec | None, why: str) -> _Job:
+    if spec is None:
+        return _Job(name, entry, None, why, {name: Entry(entry.dtype, entry.shape)})
+    native = _native(spec)
+    if native is not None:
+        return _Job(name, entry, spec, "", {name: Entry(native, entry.shape)})
+    x = jax.ShapeDtypeStruct(entry.shape, _carrier(entry, spec))
+    key = jax.random.key(0) if spec.rounding.stochastic else None
+    try:
+        with jax.enable_x64(True):
+            q = jax.eval_shape(lambda x: quantize(x, spec, key), x)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"tensor {name!r} of shape {list(entry.shape)}: {error}") from None
+    outputs = {part: Entry(np.dtype(leaf.dtype), tuple(leaf.shape)) for part, leaf in parts_of(name, q).items()}
+    return _Job(name, entry, spec, "", outputs, description(q))
+
+
+def _native(spec: Spec) -> np.dtype | None:
+    """The dtype that says a plain format by itself: such a tensor keeps its name, and every program can read it."""
+    return native_dtype(spec.format) if isinstance(spec.format, ElementFormat) else None
+
+
+def _carrier(entry: Entry, spec: Spec) -> np.dtype:
+    """What holds a tensor while it is rounded: its own dtype, or float32 where that of 16 bits is too narrow."""
+    own = CARRIERS[entry.dtype.name]
+    if isinstance(spec.format, ScaledFormat) or own.width > 16 or holds(spec, own):
+        return entry.dtype
+    return np.dtype(np.float32)
+
+
+# -- piece by piece ----------------------------------------------------------------------------------------------------
+
+
+def _convert(
+    file: TensorFile, job: _Job, writer: TensorWriter, seed: int | None, chunk: int, progress: Callable[[int], None]
+) -> Report:
+    """Reads, converts and writes one tensor."""
+    entry, spec = job.entry, job.spec
+    after = sum(output.nbytes for output in job.outputs.values())
+    to = job.why or str(spec)
+    report = Report(job.name, entry.dtype.name, entry.shape, to, entry.nbytes, after, copied=spec is None)
+    fmt = None if spec is None or spec.scaled is None else from_end(spec.scaled, len(entry.shape))
+    cut = plan_cut(entry.shape, entry.dtype.itemsize, fmt, chunk)
+    extremes = _extremes(file, job, cut, fmt) if fmt is not None and cut.needs_extremes else None
+    key = None
+    if spec is not None and spec.rounding.stochastic:
+        key = jax.random.fold_in(jax.random.key(seed or 0), zlib.crc32(job.name.encode()))
+    for piece in pieces(entry.shape, cut):
+        x = file.read(job.name, piece.start, math.prod(piece.shape)).reshape(piece.shape)
+        if spec is None:
+            writer.write(job.name, x)
+        else:
+            stored = _quantized(x, job, spec, key, piece, cut, extremes)
+            if isinstance(stored, QArray):
+                _write_parts(writer, job.name, stored, piece)
+                stored = dequantize(stored)
+            else:
+                writer.write(job.name, stored)
+            report.add(x, stored)
+        progress((piece.start + x.size) * entry.dtype.itemsize)
+    return report
+
+
+def _quantized(
+    x: np.ndarray, job: _Job, spec: Spec, key: Any, piece: Piece, cut: Cut, extremes: Extremes | None
+) -> QArray | np.ndarray:
+    x = x.astype(_carrier(job.entry, spec))
+    offset = (piece.starts, job.entry.shape) if piece.starts else 0
+    native = _native(spec)
+    if native is not None:
+        return round_to_format(x, spec, key, offset=offset).astype(native)
+    if extremes is None:
+        return quantize(x, spec, key, offset=offset)
+    if key is None:
+        return extremes.drop(quantize(extremes.add(x, piece), spec))
+    plain = extremes.drop(quantize(extremes.add(x, piece), replace(spec, rounding="nearest_even", random_bits=None)))
+    return quantize(x, spec, key, scale=plain.scale, zero_point=plain.zero_point, offset=offset)
+
+
+def _write_parts(writer: TensorWriter, name: str, q: QArray, piece: Piece) -> None:
+    """Scales that pieces share are written with the first that has them."""
+    for part, array in parts_of(name, q).items():
+        shared = part.endswith(".tensor_scale") and piece.start > 0
+        if part.endswith(".qvalue") or (piece.is_first_of_groups and not shared):
+            writer.write(part, array)
+
+
+def _extremes(file: TensorFile, job: _Job, cut: Cut, fmt: ScaledFormat) -> Extremes:
+    extremes = Extremes.of(job.entry.shape, cut, fmt)
+    for piece in pieces(job.entry.shape, cut):
+        x = file.read(job.name, piece.start, math.prod(piece.shape)).reshape(piece.shape)
+        extremes.see(x, piece)
+    return extremes

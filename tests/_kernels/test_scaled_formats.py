@@ -1,0 +1,321 @@
+"""Scaled formats of every grouping against exact rationals, bit for bit: scales, zero points, elements, numbers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_scaled
+import pytest
+from cases_scaled import adversarial, ranges, value_of, values_of
+from oracle import CARRIERS
+from oracle_scaled import Blocks, Scheme
+
+import jchop as jc
+from jchop._kernels.scaled_formats import (
+    dequantize_scaled,
+    fit_scaled,
+    quantize_scaled,
+    require_scaled,
+    round_scaled,
+    stored_shapes,
+)
+from jchop._reference.codes import unpack
+from jchop._reference.random_bits import seed_words
+from jchop.formats import ScaledFormat
+from jchop.spec import Spec
+
+KEY = 7
+
+
+def scheme_of(spec: Spec) -> Scheme:
+    fmt = spec.scaled
+    assert fmt is not None
+    again = scheme_of(Spec(fmt.scale)) if isinstance(fmt.scale, ScaledFormat) else None
+    scale = oracle.ieee(8, 23) if again else oracle.describe(fmt.scale)
+    assert isinstance(scale, oracle.FloatSet)
+    element = oracle.describe(fmt.element)
+    rule = fmt.rule if fmt.rule in oracle_scaled.ASKED else "absmax"
+    blocks = Blocks(
+        element,
+        scale,
+        rule,
+        spec.rounding.value,
+        spec.overflow.value,
+        fmt.nan_block,
+        spec.flush,
+    )
+    return Scheme(blocks, fmt.group, fmt.axis, fmt.channel, fmt.zero_point, fmt.percentile, again)
+
+
+def every_way(x: np.ndarray, spec: Spec, drawn: tuple = ()) -> dict[str, Any]:
+    """Rounded, quantized and dequantized, in one compiled function."""
+
+    @jax.jit
+    def run(x: jax.Array, *drawn: jax.Array) -> dict[str, Any]:
+        result: dict[str, Any] = {"rounded": round_scaled(x, *drawn, spec=spec)}
+        if spec.element.bits > 8:
+            return result
+        codes, scale, zero = quantize_scaled(x, *drawn, spec=spec)
+        back = dequantize_scaled(codes, scale, zero, spec=spec, shape=x.shape, dtype=x.dtype.name)
+        unpacked = unpack(codes, spec.element.bits, x.shape[-1] if x.ndim else 1).reshape(x.shape)
+        return result | {"codes": unpacked, "stored": (codes, scale, zero), "dequantized": back}
+
+    with jax.enable_x64(x.dtype.itemsize == 8):
+        return jax.tree.map(np.asarray, run(x, *drawn))
+
+
+def fill(shape: tuple[int, ...], spec: Spec, dtype: str, seed: int) -> np.ndarray:
+    """An array whose groups are hard to scale."""
+    rng = np.random.default_rng(seed)
+    fmt = spec.scaled
+    assert fmt is not None
+    groups = list(scheme_of(spec).members(shape).values())
+    size = max(max(map(len, groups)), 2)
+    if fmt.zero_point:
+        blocks = ranges(1 << fmt.bits, size, dtype, max(len(groups), 1), rng)
+    else:
+        blocks = adversarial(fmt.element, size, dtype, max(len(groups), 1), rng)
+    x = np.zeros(shape, cases.DTYPES[dtype])
+    for members, block in zip(groups, blocks[rng.permutation(len(blocks))], strict=True):
+        x.reshape(-1)[members] = block[: len(members)]
+    return x
+
+
+def drawn(spec: Spec, x: np.ndarray) -> tuple[tuple, int, list[int]]:
+    """Seeds, how many bits an element draws, and the draws."""
+    if not spec.rounding.stochastic:
+        return (), 1, [0] * x.size
+    width = 64 if x.dtype.itemsize == 8 else 32
+    key = jax.random.key(KEY)
+    with jax.enable_x64(True):
+        words = np.asarray(jc.random_bits(key, x.shape, width=width))
+    bits = spec.random_bits or width - (spec.rounding.value in ("stochastic_b", "stochastic_c"))
+    return tuple(seed_words(key)), bits, (words.astype(object) >> width - bits).ravel().tolist()
+
+
+def check(text: str, shape: tuple[int, ...], dtype: str, seed: int = 0) -> None:
+    spec = jc.parse(text)
+    fmt, carrier = spec.scaled, CARRIERS[dtype]
+    assert fmt is not None
+    x = fill(shape, spec, dtype, seed)
+    seeds, n, draws = drawn(spec, x)
+    expected = oracle_scaled.quantize_array(values_of(x.ravel()), shape, scheme_of(spec), carrier, n, draws)
+    got = every_way(x, spec, seeds)
+    numbers = np.array([oracle.to_bits(value, carrier) for value in expected.numbers], carrier.words)
+    cases.assert_bits(x.ravel(), got["rounded"].ravel(), numbers, f"{text} of {dtype}{shape}")
+    if "stored" not in got:
+        return
+    np.testing.assert_array_equal(cases.bits(got["dequantized"]), cases.bits(got["rounded"]))
+    wanted = stored_shapes(spec, shape)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), wanted) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), got["stored"]
+    )
+    check_scales(expected, fmt, got["stored"][1:], shape)
+    elements = fmt.element.decode(got["codes"]).ravel()
+    nan = [isinstance(v, oracle.Special) and v is oracle.Special.NAN for v in expected.numbers]
+    for i in np.flatnonzero(~np.array(nan)):
+        assert value_of(elements[i]) == expected.elements[i]
+
+
+def check_scales(expected: oracle_scaled.Result, fmt: ScaledFormat, stored: tuple, shape: tuple[int, ...]) -> None:
+    scale, zero = stored
+    counts = fmt.scale_shape(shape)
+    for place, wanted in expected.zeros.items():
+        assert zero[place] == wanted
+    if isinstance(fmt.scale, ScaledFormat):
+        codes, own = scale
+        assert expected.again is not None
+        unpacked = np.asarray(unpack(jnp.asarray(codes), fmt.scale.bits, counts[-1] if counts else 1)).ravel()
+        assert [Fraction(v) for v in fmt.scale.element.decode(unpacked).tolist()] == expected.again.elements
+        scale, expected, fmt = own, expected.again, fmt.scale
+    scale = scale[0] if isinstance(scale, tuple) else scale
+    assert not isinstance(fmt.scale, ScaledFormat)
+    for place, wanted in expected.scales.items():
+        value = fmt.scale.decode(scale[place]) if scale.dtype.kind == "u" else scale[place]
+        assert value_of(value) == wanted, place
+
+
+#: Every grouping, rule, kind of element and scale, and carrier, each at least once; 1-D to 4-D, ragged tails.
+SOME = [
+    ("int8(channel=0,rule=half_range)", (24, 5), "float32"),
+    ("int4(channel=(0,2))", (3, 4, 5), "bfloat16"),
+    ("float8_e4m3fn(channel=-1)", (3, 17), "float32"),
+    ("int8(group=tensor)", (7,), "float16"),
+    ("int8(group=tensor)", (), "float32"),
+    ("mxfp4(group=all,axis=1)", (4, 5, 4), "float32"),
+    ("e3m2fn(group=(2,3))", (7, 8), "float32"),
+    ("int4(group=(2,all),axis=(0,3),scale=e4m3fn)", (3, 2, 2, 3), "float32"),
+    ("mxfp8_e4m3(group=(4,2),axis=(-1,0))", (5, 9), "float64"),
+    ("bfp8(group=4,axis=0)", (9, 4), "float32"),
+    ("nvfp4(channel=0)", (12, 6), "float32"),
+    ("nvfp4(group=4)", (6, 10), "bfloat16"),
+    ("uint4(group=6,zero_point=true)", (20, 13), "float32"),
+    ("int8(channel=1,zero_point=true)", (9, 12), "float16"),
+    ("uint8(group=4,axis=0,zero_point=true,scale=bfloat16)", (8, 9), "bfloat16"),
+    ("int3(group=tensor,zero_point=true,scale=e8m0fnu)", (4, 4), "float32"),
+    ("int4(group=5,zero_point=true)", (30, 5), "float64"),
+    ("uint4(group=6,zero_point=true):stochastic", (20, 12), "float32"),
+    ("nf4(group=8)", (6, 20), "float32"),
+    ("nf4(group=4,scale=int8(group=3))", (5, 22), "float32"),
+    ("dynamic4(channel=0,scale=dynamic8(group=4,axis=0))", (10, 4), "bfloat16"),
+    ("int8(group=8,rule=percentile(80))", (6, 21), "float32"),
+    ("int8(channel=1,rule=percentile(99.9),scale=bfloat16)", (13, 6), "float64"),
+    ("e5m2(channel=0):stochastic", (8, 9), "float32"),
+    ("e5m2(channel=0,nan_block=true,scale=bfloat16):ieee", (16, 4), "float32"),
+    ("binary16(channel=0)", (8, 4), "float32"),
+]
+
+
+@pytest.mark.parametrize(("text", "shape", "dtype"), SOME)
+def test_against_exact_rationals(text, shape, dtype):
+    check(text, shape, dtype)
+
+
+GROUPINGS = {
+    "group=tensor": (11,),
+    "channel=0": (5, 7),
+    "channel=(0,-1)": (3, 4, 3),
+    "group=all": (4, 6),
+    "group=3,axis=0": (7, 4),
+    "group=(2,3)": (3, 5, 4),
+    "group=(3,all),axis=(3,1)": (2, 3, 2, 4),
+    "group=4": (3, 2, 2, 9),
+}
+RULES = ("floor", "ceil", "even", "rceil", "absmax", "half_range", "no_clip", "two_level", "percentile(70.5)")
+MODES = (
+    "nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd",
+    "stochastic", "stochastic_b", "stochastic_c", "stochastic_equal", "stochastic:random_bits=3",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", CARRIERS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_of_every_grouping(rule, grouping, dtype):
+    scale = "e4m3fn" if rule == "two_level" else "float32" if rule in RULES[4:] else "e8m0fnu"
+    check(f"int4({grouping},rule={rule},scale={scale})", GROUPINGS[grouping], dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", CARRIERS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("element", ["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"])
+def test_zero_points_in_every_mode(element, mode, dtype):
+    check(f"{element}group=6,zero_point=true):{mode}", (40, 17), dtype)
+
+
+@pytest.mark.parametrize("mode", ["nearest_away", "down", "odd", "stochastic_c"])
+def test_zero_points_in_other_modes(mode):
+    check(f"int4(group=6,zero_point=true):{mode}", (30, 6), "float32", 3)
+
+
+@pytest.mark.parametrize(
+    "text", ["nvfp4(group=4)", "uint4(channel=0,zero_point=true)", "nf4(group=4,scale=int8(group=2))"]
+)
+def test_fitted_scales_give_what_quantize_chooses(text):
+    spec = jc.parse(text)
+    x = fill((6, 10), spec, "float32", 1)
+
+    @jax.jit
+    def run(x: jax.Array) -> tuple[Any, Any, Any]:
+        scale, zero_point = fit_scaled(x, spec=spec)
+        again = quantize_scaled(x, spec=spec, scale=scale, zero_point=zero_point)
+        return quantize_scaled(x, spec=spec), again, (again[0], scale, zero_point)
+
+    stored, again, fitted = run(x)
+    jax.tree.map(np.testing.assert_array_equal, again, stored)
+    jax.tree.map(np.testing.assert_array_equal, fitted, stored)
+
+
+# -- least squares -----------------------------------------------------------------------------------------------------
+
+
+def test_least_squares_is_the_least_of_its_candidates(rng):
+    """Against every candidate, tried as a given scale, with errors summed in float64."""
+    spec = jc.parse("int4(channel=0,rule=mse)")
+    x = (rng.standard_normal((5, 40)) ** 3).astype(np.float32)
+    best = np.asarray(fit_scaled(x, spec=spec)[0]).ravel()
+    errors, scales = [], []
+    for i in range(33):
+        largest = np.abs(x).max(1, keepdims=True)
+        scale = (largest * np.float32((64 - i) / 64) / np.float32(7)).astype(np.float32)
+        stored = quantize_scaled(jnp.asarray(x), spec=spec, scale=jnp.asarray(scale))
+        back = dequantize_scaled(*stored, spec=spec, shape=x.shape, dtype="float32")
+        errors.append(((np.asarray(back, np.float64) - x) ** 2).sum(1))
+        scales.append(scale.ravel())
+    at = np.argmin(np.array(errors), 0)
+    assert len(set(at)) > 1
+    np.testing.assert_allclose(best, np.array(scales)[at, np.arange(5)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("power", [-130, 100])
+def test_least_squares_do_not_depend_on_the_size_of_the_numbers(power, rng):
+    spec = jc.parse("e2m1fn(group=16,rule=mse)")
+    x = rng.standard_normal((4, 16)).astype(np.float32)
+    small = np.asarray(fit_scaled(jnp.asarray(np.ldexp(x, power + 10)), spec=spec)[0])
+    np.testing.assert_array_equal(small, np.ldexp(np.asarray(fit_scaled(jnp.asarray(x), spec=spec)[0]), power + 10))
+
+
+# -- shapes, and what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
+@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "int8(group=tensor)", "uint4(group=all,axis=0,zero_point=true)",
+                                  "nf4(scale=int8(group=4))"])  # fmt: skip
+def test_empty_arrays(shape, text):
+    spec = jc.parse(text)
+    x = jnp.zeros(shape, jnp.bfloat16)
+    stored = quantize_scaled(x, spec=spec)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), stored) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), stored_shapes(spec, shape)
+    )
+    assert jax.tree.leaves(fit_scaled(x, spec=spec))[0].shape == jax.tree.leaves(stored[1])[0].shape
+    back = dequantize_scaled(*stored, spec=spec, shape=shape, dtype="bfloat16")
+    assert back.shape == round_scaled(x, spec=spec).shape == shape
+    assert back.dtype == jnp.bfloat16
+
+
+def test_the_blocks_of_an_axis_are_those_of_the_general_body(rng):
+    """Both ways through `round_scaled` and `quantize_scaled`: a group of two axes of which one has length 1."""
+    x = (rng.standard_normal((1, 6, 40)) * 2.0 ** rng.integers(-9, 9, (1, 6, 40))).astype(np.float32)
+    for name in ("mxfp4", "nvfp4(group=32)", "int4(group=32)", "nf4(group=32)"):
+        fmt = jc.parse(name).scaled
+        assert fmt is not None
+        one, two = every_way(x, Spec(fmt)), every_way(x, Spec(fmt(group=(32, "all"), axis=(2, 0))))
+        jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"zero_point": np.zeros((3, 1), np.int32)}, "zero_point is given without scale"),
+        ({"scale": np.ones((3, 1), np.float32)}, "zero_point has shape and dtype None"),
+        ({"scale": np.ones((1, 3), np.float32), "zero_point": np.zeros((3, 1), np.int32)}, "scale has shape and dtype"),
+        ({"scale": np.ones((3, 1), np.float16), "zero_point": np.zeros((3, 1), np.int32)}, "float16"),
+    ],
+)
+def test_scales_that_do_not_fit(given, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_scaled(jnp.ones((3, 4)), spec=jc.parse("uint4(channel=0,zero_point=true)"), **given)
+
+
+def test_other_refusals():
+    x = jnp.ones((3, 4))
+    with pytest.raises(ValueError, match="at most 8 are stored"):
+        quantize_scaled(x, spec=jc.parse("binary16(channel=0)"))
+    with pytest.raises(ValueError, match="is not scaled"):
+        fit_scaled(x, spec=jc.parse("int8"))
+    with pytest.raises(ValueError, match="qvalue is uint8"):
+        stored = quantize_scaled(x, spec=Spec(jc.mxfp4))
+        dequantize_scaled(*stored, spec=Spec(jc.mxfp4), shape=(3, 9), dtype="float32")
+    with pytest.raises(ValueError, match="none of an array of 1 dimensions"):
+        require_scaled(jc.parse("int8(channel=1)"), (3,), "float32")
+    with pytest.raises(ValueError, match="element=binary32"):
+        require_scaled(jc.parse("binary32(channel=0)"), (3,), "float32")

@@ -1,0 +1,242 @@
+"""Scaled formats as values: groups, shapes of scales, stored bits, calls, and the text grammar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+
+import jchop as jc
+from jchop.formats import SCALE_RULES, SCALED_CATALOGUE, ScaledFormat, parse_format
+
+ELEMENTS = st.sampled_from(["int4", "uint8", "int8(narrow=true)", "e4m3fn", "e4m3(bias=11)", "e2m1fn", "fixed2.6",
+                            "codebook(-1,0,1)", "binary8p3se"])  # fmt: skip
+SIZES = st.integers(1, 1 << 20) | st.just("all")
+RULES = st.sampled_from([*list(SCALE_RULES)[:-1], "percentile(99.9)", "percentile(100)", "percentile(0.01)"])
+
+
+@st.composite
+def groupings(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(["tensor", "channel", "group", "tiles"]))
+    axes = st.lists(st.integers(-4, 4), min_size=2, max_size=3, unique=True).map(tuple)
+    if kind == "tensor":
+        return {}
+    if kind == "channel":
+        return {"channel": draw(st.integers(-4, 4) | axes)}
+    if kind == "group":
+        return {"group": draw(SIZES), "axis": draw(st.integers(-4, 4))}
+    names = draw(axes)
+    return {"group": tuple(draw(SIZES) for _ in names), "axis": names}
+
+
+@st.composite
+def formats(draw: st.DrawFn) -> ScaledFormat:
+    own = st.sampled_from(["binary32", "bfloat16", "e8m0fnu", "e4m3(subnormals=false)", "int8(group=256)",
+                           "dynamic8(group=(2,32))", "uint4(channel=0,rule=percentile(50))"])  # fmt: skip
+    flags = {name: draw(st.booleans()) for name in ("zero_point", "nan_block")}
+    try:
+        base = draw(st.sampled_from([*SCALED_CATALOGUE.values(), jc.bfp(6), None]))
+        if base is not None:
+            return base(**draw(groupings()) | ({"rule": draw(RULES)} if draw(st.booleans()) else {}))
+        rule = draw(RULES | st.none())
+        return ScaledFormat(draw(ELEMENTS), scale=draw(own), rule=rule, **draw(groupings()), **flags)
+    except ValueError:
+        assume(False)
+        raise
+
+
+@settings(deadline=None, max_examples=300)
+@given(formats())
+def test_what_is_printed_reads_back(fmt: ScaledFormat):
+    assert parse_format(str(fmt)) == fmt
+    assert parse_format(str(fmt).upper()) == fmt
+    assert str(parse_format(str(fmt))) == str(fmt)
+    assert eval(repr(fmt), dict(vars(jc))) == fmt
+    assert jc.parse(f"{fmt}:stochastic").scaled == fmt
+    assert jc.parse(str(jc.Spec(fmt, overflow="ieee"))).overflow is jc.Overflow.IEEE
+
+
+@pytest.mark.parametrize(
+    ("text", "fmt"),
+    [
+        ("int8(channel=0,rule=half_range)", ScaledFormat("int8", channel=0, rule="half_range")),
+        ("int4(group=128,axis=0,scale=bfloat16)", jc.int4(group=128, axis=0, scale="bfloat16")),
+        ("int8(group=tensor)", jc.int8),
+        ("mxfp8_e4m3(rule=rceil)", jc.mxfp8_e4m3(rule="rceil")),
+        ("mxfp4(axis=0)", jc.mxfp4(axis=0)),
+        ("mxint8", ScaledFormat("fixed2.6(symmetric=true)", 32, scale="e8m0fnu", rule="floor")),
+        ("bfp8(group=16)", ScaledFormat("int8(narrow=true)", 16, scale="e8m0fnu", rule="floor")),
+        ("bfp8", jc.bfp(8)),
+        ("nf4( scale = uint8( group = 256 ) )", jc.nf4(scale=jc.uint8(group=256))),
+        ("nf4(channel=0)", jc.nf4(channel=0)),
+        ("dynamic8(group=tensor)", jc.dynamic8(group="tensor")),
+        ("float8_e4m3fn(channel=-1)", ScaledFormat("e4m3fn", channel=-1)),
+        ("e3m2fn(channel=0)", ScaledFormat("e3m2fn", channel=0)),
+        ("e2m1fn(group=(2,16))", ScaledFormat("e2m1fn", (2, 16), (-2, -1))),
+        ("e4m3(bias=11,group=all)", ScaledFormat("e4m3(bias=11)", "all")),
+        ("codebook(-1,0,1,group=4)", ScaledFormat("codebook(-1,0,1)", 4)),
+        ("uint4(group=32,zero_point=true)", ScaledFormat("uint4", 32, zero_point=True)),
+        ("int8(group=32,rule=percentile(99.9))", ScaledFormat("int8", 32, rule="percentile(99.9)")),
+    ],
+)  # fmt: skip
+def test_texts(text, fmt):
+    assert parse_format(text) == fmt
+
+
+def test_plain_names_stay_plain():
+    assert parse_format("int8") == jc.IntegerFormat(8) != jc.int8
+    assert str(jc.int8) == "int8(group=tensor)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mxfp5", "close: mxfp4"),
+        ("mxfp4(foo=1)", "unknown option 'foo'; allowed: group, axis"),
+        ("int8(grup=3)", "unknown option 'grup'"),
+        ("int8(group=x)", "group='x' must be integers"),
+        ("int8(group=0)", "group=0 must be an integer >= 1"),
+        ("int8(group=4,channel=0)", "exclude each other"),
+        ("int8(group=tensor,axis=1)", "without group= it says nothing"),
+        ("int8(group=(2,2),axis=0)", "must name as many axes"),
+        ("int8(group=2,axis=(0,1))", "names 2 axes"),
+        ("int8(group=4,rule=best)", "rule='best' must be one of"),
+        ("int8(group=4,rule=percentile(101))", "must be one of"),
+        ("int8(group=4,rule=percentile(99.999))", "at most two decimals"),
+        ("int8(group=4,rule=minmax)", "zero points go with rule='minmax'"),
+        ("int8(group=4,zero_point=true,rule=absmax)", "zero points go with rule='minmax'"),
+        ("e4m3(group=4,zero_point=true)", "needs an integer element"),
+        ("int32(group=4,zero_point=true)", "of at most 16 bits"),
+        ("uint4(group=4,rule=half_range)", "with negative values"),
+        ("nf4(rule=even)", "with fraction bits"),
+        ("codebook(-1,0,group=4)", "no positive value"),
+        ("int8(group=4,scale=int8)", "must be a FloatFormat or ScaledFormat"),
+        ("int8(group=4,scale=e2m1(bias=9))", "no number from 1 on"),
+        ("int8(group=4,nan_block=true,scale=e2m1fn)", "with a NaN"),
+        ("int8(group=4,nan_block=true,rule=mse)", "does not go with"),
+        ("nf4(scale=int8(group=4,zero_point=true))", "without zero_point"),
+        ("nf4(scale=nf4(group=4,scale=nf4))", "of its own that are numbers"),
+        ("nf4(scale=binary16(group=4))", "at most 8 are stored"),
+        ("nvfp4(scale=nf4)", "do not go with that"),
+    ],
+)
+def test_texts_that_name_no_format(text, message):
+    with pytest.raises(ValueError) as caught:
+        parse_format(text)
+    assert message in str(caught.value)
+
+
+def test_other_refusals():
+    with pytest.raises(TypeError, match="is no field of a scaled format"):
+        jc.mxfp4(size=3)
+    with pytest.raises(TypeError, match="element=3 must be an element format"):
+        ScaledFormat(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be an element format"):
+        ScaledFormat("mxfp4")
+    with pytest.raises(ValueError, match="overflow='wrap'"):
+        jc.Spec("int8(channel=0)", overflow="wrap")
+    with pytest.raises(ValueError, match="flush=True needs a floating-point format"):
+        jc.Spec("int8(channel=0)", flush=True)
+    with pytest.raises(ValueError, match="is a scaled format"):
+        jc.MatmulSpec(operands="mxfp4")
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fmt", "expected"),
+    [
+        (jc.mxfp4(channel=0), (None, -1, 0)),
+        (jc.int8(channel=0)(group=4), (4, -1, None)),
+        (jc.mxfp4(axis=0)(group=16), (16, 0, None)),
+        (jc.mxfp4(axis=0)(group=(2, 2)), ((2, 2), (-2, -1), None)),
+        (jc.int4(group=(2, 2), axis=(0, 1))(group=8), (8, -1, None)),
+        (jc.mxfp4(axis=0)(group=None), (None, -1, None)),
+        (jc.int8(group=["all", 2]), (("all", 2), (-2, -1), None)),
+        (jc.int8(group=[3]), (3, -1, None)),
+    ],
+)
+def test_a_call_changes_what_it_names_and_keeps_the_grouping_whole(fmt, expected):
+    assert (fmt.group, fmt.axis, fmt.channel) == expected
+
+
+def test_rules_follow_zero_points():
+    assert jc.uint8(zero_point=True).rule == "minmax"
+    assert jc.uint8(zero_point=True)(zero_point=False).rule == "absmax"
+    assert jc.mxfp4(zero_point=False) == jc.mxfp4
+
+
+def test_another_element_is_not_the_named_format():
+    fmt = jc.mxint8(element="int4", group=8)
+    assert str(fmt) == "int4(group=8,scale=float8_e8m0fnu,rule=floor)"
+    assert parse_format(str(fmt)) == fmt
+
+
+# -- groups, and what they take ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fmt", "shape", "sizes", "scales"),
+    [
+        (jc.int8, (4, 6), (4, 6), (1, 1)),
+        (jc.int8, (), (), ()),
+        (jc.int8(channel=0), (4, 6, 5), (1, 6, 5), (4, 1, 1)),
+        (jc.int8(channel=(0, -1)), (4, 6, 5), (1, 6, 1), (4, 1, 5)),
+        (jc.mxfp4, (4, 100), (1, 32), (4, 4)),
+        (jc.mxfp4, (4, 20), (1, 20), (4, 1)),
+        (jc.mxfp4(axis=0), (100, 4), (32, 1), (4, 4)),
+        (jc.int4(group="all"), (3, 7), (1, 7), (3, 1)),
+        (jc.int4(group=(128, 128)), (2, 300, 256), (1, 128, 128), (2, 3, 2)),
+        (jc.int4(group=("all", 4), axis=(2, 0)), (9, 2, 5), (4, 1, 5), (3, 2, 1)),
+        (jc.mxfp4, (3, 0), (1, 1), (3, 0)),
+        (jc.int8(channel=0), (3, 0), (1, 1), (3, 0)),
+    ],
+)
+def test_shapes(fmt, shape, sizes, scales):
+    assert fmt.group_shape(shape) == sizes
+    assert fmt.scale_shape(shape) == scales
+
+
+@pytest.mark.parametrize(
+    ("fmt", "shape", "expected"),
+    [
+        (jc.int4(group=128, scale="bfloat16"), None, 4.125),
+        (jc.mxfp4, None, 4.25),
+        (jc.nvfp4, None, 4.5),
+        (jc.dynamic8, None, 8.125),
+        (jc.nf4, None, 4.5),
+        (jc.nf4(scale=jc.int8(group=256)), None, 4 + (8 + 32 / 256) / 64),
+        (jc.int8(channel=0), None, 8.0),
+        (jc.int8(channel=0), (4, 100), 8.32),
+        (jc.int4(group=(4, 8)), None, 5.0),
+        (jc.uint4(group=32, zero_point=True), None, 6.0),
+        (jc.nvfp4, (2, 16), 5.5),
+        (jc.nf4(scale=jc.int8(group=256)), (2, 128), 4 + (4 * 8 + 2 * 32) / 256),
+        (jc.mxfp4, (0, 3), 4.0),
+    ],
+)
+def test_bits_per_element(fmt, shape, expected):
+    assert fmt.bits_per_element(shape) == expected
+
+
+def test_axes_that_are_not_there():
+    for fmt, shape in ((jc.mxfp4, ()), (jc.mxfp4(axis=2), (3, 3)), (jc.int8(channel=1), (3,))):
+        with pytest.raises(ValueError, match="none of an array of"):
+            fmt.scale_shape(shape)
+    with pytest.raises(ValueError, match="names an axis twice"):
+        jc.int8(channel=(0, -2)).group_shape((3, 3))
+
+
+def test_block_floating_point_is_as_it_is_defined():
+    """Quantum 2^(E + 2 - k), clipped to 2^E (2 - 2^-(k - 2)), for E = floor(log2 a)."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((6, 16)) * 2.0 ** rng.integers(-9, 9, (6, 1))
+    for bits in (2, 4, 8):
+        exponent = np.floor(np.log2(np.abs(x).max(1, keepdims=True)))
+        quantum, limit = 2.0 ** (exponent + 2 - bits), 2.0**exponent * (2 - 2.0 ** -(bits - 2))
+        expected = np.clip(np.rint(x / quantum) * quantum, -limit, limit)
+        np.testing.assert_array_equal(jc.round_to_format(x, jc.bfp(bits, 16)), expected)

@@ -1,0 +1,185 @@
+"""dot, einsum, conv and axpy: the shapes of NumPy and JAX, and the order of the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_math
+import pytest
+from oracle_matmul import Arithmetic, How, Sum
+
+import jchop as jc
+from jchop import MatmulSpec
+
+KEY = jax.random.key(3)
+PLAIN = MatmulSpec()
+F32 = oracle.CARRIERS["float32"]
+
+
+def integers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def in_order(a: np.ndarray, b: np.ndarray, text: str = "e5m5") -> float:
+    """The sum of products of rows that are rounded already, one after the other."""
+    spec = How(oracle.describe(jc.formats.parse_format(text)))
+    total = Sum(oracle_math.values(a), oracle_math.values(b), Arithmetic(spec, spec, F32), lambda which, step: 0)
+    return float(oracle_math.array([total.result()])[0])
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((3,), (3,)), ((2, 3), (3,)), ((2, 3), (4, 3, 5)), ((3,), (3, 4)), ((), (2, 3)), ((2,), ()), ((), ())],
+)
+def test_dot_has_the_shapes_of_numpy(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    a, b = integers(*left), integers(*right, seed=1)
+    np.testing.assert_array_equal(jc.math.dot(a, b, PLAIN), np.dot(a, b))
+    np.testing.assert_array_equal(jc.math.dot(jnp.asarray(a), b, PLAIN), np.dot(a, b))
+
+
+def test_dot_rounds_every_operation() -> None:
+    a, b = (np.asarray(jc.round_to_format(normal(40, seed=i), "e5m5")) for i in range(2))
+    assert jc.math.dot(a, b, "e5m5") == in_order(a, b)
+    assert jc.math.dot(a, b, "e5m5") != np.dot(a, b)
+
+
+EINSUMS = {
+    "ij,jk->ik": ((2, 3), (3, 4)),
+    "ij,jk": ((2, 3), (3, 4)),
+    "bij,bjk->kib": ((5, 2, 3), (5, 3, 4)),
+    "ijk,klj->il": ((2, 3, 4), (4, 5, 3)),
+    "ijk,lmk->jl": ((2, 3, 4), (5, 2, 4)),
+    "i,j->ji": ((2,), (3,)),
+    ",ij->ij": ((), (2, 3)),
+    "iij,jk->ik": ((3, 3, 2), (2, 4)),
+    "iji->j": ((3, 2, 3),),
+    "ijk->kj": ((2, 3, 4),),
+    "ij->": ((2, 3),),
+    "ii": ((3, 3),),
+}
+
+
+@pytest.mark.parametrize("subscripts", EINSUMS)
+def test_einsum_is_that_of_numpy(subscripts: str) -> None:
+    operands = [integers(*shape, seed=i) for i, shape in enumerate(EINSUMS[subscripts])]
+    np.testing.assert_array_equal(jc.math.einsum(subscripts, *operands, spec=PLAIN), np.einsum(subscripts, *operands))
+
+
+def test_the_order_of_an_einsum_is_that_of_its_indices() -> None:
+    a, b = (np.asarray(jc.round_to_format(normal(*shape), "e5m5")) for shape in ((3, 4), (4, 3)))
+    assert jc.math.einsum("ij,ji->", a, b, spec="e5m5") == in_order(a.ravel(), b.T.ravel())
+    assert jc.math.einsum("ji,ij->", b, a, spec="e5m5") == in_order(b.ravel(), a.T.ravel())
+
+
+def test_an_element_that_is_repeated_is_rounded_once() -> None:
+    """Its random word is its own, not that of a copy: k stands in the second array alone."""
+    a, b = normal(3), np.ones((3, 50), np.float32)
+    spec = MatmulSpec("e4m2:stochastic")
+    got = jc.math.einsum("i,ik->ki", a, b, spec=spec, key=KEY)
+    assert (got == got[0]).all()
+    window = jc.math.conv(normal(1, 1, 9), np.ones((1, 1, 1), np.float32), spec, KEY)
+    own = jc.round_to_format(normal(1, 1, 9), "e4m2:stochastic", jax.random.split(KEY, 4)[0])
+    np.testing.assert_array_equal(window, own)
+
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "same": {"padding": "SAME"},
+    "stride": {"stride": 2, "padding": "SAME"},
+    "dilated": {"dilation": (2, 1), "padding": ((1, 0), (2, 3))},
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_are_those_of_lax(name: str) -> None:
+    how = CONVOLUTIONS[name]
+    x, w = integers(2, 3, 7, 6), integers(5, 3, 3, 2, seed=1)
+    stride, dilation = ((v,) * 2 if isinstance(v, int) else v for v in (how.get("stride", 1), how.get("dilation", 1)))
+    want = jax.lax.conv_general_dilated(
+        jnp.asarray(x), jnp.asarray(w), stride, how.get("padding", "VALID"), rhs_dilation=dilation
+    )
+    np.testing.assert_array_equal(jc.math.conv(x, w, PLAIN, **how), want)
+
+
+def test_the_order_of_a_convolution_is_that_of_its_kernel() -> None:
+    x, w = (np.asarray(jc.round_to_format(normal(*s), "e5m5")) for s in ((1, 3, 5, 5), (2, 3, 2, 2)))
+    got = jc.math.conv(x, w, "e5m5")
+    assert got[0, 1, 2, 3] == in_order(x[0, :, 2:4, 3:5].ravel(), w[1].ravel())
+
+
+def test_axpy_rounds_product_and_sum() -> None:
+    a, x, y = (np.asarray(jc.round_to_format(normal(60, seed=i), "e5m5")) for i in range(3))
+    product = jc.math.multiply(a, x, "e5m5")
+    np.testing.assert_array_equal(jc.math.axpy(a, x, y, "e5m5"), jc.math.add(product, y, "e5m5"))
+    fused = jc.math.axpy(a, x, y, "e5m5", fused=True)
+    np.testing.assert_array_equal(fused, jc.math.fma(a, x, y, "e5m5"))
+    assert np.any(fused != jc.math.axpy(a, x, y, "e5m5"))
+    keys = jax.random.split(KEY, 5)
+    text = "e5m3:stochastic"
+    a, x, y = (np.asarray(jc.round_to_format(v, text, k)) for v, k in zip((a, x, y), keys[:3], strict=True))
+    drawn = jc.math.axpy(a, x, y, text, KEY)
+    assert np.mean(drawn != jc.math.axpy(a, x, y, "e5m3")) > 0.1
+
+
+def test_transforms_and_derivatives() -> None:
+    x, w = jnp.asarray(normal(3, 1, 2, 4)), jnp.asarray(normal(2, 2, 3, seed=1))
+    keys = jax.random.split(KEY, 3)
+
+    def drawn(x: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
+        m = x[0, :, :3]
+        text = "e5m4:stochastic"
+        return (
+            jc.math.conv(x, w, text, key),
+            jc.math.einsum("ij,kj->ki", m, m, spec=text, key=key),
+            jc.math.dot(m, m.T, text, key),
+            jc.math.axpy(m[0], m[1], 1.5, text, key),
+        )
+
+    each = jax.jit(jax.vmap(drawn))(x, keys)
+    for got, want in zip(each, drawn(x[1], keys[1]), strict=True):
+        np.testing.assert_array_equal(got[1], want)
+    r, k = jc.round_to_format(x[0], "e5m9"), jc.round_to_format(w, "e5m9")
+    for function, exact in (
+        (lambda x: jc.math.conv(x, w, "e5m9"), lambda x: jax.lax.conv_general_dilated(x, k, (1,), "VALID")),
+        (lambda x: jc.math.einsum("aij,aij->j", x, x, spec="e5m9"), lambda x: jnp.einsum("aij,aij->j", x, x)),
+        (lambda x: jc.math.axpy(3.0, x, 1.0, "e5m9"), lambda x: 3 * x + 1),
+    ):
+        got = jax.grad(lambda x, function=function: function(x).sum())(x[0])
+        np.testing.assert_allclose(got, jax.grad(lambda x, exact=exact: exact(x).sum())(r), rtol=1e-6, atol=1e-6)
+
+
+untyped: Any = jc.math
+A, X, W = np.ones((2, 3), np.float32), np.ones((1, 2, 5), np.float32), np.ones((4, 2, 3), np.float32)
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "text": (lambda: untyped.einsum(3, A, spec="e5m2"), TypeError, "subscripts=3 must be text"),
+    "ellipsis": (lambda: untyped.einsum("...i", A, spec="e5m2"), ValueError, "no ellipsis"),
+    "three": (lambda: untyped.einsum("ij,ij,ij->", A, A, A, spec="e5m2"), ValueError, "one or two arrays"),
+    "arrays": (lambda: untyped.einsum("ij,ij->", A, spec="e5m2"), ValueError, "it names 2 arrays, and 1 are given"),
+    "index twice": (lambda: untyped.einsum("ij->ii", A, spec="e5m2"), ValueError, "the result has an index twice"),
+    "unknown index": (lambda: untyped.einsum("ij->k", A, spec="e5m2"), ValueError, "that no array has"),
+    "axes": (lambda: untyped.einsum("ijk->k", A, spec="e5m2"), ValueError, r"does not fit an array of shape \(2, 3\)"),
+    "lengths": (lambda: untyped.einsum("ii->i", A, spec="e5m2"), ValueError, "index 'i' has the lengths 2, 3"),
+    "conv": (lambda: untyped.conv(A, A, "e5m2"), ValueError, r"x has shape \(2, 3\) and kernel has shape"),
+    "channels": (lambda: untyped.conv(X, W[:, :1], "e5m2"), ValueError, "the same c"),
+    "stride": (lambda: untyped.conv(X, W, "e5m2", stride=(1, 2)), ValueError, r"stride=\(1, 2\) must be"),
+    "padding": (lambda: untyped.conv(X, W, "e5m2", padding="FULL"), ValueError, "padding='FULL' must be"),
+    "small": (lambda: untyped.conv(X, W, "e5m2", dilation=3), ValueError, "too small for a kernel"),
+    "dtypes": (lambda: untyped.dot(A, A.T.astype(float), "e5m2"), TypeError, "a has dtype float32 and b has"),
+    "key": (lambda: untyped.axpy(1.0, A, A, "e5m2:stochastic"), ValueError, "key=None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
+    make, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        make()

@@ -1,0 +1,457 @@
+"""The elementwise functions of `jchop.math` against their real functions rounded once, under every transformation."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import oracle_arithmetic
+import oracle_math
+import pytest
+import scipy.special
+from oracle_matmul import How, rounded
+
+import jchop as jc
+
+KEY = jax.random.key(11)
+F32 = oracle.CARRIERS["float32"]
+
+
+def same(got: Any, expected: Any) -> None:
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    if expected.dtype.name in oracle.CARRIERS:
+        cases.assert_bits(expected.ravel(), got.ravel(), cases.bits(expected.ravel()))
+    else:
+        np.testing.assert_array_equal(got, expected)
+
+
+# -- exact functions ---------------------------------------------------------------------------------------------------
+
+HOWS: dict[str, How] = {
+    "bfloat16": How(oracle.ieee(8, 7)),
+    "e5m2:up": How(oracle.ieee(5, 2), "up"),
+    "e4m3:down:saturate": How(oracle.ieee(4, 3), "down", "saturate"),
+    "e5m10:odd": How(oracle.ieee(5, 10), "odd"),
+    "fixed4.4:nearest_away": How(oracle.fixed(4, 4), "nearest_away"),
+    "e5m5:stochastic": How(oracle.ieee(5, 5), "stochastic"),
+}
+
+
+@cache
+def operands(text: str, count: int) -> list[np.ndarray]:
+    """Hard numbers of a format, and its specials."""
+    rng = np.random.default_rng(5)
+    some = [oracle_arithmetic.interesting(HOWS[text].fmt, F32, 300, rng) for _ in range(count)]
+    ends = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 3], np.float32)
+    grid = np.meshgrid(*[ends] * count)
+    columns = [np.concatenate([x, g.ravel()[:64]]) for x, g in zip(some, grid, strict=True)]
+    how = HOWS[text]
+    return [np.asarray(jc.round_to_format(x, f"{text.split(':')[0]}:{how.overflow}")) for x in columns]
+
+
+@pytest.mark.parametrize("text", HOWS)
+@pytest.mark.parametrize("name", oracle_math.EXACT)
+def test_the_exact_result_is_rounded_once(name: str, text: str) -> None:
+    function = getattr(jc.math, name)
+    count = len(inspect.signature(function).parameters) - 2
+    given = operands(text, count)
+    words = np.asarray(jc.random_bits(jax.random.split(KEY, count + 1)[-1], given[0].shape))
+    same(function(*given, text, KEY), oracle_math.applied(name, given, HOWS[text], words))
+
+
+def test_operands_are_rounded_first_each_with_its_own_part_of_the_key() -> None:
+    x, y = (np.random.default_rng(i).normal(size=50).astype(np.float32) for i in range(2))
+    keys = jax.random.split(KEY, 3)
+    text = "e4m3:stochastic"
+    a, b = (jc.round_to_format(v, text, key) for v, key in zip((x, y), keys, strict=False))
+    words = np.asarray(jc.random_bits(keys[2], (50,)))
+    how = How(oracle.ieee(4, 3), "stochastic")
+    same(jc.math.multiply(x, y, text, KEY), oracle_math.applied("multiply", [a, b], how, words))
+
+
+def test_float64_numbers_stay_exact_without_the_flag() -> None:
+    assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    x, y = np.float64(1) + 2.0**-30, np.float64(2.0**-60)
+    assert jc.math.add(np.float64(1), y, "binary32:up") == 1 + 2.0**-23
+    assert jc.math.add(x, y, "e8m35:up") == 1 + 2.0**-30 + 2.0**-35
+    assert jc.math.sqrt(np.float64(2), "binary32") == np.sqrt(np.float32(2))
+
+
+@pytest.mark.parametrize("n", [-300, -151, -140, -3, 0, 5, 130, 260])
+def test_ldexp_is_exact(n: int) -> None:
+    how = How(oracle.ieee(8, 7), "up")
+    (x,) = operands("bfloat16", 1)
+    scale = oracle.pow2(n)
+    want = [rounded(oracle_arithmetic.multiply(v, scale), how, F32, 0) for v in oracle_math.values(x)]
+    same(jc.math.ldexp(x, n, "bfloat16:up"), oracle_math.array(want))
+
+
+@pytest.mark.parametrize("name", ["frexp", "modf"])
+def test_two_results_are_those_of_numpy(name: str) -> None:
+    (x,) = operands("bfloat16", 1)
+    got = getattr(jc.math, name)(x, "bfloat16")
+    for mine, theirs in zip(got, getattr(np, name)(x), strict=True):
+        same(mine, theirs)
+
+
+def test_both_parts_of_modf_are_rounded() -> None:
+    fraction, whole = jc.math.modf(np.float32(2.8125), jc.Spec("e4m6", rounding="up"))
+    assert (fraction, whole) == (0.8125, 2)
+    a, b = jc.math.modf(np.full(400, 2.5, np.float32), "fixed4.0:stochastic", KEY)
+    assert set(a) == {0.0} and set(b) == {2.0, 3.0}
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_differences_are_rounded_one_by_one(n: int, axis: int) -> None:
+    x = np.random.default_rng(1).normal(size=(5, 6)).astype(np.float16).astype(np.float32)
+    same(jc.math.diff(x, "binary16", n=n, axis=axis), np.diff(x.astype(np.float16), n=n, axis=axis).astype(np.float32))
+
+
+# -- what the carrier holds, and integers ------------------------------------------------------------------------------
+
+HELD = ("floor", "ceil", "round", "trunc", "sign", "abs", "fabs", "negative", "real", "imag", "conj")
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_needs_no_rounding_is_that_of_numpy(name: str) -> None:
+    """Subnormal numbers too, which a device may read as zero."""
+    (x,) = operands("bfloat16", 1)
+    with np.errstate(invalid="ignore"):
+        want = getattr(np, name)(x)
+    got = getattr(jc.math, name)(x, "bfloat16")
+    same(np.abs(got) if name == "sign" else got, np.abs(want) if name == "sign" else want)
+    assert name != "sign" or np.array_equal(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["maximum", "minimum"])
+def test_the_larger_and_the_smaller(name: str) -> None:
+    x, y = operands("bfloat16", 2)
+    np.testing.assert_array_equal(getattr(jc.math, name)(x, y, "bfloat16"), getattr(np, name)(x, y))
+
+
+def test_clip() -> None:
+    (x,) = operands("bfloat16", 1)
+    same(jc.math.clip(x, -1.5, 2.0, "bfloat16"), np.clip(x, np.float32(-1.5), np.float32(2)))
+
+
+def test_a_result_that_is_no_value_of_the_format_is_rounded() -> None:
+    assert jc.math.negative(np.float32(-8), "int4") == 7
+    assert jc.math.floor(np.float32(0.5), "float8_e8m0fnu") == 2.0**-127
+    assert np.isnan(jc.math.negative(np.float32(2), "float8_e8m0fnu"))
+
+
+@pytest.mark.parametrize("name", ["bitwise_and", "bitwise_or", "bitwise_xor"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bits_of_integers(name: str, dtype: Any) -> None:
+    word, text = (np.int32, "e8m9:up") if dtype == np.float32 else (np.int64, "e8m9:up")
+    rng = np.random.default_rng(2)
+    top = np.iinfo(word).bits - 1
+    x, y = (np.ldexp(rng.integers(-512, 512, 200), rng.integers(0, top - 9, 200)).astype(dtype) for _ in range(2))
+    exact = getattr(np, name)(x.astype(word), y.astype(word))
+    how, carrier = How(oracle.ieee(8, 9), "up"), oracle.CARRIERS[np.dtype(dtype).name]
+    want = [rounded(oracle.Fraction(int(v)), how, carrier, 0) for v in exact]
+    same(getattr(jc.math, name)(x, y, text), oracle_math.array(want, carrier))
+
+
+@pytest.mark.parametrize("x", [0.5, np.inf, -np.inf, np.nan, 2.0**31, -(2.0**31) - 256])
+def test_what_is_no_integer_has_no_bits(x: float) -> None:
+    assert np.isnan(jc.math.bitwise_and(np.float32(x), np.float32(3), "binary32"))
+    assert jc.math.bitwise_and(np.float32(-(2.0**31)), np.float32(-1), "binary32") == -(2.0**31)
+
+
+# -- elementary functions ----------------------------------------------------------------------------------------------
+
+#: NumPy's or SciPy's function in float64, and where its arguments come from.
+ELEMENTARY: dict[str, tuple[Callable[..., Any], tuple[tuple[float, float], ...]]] = {
+    "sin": (np.sin, ((-9, 9),)),
+    "cos": (np.cos, ((-9, 9),)),
+    "tan": (np.tan, ((-1.5, 1.5),)),
+    "arcsin": (np.arcsin, ((-1, 1),)),
+    "arccos": (np.arccos, ((-1, 1),)),
+    "arctan": (np.arctan, ((-9, 9),)),
+    "arctan2": (np.arctan2, ((-9, 9), (-9, 9))),
+    "sinh": (np.sinh, ((-9, 9),)),
+    "cosh": (np.cosh, ((-9, 9),)),
+    "tanh": (np.tanh, ((-4, 4),)),
+    "arcsinh": (np.arcsinh, ((-9, 9),)),
+    "arccosh": (np.arccosh, ((1.1, 90),)),
+    "arctanh": (np.arctanh, ((-0.95, 0.95),)),
+    "exp": (np.exp, ((-9, 9),)),
+    "exp2": (np.exp2, ((-9, 9),)),
+    "expm1": (np.expm1, ((-3, 3),)),
+    "log": (np.log, ((0.01, 0.9),)),
+    "log2": (np.log2, ((1.1, 90),)),
+    "log10": (np.log10, ((1.1, 90),)),
+    "log1p": (np.log1p, ((-0.5, 9),)),
+    "logaddexp": (np.logaddexp, ((1, 9), (-9, 9))),
+    "cbrt": (np.cbrt, ((-90, 90),)),
+    "power": (np.power, ((0.1, 5), (-4, 4))),
+    "hypot": (np.hypot, ((-9, 9), (-9, 9))),
+    "degrees": (np.degrees, ((-9, 9),)),
+    "radians": (np.radians, ((-900, 900),)),
+    "erf": (scipy.special.erf, ((-3, 3),)),
+    "erfc": (scipy.special.erfc, ((-2, 2),)),
+    "gamma": (scipy.special.gamma, ((0.5, 9),)),
+    "angle": (np.angle, ((-9, 9),)),
+}
+#: The carrier may be off by this share.
+SLACK = 2.0**-19
+#: At which NumPy says what is in the domain.
+EDGES = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5], np.float32)
+B16 = oracle.ieee(8, 7)
+
+
+def arguments(name: str, n: int = 40) -> list[np.ndarray]:
+    rng = np.random.default_rng(len(name))
+    return [
+        np.asarray(jc.round_to_format(rng.uniform(*span, n).astype(np.float32), "bfloat16"))
+        for span in ELEMENTARY[name][1]
+    ]
+
+
+@pytest.mark.parametrize("name", ELEMENTARY)
+def test_elementary_functions_are_rounded_to_the_neighbour_of_the_true_value(name: str) -> None:
+    """Rounding is monotone: the result lies between those of the ends of an interval around the true value, and where
+    these are one it is that, as it is nearly everywhere. At the edges of the domain it is near NumPy's, or NaN.
+    """
+    given = arguments(name)
+    edges = len(given) == 1
+    if edges:
+        given = [np.concatenate([given[0], EDGES])]
+    with np.errstate(all="ignore"):
+        exact = ELEMENTARY[name][0](*(x.astype(float) for x in given))
+    stochastic = name in ("sin", "power")
+    text, how = ("e8m7:stochastic", How(B16, "stochastic")) if stochastic else ("bfloat16", How(B16))
+    words = np.asarray(jc.random_bits(jax.random.split(KEY, len(given) + 1)[-1], exact.shape))
+    got = getattr(jc.math, name)(*given, text, KEY)
+    if edges:
+        ends = slice(-len(EDGES), None)
+        want = np.asarray(jc.round_to_format(exact[ends].astype(np.float32), "bfloat16"))
+        np.testing.assert_array_equal(np.isnan(got[ends]), np.isnan(want))
+        np.testing.assert_allclose(got[ends], want, rtol=2.0**-7, atol=2.0**-22)
+    got, exact = got[: len(words) - len(EDGES) * edges], exact[: len(words) - len(EDGES) * edges]
+    low, high = (
+        oracle_math.array([rounded(v, how, F32, int(w)) for v, w in zip(oracle_math.values(end), words, strict=False)])
+        for end in (exact * (1 - SLACK), exact * (1 + SLACK))
+    )
+    low, high = np.minimum(low, high), np.maximum(low, high)
+    assert np.all((low <= got) & (got <= high))
+    assert np.mean(low == high) > 0.9
+
+
+def test_nan_outside_the_domain() -> None:
+    for value in (
+        jc.math.log(-1.0, "bfloat16"),
+        jc.math.sqrt(-1.0, "e5m2"),
+        jc.math.arcsin(1.5, "e5m2"),
+        jc.math.power(-2.0, 0.5, "bfloat16"),
+        jc.math.divide(0.0, 0.0, "e4m3"),
+    ):
+        assert math.isnan(value)
+    assert jc.math.log(0.0, "bfloat16") == -math.inf
+    assert jc.math.divide(1.0, -0.0, "float8_e5m2") == -math.inf
+    assert math.isnan(jc.math.divide(1.0, 0.0, "float8_e4m3fn"))
+
+
+# -- every function: transforms, dtypes, derivatives -------------------------------------------------------------------
+
+#: Functions of float arrays alone, with arguments at which all are defined and smooth.
+ARGUMENTS = dict.fromkeys(("arcsin", "arccos", "arctanh"), 0.6) | {"arccosh": 1.75}
+FUNCTIONS = [
+    name
+    for name in jc.math.__all__
+    if name != "linalg"
+    and set(inspect.signature(getattr(jc.math, name)).parameters) <= {"x", "y", "z", "min", "max", "spec", "key"}
+]
+NAMES = [name for name in FUNCTIONS if name not in ("frexp", "modf")]
+DRAWN = "e5m5:stochastic"  # the operations of this one are cheap to compile
+
+
+def example(name: str) -> list[jax.Array]:
+    count = len(inspect.signature(getattr(jc.math, name)).parameters) - 2
+    rng = np.random.default_rng(3)
+    first = ARGUMENTS.get(name, 1.625)
+    return [jnp.asarray(first + rng.uniform(0.0, 0.3, 6) + i, jnp.float32) for i in range(count)]
+
+
+def test_the_table_is_whole() -> None:
+    """Tables 4 and 5 of arXiv 2504.07835."""
+    peers = """
+    sin cos tan arcsin arccos arctan sinh cosh tanh arcsinh arccosh arctanh exp expm1 log log10 log2 log1p sqrt cbrt sum
+    prod mean std var dot matmul erf erfc gamma fabs logaddexp cumsum cumprod degrees radians floor ceil round sign clip
+    abs reciprocal square frexp hypot diff power modf ldexp angle real imag conj maximum minimum multiply mod divide add
+    subtract floor_divide bitwise_and bitwise_or bitwise_xor
+    """
+    names = [*peers.split(), "axpy", "norm", "einsum", "conv"]
+    assert len(names) == 69 and set(names) <= set(jc.math.__all__)
+    assert len(NAMES) == 57 and set(oracle_math.EXACT) | set(HELD) | set(ELEMENTARY) <= set(NAMES)
+
+
+@cache
+def transformed() -> dict[str, tuple[Any, Any, Any, Any]]:
+    """Of every function in one program: itself, itself under vmap, jvp and vjp."""
+
+    def of(name: str, key: jax.Array) -> tuple[Any, Any, Any, Any]:
+        function, given = getattr(jc.math, name), example(name)
+        keys = jax.random.split(key, 6)
+        each = jax.vmap(lambda key, *x: function(*x, DRAWN, key))(keys, *given)
+
+        def plain(*x: Any) -> Any:
+            return function(*x, "e5m5")
+
+        push = jax.jvp(plain, tuple(given), tuple(jnp.ones_like(x) for x in given))[1]
+        out, pull = jax.vjp(plain, *given)
+        return function(*given, DRAWN, key), each, push, sum(pull(jnp.ones_like(out)))
+
+    program = jax.jit(lambda key: {name: of(name, key) for name in NAMES}).lower(KEY)
+    return program.compile(compiler_options={"xla_backend_optimization_level": "0"})(KEY)  # less time to compile
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
+    function, given = getattr(jc.math, name), example(name)
+    whole, each, _, _ = transformed()[name]
+    same(whole, function(*given, DRAWN, KEY))
+    keys = jax.random.split(KEY, 6)
+    same(each[2], function(*(x[2] for x in given), DRAWN, keys[2]))
+
+
+FLAT = {"floor", "ceil", "round", "trunc", "sign", "imag", "angle", "floor_divide", "bitwise_and", "bitwise_or",
+        "bitwise_xor"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str) -> None:
+    """Against differences in float64: the derivatives of the operands are added up, in both modes."""
+    given = [np.asarray(jc.round_to_format(x, "e5m5")).astype(float) for x in example(name)]
+    *_, push, pulled = transformed()[name]
+    np.testing.assert_allclose(push, pulled, rtol=1e-4, atol=1e-6)
+    if name in FLAT:
+        assert not np.any(push)
+        return
+    real: Any = {"erf": scipy.special.erf, "erfc": scipy.special.erfc, "gamma": scipy.special.gamma,
+                 "fma": lambda x, y, z: x * y + z}.get(name) or getattr(np, name)  # fmt: skip
+    step = 1e-6
+    slope = (real(*(x + step for x in given)) - real(*(x - step for x in given))) / (2 * step)
+    np.testing.assert_allclose(push, np.real(slope), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["frexp", "modf", "ldexp", "diff"])
+def test_transforms_of_the_others(name: str) -> None:
+    x = jnp.asarray(np.random.default_rng(1).uniform(1.1, 5, (4, 3)), jnp.float32)
+    more = (3,) if name == "ldexp" else ()
+    function = getattr(jc.math, name)
+
+    def drawn(x: jax.Array, key: jax.Array) -> Any:
+        return function(x, *more, DRAWN, key)
+
+    keys = jax.random.split(KEY, 4)
+    each = jax.jit(jax.vmap(drawn))(x, keys)
+    for got, want in zip(jax.tree.leaves(each), jax.tree.leaves(drawn(x[1], keys[1])), strict=True):
+        same(got[1], want)
+    grad = jax.grad(lambda x: jax.tree.leaves(function(x, *more, "bfloat16"))[0][0])(x[0])
+    first = {"frexp": 2.0 ** -np.frexp(np.asarray(x[0, 0]))[1], "modf": 1.0, "ldexp": 8.0, "diff": -1.0}[name]
+    np.testing.assert_allclose(grad, [first, 1.0 if name == "diff" else 0.0, 0.0])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", ["add", "sin", "sqrt", "floor", "power"])
+def test_16_bit_operands_go_through_float32(name: str, dtype: Any) -> None:
+    function = getattr(jc.math, name)
+    given = [np.asarray(x).astype(dtype) for x in example(name)]
+    got = function(*given, "e4m4:up")
+    assert got.dtype == dtype
+    same(got, function(*(x.astype(np.float32) for x in given), "e4m4:up").astype(dtype))
+
+
+def test_the_spec_of_a_gradient_holds() -> None:
+    text = "float8_e4m3fn:saturate:gradient=clipped"
+    grad = jax.grad(lambda x: jc.math.multiply(x, 3.0, text).sum())
+    np.testing.assert_array_equal(grad(jnp.array([200.0, 2.0, 1000.0])), [0, 3, 0])
+    rounds = jax.grad(lambda x: jc.math.sqrt(x, "bfloat16:gradient=e5m2"))
+    assert rounds(jnp.float32(7)) == jc.round_to_format(np.float32(0.5 / np.sqrt(7)), "e5m2")
+
+
+def test_complex_numbers_by_parts() -> None:
+    z = np.array([1.03 + 2.07j, -3.1 - 4.2j], np.complex64)
+    r = jc.round_to_format(z, "e5m2")
+    for name in ("real", "imag", "conj"):
+        same(getattr(jc.math, name)(z, "e5m2"), getattr(np, name)(r))
+    for name in ("abs", "angle"):
+        np.testing.assert_array_equal(
+            getattr(jc.math, name)(z, "e5m2"), jc.round_to_format(getattr(np, name)(r), "e5m2")
+        )
+
+
+def test_the_kind_of_array_is_kept() -> None:
+    assert isinstance(jc.math.sin([1.0, 2.0], "e5m2"), np.ndarray)
+    assert isinstance(jc.math.sin(1.0, "e5m2"), np.float64)
+    assert isinstance(jc.math.add(np.ones(2, np.float32), jnp.ones(2), "e5m2"), jax.Array)
+    assert jc.math.add(np.ones(2, np.float32), 1, "e5m2").dtype == np.float32
+
+    def traced(x: jax.Array) -> jax.Array:
+        inner = jc.math.add(np.float32(1), np.float32(2), "e5m2")
+        assert type(inner) is np.float32
+        return x + inner
+
+    assert jax.jit(traced)(jnp.float32(1)) == 4
+
+
+untyped: Any = jc.math
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "integers": (lambda: untyped.sin(np.arange(3), "e5m2"), TypeError, "x has dtype int64, which is no carrier"),
+    "booleans": (lambda: untyped.add(True, 1.0, "e5m2"), TypeError, "x has dtype bool"),
+    "complex": (lambda: untyped.exp(np.ones(2, np.complex64), "e5m2"), TypeError, "x has dtype complex64"),
+    "two dtypes": (
+        lambda: untyped.add(np.ones(2), np.ones(2, np.float32), "e5m2"),
+        TypeError,
+        "x has dtype float64 and y has dtype float32",
+    ),
+    "no key": (lambda: untyped.sin(1.0, DRAWN), ValueError, "key=None, but spec='e5m5:stochastic' rounds"),
+    "raw key": (lambda: untyped.sin(1.0, DRAWN, jax.random.PRNGKey(0)), TypeError, "must be a typed key"),
+    "no spec": (lambda: untyped.sin(1.0, 3), TypeError, "spec=3 must be a Spec"),
+    "narrow carrier": (lambda: untyped.sin(np.float16(1), "bfloat16"), ValueError, "float16"),
+    "close to the carrier": (lambda: untyped.add(np.float32(1), 1, "e8m22:up"), ValueError, "spec='e8m22:up'.*float64"),
+    "cotangents": (
+        lambda: untyped.sin(1.0, "bfloat16:gradient=[e5m2:stochastic]"),
+        ValueError,
+        "rounds cotangents stochastically",
+    ),
+    "ldexp": (lambda: untyped.ldexp(1.0, 0.5, "e5m2"), TypeError, "n has dtype float64; allowed: integers"),
+    "diff": (lambda: untyped.diff(1.0, "e5m2"), ValueError, "axis=-1, but x is a scalar"),
+    "axis": (lambda: untyped.diff([1.0], "e5m2", axis=1), ValueError, "axis=1 must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
+    make, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_every_function_is_documented_and_its_example_runs() -> None:
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    report: list[str] = []
+    for name in set(jc.math.__all__) - {"linalg"}:
+        function = getattr(jc.math, name)
+        assert function.__name__ == name and function.__module__.startswith("jchop.math")
+        text = inspect.getdoc(function) or ""
+        for section in ("Args:", "Returns:", "Raises:", "Example:", ">>> import"):
+            assert section in text, f"{name}: {section}"
+        assert all(f"{parameter}" in text for parameter in inspect.signature(function).parameters), name
+        for test in finder.find(function, name, globs={}):
+            runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)

@@ -1,0 +1,369 @@
+"""`jchop.math.linalg` against the same algorithms in exact rational arithmetic, one operation at a time, and theory."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_arithmetic as arithmetic
+import oracle_math
+import pytest
+from oracle import Fraction, Value
+from oracle_matmul import How, rounded
+
+import jchop as jc
+
+linalg = jc.math.linalg
+KEY = jax.random.key(9)
+F32 = oracle.CARRIERS["float32"]
+ZERO, ONE = Fraction(0), Fraction(1)
+Vector = list[Value]
+Matrix = list[Vector]
+
+
+def same(got: Any, expected: Any) -> None:
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    cases.assert_bits(expected.ravel(), got.ravel(), cases.bits(expected.ravel()))
+
+
+def matrix(rows: Matrix) -> np.ndarray:
+    return np.array([oracle_math.array(row) for row in rows])
+
+
+class Machine:
+    """The operations of a format, each exact and then rounded once."""
+
+    def __init__(self, how: How) -> None:
+        self.how = how
+
+    def rounded(self, x: Value) -> Value:
+        return rounded(x, self.how, F32, 0)
+
+    def add(self, x: Value, y: Value) -> Value:
+        return self.rounded(arithmetic.add(x, y, self.how.mode == "down"))
+
+    def sub(self, x: Value, y: Value) -> Value:
+        return self.add(x, oracle_math.negative(y))
+
+    def mul(self, x: Value, y: Value) -> Value:
+        return self.rounded(arithmetic.multiply(x, y))
+
+    def div(self, x: Value, y: Value) -> Value:
+        return self.rounded(arithmetic.divide(x, y))
+
+    def sqrt(self, x: Value) -> Value:
+        return self.rounded(oracle_math.sqrt(x))
+
+    def dot(self, x: Vector, y: Vector) -> Value:
+        total: Value = ZERO
+        for a, b in zip(x, y, strict=True):
+            total = self.add(total, self.mul(a, b))
+        return total
+
+    def substitute(self, a: Matrix, b: Vector, lower: bool, unit: bool) -> Vector:
+        x, n = list(b), len(b)
+        for j in range(n) if lower else reversed(range(n)):
+            if not unit:
+                x[j] = self.div(x[j], a[j][j])
+            for i in range(j + 1, n) if lower else range(j):
+                x[i] = self.sub(x[i], self.mul(a[i][j], x[j]))
+        return x
+
+    def lu(self, a: Matrix) -> tuple[Matrix, list[int]]:
+        a, n = [list(row) for row in a], len(a)
+        order = list(range(n))
+        for k in range(n):
+            best = max(range(k, n), key=lambda i: abs(arithmetic.number(a[i][k])))
+            a[k], a[best], order[k], order[best] = a[best], a[k], order[best], order[k]
+            for i in range(k + 1, n):
+                a[i][k] = self.div(a[i][k], a[k][k])
+                for j in range(k + 1, n):
+                    a[i][j] = self.sub(a[i][j], self.mul(a[i][k], a[k][j]))
+        return a, order
+
+    def cholesky(self, a: Matrix) -> Matrix:
+        a, n = [list(row) for row in a], len(a)
+        for k in range(n):
+            a[k][k] = self.sqrt(a[k][k])
+            for i in range(k + 1, n):
+                a[i][k], a[k][i] = self.div(a[i][k], a[k][k]), ZERO
+            for i in range(k + 1, n):
+                for j in range(k + 1, n):
+                    a[i][j] = self.sub(a[i][j], self.mul(a[i][k], a[j][k]))
+        return a
+
+    def reflect(self, a: Matrix, v: Vector, tau: Value, columns: range) -> None:
+        for j in columns:
+            w = self.mul(tau, self.dot(v, [row[j] for row in a]))
+            for i, row in enumerate(a):
+                row[j] = self.sub(row[j], self.mul(v[i], w))
+
+    def qr(self, a: Matrix) -> tuple[Matrix, Matrix]:
+        r, m, n = [list(row) for row in a], len(a), len(a[0])
+        reflections = []
+        for k in range(n):
+            x = [ZERO] * k + [r[i][k] for i in range(k, m)]
+            length = self.sqrt(self.dot(x, x))
+            beta = length if arithmetic.is_negative(r[k][k]) else oracle_math.negative(length)
+            tau = self.div(self.sub(beta, r[k][k]), beta)
+            v = [ZERO] * k + [ONE] + [self.div(x[i], self.sub(r[k][k], beta)) for i in range(k + 1, m)]
+            self.reflect(r, v, tau, range(k + 1, n))
+            for i in range(k, m):
+                r[i][k] = beta if i == k else ZERO
+            reflections.append((v, tau))
+        q: Matrix = [[ONE if i == j else ZERO for j in range(m)] for i in range(m)]
+        for v, tau in reversed(reflections):
+            self.reflect(q, v, tau, range(m))
+        return q, r
+
+    def cg(self, a: Matrix, b: Vector, count: int) -> tuple[Vector, Vector]:
+        x: Vector = [ZERO] * len(b)
+        r, p, squares = list(b), list(b), self.dot(b, b)
+        history = [squares]
+        for _ in range(count):
+            image = [self.dot(row, p) for row in a]
+            length = self.div(squares, self.dot(p, image))
+            x = [self.add(u, self.mul(length, v)) for u, v in zip(x, p, strict=True)]
+            r = [self.sub(u, self.mul(length, v)) for u, v in zip(r, image, strict=True)]
+            new = self.dot(r, r)
+            ratio = self.div(new, squares)
+            p = [self.add(u, self.mul(ratio, v)) for u, v in zip(r, p, strict=True)]
+            squares = new
+            history.append(squares)
+        return x, history
+
+
+HOWS = {
+    "e5m7": How(oracle.ieee(5, 7)),
+    "e6m9:toward_zero": How(oracle.ieee(6, 9), "toward_zero"),
+}
+
+
+def some(m: int, n: int, text: str, seed: int = 0) -> np.ndarray:
+    """Values of a format."""
+    x = np.random.default_rng(seed).normal(size=(m, n)).astype(np.float32)
+    return np.asarray(jc.round_to_format(x, text))
+
+
+def rows(a: np.ndarray) -> Matrix:
+    return [oracle_math.values(row) for row in a]
+
+
+def definite(n: int, text: str) -> np.ndarray:
+    a = some(n, n, text)
+    return np.asarray(jc.round_to_format(a @ a.T + n * np.eye(n, dtype=np.float32), text.split(":")[0]))
+
+
+# -- every operation is rounded ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", HOWS)
+def test_elimination_and_substitution(text: str) -> None:
+    a, b, machine = some(5, 5, text), some(5, 1, text, 1)[:, 0], Machine(HOWS[text])
+    want, order = machine.lu(rows(a))
+    factors, p = linalg.lu(a, text)
+    same(factors, matrix(want))
+    np.testing.assert_array_equal(p, order)
+    y = machine.substitute(want, [oracle_math.values(b)[i] for i in order], lower=True, unit=True)
+    x = machine.substitute(want, y, lower=False, unit=False)
+    same(linalg.lu_solve((factors, p), b, text), oracle_math.array(x))
+    same(
+        linalg.solve_triangular(a, b, text, lower=True),
+        oracle_math.array(machine.substitute(rows(a), oracle_math.values(b), lower=True, unit=False)),
+    )
+
+
+@pytest.mark.parametrize("text", HOWS)
+def test_cholesky(text: str) -> None:
+    a = definite(4, text)
+    same(linalg.cholesky(a, text), matrix(Machine(HOWS[text]).cholesky(rows(a))))
+
+
+@pytest.mark.parametrize("text", HOWS)
+def test_reflections(text: str) -> None:
+    a = some(5, 3, text)
+    q, r = linalg.qr(a, text)
+    want_q, want_r = Machine(HOWS[text]).qr(rows(a))
+    same(r, matrix(want_r))
+    np.testing.assert_array_equal(q, matrix(want_q))  # but for the sign of zeros
+
+
+def test_conjugate_gradients() -> None:
+    text = "e5m7"
+    a, b = definite(4, text), some(4, 1, text, 1)[:, 0]
+    x, squares = linalg.cg(a, b, text, steps=3)
+    want_x, want_squares = Machine(HOWS[text]).cg(rows(a), oracle_math.values(b), 3)
+    same(x, oracle_math.array(want_x))
+    same(squares, oracle_math.array(want_squares))
+
+
+# -- they solve --------------------------------------------------------------------------------------------------------
+
+
+def ill(n: int, condition: float, seed: int = 0) -> np.ndarray:
+    """A random matrix of singular values that fall geometrically from 1 to 1 / condition."""
+    rng = np.random.default_rng(seed)
+    left, right = (np.linalg.qr(rng.normal(size=(n, n)))[0] for _ in range(2))
+    return left * condition ** -np.linspace(0, 1, n) @ right
+
+
+def backward_error(a: np.ndarray, x: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """In the maximum norm, of each row of x."""
+    norm = np.abs(a).sum(1).max() * np.abs(x).max(-1) + np.abs(b).max()
+    return np.abs(x @ a.T - b).max(-1) / norm
+
+
+def test_the_error_is_that_of_the_format() -> None:
+    a = ill(10, 100)
+    b = a @ np.ones(10)
+    for text, u in (("binary16", 2.0**-11), ("binary32", 2.0**-24)):
+        factors, p = linalg.lu(a, text)
+        product = (np.tril(factors, -1) + np.eye(10)) @ np.triu(factors)
+        assert 0.05 * u < np.abs(product - a[p]).max() < 10 * u
+        q, r = linalg.qr(a, text)
+        assert 0.05 * u < np.abs(q @ r - a).max() < 30 * u
+        x, norms = linalg.gmres(a, b, text, steps=10)
+        assert backward_error(a, x, b) < 10 * u and norms[-1] < 30 * u
+
+
+def test_a_zero_column_and_a_zero_right_side() -> None:
+    a = np.array([[1.0, 0.0], [0.0, 0.0]])
+    q, r = linalg.qr(a, "bfloat16")
+    np.testing.assert_array_equal(q @ r, a)
+    x, norms = linalg.gmres(np.eye(2), np.zeros(2), "bfloat16", steps=2)
+    assert not x.any() and not norms.any()
+    x, _ = linalg.gmres(np.eye(2), np.array([3.0, 4.0]), "bfloat16", steps=2)  # the basis cannot grow
+    np.testing.assert_array_equal(x, [3, 4])
+    x, squares = linalg.cg(np.eye(2), np.array([3.0, 4.0]), "bfloat16", steps=3)
+    np.testing.assert_array_equal(x, [3, 4])
+    np.testing.assert_array_equal(squares, [25, 0, 0, 0])
+    assert np.isnan(linalg.cholesky(-np.eye(2), "bfloat16")[1, 0])
+
+
+LIMITS = {  # conditions at which it must and must not converge with factors in binary16: u_f = 2^-11
+    "lu": (1e2, 1e6),
+    "gmres": (1e6, 1e13),
+}
+
+
+@pytest.mark.parametrize("method", LIMITS)
+def test_refinement_converges_below_the_limit_and_not_above(method: Any) -> None:
+    """Carson and Higham, SIAM J. Sci. Comput. 40 (2018), table 5.1: binary16, binary32 and binary64."""
+    below, above = (ill(12, condition, 1).astype(np.float32).astype(float) for condition in LIMITS[method])
+    b = np.ones(12)
+
+    @jax.vmap
+    def run(a: jax.Array, b: jax.Array) -> jax.Array:
+        how: Any = {"factor": "binary16", "working": "binary32", "residual": "binary64"}
+        return linalg.refine(a, b, method=method, steps=6, inner=12, **how)
+
+    with jax.enable_x64(True):
+        iterates = jax.jit(run)(np.stack([below, above]), np.stack([b, b]))
+    good, bad = (np.asarray(x) for x in iterates)
+    errors = backward_error(below, good, b)
+    assert errors[0] > 2.0**-16 and errors[-1] < 2.0**-23
+    assert forward_error(below, good[-1], b) < 2.0**-20
+    assert not forward_error(above, bad[-1], b) < 2.0**-14
+
+
+def forward_error(a: np.ndarray, x: np.ndarray, b: np.ndarray) -> float:
+    want = np.linalg.solve(a, b)
+    return np.abs(x - want).max() / np.abs(want).max()
+
+
+# -- transforms, randomness, refusals ----------------------------------------------------------------------------------
+
+TEXT = "e5m7:stochastic"
+CALLS: dict[str, Callable[..., Any]] = {
+    "solve_triangular": partial(linalg.solve_triangular, spec=TEXT),
+    "cholesky": lambda a, b, key: linalg.cholesky(a @ a.T + 9 * jnp.eye(3), TEXT, key),
+    "qr": lambda a, b, key: linalg.qr(a, TEXT, key),
+    "lu": lambda a, b, key: linalg.lu_solve(linalg.lu(a, TEXT, key), b, TEXT, key),
+    "cg": lambda a, b, key: linalg.cg(a @ a.T + 9 * jnp.eye(3), b, TEXT, key, steps=2),
+    "gmres": lambda a, b, key: linalg.gmres(a, b, TEXT, key, steps=2),
+    "refine": lambda a, b, key: linalg.refine(
+        a, b, factor=TEXT, working="e6m9:stochastic", residual="e6m12", key=key, method="gmres", steps=1, inner=1
+    ),
+}
+
+
+#: Those whose operations, all stochastic, take long to compile.
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("gmres", "refine")]
+
+
+@pytest.mark.parametrize("name", [*list(CALLS)[:-2], *LONG])
+def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
+    a = jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, 3)) + 3 * np.eye(3), jnp.float32)
+    b, keys = a[:, 0], jax.random.split(KEY, 3)
+    call = CALLS[name]
+    program = jax.jit(jax.vmap(lambda a, b, key: call(a, b, key=key)))
+    each, again = program(a, b, keys[:2]), program(a, b, keys[1:])
+    for got, want in zip(jax.tree.leaves(each), jax.tree.leaves(call(a[1], b[1], key=keys[1])), strict=True):
+        np.testing.assert_array_equal(got[1], want)
+    assert any(np.any(x[1] != y[1]) for x, y in zip(jax.tree.leaves(each), jax.tree.leaves(again), strict=True))
+
+
+def test_every_operation_and_every_turn_draws_afresh() -> None:
+    """Equal columns are eliminated by equal operations, and come out unlike."""
+    a = np.full((12, 12), 1 / 3, np.float32) + np.eye(12, dtype=np.float32)
+    factors, _ = linalg.lu(a, "bfloat16:stochastic", KEY)
+    assert len(np.unique(factors[1])) > 2
+    threes, ones = np.eye(40, dtype=np.float32) * 3, np.ones(40, np.float32)
+    first, second = (linalg.solve_triangular(threes, ones, "e4m2:stochastic", jax.random.key(i)) for i in range(2))
+    assert len(np.unique(first)) == 2 and np.any(first != second)
+
+
+untyped: Any = linalg
+A = np.eye(3, dtype=np.float32)
+B = np.ones(3, np.float32)
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "not square": (lambda: untyped.lu(A[:2], "e5m2"), ValueError, r"a has shape \(2, 3\); it must be a square matrix"),
+    "wide": (lambda: untyped.qr(A[:2], "e5m2"), ValueError, r"must be \(m, n\) with m >= n"),
+    "b": (lambda: untyped.gmres(A, B[:2], "e5m2", steps=1), ValueError, r"b has shape \(2,\); it must be \(3,\)"),
+    "steps": (lambda: untyped.cg(A, B, "e5m2", steps=-1), ValueError, "steps=-1 must be an integer >= 0"),
+    "key": (lambda: untyped.lu(A, TEXT), ValueError, "key=None"),
+    "dtype": (lambda: untyped.lu(A.astype(int), "e5m2"), TypeError, "a has dtype int64"),
+    "method": (
+        lambda: untyped.refine(A, B, factor="e5m2", working="e5m7", residual="e5m10", method="qr"),
+        ValueError,
+        "method='qr' must be one of",
+    ),
+    "residual": (
+        lambda: untyped.refine(A, B, factor="e5m2", working="e5m7", residual="binary64"),
+        ValueError,
+        "binary64.*float64",
+    ),
+    "gradient": (lambda: untyped.lu(A, "e5m2:gradient=clipped"), ValueError, "has no derivative"),
+    "derivative": (
+        lambda: jax.grad(lambda a: linalg.cholesky(a, "e5m2").sum())(jnp.eye(3)),
+        NotImplementedError,
+        "functions of jchop.math.linalg have no derivative",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
+    make, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_every_function_is_documented_and_its_example_runs() -> None:
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    report: list[str] = []
+    for name in linalg.__all__:
+        text = inspect.getdoc(getattr(linalg, name)) or ""
+        assert all(section in text for section in ("Args:", "Returns:", "Raises:", "Example:")), name
+        for test in finder.find(getattr(linalg, name), name, globs={}):
+            runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)

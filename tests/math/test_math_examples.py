@@ -1,0 +1,73 @@
+"""The examples of emulated arithmetic run, draw, and show what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def lines(request: pytest.FixtureRequest, monkeypatch: Any, capsys: Any, tmp_path: Path) -> list[list[str]]:
+    """The words that an example prints at its small size; it has drawn a picture too."""
+    name, picture = request.param, tmp_path / "picture.png"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small", "--plot", str(picture)])
+    load(name).main()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed.pop() == f"wrote {picture}"
+    return [line.replace("|", " ").split() for line in printed]
+
+
+@pytest.mark.parametrize("lines", ["backward_error"], indirect=True)
+def test_factors_are_off_by_a_few_units(lines: list[list[str]]) -> None:
+    assert lines[0] == ["bfloat16"] and [line[0] for line in lines[1:]] == ["LU", "QR", "Cholesky"]
+    assert all(0.05 < float(line[1]) < 30 for line in lines[1:])
+
+
+@pytest.mark.parametrize("lines", ["refinement"], indirect=True)
+def test_refinement_needs_gmres_at_condition_1e5(lines: list[list[str]]) -> None:
+    head, _, easy, hard = lines
+    assert head == ["κ", "binary16,", "lu", "binary16,", "gmres"]
+    assert [easy[0], hard[0]] == ["10^1", "10^5"]
+    good = [cell.startswith("**") for cell in (*easy[1:], *hard[1:])]
+    assert good == [True, True, False, True]
+
+
+@pytest.mark.parametrize("lines", ["summation"], indirect=True)
+def test_a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically(lines: list[list[str]]) -> None:
+    errors = {" ".join(line[:-1]): float(line[-1]) for line in lines[1:]}
+    assert errors["sequential"] > 0.8
+    assert max(errors[name] for name in ("blocked(32)", "pairwise", "stochastic", "stochastic, pairwise")) < 0.1
+
+
+@pytest.mark.parametrize("lines", ["lorenz"], indirect=True)
+def test_the_lorenz_system_runs_in_both_roundings(lines: list[list[str]]) -> None:
+    assert [line[0] for line in lines[1:]] == ["bfloat16", "bfloat16:stochastic"]
+    assert all(0 < float(line[1]) < 50 for line in lines[1:])
+
+
+def test_a_step_of_the_lorenz_system_is_eulers() -> None:
+    import jax
+
+    lorenz = load("lorenz")
+    state = np.array([1.5, 2.5, 20.0], np.float32)
+    got = lorenz.step(jax.numpy.asarray(state), 2.0**-6, "binary32", jax.random.key(0))
+    x, y, z = state.astype(float)
+    slopes = np.array([10 * (y - x), x * (28 - z) - y, x * y - lorenz.BETA * z])
+    np.testing.assert_allclose(got, state + slopes * 2.0**-6, rtol=1e-6)

@@ -1,0 +1,301 @@
+"""Sums and products along axes against one exact operation after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import oracle_arithmetic as arithmetic
+import oracle_math
+import pytest
+from oracle import Fraction, Value
+from oracle_matmul import Arithmetic, How, Sum, Words, rounded
+
+import jchop as jc
+from jchop import MatmulSpec
+from jchop._reference.operations import fold_seeds
+from jchop._reference.random_bits import random_words, seed_words
+
+KEY = jax.random.key(5)
+F32 = oracle.CARRIERS["float32"]
+ONE = Fraction(1)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def same(got: Any, expected: Any) -> None:
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    cases.assert_bits(expected.ravel(), got.ravel(), cases.bits(expected.ravel()))
+
+
+# -- the scalar interpreter --------------------------------------------------------------------------------------------
+
+
+class Scalar:
+    """The functions on one row of exact values; `word(part, which, step)` gives the random words of a row."""
+
+    def __init__(
+        self,
+        operands: How,
+        product: How | None,
+        accumulate: How,
+        order: str = "sequential",
+        block: int = 0,
+        word: Callable[[str, str, int], int] = lambda part, which, step: 0,
+    ) -> None:
+        self.operands, self.accumulate, self.word = operands, accumulate, word
+        self.arithmetic = Arithmetic(product, accumulate, F32, order, block)
+
+    def words(self, part: str) -> Words:
+        return lambda which, step: self.word(part, which, step)
+
+    def divided(self, total: Value, count: int, part: str = "0") -> Value:
+        return rounded(arithmetic.divide(total, Fraction(count)), self.accumulate, F32, self.word(part, "result", 0))
+
+    def sum(self, x: Sequence[Value], part: str = "") -> Value:
+        how = Arithmetic(None, self.accumulate, F32, self.arithmetic.order, self.arithmetic.block)
+        return Sum(x, [ONE] * len(x), how, self.words(part)).result()
+
+    def mean(self, x: Sequence[Value], part: str = "") -> Value:
+        return self.divided(self.sum(x, part), len(x), part + "0")
+
+    def squares(self, x: Sequence[Value]) -> Value:
+        return Sum(x, x, self.arithmetic, self.words("")).result()
+
+    def var(self, x: Sequence[Value], ddof: int = 0) -> Value:
+        centre, down = self.mean(x, "1"), self.operands.mode == "down"
+        d = [
+            rounded(oracle_math.subtract(v, centre, down), self.operands, F32, self.word("d", "result", k))
+            for k, v in enumerate(x)
+        ]
+        return self.divided(self.squares(d), len(x) - ddof)
+
+    def root(self, x: Value) -> Value:
+        return rounded(oracle_math.sqrt(x), self.accumulate, F32, self.word("2", "result", 0))
+
+    def std(self, x: Sequence[Value], ddof: int = 0) -> Value:
+        return self.root(self.var(x, ddof))
+
+    def norm(self, x: Sequence[Value]) -> Value:
+        return self.root(self.squares(x))
+
+
+def how(text: str) -> How:
+    fmt, _, mode = text.partition(":")
+    return How(oracle.describe(jc.formats.parse_format(fmt)), mode or "nearest_even")
+
+
+SPECS: dict[str, tuple[MatmulSpec, Scalar]] = {}
+for _operands, _product, _accumulate, _order, _block in (
+    ("e5m7", "e5m7", "e5m7", "sequential", 0),
+    ("e5m7", "e5m5:odd", "e5m6:up", "blocked", 3),
+    ("e5m4:down", "e5m7:down", "bfloat16:down", "pairwise", 0),
+    ("bfloat16", None, "e6m9", "matrix_unit", 1),
+):
+    _text = _order if not _block else f"{_order}({_block})"
+    SPECS[_text] = (
+        MatmulSpec(_operands, _product, _accumulate, _text),
+        Scalar(how(_operands), _product and how(_product), how(_accumulate), _order, _block),  # type: ignore[arg-type]
+    )
+
+
+def sum_spec(spec: MatmulSpec) -> MatmulSpec:
+    return MatmulSpec(spec.operands, None, spec.accumulate, spec.order)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", SPECS)
+def test_reductions_are_exact_operations_rounded_one_by_one(order: str) -> None:
+    spec, scalar = SPECS[order]
+    x = normal(3, 11) * 3 + 1
+    rows = [oracle_math.values(row) for row in np.asarray(jc.round_to_format(x, spec.operands or "binary32"))]
+    same(jc.math.sum(x, sum_spec(spec), axis=1), oracle_math.array([scalar.sum(row) for row in rows]))
+    same(jc.math.std(x, spec, axis=1), oracle_math.array([scalar.std(row) for row in rows]))
+
+
+def test_the_other_reductions_are_parts_of_these() -> None:
+    spec, scalar = SPECS["sequential"]
+    x = normal(3, 11) * 3 + 1
+    rows = [oracle_math.values(row) for row in np.asarray(jc.round_to_format(x, "e5m7"))]
+    same(jc.math.mean(x, sum_spec(spec), axis=1), oracle_math.array([scalar.mean(row) for row in rows]))
+    same(jc.math.var(x, spec, axis=1, ddof=1), oracle_math.array([scalar.var(row, 1) for row in rows]))
+    same(jc.math.norm(x, spec, axis=1), oracle_math.array([scalar.norm(row) for row in rows]))
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "norm"])
+def test_draws_are_those_of_the_split_key(name: str) -> None:
+    """As documented: four keys, of which parts are folded."""
+    text, k = "e5m4:stochastic", 7
+    x = normal(2, k) * 3 + 1
+    keys = jax.random.split(KEY, 4)
+    own = np.asarray(jc.round_to_format(x, text, keys[0]))
+    of_mean = jax.random.fold_in(keys[3], 1)
+    parts: dict[str, dict[str, jax.Array]] = {
+        "": {"product": keys[2], "accumulate": keys[3]},
+        "0": {"result": jax.random.fold_in(keys[3], 0)},
+        "1": {"accumulate": of_mean, "product": of_mean},
+        "10": {"result": jax.random.fold_in(of_mean, 0)},
+        "2": {"result": jax.random.fold_in(keys[3], 2)},
+        "d": {"result": keys[1]},
+    }
+    spec = MatmulSpec(text, None if name in ("sum", "mean") else text, text, "blocked(3)")
+    got = getattr(jc.math, name)(x, spec, KEY, axis=1)
+    words = {
+        (part, which): np.asarray(jc.random_bits(key, (2, k)))
+        if part == "d"
+        else np.array([jc.random_bits(key, (2,), offset=step << 32) for step in range(2 * k)]).T
+        for part, keys in parts.items()
+        for which, key in keys.items()
+    }
+    for row in range(2):
+
+        def word(part: str, which: str, step: int, row: int = row) -> int:
+            return int(words[part, which][row, step]) if (part, which) in words else 0
+
+        scalar = Scalar(how(text), how(text), how(text), "blocked", 3, word)
+        want = getattr(scalar, name)(oracle_math.values(own[row]))
+        same(got[row : row + 1], oracle_math.array([want]))
+
+
+def test_a_sum_stops_where_the_next_number_is_too_far() -> None:
+    ones = np.ones(100, np.float32)
+    assert jc.math.sum(ones, "e5m2") == 8
+    assert jc.math.sum(ones, MatmulSpec(accumulate="e5m2")) == 8
+    assert jc.math.sum(ones, MatmulSpec(accumulate="e5m2", order="pairwise")) == 96
+    assert jc.math.sum(ones, MatmulSpec()) == 100
+
+
+@pytest.mark.parametrize("text", ["bfloat16", "e5m4:up", "e5m4:stochastic"])
+def test_products_and_what_they_run_through(text: str) -> None:
+    x = normal(3, 9) * 0.5 + 1
+    keys = jax.random.split(KEY)
+    own = np.asarray(jc.round_to_format(x, text, keys[0]))
+    seeds = [fold_seeds(seed_words(keys[1]), 0, k) for k in range(9)]
+    words = np.array([random_words(s, jnp.arange(3, dtype=jnp.uint32)) for s in seeds])
+    spec = how(text)
+
+    def run(operation: Callable[[Value, Value], Value], c: Value, row: int) -> list[Value]:
+        steps = []
+        for k, v in enumerate(oracle_math.values(own[row])):
+            c = rounded(operation(c, v), spec, F32, int(words[k, row]))
+            steps.append(c)
+        return steps
+
+    sums = [run(arithmetic.add, Fraction(0), row) for row in range(3)]
+    products = [run(arithmetic.multiply, ONE, row) for row in range(3)]
+    same(jc.math.cumsum(x, text, KEY, axis=1), np.array([oracle_math.array(row) for row in sums]))
+    same(jc.math.cumprod(x, text, KEY, axis=1), np.array([oracle_math.array(row) for row in products]))
+    same(jc.math.prod(x, text, KEY, axis=1), oracle_math.array([row[-1] for row in products]))
+
+
+@pytest.mark.parametrize(
+    ("axis", "keepdims"), [(None, True), (0, False), (-1, True), ((0, 2), False), ((2, 0), True), ((), False)]
+)
+def test_axes_are_those_of_numpy(axis: Any, keepdims: bool) -> None:
+    x = np.random.default_rng(1).integers(1, 3, (2, 3, 4)).astype(np.float32)
+    for name, spec in (("sum", MatmulSpec()), ("prod", "e7m9")):
+        same(
+            getattr(jc.math, name)(x, spec, axis=axis, keepdims=keepdims),
+            getattr(np, name)(x, axis=axis, keepdims=keepdims),
+        )
+    if isinstance(axis, int) or axis is None:
+        same(jc.math.cumsum(x, "e7m9", axis=axis), np.cumsum(x, axis=axis))
+
+
+def test_norms() -> None:
+    x = normal(4, 5)
+    for order in (None, 1, 2, np.inf):
+        got = jc.math.norm(x, MatmulSpec(), ord=order, axis=-1)
+        np.testing.assert_allclose(got, np.linalg.norm(x, order, axis=-1), rtol=1e-6)
+    np.testing.assert_allclose(jc.math.norm(x, MatmulSpec()), np.linalg.norm(x), rtol=1e-6)
+    assert jc.math.norm([3.0, 4.25], "e5m2", ord=1) == 7
+    assert jc.math.norm([3.0, -4.6], "e5m2", ord=np.inf) == 5
+
+
+def test_of_nothing() -> None:
+    nothing = np.zeros((2, 0), np.float32)
+    same(jc.math.sum(nothing, "e5m2", axis=1), np.zeros(2, np.float32))
+    same(jc.math.prod(nothing, "e5m2", axis=1), np.ones(2, np.float32))
+    assert np.isnan(jc.math.mean(nothing, "e5m2", axis=1)).all()
+    assert jc.math.cumsum(nothing, "e5m2", axis=1).shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_16_bit_numbers_are_summed_in_float32(dtype: Any) -> None:
+    x = normal(3, 20).astype(dtype)
+    got = jc.math.norm(x, "e5m6:up", axis=1)
+    same(got, jc.math.norm(x.astype(np.float32), "e5m6:up", axis=1).astype(dtype))
+    same(jc.math.sum(x, MatmulSpec(), axis=1), jc.math.sum(x.astype(np.float32), MatmulSpec(), axis=1).astype(dtype))
+    same(jc.math.cumsum(x, "e5m6", axis=0), jc.math.cumsum(x.astype(np.float32), "e5m6", axis=0).astype(dtype))
+
+
+def test_float64() -> None:
+    x = np.random.default_rng(0).normal(size=9)
+    want = np.float32(0)
+    for v in x.astype(np.float32):
+        want = want + v
+    assert jc.math.sum(x, "binary32") == want
+
+
+# -- transforms and derivatives ----------------------------------------------------------------------------------------
+
+NAMES = ["sum", "std", "norm", "prod", "cumsum", "cumprod"]  # mean and var are parts of std
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_jit_vmap_and_derivatives(name: str) -> None:
+    function = getattr(jc.math, name)
+    real = np.linalg.norm if name == "norm" else getattr(np, name)
+    x, keys = jnp.asarray(np.abs(normal(3, 6)) + 0.5), jax.random.split(KEY, 3)
+    weights = np.arange(1.0, 7.0) if name.startswith("cum") else 1.0
+
+    def drawn(x: jax.Array, key: jax.Array) -> jax.Array:
+        return function(x, "e5m5:stochastic", key)
+
+    def plain(x: jax.Array) -> jax.Array:
+        return (function(x, "e5m9") * weights).sum()
+
+    each, grads = jax.jit(lambda x, keys: (jax.vmap(drawn)(x, keys), jax.vmap(jax.grad(plain))(x)))(x, keys)
+    same(each[1], drawn(x[1], keys[1]))
+    r = np.asarray(jc.round_to_format(x[1], "e5m9")).astype(float)
+    slopes = [np.sum((real(r + step) - real(r - step)) * weights) / 2e-6 for step in np.eye(6) * 1e-6]
+    # Intermediate values are rounded, and so is where a derivative is taken: eight bits or so.
+    np.testing.assert_allclose(grads[1], slopes, rtol=0.02, atol=2e-3)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+untyped: Any = jc.math
+X = np.ones((2, 3), np.float32)
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "product": (lambda: untyped.sum(X, MatmulSpec(product="e5m2")), ValueError, "a sum has no products"),
+    "fused": (lambda: untyped.mean(X, MatmulSpec(fused=True)), ValueError, "a sum has no products"),
+    "axis": (lambda: untyped.sum(X, "e5m2", axis=2), ValueError, "axis=2 must be"),
+    "axis twice": (lambda: untyped.sum(X, "e5m2", axis=(0, -2)), ValueError, "names an axis twice"),
+    "scalar": (lambda: untyped.sum(np.float32(1), "e5m2", axis=0), ValueError, "axis=0, but x is a scalar"),
+    "keepdims": (lambda: untyped.sum(X, "e5m2", keepdims=1), TypeError, "keepdims=1"),
+    "no key": (lambda: untyped.sum(X, "e5m2:stochastic"), ValueError, "key=None"),
+    "integers": (lambda: untyped.cumsum(X.astype(int), "e5m2"), TypeError, "x has dtype int64"),
+    "ord": (lambda: untyped.norm(X, "e5m2", ord=3), ValueError, "ord=3 must be one of"),
+    "matrix norm": (lambda: untyped.norm(X, "e5m2", ord=2), ValueError, "is a norm of matrices"),
+    "a sum's spec": (lambda: untyped.cumsum(X, MatmulSpec()), TypeError, "must be a Spec"),
+    "no spec": (lambda: untyped.sum(X, 1.0), TypeError, "spec=1.0 must be a MatmulSpec"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
+    make, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        make()

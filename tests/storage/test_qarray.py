@@ -1,0 +1,291 @@
+"""QArray as an array (parts, permutations, shapes) and as a pytree (jit, vmap, scan, grad, donation, export)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jchop as jc
+from jchop.storage import QArray
+
+GROUPS = "int4(group=8,scale=bfloat16)"
+ROWS = "int8(channel=0)"
+#: One of each kind of grouping, all for arrays of 4 x 6 x 16 elements.
+TEXTS = [
+    GROUPS,
+    ROWS,
+    "int3(channel=(0,2))",
+    "int8(group=tensor)",
+    "int4(group=(2,8),zero_point=true)",
+    "nvfp4(group=8)",
+    "int4(group=8,scale=int8(channel=0))",
+    "e3m2fn",
+]
+
+
+def numbers(shape: tuple[int, ...] = (4, 6, 16)) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(5).standard_normal(shape), jnp.float32)
+
+
+def decoded(q: QArray) -> np.ndarray:
+    """What is stored, by NumPy alone: bits of a row in little-endian order, values of the format, scales repeated."""
+    fmt, size = q.spec.scaled, 1 if q.size is None else q.size
+    element = q.spec.format if fmt is None else fmt.element
+    assert isinstance(element, jc.formats.ElementFormat)
+    rows = np.unpackbits(np.asarray(q.qvalue).view(np.uint8), axis=-1, bitorder="little")
+    bits = rows[..., : size * element.bits].reshape(*q.shape, element.bits)
+    elements = element.decode((bits << np.arange(element.bits, dtype=np.uint8)).sum(-1, dtype=np.uint8))
+    if fmt is None:
+        return elements.astype(np.float32)
+    if q.zero_point is not None:
+        elements = elements - repeated(q.zero_point, fmt, q.shape)
+    if fmt.rule == "two_level":
+        blocks = fmt.scale.decode(np.asarray(q.scale[0]))  # type: ignore[union-attr]
+        product = (elements * repeated(blocks, fmt, q.shape)).astype(np.float32)
+        return product * np.asarray(q.scale[1])
+    scale = q.scale
+    if isinstance(fmt.scale, jc.ScaledFormat):
+        shape = fmt.scale_shape(q.shape)
+        scale = decoded(QArray(q.scale[0], q.scale[1], None, jc.Spec(fmt.scale), shape[-1], q.dtype))
+    return (elements * repeated(scale, fmt, q.shape)).astype(np.float32)
+
+
+def repeated(scale: Any, fmt: jc.ScaledFormat, shape: tuple[int, ...]) -> np.ndarray:
+    scale = np.asarray(scale).astype(np.float64)
+    for axis, (group, n) in enumerate(zip(fmt.group_shape(shape), shape, strict=True)):
+        scale = np.repeat(scale, group, axis).take(range(n), axis)
+    return scale
+
+
+@pytest.fixture(scope="module")
+def stored() -> Any:
+    """Each format compiles once; NumPy's leaves make indexing cheap."""
+    made = {text: jc.quantize(np.asarray(numbers()), text) for text in TEXTS}
+    return {text: (q, decoded(q)) for text, q in made.items()}
+
+
+def same(got: Any, wanted: Any) -> None:
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    np.testing.assert_array_equal(got, wanted)
+
+
+def agrees(q: QArray, wanted: np.ndarray) -> None:
+    """It is an array of its own that stores `wanted`."""
+    assert (q.shape, q.ndim, len(q)) == (wanted.shape, wanted.ndim, wanted.shape[0])
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(q))
+    same(decoded(q), wanted)
+
+
+# -- as an array -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text", TEXTS)
+def test_parts_along_axes_that_no_group_holds(stored: Any, text: str) -> None:
+    q, values = stored[text]
+    tiles = "(2,8)" in text
+    for index in (1, slice(1, 3), (slice(None, None, -2), Ellipsis), (-1, slice(None), slice(8, 16))):
+        agrees(q[index], values[index])
+    if not tiles:
+        agrees(q[:, 2], values[:, 2])
+        agrees(q[2, 1:5:2], values[2, 1:5:2])
+    ids = np.array([3, 0, 3, -1])
+    agrees(q[ids], values[ids])
+
+
+def test_dequantized_parts(stored: Any) -> None:
+    for q, values in stored.values():
+        same(jc.dequantize(q), values)
+    q, values = stored["nvfp4(group=8)"]
+    same(jax.jit(lambda q, i: jc.dequantize(q[i]))(q, 2), values[2])
+
+
+def test_parts_of_packed_rows() -> None:
+    q = jc.quantize(np.asarray(numbers()), "int3(channel=0)")
+    values = decoded(q)
+    for index in (np.s_[..., 3:11], np.s_[..., 5], np.s_[1, 2, ::-3], np.s_[..., 16:]):
+        same(decoded(q[index]), values[index])
+    assert q[1, 2, 3].shape == () and float(jc.dequantize(q[1, 2, 3])) == values[1, 2, 3]
+    with pytest.raises(TypeError, match="without axes"):
+        len(q[1, 2, 3])
+
+
+def test_parts_that_cut_groups_or_do_not_exist(stored: Any) -> None:
+    q = stored[GROUPS][0]
+    for error, said, index in (
+        (ValueError, "cuts groups of 8", np.s_[..., 4:]),
+        (ValueError, "cuts groups of 8", np.s_[..., 0]),
+        (ValueError, "cuts groups of 8", np.s_[..., ::2]),
+        (IndexError, "outside", 4),
+        (IndexError, "4 indexes", (0, 0, 0, 0)),
+        (IndexError, "one ellipsis", (..., ...)),
+        (TypeError, "integer", 1.5),
+        (TypeError, "integer", None),
+        (TypeError, "integer", True),
+        (TypeError, "one vector", (np.array([0]), 1)),
+    ):
+        with pytest.raises(error, match=said):
+            q[index]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_axes_in_another_order(stored: Any, text: str) -> None:
+    q, values = stored[text]
+    agrees(q.T, values.T)
+    agrees(q.transpose(1, 0, 2), values.transpose(1, 0, 2))
+    agrees(q.transpose((2, 0, -2)), values.transpose(2, 0, 1))
+    same(decoded(q.T.T), values)
+    assert q.T.T.spec == q.spec and q.transpose(0, 1, 2) is q
+    with pytest.raises(ValueError, match="each of the 3 axes"):
+        q.transpose(0, 1, 1)
+    with pytest.raises(ValueError, match="axis 3"):
+        q.transpose(0, 1, 3)
+
+
+def test_shapes_that_leave_groups_whole(stored: Any) -> None:
+    for text, shapes in {
+        GROUPS: [(24, 16), (2, 2, 6, 16), (4, 6, 2, 8), (-1, 2, 8), (4, 1, 6, 16)],
+        ROWS: [(4, 96), (2, 2, 6, 16), (4, 3, 2, 4, 4)],
+        "int3(channel=(0,2))": [(2, 2, 6, 16), (4, 2, 3, 16), (4, 6, 2, 8)],
+        "int8(group=tensor)": [(384,), (6, 64), (2, 2, 2, 48)],
+        "nvfp4(group=8)": [(24, 16), (4, 6, 2, 8)],
+        "int4(group=8,scale=int8(channel=0))": [(2, 2, 6, 16)],
+        "e3m2fn": [(384,), (3, 128), (4, 96)],
+    }.items():
+        q, values = stored[text]
+        for shape in shapes:
+            agrees(q.reshape(shape), values.reshape(shape))
+    assert stored[GROUPS][0].reshape(4, 6, 16) is stored[GROUPS][0]
+
+
+def test_shapes_that_tear_groups(stored: Any) -> None:
+    for text, shapes in {
+        GROUPS: [(384,), (4, 6, 4, 4), (96, 4)],
+        ROWS: [(384,), (6, 4, 16), (2, 192)],
+        "int4(group=(2,8),zero_point=true)": [(24, 16), (4, 2, 3, 16)],
+        "int4(group=8,scale=int8(channel=0))": [(24, 16)],
+    }.items():
+        for shape in shapes:
+            with pytest.raises(ValueError, match="tear groups"):
+                stored[text][0].reshape(*shape)
+    for shape in ((5, 77), (-1, -1), (7, -1)):
+        with pytest.raises(ValueError, match="384 elements"):
+            stored[GROUPS][0].reshape(shape)
+
+
+def test_repr(stored: Any) -> None:
+    small = jc.quantize(np.array([[1.0, -2.0]], np.float32), "int8(channel=0)")
+    assert repr(small) == "QArray([[ 1.007874, -2.      ]], dtype=float32, spec='int8(channel=-2)')"
+    q = jc.quantize(jnp.ones((40, 50)), "mxfp4")
+    assert repr(q) == "QArray(shape=(40, 50), dtype=float32, spec='mxfp4')"
+    jax.jit(lambda q: repr(q) and q.qvalue)(q)
+    assert "qvalue=(40, 25)" in repr(jax.tree.map(lambda leaf: leaf.shape, q))
+
+
+# -- as a pytree -----------------------------------------------------------------------------------------------------
+def test_leaves_have_names(stored: Any) -> None:
+    q = stored["int4(group=(2,8),zero_point=true)"][0]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
+    assert paths == [".qvalue", ".scale", ".zero_point"]
+    again = jax.tree.map(lambda leaf: leaf, q)
+    assert isinstance(again, QArray) and jax.tree.structure(again) == jax.tree.structure(q)
+    assert hash(jax.tree.structure(q)) == hash(jax.tree.structure(again))
+
+
+@pytest.mark.parametrize("text", ["int8(channel=-1)", "nvfp4"])
+def test_vmap_puts_an_axis_in_front(text: str) -> None:
+    x = numbers()
+    q = jax.jit(jax.vmap(lambda x: jc.quantize(x, text)))(x)
+    one = jc.quantize(x[1], text)
+    values = np.asarray(jax.vmap(lambda x: jc.round_to_format(x, text))(x))
+    same(jc.dequantize(q), values)
+    jax.tree.map(same, q[1], one)
+    assert jax.tree.structure(q[1]) == jax.tree.structure(one)
+    same(jax.vmap(jc.dequantize)(q), values)
+    same(jax.vmap(lambda q: jc.dequantize(q[2]))(q), values[:, 2])
+
+
+def test_vmapped_tensors_scales_do_not_mix() -> None:
+    q = jax.vmap(lambda x: jc.quantize(x, "nvfp4"))(numbers())
+    with pytest.raises(ValueError, match="cannot be moved"):
+        q.transpose(1, 0, 2)
+    values = np.asarray(jc.dequantize(q))
+    same(jc.dequantize(q.transpose(0, 2, 1)), values.transpose(0, 2, 1))
+    same(jc.dequantize(q.reshape(4, 2, 3, 16)), values.reshape(4, 2, 3, 16))
+
+
+def test_scan_takes_a_layer_at_a_time() -> None:
+    weights = jax.vmap(lambda w: jc.quantize(w, ROWS))(numbers((3, 8, 8)))
+    x = numbers((8,))
+
+    def layer(x: jax.Array, w: QArray) -> tuple[jax.Array, QArray]:
+        assert w.shape == (8, 8)
+        return jnp.tanh(jc.dequantize(w) @ x), w
+
+    out, again = jax.lax.scan(layer, x, weights)
+    for w in np.asarray(jc.dequantize(weights)):
+        x = jnp.tanh(w @ x)
+    np.testing.assert_allclose(out, x, rtol=1e-6)
+    jax.tree.map(same, again, weights)
+
+
+@pytest.mark.parametrize(
+    ("text", "batched"),
+    [
+        (ROWS, False),
+        (GROUPS, True),
+        pytest.param("nvfp4", False, marks=pytest.mark.slow),
+        pytest.param("int4(group=8,scale=int8(channel=0))", True, marks=pytest.mark.slow),
+    ],
+)
+def test_derivative_in_the_leaves_that_are_floats(text: str, batched: bool) -> None:
+    x, weight = numbers((4, 16)), numbers((4, 16)) + 3
+    q = jax.vmap(lambda x: jc.quantize(x, text))(x[None]) if batched else jc.quantize(x, text)
+    got = jax.grad(lambda q: (jc.dequantize(q) * weight).sum(), allow_int=True)(q)
+    assert got.qvalue.dtype == jax.dtypes.float0
+    # x = e s, so that s d/ds of the sum is the sum over the elements that s scales, whatever the format.
+    scale = q.scale[1] if isinstance(q.scale, tuple) else q.scale
+    slope = got.scale[1] if isinstance(q.scale, tuple) else got.scale
+    assert slope.shape == scale.shape and slope.dtype == scale.dtype
+    total = np.asarray(slope, np.float64) * np.asarray(scale, np.float64)
+    terms = np.asarray(jc.dequantize(q) * weight, np.float64).reshape(4, 16)
+    wanted = {GROUPS: terms.reshape(4, 2, 8).sum(-1), "nvfp4": terms.sum()}.get(text, terms.sum(-1))
+    np.testing.assert_allclose(total.ravel(), np.ravel(wanted), rtol=1e-2 if text == GROUPS else 1e-5)
+
+
+def test_derivative_in_float_codes() -> None:
+    q = jc.quantize(numbers((4, 16)), "float8_e4m3fn(channel=0)")
+
+    def of_codes(codes: jax.Array) -> jax.Array:
+        return jc.dequantize(QArray(codes, q.scale, None, q.spec, q.size, q.dtype))
+
+    values, tangent = jax.jvp(of_codes, (q.qvalue,), (jnp.ones_like(q.qvalue),))
+    same(values, jc.dequantize(q))
+    same(tangent, jnp.broadcast_to(q.scale, (4, 16)))
+
+
+def test_codes_pass_no_derivative() -> None:
+    x = numbers((4, 16))
+    slope = jax.jit(jax.grad(lambda x: jc.dequantize(jc.quantize(x, ROWS)).sum()))(x)
+    same(slope, jnp.zeros_like(x))
+
+
+def test_donated_leaves_are_used() -> None:
+    q = jc.quantize(numbers(), GROUPS)
+    wanted = np.asarray(jc.dequantize(q))
+    moved = jax.jit(lambda q: jax.tree.map(lambda leaf: leaf + 0, q), donate_argnums=0)(q)
+    assert q.qvalue.is_deleted() and q.scale.is_deleted()
+    same(jc.dequantize(moved), wanted)
+
+
+def test_export() -> None:
+    q = jc.quantize(numbers((4, 16)), "nvfp4")
+    exported = export.export(jax.jit(jc.dequantize))(q)
+    same(exported.call(q), jc.dequantize(q))
+    assert exported.in_tree == jax.tree.structure(((q,), {}))
+    pytest.importorskip("flatbuffers")
+    again = export.deserialize(exported.serialize())
+    same(again.call(q), jc.dequantize(q))

@@ -1,0 +1,236 @@
+"""quantize, dequantize, fit_scale: sizes that are what they say, the bits of round_to_format, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop.storage import QArray
+
+KEY = jax.random.key(7)
+
+#: A format, a shape, and its stored bits an element.
+SIZES = [
+    ("int4(group=128,scale=bfloat16)", (4, 256), 4.125),
+    ("mxfp4", (4, 256), 4.25),
+    ("mxfp6_e3m2", (4, 256), 6.25),
+    ("mxfp8_e5m2", (4, 256), 8.25),
+    ("nvfp4", (64, 256), 4.5 + 32 / (64 * 256)),
+    ("dynamic8", (4, 512), 8.125),
+    ("nf4", (4, 256), 4.5),
+    ("int8(channel=0)", (4, 256), 8 + 32 / 256),
+    ("int8(group=tensor)", (4, 256), 8 + 32 / 1024),
+    ("uint4(group=64,zero_point=true)", (4, 256), 4 + 64 / 64),
+    ("int3(group=(2,16),scale=float16)", (4, 32), 3 + 16 / 32),
+    ("e3m2fn", (4, 64), 6.0),
+    ("bfloat16", (4, 64), 16.0),
+    ("binary16p11se", (4, 64), 16.0),
+]
+#: Formats of all kinds of grouping, for arrays of 5 x 3 x 37 elements: ragged tails, and rows that fill no whole bytes.
+TEXTS = [
+    "int4(group=16,scale=bfloat16)",
+    "int4(group=2,axis=0)",
+    "int5(group=(2,16))",
+    "int8(group=tensor)",
+    "int8(channel=1,rule=half_range)",
+    "uint3(channel=-1,zero_point=true)",
+    "mxfp4(axis=1)",
+    "mxfp8_e4m3(group=7)",
+    "nvfp4",
+    "nf4(group=all)",
+    "float8_e5m2(channel=0)",
+    "e3m2fn",
+    "int4:wrap",
+    "fixed2.3",
+    "codebook(-1,-0.25,0,0.5,1)",
+    "float8_e4m3fn",
+    "bfloat16",
+    "e6m9",
+]
+
+
+def numbers(shape: tuple[int, ...] = (5, 3, 37), dtype: Any = np.float32) -> np.ndarray:
+    """Normal numbers, zeros, a row of zeros, subnormal, large and infinite ones."""
+    x = np.random.default_rng(3).standard_normal(shape)
+    flat = x.reshape(-1)
+    flat[::11] = 0
+    flat[[5, flat.size // 3, -1]] = 1e-39, -np.inf, 6e4
+    x[(0,) * (x.ndim - 1)] = 0
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
+def same(got: Any, wanted: Any) -> None:
+    """Bit for bit, NaN apart."""
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    word = np.dtype(f"u{got.dtype.itemsize}")
+    nan = np.isnan(got.astype(np.float64)) & np.isnan(wanted.astype(np.float64))
+    np.testing.assert_array_equal(np.where(nan, 0, got.view(word)), np.where(nan, 0, wanted.view(word)))
+
+
+@pytest.mark.parametrize(("text", "shape", "bits"), SIZES, ids=[row[0] for row in SIZES])
+def test_sizes_are_those_of_the_arrays(text: str, shape: tuple[int, ...], bits: float) -> None:
+    q = jc.quantize(jnp.ones(shape), text)
+    leaves = jax.tree.leaves(q)
+    assert q.nbytes == sum(np.asarray(leaf).nbytes for leaf in leaves)
+    assert q.bits_per_element == bits == 8 * q.nbytes / np.prod(shape)
+    assert q.shape == shape and q.dtype == np.float32
+    if (fmt := jc.parse(text).scaled) is not None:
+        assert fmt.bits_per_element(shape) == bits
+
+
+NF4 = ("nf4(scale=int8(group=256))", (2, 64 * 256), 4 + 8 / 64 + 32 / (64 * 256))
+
+
+def test_the_size_of_scales_that_are_quantized_again() -> None:
+    text, shape, bits = NF4
+    q = jax.eval_shape(lambda x: jc.quantize(x, text), jax.ShapeDtypeStruct(shape, np.float32))
+    assert q.bits_per_element == bits and q.scale[0].shape == (2, 256) and q.scale[1].shape == (2, 1)
+
+
+@pytest.mark.slow
+def test_the_size_of_scales_that_are_quantized_again_in_memory() -> None:
+    test_sizes_are_those_of_the_arrays(*NF4)
+
+
+def test_odd_rows_waste_less_than_a_byte() -> None:
+    x = jnp.ones((3, 37))
+    for bits in (3, 4, 5, 8):
+        q = jc.quantize(x, f"int{bits}(channel=0)")
+        assert q.qvalue.shape == (3, -(-37 * bits // 8)) and q.qvalue.nbytes == 3 * -(-37 * bits // 8)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_dequantized_is_rounded(text: str) -> None:
+    x = numbers()
+    q = jc.quantize(x, text)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(q))
+    same(jc.dequantize(q), jc.round_to_format(x, text))
+    compiled = jax.jit(lambda x: jc.quantize(x, text))(jnp.asarray(x))
+    assert jax.tree.structure(compiled) == jax.tree.structure(q)
+    jax.tree.map(same, compiled, q)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_every_carrier(dtype: Any) -> None:
+    for text in ("mxfp4", "int8(channel=0)", "e3m2fn"):
+        x = numbers((3, 37), dtype)
+        q = jc.quantize(x, text)
+        assert q.dtype == dtype
+        same(jc.dequantize(q), jc.round_to_format(x, text))
+
+
+def test_stochastic_draws_are_those_of_rounding() -> None:
+    x = numbers((4, 64))
+    for text in ("int4(group=16):stochastic", "e3m2fn:stochastic"):
+        whole = jc.quantize(x, text, KEY)
+        same(jc.dequantize(whole), jc.round_to_format(x, text, KEY))
+        part = jc.quantize(x[2:], text, KEY, offset=((2, 0), (4, 64)))
+        same(part.qvalue, whole[2:].qvalue)
+    with pytest.raises(ValueError, match="key"):
+        jc.quantize(x, "int4(group=16):stochastic")
+
+
+def test_codes_are_the_bits_of_native_dtypes() -> None:
+    x = numbers((3, 8))
+    x[1, 7] = 3.0
+    kinds = {
+        "int8(channel=0)": np.int8,
+        "uint8(channel=0,zero_point=true)": np.uint8,
+        "mxint8": np.int8,
+        "mxfp8_e4m3": ml_dtypes.float8_e4m3fn,
+        "mxfp8_e5m2": ml_dtypes.float8_e5m2,
+        "dynamic8": np.uint8,
+        "mxfp4": np.uint8,
+        "binary16": np.float16,
+        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+        "e6m9": np.uint16,
+    }
+    for text, dtype in kinds.items():
+        assert jc.quantize(x, text).qvalue.dtype == dtype, text
+    same(jc.quantize(x, "bfloat16").qvalue, x.astype(ml_dtypes.bfloat16))
+    q = jc.quantize(x, "int8(channel=0)")
+    same(q.qvalue * q.scale, jc.dequantize(q))
+
+
+def test_a_nan_that_cannot_be_said() -> None:
+    x = np.array([[np.nan, 1.0, -2.0, np.inf]], np.float32)
+    assert jc.dequantize(jc.quantize(x, "e2m1fn")).tolist() == [[6.0, 1.0, -2.0, 6.0]]
+    assert np.isnan(jc.dequantize(jc.quantize(x, "e4m3"))[0, 0])
+    assert jc.dequantize(jc.quantize(x, "int4(group=4)"))[0, 0] == 2.0
+
+
+def test_given_scales_are_used_and_kept() -> None:
+    x, other = numbers((4, 32)), 3 * numbers((4, 32))[::-1].copy()
+    for text in ("uint4(group=8,zero_point=true)", "nvfp4"):
+        scale, zero_point = jc.fit_scale(x, text)
+        q = jc.quantize(x, text, scale=scale, zero_point=zero_point)
+        jax.tree.map(same, q, jc.quantize(x, text))
+        static = jc.quantize(other, text, scale=scale, zero_point=zero_point)
+        jax.tree.map(same, (static.scale, static.zero_point), (scale, zero_point))
+    ones = np.ones((4, 1), np.float32)
+    assert (np.abs(jc.quantize(np.full((4, 8), 2.4, np.float32), "int4(channel=0)", scale=ones).qvalue) == 0x22).all()
+
+
+def test_refused() -> None:
+    x = jnp.ones((4, 8))
+    scale, _ = jc.fit_scale(x, "int8(channel=0)")
+    for error, said, call in (
+        (TypeError, "int32", lambda: jc.quantize(jnp.arange(3), "int4(group=2)")),
+        (ValueError, "axis", lambda: jc.quantize(x, "int4(group=2,axis=2)")),
+        (ValueError, "at most 8", lambda: jc.quantize(x, "int12(channel=0)")),
+        (ValueError, "at most 16", lambda: jc.quantize(x, "tf32")),
+        (ValueError, "binary64", lambda: jc.quantize(x, "binary64")),
+        (ValueError, "no scale", lambda: jc.quantize(x, "e3m2fn", scale=scale)),
+        (ValueError, "float32\\[4, 1\\]", lambda: jc.quantize(x, "int8(channel=0)", scale=scale[:2])),
+        (ValueError, "float16", lambda: jc.quantize(x, "int8(channel=0)", scale=scale.astype("float16"))),
+        (ValueError, "zero_point without scale", lambda: jc.quantize(x, "int8(channel=0)", zero_point=scale)),
+        (ValueError, "zero_point", lambda: jc.quantize(x, "uint8(channel=0,zero_point=true)", scale=scale)),
+        (ValueError, "plain", lambda: jc.fit_scale(x, "int8")),
+        (TypeError, "QArray", lambda: jc.dequantize(x)),  # type: ignore[arg-type]
+        (TypeError, "no carrier", lambda: jc.dequantize(jc.quantize(x, "int8(channel=0)"), "int32")),
+        (ValueError, "add_to has shape", lambda: jc.dequantize(jc.quantize(x, "mxfp4"), add_to=x[:2])),
+        (ValueError, "beside add_to", lambda: jc.dequantize(jc.quantize(x, "mxfp4"), "float16", add_to=x)),
+        (ValueError, "impl", lambda: jc.quantize(x, "mxfp4", impl="fast")),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(error, match=said):
+            call()
+
+
+def test_other_dtypes_are_rounded_once() -> None:
+    x = numbers((3, 37))
+    q = jc.quantize(x, "int8(channel=0)")
+    exact = np.asarray(q.qvalue, np.float64) * np.asarray(q.scale, np.float64)
+    same(jc.dequantize(q, "float64"), exact)
+    same(jc.dequantize(q, jnp.bfloat16), jc.round_to_format(exact, "bfloat16").astype(ml_dtypes.bfloat16))
+    plain = jc.quantize(x, "e6m9")
+    same(jc.dequantize(plain, "float16"), jc.round_to_format(jc.dequantize(plain), "binary16").astype(np.float16))
+
+
+def test_adding() -> None:
+    x = numbers((3, 40))
+    q = jc.quantize(jnp.asarray(x), "mxfp4")
+    total = jnp.full(x.shape, 0.5, jnp.bfloat16)
+    got = jax.jit(lambda q, total: jc.dequantize(q, add_to=total))(q, total)
+    same(got, total + jc.dequantize(q, "bfloat16"))
+    assert isinstance(jc.dequantize(jc.quantize(x, "mxfp4"), add_to=np.ones_like(x)), np.ndarray)
+
+
+def test_arrays_without_axes_or_elements() -> None:
+    for text in ("int4(group=tensor)", "e3m2fn", "bfloat16"):
+        for x in (np.float32(1.25), np.zeros((0, 3), np.float32), np.zeros((3, 0), np.float32)):
+            q = jc.quantize(x, text)
+            assert q.shape == np.shape(x)
+            same(jc.dequantize(q), jc.round_to_format(np.asarray(x), text))
+
+
+def test_the_spec_keeps_no_gradient_and_counts_axes_from_the_end() -> None:
+    q = jc.quantize(jnp.ones((2, 3, 4)), "int4(group=2,axis=0):gradient=clipped")
+    assert isinstance(q, QArray) and q.spec == jc.parse("int4(group=2,axis=-3)")

@@ -1,0 +1,167 @@
+"""Trees of arrays and QArrays in safetensors files: the same after loading, whole or not at all, and open to others."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop.storage import QArray
+from jchop.storage import _save as save
+from jchop.storage._file import DTYPES, Entry, TensorFile, TensorWriter, lay_out
+
+
+def same(got: Any, wanted: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def tree() -> dict[str, Any]:
+    x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
+    texts = ["mxfp4", "nvfp4", "int4(group=8,scale=int8(channel=0))", "uint4(group=8,zero_point=true)", "e3m2fn"]
+    quantized = [jax.tree.map(jnp.asarray, jc.quantize(x, text)) for text in texts]
+    quantized.append(jax.tree.map(jnp.asarray, jc.quantize(x[0, 0], "int8(group=tensor)")))
+    return {
+        "layers": [{"kernel": q, "bias": jnp.arange(3.0)} for q in quantized],
+        "step": jnp.int32(7),
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "flags": np.array([True, False]),
+        "wide": np.array([1.0 + 2**-52]),
+    }
+
+
+def test_loaded_is_saved(tmp_path: Path) -> None:
+    path, saved = tmp_path / "model.safetensors", tree()
+    jc.save_safetensors(path, saved, metadata={"format": "pt"})
+    same(jc.load_safetensors(path, like=saved), saved)
+    flat = jc.load_safetensors(path)
+    assert isinstance(flat["layers.0.kernel"], QArray) and flat["layers.0.kernel"].spec == jc.parse("mxfp4")
+    assert flat["wide"].dtype == np.float64 and set(flat) == {
+        *(f"layers.{i}.{name}" for i in range(6) for name in ("kernel", "bias")),
+        *("step", "empty", "flags", "wide"),
+    }
+    with TensorFile(path) as file:
+        assert file.metadata["format"] == "pt"
+        assert {name for name in file.entries if name.startswith("layers.1.kernel")} == {
+            "layers.1.kernel.qvalue",
+            "layers.1.kernel.scale",
+            "layers.1.kernel.tensor_scale",
+        }
+        assert "layers.2.kernel.scale_scale" in file.entries and "layers.3.kernel.zero_point" in file.entries
+        assert file.entries["layers.0.kernel.qvalue"].nbytes == 64
+
+
+def test_other_libraries_read_it(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("safetensors.numpy")
+    path = tmp_path / "model.safetensors"
+    saved = {"a": np.arange(6.0).reshape(2, 3), "b": jc.quantize(np.ones((2, 8), np.float32), "mxfp4")}
+    jc.save_safetensors(path, saved)
+    found = numpy.load_file(path)
+    np.testing.assert_array_equal(found["a"], saved["a"])
+    np.testing.assert_array_equal(found["b.qvalue"], saved["b"].qvalue)
+    numpy.save_file({"x": np.arange(5, dtype=np.int16)}, path)
+    np.testing.assert_array_equal(jc.load_safetensors(path)["x"], np.arange(5))
+
+
+def test_every_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "all.safetensors"
+    saved = {name: np.array([[0, 1, 2]]).astype(dtype) for name, dtype in DTYPES.items() if name != "F8_E8M0"}
+    saved["F8_E8M0"] = np.array([1.0, 4.0]).astype(ml_dtypes.float8_e8m0fnu)
+    jc.save_safetensors(path, saved)
+    same(jc.load_safetensors(path), saved)
+    with TensorFile(path) as file:
+        assert all(entry.start % entry.dtype.itemsize == 0 for entry in file.entries.values())
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    jc.save_safetensors(path, {"x": jnp.ones(3)})
+    old = path.read_bytes()
+
+    def broken(self: TensorWriter) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorWriter, "finish", broken)
+    with pytest.raises(OSError, match="space"):
+        jc.save_safetensors(path, {"x": jnp.zeros(3)})
+    assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
+
+
+def test_refused_trees(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for error, said, value in (
+        (TypeError, "'a.0' is 1.5", {"a": [1.5]}),
+        (TypeError, "'a': dtype int4", {"a": jnp.ones(3, jnp.int4)}),
+        (TypeError, "typed key", {"a": jax.random.key(0)}),
+        (ValueError, "two leaves of the name 'a.b'", {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}),
+        (ValueError, "no name", jnp.ones(2)),
+        (ValueError, "__metadata__", {"__metadata__": jnp.ones(2)}),
+    ):
+        with pytest.raises(error, match=said):
+            jc.save_safetensors(path, value)
+    assert not path.exists()
+    with pytest.raises(ValueError, match="jchop's own"):
+        jc.save_safetensors(path, {}, metadata={save.QARRAYS: ""})
+
+
+def test_refused_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+
+    def write(header: Any, data: bytes = b"") -> None:
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+    def loaded(said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            jc.load_safetensors(path)
+
+    path.write_bytes(b"PK")
+    loaded("no safetensors file")
+    path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    loaded("no safetensors file")
+    write(b"{nonsense")
+    loaded("bad header")
+    write({"x": {"dtype": "F7", "shape": [1], "data_offsets": [0, 4]}}, bytes(4))
+    loaded("'F7' is not known")
+    for offsets in ([0, 4], [4, 12], [-8, 0]):
+        write({"x": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}, bytes(8))
+        loaded("do not fit")
+    jc.save_safetensors(path, {"a": jnp.ones(2)})
+    for like, said in (({"b": 0}, r"\['b'\].*\['a'\]"), ({"a": 0, "b": 0}, r"not in the file \['b'\]")):
+        with pytest.raises(ValueError, match=said):
+            jc.load_safetensors(path, like=like)
+    jc.save_safetensors(path, {"w": jc.quantize(np.ones((2, 8), np.float32), "mxfp4")})
+    with TensorFile(path) as file:
+        entries, metadata = {"w.qvalue": file.entries["w.qvalue"]}, file.metadata
+    with path.open("wb") as out:
+        TensorWriter(out, lay_out(entries), metadata).write("w.qvalue", np.zeros((2, 4), np.uint8))
+    loaded("lacks tensors of its QArrays: w.scale")
+
+
+def test_the_writer_counts_bytes(tmp_path: Path) -> None:
+    with (tmp_path / "x").open("wb") as out:
+        writer = TensorWriter(out, {"x": Entry(np.dtype(np.uint8), (3,))}, {})
+        writer.write("x", np.zeros(2, np.uint8))
+        with pytest.raises(ValueError, match="not wholly written: x"):
+            writer.finish()
+        with pytest.raises(ValueError, match="takes 3 bytes, and 4"):
+            writer.write("x", np.zeros(2, np.uint8))
+
+
+def test_a_file_that_ends_early(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    jc.save_safetensors(path, {"x": jnp.ones(100_000)})
+    with TensorFile(path) as file:
+        os.truncate(path, path.stat().st_size - 8)
+        with pytest.raises(ValueError, match="ends within tensor 'x'"):
+            file.read("x")

@@ -1,0 +1,99 @@
+"""Stored arrays on eight devices: the bits of the unsharded call, each leaf in shards, no needless communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+
+KEY = jax.random.key(3)
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+
+
+def mesh(kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+
+
+def numbers(shape: tuple[int, ...] = (16, 64)) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(2).standard_normal(shape), jnp.float32)
+
+
+def same(got: Any, wanted: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def collectives(compiled: Any) -> set[str]:
+    text = compiled.as_text()
+    return {name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text}
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "moves"),
+    [
+        ("int4(group=16,scale=bfloat16)", P("a", "b"), set()),
+        ("mxfp4", P(("a", "b"), None), set()),
+        ("int8(channel=0)", P(("a", "b"), None), set()),
+        ("int4(group=16):stochastic", P("a", "b"), set()),
+        ("int8(group=tensor)", P("a", "b"), {"all-reduce"}),
+        ("nvfp4", P("a", None), {"all-reduce"}),
+    ],
+)
+def test_sharded_is_unsharded(text: str, where: P, moves: set[str]) -> None:
+    x, sharding = numbers(), NamedSharding(mesh(), where)
+
+    def stored(x: jax.Array) -> Any:
+        return jc.quantize(x, text, KEY)
+
+    run = jax.jit(stored)
+    wanted = run(x)
+    compiled = jax.jit(stored, in_shardings=sharding).lower(x).compile()
+    got = compiled(jax.device_put(x, sharding))
+    same(got, wanted)
+    assert collectives(compiled) <= moves
+    assert got.qvalue.sharding.is_equivalent_to(sharding, 2)
+
+    back = jax.jit(jc.dequantize).lower(got).compile()
+    assert collectives(back) == set()
+    values = back(got)
+    same(values, jc.dequantize(wanted))
+    assert values.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_each_leaf_is_placed() -> None:
+    q = jc.quantize(numbers(), "int4(group=16,scale=bfloat16)")
+    placed = jax.device_put(q, NamedSharding(mesh(), P("a", "b")))
+    assert placed.qvalue.addressable_shards[0].data.shape == (4, 16)
+    assert placed.scale.addressable_shards[0].data.shape == (4, 2)
+    same(jax.jit(jc.dequantize)(placed), jc.dequantize(q))
+    rows = jax.jit(lambda q: q[8:])(placed)
+    same(jc.dequantize(rows), jc.dequantize(q)[8:])
+
+
+def test_explicit_meshes() -> None:
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        x = jax.device_put(numbers(), P("a", None))
+        q = jax.jit(lambda x: jc.quantize(x, "int4(group=16,scale=bfloat16)"))(x)
+        values = jax.jit(jc.dequantize)(q)
+    same(values, jc.round_to_format(numbers(), "int4(group=16,scale=bfloat16)"))
+
+
+def test_shard_map_quantizes_its_own_part() -> None:
+    x = numbers()
+
+    def part(x: jax.Array) -> jax.Array:
+        row = 4 * jax.lax.axis_index("a")
+        return jc.quantize(x, "int4(group=16):stochastic", KEY, offset=((row, 0), (16, 64))).qvalue
+
+    line = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    got = jax.jit(jax.shard_map(part, mesh=line, in_specs=P("a"), out_specs=P("a")))(x)
+    same(got, jc.quantize(x, "int4(group=16):stochastic", KEY).qvalue)

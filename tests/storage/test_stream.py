@@ -1,0 +1,164 @@
+"""Files quantized piece by piece: the same as whole, in bounded memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop.storage._file import Entry, TensorFile, TensorWriter
+from jchop.storage._pieces import pieces, plan_cut
+from jchop.storage._stream import Report, Rule, quantize_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rules(**texts: str) -> list[Rule]:
+    return [Rule(name, jc.parse(text)) for name, text in texts.items()]
+
+
+def numbers(*shape: int) -> np.ndarray:
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    x.reshape(-1)[x.size // 2] = np.inf
+    return x
+
+
+def same(got: object, wanted: object) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("int4(group=16,scale=bfloat16)", (6, 40)),
+        ("int4(group=2,axis=0)", (9, 8)),
+        ("int8(group=tensor)", (3, 5, 8)),
+        ("int5(channel=-1)", (12, 9)),
+        ("int8(channel=1)", (4, 3, 8)),
+        ("uint4(channel=0,zero_point=true)", (2, 37)),
+        ("nvfp4", (101,)),
+        ("int8(group=tensor,rule=percentile(90))", (9, 8)),
+        ("int4(group=4,scale=int8(channel=0))", (6, 40)),
+        ("e3m2fn:stochastic", (7, 9)),
+        ("int4(channel=-1):stochastic", (12, 8)),
+    ],
+)
+def test_pieces_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:
+    x, source, targets = numbers(*shape), tmp_path / "in.safetensors", []
+    jc.save_safetensors(source, {"x": x})
+    reports = []
+    for chunk in (1 << 20, 128):
+        targets.append(tmp_path / f"{chunk}.safetensors")
+        reports += quantize_file(source, targets[-1], rules(x=text), seed=3, chunk=chunk)
+    whole, cut = map(jc.load_safetensors, targets)
+    same(cut, whole)
+    if "stochastic" not in text:
+        same(whole["x"], jc.quantize(x, text))
+    values = np.asarray(jc.dequantize(whole["x"]), np.float64)
+    finite = np.isfinite(x)
+    error = (values - x)[finite]
+    for report in reports:
+        assert (report.before, report.after) == (x.nbytes, whole["x"].nbytes)
+        assert report.largest == np.abs(error).max() and report.lost == 0
+        assert report.sqnr == pytest.approx(10 * np.log10((x[finite].astype(np.float64) ** 2).sum() / (error**2).sum()))
+
+
+def test_cuts_keep_groups_and_bytes_whole() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        shape = tuple(int(n) for n in rng.integers(1, 40, rng.integers(1, 4)))
+        group, axis = int(rng.integers(1, 20)), -int(rng.integers(1, len(shape) + 1))
+        fmt = jc.int3(group=group, axis=axis)
+        cut = plan_cut(shape, 4, fmt, int(rng.integers(1, 4096)))
+        start = 0
+        for piece in pieces(shape, cut):
+            assert piece.start == start
+            start += int(np.prod(piece.shape))
+            at, n = piece.starts[axis], piece.shape[axis]
+            assert at % group == 0 and (n % group == 0 or at + n == shape[axis])
+            assert piece.starts[-1] * 3 % 8 == 0
+        assert start == np.prod(shape) and not cut.needs_extremes
+
+
+def test_rules_by_name(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    x = numbers(4, 32)
+    stored = jc.quantize(x, "mxfp4")
+    tree = {"a": {"kernel": x, "bias": x[0].astype(np.float64)}, "b": {"kernel": x.astype(np.float16)}, "old": stored}
+    jc.save_safetensors(source, tree | {"step": np.int32(3)}, metadata={"format": "pt"})
+    told: list[tuple[str, int, int]] = []
+    listed = rules(**{r"a\.kernel": "int4(group=16)", ".*kernel": "bfloat16", r"old.*|step|.*bias": "e3m2fn"})
+    reports = quantize_file(source, target, listed, progress=lambda *now: told.append(now))
+    out = jc.load_safetensors(target)
+    same(out["a.kernel"], jc.quantize(x, "int4(group=16)"))
+    same(out["a.bias"], jc.quantize(x[0].astype(np.float64), "e3m2fn"))
+    same(out["b.kernel"], x.astype(np.float16).astype(np.float32).astype(ml_dtypes.bfloat16))
+    same(out["old"], jc.load_safetensors(source)["old"])
+    assert out["step"] == 3 and out["step"].dtype == np.int32
+    copied = {report.name: report.to for report in reports if report.copied}
+    assert copied == {
+        "old.qvalue": "copied: part of a QArray",
+        "old.scale": "copied: part of a QArray",
+        "step": "copied: int32 is not quantized",
+    }
+    total = sum(report.before for report in reports)
+    assert told[-1][1:] == (total, total) and told == sorted(told, key=lambda now: now[1])
+    with TensorFile(target) as file:
+        assert file.metadata["format"] == "pt"
+    assert quantize_file(target, target, rules(**{r"b\.kernel": "float8_e4m3fn"}))  # in its own place
+    assert jc.load_safetensors(target)["b.kernel"].dtype == ml_dtypes.float8_e4m3fn
+
+
+def test_refused(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    jc.save_safetensors(source, {"w": numbers(4, 8), "w.scale": numbers(2), "step": np.int32(3)})
+    for said, texts in (
+        ("no tensor is quantized by 'v=int4", {"w": "mxfp4", "v": "int4(group=4)"}),
+        ("no tensor is quantized by 'step=bfloat16'", {"step": "bfloat16"}),
+        ("no tensor is quantized by 'w=mxfp4'", {"w.*": "bfloat16", "w": "mxfp4"}),
+        ("names of others: w.scale", {"w": "mxfp4"}),
+        ("needs a seed", {"w": "e3m2fn:stochastic"}),
+        ("tensor 'w' of shape .4, 8.: .*axis", {"w": "mxfp4(axis=2)"}),
+    ):
+        with pytest.raises(ValueError, match=said):
+            quantize_file(source, target, rules(**texts))
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_reports() -> None:
+    report = Report("x", "float32", (3,), "e2m1fn", 12, 2)
+    assert report.sqnr == np.inf
+    report.add(np.array([3.0, 4.0, np.inf, 1e9]), np.array([3.0, 3.0, 6.0, np.inf]))
+    assert (report.square, report.error, report.largest, report.lost) == (25.0, 1.0, 1.0, 1)
+    assert report.sqnr == pytest.approx(10 * np.log10(25))
+
+
+@pytest.mark.slow
+def test_two_gibibytes_pass_in_less_memory(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    kind = np.dtype(np.float32)
+    entries = {"a": Entry(kind, (16, 4096, 4096)), "b": Entry(kind, (1 << 28,), 1 << 30)}
+    with source.open("wb") as out:
+        TensorWriter(out, entries, {})
+        out.truncate(out.tell() + (1 << 31))  # zeros that take no room
+        for place in range(0, 1 << 31, 1 << 24):
+            out.seek(4096 + place)
+            out.write(np.full(64, place % 97 - 48, np.float32).tobytes())
+    code = (
+        "import resource, sys; from jchop.__main__ import main;"
+        "print(main(['quantize', *sys.argv[1:], '--rule', 'a=int4(group=128,scale=bfloat16)', '--rule', 'b=nvfp4']));"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    argv = [sys.executable, "-c", code, str(source), str(target)]
+    run = subprocess.run(argv, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT)})
+    *_, status, kibibytes = run.stdout.split()
+    assert status == "0" and int(kibibytes) < 1.5 * (1 << 20), kibibytes
+    assert target.stat().st_size < 0.16 * (1 << 31)

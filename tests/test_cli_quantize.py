@@ -1,0 +1,160 @@
+"""`jchop quantize` and `jchop inspect`: what they print, write and refuse, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_cli import error
+
+import jchop as jc
+from jchop.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    x = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    path = tmp_path / "in.safetensors"
+    jc.save_safetensors(path, {"mlp": {"kernel": x, "bias": x[0]}, "step": np.int32(3)})
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[list[str], str]:
+    """A command that must succeed: the lines that it prints, and what it says on standard error."""
+    assert main([str(word) for word in argv]) == 0
+    printed = capsys.readouterr()
+    return printed.out.splitlines(), printed.err
+
+
+def test_quantize_reports_and_writes(capsys: pytest.CaptureFixture[str], source: Path) -> None:
+    target = source.with_name("out.safetensors")
+    rules = ("--rule", ".*kernel=int4(group=32,scale=bfloat16)", "--rule", r"mlp\..*=bfloat16")
+    text, progress = run(capsys, "quantize", source, target, *rules)
+    rows = {line.split("  ")[0]: [cell.strip() for cell in line.split("  ") if cell.strip()] for line in text}
+    kernel, bias = rows["mlp.kernel"], rows["mlp.bias"]
+    assert kernel[1:6] == ["8 x 64", "float32", "int4(group=32,scale=bfloat16)", "2,048", "288"]
+    x = jc.load_safetensors(source)["mlp.kernel"]
+    moved = np.asarray(jc.round_to_format(x, "int4(group=32,scale=bfloat16)") - x, np.float64)
+    sqnr = 10 * np.log10((np.asarray(x, np.float64) ** 2).sum() / (moved**2).sum())
+    assert kernel[6:] == [f"{sqnr:.2f}", f"{np.abs(moved).max():.3g}"]
+    assert bias[1:6] == ["64", "float32", "bfloat16", "256", "128"]
+    assert rows["step"][1:] == ["scalar", "int32", "copied: no rule", "4", "4", "-", "-"]
+    assert rows["all"][1:] == ["2,308", "420", "18.2 %"] and text[-1] == f"wrote {target}"
+    assert "100/100" in progress
+    out = jc.load_safetensors(target)
+    jax.tree.map(np.testing.assert_array_equal, out["mlp.kernel"], jc.quantize(x, "int4(group=32,scale=bfloat16)"))
+
+
+def test_inspect_lists_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    x = np.ones((4, 64), np.float32)
+    jc.save_safetensors(path, {"a": jc.quantize(x, "nvfp4"), "b": x, "c": jc.quantize(x[0, 0], "int8(group=tensor)")})
+    text, _ = run(capsys, "inspect", path)
+    rows = {line.split()[0]: [cell.strip() for cell in line.split("  ") if cell.strip()] for line in text}
+    assert rows["a"] == ["a", "4 x 64", "float32", "148", "4.625", "nvfp4"]
+    assert rows["b"] == ["b", "4 x 64", "float32", "1,024", "32", "-"]
+    assert rows["c"] == ["c", "scalar", "float32", "5", "40", "int8(group=tensor)"]
+    assert rows["all"] == ["all", "1,177", "3 arrays in 6 tensors"]
+
+
+def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str], source: Path) -> None:
+    target = source.with_name("out.safetensors")
+    target.write_bytes(b"old")
+    said = error(capsys, "quantize", str(source), str(target), "--rule", ".*=bfloat16")
+    assert "exists; --force" in said and target.read_bytes() == b"old"
+    run(capsys, "quantize", source, target, "--rule", ".*=bfloat16", "--force")
+    assert jc.load_safetensors(target)["mlp.bias"].dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([], "--rule"),
+        (["kernel"], "no equals sign"),
+        (["kernel=int4x"], "int4x"),
+        (["(=int4(group=2)"], "no regular expression"),
+        (["kernel=int4(group=2)"], "no tensor is quantized by"),
+        ([".*kernel=int4(group=2):stochastic"], "needs a seed"),
+    ],
+)
+def test_bad_rules(capsys: pytest.CaptureFixture[str], source: Path, rules: list[str], said: str) -> None:
+    target = source.with_name("out.safetensors")
+    argv = [word for rule in rules for word in ("--rule", rule)]
+    assert said in error(capsys, "quantize", str(source), str(target), *argv)
+    assert not target.exists()
+
+
+def test_bad_files(capsys: pytest.CaptureFixture[str], source: Path) -> None:
+    rule, folder = ("--rule", ".*=bfloat16"), source.parent
+    assert "must end in .safetensors" in error(capsys, "quantize", str(source), str(folder / "x.bin"), *rule)
+    assert "there is no folder" in error(capsys, "quantize", str(source), str(folder / "no/x.safetensors"), *rule)
+    absent = str(folder / "no.safetensors")
+    assert "No such file" in error(capsys, "quantize", absent, str(folder / "x.safetensors"), *rule)
+    assert "No such file" in error(capsys, "inspect", absent)
+    (folder / "bad.safetensors").write_bytes(b"12345678{}")
+    assert "no safetensors file" in error(capsys, "inspect", str(folder / "bad.safetensors"))
+
+
+def test_a_regular_expression_may_hold_equals_signs(capsys: pytest.CaptureFixture[str], source: Path) -> None:
+    target = source.with_name("out.safetensors")
+    run(capsys, "quantize", source, target, "--rule", ".*(?=kernel).*=bfloat16")
+    out = jc.load_safetensors(target)
+    assert out["mlp.kernel"].dtype.name == "bfloat16" and out["mlp.bias"].dtype == np.float32
+
+
+KILLS = """
+import json, os, signal, sys, time
+from pathlib import Path
+from jchop.__main__ import main
+from jchop.storage._file import TensorWriter
+
+source, target = map(Path, sys.argv[1:])
+argv = ["quantize", str(source), str(target), "--rule", ".*=bfloat16", "--force"]
+points = [*(("write", n) for n in (1, 2, 3)), ("finish", 1), *(("time", n) for n in (0.05, 0.3, 0.6)), ("-", 0)]
+
+def quantize(method, at):
+    inner, calls = getattr(TensorWriter, method, None), []
+    def outer(self, *arguments):
+        inner(self, *arguments)
+        calls.append(arguments)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if inner is not None:
+        setattr(TensorWriter, method, outer)
+    sys.stdout = open(os.devnull, "w")
+    os._exit(main(argv))
+
+found = []
+for name, at in points:
+    target.write_bytes(b"old")
+    child = os.fork()  # before JAX has any threads
+    if child == 0:
+        quantize(name, at)
+    if name == "time":
+        time.sleep(at)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    found.append((name, status == signal.SIGKILL, target.read_bytes().hex()))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
+def test_a_kill_leaves_the_old_file(source: Path) -> None:
+    target = source.with_name("out.safetensors")
+    argv, environment = [sys.executable, "-c", KILLS, str(source), str(target)], os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(argv, capture_output=True, text=True, env=environment, check=True)
+    *killed, (_, last_killed, whole) = json.loads(run.stdout)
+    old = b"old".hex()
+    for name, was_killed, content in killed:
+        assert (was_killed, content) == (True, old) or (name == "time" and content in (old, whole)), name
+    assert not last_killed and whole != old
+    assert jc.load_safetensors(target)["mlp.bias"].dtype.name == "bfloat16"

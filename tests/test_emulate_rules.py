@@ -1,0 +1,148 @@
+"""`jc.emulate`: rules for parts of a program, what is refused, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulate_cases import KEY, X, low
+from jax import lax
+
+import jchop as jc
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def test_rules_name_primitives_and_scopes() -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        with jax.named_scope("block0"), jax.named_scope("norm"):
+            x = x * 1.1
+        return jnp.exp(x) + 0.1
+
+    def by_hand(first: str | None, second: str | None, third: str) -> jax.Array:
+        x = jc.round_to_format(X, "e5m2")
+        for spec, step in ((first, lambda v: v * 1.1), (second, jnp.exp), (third, lambda v: v + 0.1)):
+            x = jc.emulate(step, spec)(x)
+        return x
+
+    for rules, specs in (
+        ({"block*/norm": "e6m9"}, ("e6m9", "e5m2", "e5m2")),
+        ({"norm": None}, (None, "e5m2", "e5m2")),
+        ({"exp": "e6m9"}, ("e5m2", "e6m9", "e5m2")),
+        ({"norm": "e6m9", "mul": None, "add": "e4m3"}, ("e6m9", "e5m2", "e4m3")),  # the first that matches counts
+    ):
+        rules = dict(list(rules.items()))
+        if "mul" in rules:
+            with pytest.raises(ValueError, match="'mul'"):
+                jc.emulate(fun, "e5m2", rules=rules)(X)
+            del rules["mul"]
+        np.testing.assert_array_equal(jc.emulate(fun, "e5m2", rules=rules)(X), by_hand(*specs))
+
+
+def test_rules_say_how_sums_are_formed() -> None:
+    ones = jnp.ones(100)
+    fun = lambda x: (jnp.sum(x), x @ x)  # noqa: E731
+    total, dot = jc.emulate(fun, "e5m2", rules={"dot_general": jc.MatmulSpec(accumulate="e5m2")})(ones)
+    assert (float(total), float(dot)) == (96, 8)
+
+
+def test_a_loop_carries_what_both_its_turns_give() -> None:
+    """The sum in the loop is wider than what it starts from: it stays wide from turn to turn."""
+    fun = lambda x: lax.fori_loop(0, 8, lambda i, c: c + 0.125, x)  # noqa: E731
+    assert float(jc.emulate(fun, "e5m2", rules={"add": "e5m10"})(1.0)) == 2
+    assert float(jc.emulate(fun, "e5m2")(1.0)) == 1
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_primitive_without_a_rule() -> None:
+    fun = lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(4)).sum()  # noqa: E731
+    x = low((4, 4), 0)
+    with pytest.raises(NotImplementedError, match=r"cholesky.*unknown='carrier'"):
+        jc.emulate(fun, "e5m3")(x)
+    assert jc.emulate(fun, "e5m3", unknown="carrier")(x).shape == ()
+    rounded = jc.emulate(lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(4)), "e5m3", unknown="round_output")(x)
+    np.testing.assert_array_equal(rounded, jc.round_to_format(rounded, "e5m3"))
+    with pytest.raises(NotImplementedError, match="complex"):
+        jc.emulate(lambda x: lax.complex(x, x) * 2, "e5m3", unknown="round_output")(X)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "fun=3", lambda: jc.emulate(3, "e5m2")),  # type: ignore[arg-type]
+        (ValueError, "unknown='ignore'", lambda: jc.emulate(jnp.sin, "e5m2", unknown="ignore")),  # type: ignore[arg-type]
+        (TypeError, "accumulate='e5m2'", lambda: jc.emulate(jnp.sin, "e5m2", accumulate="e5m2")),  # type: ignore[arg-type]
+        (TypeError, "rules=3", lambda: jc.emulate(jnp.sin, "e5m2", rules=3)),  # type: ignore[arg-type]
+        (TypeError, "rules: 3", lambda: jc.emulate(jnp.sin, "e5m2", rules={3: None})),  # type: ignore[dict-item]
+        (TypeError, r"rules\['sin'\]", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": 3})),
+        (ValueError, "gradient", lambda: jc.emulate(jnp.sin, "e5m2:gradient=clipped")),
+        (TypeError, "key=0", lambda: jc.emulate(jnp.sin, "e5m2", key=0)),  # type: ignore[arg-type]
+        (ValueError, "key=None", lambda: jc.emulate(jnp.sin, "e5m2:stochastic")(X)),
+        (ValueError, "'cos'", lambda: jc.emulate(jnp.sin, "e5m2", rules={"cos": None})(X)),
+        (ValueError, "float64", lambda: jc.emulate(lambda x: x + x, "binary32:up")(X)),
+        (ValueError, "float32", lambda: jc.emulate(lambda x: x + x, "bfloat16")(X.astype(jnp.float16))),
+        (ValueError, "codebook", lambda: jc.emulate(lambda x: x + x, "codebook(0,1)")(X)),
+        (TypeError, "float8_e5m2", lambda: jc.emulate(lambda x: x.astype(jnp.float8_e5m2), "e5m2")(X)),
+    ],
+)
+def test_errors_name_what_is_wrong(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_arguments_that_are_no_arrays_reach_the_function() -> None:
+    fun = lambda x, axis, *, scale, name: {name: jnp.sum(x["a"], axis) * scale}  # noqa: E731
+    got = jc.emulate(fun, "e5m2")({"a": jnp.ones((2, 3))}, 1, scale=1.1, name="total")
+    assert got["total"].tolist() == [3.0, 3.0]  # 1.1 is rounded to 1
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def nested(x: jax.Array) -> jax.Array:
+    with jax.named_scope("turns"):
+        x = lax.fori_loop(0, 3, lambda i, c: c * 1.1, x)
+    x = lax.cond(x[0] > 0, jnp.sqrt, jnp.exp, x)
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: c + 1, x).sum()
+
+
+def test_the_report_lists_what_is_rounded() -> None:
+    low = jc.emulate(nested, "e5m2", rules={"turns": "e6m9", "exp": None})
+    report = jc.emulate.report(low, X)
+    assert not report.traced
+    found = {row.primitive: row for row in report.rows}
+    assert found["mul"].scope == "turns" and found["mul"].spec == "e6m9"
+    assert (found["mul"].equations, found["mul"].results) == (1, 12)
+    assert found["exp"].spec == "carrier" and found["reduce_sum"].sums == "carrier"
+    assert report.operations == sum(row.results for row in report.rows)
+    assert "turns  mul" in str(report) and "overflows" not in str(report)
+
+
+def test_the_report_sees_what_is_lost() -> None:
+    fun = lambda x, y: (x * 1000.0, x * 1e-4, x + y)  # noqa: E731
+    x, y = jnp.array([1.0, 1.25, 1.75]), jnp.array([0.125, 2.0, 0.0])
+    report = jc.emulate.report(jc.emulate(fun, "e4m3"), x, y, trace_values=True)
+    rows = {row.primitive: row for row in report.rows}
+    assert (rows["mul"].overflows, rows["mul"].underflows) == (3, 3)
+    assert rows["add"].largest == 3.25 and rows["add"].smallest == 1.125
+    assert rows["add"].error == 0
+    third = jc.emulate.report(jc.emulate(lambda x: x / 3, "e4m3"), jnp.array([1.0]), trace_values=True).rows[0]
+    assert third.error == pytest.approx(abs(0.34375 * 3 - 1), rel=1e-6)
+
+
+def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
+    """The last sum lies in the report as the program gives it."""
+    low = jc.emulate(nested, "e5m2:stochastic", key=KEY)
+    report = jc.emulate.report(low, jnp.array([1.7, 0.9]), trace_values=True)
+    row = next(row for row in report.rows if row.primitive == "reduce_sum")
+    assert row.largest == float(low(jnp.array([1.7, 0.9])))
+    with pytest.raises(TypeError, match="emulate returned"):
+        jc.emulate.report(nested, X)
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(lambda x: jc.emulate.report(low, x, trace_values=True))(X)

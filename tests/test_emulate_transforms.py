@@ -1,0 +1,124 @@
+"""`jc.emulate` and transformations: derivatives, loops, vmap, shards; and where random bits come from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulate_cases import KEY, X, Y, straight, straight_scalar
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+
+# -- derivatives and transformations -----------------------------------------------------------------------------------
+
+
+def test_the_derivative_of_an_emulation_is_the_carriers() -> None:
+    fun = lambda x: jnp.sum(jnp.tanh(x) * x**3)  # noqa: E731
+    outside = jax.grad(jc.emulate(fun, "e5m2"))(X)
+    inside = jc.emulate(jax.grad(fun), "e5m2")(X)
+    np.testing.assert_array_equal(inside, jc.round_to_format(inside, "e5m2"))
+    assert not np.array_equal(outside, jc.round_to_format(outside, "e5m2"))
+    # tanh' at the rounded argument, and the product with rounded factors: by hand, straight-through.
+    r = lambda v: v + lax.stop_gradient(jc.round_to_format(v, "e5m2") - v)  # noqa: E731
+
+    def by_hand(x: jax.Array) -> jax.Array:
+        x = r(x)
+        cube = x**3 + lax.stop_gradient(r(x * r(x * x)) - x**3)  # a power is one primitive, with its derivative
+        return r(jnp.sum(r(r(jnp.tanh(x)) * cube)))
+
+    np.testing.assert_allclose(outside, jax.grad(by_hand)(X), rtol=2e-5)
+
+
+def test_derivatives_of_loops_and_of_higher_order() -> None:
+    fun = lambda x: lax.fori_loop(0, 3, lambda i, c: c * x, x).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(jc.emulate(fun, "e8m20"))(X), jax.grad(fun)(X), rtol=1e-4)
+    np.testing.assert_allclose(jax.hessian(jc.emulate(lambda x: (x**3).sum(), "e8m20"))(X), jnp.diag(6 * X), rtol=1e-4)
+    _, tangent = jax.jvp(jc.emulate(lambda x: x * x, "e5m2"), (X,), (jnp.ones(4),))
+    np.testing.assert_array_equal(tangent, 2 * jc.round_to_format(X, "e5m2"))
+    assert float(jax.grad(jc.emulate(lambda x: jnp.power(x, 3.0), "e5m2"))(-2.0)) == 12  # no log of a negative number
+
+
+def test_custom_derivatives_keep_their_rules() -> None:
+    @jax.custom_jvp
+    def first(x: jax.Array) -> jax.Array:
+        return x * 1.1
+
+    first.defjvp(lambda x, t: (first(x[0]), 7 * t[0]))
+
+    @jax.custom_vjp
+    def second(x: jax.Array) -> jax.Array:
+        return x * 1.1
+
+    second.defvjp(lambda x: (second(x), x), lambda x, g: (g * 5,))
+    want = jc.emulate(lambda x: x * 1.1, "e5m3")(X)
+    for fun, slope in ((first, 7), (second, 5)):
+        np.testing.assert_array_equal(jc.emulate(fun, "e5m3")(X), want)
+        assert jax.grad(lambda x, fun=fun: jc.emulate(fun, "e5m3")(x).sum())(X).tolist() == [slope] * 4
+        assert jc.emulate(jax.grad(lambda x, fun=fun: fun(x).sum()), "e5m3")(X).tolist() == [slope] * 4
+
+
+def test_vmap_inside_and_outside_and_remat() -> None:
+    want = jc.emulate(straight, "e5m3")(X, Y)
+    np.testing.assert_array_equal(jax.vmap(jc.emulate(straight_scalar, "e5m3"))(X, Y), want)
+    np.testing.assert_array_equal(jc.emulate(jax.vmap(straight_scalar), "e5m3")(X, Y), want)
+    again = jax.checkpoint(straight)
+    np.testing.assert_array_equal(jc.emulate(again, "e5m3")(X, Y), want)
+    np.testing.assert_array_equal(jc.emulate(lambda x, y: lax.map(lambda v: straight_scalar(*v), (x, y)), "e5m3")(X, Y),
+                                  want)  # fmt: skip
+    slope = lambda fun: jax.grad(lambda x: jc.emulate(fun, "e5m3")(x, Y).sum())(jnp.abs(X))  # noqa: E731
+    np.testing.assert_array_equal(slope(again), slope(straight))
+
+
+def test_scans_map_and_carry() -> None:
+    fun = lambda x: lax.scan(lambda c, v: (c * 1.1 + v, c - v), 0.5, x, reverse=True)  # noqa: E731
+    carry, ys = jc.emulate(fun, "e5m3")(X)
+    c, want = 0.5, []
+    step = jc.emulate(lambda c, v: (c * 1.1 + v, c - v), "e5m3")
+    for v in X[::-1]:
+        c, y = step(c, v)
+        want.append(float(y))
+    assert float(carry) == float(c) and ys.tolist() == want[::-1]
+
+
+@pytest.mark.parametrize("text", ["e5m3", "e5m3:stochastic"])
+def test_shards(text: str) -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    fun = lambda v: v * 1.3 + lax.psum(v, "x")  # noqa: E731
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    x = jnp.full(64, 0.7)
+    got = jax.jit(jc.emulate(mapped, text, key=KEY))(x)
+    np.testing.assert_array_equal(got, jc.round_to_format(got, "e5m3"))
+    if text == "e5m3":
+        want = jc.emulate(lambda v: v * 1.3 + jnp.sum(v.reshape(4, 16), 0).repeat(4).reshape(16, 4).T.ravel(), text)(x)
+        np.testing.assert_array_equal(got, want)
+    else:
+        parts = np.asarray(got).reshape(4, 16)
+        assert any(not np.array_equal(parts[0], part) for part in parts[1:])
+
+
+# -- random bits -------------------------------------------------------------------------------------------------------
+
+
+def test_draws_are_fresh_at_every_operation_and_turn() -> None:
+    sr = "e5m2:stochastic"
+    ones = jnp.full(2000, 1.0)
+    a, b = jc.emulate(lambda x: (x / 3, x / 3), sr, key=KEY)(ones)
+    assert not np.array_equal(a, b)
+    turns = jc.emulate(lambda x: lax.map(lambda _: x / 3, jnp.arange(5)), sr, key=KEY)(ones)
+    assert len({turn.tobytes() for turn in np.asarray(turns)}) == 5
+    inner = jc.emulate(lambda x: lax.fori_loop(0, 50, lambda i, c: c + 0.01, x), sr, key=KEY)(ones)
+    assert abs(float(jnp.mean(inner)) - 1.5) < 0.02  # rounding to nearest would stay at 1
+    assert float(jc.emulate(lambda x: lax.fori_loop(0, 50, lambda i, c: c + 0.01, x), "e5m2")(1.0)) == 1
+
+
+def test_the_same_key_draws_the_same_again() -> None:
+    f = jc.emulate(straight, "e5m2:stochastic")
+    one = f(X, Y, key=KEY)
+    np.testing.assert_array_equal(one, jax.jit(f)(X, Y, key=KEY))
+    np.testing.assert_array_equal(one, jc.emulate(straight, "e5m2:stochastic", key=KEY)(X, Y))
+    other = jc.emulate(straight, "e5m2:stochastic", key=KEY)(jnp.tile(X, 50), jnp.tile(Y, 50), key=jax.random.key(4))
+    assert len(np.unique(np.asarray(other))) > 4

@@ -1,0 +1,294 @@
+"""round_to_format to scaled formats: kinds of input, transforms, gradients, sharding, properties."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+from jchop.spec import Spec
+
+KEY = jax.random.key(3)
+TEXTS = ("mxfp4(group=8)", "int8(channel=0)", "nvfp4", "uint4(group=8,zero_point=true)", "e4m3fn(group=(2,8))")
+
+
+def numbers(shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 6, shape)).astype(dtype)
+
+
+# -- kinds of input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_numpy_gives_numpy_of_its_dtype(dtype):
+    x = numbers((4, 24), dtype=dtype)
+    rounded = jc.round_to_format(x, "int8(channel=0)")
+    assert type(rounded) is np.ndarray
+    assert rounded.dtype == x.dtype and rounded.shape == x.shape
+    exact, scale = x.astype(np.float64), np.abs(x.astype(np.float64)).max(1, keepdims=True) / 127
+    ulp = float(jnp.finfo(dtype).eps) * np.abs(exact)
+    assert np.all(np.abs(rounded.astype(np.float64) - exact) <= 0.51 * scale + ulp)
+    # rounded once from x: 64-bit data keeps what binary32 has not
+    with jax.enable_x64(dtype == np.float64):
+        again = np.asarray(jc.round_to_format(jnp.asarray(x), "int8(channel=0)"))
+    np.testing.assert_array_equal(again, rounded)
+
+
+def test_scalars_and_lists():
+    assert jc.round_to_format(-127.0, "int8(group=tensor)") == -127.0
+    assert type(jc.round_to_format(0.0, jc.int8)) is np.float64
+    assert jc.round_to_format([7.0, 1.2, -0.4], jc.int4).tolist() == [7.0, 1.0, 0.0]
+    assert jc.round_to_format(np.zeros((0, 3), np.float32), jc.mxfp4).shape == (0, 3)
+
+
+def test_inf_and_nan_are_no_part_of_a_scale():
+    x = [np.inf, -np.inf, np.nan, 7.0, 1.4]
+    assert jc.round_to_format(x, jc.int4).tolist() == [7.0, -8.0, 7.0, 7.0, 1.0]
+    rounded = jc.round_to_format(x, jc.Spec("e5m2(group=tensor)", overflow="ieee"))
+    np.testing.assert_array_equal(rounded[:4], [np.inf, -np.inf, np.nan, 7.0])
+    assert jc.round_to_format(x, "mxfp8_e5m2(nan_block=true)").tolist() == pytest.approx([np.nan] * 5, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "spec", "error", "message"),
+    [
+        (np.ones(3, np.complex64), "mxfp4", TypeError, "takes real numbers"),
+        (1.5, "mxfp4", ValueError, "axis=-1 is none of an array of 0 dimensions"),
+        (np.ones((2, 2)), "int8(channel=2)", ValueError, "channel=2 is none of an array of 2 dimensions"),
+        (np.ones((2, 2)), "int4(group=(2,2),axis=(0,-2))", ValueError, "names an axis twice"),
+        (np.ones(3, np.float32), "binary32(group=tensor)", ValueError, "element=binary32:saturate"),
+        (np.ones(3), "mxfp4:stochastic", ValueError, "key=None"),
+    ],
+)
+def test_what_is_refused(x, spec, error, message):
+    with pytest.raises(error, match=message.replace("(", "\\(")):
+        jc.round_to_format(x, spec)
+
+
+def test_other_refusals():
+    with pytest.raises(ValueError, match="is not for scaled formats"):
+        jc.round_to_format(np.ones(3), "mxfp4:stochastic", KEY, generator="hardware")
+    with pytest.raises(NotImplementedError, match="impl='pallas'"):
+        jc.round_to_format(np.ones(3), jc.int8, impl="pallas")
+    with pytest.raises(ValueError, match="operands='mxfp4' is a scaled format"):
+        jc.MatmulSpec(operands="mxfp4")
+
+
+def test_a_format_its_call_and_its_text_are_one():
+    x = numbers((3, 40))
+    ways = [
+        "int4(group=16,scale=bfloat16)",
+        jc.int4(group=16, scale="bfloat16"),
+        Spec(jc.int4(group=16, scale=jc.bfloat16)),
+    ]
+    first, *rest = [jc.round_to_format(x, way) for way in ways]
+    for other in rest:
+        np.testing.assert_array_equal(other, first)
+
+
+# -- transforms --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["", ":stochastic"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
+    x = jnp.asarray(numbers((3, 4, 20)))
+    keys = jax.random.split(KEY, 3)
+
+    def call(x: jax.Array, key: jax.Array) -> jax.Array:
+        return jc.round_to_format(x, text + mode, key)
+
+    loop = jnp.stack([call(part, key) for part, key in zip(x, keys, strict=True)])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(call))(x, keys), loop)
+    moved = jax.vmap(call, in_axes=(1, 0), out_axes=1)(jnp.moveaxis(x, 0, 1), keys)
+    np.testing.assert_array_equal(jnp.moveaxis(moved, 1, 0), loop)
+
+
+def test_stochastic_words_are_those_of_plain_formats():
+    x = np.clip(numbers((6, 16)), -127, 127)
+    x[:, 0] = 127
+    plain = jc.round_to_format(x, "int8:stochastic", KEY)
+    np.testing.assert_array_equal(jc.round_to_format(x, "int8(channel=0):stochastic", KEY), plain)
+    part = jc.round_to_format(x[2:4], "int8(channel=0):stochastic", KEY, offset=32)
+    np.testing.assert_array_equal(part, plain[2:4])
+    tile = jc.round_to_format(x[2:4, :8], "int8(channel=0):stochastic", KEY, offset=((2, 0), (6, 16)))
+    np.testing.assert_array_equal(tile, plain[2:4, :8])
+
+
+def test_stochastic_rounding_is_unbiased():
+    x = np.full((1, 4096), 0.3, np.float32)
+    x[0, 0] = 7
+    rounded = jc.round_to_format(x, "int4(channel=0):stochastic", KEY)
+    assert set(rounded[0, 1:].tolist()) == {0.0, 1.0}
+    assert abs(rounded[0, 1:].mean() - 0.3) < 5 * (0.21 / 4095) ** 0.5
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_straight_through(text):
+    x, g = jnp.asarray(numbers((4, 20))), jnp.asarray(numbers((4, 20), 1))
+    out, pull = jax.vjp(lambda x: jc.round_to_format(x, text), x)
+    np.testing.assert_array_equal(pull(g)[0], g)
+    np.testing.assert_array_equal(jax.jvp(lambda x: jc.round_to_format(x, text), (x,), (g,))[1], g)
+    np.testing.assert_array_equal(out, jc.round_to_format(x, text))
+    second = jax.grad(lambda x: jax.grad(lambda y: jc.round_to_format(y, text).sum())(x).sum())(x)
+    np.testing.assert_array_equal(second, jnp.zeros_like(x))
+
+
+def test_clipped_where_an_element_overflows():
+    """With a scale of half the range, 7.5 of 7 is a tie that goes up to 8, and -7.5 goes to -8, which there is."""
+    x = jnp.array([[7.5, -7.5, 7.0, jnp.inf], [7.5, 1.0, 7.25, jnp.nan]])
+    expected = [[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0]]
+    spec = jc.Spec("int4(channel=0,rule=half_range)", gradient="clipped")
+    pull = jax.jit(lambda x, g: jax.vjp(lambda x: jc.round_to_format(x, spec), x)[1](g)[0])
+    np.testing.assert_array_equal(pull(x, jnp.ones_like(x)), expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "expected"),
+    [
+        ("e2m1fn(group=4,scale=e8m0fnu,rule=floor)", [7.5, -6.9, 7.0, 1.0], [0, 1, 0, 1]),
+        ("uint4(group=tensor,rule=percentile(50))", [1.0, 15.0, 20.0, -3.0, 15.4], [1, 1, 0, 0, 1]),
+        ("codebook(-1,0,1,group=tensor,rule=percentile(50))", [1.0, -1.0, 1.5, -1.01], [1, 1, 0, 0]),
+        ("uint4(group=tensor,zero_point=true)", [0.0, 15.0, 3.0], [1, 1, 1]),
+    ],
+)
+def test_clipped_by_kind_of_element(text, x, expected):
+    spec = jc.Spec(text, gradient="clipped")
+    grad = jax.grad(lambda x: jc.round_to_format(x, spec).sum())(jnp.asarray(x, jnp.float32))
+    assert grad.tolist() == expected
+
+
+def test_cotangents_are_rounded_to_scaled_formats():
+    x, g = jnp.asarray(numbers((4, 16))), jnp.asarray(numbers((4, 16), 1))
+    for gradient in ("[mxfp4(group=8)]", "[int8(channel=0):stochastic]"):
+        spec = jc.Spec("e4m3fn", gradient=gradient)
+        pulled = jax.vjp(lambda x, spec=spec: jc.round_to_format(x, spec, gradient_key=KEY), x)[1](g)[0]
+        np.testing.assert_array_equal(pulled, jc.round_to_format(g, gradient[1:-1], KEY))
+
+
+# -- sharding ----------------------------------------------------------------------------------------------------------
+
+needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+MOVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+
+
+def mesh(kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+
+
+#: Along which axes an array may be sharded without cutting a group; those whose groups are cut reduce, and no more.
+ALIGNED = [
+    ("mxfp4(group=8)", P("a", "b"), False),
+    ("mxfp4(group=8)", P(None, ("a", "b")), False),
+    ("int4(group=8,axis=0)", P("b", "a"), False),
+    ("uint4(group=8,zero_point=true)", P("a", "b"), False),
+    ("e4m3fn(group=(2,8)):stochastic", P("a", "b"), False),
+    ("int8(channel=0)", P("a", None), False),
+    ("int8(channel=0)", P("a", "b"), True),
+    ("int8(group=tensor)", P("a", "b"), True),
+    ("nvfp4", P("a", "b"), True),
+]
+
+
+@needs_eight
+@pytest.mark.parametrize(("text", "layout", "reduces"), ALIGNED)
+def test_groups_are_rounded_where_they_are(text, layout, reduces):
+    x = jnp.asarray(numbers((32, 128)))
+    placed = jax.device_put(x, NamedSharding(mesh(), layout))
+    compiled = jax.jit(lambda x: jc.round_to_format(x, text, KEY)).lower(placed).compile()
+    program = str(compiled.as_text())
+    assert not [word for word in MOVES if word in program]
+    assert ("all-reduce" in program) == reduces
+    out = compiled(placed)
+    assert out.sharding.is_equivalent_to(placed.sharding, 2)
+    np.testing.assert_array_equal(out, jc.round_to_format(x, text, KEY))
+
+
+@needs_eight
+@pytest.mark.parametrize("text", ["mxfp4(group=8)", "e4m3fn(group=(2,8))", "uint4(group=8,zero_point=true)",
+                                  "int8(channel=0,rule=percentile(90))"])  # fmt: skip
+def test_explicit_sharding_and_shard_map(text):
+    x = jnp.asarray(numbers((32, 128)))
+    expected = jc.round_to_format(x, text)
+    placed = jax.device_put(x, NamedSharding(mesh(AxisType.Explicit), P("a", "b")))
+    out = jc.round_to_format(placed, text)
+    assert out.sharding.spec == P("a", "b")  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(out, expected)
+    part = jax.shard_map(lambda x: jc.round_to_format(x, text), mesh=mesh(), in_specs=P("a"), out_specs=P("a"))
+    np.testing.assert_array_equal(part(x), expected)
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+FLOATS = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
+ROWS = st.lists(st.lists(FLOATS, min_size=8, max_size=8), min_size=2, max_size=2)
+PROPERTIES = ("mxfp4(group=4)", "int8(group=4)", "nf4(group=4)", "uint4(group=4,zero_point=true)", "bfp8(group=4)")
+
+
+@functools.cache
+def compiled(text: str) -> Any:
+    return jax.jit(lambda x: jc.round_to_format(x, text))
+
+
+def apply(text: str, x: np.ndarray) -> np.ndarray:
+    return np.asarray(compiled(text)(x.astype(np.float32)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(PROPERTIES), ROWS, st.integers(-20, 20))
+def test_powers_of_two_scale_the_result(text, rows, power):
+    x = np.array(rows, np.float32)
+    x = np.where(np.abs(x) < 2.0**-40, 0, x).astype(np.float32)
+    if not np.any(x[:, :4], 1).all() or not np.any(x[:, 4:], 1).all():
+        return  # a group of zeros has scale 1
+    np.testing.assert_array_equal(apply(text, np.ldexp(x, power)), np.ldexp(apply(text, x), power))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(PROPERTIES), ROWS)
+def test_monotone_within_a_group(text, rows):
+    x = np.array(rows, np.float32)
+    rounded = apply(text, x)
+    for group, result in zip(x.reshape(-1, 4), rounded.reshape(-1, 4), strict=True):
+        order = np.argsort(group)
+        assert np.all(np.diff(result[order]) >= 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(PROPERTIES), ROWS, st.permutations(range(4)))
+def test_groups_do_not_see_each_other(text, rows, order):
+    x = np.array(rows, np.float32).reshape(4, 4)
+    shuffled = apply(text, x[order].reshape(2, 8)).reshape(4, 4)
+    np.testing.assert_array_equal(shuffled, apply(text, x.reshape(2, 8)).reshape(4, 4)[order])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(["mxfp4(group=4)", "mxint8(group=4)", "bfp8(group=4)", "mxfp8_e5m2(group=4,rule=ceil)"]), ROWS)
+def test_powers_of_two_as_scales_are_idempotent(text, rows):
+    """Rounded once more under the scale that the result asks for, a power of two at most as large, nothing moves."""
+    rounded = apply(text, np.array(rows, np.float32))
+    np.testing.assert_array_equal(apply(text, rounded), rounded)
+
+
+@settings(deadline=None, max_examples=40)
+@given(ROWS)
+def test_an_absmax_scale_is_kept_by_the_result(rows):
+    """int8 absmax: the largest element is 127, whose product with the scale is the largest number of the result."""
+    x = np.array(rows, np.float32)
+    once = apply("int8(group=4)", x)
+    twice = apply("int8(group=4)", once)
+    np.testing.assert_allclose(twice, once, rtol=2.0**-22)
