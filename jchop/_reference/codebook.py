@@ -10,6 +10,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jchop import _bits
 from jchop._bits import Carrier
@@ -85,7 +86,11 @@ def _pick(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
 
 
 def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
-    """The same by bisection. `jnp.searchsorted` and plain indexing know nothing of explicit sharding."""
+    """The same by bisection. `jnp.searchsorted` and plain indexing know nothing of explicit sharding.
+
+    Two searches after one another, fused into one program, take XLA minutes to compile: hence the barrier.
+    """
+    value = lax.optimization_barrier(value)
     steps = len(thresholds).bit_length()
     padding = np.full((1 << steps) - 1 - len(thresholds), np.iinfo(thresholds.dtype).max, thresholds.dtype)
     table = jnp.asarray(np.concatenate([thresholds, padding]))

@@ -61,8 +61,11 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array
     assert isinstance(fmt, CodebookFormat)
     ordered = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
     patterns = [abs(bits) | (carrier.sign_bit if bits < 0 else 0) for bits in ordered] + [carrier.nan]
-    thresholds = np.arange(1, len(patterns), dtype=carrier.work)
-    bits = codebook._pick(codes, thresholds, np.array(patterns, carrier.work))
+    table = np.array(patterns, carrier.work)
+    if len(table) > codebook.COMPARE_ALL:
+        bits = codebook._take(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
+    else:
+        bits = codebook._pick(codes, np.arange(1, len(table), dtype=carrier.work), table)
     return _bits.join(jnp.zeros_like(bits), bits, carrier)
 
 

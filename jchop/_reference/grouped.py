@@ -178,6 +178,19 @@ def _multiply_back(elements: Array, fitted: _Fitted, plan: Plan) -> Array:
 
 
 def _fit(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec) -> _Fitted:
+    """Scales and zero points of the groups of `x`, worked out once for each group.
+
+    Without the barrier a compiler may work them out anew for every element, or take minutes over the fused program.
+    """
+    found = _fit_groups(x, view, groups, plan, spec)
+    scales = found.scales
+    values, zero, stored = lax.optimization_barrier(
+        ((scales.value, scales.nan, scales.tensor), found.zero, found.stored)
+    )
+    return _Fitted(Scales(*values), zero, stored)
+
+
+def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec) -> _Fitted:
     fmt, zero = _format(spec), None
     if fmt.rule == "two_level":
         whole = tensor_scale(scaled.widen(x, plan.carrier), plan)
@@ -195,7 +208,7 @@ def _fit(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec) -> _Fitt
     zeros = None if zero is None else groups.squeeze(zero)
     if not isinstance(fmt.scale, ScaledFormat):
         return _Fitted(scales, zero, (stored, zeros))
-    parts = _quantize_scales(stored, fmt.scale)
+    parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(stored), fmt.scale))
     return _Fitted(_load(parts, groups, plan, fmt), zero, (parts, zeros))
 
 

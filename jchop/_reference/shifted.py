@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jchop import _bits
 from jchop._bits import Carrier
@@ -118,7 +119,8 @@ def round_shifted(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array
 def clamp(rounded: Array, plan: Plan) -> Array:
     """Whole numbers within the ends of the element format."""
     fmt = _integers(plan)
-    return jnp.clip(rounded, fmt.min_code, fmt.max_code)
+    # Without the barrier LLVM takes ten seconds over the bounds that these ends give to all that came before.
+    return jnp.clip(lax.optimization_barrier(rounded), fmt.min_code, fmt.max_code)
 
 
 def beyond_ends(x: Array, rounded: Array, plan: Plan) -> Array:
