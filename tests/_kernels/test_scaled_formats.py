@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -194,19 +195,24 @@ MODES = (
 )  # fmt: skip
 
 
+def in_turn(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Every pair, with the carriers in turn."""
+    carriers = list(CARRIERS)
+    pairs = [(a, b, i + j) for i, a in enumerate(first) for j, b in enumerate(second)]
+    return [(a, b, carriers[turn % len(carriers)]) for a, b, turn in pairs]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", CARRIERS)
-@pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "grouping", "dtype"), in_turn(RULES, list(GROUPINGS)))
 def test_every_rule_of_every_grouping(rule, grouping, dtype):
     scale = "e4m3fn" if rule == "two_level" else "float32" if rule in RULES[4:] else "e8m0fnu"
     check(f"int4({grouping},rule={rule},scale={scale})", GROUPINGS[grouping], dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", CARRIERS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("element", ["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"])
+@pytest.mark.parametrize(
+    ("element", "mode", "dtype"), in_turn(["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"], MODES)
+)
 def test_zero_points_in_every_mode(element, mode, dtype):
     check(f"{element}group=6,zero_point=true):{mode}", (40, 17), dtype)
 
