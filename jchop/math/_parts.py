@@ -25,7 +25,7 @@ _MODF = Row("modf", ("x",), _carrier.modf, "x = f + i", holds=True)
 
 
 def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
-    """The significand m and the exponent e of x = m 2^e, as `jax.numpy.frexp`: 0.5 <= |m| < 1.
+    """The significand m and the exponent e of x = m 2^e, as `jax.numpy.frexp`: ``0.5 <= |m| < 1``.
 
     `x` and then m are rounded to `spec`; e is an integer and is not. Zeros, infinities and NaN come with e = 0.
 

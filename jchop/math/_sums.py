@@ -171,7 +171,7 @@ def norm(
     axis: Axis = None,
     keepdims: bool = False,
 ) -> Any:
-    """A norm of vectors: √(Σ x_k²), Σ |x_k| or max |x_k|, every operation rounded, nothing scaled.
+    """A norm of vectors: ``√(Σ x_k²)``, ``Σ |x_k|`` or ``max |x_k|``, every operation rounded, nothing scaled.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
