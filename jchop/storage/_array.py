@@ -87,8 +87,9 @@ class QArray:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits of all leaves over the number of elements."""
-        return 8 * self.nbytes / math.prod(self.shape)
+        """Bits of all leaves over the number of elements; NaN where there is none."""
+        count = math.prod(self.shape)
+        return 8 * self.nbytes / count if count else math.nan
 
     def __len__(self) -> int:
         if not self.shape:
