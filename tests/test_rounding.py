@@ -74,8 +74,15 @@ def test_unknown_rounding(value):
     assert repr(value) in str(e.value)
 
 
-@pytest.mark.parametrize("value", ["sat", "", None, True, Rounding.UP], ids=repr)
+@pytest.mark.parametrize("value", ["sat", "", 0, True, Rounding.UP], ids=repr)
 def test_unknown_overflow(value):
     with pytest.raises(ValueError, match=r"overflow=.* is not known; allowed: ieee, saturate, propagate, wrap") as e:
         jc.Spec("e5m2", overflow=value)
     assert repr(value) in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "expected"), [("e5m2", Overflow.IEEE), ("int8", Overflow.IEEE), ("mxfp4", Overflow.SATURATE)]
+)
+def test_the_default_overflow_is_that_of_the_format(fmt, expected):
+    assert jc.Spec(fmt).overflow is jc.Spec(fmt, overflow=None).overflow is expected
