@@ -59,8 +59,8 @@ class Spec:
         format: an element format or a `ScaledFormat`, or its text. Of a scaled format the rest says how its elements
             are rounded.
         rounding: a `Rounding`, or its text; default ``"nearest_even"``.
-        overflow: an `Overflow`, or its text. Default (None): ``"ieee"``, where fixed point and integers saturate, and for
-            a scaled format ``"saturate"``.
+        overflow: an `Overflow`, or its text. Default (None): ``"ieee"``, where fixed point and integers saturate, and
+            for a scaled format ``"saturate"``.
         random_bits: bits N that a stochastic mode draws for each element, 1 to 32, to 64 for float64 (to 31 and 63 for
             ``"stochastic_b"`` and ``"stochastic_c"``). Default: as many as there are, which leaves a bias below 2^-31
             of a quantum.
