@@ -7,8 +7,10 @@ data: XLA's CPU backend reads subnormal inputs as zero in arithmetic and compari
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,3 +143,8 @@ def compose(count: jax.Array, exponent: jax.Array, carrier: Carrier) -> jax.Arra
     normal = (biased << carrier.fraction) + (count << jnp.clip(carrier.fraction - top, 0)) - (1 << carrier.fraction)
     subnormal = count << jnp.clip(exponent - carrier.tiny_exponent, 0, carrier.fraction)
     return jnp.where(count == 0, 0, jnp.where(biased > 0, normal, subnormal))
+
+
+def types_for(dtype: Any) -> contextlib.AbstractContextManager:
+    """A context in which 64-bit data stays so, whatever the flag."""
+    return jax.enable_x64(True) if jnp.dtype(dtype).itemsize == 8 else contextlib.nullcontext()

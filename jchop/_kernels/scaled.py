@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._bits import CARRIERS
+from jchop._bits import CARRIERS, types_for
 from jchop._checks import check_int
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.round import _chunk
@@ -285,7 +285,7 @@ def dequantize_blocks(
     if scaling.rule == "two_level" and tensor_scale is None:
         raise ValueError("rule='two_level' needs the tensor_scale that the array was quantized under")
     arrays = () if tensor_scale is None else (tensor_scale,)
-    with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
+    with types_for(dtype):
         return dequantize_blocks_op(codes, scales, *arrays, scaling=scaling, size=size, dtype=dtype)
 
 
@@ -319,7 +319,7 @@ def _wide(x: Array) -> contextlib.AbstractContextManager:
     """64-bit data stays so, whatever the flag; what is no carrier is refused."""
     if x.dtype.name not in CARRIERS:
         raise TypeError(f"x has dtype {x.dtype}, which is no carrier; allowed: {', '.join(CARRIERS)}")
-    return jax.enable_x64(True) if x.dtype.itemsize == 8 else contextlib.nullcontext()
+    return types_for(x.dtype)
 
 
 def _arrays(x: Array, scaling: BlockScaling, key: Array | None, tensor_scale: Array | None) -> tuple[Array, ...]:

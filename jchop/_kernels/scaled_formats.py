@@ -5,7 +5,6 @@ Blocks along one axis go to `scaled`, which has kernels for them; everything els
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._bits import types_for
 from jchop._kernels.primitive import make_op
 from jchop._kernels.scaled import dequantize_blocks_op, fit_tensor_scale, quantize_blocks_op, round_blocks_op
 from jchop._reference.codes import packed_size
@@ -109,11 +109,6 @@ def _blocks(spec: Spec, shape: tuple[int, ...]) -> BlockScaling | None:
     return replace(scaling_of(spec), block=fmt.group, axis=fmt.axis) if 1 < fmt.group < shape[fmt.axis] else None
 
 
-def _wide(dtype: Any) -> contextlib.AbstractContextManager:
-    """64-bit data stays so, whatever the flag."""
-    return jax.enable_x64(True) if jnp.dtype(dtype).itemsize == 8 else contextlib.nullcontext()
-
-
 def _empty(shape: Sequence[int]) -> bool:
     return 0 in shape
 
@@ -186,7 +181,7 @@ def quantize_scaled(
     if _empty(x.shape):
         return _zeros(stored_shapes(spec, x.shape))
     blocks = None if given else _blocks(spec, x.shape)
-    with _wide(x.dtype):
+    with types_for(x.dtype):
         if blocks is None:
             codes, *rest = _quantize_grouped(x, given, drawn, spec=spec, place=place, impl=impl)
             return codes, *unflat(rest, fmt)
@@ -218,7 +213,7 @@ def dequantize_scaled(
     stored = _given(spec, shape, scale, zero_point)
     if not stored:
         raise ValueError(f"scale=None: {spec} needs the scales that the array was quantized under")
-    with _wide(dtype):
+    with types_for(dtype):
         if _empty(shape):
             return jnp.zeros(shape, dtype)
         return _dequantize(qvalue, stored, spec=spec, shape=shape, dtype=dtype)
@@ -231,7 +226,7 @@ def fit_scaled(x: Array, *, spec: Spec) -> tuple[Stored, Array | None]:
     if _empty(x.shape):
         _, scale, zero_point = _zeros(stored_shapes(spec, x.shape))
         return scale, zero_point
-    with _wide(x.dtype):
+    with types_for(x.dtype):
         return unflat(_fit(x, spec=spec), fmt)
 
 

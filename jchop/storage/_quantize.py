@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._bits import CARRIERS
+from jchop._bits import CARRIERS, types_for
 from jchop._checks import check_choice
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled_formats import fit_scaled, quantize_scaled, stored_shapes
@@ -79,7 +78,7 @@ def quantize(
     if spec.scaled is not None:
         spec = replace(spec, format=from_end(spec.scaled, array.ndim))
     drawn = _keys(spec, key, None)[0]
-    with _wide(array.dtype):
+    with types_for(array.dtype):
         if not isinstance(spec.format, ElementFormat):
             place, starts = _place(offset, array.shape)
             how = _How(spec, place, impl)
@@ -133,7 +132,7 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
     if form.dtype not in CARRIERS:
         raise TypeError(f"dtype={dtype!r} is no carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
-    with _wide(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)):
+    with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)):
         numbers = _dequantize(q.qvalue, q.scale, q.zero_point, add_to, form=form)
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
             return _to_numpy(numbers)
@@ -165,7 +164,7 @@ def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
         raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale")
     array, numpy = _as_array(x)
     spec = replace(spec, format=from_end(spec.scaled, array.ndim), gradient=Gradient())
-    with _wide(array.dtype):
+    with types_for(array.dtype):
         fitted = _fit(array, spec=spec)
         return jax.tree.map(_to_numpy, fitted) if numpy else fitted
 
@@ -250,11 +249,6 @@ def _described(parts: Any) -> str:
     if not hasattr(parts, "dtype") or not hasattr(parts, "shape"):
         return repr(parts)
     return f"{np.dtype(parts.dtype).name}{list(parts.shape)}"
-
-
-def _wide(dtype: Any) -> contextlib.AbstractContextManager:
-    """64-bit data stays so, whatever the flag."""
-    return jax.enable_x64(True) if np.dtype(dtype).itemsize == 8 else contextlib.nullcontext()
 
 
 def _to_numpy(leaf: Any) -> Any:
