@@ -142,6 +142,7 @@ def test_reports() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 def test_two_gibibytes_pass_in_less_memory(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     kind = np.dtype(np.float32)
@@ -152,10 +153,10 @@ def test_two_gibibytes_pass_in_less_memory(tmp_path: Path) -> None:
         for place in range(0, 1 << 31, 1 << 24):
             out.seek(4096 + place)
             out.write(np.full(64, place % 97 - 48, np.float32).tobytes())
-    code = (
-        "import resource, sys; from jchop.__main__ import main;"
+    code = (  # the peak of this program alone: ru_maxrss keeps that of the process which started it
+        "import pathlib, sys; from jchop.__main__ import main;"
         "print(main(['quantize', *sys.argv[1:], '--rule', 'a=int4(group=128,scale=bfloat16)', '--rule', 'b=nvfp4']));"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "print(pathlib.Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
     )
     argv = [sys.executable, "-c", code, str(source), str(target)]
     run = subprocess.run(argv, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT)})
