@@ -3,12 +3,13 @@
     python examples/refinement.py                     # the table of docs/math.md
     python examples/refinement.py --small --plot refinement.png
 
-Random matrices of order n have singular values that fall geometrically from 1 to 1/κ. Factors are computed in one
-format, x is held in binary32, residuals are in binary64; the corrections come from the factors ("lu") or from GMRES
-preconditioned by them ("gmres"). Each entry is the backward error ‖b - A x‖ / (‖A‖ ‖x‖ + ‖b‖) in the maximum norm after
-the last step, the largest over some matrices; binary32's unit roundoff is 6.0e-08. The theory (E. Carson and N. J.
-Higham, SIAM J. Sci. Comput. 40 (2018), table 5.1) has limits for κ in the maximum norm: 10^4 with factors in binary16,
-10^8 with GMRES.
+Random matrices of order n have singular values that fall geometrically; the rows go by their condition number in the
+maximum norm. Factors are computed in one format, of the matrix scaled by a power of two into its range (N. J. Higham,
+S. Pranesh and M. Zounon, SIAM J. Sci. Comput. 41 (2019) A2536-A2551); x is held in binary32, residuals are in binary64.
+The corrections come from the factors ("lu") or from so many steps of GMRES preconditioned by them ("gmres"). Shown is
+the backward error ‖b - A x‖ / (‖A‖ ‖x‖ + ‖b‖) in the maximum norm after the last step, the largest over some matrices.
+The unit roundoff of binary32 is 6.0e-08. The theory (E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40 (2018), table
+5.1) has limits for κ in the maximum norm: 10^4 with factors in binary16, 10^8 with GMRES.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,8 +25,22 @@ import numpy as np
 import jchop as jc
 
 FACTORS = ("binary16", "bfloat16", "float8_e4m3")
-METHODS = ("lu", "gmres")
 LIMIT = 2.0**-23  # a backward error of a few binary32 roundings counts as convergence
+
+
+class Sizes(NamedTuple):
+    """What is solved: condition numbers, in the 2-norm, of matrices of order n, how many of each, and the steps."""
+
+    conditions: tuple[float, ...]
+    n: int
+    count: int
+    steps: int
+    inner: tuple[int, ...]  # steps of GMRES; 0 for the factors alone
+    factors: tuple[str, ...] = FACTORS
+
+
+FULL = Sizes(tuple(10.0**power for power in range(1, 9)), 100, 2, 10, (0, 20, 100))
+SMALL = Sizes((10.0, 1e5), 6, 1, 4, (0, 6), FACTORS[:1])
 
 
 def matrices(n: int, condition: float, count: int) -> np.ndarray:
@@ -43,39 +59,53 @@ def backward_errors(a: np.ndarray, x: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(errors), errors, np.inf)
 
 
-def table(
-    conditions: list[float], n: int, count: int, steps: int, factors: tuple[str, ...] = FACTORS
-) -> dict[tuple[str, str], np.ndarray]:
-    """By factors and method: the largest backward error for each condition number."""
-    systems = np.stack([matrices(n, condition, count) for condition in conditions])
-    flat, b = systems.reshape(-1, n, n), np.ones(n)
-    errors = {}
+def scale_into(factor: str, a: np.ndarray) -> float:
+    """A power of two that brings elements to a tenth of the largest number of a format, or of 2^16."""
+    room = 0.1 * min(float(jc.parse(factor).format.max), 2.0**16) / np.abs(a).max()
+    return 2.0 ** np.floor(np.log2(room))
+
+
+def solutions(systems: np.ndarray, b: np.ndarray, factor: str, inner: int, steps: int) -> np.ndarray:
+    """The last iterates for some matrices."""
+    solve = partial(
+        jc.math.linalg.refine,
+        factor=factor,
+        working="binary32",
+        residual="binary64",
+        method="gmres" if inner else "lu",
+        steps=steps,
+        inner=max(inner, 1),
+    )
     with jax.enable_x64(True):
-        for factor in factors:
-            for method in METHODS:
-                solve = partial(
-                    jc.math.linalg.refine,
-                    factor=factor,
-                    working="binary32",
-                    residual="binary64",
-                    method=method,
-                    steps=steps,
-                    inner=n,
-                )
-                x = np.asarray(jax.jit(jax.vmap(lambda a, solve=solve: solve(a, jax.numpy.asarray(b))[-1]))(flat))
-                errors[factor, method] = backward_errors(flat, x, b).reshape(len(conditions), count).max(1)
-    return errors
+        return np.asarray(jax.jit(jax.vmap(lambda a: solve(a, jax.numpy.asarray(b))[-1]))(systems))
 
 
-def draw(conditions: list[float], errors: dict[tuple[str, str], np.ndarray], path: Path) -> None:
+def table(sizes: Sizes) -> tuple[np.ndarray, dict[tuple[str, int], np.ndarray]]:
+    """Condition numbers in the maximum norm; by factors and steps of GMRES, the largest backward error for each."""
+    systems = np.stack([matrices(sizes.n, condition, sizes.count) for condition in sizes.conditions])
+    flat, b = systems.reshape(-1, sizes.n, sizes.n), np.ones(sizes.n)
+    errors = {}
+    for factor in sizes.factors:
+        scale = scale_into(factor, flat)
+        for inner in sizes.inner:
+            x = solutions(flat * scale, b * scale, factor, inner, sizes.steps)
+            errors[factor, inner] = backward_errors(flat, x, b).reshape(systems.shape[:2]).max(1)
+    return np.linalg.cond(systems, np.inf).max(1), errors
+
+
+def label(factor: str, inner: int) -> str:
+    """The head of a column."""
+    return f"{factor}, gmres({inner})" if inner else f"{factor}, lu"
+
+
+def draw(conditions: np.ndarray, errors: dict[tuple[str, int], np.ndarray], path: Path) -> None:
     """The errors against the condition number, in a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for (factor, method), values in errors.items():
-        style = "-o" if method == "gmres" else ":s"
-        axes.loglog(conditions, np.minimum(values, 1e2), style, label=f"{factor}, {method}")
+    for (factor, inner), values in errors.items():
+        axes.loglog(conditions, np.minimum(values, 1e2), "-o" if inner else ":s", label=label(factor, inner))
     axes.axhline(2.0**-24, color="black", linewidth=0.5)
     axes.set(title="Refinement: binary32 solutions", xlabel="condition number", ylabel="backward error")
     axes.legend()
@@ -87,14 +117,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="few and small systems")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the errors into")
     options = parser.parse_args()
-    powers = (1, 5) if options.small else range(1, 10)
-    conditions = [10.0**power for power in powers]
-    errors = table(conditions, *((6, 1, 4, FACTORS[:1]) if options.small else (20, 4, 10)))
-    print("| κ | " + " | ".join(f"{factor}, {method}" for factor, method in errors) + " |")
+    conditions, errors = table(SMALL if options.small else FULL)
+    print("| κ | " + " | ".join(label(*column) for column in errors) + " |")
     print("|---" * (1 + len(errors)) + "|")
-    for i, power in enumerate(powers):
+    for i, condition in enumerate(conditions):
         cells = (f"{e[i]:.0e}" if e[i] > LIMIT else f"**{e[i]:.0e}**" for e in errors.values())
-        print(f"| 10^{power} | " + " | ".join(cells) + " |")
+        print(f"| {condition:.0e} | " + " | ".join(cells) + " |")
     if options.plot:
         draw(conditions, errors, options.plot)
         print(f"wrote {options.plot}")

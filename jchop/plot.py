@@ -1,4 +1,4 @@
-"""Pictures: heat maps of tables, and the values of a format along the number line.
+"""Pictures: heat maps of tables, the values of a format along the number line, and where a program loses its digits.
 
 Every function returns a `matplotlib.figure.Figure` of its own and saves nothing. Matplotlib (extra ``plot``) is
 imported on first use, and pyplot never is, so no window opens and no global state changes.
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Panel", "heat_map", "value_grid"]
+    from jchop._emulate import Report, Row
+
+__all__ = ["Panel", "heat_map", "report", "value_grid"]
 
 _NORMAL, _SUBNORMAL, _INK = "#31688e", "#d95f02", "#333333"
 
@@ -275,4 +277,79 @@ def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
     axes.set_ylabel("largest relative error", fontsize=10)
     axes.grid(axis="both", color="#e5e5e5", linewidth=0.7)
     axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
+    """The operations of an emulated program as bars: their errors, and what overflowed or became zero.
+
+    One pair of bars for each row of the report, in the order of the program. On the left, logarithmic, the largest
+    relative error of one operation and of the program so far; an operation without an error has no bar. On the right,
+    how many results overflowed and how many became zero.
+
+    Args:
+        seen: what ``jchop.emulate.report(..., trace_values=True)`` returned.
+        title: the title above the bars. Default ``"Where the digits go"``.
+
+    Raises:
+        TypeError: for anything else than a report.
+        ValueError: for a report that was made without ``trace_values=True``, or has no rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from jchop import plot
+        >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
+        >>> figure = plot.report(jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True))
+        >>> [label.get_text().split() for label in figure.axes[0].get_yticklabels()]
+        [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
+    """
+    from matplotlib.figure import Figure
+
+    rows, traced = getattr(seen, "rows", None), getattr(seen, "traced", False)
+    if rows is None:
+        raise TypeError(f"seen={seen!r} must be what jchop.emulate.report returned")
+    if not traced or not rows:
+        raise ValueError("seen must hold what was seen: pass trace_values=True to jchop.emulate.report, for a program "
+                         "with at least one operation")  # fmt: skip
+    figure = Figure(figsize=(10, 1.9 + 0.46 * len(rows)), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=15, fontweight="bold", color=_INK)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _draw_errors(left, rows)
+    _draw_losses(right, rows)
+    left.set_yticks(range(len(rows)), [_operation(row) for row in rows], fontsize=9)
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    return figure
+
+
+def _operation(row: Row) -> str:
+    name = f"{row.scope} {row.primitive}".strip()
+    return f"{name}\n{row.spec}" + (f", sums {row.sums}" if row.sums else "")
+
+
+def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
+    bars = {"of the operation": [row.error for row in rows], "of the program so far": [row.deviation for row in rows]}
+    shown = [value for values in bars.values() for value in values if 0 < value < math.inf]
+    low = min(shown, default=1e-3) / 4
+    _draw_pairs(axes, bars, low, lambda value: f" {value:.1e}")
+    axes.set_xscale("log")
+    axes.set_xlim(low, 8 * max(shown, default=1.0))  # room for the numbers
+    axes.set_xlabel("largest relative error", fontsize=10)
+
+
+def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
+    bars = {"overflowed": [row.overflows for row in rows], "became zero": [row.underflows for row in rows]}
+    _draw_pairs(axes, bars, 0.0, lambda value: f" {value:.0f}")
+    axes.set_xlim(0, 1.25 * max(1, *(value for values in bars.values() for value in values)))
+    axes.set_xlabel("number of results", fontsize=10)
+
+
+def _draw_pairs(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> None:
+    """Two bars for each row, each with its number; none where it is zero or not known."""
+    for shift, colour, (name, values) in zip((-0.19, 0.19), (_NORMAL, _SUBNORMAL), bars.items(), strict=True):
+        known = [(place + shift, value) for place, value in enumerate(values) if 0 < value < math.inf]
+        axes.barh([y for y, _ in known], [v - low for _, v in known], 0.36, low, color=colour, label=name)
+        for y, value in known:
+            axes.text(value, y, text(value), va="center", fontsize=8, color=_INK)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9, frameon=False)
+    axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -16,6 +16,8 @@ import jchop as jc
 
 KEY = jax.random.key(0)
 SPECS = ("e5m10", "e5m10:stochastic")
+#: Of programs that take long to compile where every operation draws.
+LARGE = [SPECS[0], pytest.param(SPECS[1], marks=pytest.mark.slow)]
 SUM = jc.MatmulSpec(accumulate="e6m12")
 
 
@@ -59,7 +61,7 @@ def test_a_cnn(spec: str) -> None:
     assert_low(got, run(state, x), 0.01)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", LARGE)
 def test_a_transformer_block(spec: str) -> None:
     graph, state = nnx.split(Block(nnx.Rngs(0)))
     run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
@@ -68,6 +70,7 @@ def test_a_transformer_block(spec: str) -> None:
     assert_low(got, run(state, x), 0.02)
 
 
+@pytest.mark.slow
 def test_the_derivative_of_a_block() -> None:
     """Straight-through it is near the carrier's; as a module that is called, too."""
     block = Block(nnx.Rngs(0))
@@ -78,7 +81,7 @@ def test_the_derivative_of_a_block() -> None:
     assert not np.array_equal(got, want)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", LARGE)
 def test_an_adam_step(spec: str) -> None:
     optimizer = optax.adam(0.25)
     params = {"w": jc.round_to_format(jax.random.normal(KEY, (4,)), "e5m10")}
@@ -98,7 +101,7 @@ def test_an_adam_step(spec: str) -> None:
         np.testing.assert_allclose(moments[0].mu["w"], by_hand, rtol=2e-3)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", LARGE)
 def test_conjugate_gradients(spec: str) -> None:
     a = jnp.diag(jnp.arange(1.0, 5.0)) + 0.1
     b = jnp.ones(4)

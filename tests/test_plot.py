@@ -7,13 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
+import jchop as jc
 from jchop.formats import CATALOGUE, ElementFormat, parse_format
-from jchop.plot import Panel, heat_map, value_grid
+from jchop.plot import Panel, heat_map, report, value_grid
 from jchop.spec import parse
 
 ROWS, COLUMNS = ("e4m3", "half"), ("nearest_even", "up", "toward_zero")
@@ -141,3 +144,42 @@ def test_value_grid_refuses_scaled_formats() -> None:
         TypeError, match="fmt='mxfp4' has no values of its own to draw; pass its element 'float4_e2m1fn'"
     ):
         value_grid("mxfp4")
+
+
+def squares_and_sums(x: jax.Array) -> jax.Array:
+    with jax.named_scope("squares"):
+        y = x * x
+    return jnp.exp(y) + 1.0
+
+
+def test_report_draws_what_was_seen() -> None:
+    low = jc.emulate(squares_and_sums, "e4m3")
+    seen = jc.emulate.report(low, jnp.array([0.03, 0.3, 2.0, 15.0, 40.0]), trace_values=True)
+    figure = report(seen, title="a program")
+    left, right = figure.axes
+    names = [label.get_text() for label in left.get_yticklabels()]
+    assert names == ["squares mul\nfloat8_e4m3", "exp\nfloat8_e4m3", "add\nfloat8_e4m3"]
+    errors = [value for name in ("error", "deviation") for row in seen.rows if (value := getattr(row, name))]
+    assert texts(figure, 0) == [f" {value:.1e}" for value in errors] and len(errors) >= 4
+    lost = [[r.overflows for r in seen.rows if r.overflows], [r.underflows for r in seen.rows if r.underflows]]
+    assert texts(figure, 1) == [f" {count}" for counts in lost for count in counts] and all(lost)
+    widths = [bar.get_path().get_extents(bar.get_patch_transform()).x1 for bar in left.patches]
+    assert np.allclose(widths, errors)
+    legend = right.get_legend()
+    assert legend is not None and {text.get_text() for text in legend.get_texts()} == {"overflowed", "became zero"}
+    assert figure.get_suptitle() == "a program" and png(figure).startswith(b"\x89PNG")
+
+
+def test_report_without_losses() -> None:
+    low = jc.emulate(lambda x: x + 1.0, "e5m10")
+    figure = report(jc.emulate.report(low, jnp.array([1.0, 2.0]), trace_values=True))
+    assert [texts(figure, i) for i in (0, 1)] == [[], []]
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_report_that_saw_nothing() -> None:
+    low = jc.emulate(jnp.exp, "e5m10")
+    with pytest.raises(ValueError, match="trace_values=True"):
+        report(jc.emulate.report(low, jnp.ones(2)))
+    with pytest.raises(TypeError, match=r"seen=\[\] must be what jchop.emulate.report returned"):
+        report([])  # type: ignore[arg-type]

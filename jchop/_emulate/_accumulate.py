@@ -16,8 +16,8 @@ from jax import lax
 from jchop._bits import CARRIERS
 from jchop._emulate._known import within
 from jchop._emulate._perform import bind, round_value, straight_through
-from jchop._emulate._plan import Step
 from jchop._emulate._seeds import Seeds
+from jchop._emulate._step import Step
 from jchop._kernels.matmul import matmul_op
 from jchop._reference.elements import round_elements
 from jchop._reference.operations import draws, operation_carrier

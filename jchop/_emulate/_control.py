@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jchop._emulate._perform import bind, straight_through
-from jchop._emulate._plan import Step, carry_count
-from jchop._emulate._rules import CUSTOM_CALLS, PLAIN_CALLS, REMAT_CALLS
+from jchop._emulate._rules import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS
 from jchop._emulate._seeds import Seeds
+from jchop._emulate._step import Step, carry_count
 
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
@@ -141,7 +141,7 @@ def _shard_map(step: Step, seeds: Seeds | None, args: list[Any], interpret: Inte
 
 
 RUNS: dict[str, Callable[..., list[Any]]] = {
-    **dict.fromkeys(PLAIN_CALLS, _call),
+    **dict.fromkeys((*PLAIN_CALLS, *HIGH_CALLS), _call),
     **dict.fromkeys(REMAT_CALLS, _remat),
     **dict.fromkeys(CUSTOM_CALLS, _custom),
     "custom_linear_solve": _solve,

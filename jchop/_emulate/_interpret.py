@@ -11,10 +11,12 @@ from jax.extend.core import Literal
 
 from jchop._emulate import _control
 from jchop._emulate._accumulate import accumulated
+from jchop._emulate._complex import by_parts
 from jchop._emulate._known import constant_of, is_float
+from jchop._emulate._linear import factored
 from jchop._emulate._perform import Task, bind, perform, power_draws, round_value
-from jchop._emulate._plan import Plan, Step
 from jchop._emulate._seeds import Seeds
+from jchop._emulate._step import Plan, Step
 from jchop._reference.operations import draws
 from jchop.spec import Spec
 
@@ -110,4 +112,6 @@ _BY_KIND: dict[str, Callable[[Step, Seeds | None, list[Any]], list[Any]]] = {
     **dict.fromkeys(("exact", "power", "elementary", "made", "converted"), _performed),
     "extremum": _extremum,
     "accumulating": _accumulated,
+    "linear": factored,
+    "complex": by_parts,
 }

@@ -14,9 +14,9 @@ from jax.extend.core import Literal
 from jchop._emulate._interpret import run_step
 from jchop._emulate._known import constant_of, is_float
 from jchop._emulate._perform import bind
-from jchop._emulate._plan import Plan, Step, carry_count
 from jchop._emulate._rules import CALLS
 from jchop._emulate._seeds import Seeds
+from jchop._emulate._step import Plan, Step, carry_count
 
 __all__ = ["Measure", "measure"]
 

@@ -7,73 +7,20 @@ number of its own.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
 
-from jchop._bits import CARRIERS
-from jchop._emulate._known import CARRIER_DTYPES, Known, common, holds_all, is_complex, is_float, within
-from jchop._emulate._rules import CALLS, KINDS, Choice, Settings, scope_of
-from jchop._reference.grid import require_carrier
-from jchop._reference.operations import check_operation, operation_carrier
-from jchop._reference.ranges import require_operation
-from jchop.formats import bfloat16, binary16, binary32, binary64
+from jchop._emulate._known import Known, common, holds_all, is_complex, is_float
+from jchop._emulate._outcome import OUTCOMES
+from jchop._emulate._rules import CALLS, COMPLEX, HIGH_CALLS, KINDS, Settings, scope_of
+from jchop._emulate._step import Plan, Step, carry_count, jaxpr_of
 from jchop.spec import Spec
 
-__all__ = ["Plan", "Planner", "Step", "carry_count", "jaxpr_of"]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One equation and what becomes of it."""
-
-    eqn: Any
-    kind: str
-    scope: str
-    choice: Choice
-    rounds: tuple[bool, ...]  # which operands are rounded first
-    known: tuple[Known, ...]  # of the operands, once rounded
-    out: tuple[Known, ...]
-    number: int  # of the first of its roundings
-    inner: tuple[Plan, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The primitive."""
-        return self.eqn.primitive.name
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The steps of a jaxpr."""
-
-    jaxpr: Any
-    consts: tuple[Any, ...]
-    steps: tuple[Step, ...]
-    out: tuple[Known, ...]
-
-    def walk(self) -> Iterator[Step]:
-        """Every step, those of inner plans after the one they belong to."""
-        for step in self.steps:
-            yield step
-            for plan in step.inner:
-                yield from plan.walk()
-
-
-def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr and its constants; newer versions of JAX keep them in one object."""
-    return getattr(value, "jaxpr", value), tuple(getattr(value, "consts", ()))
-
-
-def carry_count(params: dict[str, Any]) -> tuple[int, int]:
-    """The numbers of constants and of carried values of a scan."""
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(list(consts)), len(list(carry))
+__all__ = ["Planner"]
 
 
 class Planner:
@@ -110,21 +57,34 @@ class Planner:
         floats = [is_float(v.aval) for v in eqn.outvars]
         if not any(floats) and not any(is_complex(v.aval) for v in eqn.outvars):
             return replace(step, kind="untouched", out=(None,) * len(floats))
-        if step.kind == "unknown" or any(is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        if any(is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            step = self._complex(step)
+        elif step.kind == "unknown":
             step = self._unknown(step)
-        return _OUT[step.kind](step)
+        return OUTCOMES[step.kind](step)
 
     def _unknown(self, step: Step) -> Step:
-        is_unknown, how = step.kind == "unknown", self.settings.unknown
-        if how == "carrier":
+        if self.settings.unknown == "carrier":
             return replace(step, kind="carrier")
-        if how == "raise" or not is_unknown:
-            what = "there is no rule for it" if is_unknown else "it is complex, which is not emulated"
+        if self.settings.unknown == "raise":
             raise NotImplementedError(
-                f"primitive {step.name!r} (scope {step.scope!r}): {what}; pass unknown='carrier' to leave such "
-                "primitives in the carrier" + (", unknown='round_output' to round their results" * is_unknown)
+                f"primitive {step.name!r} (scope {step.scope!r}): there is no rule for it; pass unknown='carrier' to "
+                "leave such primitives in the carrier, unknown='round_output' to round their results"
             )
         return replace(step, kind="made")
+
+    def _complex(self, step: Step) -> Step:
+        if step.name in COMPLEX:
+            return replace(step, kind="complex")
+        if step.kind == "structural" or _widens_to_complex(step):
+            return replace(step, kind="carrier" if step.kind == "converted" else "structural")
+        if self.settings.unknown == "carrier":
+            return replace(step, kind="carrier")
+        raise NotImplementedError(
+            f"primitive {step.name!r} (scope {step.scope!r}): of complex numbers only sums, differences and products "
+            "have a rule; write it with real and imaginary parts, or pass unknown='carrier' to leave such primitives "
+            "in the carrier"
+        )
 
     # -- equations that hold others ------------------------------------------------------------------------------------
 
@@ -133,6 +93,16 @@ class Planner:
         inner = self.plan(
             params.get("jaxpr", params.get("call_jaxpr")), step.known, scope_of(step.scope, "", params.get("name"))
         )
+        return replace(step, inner=(inner,), out=inner.out)
+
+    def _high_call(self, step: Step) -> Step:
+        (primitive,) = step.eqn.params.values()
+
+        def expanded(*values: Any) -> Any:
+            return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, values)))
+
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
+        inner = self.plan(jax.make_jaxpr(expanded)(*avals), step.known, step.scope)
         return replace(step, inner=(inner,), out=inner.out)
 
     def _solve(self, step: Step) -> Step:
@@ -177,6 +147,7 @@ def _kept(before: tuple[Known, ...], after: tuple[Known, ...]) -> tuple[Known, .
 
 _CONTROL = {
     **dict.fromkeys(CALLS, Planner._call),
+    **dict.fromkeys(HIGH_CALLS, Planner._high_call),
     "custom_linear_solve": Planner._solve,
     "cond": Planner._cond,
     "scan": Planner._scan,
@@ -191,124 +162,23 @@ def _known_of(v: Any, env: dict[Any, Known], spec: Spec | None) -> Known:
     return spec if is_float(v.aval) and holds_all(spec, v.val) else None
 
 
-# -- what is known of results ------------------------------------------------------------------------------------------
+def _widens_to_complex(step: Step) -> bool:
+    """Whether it only puts zeros beside real numbers, or moves complex ones to a wider dtype."""
+    if step.kind != "converted":
+        return False
+    source, target = step.eqn.invars[0].aval, step.eqn.outvars[0].aval
+    return is_complex(target) and (not is_complex(source) or source.dtype.itemsize <= target.dtype.itemsize)
 
 
-def _results(step: Step, known: Known) -> tuple[Known, ...]:
-    return tuple(known if is_float(v.aval) else None for v in step.eqn.outvars)
-
-
-def _rounded_operands(step: Step, spec: Spec | None) -> Step:
-    floats = [is_float(v.aval) for v in step.eqn.invars]
-    rounds = tuple(f and not within(k, spec) for f, k in zip(floats, step.known, strict=True))
-    known = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
-    return replace(step, rounds=rounds, known=known)
-
-
-def _operation(step: Step) -> Step:
-    """Operands rounded, the result rounded."""
-    spec = step.choice.spec
-    for v in (*step.eqn.invars, *step.eqn.outvars):
-        _check(step, spec, v.aval, exact=step.kind in ("exact", "power"))
-    return replace(_rounded_operands(step, spec), out=_results(step, spec))
-
-
-def _made(step: Step) -> Step:
-    for v in step.eqn.outvars:
-        _check(step, step.choice.spec, v.aval, exact=False)
-    return replace(step, out=_results(step, step.choice.spec))
-
-
-def _accumulating(step: Step) -> Step:
-    spec, how = step.choice.spec, step.choice.accumulate
-    step = _operation(step)
-    if how is None:
-        return step
-    carrier = operation_carrier(step.eqn.outvars[0].aval.dtype)
-    for name in ("product", "accumulate"):
-        require_operation(getattr(how, name), carrier, f"accumulate: {name}")
-    if how.operands is not None:
-        require_carrier(how.operands, carrier)
-    return replace(step, out=_results(step, spec or how.accumulate))
-
-
-def _structural(step: Step) -> Step:
-    step = _rounded_constants(step)
-    if step.name in _BY_OPERAND:
-        return replace(step, out=tuple(step.known[: len(step.eqn.outvars)]))
-    known = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if is_float(v.aval)]
-    return replace(step, out=_results(step, common(known)))
-
-
-def _rounded_constants(step: Step) -> Step:
-    """Constants of the program are rounded where they are moved, too; infinities are not, where they only bound."""
-    spec = step.choice.spec
-    rounds = tuple(
-        spec is not None and isinstance(v, Literal) and is_float(v.aval) and k is None and math.isfinite(v.val)
-        for v, k in zip(step.eqn.invars, step.known, strict=True)
-    )
-    for v, r in zip(step.eqn.invars, rounds, strict=True):
-        if r:
-            _check(step, spec, v.aval, exact=False)
-    known = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
-    return replace(step, rounds=rounds, known=known)
-
-
-#: Structural primitives whose first results are made of one operand each.
-_BY_OPERAND = {"sort", "optimization_barrier", "device_put", "copy", "copy_p", "pvary", "pcast", "psum_invariant"}
-
-
-def _converted(step: Step) -> Step:
-    """A conversion: what is known stays so where the new dtype holds it all."""
-    spec, (source,), (target,) = step.choice.spec, step.eqn.invars, step.eqn.outvars
-    _check(step, spec, target.aval, exact=not is_float(source.aval))
-    known = step.known[0]
-    if is_float(source.aval) and known is not None and within(known, _OF_DTYPE.get(target.aval.dtype.name)):
-        return replace(step, kind="structural", out=(known,))
-    return replace(step, out=(spec,))
-
-
-_OF_DTYPE = {
-    name: Spec(fmt) for name, fmt in zip(CARRIER_DTYPES, (binary16, bfloat16, binary32, binary64), strict=True)
-}
-
-
-def _carried(step: Step) -> Step:
-    return replace(step, out=(None,) * len(step.eqn.outvars))
-
-
-_OUT = {
-    "exact": _operation,
-    "power": _operation,
-    "elementary": _operation,
-    "made": _made,
-    "structural": _structural,
-    "extremum": _structural,
-    "converted": _converted,
-    "accumulating": _accumulating,
-    "carrier": _carried,
-}
-
-
-def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
-    """Refuse a dtype that cannot hold what the spec gives."""
-    if spec is None or not is_float(aval):
-        return
-    name = aval.dtype.name
-    if name not in CARRIER_DTYPES:
-        raise TypeError(
-            f"primitive {step.name!r} has a value of dtype {name}, which is no carrier; allowed: "
-            f"{', '.join(CARRIER_DTYPES)}. Leave it alone by a rule, such as rules={{{step.name!r}: None}}"
-        )
-    if exact:
-        check_operation(spec, aval.dtype)
-    else:
-        require_carrier(spec, CARRIERS[name])
+#: Two operands of two parts, and four products and two sums.
+_OF_PARTS = 10
 
 
 def _numbers(step: Step) -> int:
     """How many numbers the roundings of a step may take: operands, results, and the products of a power."""
     if step.inner:
         return len(step.inner) + 1
+    if step.kind == "complex":
+        return _OF_PARTS
     power = abs(step.eqn.params["y"]).bit_length() * 2 if step.kind == "power" else 0
     return 2 * len(step.eqn.invars) + len(step.eqn.outvars) + 4 + power

@@ -15,7 +15,7 @@ from jchop._checks import check_bool
 from jchop._emulate._emulate import Emulated, enter, seeds_of, trace
 from jchop._emulate._known import is_float
 from jchop._emulate._measure import Measure, measure
-from jchop._emulate._plan import Plan, Step
+from jchop._emulate._step import Plan, Step
 
 __all__ = ["Report", "Row", "report"]
 

@@ -15,8 +15,10 @@ from jchop.spec import Gradient, Spec, as_spec
 
 __all__ = [
     "CALLS",
+    "COMPLEX",
     "CUSTOM_CALLS",
     "EXACT",
+    "HIGH_CALLS",
     "KINDS",
     "PLAIN_CALLS",
     "REMAT_CALLS",
@@ -51,14 +53,21 @@ _STRUCTURAL = """
     cummax cummin device_put dynamic_slice dynamic_update_slice expand_dims gather jchop_on_cotangent mesh_cast name
     optimization_barrier pad pbroadcast pcast pgather pmax pmin ppermute pvary reduce_max reduce_min
     reduce_window_max reduce_window_min reshape reshard rev scatter scatter-max scatter-min scatter_max scatter_min
-    select_n sharding_constraint slice sort split squeeze stop_gradient tile top_k transpose layout_constraint
+    select_n sharding_constraint slice sort split squeeze stack stop_gradient tile top_k transpose unstack
+    layout_constraint
 """
 _ACCUMULATING = "reduce_sum reduce_prod cumsum cumprod dot_general conv_general_dilated reduce_window_sum"
+#: Matrices: the textbook's algorithms, every operation rounded.
+_LINEAR = "triangular_solve cholesky lu qr"
+#: What has a rule for complex operands or results: parts that are real operations, beside what only moves numbers.
+COMPLEX = frozenset(["add", "add_any", "sub", "mul", "square", "neg", "conj", "real", "imag", "complex"])
 #: Calls of another program, by how they are put together again.
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "call")
+#: Primitives of a higher level, which newer versions of JAX have for some functions; they say what they consist of.
+HIGH_CALLS = ("call_hi_primitive",)
 REMAT_CALLS = ("remat", "remat2", "checkpoint")
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
-CALLS = (*PLAIN_CALLS, *REMAT_CALLS, *CUSTOM_CALLS, "shard_map")
+CALLS = (*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS, "shard_map")
 _CONTROL = " ".join((*CALLS, "custom_linear_solve scan while cond"))
 #: What each primitive is.
 KINDS: dict[str, str] = {
@@ -72,6 +81,7 @@ KINDS: dict[str, str] = {
         ("extremum", "max min"),
         ("converted", "convert_element_type"),
         ("accumulating", _ACCUMULATING),
+        ("linear", _LINEAR),
         ("control", _CONTROL),
     )
     for name in names.split()

@@ -1,13 +1,15 @@
 """Operations whose exact result is rounded once: the choice of the cheapest way that is exact.
 
-From what is known of the operands' ranges before anything is computed, each operation takes one of three ways:
+From what is known of the operands' ranges before anything is computed, each operation takes one of four ways:
 
 1. the hardware's operation and then a rounding, where the hardware's result is exact or its error cannot be seen;
 2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells where the exact sum lies;
-3. integer arithmetic (`wide`), right for every input.
+3. the same on scaled operands (`full_range`), for float32 and formats with its exponents;
+4. integer arithmetic (`wide`), right for every input.
 
 Ways 1 and 2 are taken only where no operand, term or result can be a subnormal of the carrier, which devices may read
-as zero, and where no product is inexact, so that a compiler that contracts a b + c to one operation changes nothing.
+as zero. In all ways no product is inexact that meets a sum, so that a compiler that contracts a b + c to one operation
+changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import Carrier
-from jchop._reference import wide
+from jchop._reference import full_range, wide
+from jchop._reference.cut import cut, is_cut, needs_parts, parts
 from jchop._reference.elements import round_elements
 from jchop._reference.exact import Exact, round_exact
 from jchop._reference.nearest import adds_to_round, round_by_adding
@@ -33,7 +36,7 @@ from jchop._reference.ranges import (
     require_operation,
     sum_range,
 )
-from jchop.formats import FloatFormat
+from jchop.formats import FloatFormat, binary32
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -51,6 +54,8 @@ __all__ = [
 ]
 
 Array = jax.Array
+
+_BINARY32 = Spec(binary32)
 
 
 def multiply(
@@ -70,8 +75,11 @@ def multiply(
     Raises:
         ValueError: where `spec` wraps, and a product need not fit the carrier.
     """
+    spec = _unless_own(spec, carrier)
     if _product_is_exact(xr, yr, carrier) and _ends_agree(product_range(xr, yr), spec, carrier):
         return _rounded(x * y, product_range(xr, yr), spec, carrier, word)
+    if full_range.multiplies(spec, carrier, xr, yr):
+        return full_range.multiply(x, y, spec, word)
     _refuse_wrapping(spec, product_range(xr, yr), carrier)
     return round_exact(wide.multiply(x, y, carrier), spec, carrier, word)
 
@@ -81,6 +89,7 @@ def add(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | N
 
     A sum that is exactly zero is +0, under `Rounding.DOWN` -0; that of two zeros of one sign has theirs.
     """
+    spec = _unless_own(spec, carrier)
     total = sum_range(xr, yr)
     zero_sign = carrier.sign_bit if spec is not None and spec.rounding is Rounding.DOWN else 0
     if _is_normal(total, carrier):
@@ -91,7 +100,9 @@ def add(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | N
             return _rounded(_signed_zero(x + y, x, y, zero_sign, carrier), total, spec, carrier, word)
         if spec is not None and has_spare_bits(spec.format, carrier) and _has_room(total, spec, carrier):
             _refuse_wrapping(spec, total, carrier)
-            return round_exact(_two_sum(x, y, total, zero_sign, spec, carrier), spec, carrier, word)
+            return _rounded_sum(x, y, total, zero_sign, spec, carrier, word)
+    if full_range.adds(spec, carrier):
+        return full_range.add(x, y, spec, word, xr, yr)
     _refuse_wrapping(spec, total, carrier)
     return round_exact(wide.add(x, y, carrier, zero_sign), spec, carrier, word)
 
@@ -128,6 +139,11 @@ def divide(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array 
 
 
 # -- which way ---------------------------------------------------------------------------------------------------------
+
+
+def _unless_own(spec: Spec | None, carrier: Carrier) -> Spec | None:
+    """None for what float32 does by itself."""
+    return None if carrier.name == "float32" and spec == _BINARY32 else spec
 
 
 def _is_normal(r: Range, carrier: Carrier) -> bool:
@@ -211,13 +227,30 @@ def _signed_zero(total: Array, x: Array, y: Array, zero_sign: int, carrier: Carr
     return _bits.join(jnp.where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier)
 
 
-def _two_sum(x: Array, y: Array, total: Range, zero_sign: int, spec: Spec, carrier: Carrier) -> Exact:
-    """The exact sum of values whose sum and its terms are normal values of the carrier, zeros, infinities or NaN."""
+def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tuple[Array, Array, Array]:
+    """Sign and magnitude of the hardware's sum, and what is missing from it, as seen from zero; NaN beside infinities.
+
+    For values whose sum and its terms are normal values of the carrier, zeros, infinities or NaN.
+    """
     rounded = x + y
     back = rounded - x
     error = (x - (rounded - back)) + (y - back)
     sign, magnitude = _bits.split(_signed_zero(rounded, x, y, zero_sign, carrier), carrier)
-    error = jnp.where(sign != 0, -error, error)  # as seen from zero; NaN beside infinities
+    return sign, magnitude, lax.bitcast_convert_type(lax.bitcast_convert_type(error, carrier.work) ^ sign, error.dtype)
+
+
+def _rounded_sum(
+    x: Array, y: Array, total: Range, zero_sign: int, spec: Spec, carrier: Carrier, word: Array | None
+) -> Array:
+    """The exact sum rounded once, from the hardware's and its error."""
+    sign, magnitude, error = _sum_and_error(x, y, zero_sign, carrier)
+    if is_cut(spec, carrier) and total.quantum >= range_of(spec, carrier).quantum:
+        error = parts(error, magnitude, spec, carrier) if needs_parts(spec) else error
+        return cut(sign, magnitude, magnitude, error, spec, carrier, word)
+    return round_exact(_as_exact(sign, magnitude, error, total, spec, carrier), spec, carrier, word)
+
+
+def _as_exact(sign: Array, magnitude: Array, error: Array, total: Range, spec: Spec, carrier: Carrier) -> Exact:
     magnitude = magnitude - (error < 0).astype(magnitude.dtype)
     inexact = (error < 0) | (error > 0)
     unsigned, width = jnp.dtype(f"uint{carrier.work_width}"), carrier.work_width

@@ -20,7 +20,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
-from jchop._reference import arithmetic, full_range
+from jchop._reference import arithmetic
 from jchop._reference.arithmetic import Range, range_of, require_operation
 from jchop._reference.elements import round_elements
 from jchop._reference.exact import round_exact
@@ -143,8 +143,6 @@ def _widened(x: Array) -> Array:
 
 
 def _add(step: _Step, x: Array, y: Array) -> Array:
-    if full_range.has_full_range(step.spec, step.carrier, step.known):
-        return full_range.add(x, y, step.spec)
     return arithmetic.add(x, y, *step.rest, *step.known)
 
 
@@ -153,8 +151,6 @@ def _sub(step: _Step, x: Array, y: Array) -> Array:
 
 
 def _mul(step: _Step, x: Array, y: Array) -> Array:
-    if full_range.has_full_range(step.spec, step.carrier, step.known):
-        return full_range.multiply(x, y, step.spec)
     return arithmetic.multiply(x, y, *step.rest, *step.known)
 
 

@@ -66,7 +66,8 @@ from jchop.math._elementwise import (
 )
 from jchop.math._matmul import matmul
 from jchop.math._parts import diff, frexp, ldexp, modf
-from jchop.math._sums import cumprod, cumsum, mean, norm, prod, std, sum, var
+from jchop.math._running import cumprod, cumsum, prod
+from jchop.math._sums import mean, norm, std, sum, var
 
 __all__ = [
     "abs",

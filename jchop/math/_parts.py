@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,11 @@ from jchop.math._family import Row, as_dtype, call, check_backward, exactly
 from jchop.spec import Spec, as_spec
 
 __all__ = ["diff", "frexp", "ldexp", "modf"]
+
+#: Which axes; None means all.
+Axis = int | Sequence[int] | None
+#: The same, counted from 0.
+Axes = tuple[int, ...]
 
 _FREXP = Row("frexp", ("x",), _carrier.frexp, "x = m 2^e", holds=True)
 _MODF = Row("modf", ("x",), _carrier.modf, "x = f + i", holds=True)
@@ -173,3 +179,13 @@ def check_axis(axis: Any, ndim: int, name: str = "axis") -> int:
     if not ndim:
         raise ValueError(f"{name}={axis!r}, but x is a scalar; it needs at least one axis")
     return check_int(name, axis, -ndim, ndim - 1) % ndim
+
+
+def as_axes(axis: Any, ndim: int) -> Axes:
+    """The axes that are meant, from 0 on, in order; None means all."""
+    if axis is None:
+        return tuple(range(ndim))
+    axes = tuple(check_axis(a, ndim) for a in (axis if isinstance(axis, Sequence) else (axis,)))
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"axis={axis!r} names an axis twice")
+    return tuple(sorted(axes))

@@ -1,4 +1,4 @@
-"""Sums and products along axes, and what is made of them; every step is rounded, in a named order."""
+"""Sums along axes, and what is made of them; every step is rounded, in a named order."""
 
 from __future__ import annotations
 
@@ -14,35 +14,27 @@ from jchop._bits import CARRIERS
 from jchop._checks import check_bool
 from jchop._kernels.matmul import matmul_op
 from jchop._reference.arithmetic import carrier_range
-from jchop._reference.grid import require_carrier
-from jchop._reference.operations import check_operation, draws
+from jchop._reference.operations import draws
 from jchop._reference.random_bits import seed_words
-from jchop._reference.sums import cumulative, product_along, sum_along
+from jchop._reference.sums import sum_along
 from jchop._round import round_to_format
 from jchop.accumulation import MatmulSpec
 from jchop.math._door import (
     Array,
-    SpecLike,
     SumSpecLike,
     as_array,
     as_matmul_spec,
     as_operands,
     check_matmul_spec,
     checked_key,
-    own_carrier,
     run,
     widened,
 )
-from jchop.math._family import check_backward, exactly
+from jchop.math._family import exactly
 from jchop.math._matmul import product_of_matrices, to_dtype
-from jchop.math._parts import check_axis
-from jchop.spec import Spec, as_spec
+from jchop.math._parts import Axes, Axis, as_axes
 
-__all__ = ["cumprod", "cumsum", "mean", "norm", "prod", "std", "sum", "var"]
-
-Axis = int | Sequence[int] | None
-_Axes = tuple[int, ...]
-
+__all__ = ["mean", "norm", "std", "sum", "var"]
 
 # -- the public functions ----------------------------------------------------------------------------------------------
 
@@ -203,78 +195,6 @@ def norm(
     return _reduced(_NORMS[ord], x, mspec, key, axis, keepdims)
 
 
-def prod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The product of elements, one after the other from 1, every multiplication rounded.
-
-    Args:
-        x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
-        spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the products, where
-            every step has seeds of its own. Default None.
-        axis: an axis, or several, whose elements are then taken in C order; None (default): all.
-        keepdims: keep the axes, of length one. Default False.
-
-    Returns:
-        Of the dtype of `x`; 1 for no elements. The derivative is that of `jax.numpy.prod` at the rounded elements.
-
-    Raises:
-        TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.
-
-    Example:
-        >>> import jchop as jc
-        >>> float(jc.math.prod([3.0, 3.0, 3.0], "e5m2"))
-        24.0
-    """
-    return _stepped(_prod, x, spec, key, axis, keepdims)
-
-
-def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
-    """The sums of the elements up to each one: c <- A(c + x_k) from +0, every addition rounded.
-
-    Args:
-        x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
-        spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the sums, where every
-            step has seeds of its own. Default None.
-        axis: along which; None (default): over all elements, in C order, as in `jax.numpy.cumsum`.
-
-    Returns:
-        Of the dtype of `x`, and its shape but for ``axis=None``.
-
-    Raises:
-        TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.
-
-    Example:
-        >>> import jchop as jc
-        >>> jc.math.cumsum([1.0, 0.25, 0.125, 4.0], "e5m2").tolist()
-        [1.0, 1.25, 1.5, 6.0]
-    """
-    return _stepped(partial(_cumulative, "sum"), x, spec, key, axis, False)
-
-
-def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
-    """The products of the elements up to each one: c <- A(c x_k) from 1, every multiplication rounded.
-
-    Args:
-        x: as in `jchop.math.cumsum`.
-        spec: as in `jchop.math.cumsum`.
-        key: as in `jchop.math.cumsum`.
-        axis: as in `jchop.math.cumsum`.
-
-    Returns:
-        As `jchop.math.cumsum`.
-
-    Raises:
-        TypeError, ValueError: as for `jchop.math.cumsum`.
-
-    Example:
-        >>> import jchop as jc
-        >>> jc.math.cumprod([3.0, 3.0, 3.0], "e5m2").tolist()
-        [3.0, 8.0, 24.0]
-    """
-    return _stepped(partial(_cumulative, "prod"), x, spec, key, axis, False)
-
-
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
@@ -288,26 +208,17 @@ def _as_sum_spec(value: Any) -> MatmulSpec:
     return value
 
 
-def _axes(axis: Any, ndim: int) -> _Axes:
-    if axis is None:
-        return tuple(range(ndim))
-    axes = tuple(check_axis(a, ndim) for a in (axis if isinstance(axis, Sequence) else (axis,)))
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"axis={axis!r} names an axis twice")
-    return tuple(sorted(axes))
-
-
 def _reduced(function: Callable[..., Array], x: Any, spec: MatmulSpec, key: Any, axis: Axis, keepdims: bool) -> Any:
     check_bool("keepdims", keepdims)
     (array,) = as_operands("x", (x,))
     check_matmul_spec(spec, array.dtype)
     key = checked_key(key, spec.stochastic, spec)
-    return run(partial(_over_rows, function, spec, _axes(axis, array.ndim), keepdims), (array,), key)
+    return run(partial(_over_rows, function, spec, as_axes(axis, array.ndim), keepdims), (array,), key)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _over_rows(
-    function: Callable[..., Array], spec: MatmulSpec, axes: _Axes, keepdims: bool, x: Array, key: Array | None
+    function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, x: Array, key: Array | None
 ) -> Array:
     """`function` of rows, a matrix of float32 or float64, in C order of the reduced axes."""
     keys = (None,) * 4 if key is None else tuple(jax.random.split(key, 4))
@@ -319,7 +230,7 @@ def _over_rows(
     return jnp.expand_dims(result, axes) if keepdims else result
 
 
-def _rows(x: Array, axes: _Axes) -> tuple[Array, tuple[int, ...]]:
+def _rows(x: Array, axes: Axes) -> tuple[Array, tuple[int, ...]]:
     kept = [a for a in range(x.ndim) if a not in axes]
     outer = tuple(x.shape[a] for a in kept)
     return jnp.transpose(x, (*kept, *axes)).reshape(math.prod(outer), math.prod(x.shape[a] for a in axes)), outer
@@ -401,53 +312,3 @@ _NORMS: dict[float | None, Callable[..., Array]] = {
     2: _euclidean,
     math.inf: _largest,
 }
-
-
-# -- products and what they run through --------------------------------------------------------------------------------
-
-
-def _stepped(function: Callable[..., Array], x: Any, spec: SpecLike, key: Any, axis: Axis, keepdims: bool) -> Any:
-    check_bool("keepdims", keepdims)
-    spec = as_spec(spec)
-    (array,) = as_operands("x", (x,))
-    require_carrier(spec, own_carrier(array.dtype))
-    check_operation(spec, array.dtype)
-    check_backward(spec)
-    axes = None if axis is None else _axes(axis, array.ndim)
-    key = checked_key(key, draws(spec), spec)
-    return run(partial(_steps, function, spec, axes, keepdims), (array,), key)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
-def _steps(
-    function: Callable[..., Array], spec: Spec, axes: _Axes | None, keepdims: bool, x: Array, key: Array | None
-) -> Array:
-    keys = (None, None) if key is None else tuple(jax.random.split(key))
-    rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
-    result = function(spec, axes, rounded, keys[1])
-    return (jnp.expand_dims(result, axes or tuple(range(x.ndim))) if keepdims else result).astype(x.dtype)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _prod(spec: Spec, axes: _Axes | None, x: Array, key: Array | None) -> Array:
-    if axes == ():
-        return x
-    return product_along(x.ravel() if axes is None else x, axes or 0, spec, None if key is None else seed_words(key))
-
-
-@_prod.defjvp
-def _prod_jvp(spec: Spec, axes: _Axes | None, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    smooth = partial(jnp.prod, axis=axes)
-    return _prod(spec, axes, *primals), jax.jvp(smooth, primals[:1], tangents[:1])[1]
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _cumulative(kind: str, spec: Spec, axes: _Axes | None, x: Array, key: Array | None) -> Array:
-    flat, axis = (x.ravel(), 0) if axes is None else (x, axes[0])
-    return cumulative(kind, flat, axis, spec, None if key is None else seed_words(key))
-
-
-@_cumulative.defjvp
-def _cumulative_jvp(kind: str, spec: Spec, axes: _Axes | None, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    smooth = partial({"sum": jnp.cumsum, "prod": jnp.cumprod}[kind], axis=None if axes is None else axes[0])
-    return _cumulative(kind, spec, axes, *primals), jax.jvp(smooth, primals[:1], tangents[:1])[1]

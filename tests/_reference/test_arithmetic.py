@@ -373,7 +373,10 @@ WAYS = [
     ("e5m10:stochastic", E5M10, Range(-48, 22, 32), False),
     ("e5m10", E5M10, Range(-126, 11, 16), False),  # small terms hide ties among the subnormals: TwoSum
     ("e5m10", E5M10, Range(-127, 11, 16), True),  # terms of the carrier's subnormals
-    ("bfloat16", BFLOAT16, BFLOAT16, True),
+    ("bfloat16", BFLOAT16, BFLOAT16, False),  # scaled
+    ("bfloat16:stochastic", BFLOAT16, Range(-149, 24, 128), False),
+    ("bfloat16:stochastic_c", BFLOAT16, BFLOAT16, True),
+    ("binary32", BFLOAT16, BFLOAT16, False),
     ("e5m10:up", E5M10, Range(100, 11, 126), False),
     ("e5m10:up", E5M10, Range(100, 11, 127), True),  # the sum may be 2^127 or more, and be rounded up
     ("e5m10", E5M10, Range(100, 11, 128), False),  # infinite in the carrier or not, it overflows

@@ -20,7 +20,8 @@ from oracle import Special, Value
 
 import jchop as jc
 from jchop._bits import CARRIERS
-from jchop._reference import arithmetic, full_range, operations, root
+from jchop._reference import full_range, operations, root, wide
+from jchop._reference.exact import round_exact
 from jchop._reference.operations import OPERANDS, check_operation, fold_seeds, operation, words
 from jchop._reference.random_bits import seed_words
 from jchop._reference.ranges import carrier_range, range_of
@@ -110,24 +111,66 @@ def test_operations_of_values_of_the_format(name: str, text: str, rng: np.random
         assert not len(where), (name, text, mode, len(where), shown)
 
 
-@pytest.mark.parametrize("text", ["bfloat16", "tf32", "e8m1"])
-@pytest.mark.parametrize("name", ["add", "mul"])
-def test_full_range_is_what_integers_give(name: str, text: str, rng: np.random.Generator) -> None:
-    """Over the whole range, every pair of exponents met, and next to the bounds that the cheap way has."""
-    n = 100_000
-    spec, carrier = jc.parse(text), CARRIERS["float32"]
+def whole_range(n: int, rng: np.random.Generator) -> np.ndarray:
+    """Pairs of float32 numbers: any, nearly opposite, with products next to the subnormals, with sums that overflow."""
     words = rng.integers(0, 2**32, (2, n), dtype=np.uint32)
-    words[1, : n // 2] = (words[0, : n // 2] & 0x7FFFFFFF) + rng.integers(-40, 41, n // 2) * 2**22 & 0xFFFFFFFF
-    words[0, : n // 4] &= 0xBFFFFFFF
-    words[:, -1000:] = rng.integers(0, 2**25, (2, 1000)) | rng.integers(0, 2, (2, 1000)) << 31
-    x, y = np.asarray(jc.round_to_format(words.view(np.float32), spec))
-    own = range_of(spec, carrier)
-    assert full_range.has_full_range(spec, carrier, (own, own))
-    got = np.asarray(jax.jit(lambda x, y: operation(name, [x, y], spec))(x, y))
-    slow = {"add": arithmetic.add, "mul": arithmetic.multiply}[name]
-    want = np.asarray(jax.jit(lambda x, y: slow(x, y, spec, carrier, None, own, own))(x, y))
-    where = cases.differences(got, want.view(np.uint32), oracle.CARRIERS["float32"])
-    assert not len(where), [(x[i].item().hex(), y[i].item().hex(), got[i], want[i]) for i in where[:5]]
+    part = n // 8
+    words[1, : 3 * part] = words[0, : 3 * part] + rng.integers(-40, 41, 3 * part) * 2**22 & 0xFFFFFFFF
+    words[1, : 3 * part] ^= rng.integers(0, 2, 3 * part).astype(np.uint32) << 31
+    words[0, :part] &= 0xBFFFFFFF
+    exponents = rng.integers(0, 255, part)
+    other = np.clip(128 - exponents + rng.integers(-40, 4, part), 0, 254)
+    at = slice(3 * part, 4 * part)
+    words[:, at] = words[:, at] & 0x807FFFFF | (np.stack([exponents, other]) << 23).astype(np.uint32)
+    words[:, 4 * part : 5 * part] |= 0x7C000000
+    words[:, -part:] &= 0x81FFFFFF
+    pairs = words.view(np.float32)
+    specials = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 2.0**-149, -(2.0**-149), 2.0**-126], np.float32)
+    pairs[:, -100:] = np.repeat(specials, 10), np.tile(specials, 10)
+    return pairs
+
+
+#: Formats with the exponents of float32, and whether operands are values of the format or any.
+FULL = [("bfloat16", True), ("bfloat16", False), ("tf32", True), ("e8m1", True), ("e8m15", False), ("binary32", False)]
+FULL_MODES = tuple(mode for mode in MODES if mode != "stochastic_c")
+
+
+@pytest.mark.parametrize(("text", "own"), FULL)
+def test_full_range_is_what_integers_give(text: str, own: bool, rng: np.random.Generator) -> None:
+    """Over the whole range, every pair of exponents met, and next to the bounds that the cheap way has."""
+    n, carrier, fmt = 40_000, CARRIERS["float32"], jc.parse(text).format
+    specs = [jc.Spec(fmt, rounding=mode) for mode in FULL_MODES]
+    specs += [
+        jc.Spec(fmt, overflow=how, rounding=m) for how in ("saturate", "propagate") for m in ("nearest_even", "up")
+    ]
+    specs += [jc.Spec(fmt, rounding="stochastic", random_bits=5)]
+    specs = [None] if text == "binary32" else specs
+    r = range_of(specs[0], carrier) if own else carrier_range(carrier)
+    x, y = whole_range(n, rng)
+    if own:
+        x, y = np.asarray(jc.round_to_format(np.stack([x, y]), fmt))
+    word = drawn(n, oracle.CARRIERS["float32"], rng)
+
+    @jax.jit
+    def both(x: jax.Array, y: jax.Array, word: jax.Array) -> list:
+        out = []
+        for spec in specs:
+            zero = carrier.sign_bit if spec is not None and spec.rounding.value == "down" else 0
+            assert full_range.adds(spec, carrier)
+            got, exact = full_range.add(x, y, spec, word, r, r), wide.add(x, y, carrier, zero)
+            out.append((f"add, {spec}", got, round_exact(exact, spec, carrier, word)))
+            if full_range.multiplies(spec, carrier, r, r):
+                got, exact = full_range.multiply(x, y, spec, word), wide.multiply(x, y, carrier)
+                out.append((f"multiply, {spec}", got, round_exact(exact, spec, carrier, word)))
+        names.extend(name for name, _, _ in out)
+        return [values for _, *values in out]
+
+    names: list[str] = []
+    results = both(x, y, word)
+    assert len(names) == len(specs) * (2 if own else 1)
+    for name, (got, want) in zip(names, results, strict=True):
+        where = cases.differences(np.asarray(got), np.asarray(want).view(np.uint32), oracle.CARRIERS["float32"])
+        assert not len(where), (name, [(x[i].item().hex(), y[i].item().hex(), got[i], want[i]) for i in where[:5]])
 
 
 # -- roots -------------------------------------------------------------------------------------------------------------

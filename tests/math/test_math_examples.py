@@ -43,8 +43,8 @@ def test_factors_are_off_by_a_few_units(lines: list[list[str]]) -> None:
 @pytest.mark.parametrize("lines", ["refinement"], indirect=True)
 def test_refinement_needs_gmres_at_condition_1e5(lines: list[list[str]]) -> None:
     head, _, easy, hard = lines
-    assert head == ["κ", "binary16,", "lu", "binary16,", "gmres"]
-    assert [easy[0], hard[0]] == ["10^1", "10^5"]
+    assert head == ["κ", "binary16,", "lu", "binary16,", "gmres(6)"]
+    assert 10 <= float(easy[0]) < 100 and 1e5 <= float(hard[0]) < 1e6
     good = [cell.startswith("**") for cell in (*easy[1:], *hard[1:])]
     assert good == [True, True, False, True]
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jchop._checks import check_bool
+from jchop._linalg.direct import eliminate, factor_orthogonal, factor_symmetric, substitute, through_factors
+from jchop._linalg.steps import Steps
 from jchop.math._door import SpecLike, as_array
-from jchop.math.linalg._steps import Steps, evaluate, right_side, square
+from jchop.math.linalg._steps import evaluate, right_side, square
 
 Array = jax.Array
 
@@ -48,23 +49,6 @@ def solve_triangular(
     return evaluate(partial(substitute, lower=lower, unit=unit_diagonal), "ab", (a, b), spec, key)
 
 
-def substitute(steps: Steps, a: Array, b: Array, *, lower: bool, unit: bool) -> Array:
-    """The solution, by columns: each known element is taken out of the equations that are left."""
-    n = b.shape[0]
-    places = jnp.arange(n)
-
-    def turn(i: Array, x: Array) -> Array:
-        j = i if lower else n - 1 - i
-        now = steps.at(i)
-        column = a[:, j]
-        found = x[j] if unit else now.div(x[j], column[j])
-        rest = now.sub(x, now.mul(column, found))
-        left = places > j if lower else places < j
-        return jnp.where(left, rest, jnp.where(places == j, found, x))
-
-    return lax.fori_loop(0, n, turn, b)
-
-
 def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """The factors of a[p] = l u, with partial pivoting (Higham, algorithm 9.2, by outer products).
 
@@ -89,28 +73,11 @@ def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """
     a = as_array(a)
     square(a)
-    return evaluate(eliminate, "a", (a,), spec, key)
+    return evaluate(_lu, "a", (a,), spec, key)
 
 
-def eliminate(steps: Steps, a: Array) -> tuple[Array, Array]:
-    """The packed factors, and the rows in the order in which they became pivots."""
-    n = a.shape[0]
-    places = jnp.arange(n)
-
-    def turn(k: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        a, p = state
-        now = steps.at(k)
-        candidates = jnp.where(places >= k, jnp.abs(a[:, k]), -1)
-        best = jnp.argmax(candidates)
-        order = places.at[k].set(best).at[best].set(k)
-        a, p = a[order], p[order]
-        below = places > k
-        multipliers = now.div(a[:, k], a[k, k])
-        rest = now.sub(a, now.mul(multipliers[:, None], a[k][None, :]))
-        a = jnp.where(below[:, None] & below[None, :], rest, a)
-        return a.at[:, k].set(jnp.where(below, multipliers, a[:, k])), p
-
-    return lax.fori_loop(0, n, turn, (a, jnp.arange(n, dtype=jnp.int32)))
+def _lu(steps: Steps, a: Array) -> tuple[Array, Array]:
+    return eliminate(steps, a)[:2]
 
 
 def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -142,12 +109,6 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
     return evaluate(through_factors, ("factors[0]", "b"), (packed, b[p]), spec, key)
 
 
-def through_factors(steps: Steps, packed: Array, b: Array) -> Array:
-    """The solution for a right-hand side in the order of the pivots."""
-    y = substitute(steps, packed, b, lower=True, unit=True)
-    return substitute(steps, packed, y, lower=False, unit=False)
-
-
 def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """The lower triangular l of a = l lᵀ (Higham, algorithm 10.2, by outer products).
 
@@ -170,23 +131,7 @@ def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """
     a = as_array(a)
     square(a)
-    return evaluate(_cholesky, "a", (a,), spec, key)
-
-
-def _cholesky(steps: Steps, a: Array) -> Array:
-    n = a.shape[0]
-    places = jnp.arange(n)
-
-    def turn(k: Array, a: Array) -> Array:
-        now = steps.at(k)
-        root = now.sqrt(a[k, k])
-        column = now.div(a[:, k], root)
-        rest = now.sub(a, now.mul(column[:, None], column[None, :]))
-        below = places > k
-        a = jnp.where(below[:, None] & below[None, :], rest, a)
-        return a.at[:, k].set(jnp.where(places == k, root, jnp.where(below, column, a[:, k])))
-
-    return jnp.tril(lax.fori_loop(0, n, turn, a))
+    return evaluate(factor_symmetric, "a", (a,), spec, key)
 
 
 def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -216,40 +161,4 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     a = as_array(a)
     if a.ndim != 2 or a.shape[0] < a.shape[1]:
         raise ValueError(f"a has shape {tuple(a.shape)}; it must be (m, n) with m >= n (jax.vmap takes many)")
-    return evaluate(_qr, "a", (a,), spec, key)
-
-
-def _qr(steps: Steps, a: Array) -> tuple[Array, Array]:
-    m, n = a.shape
-    places = jnp.arange(m)
-
-    def turn(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        a, vs, taus = state
-        now = steps.at(k)
-        x = jnp.where(places >= k, a[:, k], 0)
-        first = a[k, k]
-        beta = -jnp.copysign(now.norm(x), first)
-        nothing = beta == 0
-        tau = jnp.where(nothing, 0, now.div(now.sub(beta, first), beta))
-        v = jnp.where(places > k, now.div(x, now.sub(first, beta)), (places == k).astype(a.dtype))
-        v = jnp.where(nothing & (places != k), 0, v)
-        r = _reflected(now, a, v, tau)
-        column = jnp.where(places == k, jnp.where(nothing, first, beta), jnp.where(places > k, 0, a[:, k]))
-        r = jnp.where(jnp.arange(n)[None, :] > k, r, a).at[:, k].set(column)
-        return r, vs.at[k].set(v), taus.at[k].set(tau)
-
-    start = (a, jnp.zeros((n, m), a.dtype), jnp.zeros(n, a.dtype))
-    r, vs, taus = lax.fori_loop(0, n, turn, start)
-
-    def back(i: Array, q: Array) -> Array:
-        k = n - 1 - i
-        return _reflected(steps_of_q.at(i), q, vs[k], taus[k])
-
-    steps_of_q = steps.at(n)
-    return lax.fori_loop(0, n, back, jnp.eye(m, dtype=a.dtype)), r
-
-
-def _reflected(now: Steps, a: Array, v: Array, tau: Array) -> Array:
-    """A reflection a - v (tau (vᵀ a))."""
-    w = now.mul(tau, now.matmul(v[None], a)[0])
-    return now.sub(a, now.mul(v[:, None], w[None, :]))
+    return evaluate(factor_orthogonal, "a", (a,), spec, key)

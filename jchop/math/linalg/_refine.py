@@ -12,15 +12,16 @@ from jax import lax
 
 from jchop._bits import CARRIERS
 from jchop._checks import check_choice, check_int
+from jchop._linalg.direct import eliminate, through_factors
+from jchop._linalg.steps import Steps
 from jchop._reference.operations import draws
 from jchop._reference.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop.math._carrier import frexp
 from jchop.math._door import SpecLike, as_array, as_operands, checked_key, run, widened
 from jchop.math._family import as_dtype
-from jchop.math.linalg._direct import eliminate, through_factors
 from jchop.math.linalg._krylov import minimal_residual
-from jchop.math.linalg._steps import Steps, check_specs, right_side, square, without_derivative
+from jchop.math.linalg._steps import check_specs, right_side, square, without_derivative
 from jchop.spec import Spec, as_spec
 
 Array = jax.Array
@@ -113,7 +114,7 @@ def _iterates(plan: _Plan, operands: list[Array], keys: list[Array | None]) -> A
         Steps(spec, None if k is None or not draws(spec) else seed_words(k), a.dtype)
         for spec, k in zip((plan.factor, plan.working, plan.residual), keys, strict=True)
     )
-    packed, p = eliminate(factor, factor.rounded(a))
+    packed, p, _ = eliminate(factor, factor.rounded(a))
 
     def from_factors(now: Steps, r: Array) -> Array:
         """(l u)⁻¹ r by the factors as they are, with `r` of any size."""

@@ -1,8 +1,7 @@
-"""The arithmetic of an algorithm: operations on arrays of rounded values, each with random words of its own."""
+"""The door of linear algebra: operands rounded, the arithmetic made, and no derivative."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,108 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._bits import CARRIERS
-from jchop._kernels.matmul import matmul_op
+from jchop._linalg.steps import Steps
 from jchop._reference.grid import require_carrier
-from jchop._reference.operations import check_operation, draws, fold_seeds, operation, words
+from jchop._reference.operations import check_operation, draws
 from jchop._reference.random_bits import seed_words
-from jchop._reference.ranges import Range, carrier_range
-from jchop._reference.sums import sum_along
 from jchop._round import round_to_format
-from jchop.accumulation import MatmulSpec
-from jchop.formats import binary32, binary64
 from jchop.math._door import SpecLike, as_operands, checked_key, own_carrier, run, widened
 from jchop.math._family import as_dtype
 from jchop.spec import Spec, as_spec
 
 Array = jax.Array
-
-#: The format that is a carrier's own, whose arithmetic is that of the hardware.
-_OWN = {"float32": Spec(binary32), "float64": Spec(binary64)}
-
-
-class Steps:
-    """Operations in the arithmetic of one spec; each call in a program draws from a part of the stream of its own.
-
-    Args:
-        spec: what every result is rounded to.
-        seeds: six uint32 where it draws, else None.
-        dtype: float32 or float64; its own format is left to the hardware.
-        turn: of the loop that it is for.
-    """
-
-    def __init__(self, spec: Spec, seeds: Sequence[Array] | None, dtype: Any, turn: Any = 0) -> None:
-        self.spec, self.seeds, self.dtype, self.turn = spec, seeds, dtype, turn
-        self._in = None if spec == _OWN[dtype.name] else spec
-        self._numbers = itertools.count()
-
-    def at(self, step: Any) -> Steps:
-        """The same arithmetic in turn `step` of a loop."""
-        seeds = None if self.seeds is None else fold_seeds(self.seeds, next(self._numbers), step)
-        return Steps(self.spec, seeds, self.dtype, step)
-
-    def _operation(self, name: str, *operands: Array, ranges: Sequence[Range] = ()) -> Array:
-        number = next(self._numbers)
-        operands = tuple(jnp.broadcast_arrays(*operands))
-        word = None if self.seeds is None else words(self.seeds, operands[0], number)
-        return operation(name, operands, self._in, word, ranges=ranges)
-
-    def add(self, x: Array, y: Array) -> Array:
-        """The sum x + y."""
-        return self._operation("add", x, y)
-
-    def sub(self, x: Array, y: Array) -> Array:
-        """The difference x - y."""
-        return self._operation("sub", x, y)
-
-    def mul(self, x: Array, y: Array) -> Array:
-        """The product x y."""
-        return self._operation("mul", x, y)
-
-    def div(self, x: Array, y: Array) -> Array:
-        """The quotient x / y."""
-        return self._operation("div", x, y)
-
-    def sqrt(self, x: Array) -> Array:
-        """The root √x."""
-        return self._operation("sqrt", x)
-
-    def matmul(self, a: Array, b: Array) -> Array:
-        """A product of matrices, or of a matrix and a vector, every sum in sequential order."""
-        spec = self._in
-        columns = b if b.ndim == 2 else b[:, None]
-        seeds = self._twelve()
-        how = MatmulSpec(spec, spec, spec)
-        out = matmul_op(a[None], columns[None], *(() if seeds is None else (seeds,)), spec=how)[0]
-        return out if b.ndim == 2 else out[:, 0]
-
-    def dot(self, x: Array, y: Array) -> Array:
-        """The sum of products of two vectors."""
-        return self.matmul(x[None], y)[0]
-
-    def sum(self, x: Array) -> Array:
-        """The sum over the first axis."""
-        return sum_along(x, 0, MatmulSpec(self._in, accumulate=self._in), self._twelve(), matmul=matmul_op)
-
-    def norm(self, x: Array) -> Array:
-        """The Euclidean norm √(Σ x_k²)."""
-        return self.sqrt(self.dot(x, x))
-
-    def _twelve(self) -> Array | None:
-        if self.seeds is None:
-            return None
-        number = next(self._numbers)
-        return jnp.stack([*fold_seeds(self.seeds, number, 0), *fold_seeds(self.seeds, number, 1)])
-
-    def rounded(self, x: Array) -> Array:
-        """Any values of the carrier, rounded."""
-        if self._in is None:
-            return x
-        whole = carrier_range(CARRIERS[x.dtype.name])
-        return self._operation("add", x, jnp.where(jnp.signbit(x), -0.0, 0.0).astype(x.dtype), ranges=(whole, whole))
-
-
-# -- the door ----------------------------------------------------------------------------------------------------------
 
 
 def evaluate(
@@ -156,8 +63,8 @@ def without_derivative(function: Callable[..., Any], operands: Any, key: Any) ->
 @without_derivative.defjvp
 def _refuse(function: Callable[..., Any], primals: tuple, tangents: tuple) -> Any:
     raise NotImplementedError(
-        "functions of jchop.math.linalg have no derivative; differentiate those of jax.scipy.linalg, or use "
-        "jax.lax.custom_linear_solve around them"
+        "functions of jchop.math.linalg have no derivative; jchop.emulate of jax.numpy.linalg.solve and its like runs "
+        "the same algorithms and has that of the carrier"
     )
 
 

@@ -1,0 +1,79 @@
+"""Factorizations and triangular systems: the step-by-step algorithms of `_linalg`, every operation rounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._emulate._perform import bind, straight_through
+from jchop._emulate._seeds import Seeds
+from jchop._emulate._step import Step
+from jchop._linalg.direct import eliminate, factor_orthogonal, factor_symmetric, substitute
+from jchop._linalg.steps import Steps
+from jchop._reference.operations import draws, fold_seeds
+
+Array = jax.Array
+Run = Callable[..., tuple[Array, ...]]
+
+__all__ = ["factored"]
+
+
+def factored(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The results of an equation of linear algebra, for each matrix of a batch; derivatives are the carrier's."""
+    own = partial(bind, step.eqn.primitive, step.eqn.params)
+    if step.choice.spec is None:
+        return own(*args)
+    return straight_through(partial(_batch, step), own, [jnp.asarray(x) for x in args], seeds)
+
+
+def _batch(step: Step, arrays: list[Array], seeds: Seeds | None) -> list[Array]:
+    spec, run = step.choice.spec, partial(_RUNS[step.name], step.eqn.params)
+    assert spec is not None
+    number = step.number + 2 * len(arrays)
+    six = seeds.turn(number).of(*arrays) if draws(spec) and seeds is not None else None
+
+    def one(index: Array, *matrices: Array) -> tuple[Array, ...]:
+        own = None if six is None else fold_seeds(six, 0, index)
+        return run(Steps(spec, own, matrices[0].dtype), *matrices)
+
+    outer = arrays[0].shape[:-2]
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
+    results = jax.vmap(one)(jnp.arange(math.prod(outer), dtype=jnp.uint32), *flat)
+    return [x.reshape(*outer, *x.shape[1:]) for x in results]
+
+
+# -- one rule each -----------------------------------------------------------------------------------------------------
+
+
+def _triangular(params: dict[str, Any], steps: Steps, a: Array, b: Array) -> tuple[Array]:
+    """op(a) x = b, or x op(a) = b, which is its transpose."""
+    left, lower = params["left_side"], params["lower"]
+    flip = params["transpose_a"] == left
+    a, b = a.T if flip else a, b if left else b.T
+    x = substitute(steps, a, b, lower=lower != flip, unit=params["unit_diagonal"])
+    return (x if left else x.T,)
+
+
+def _cholesky(params: dict[str, Any], steps: Steps, a: Array) -> tuple[Array]:
+    del params
+    return (factor_symmetric(steps, a),)
+
+
+def _lu(params: dict[str, Any], steps: Steps, a: Array) -> tuple[Array, Array, Array]:
+    del params
+    packed, permutation, pivots = eliminate(steps, a)
+    return packed, pivots, permutation
+
+
+def _qr(params: dict[str, Any], steps: Steps, a: Array) -> tuple[Array, Array]:
+    q, r = factor_orthogonal(steps, a)
+    n = a.shape[1]
+    return (q, r) if params["full_matrices"] else (q[:, :n], r[:n])
+
+
+_RUNS: dict[str, Run] = {"triangular_solve": _triangular, "cholesky": _cholesky, "lu": _lu, "qr": _qr}

@@ -1,0 +1,116 @@
+"""Triangular systems and factorizations of one matrix, every operation rounded, on values that are rounded already.
+
+The algorithms are the textbook ones: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._linalg.steps import Steps
+
+Array = jax.Array
+
+
+def substitute(steps: Steps, a: Array, b: Array, *, lower: bool, unit: bool) -> Array:
+    """The solution for one right-hand side, or for each column of several (Higham, algorithm 8.1).
+
+    By columns of the matrix: each known element is taken out of the equations that are left.
+    """
+    n = b.shape[0]
+    places = jnp.arange(n)[:, None]
+
+    def turn(i: Array, x: Array) -> Array:
+        j = i if lower else n - 1 - i
+        now = steps.at(i)
+        column = a[:, j, None]
+        found = x[j] if unit else now.div(x[j], column[j])
+        rest = now.sub(x, now.mul(column, found[None]))
+        left = places > j if lower else places < j
+        return jnp.where(left, rest, jnp.where(places == j, found[None], x))
+
+    return lax.fori_loop(0, n, turn, b.reshape(n, -1)).reshape(b.shape)
+
+
+def eliminate(steps: Steps, a: Array) -> tuple[Array, Array, Array]:
+    """The packed factors, the rows in the order in which they became pivots, and where each step found its own."""
+    n = a.shape[0]
+    places = jnp.arange(n)
+
+    def turn(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        a, p, pivots = state
+        now = steps.at(k)
+        candidates = jnp.where(places >= k, jnp.abs(a[:, k]), -1)
+        best = jnp.argmax(candidates)
+        order = places.at[k].set(best).at[best].set(k)
+        a, p = a[order], p[order]
+        below = places > k
+        multipliers = now.div(a[:, k], a[k, k])
+        rest = now.sub(a, now.mul(multipliers[:, None], a[k][None, :]))
+        a = jnp.where(below[:, None] & below[None, :], rest, a)
+        a = a.at[:, k].set(jnp.where(below, multipliers, a[:, k]))
+        return a, p, pivots.at[k].set(best.astype(jnp.int32))
+
+    return lax.fori_loop(0, n, turn, (a, jnp.arange(n, dtype=jnp.int32), jnp.zeros(n, jnp.int32)))
+
+
+def through_factors(steps: Steps, packed: Array, b: Array) -> Array:
+    """The solution for a right-hand side in the order of the pivots."""
+    y = substitute(steps, packed, b, lower=True, unit=True)
+    return substitute(steps, packed, y, lower=False, unit=False)
+
+
+def factor_symmetric(steps: Steps, a: Array) -> Array:
+    """Cholesky's lower factor, from the lower triangle (Higham, algorithm 10.2, by outer products)."""
+    n = a.shape[0]
+    places = jnp.arange(n)
+
+    def turn(k: Array, a: Array) -> Array:
+        now = steps.at(k)
+        root = now.sqrt(a[k, k])
+        column = now.div(a[:, k], root)
+        rest = now.sub(a, now.mul(column[:, None], column[None, :]))
+        below = places > k
+        a = jnp.where(below[:, None] & below[None, :], rest, a)
+        return a.at[:, k].set(jnp.where(places == k, root, jnp.where(below, column, a[:, k])))
+
+    return jnp.tril(lax.fori_loop(0, n, turn, a))
+
+
+def factor_orthogonal(steps: Steps, a: Array) -> tuple[Array, Array]:
+    """q, square, and r by Householder reflections (Higham, sections 19.1 to 19.3); see `jchop.math.linalg.qr`."""
+    m, n = a.shape
+    places = jnp.arange(m)
+
+    def turn(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        a, vs, taus = state
+        now = steps.at(k)
+        x = jnp.where(places >= k, a[:, k], 0)
+        first = a[k, k]
+        beta = -jnp.copysign(now.norm(x), first)
+        nothing = beta == 0
+        tau = jnp.where(nothing, 0, now.div(now.sub(beta, first), beta))
+        v = jnp.where(places > k, now.div(x, now.sub(first, beta)), (places == k).astype(a.dtype))
+        v = jnp.where(nothing & (places != k), 0, v)
+        r = _reflected(now, a, v, tau)
+        column = jnp.where(places == k, jnp.where(nothing, first, beta), jnp.where(places > k, 0, a[:, k]))
+        r = jnp.where(jnp.arange(n)[None, :] > k, r, a).at[:, k].set(column)
+        return r, vs.at[k].set(v), taus.at[k].set(tau)
+
+    start = (a, jnp.zeros((n, m), a.dtype), jnp.zeros(n, a.dtype))
+    r, vs, taus = lax.fori_loop(0, n, turn, start)
+
+    def back(i: Array, q: Array) -> Array:
+        k = n - 1 - i
+        return _reflected(steps_of_q.at(i), q, vs[k], taus[k])
+
+    steps_of_q = steps.at(n)
+    return lax.fori_loop(0, n, back, jnp.eye(m, dtype=a.dtype)), r
+
+
+def _reflected(now: Steps, a: Array, v: Array, tau: Array) -> Array:
+    """A reflection a - v (tau (vᵀ a))."""
+    w = now.mul(tau, now.matmul(v[None], a)[0])
+    return now.sub(a, now.mul(v[:, None], w[None, :]))

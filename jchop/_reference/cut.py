@@ -1,0 +1,115 @@
+"""Rounding of a hardware result whose error is known, where the same number of last digits is dropped from every value.
+
+So it is for sums of values of the format itself, which below its normal range are exact; and over the whole range of a
+format with the carrier's own exponents, whose spacing grows with the carrier's.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._reference.elements import _at_ends
+from jchop._reference.grid import make_grid
+from jchop._reference.neighbour import _ADDEND, _Cut, draw
+from jchop._reference.ranges import NEAREST
+from jchop.formats import ElementFormat, FloatFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+#: The modes whose word is added to what is dropped.
+_ADDS_WORD = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B)
+
+
+def is_cut(spec: Spec, carrier: Carrier) -> bool:
+    """Whether `cut` does, if the values are such as the head of this module says."""
+    fmt = spec.format
+    if not isinstance(fmt, FloatFormat) or spec.rounding is Rounding.STOCHASTIC_C or spec.flush:
+        return False
+    whole = fmt.subnormals and fmt.zero and fmt.signed and fmt.has_negative_zero
+    spare = 0 < fmt.sig_bits <= carrier.fraction - 2 and fmt.emin >= 1 - carrier.bias
+    return whole and spare and spec.overflow is not Overflow.WRAP
+
+
+def needs_parts(spec: Spec) -> bool:
+    """Whether `cut` takes an error by its digits, see `parts`, and not just for its sign."""
+    return spec.rounding in _ADDS_WORD
+
+
+def finer(spec: Spec, carrier: Carrier) -> int:
+    """F: the bits that a random word has more than are dropped."""
+    return carrier.work_width - _drop(spec.format, carrier)
+
+
+def parts(error: Array, magnitude: Array, spec: Spec, carrier: Carrier) -> Array:
+    """The error of a sum, as seen from zero, in units of 2^-F of the last place of the number that it makes lower."""
+    extra = finer(spec, carrier) + carrier.fraction
+    # An error that is not zero has a sum that is not small, and its unit is no infinite number.
+    least = carrier.work_width - 2 + carrier.fraction
+    below = jnp.maximum(magnitude - (error < 0).astype(magnitude.dtype), least << carrier.fraction) & carrier.inf
+    bits = (extra - least + 2 * carrier.bias << carrier.fraction) - (below - (least << carrier.fraction))
+    many = error * lax.bitcast_convert_type(bits, error.dtype)
+    many = jnp.where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # one that vanished, too
+    return jnp.where(magnitude < carrier.inf, many, error.dtype.type(0))
+
+
+def cut(
+    sign: Array,
+    magnitude: Array,
+    bits: Array,
+    error: Array | None,
+    spec: Spec,
+    carrier: Carrier,
+    word: Array | None,
+    scaled_down: bool = False,
+) -> Array:
+    """A number rounded once under `spec`.
+
+    Args:
+        sign: its sign bit, in place.
+        magnitude: below the bits of infinity for finite numbers, those bits for infinities, above them for NaN.
+        bits: the magnitude's bits, rounded to nearest.
+        error: what is missing from them, as seen from zero: in `parts` for the modes that need them, else any number of
+            its sign; NaN for nothing beside infinities. None: nothing that could be seen.
+        spec: of a format that `is_cut`.
+        carrier: of the bits.
+        word: a random word for each element, for the stochastic modes.
+        scaled_down: whether `bits` of finite numbers may be above those of infinity.
+    """
+    assert isinstance(spec.format, FloatFormat)
+    drop = _drop(spec.format, carrier)
+    mask = _bits.low_mask(drop)
+    carried = spec.rounding in NEAREST and spec.overflow is Overflow.IEEE and not scaled_down
+    carried = carried and spec.format.has_inf and make_grid(spec.format, carrier).top_bits == (carrier.inf - 1) & ~mask
+    bits = jnp.minimum(bits, carrier.nan - (not carried))  # one with more bits could be carried away
+    drawn = draw(word, spec, carrier)
+    if spec.rounding in _ADDS_WORD:
+        assert error is not None and drawn is not None
+        extra = finer(spec, carrier)
+        high, low = (drawn.word >> extra).astype(bits.dtype), _low(drawn.word, extra).astype(bits.dtype)
+        carry = (jnp.floor(error).astype(bits.dtype) + low) >> extra
+        rounded = (bits + high + carry) & ~mask
+    else:
+        if error is not None:  # rounded to odd
+            below, above = error < 0, error > 0
+            bits = (bits - below.astype(bits.dtype)) | (below | above).astype(bits.dtype)
+        last = bits >> drop & 1
+        rounded = (bits + _ADDEND[spec.rounding](_Cut(bits, drop, drop, mask, last, sign != 0, drawn))) & ~mask
+    if carried:
+        return _bits.join(sign, rounded, carrier)  # the carry out of the largest value is infinity
+    ended = _at_ends(magnitude, rounded, sign != 0, spec, make_grid(spec.format, carrier))
+    return _bits.join(sign, jnp.where(magnitude > carrier.inf, magnitude, ended), carrier)
+
+
+def _drop(fmt: ElementFormat, carrier: Carrier) -> int:
+    assert isinstance(fmt, FloatFormat)
+    return carrier.fraction - fmt.sig_bits
+
+
+def _low(word: Array, bits: int) -> Array:
+    return word & word.dtype.type((1 << bits) - 1)

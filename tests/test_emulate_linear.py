@@ -1,0 +1,162 @@
+"""`jc.emulate`: factorizations and triangular systems, and complex numbers by their parts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+import jchop as jc
+from jchop.math import linalg
+
+KEY = jax.random.key(0)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def matrix(n: int, seed: int = 0) -> np.ndarray:
+    """Well conditioned, of values of bfloat16."""
+    a = np.random.default_rng(seed).normal(size=(n, n)) + 3 * np.eye(n)
+    return a.astype(BF16).astype(np.float32)
+
+
+# -- linear algebra ----------------------------------------------------------------------------------------------------
+
+
+def substituted(a: np.ndarray, b: np.ndarray, lower: bool, unit: bool) -> np.ndarray:
+    """a x = b by columns, one operation of ml_dtypes after the other."""
+    a, x = a.astype(BF16), b.astype(BF16).copy()
+    order = range(len(x)) if lower else reversed(range(len(x)))
+    for j in order:
+        if not unit:
+            x[j] = x[j] / a[j, j]
+        for i in range(j + 1, len(x)) if lower else range(j):
+            x[i] = x[i] - a[i, j] * x[j]
+    return x.astype(np.float32)
+
+
+def test_triangular_systems_of_every_form() -> None:
+    """Which side, which triangle, transposed or not, with a diagonal of ones or not; two right-hand sides."""
+    a, b = matrix(4), matrix(4, 1)[:, :2]
+    forms = list(itertools.product((True, False), repeat=4))
+
+    def solve(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+        return [
+            lax.linalg.triangular_solve(
+                a, b if left else b.T, left_side=left, lower=lower, transpose_a=transposed, unit_diagonal=unit
+            )
+            for left, lower, transposed, unit in forms
+        ]
+
+    got = jax.jit(jc.emulate(solve, "bfloat16"))(a, b)
+    for (left, lower, transposed, unit), x in zip(forms, got, strict=True):
+        op = a.T if transposed == left else a
+        columns = [substituted(op, column, lower != (transposed == left), unit) for column in b.T]
+        np.testing.assert_array_equal(x if left else x.T, np.stack(columns, 1), str((left, lower, transposed, unit)))
+
+
+def test_factorizations_are_those_of_the_library() -> None:
+    spec = "e5m10:up"
+    a = matrix(4)
+    symmetric = np.asarray(jc.round_to_format(a + a.T + 8 * np.eye(4, dtype=np.float32), spec))
+
+    def factors(a: jax.Array, symmetric: jax.Array) -> Any:
+        root = lax.linalg.cholesky(symmetric, symmetrize_input=False)
+        return lax.linalg.lu(a), jnp.linalg.qr(a[:, :3]), root
+
+    (packed, pivots, order), (q, r), root = jax.jit(jc.emulate(factors, spec))(a, symmetric)
+    want, p = linalg.lu(a, spec)
+    np.testing.assert_array_equal(packed, want)
+    np.testing.assert_array_equal(order, p)
+    np.testing.assert_array_equal(lax.linalg.lu_pivots_to_permutation(pivots, 4), p)
+    whole_q, whole_r = linalg.qr(a[:, :3], spec)
+    np.testing.assert_array_equal(q, whole_q[:, :3])
+    np.testing.assert_array_equal(r, whole_r[:3])
+    np.testing.assert_array_equal(root, linalg.cholesky(symmetric, spec))
+
+
+def test_solvers_of_other_packages() -> None:
+    a, b = matrix(4), np.ones(4, np.float32)
+    solved = jax.jit(jc.emulate(lambda a, b: (jnp.linalg.solve(a, b), jnp.linalg.inv(a)), "e5m10"))(a, b)
+    np.testing.assert_array_equal(solved[0], linalg.lu_solve(linalg.lu(a, "e5m10"), b, "e5m10"))
+    np.testing.assert_allclose(solved[1] @ a, np.eye(4), atol=0.1)
+    exact = jc.emulate(jnp.linalg.solve, None)(a, b)
+    np.testing.assert_array_equal(exact, jnp.linalg.solve(a, b))
+
+
+def test_matrices_of_a_batch_draw_apart() -> None:
+    batch = np.stack([matrix(3)] * 4).reshape(2, 2, 3, 3)
+    low = jax.jit(jc.emulate(jnp.linalg.inv, "e5m10:stochastic", key=KEY))
+    out = np.asarray(low(batch)).reshape(4, 9)
+    assert len(np.unique(out, axis=0)) == 4
+    np.testing.assert_array_equal(out, np.asarray(low(batch)).reshape(4, 9))
+    np.testing.assert_allclose(out, np.tile(np.linalg.inv(batch[0, 0]).ravel(), (4, 1)), atol=0.01)
+
+
+def test_the_derivative_of_a_solution_is_the_carriers() -> None:
+    a, b = matrix(3), np.ones(3, np.float32)
+    fun = lambda a: jnp.linalg.solve(a, b).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(jc.emulate(fun, "e8m15"))(a), jax.grad(fun)(a), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fun", "shape", "message"),
+    [
+        (jnp.linalg.qr, (3, 4), r"'qr'.* of shape \(3, 4\).*rules=\{'qr': None\}"),
+        (lax.linalg.lu, (4, 3), r"'lu'.* of shape \(4, 3\)"),
+        (jnp.linalg.eigh, (3, 3), r"'eigh'.*there is no rule.*unknown='carrier'"),
+        (jnp.linalg.svd, (3, 3), r"'svd'.*there is no rule"),
+    ],
+)
+def test_what_has_no_algorithm_is_refused(fun: Callable[..., Any], shape: tuple[int, int], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        jc.emulate(fun, "bfloat16")(jnp.ones(shape))
+
+
+# -- complex numbers ---------------------------------------------------------------------------------------------------
+
+
+def of_ml_dtypes(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.real(z).astype(BF16), np.imag(z).astype(BF16)
+
+
+def test_complex_numbers_are_pairs_of_real_ones(rng: np.random.Generator) -> None:
+    z, w = rng.normal(size=(2, 50, 2)).astype(np.float32).view(np.complex64)[..., 0]
+
+    def fun(z: jax.Array, w: jax.Array) -> list[jax.Array]:
+        return [z + w, z - w, z * w, jnp.square(z), -z, jnp.conj(z), z.real, z.imag + 1.0, jnp.stack([z, w])[0] * 0.5]
+
+    got = jax.jit(jc.emulate(fun, "bfloat16"))(z, w)
+    (a, b), (c, d) = of_ml_dtypes(z), of_ml_dtypes(w)
+    want = [
+        (a + c, b + d), (a - c, b - d), (a * c - b * d, a * d + b * c), (a * a - b * b, a * b + b * a), (-a, -b),
+        (a, -b), (a, 0 * a), (b + BF16.type(1), 0 * b), (a * BF16.type(0.5), b * BF16.type(0.5)),
+    ]  # fmt: skip
+    for i, (value, (real, imag)) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(np.real(value), real.astype(np.float32), str(i))
+        np.testing.assert_array_equal(np.imag(value), imag.astype(np.float32), str(i))
+
+
+def test_complex_numbers_draw_and_differentiate() -> None:
+    z = jnp.asarray([0.1 + 0.2j, 1.7 - 0.3j], jnp.complex64)
+    low = jc.emulate(lambda z: z * z, "bfloat16:stochastic", key=KEY)
+    many = np.asarray(jax.jit(jax.vmap(lambda key: low(z, key=key)))(jax.random.split(KEY, 500)))
+    assert len(np.unique(many[:, 0])) > 3
+    np.testing.assert_allclose(many.mean(0), z * z, atol=2e-3)
+    fun = lambda x: jnp.real((x + 1j) * (x - 2j))  # noqa: E731
+    assert float(jax.grad(jc.emulate(fun, "bfloat16"))(1.5)) == 3.0
+
+
+def test_other_complex_operations_are_refused() -> None:
+    z = jnp.ones(4, jnp.complex64)
+    for fun in (jnp.abs, jnp.exp, lambda z: z / 3, jnp.sum, jnp.fft.fft, jnp.fft.ifft):
+        for unknown in ("raise", "round_output"):
+            with pytest.raises(NotImplementedError, match="complex numbers only sums, differences and products"):
+                jc.emulate(fun, "bfloat16", unknown=unknown)(z)
+    np.testing.assert_array_equal(jc.emulate(jnp.fft.fft, "bfloat16", unknown="carrier")(z), jnp.fft.fft(z))

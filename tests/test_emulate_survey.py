@@ -1,0 +1,59 @@
+"""Which functions of JAX `jc.emulate` takes, and which it refuses: the table of what a user meets, by module."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jchop as jc
+
+X, V, S = jnp.linspace(0.1, 0.9, 12).reshape(3, 4), jnp.linspace(0.1, 0.9, 6), jnp.eye(3) * 4 + 0.5
+
+#: Of one array, of two, and of a square matrix: a module and the functions that pass.
+PASS: list[tuple[tuple[Any, ...], str, str]] = [
+    ((X,), "jax.numpy", """
+        abs argmax argsort average cbrt ceil cos cosh cumprod cumsum diff exp exp2 expm1 flip floor frexp gradient
+        histogram i0 log log10 log1p log2 max mean median modf nan_to_num nanmean nanstd prod ptp ravel reciprocal rint
+        round sign sin sinc sinh sort sqrt square std sum tan tanh trapezoid trunc unstack unwrap var"""),
+    ((X,), "jax.numpy.linalg", "matrix_norm norm vector_norm"),
+    ((X,), "jax.nn", """
+        celu elu gelu glu hard_swish hard_tanh leaky_relu log_sigmoid log_softmax logsumexp mish relu relu6 selu sigmoid
+        silu soft_sign softmax softplus sparse_plus squareplus standardize"""),
+    ((X,), "jax.scipy.special", """
+        digamma entr erf erfc erfinv exp1 expi gamma gammaln i0e i1 log_ndtr logit ndtr ndtri spence"""),
+    ((X,), "jax.scipy.stats.norm", "cdf logcdf logpdf pdf sf"),
+    ((V, V), "jax.numpy", """
+        add arctan2 convolve copysign correlate cov dot float_power floor_divide fmod heaviside hypot inner kron
+        logaddexp maximum minimum mod multiply outer polymul polyval power remainder select subtract vdot"""),
+    ((V, V), "jax.scipy.special", "beta betaln gammainc kl_div rel_entr xlog1py xlogy zeta"),
+    ((S,), "jax.numpy.linalg", "cholesky det inv qr slogdet"),
+    ((S,), "jax.scipy.linalg", "block_diag cho_factor expm lu lu_factor polar toeplitz"),
+]  # fmt: skip
+#: What is refused, and what the message names.
+REFUSED: list[tuple[tuple[Any, ...], str, str, str]] = [
+    ((X,), "jax.numpy.fft", "fft fft2 ifft irfft rfft", "real and imaginary parts.*unknown='carrier'"),
+    ((V, V), "jax.scipy.signal", "fftconvolve", "'fft'.*unknown='carrier'"),
+    ((V, V), "jax.numpy", "nextafter", "'nextafter'.*unknown='carrier'"),
+    ((S,), "jax.numpy.linalg", "eig eigh eigvalsh pinv svd", "'(eig|eigh|svd)'.*unknown='carrier'"),
+    ((S,), "jax.scipy.linalg", "hessenberg schur", "'(hessenberg|schur)'.*unknown='carrier'"),
+]
+
+
+@pytest.mark.parametrize(("args", "module", "names"), PASS, ids=[f"{len(a)}-{m}" for a, m, _ in PASS])
+def test_functions_that_pass(args: tuple[Any, ...], module: str, names: str) -> None:
+    """Traced and planned, not run: that finds every primitive without a rule."""
+    for name in names.split():
+        fun = getattr(importlib.import_module(module), name)
+        seen = jc.emulate.report(jc.emulate(fun, "bfloat16"), *args)
+        assert all(row.spec == "bfloat16" for row in seen.rows), (name, str(seen))
+
+
+@pytest.mark.parametrize(("args", "module", "names", "message"), REFUSED)
+def test_functions_that_are_refused(args: tuple[Any, ...], module: str, names: str, message: str) -> None:
+    for name in names.split():
+        fun = getattr(importlib.import_module(module), name)
+        with pytest.raises(NotImplementedError, match=message):
+            jc.emulate.report(jc.emulate(fun, "bfloat16"), *args)
