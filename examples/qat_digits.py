@@ -1,0 +1,133 @@
+"""Quantization-aware training of a small network on scikit-learn's digits: what two bits cost, and how training helps.
+
+    python examples/qat_digits.py [--steps 600] [--tuning 300] [--plot digits.png]
+
+A network of three layers is trained in float32, its weights are rounded to a few bits as they are (PTQ), and then the
+rounded network is trained on for some steps (QAT) and packed. Needs `pip install "jchop[flax,optax,study]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from sklearn.datasets import load_digits
+
+import jchop as jc
+
+FORMATS = ("int4(group=all)", "float4_e2m1fn(group=all)", "int2(group=all,rule=half_range)")
+BATCH = 128
+
+
+class Network(nnx.Module):
+    """64 pixels, two hidden layers, ten digits."""
+
+    def __init__(self, hidden: int, *, rngs: nnx.Rngs) -> None:
+        sizes = (64, hidden, hidden, 10)
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in zip(sizes, sizes[1:], strict=False)])  # noqa: RUF007
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers[:-1]:
+            x = nnx.relu(layer(x))
+        return self.layers[-1](x)
+
+
+def data() -> tuple[Any, Any, Any, Any]:
+    """Training and test images and labels: 1297 and 500."""
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    x, y = jnp.asarray(x[order] / 16, "float32"), jnp.asarray(y[order])
+    return x[:1297], y[:1297], x[1297:], y[1297:]
+
+
+@partial(jax.jit, static_argnames=("graph", "steps", "rate"))
+def _train(graph: Any, params: Any, rest: Any, x: Any, y: Any, key: Any, *, steps: int, rate: float) -> Any:
+    optimizer = optax.adam(rate)
+
+    def loss(params: Any, rest: Any, chosen: Any) -> Any:
+        model = nnx.merge(graph, params, rest, copy=True)
+        value = optax.softmax_cross_entropy_with_integer_labels(model(x[chosen]), y[chosen]).mean()
+        return value, nnx.state(model, nnx.Not(nnx.Param))  # streams of keys go on
+
+    def step(carry: Any, key: Any) -> Any:
+        params, rest, state = carry
+        chosen = jax.random.randint(key, (BATCH,), 0, len(x))
+        (value, rest), gradient = jax.value_and_grad(loss, has_aux=True)(params, rest, chosen)
+        updates, state = optimizer.update(gradient, state, params)
+        return (optax.apply_updates(params, updates), rest, state), value
+
+    (params, rest, _), _ = jax.lax.scan(step, (params, rest, optimizer.init(params)), jax.random.split(key, steps))
+    return params, rest
+
+
+def train(model: Any, x: Any, y: Any, *, steps: int, rate: float, seed: int) -> None:
+    """Train a model in place."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    nnx.update(model, *_train(graph, params, rest, x, y, jax.random.key(seed), steps=steps, rate=rate))
+
+
+def accuracy(model: Any, x: Any, y: Any) -> float:
+    """The share of images that a model knows."""
+    return float((nnx.jit(lambda model, x: model(x))(model, x).argmax(-1) == y).mean())
+
+
+def run(*, steps: int, tuning: int, hidden: int = 256, seed: int = 0) -> dict[str, tuple[float, float, int]]:
+    """For each format the accuracy after PTQ and after QAT, and the bytes of the parameters; float32 first."""
+    x, y, test_x, test_y = data()
+    model = Network(hidden, rngs=nnx.Rngs(seed))
+    train(model, x, y, steps=steps, rate=1e-3, seed=seed)
+    exact = accuracy(model, test_x, test_y)
+    table = {"float32": (exact, exact, _bytes(model))}
+    for fmt in FORMATS:
+        rule = jc.nn.Rule(weight=fmt)
+        tuned = jc.nn.quantize(model, rule)
+        before = accuracy(tuned, test_x, test_y)
+        train(tuned, x, y, steps=tuning, rate=3e-4, seed=seed + 1)
+        packed = jc.nn.quantize(tuned, rule, mode="ptq")
+        table[fmt] = (before, accuracy(packed, test_x, test_y), _bytes(packed))
+    return table
+
+
+def _bytes(model: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+def draw(table: dict[str, tuple[float, float, int]], path: str) -> None:
+    """Accuracy against bytes, before and after training."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for number, (label, marker) in enumerate((("rounded (PTQ)", "o"), ("trained on (QAT)", "s"))):
+        axes.plot(
+            [row[2] / 1024 for row in table.values()], [row[number] for row in table.values()], marker, label=label
+        )
+    for name, row in table.items():
+        axes.annotate(name, (row[2] / 1024, row[1]), textcoords="offset points", xytext=(4, 4), fontsize=7)
+    axes.set(xscale="log", xlabel="KiB of parameters", ylabel="accuracy", title="digits, weights of few bits")
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=600, help="of training in float32")
+    parser.add_argument("--tuning", type=int, default=300, help="of training with rounded weights")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the hidden layers")
+    parser.add_argument("--plot", help="where to draw the table")
+    chosen = parser.parse_args()
+    table = run(steps=chosen.steps, tuning=chosen.tuning, hidden=chosen.hidden)
+    print(f"{'weights':34}{'PTQ':>8}{'QAT':>8}{'bytes':>10}")
+    for name, (before, after, size) in table.items():
+        print(f"{name:34}{before:8.3f}{after:8.3f}{size:10d}")
+    if chosen.plot:
+        draw(table, chosen.plot)
+
+
+if __name__ == "__main__":
+    main()

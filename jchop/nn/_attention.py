@@ -1,0 +1,75 @@
+"""Attention with rounded operands in both of its products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.nnx.nn import dtypes
+
+from jchop.nn._contraction import Roundings, einsum
+
+Array = jax.Array
+
+__all__ = ["attention"]
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+    is_causal: bool = False,
+    *,
+    how: Roundings,
+    keys: tuple[Array | None, Array | None],
+) -> tuple[Array, Array]:
+    """`flax.nnx.dot_product_attention`, with its arguments, and the attention weights.
+
+    Args:
+        query: shape (..., queries, heads, depth).
+        key: shape (..., keys, heads or a divisor of them, depth).
+        value: as `key`.
+        bias: added to the scores.
+        mask: where a query may attend.
+        broadcast_dropout: one dropout for all heads and sequences.
+        dropout_rng: its key.
+        dropout_rate: of the attention weights.
+        deterministic: no dropout.
+        dtype: of the computation.
+        precision: of the products.
+        promote_dtype: what brings arrays to one dtype.
+        is_causal: no query attends to later keys.
+        how: what both products round.
+        keys: of each product, where that is stochastic.
+    """
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    groups = query.shape[-2] // key.shape[-2]  # of queries that share a key and a value
+    key, value = (jnp.repeat(v, groups, axis=-2) if groups > 1 else v for v in (key, value))
+    query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
+    scores = einsum("...qhd,...khd->...hqk", query, key, precision=precision, how=how, key=keys[0])
+    scores = scores if bias is None else scores + bias
+    weights = jax.nn.softmax(_masked(scores, mask, is_causal)).astype(query.dtype)
+    if not deterministic and dropout_rate > 0.0:
+        shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast_dropout else weights.shape
+        keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)  # type: ignore[arg-type]
+        weights = weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
+    return einsum("...hqk,...khd->...qhd", weights, value, precision=precision, how=how, key=keys[1]), weights
+
+
+def _masked(scores: Array, mask: Array | None, is_causal: bool) -> Array:
+    masks = [] if mask is None else [mask.astype(bool)]
+    if is_causal:
+        masks.append(jnp.tril(jnp.ones(scores.shape[-2:], bool)))
+    return jnp.where(math.prod(masks), scores, jnp.finfo(scores.dtype).min) if masks else scores

@@ -1,0 +1,250 @@
+"""The one mechanism: a product whose operands are rounded, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from jchop.accumulation import MatmulSpec
+from jchop.formats import ScaledFormat
+from jchop.nn._layout import round_in
+from jchop.nn._product import Conv, Dot, Product
+from jchop.nn._rule import is_stochastic
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["Roundings", "contract", "conv_general_dilated", "dot_general", "einsum"]
+
+
+@dataclass(frozen=True)
+class Roundings:
+    """What a product rounds: the fields of a rule, by operand."""
+
+    left: Spec | None = None
+    right: Spec | None = None
+    gradient: Spec | None = None
+    weight_gradient: Spec | None = None
+    matmul: MatmulSpec | None = None
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a product needs a key."""
+        specs = (self.left, self.right, self.gradient, self.weight_gradient)
+        return any(map(is_stochastic, specs)) or (self.matmul is not None and self.matmul.stochastic)
+
+    @property
+    def backward(self) -> bool:
+        """Whether the backward products differ from those of the rounded operands in the carrier."""
+        return (self.gradient, self.weight_gradient, self.matmul) != (None, None, None)
+
+
+def contract(product: Product, x: Array, w: Array, how: Roundings, key: Array | None = None) -> Array:
+    """``product(x, w)``, its operands rounded along the axes that are summed over, and its derivative as `how` says.
+
+    Args:
+        product: which product.
+        x: the left operand, a carrier.
+        w: the right operand, of the same dtype.
+        how: what is rounded to what.
+        key: a typed key where anything is stochastic. It is split: each rounding and each product has its own.
+
+    Returns:
+        The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
+    """
+    keys = _Keys.of(key if how.stochastic else None)
+    left = round_in(product.forward.left, x, how.left, keys.left, keys.left_gradient)
+    right = round_in(product.forward.right, w, how.right, keys.right, keys.right_gradient)
+    if not how.backward:
+        return product(left, right)
+    full = lax.stop_gradient((x if _anew_left(how) else None, w if _anew_right(how) else None))
+    return _product(product, how, left, right, full, keys)
+
+
+def _anew_left(how: Roundings) -> bool:
+    """Whether dw takes an x that is rounded otherwise than the forward product's."""
+    return how.weight_gradient is not None or (how.gradient is not None and _grouped(how.left))
+
+
+def _anew_right(how: Roundings) -> bool:
+    return how.gradient is not None and _grouped(how.right)
+
+
+def _grouped(spec: Spec | None) -> bool:
+    return spec is not None and isinstance(spec.format, ScaledFormat)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "left", "right", "left_gradient", "right_gradient", "forward", "input", "weight", "gradient_input",
+        "gradient_weight", "left_weight", "right_input",
+    ],
+    meta_fields=[],
+)  # fmt: skip
+@dataclass(frozen=True)
+class _Keys:
+    """A key for each rounding of a product: forward, of the products themselves, and backward."""
+
+    left: Array | None = None
+    right: Array | None = None
+    left_gradient: Array | None = None
+    right_gradient: Array | None = None
+    forward: Array | None = None
+    input: Array | None = None
+    weight: Array | None = None
+    gradient_input: Array | None = None
+    gradient_weight: Array | None = None
+    left_weight: Array | None = None
+    right_input: Array | None = None
+
+    @staticmethod
+    def of(key: Array | None) -> _Keys:
+        return _Keys() if key is None else _Keys(*jax.random.split(key, 11))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, keys: _Keys) -> Array:
+    """The product of rounded operands; `full` are those that are to be rounded anew, in full precision."""
+    return product(x, w) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
+
+
+def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, keys: _Keys) -> tuple[Array, tuple]:
+    return _product(product, how, x, w, full, keys), (x, w, full, keys)
+
+
+def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
+    x, w, (full_x, full_w), keys = kept
+    for_input, for_weight = product.for_input, product.for_weight
+    g_input = round_in(for_input.left, g, how.gradient, keys.gradient_input)
+    w_input = w if full_w is None else round_in(for_input.right, full_w, how.right, keys.right_input)
+    left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
+    g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight)
+    x_weight = x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight)
+    if how.matmul is not None and isinstance(product, Dot):
+        dx = product.emulated_input(g_input, w_input, x.shape, how.matmul, keys.input)
+        dw = product.emulated_weight(x_weight, g_weight, w.shape, how.matmul, keys.weight)
+    else:
+        (dx,) = jax.linear_transpose(lambda t: product(t, w_input), x)(g_input)
+        (dw,) = jax.linear_transpose(lambda t: product(x_weight, t), w)(g_weight)
+    return dx, dw, None, None
+
+
+_product.defvjp(_forward, _backward)
+
+
+# -- the functions of JAX that layers call -----------------------------------------------------------------------------
+
+
+def dot_general(
+    x: Array,
+    w: Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    how: Roundings,
+    key: Array | None = None,
+) -> Array:
+    """`jax.lax.dot_general` with rounded operands."""
+    (cx, cw), (bx, bw) = (tuple(tuple(int(a) for a in axes) for axes in pair) for pair in dimension_numbers)
+    contracting = tuple(a % x.ndim for a in cx), tuple(a % w.ndim for a in cw)
+    batch = tuple(a % x.ndim for a in bx), tuple(a % w.ndim for a in bw)
+    product = Dot(contracting, batch, (x.ndim, w.ndim), precision, preferred_element_type, out_sharding)
+    return contract(product, x, w, how, key)
+
+
+def conv_general_dilated(
+    x: Array,
+    w: Array,
+    window_strides: Sequence[int],
+    padding: Any,
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    how: Roundings,
+    key: Array | None = None,
+) -> Array:
+    """`jax.lax.conv_general_dilated` with rounded operands."""
+    ones = (1,) * (x.ndim - 2)
+    pads = padding if isinstance(padding, str) else tuple((int(low), int(high)) for low, high in padding)
+    product = Conv(
+        tuple(window_strides),
+        pads,
+        tuple(lhs_dilation or ones),
+        tuple(rhs_dilation or ones),
+        lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers),
+        feature_group_count,
+        precision,
+        preferred_element_type,
+        out_sharding,
+    )
+    return contract(product, x, w, how, key)
+
+
+def einsum(
+    subscripts: str,
+    x: Array,
+    w: Array,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    how: Roundings,
+    key: Array | None = None,
+) -> Array:
+    """`jax.numpy.einsum` of two arrays, as one `dot_general` of rounded operands.
+
+    Raises:
+        ValueError: for an index that stands twice in an array, or in one array alone and not in the result.
+    """
+    if out_sharding is not None:
+        raise NotImplementedError(f"out_sharding={out_sharding!r}: a quantized einsum has none; leave it None")
+    left, right, result = letters_of(subscripts, x.ndim, w.ndim)
+    both = [c for c in left if c in right]
+    batch, summed = [c for c in both if c in result], [c for c in both if c not in result]
+    dims = (
+        (tuple(left.index(c) for c in summed), tuple(right.index(c) for c in summed)),
+        (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
+    )
+    y = dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key)
+    have = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
+    return y.transpose([have.index(c) for c in result])
+
+
+def letters_of(subscripts: str, *ndims: int) -> tuple[str, str, str]:
+    """The indices of both arrays and of the result, one letter for each axis; an ellipsis becomes capitals."""
+    terms, arrow, result = subscripts.replace(" ", "").partition("->")
+    operands = terms.split(",")
+    if len(operands) != 2 or not arrow:
+        raise ValueError(f"subscripts={subscripts!r} must name two arrays and the result, as in 'ij,jk->ik'")
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in subscripts]
+    hidden = [
+        ndim - len(term.replace("...", "")) if "..." in term else 0 for term, ndim in zip(operands, ndims, strict=True)
+    ]
+    widest = max(hidden)
+    if len(set(hidden) - {0}) > 1 or widest < 0:
+        raise ValueError(f"subscripts={subscripts!r}: the ellipses stand for {hidden} axes; they must be as many")
+    full = ["".join(spare[:count]) for count in (*hidden, widest)]
+    left, right, out = (term.replace("...", more) for term, more in zip((*operands, result), full, strict=True))
+    for term, ndim in zip((left, right), ndims, strict=True):
+        if len(set(term)) != len(term) or len(term) != ndim:
+            raise ValueError(f"subscripts={subscripts!r}: {term!r} must name each of {ndim} axes once")
+    alone = [c for c in left + right if c not in out and not (c in left and c in right)]
+    if alone or len(set(out)) != len(out) or not set(out) <= set(left + right):
+        raise ValueError(
+            f"subscripts={subscripts!r}: every index of the result must be one of an array, once, and every other "
+            "index one of both arrays"
+        )
+    return left, right, out

@@ -1,0 +1,186 @@
+"""One layer is given its rounding: sites in place of Flax's functions, and packed parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from jchop.nn._contraction import Roundings
+from jchop.nn._emulation import EmulatedAttention, Emulation
+from jchop.nn._kinds import PRODUCT_FIELDS, Kind
+from jchop.nn._layout import Layout
+from jchop.nn._rule import Rule, is_stochastic
+from jchop.nn._sites import Output, Promote
+from jchop.spec import Spec, as_spec
+from jchop.storage import QArray, quantize
+
+Array = jax.Array
+
+__all__ = ["QuantizedParam", "equip", "equip_emulated", "packed_shape"]
+
+
+class QuantizedParam(nnx.Variable):
+    """A parameter that is stored as a `jchop.QArray`, laid out so that the axes that a product sums over come last.
+
+    It is no `flax.nnx.Param`: codes have no gradient, and filters for parameters to train pass it by.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jchop as jc
+        >>> layer = jc.nn.quantize(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=4)"), mode="ptq")
+        >>> type(layer.kernel).__name__, layer.kernel[...].shape, layer.kernel[...].nbytes
+        ('QuantizedParam', (3, 8), 36)
+    """
+
+
+def equip(layer: Any, kind: Kind, rule: Rule, path: str, *, packed: bool, rngs: nnx.Rngs | None) -> None:
+    """Give `layer`, which is of a class of jchop already, what a rule says for it.
+
+    Args:
+        layer: changed in place.
+        kind: its line in the table.
+        rule: what is rounded to what.
+        path: of the layer, for errors.
+        packed: whether parameters are stored packed, else rounded each time.
+        rngs: for streams of keys.
+    """
+    _check(layer, kind, rule, path)
+    stored = _pack(layer, kind, rule, path, rngs) if packed else ()
+
+    def stream(*needed: bool) -> nnx.RngStream | None:
+        return _fork(rule, rngs, path) if any(needed) else None
+
+    weight = None if packed else rule.weight
+    if kind.product is not None:
+        attribute, site, _ = kind.product
+        right = weight if kind.parameters else rule.activation
+        how = Roundings(rule.activation, right, *(getattr(rule, name) for name in PRODUCT_FIELDS))
+        setattr(layer, attribute, nnx.data(site(how, stream(how.stochastic))))
+    if kind.slots:
+        specs = tuple(_promoted(layer, kind, rule, packed))
+        layer.promote_dtype = nnx.data(
+            Promote(
+                layer.promote_dtype, kind.slots, specs, stored, stream(*(is_stochastic(spec) for _, spec, _ in specs))
+            )
+        )
+    if kind.output and rule.output is not None:
+        layer.output = nnx.data(Output(rule.output, stream(is_stochastic(rule.output))))
+
+
+def equip_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None) -> None:
+    """Give `layer` the arithmetic that a rule says: `activation` for every operation, `matmul` for sums."""
+    _check(layer, kind, rule, path, emulated=True)
+    if rule.activation is None:
+        raise ValueError(f"{rule}: mode='emulate' needs an activation, which every operation is rounded to")
+    draws = is_stochastic(rule.activation) or (rule.matmul is not None and rule.matmul.stochastic)
+    stream = _fork(rule, rngs, path) if draws else None
+    as_spec(rule.activation, "activation")  # a scaled format has no single numbers
+    if kind.parameters:
+        layer.emulation = nnx.data(Emulation(rule.activation, rule.matmul, stream))
+    else:
+        layer.attention_fn = nnx.data(EmulatedAttention(rule.activation, rule.matmul, stream))
+
+
+def _promoted(layer: Any, kind: Kind, rule: Rule, packed: bool) -> Any:
+    """What `promote_dtype` rounds: (name, spec, layout)."""
+    layout = None if kind.layout is None else kind.layout(layer)
+    for name, role in kind.parameters.items():
+        spec = getattr(rule, role)
+        if spec is not None and not packed and any(name in slots for slots in kind.slots):
+            yield name, spec, layout if role == "weight" else None
+    if rule.activation is not None and any("inputs" in slots for slots in kind.slots):
+        yield "inputs", rule.activation, None if kind.inputs is None else kind.inputs(layer)
+
+
+# -- packed parameters -------------------------------------------------------------------------------------------------
+
+
+def _pack(
+    layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None
+) -> tuple[tuple[str, Layout, tuple[int, ...]], ...]:
+    """Store the parameters that the rule rounds as QArrays; how to get each back."""
+    layouts = []
+    for name, role in kind.parameters.items():
+        variable, spec = getattr(layer, name), getattr(rule, role)
+        if variable is None or spec is None:
+            continue
+        layout, stacked = _layout_of(layer, kind, name)
+        layouts.append((name, layout, tuple(variable.get_value().shape[stacked:])))
+        key = _fork(rule, rngs, path)() if spec.rounding.stochastic else None
+        setattr(layer, name, QuantizedParam(_packed(layer, kind, name, spec, key)))
+    return tuple(layouts)
+
+
+def _layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
+    """How a parameter is laid out, and how many axes in front come of a stack of layers."""
+    weight = kind.parameters[name] == "weight"
+    axes = kind.axes(layer) if weight else _axes_of_bias(layer)
+    layout = kind.layout(layer) if weight and kind.layout is not None else _as_it_lies(axes)
+    return layout, getattr(layer, name).get_value().ndim - axes
+
+
+def _packed(layer: Any, kind: Kind, name: str, spec: Spec, key: Array | None) -> QArray:
+    value, dtype = getattr(layer, name).get_value(), getattr(layer, "dtype", None)
+    return pack(value if dtype is None else value.astype(dtype), *_layout_of(layer, kind, name), spec, key)
+
+
+def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
+    """The shapes of a packed parameter."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shape = jax.ShapeDtypeStruct(getattr(layer, name).get_value().shape, getattr(layer, name).get_value().dtype)
+    how = _layout_of(layer, kind, name)
+    return jax.eval_shape(lambda value, key: pack(value, *how, spec, key), shape, key)
+
+
+def pack(value: Array, layout: Layout, stacked: int, spec: Spec, key: Array | None) -> QArray:
+    """A parameter in its layout, quantized; each of a stack by itself."""
+    if stacked:
+        keys = None if key is None else jax.random.split(key, value.shape[0])
+        return jax.vmap(lambda v, k: pack(v, layout, stacked - 1, spec, k))(value, keys)
+    return quantize(layout.lay(value), spec, key)
+
+
+def _as_it_lies(axes: int) -> Layout:
+    return Layout(tuple(range(axes - 1)), tuple(range(axes - 1, axes)))
+
+
+def _axes_of_bias(layer: Any) -> int:
+    if isinstance(layer, nnx.LinearGeneral):
+        return len(layer.batch_axis) + len(layer.out_features)
+    return len(layer.bias_shape) if isinstance(layer, nnx.Einsum) else 1  # type: ignore[arg-type]
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False) -> None:
+    what = f"{type(layer).__name__} at {path!r}"
+    if kind.slots and layer.promote_dtype is not dtypes.promote_dtype:
+        raise ValueError(f"{what} has a promote_dtype of its own, in whose place the rounding would stand")
+    if kind.product is not None:
+        attribute, _, usual = kind.product
+        own = getattr(layer, attribute, None)
+        if not any(own is function for function in usual) or getattr(layer, "dot_general_cls", None) is not None:
+            raise ValueError(f"{what} has a {attribute} of its own, in whose place the rounding would stand")
+    if kind.unrounded and not emulated:
+        for name in PRODUCT_FIELDS:
+            if getattr(rule, name) is not None:
+                raise NotImplementedError(
+                    f"{what}: {name}={str(getattr(rule, name))!r} cannot be had, since Flax gives no access to its "
+                    "product; give it a rule of its own without that"
+                )
+    for name, role in kind.parameters.items():
+        if role in ("weight", "bias") and isinstance(getattr(layer, name), QuantizedParam):
+            raise ValueError(f"{what} is packed already; quantize the model that it was made from")
+
+
+def _fork(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
+    if rngs is None:
+        raise ValueError(
+            f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "
+            f"rngs=nnx.Rngs({rule.stochastic_stream}=0)"
+        )
+    return getattr(rngs, rule.stochastic_stream).fork()

@@ -1,0 +1,148 @@
+"""Which layers there are, and where each can be told to round: a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+
+from jchop.nn import _sites
+from jchop.nn._contraction import letters_of
+from jchop.nn._layout import Layout
+
+Array = jax.Array
+
+__all__ = ["KINDS", "Kind"]
+
+_LINEAR = MappingProxyType({"kernel": "weight", "bias": "bias"})
+_NORM = MappingProxyType({"scale": "weight", "bias": "bias"})
+#: The fields of a rule that a product of a layer has.
+PRODUCT_FIELDS = ("gradient", "weight_gradient", "matmul")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One layer of Flax, and the places in it.
+
+    Args:
+        parameters: its parameters, each with the field of a rule that it is rounded by.
+        slots: what its `promote_dtype` is given, one tuple for each number of arrays: names of parameters,
+            ``"inputs"``, others (``""``); with a star those that the product rounds.
+        product: the attribute that multiplies, the site that takes its place, and what Flax has there.
+        layout: of its weights, as the product sums over them. Default: as they lie.
+        inputs: of the inputs, where `promote_dtype` rounds them. Default: as they lie.
+        axes: how many axes that parameter has; more of them in front come of a stack of layers.
+        unrounded: whether there is a product that backward roundings cannot reach.
+        output: whether `output` is rounded: not where a layer inside gives it.
+    """
+
+    parameters: Mapping[str, str]
+    slots: tuple[tuple[str, ...], ...] = ()
+    product: tuple[str, type[_sites.Product], tuple[Any, ...]] | None = None
+    layout: Callable[[Any], Layout] | None = None
+    inputs: Callable[[Any], Layout] | None = None
+    axes: Callable[[Any], int] = lambda layer: 1
+    unrounded: bool = False
+    output: bool = True
+
+    def fields(self, layer: Any) -> tuple[str, ...]:
+        """The fields of a rule that say something for a layer of this kind."""
+        held = [role for name, role in self.parameters.items() if getattr(layer, name) is not None]
+        taken = ["activation"] if self.product or any("inputs" in slots for slots in self.slots) else []
+        return (*dict.fromkeys(held), *taken, *["output"] * self.output, *(PRODUCT_FIELDS if self.product else ()))
+
+
+def _matrix(layer: Any) -> Layout:
+    return Layout((1,), (0,))
+
+
+def _general(layer: nnx.LinearGeneral) -> Layout:
+    batch, summed = len(layer.batch_axis), len(layer.in_features)
+    kept = (*range(batch), *range(batch + summed, batch + summed + len(layer.out_features)))
+    return Layout(kept, tuple(range(batch, batch + summed)))
+
+
+def _of_einsum(layer: nnx.Einsum) -> Layout:
+    left = layer.einsum_str.partition(",")[0]
+    _, right, result = letters_of(layer.einsum_str, len(left.replace("...", "")), len(layer.kernel_shape))
+    kept = [i for i, letter in enumerate(right) if letter in result]
+    return Layout.of(sorted(kept, key=lambda i: right[i] not in left), [i for i in range(len(right)) if i not in kept])
+
+
+def _of_conv(layer: nnx.Conv) -> Layout:
+    space = len(layer.kernel_size)
+    return Layout((space + 1,), tuple(range(space + 1)))
+
+
+def _of_transposed(layer: nnx.ConvTranspose) -> Layout:
+    space = len(layer.kernel_size)
+    inside, out = (space + 1, space) if layer.transpose_kernel else (space, space + 1)
+    return Layout((out,), (*range(space), inside))
+
+
+_DOT = ("dot_general", _sites.DotGeneral, (lax.dot_general, None))
+_PRODUCT = (("*inputs", "*kernel", "bias"),)
+
+#: Every layer that can be quantized. Cells of recurrent networks are made of Linear layers.
+KINDS: Mapping[type, Kind] = MappingProxyType(
+    {
+        nnx.Linear: Kind(_LINEAR, _PRODUCT, _DOT, _matrix, axes=lambda layer: 2),
+        nnx.LoRALinear: Kind(_LINEAR, _PRODUCT, _DOT, _matrix, axes=lambda layer: 2),
+        nnx.LinearGeneral: Kind(
+            _LINEAR,
+            _PRODUCT,
+            _DOT,
+            _general,
+            axes=lambda v: len(v.batch_axis) + len(v.in_features) + len(v.out_features),
+        ),
+        nnx.Einsum: Kind(
+            _LINEAR,
+            _PRODUCT,
+            ("einsum_op", _sites.Einsum, (jax.numpy.einsum,)),
+            _of_einsum,
+            axes=lambda layer: len(layer.kernel_shape),
+        ),
+        nnx.Conv: Kind(
+            _LINEAR,
+            _PRODUCT,
+            ("conv_general_dilated", _sites.Convolution, (lax.conv_general_dilated,)),
+            _of_conv,
+            axes=lambda layer: len(layer.kernel_size) + 2,
+        ),
+        nnx.ConvTranspose: Kind(
+            _LINEAR,
+            (("inputs", "kernel", "bias"),),
+            None,
+            _of_transposed,
+            lambda layer: Layout((0,), tuple(range(1, len(layer.kernel_size) + 2))),
+            axes=lambda layer: len(layer.kernel_size) + 2,
+            unrounded=True,
+        ),
+        nnx.Embed: Kind(
+            MappingProxyType({"embedding": "weight"}),
+            (("embedding",), ("*inputs", "*embedding")),
+            ("product", _sites.DotGeneral, (None,)),
+            axes=lambda layer: 2,
+        ),
+        nnx.BatchNorm: Kind(_NORM, (("inputs", "", "", "scale", "bias"),)),
+        nnx.LayerNorm: Kind(_NORM, (("inputs", "scale", "bias"),)),
+        nnx.RMSNorm: Kind(MappingProxyType({"scale": "weight"}), (("inputs", "scale"),)),
+        nnx.GroupNorm: Kind(_NORM, (("inputs", "scale", "bias"),)),
+        nnx.InstanceNorm: Kind(_NORM, (("inputs", "scale", "bias"),)),
+        nnx.LoRA: Kind(
+            MappingProxyType({"lora_a": "weight", "lora_b": "weight"}),
+            (("inputs", "lora_a", "lora_b"),),
+            layout=_matrix,
+            axes=lambda layer: 2,
+            unrounded=True,
+        ),
+        nnx.MultiHeadAttention: Kind(
+            MappingProxyType({}), (), ("attention_fn", _sites.Attention, (nnx.dot_product_attention,)), output=False
+        ),
+    }
+)

@@ -1,0 +1,194 @@
+"""The quantized layers: a class for each of Flax, all made in one way, and what makes a layer of Flax one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from jchop._checks import check_choice
+from jchop.nn import _sites
+from jchop.nn._equip import QuantizedParam, equip, equip_emulated
+from jchop.nn._kinds import KINDS, Kind
+from jchop.nn._rule import SPECS, Rule, as_rules, rule_of
+
+Array = jax.Array
+Mode = Literal["qat", "ptq", "weight_only", "emulate"]
+MODES = ("qat", "ptq", "weight_only", "emulate")
+
+__all__ = ["CLASSES", "MODES", "Mode", "apply", "layers_of", "path_of"]
+
+
+# What a quantized layer adds to one of Flax stands in the class itself: a class with one more parent could not become
+# that of a layer that is there already.
+def _call(base: type) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.emulation is not None:
+            return self.emulation(base.__call__, self, args, kwargs)
+        return _finished(self, base.__call__(self, *args, **kwargs))
+
+    return __call__
+
+
+def _finished(layer: Any, y: Any) -> Any:
+    return y if layer.output is None else layer.output(y)
+
+
+def _attend(self: Any, query: Array, out_sharding: Any = None) -> Array:
+    """The product of `query` with every embedding, as that of `flax.nnx.Embed`."""
+    query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+    y = self.product(query, embedding, (((query.ndim - 1,), (1,)), ((), ())), out_sharding=out_sharding)
+    return _finished(self, y)
+
+
+_MORE: Mapping[type, Mapping[str, Any]] = MappingProxyType({nnx.Embed: {"attend": _attend}})
+#: Made of layers alone: there is nothing to round in them but those.
+_MADE_OF_LAYERS = (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell)
+
+
+def _initialize(base: type) -> Any:
+    def __init__(self: Any, *args: Any, rule: Rule, rngs: nnx.Rngs, mode: Mode = "qat", **kwargs: Any) -> None:
+        base.__init__(self, *args, rngs=rngs, **kwargs)
+        apply(self, as_rules(rule), mode, rngs)
+
+    return __init__
+
+
+def _make(base: type) -> type:
+    name = base.__name__
+    doc = f"""`flax.nnx.{name}`, quantized.
+
+    Args:
+        args: as of the layer of Flax.
+        rule: a `Rule`; its path says nothing here.
+        rngs: as of the layer of Flax; stochastic roundings draw from the stream that the rule names.
+        mode: as in `quantize`. Default ``"qat"``.
+        kwargs: as of the layer of Flax.
+    """
+    added = {"__call__": _call(base), "output": None, "emulation": None, **_MORE.get(base, {})} if base in KINDS else {}
+    return type(name, (base,), {"__init__": _initialize(base), "__doc__": doc, "__module__": __name__, **added})
+
+
+#: The quantized class of each class of Flax.
+CLASSES: Mapping[type, type] = MappingProxyType({base: _make(base) for base in (*KINDS, *_MADE_OF_LAYERS)})
+BatchNorm: Any = CLASSES[nnx.BatchNorm]
+Conv: Any = CLASSES[nnx.Conv]
+ConvTranspose: Any = CLASSES[nnx.ConvTranspose]
+Einsum: Any = CLASSES[nnx.Einsum]
+Embed: Any = CLASSES[nnx.Embed]
+GRUCell: Any = CLASSES[nnx.GRUCell]
+GroupNorm: Any = CLASSES[nnx.GroupNorm]
+InstanceNorm: Any = CLASSES[nnx.InstanceNorm]
+LSTMCell: Any = CLASSES[nnx.LSTMCell]
+LayerNorm: Any = CLASSES[nnx.LayerNorm]
+Linear: Any = CLASSES[nnx.Linear]
+LinearGeneral: Any = CLASSES[nnx.LinearGeneral]
+LoRA: Any = CLASSES[nnx.LoRA]
+LoRALinear: Any = CLASSES[nnx.LoRALinear]
+MultiHeadAttention: Any = CLASSES[nnx.MultiHeadAttention]
+OptimizedLSTMCell: Any = CLASSES[nnx.OptimizedLSTMCell]
+RMSNorm: Any = CLASSES[nnx.RMSNorm]
+SimpleCell: Any = CLASSES[nnx.SimpleCell]
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """The path of a module as text."""
+    return "/".join(map(str, keys))
+
+
+def layers_of(model: nnx.Module) -> Iterator[tuple[str, Any, Kind | None]]:
+    """Every module with parameters of its own or a line in the table, its path, and that line."""
+    for keys, module in nnx.iter_modules(model):
+        kind = KINDS.get(type(module)) or KINDS.get(_base(type(module)))
+        if isinstance(module, _sites.Site):
+            continue
+        if kind is not None or _has_parameters(module):
+            yield path_of(keys), module, kind
+
+
+def _base(cls: type) -> Any:
+    """The class of Flax that a class was made from."""
+    return next((base for base, made in CLASSES.items() if made is cls), None)
+
+
+def _has_parameters(module: nnx.Module) -> bool:
+    return any(isinstance(value, nnx.Param | QuantizedParam) for value in vars(module).values())
+
+
+def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
+    """Quantize every layer of a model that a rule matches, in place."""
+    check_choice("mode", mode, MODES)
+    for rule in rules:
+        _check_mode(rule, mode)
+    chosen = []
+    for path, layer, kind in layers_of(model):
+        number = rule_of(path, rules)
+        if number is None:
+            continue
+        chosen.append((number, path, layer, kind))
+    check_rules(rules, [(number, layer, kind) for number, _, layer, kind in chosen])
+    for number, path, layer, kind in chosen:
+        if not any(getattr(rules[number], name) is not None for name in (*SPECS, "matmul")):
+            continue
+        if kind is None:
+            raise NotImplementedError(
+                f"{type(layer).__name__} at {path!r} has parameters and is none of the layers that can be quantized: "
+                f"{', '.join(sorted(cls.__name__ for cls in KINDS))}. Give it a rule of its own that rounds nothing, "
+                f"Rule({path!r}), before {rules[number]}"
+            )
+        _strip(layer, kind)
+        layer.__class__ = CLASSES.get(type(layer), type(layer))
+        if mode == "emulate":
+            equip_emulated(layer, kind, rules[number], path, rngs)
+        else:
+            equip(layer, kind, rules[number], path, packed=mode != "qat", rngs=rngs)
+
+
+def _strip(layer: Any, kind: Kind) -> None:
+    """Put Flax's functions back in the places of sites, so that a layer can be quantized in another way."""
+    if type(layer) in KINDS:
+        return
+    if kind.slots and isinstance(layer.promote_dtype, _sites.Promote):
+        layer.promote_dtype = nnx.static(layer.promote_dtype.base)
+    if kind.product is not None and isinstance(getattr(layer, kind.product[0], None), _sites.Site):
+        setattr(layer, kind.product[0], nnx.static(kind.product[2][0]))
+    for name in ("output", "emulation"):
+        if name in vars(layer):
+            delattr(layer, name)
+
+
+def check_rules(rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | None]]) -> None:
+    """Refuse rules that match no layer, and fields that say nothing for any layer that they match."""
+    for number, rule in enumerate(rules):
+        matched = [(layer, kind) for n, layer, kind in chosen if n == number]
+        if not matched:
+            raise ValueError(
+                f"{rule} matches no layer with parameters, or only layers that an earlier rule matches; "
+                "jchop.nn.report(model) lists the layers"
+            )
+        used = {name for layer, kind in matched if kind is not None for name in kind.fields(layer)}
+        idle = [name for name in (*SPECS, "matmul") if getattr(rule, name) is not None and name not in used]
+        if idle and all(kind is not None for _, kind in matched):
+            raise ValueError(
+                f"{rule}: {', '.join(idle)} says nothing for any of its layers: "
+                f"{', '.join(sorted({type(layer).__name__ for layer, _ in matched}))}"
+            )
+
+
+#: The fields of a rule that a mode has, and what the others are for.
+_FIELDS = {
+    "weight_only": (("weight", "bias"), "rounds weights and biases; use mode='ptq'"),
+    "emulate": (("activation", "matmul"), "rounds every operation to activation, with the sums of matmul"),
+}
+
+
+def _check_mode(rule: Rule, mode: str) -> None:
+    if mode not in _FIELDS:
+        return
+    allowed, why = _FIELDS[mode]
+    wrong = [name for name in (*SPECS, "matmul") if getattr(rule, name) is not None and name not in allowed]
+    if wrong:
+        raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {why}")

@@ -1,0 +1,68 @@
+"""How an array is laid out for a product, so that a scaled format has its groups along the sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jchop._round import round_to_format
+from jchop.formats import ScaledFormat
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["Layout", "round_in"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The axes of an operand: those that are kept, in order, then those that are summed over, as one.
+
+    Args:
+        kept: axes that stay axes.
+        summed: axes that become the last one, in C order.
+    """
+
+    kept: tuple[int, ...]
+    summed: tuple[int, ...]
+
+    @staticmethod
+    def of(kept: Sequence[int], summed: Sequence[int]) -> Layout:
+        """A layout of any sequences of axes."""
+        return Layout(tuple(kept), tuple(summed))
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (*self.kept, *self.summed)
+
+    def lay(self, x: Array) -> Array:
+        """`x` in this layout."""
+        moved = x.transpose(self._order)
+        return moved.reshape(*moved.shape[: len(self.kept)], math.prod(moved.shape[len(self.kept) :]))
+
+    def back(self, laid: Array, shape: Sequence[int]) -> Array:
+        """An array of `shape` from its layout."""
+        order = self._order
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return laid.reshape([shape[axis] for axis in order]).transpose(inverse)
+
+    def concerns(self, spec: Spec) -> bool:
+        """Whether rounding to `spec` in this layout may differ from rounding the array as it lies."""
+        fmt = spec.format
+        grouped = isinstance(fmt, ScaledFormat) and (fmt.group is not None or fmt.channel is not None)
+        return grouped and (self._order != tuple(range(len(self._order))) or len(self.summed) != 1)
+
+
+def round_in(
+    layout: Layout | None, x: Array, spec: Spec | None, key: Array | None = None, gradient_key: Array | None = None
+) -> Array:
+    """`x` rounded in a layout (None: as it lies); its own dtype, shape and order of axes come back."""
+    if spec is None:
+        return x
+    if layout is None or not layout.concerns(spec):
+        return round_to_format(x, spec, key, gradient_key=gradient_key)
+    return layout.back(round_to_format(layout.lay(jnp.asarray(x)), spec, key, gradient_key=gradient_key), x.shape)

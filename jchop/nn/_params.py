@@ -1,0 +1,93 @@
+"""`quantize_params`: packed parameters in any pytree, whatever made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop.nn._rule import SPECS, Rule, as_rules, rule_of
+from jchop.storage import QArray, dequantize, quantize
+
+Array = jax.Array
+
+__all__ = ["dequantize_params", "quantize_params"]
+
+
+def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None = None) -> Any:
+    """A pytree of parameters with those that rules match stored packed, as `jchop.QArray`.
+
+    For models of any library: `dequantize_params` gives the arrays back, within `jax.jit` each where it is used. The
+    tree says nothing of products, so the axes of a scaled format are those of the arrays themselves: for a kernel
+    (in, out) blocks along the sum are ``"int4(group=32,axis=0)"``, a scale for each output ``"int8(channel=1)"``.
+
+    Args:
+        params: a pytree of arrays.
+        rules: a `Rule`, or several, whose paths are for those of leaves (``"*/kernel"``), the first that matches
+            counting, and which have a weight alone, or nothing.
+        key: a typed key where a rule is stochastic; it is split, one for each leaf.
+
+    Returns:
+        The tree with QArrays in place of arrays. Leaves that no rule matches are the same arrays.
+
+    Raises:
+        TypeError: for rules that are none, or a matched leaf that is no array of a carrier dtype.
+        ValueError: for a rule that matches no leaf or has another field than a weight; a stochastic one without a key;
+            an array without the axes that its format names.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}}
+        >>> packed = jc.nn.quantize_params(params, jc.nn.Rule("kernel", weight="int4(group=32,axis=0)"))
+        >>> packed["dense"]["kernel"].nbytes, jc.nn.dequantize_params(packed)["dense"]["kernel"].shape
+        (320, (64, 8))
+    """
+    given = as_rules(rules)
+    for rule in given:
+        wrong = [name for name in (*SPECS, "matmul") if name != "weight" and getattr(rule, name) is not None]
+        if wrong:
+            raise ValueError(f"{rule}: parameters have a weight alone, and {', '.join(wrong)} says nothing for them")
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    keys = [None] * len(leaves) if key is None else list(jax.random.split(key, len(leaves)))
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    numbers = [rule_of(path, given) for path in paths]
+    idle = [str(rule) for number, rule in enumerate(given) if number not in numbers]
+    if idle:
+        raise ValueError(f"{', '.join(idle)} matches no leaf, or only such as an earlier rule matches; leaves: {paths}")
+    return jax.tree.unflatten(
+        tree,
+        [
+            leaf if number is None else _quantized(path, leaf, given[number], key)
+            for path, number, (_, leaf), key in zip(paths, numbers, leaves, keys, strict=True)
+        ],
+    )
+
+
+def _quantized(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
+    if rule.weight is None:
+        return leaf
+    try:
+        return quantize(leaf if isinstance(leaf, Array) else jnp.asarray(leaf), rule.weight, key)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the leaf {path!r}, by {rule}: {error}") from None
+
+
+def dequantize_params(params: Any) -> Any:
+    """A pytree with each `jchop.QArray` as the array that it stores.
+
+    Args:
+        params: as `quantize_params` returns it.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> packed = jc.nn.quantize_params({"w": jnp.array([7.0, 1.2])}, jc.nn.Rule(weight="int4(group=2)"))
+        >>> jc.nn.dequantize_params(packed)["w"].tolist()
+        [7.0, 1.0]
+    """
+    return jax.tree.map(
+        lambda leaf: dequantize(leaf) if isinstance(leaf, QArray) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QArray),
+    )

@@ -1,0 +1,183 @@
+"""The two products of layers, and how each operand is laid out for a product and for its two backward products.
+
+Each is y = x w, linear in both: dx = g w is summed over the axes of y that come from w, dw = x g over those that come
+from x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jchop.accumulation import MatmulSpec
+from jchop.math import conv as emulated_conv
+from jchop.math import matmul as emulated_matmul
+from jchop.nn._layout import Layout
+
+Array = jax.Array
+
+__all__ = ["Conv", "Dot", "Operands", "Product"]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The layouts of the two operands of one product."""
+
+    left: Layout
+    right: Layout
+
+
+@dataclass(frozen=True)
+class Dot:
+    """`jax.lax.dot_general`, with everything static about it."""
+
+    contracting: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    ndims: tuple[int, int]
+    precision: Any = None
+    preferred_element_type: Any = None
+    out_sharding: Any = None
+
+    def __call__(self, x: Array, w: Array) -> Array:
+        """The product, in the carrier."""
+        more = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
+        return lax.dot_general(
+            x,
+            w,
+            (self.contracting, self.batch),
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+            **more,
+        )
+
+    def _free(self, side: int) -> tuple[int, ...]:
+        taken = {*self.contracting[side], *self.batch[side]}
+        return tuple(axis for axis in range(self.ndims[side]) if axis not in taken)
+
+    def _of_result(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The axes of the result: of the batch, from x, from w."""
+        b, m, n = len(self.batch[0]), len(self._free(0)), len(self._free(1))
+        return tuple(range(b)), tuple(range(b, b + m)), tuple(range(b + m, b + m + n))
+
+    @property
+    def forward(self) -> Operands:
+        """Of x and w."""
+        return Operands(*(Layout((*self.batch[i], *self._free(i)), self.contracting[i]) for i in (0, 1)))
+
+    @property
+    def for_input(self) -> Operands:
+        """Of g and w, for dx."""
+        batch, rows, columns = self._of_result()
+        return Operands(Layout((*batch, *rows), columns), Layout((*self.batch[1], *self.contracting[1]), self._free(1)))
+
+    @property
+    def for_weight(self) -> Operands:
+        """Of x and g, for dw."""
+        batch, rows, columns = self._of_result()
+        return Operands(Layout((*self.batch[0], *self.contracting[0]), self._free(0)), Layout((*batch, *columns), rows))
+
+    def _matrices(self, operands: Operands, left: Array, right: Array) -> tuple[Array, Array]:
+        """Both operands as (batch, rows, summed)."""
+        b = len(self.batch[0])
+        laid = operands.left.lay(left), operands.right.lay(right)
+        x, y = (v.reshape(math.prod(v.shape[:b]), math.prod(v.shape[b:-1]), v.shape[-1]) for v in laid)
+        return x, y
+
+    def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+        """The product, in an emulated arithmetic."""
+        left, right = self._matrices(self.forward, x, w)
+        shape = [x.shape[axis] for axis in self.forward.left.kept] + [w.shape[axis] for axis in self._free(1)]
+        return emulated_matmul(left, right.swapaxes(1, 2), spec, key).reshape(shape)
+
+    def emulated_input(self, g: Array, w: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
+        """The product dx of `shape`, in an emulated arithmetic."""
+        left, right = self._matrices(self.for_input, g, w)
+        return self.forward.left.back(emulated_matmul(left, right.swapaxes(1, 2), spec, key), shape)
+
+    def emulated_weight(self, x: Array, g: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
+        """The product dw of `shape`, in an emulated arithmetic."""
+        left, right = self._matrices(self.for_weight, x, g)
+        return self.forward.right.back(emulated_matmul(right, left.swapaxes(1, 2), spec, key), shape)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """`jax.lax.conv_general_dilated`, with everything static about it.
+
+    A sum runs over the places of the kernel and the channels, so an image is laid out as (image, places and channels):
+    groups lie along its channels where their size divides the number of those.
+    """
+
+    strides: tuple[int, ...]
+    padding: str | tuple[tuple[int, int], ...]
+    input_dilation: tuple[int, ...]
+    kernel_dilation: tuple[int, ...]
+    numbers: lax.ConvDimensionNumbers
+    feature_groups: int = 1
+    precision: Any = None
+    preferred_element_type: Any = None
+    out_sharding: Any = None
+
+    def __call__(self, x: Array, w: Array) -> Array:
+        """The product, in the carrier."""
+        more = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
+        return lax.conv_general_dilated(
+            x,
+            w,
+            self.strides,
+            self.padding,
+            lhs_dilation=self.input_dilation,
+            rhs_dilation=self.kernel_dilation,
+            dimension_numbers=self.numbers,
+            feature_group_count=self.feature_groups,
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+            **more,
+        )
+
+    @property
+    def forward(self) -> Operands:
+        """Of x and w."""
+        return Operands(_channels_last(self.numbers.lhs_spec), _channels_last(self.numbers.rhs_spec))
+
+    @property
+    def for_input(self) -> Operands:
+        """Of g and w, for dx."""
+        out, inside, *space = self.numbers.rhs_spec
+        return Operands(_channels_last(self.numbers.out_spec), Layout((inside,), (*space, out)))
+
+    @property
+    def for_weight(self) -> Operands:
+        """Of x and g, for dw: summed over images and places."""
+        return Operands(*(Layout((s[1],), (s[0], *s[2:])) for s in (self.numbers.lhs_spec, self.numbers.out_spec)))
+
+    def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+        """The product, in an emulated arithmetic."""
+        if self.feature_groups != 1 or set(self.input_dilation) != {1}:
+            raise NotImplementedError(
+                f"matmul={str(spec)!r}: a convolution of feature_group_count={self.feature_groups} and input_dilation="
+                f"{self.input_dilation} cannot be emulated; both must be 1"
+            )
+        image, kernel = x.transpose(self.numbers.lhs_spec), w.transpose(self.numbers.rhs_spec)
+        padding = self.padding
+        if isinstance(padding, str):
+            spans = [(n - 1) * gap + 1 for n, gap in zip(kernel.shape[2:], self.kernel_dilation, strict=True)]
+            padding = lax.padtype_to_pads(image.shape[2:], spans, self.strides, padding)
+        pads = [(int(low), int(high)) for low, high in padding]
+        out = emulated_conv(image, kernel, spec, key, stride=self.strides, padding=pads, dilation=self.kernel_dilation)
+        return out.transpose(np.argsort(self.numbers.out_spec))
+
+
+Product = Dot | Conv
+
+
+def _channels_last(axes: Sequence[int]) -> Layout:
+    """One of (first, channels, *space) with the rest summed over, the channels fastest."""
+    first, channels, *space = axes
+    return Layout((first,), (*space, channels))

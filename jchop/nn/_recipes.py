@@ -1,0 +1,67 @@
+"""Arithmetics of training that have names, as rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jchop._checks import check_choice
+from jchop.accumulation import MatmulSpec
+from jchop.nn._rule import Rule
+
+__all__ = ["RECIPES", "recipe"]
+
+_ROW = "float8_e4m3fn(group=all,scale=e8m0fnu,rule=rceil)"
+_MX = "mxfp8_e4m3(rule=rceil)"
+
+
+def _all(forward: str, gradient: str | None = None, **more: Any) -> Mapping[str, Any]:
+    return MappingProxyType(
+        {"weight": forward, "activation": forward, "gradient": forward if gradient is None else gradient, **more}
+    )
+
+
+#: The fields of the rule of each recipe.
+RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # torchao.float8: one scale for each tensor; or for each row of each operand, powers of two; the third keeps
+        # the product of the weights' gradient in high precision.
+        "float8_tensorwise": _all("float8_e4m3fn(group=tensor)", "float8_e5m2(group=tensor)"),
+        "float8_rowwise": _all(_ROW),
+        "float8_rowwise_with_gw_hp": _all(_ROW, weight_gradient="binary32"),
+        # OCP Microscaling: blocks of 32 along the sum of each of the three products, scales rounded up.
+        "mxfp8": _all(_MX),
+        # NVIDIA, arXiv 2509.25149: two-level scales, gradients rounded stochastically.
+        "nvfp4": _all("nvfp4", "nvfp4:stochastic"),
+        # Three int8 products, a scale for each row of each operand.
+        "int8": _all("int8(group=all)"),
+        # Wang et al., NeurIPS 2018: e5m2 operands, sums in e6m9, in chunks of 64.
+        "ibm_fp8": _all("float8_e5m2", matmul=MatmulSpec(accumulate="e6m9", order="blocked(64)")),
+        # Sun et al., NeurIPS 2019: e4m3 of bias 11 forward, e5m2 backward.
+        "ibm_hybrid_fp8": _all("e4m3(bias=11)", "float8_e5m2"),
+    }
+)
+
+
+def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
+    """The rule of an arithmetic that is known by a name.
+
+    Args:
+        name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with
+            scales chosen anew for each tensor), ``"mxfp8"``, ``"nvfp4"`` (gradients stochastic), ``"int8"``,
+            ``"ibm_fp8"`` (Wang et al., NeurIPS 2018: sums in e6m9 in chunks of 64) or ``"ibm_hybrid_fp8"`` (Sun et al.,
+            NeurIPS 2019).
+        path: as of a `Rule`. Default ``"*"``.
+        changes: fields of the rule in place of the recipe's.
+
+    Raises:
+        TypeError, ValueError: for a name that is not known, or a field that is none.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.nn.recipe("ibm_hybrid_fp8", "blocks", weight_gradient="e6m9", activation=None))
+        "Rule('blocks', weight=e4m3(bias=11), gradient=float8_e5m2, weight_gradient=e6m9)"
+    """
+    check_choice("name", name, tuple(RECIPES))
+    return Rule(path, **{**RECIPES[name], **changes})

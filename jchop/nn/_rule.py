@@ -1,0 +1,153 @@
+"""Which tensor is rounded to what: a rule for the layers of a model, and how rules find them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from jchop.accumulation import MatmulSpec
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.spec import Spec, as_spec
+
+__all__ = ["SPECS", "Rule", "as_rules", "rule_of"]
+
+#: The fields of a rule that are specs.
+SPECS = ("weight", "activation", "output", "bias", "gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is rounded to what in the layers that a pattern names.
+
+    A layer computes ``output(product(activation(x), weight(w)) + bias(b))``. A field that is None rounds nothing, so a
+    rule of a path alone keeps its layers as they are.
+
+    The axes of a scaled format are those of an operand laid out for the product at hand: the axes that are summed over
+    come last, as one. So ``"mxfp8_e4m3"`` has blocks along the sum in every product, forward and backward;
+    ``"int8(group=all)"`` is a scale for each output channel of a weight and for each row (token) of an activation;
+    ``"int8"`` is a scale for the whole tensor. Arrays that enter no product (embeddings, biases, outputs, gains of
+    norms) are laid out as they are.
+
+    Args:
+        path: a pattern (`fnmatch`) for a piece of the path of a layer, its parts joined by slashes: ``"head"``,
+            ``"blocks/*/mlp"``, ``"*norm*"``; the layers below such a piece match too. Default ``"*"``: every layer.
+        weight: of the kernel, the embedding, or the gain of a norm: a `Spec`, a format, a scaled format, or text.
+        activation: of what enters the layer; in attention of queries, keys, values and of the attention weights.
+        output: of the layer's result.
+        bias: of the bias.
+        gradient: of the incoming gradient g in both backward products, dx = g w and dw = x g. Where it is given, each
+            product of the three rounds its operands in its own layout: x and w are rounded anew, from their full
+            precision. Default None: backward products take the operands as the forward product rounded them.
+        weight_gradient: of both operands of the product dw = x g, in place of `activation` and `gradient`;
+            ``"binary32"`` keeps it in float32.
+        matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products also backward; in
+            a convolution forward.
+        stochastic_stream: the stream of `flax.nnx.Rngs` that stochastic roundings draw from. Default ``"rounding"``.
+
+    Raises:
+        TypeError, ValueError: for a field that is not what it should be.
+
+    Example:
+        >>> import jchop as jc
+        >>> rule = jc.nn.Rule("blocks/*", weight="int4(group=32)", activation="int8(group=all)")
+        >>> str(rule)
+        "Rule('blocks/*', weight=int4(group=32), activation=int8(group=all))"
+    """
+
+    path: str = "*"
+    _: KW_ONLY
+    weight: Spec | None = None
+    activation: Spec | None = None
+    output: Spec | None = None
+    bias: Spec | None = None
+    gradient: Spec | None = None
+    weight_gradient: Spec | None = None
+    matmul: MatmulSpec | None = None
+    stochastic_stream: str = "rounding"
+
+    if TYPE_CHECKING:  # what may be given is more than what is stored
+
+        def __init__(
+            self,
+            path: str = ...,
+            *,
+            weight: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            activation: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            output: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            bias: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            weight_gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            matmul: MatmulSpec | None = ...,
+            stochastic_stream: str = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise TypeError(f"path={self.path!r} must be a pattern of paths such as 'blocks/*/mlp'; '*' is every layer")
+        for name in SPECS:
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else as_spec(value, name, scaled=True))
+        for name in ("gradient", "weight_gradient"):
+            spec = getattr(self, name)
+            if spec is not None and spec.gradient != type(spec.gradient)():
+                raise ValueError(f"{name}={str(spec)!r} is of a gradient, and has no gradient of its own")
+        if self.matmul is not None and not isinstance(self.matmul, MatmulSpec):
+            raise TypeError(f"matmul={self.matmul!r} must be a MatmulSpec, such as MatmulSpec(accumulate='e5m10')")
+        if self.matmul is not None and self.matmul.operands is not None:
+            raise ValueError(f"matmul={str(self.matmul)!r} rounds operands, which activation= and weight= are for")
+        if not isinstance(self.stochastic_stream, str) or not self.stochastic_stream:
+            raise TypeError(f"stochastic_stream={self.stochastic_stream!r} must be the name of a stream of nnx.Rngs")
+
+    def matches(self, path: str) -> bool:
+        """Whether the rule is for a layer of this path.
+
+        Args:
+            path: the names of the attributes and indexes that lead to the layer, joined by slashes.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.nn.Rule("attention").matches("blocks/0/attention/query"), jc.nn.Rule("att").matches("attention")
+            (True, False)
+        """
+        return fnmatchcase(f"/{path}/", f"*/{self.path}/*") or self.path == "*"
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any rounding draws random bits."""
+        return any(is_stochastic(getattr(self, name)) for name in SPECS) or (
+            self.matmul is not None and self.matmul.stochastic
+        )
+
+    def __str__(self) -> str:
+        fields = [f"{name}={getattr(self, name)}" for name in SPECS if getattr(self, name) is not None]
+        if self.matmul is not None:
+            fields.append(f"matmul=({self.matmul})")
+        return f"Rule({', '.join([repr(self.path), *fields])})"
+
+
+def is_stochastic(spec: Spec | None) -> bool:
+    """Whether a rounding, or that of its cotangent, draws random bits."""
+    if spec is None:
+        return False
+    backward = spec.gradient.round
+    return spec.rounding.stochastic or (backward is not None and backward.rounding.stochastic)
+
+
+def as_rules(rules: Any) -> tuple[Rule, ...]:
+    """One rule, or several in their order.
+
+    Raises:
+        TypeError, ValueError: for what is no rule, or none at all.
+    """
+    given: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
+    wrong = [rule for rule in given if not isinstance(rule, Rule)]
+    if wrong or not given:
+        raise TypeError(f"rules={rules!r} must be a jchop.nn.Rule, or several")
+    return tuple(given)
+
+
+def rule_of(path: str, rules: Sequence[Rule]) -> int | None:
+    """The number of the first rule that matches a path; None where none does."""
+    return next((number for number, rule in enumerate(rules) if rule.matches(path)), None)

@@ -1,0 +1,166 @@
+"""The places in a layer where something is rounded: small modules that Flax's layers call in place of its functions.
+
+A site holds what it rounds to, and where that draws random bits a stream of its own, which is state of the model like
+that of a dropout. Sites that draw nothing have no state, so a checkpoint fits the model with and without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jchop.nn._attention import attention
+from jchop.nn._contraction import Roundings, conv_general_dilated, dot_general, einsum
+from jchop.nn._layout import Layout, round_in
+from jchop.nn._rule import is_stochastic
+from jchop.nn._static import ActivationRange, round_within
+from jchop.spec import Spec
+from jchop.storage import QArray, dequantize
+
+Array = jax.Array
+Stream = nnx.RngStream | None
+
+__all__ = ["Attention", "Convolution", "DotGeneral", "Einsum", "Output", "Promote", "Site"]
+
+
+class Site(nnx.Module):
+    """A place where something is rounded, with its stream of keys; None where nothing is drawn."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = nnx.data(stream)
+
+    def key(self) -> Array | None:
+        """A key for one call."""
+        return None if self.stream is None else self.stream()
+
+
+def keys_for(spec: Spec | None, key: Array | None) -> tuple[Array | None, Array | None]:
+    """A key of the rounding and one of its cotangent."""
+    if not is_stochastic(spec) or key is None:
+        return None, None
+    forward, backward = jax.random.split(key)
+    return forward, backward
+
+
+class Product(Site):
+    """A product with rounded operands.
+
+    Args:
+        how: what is rounded to what.
+        stream: of keys.
+    """
+
+    #: Whether the left operand is the input of a layer, whose range can be fixed.
+    calibrates: ClassVar[bool] = True
+
+    def __init__(self, how: Roundings, stream: Stream) -> None:
+        super().__init__(stream)
+        self.how = how
+        self.range: ActivationRange | None = nnx.data(None)
+        self.observe: Callable[[Array], None] | None = None
+
+    def prepared(self, x: Array) -> tuple[Array, dict[str, Any]]:
+        """The left operand, rounded already where its range is fixed, and what the product is told."""
+        key = self.key()
+        if self.observe is not None:
+            self.observe(x)
+            return x, {"how": replace(self.how, left=None), "key": key}
+        if self.range is None:
+            return x, {"how": self.how, "key": key}
+        assert self.how.left is not None
+        mine, key = (None, None) if key is None else jax.random.split(key)
+        return round_within(x, self.how.left, self.range[...], mine), {"how": replace(self.how, left=None), "key": key}
+
+
+class DotGeneral(Product):
+    """In place of `jax.lax.dot_general`."""
+
+    def __call__(self, x: Array, w: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
+        x, more = self.prepared(x)
+        return dot_general(x, w, dimension_numbers, *args, **kwargs, **more)
+
+
+class Convolution(Product):
+    """In place of `jax.lax.conv_general_dilated`."""
+
+    def __call__(self, x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
+        x, more = self.prepared(x)
+        return conv_general_dilated(x, w, *args, **kwargs, **more)
+
+
+class Einsum(Product):
+    """In place of `jax.numpy.einsum`."""
+
+    def __call__(self, subscripts: str, x: Array, w: Array, **kwargs: Any) -> Array:
+        x, more = self.prepared(x)
+        return einsum(subscripts, x, w, **kwargs, **more)
+
+
+class Output(Site):
+    """Rounds the result of a layer."""
+
+    def __init__(self, spec: Spec, stream: Stream) -> None:
+        super().__init__(stream)
+        self.spec = spec
+
+    def __call__(self, y: Array) -> Array:
+        key, gradient_key = keys_for(self.spec, self.key())
+        return round_in(None, y, self.spec, key, gradient_key)
+
+
+class Promote(Site):
+    """In place of `promote_dtype`: every array on its way into the layer comes by.
+
+    Args:
+        base: what it stands for.
+        slots: the names of the arrays, as in a `Kind`.
+        specs: what arrays are rounded to, and their layouts.
+        packed: layouts and shapes of those that are stored in a layout.
+        stream: of keys.
+    """
+
+    def __init__(
+        self,
+        base: Callable[..., Any],
+        slots: tuple[tuple[str, ...], ...],
+        specs: tuple[tuple[str, Spec, Layout | None], ...],
+        packed: tuple[tuple[str, Layout, tuple[int, ...]], ...],
+        stream: Stream,
+    ) -> None:
+        super().__init__(stream)
+        self.base, self.slots, self.specs, self.packed = base, slots, specs, packed
+
+    def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
+        names = next(names for names in self.slots if len(names) == len(args))
+        plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, QArray) else arg for arg in args)
+        promoted = [
+            self._unpacked(name, arg, new.dtype) if isinstance(arg, QArray) else new
+            for name, arg, new in zip(names, args, self.base(plain, **kwargs), strict=True)
+        ]
+        key = self.key()
+        for i, (name, spec, layout) in enumerate(self.specs):
+            if name in names and promoted[names.index(name)] is not None:
+                keys = keys_for(spec, None if key is None else jax.random.fold_in(key, i))
+                promoted[names.index(name)] = round_in(layout, promoted[names.index(name)], spec, *keys)
+        return tuple(promoted)
+
+    def _unpacked(self, name: str, stored: QArray, dtype: Any) -> Array:
+        layout, shape = next((layout, shape) for packed, layout, shape in self.packed if packed == name.strip("*"))
+        return layout.back(dequantize(stored, dtype), shape)
+
+
+class Attention(Product):
+    """In place of `flax.nnx.dot_product_attention`: both products with rounded operands."""
+
+    calibrates: ClassVar[bool] = False
+
+    def __call__(self, *args: Any, module: nnx.Module | None = None, **kwargs: Any) -> Array:
+        y, weights = attention(*args, **kwargs, how=self.how, keys=(self.key(), self.key()))
+        if module is not None:
+            module.sow(nnx.Intermediate, "attention_weights", weights)
+        return y

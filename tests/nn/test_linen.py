@@ -1,0 +1,152 @@
+"""Modules of Linen compute what those of NNX with the same parameters compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jchop as jc
+import jchop.nn.linen as quantized_linen
+
+WEIGHT = "mxfp8_e4m3(group=4)"
+RULE = jc.nn.Rule(weight=WEIGHT, activation="e5m2", bias="e4m2", output="e5m4")
+
+
+class Tower(linen.Module):
+    """Every kind of layer, one after the other."""
+
+    @linen.compact
+    def __call__(self, tokens: Any) -> Any:
+        x = linen.Embed(9, 6, name="embed")(tokens)
+        x = linen.LayerNorm(name="norm")(x)
+        x = linen.Conv(8, (3,), name="conv")(x)
+        x = linen.MultiHeadDotProductAttention(2, qkv_features=8, name="attention")(x)
+        x = linen.ConvTranspose(6, (3,), name="transposed")(x)
+        return linen.Dense(5, name="head")(x)
+
+
+class Twin(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(9, 6, rngs=rngs)
+        self.norm = nnx.LayerNorm(6, rngs=rngs)
+        self.conv = nnx.Conv(6, 8, (3,), rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.transposed = nnx.ConvTranspose(8, 6, (3,), rngs=rngs)
+        self.head = nnx.Linear(6, 5, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        x = self.norm(self.embed(tokens))
+        return self.head(self.transposed(self.attention(self.conv(x))))
+
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 5)))
+
+
+def start() -> tuple[Any, Any]:
+    """Variables whose biases are not zero, and the twin that has them."""
+    variables = Tower().init(jax.random.key(0), TOKENS)
+    draw = np.random.default_rng(1)
+    variables = jax.tree.map(lambda v: v + jnp.asarray(draw.normal(size=v.shape) / 8, v.dtype), variables)
+    twin = Twin(rngs=nnx.Rngs(0))
+    nnx.update(twin, variables["params"])
+    return variables, twin
+
+
+@pytest.mark.slow
+def test_every_layer_computes_what_its_twin_computes() -> None:
+    variables, twin = start()
+    tower, rounded = quantized_linen.quantize(Tower(), RULE), jc.nn.quantize(twin, RULE)
+    packed = tower.pack(variables, TOKENS)
+
+    @nnx.jit
+    def run(variables: Any, packed: Any, rounded: Any) -> Any:
+        return tower.apply(variables, TOKENS), tower.apply(packed, TOKENS), rounded(TOKENS)
+
+    of_tower, of_packed, of_twin = run(variables, packed, rounded)
+    np.testing.assert_array_equal(of_tower, of_twin)
+    np.testing.assert_array_equal(of_packed, of_twin)
+    assert (of_twin != Tower().apply(variables, TOKENS)).any()
+    kernel = packed["params"]["head"]["kernel"]
+    assert isinstance(kernel, quantized_linen.Packed) and kernel.stored.shape == (5, 6)
+    np.testing.assert_array_equal(
+        kernel.unpack(), jc.round_to_format(variables["params"]["head"]["kernel"].T, WEIGHT).T
+    )
+
+
+def test_gradients_are_those_of_the_twin() -> None:
+    variables, twin = start()
+    rules = [jc.nn.Rule("head", weight="e4m3", activation="e4m3", gradient="e5m2"), jc.nn.Rule("conv", weight="e4m3")]
+    tower, rounded = quantized_linen.quantize(Tower(), rules), jc.nn.quantize(twin, rules)
+
+    @nnx.jit
+    def run(variables: Any, rounded: Any) -> Any:
+        ours = jax.grad(lambda v: jnp.sin(tower.apply(v, TOKENS)).sum())(variables)
+        return ours["params"], nnx.grad(lambda model: jnp.sin(model(TOKENS)).sum())(rounded)
+
+    ours, theirs = run(variables, rounded)
+    for name in ("kernel", "bias"):
+        np.testing.assert_allclose(ours["head"][name], theirs["head"][name][...], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours["conv"][name], theirs["conv"][name][...], rtol=1e-4, atol=1e-5)
+
+
+def test_stochastic_rules_draw_from_their_stream() -> None:
+    rule = jc.nn.Rule(weight="e4m1:stochastic", bias="e4m1:stochastic", activation="e4m1:stochastic")
+    dense = quantized_linen.quantize(linen.Dense(8), rule)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), "float32")
+    variables = dense.init(jax.random.key(0), x)
+    first, again, other = (dense.apply(variables, x, rngs={"rounding": jax.random.key(k)}) for k in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    with pytest.raises(ValueError, match=r"rngs=\{'rounding': a key\}"):
+        dense.apply(variables, x)
+
+
+def test_cells_are_made_of_dense_layers_and_state_goes_through() -> None:
+    cell = quantized_linen.quantize(linen.GRUCell(4), jc.nn.Rule(weight="fixed2.2"))
+    x, h = jnp.ones((2, 4)), jnp.full((2, 4), 0.5)
+    variables = cell.init(jax.random.key(0), h, x)
+    rounded = jax.tree_util.tree_map_with_path(
+        lambda path, v: jc.round_to_format(v, "fixed2.2") if path[-1].key == "kernel" else v, variables
+    )
+    np.testing.assert_array_equal(cell.apply(variables, h, x)[1], linen.GRUCell(4).apply(rounded, h, x)[1])
+    norm = quantized_linen.quantize(linen.BatchNorm(use_running_average=False), jc.nn.Rule(activation="e4m3"))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 4)), "float32")
+    variables = norm.init(jax.random.key(0), x)
+    y, after = norm.apply(variables, x, mutable=["batch_stats"])
+    plain = linen.BatchNorm(use_running_average=False)
+    expected, state = plain.apply(variables, jc.round_to_format(x, "e4m3"), mutable=["batch_stats"])
+    np.testing.assert_array_equal(y, expected)
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+class Bare(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(2)(x @ self.param("w", linen.initializers.normal(), (4, 4)))
+
+
+def test_what_cannot_be_quantized_is_named() -> None:
+    x = jnp.ones((1, 4))
+
+    def run(module: Any, rules: Any) -> Any:
+        wrapped = quantized_linen.quantize(module, rules)
+        return wrapped.apply(wrapped.init(jax.random.key(0), x), x)
+
+    with pytest.raises(NotImplementedError, match="Bare at ''"):
+        run(Bare(), jc.nn.Rule(weight="e4m3"))
+    assert run(Bare(), jc.nn.Rule("Dense_0", weight="e4m3")).shape == (1, 2)
+    with pytest.raises(ValueError, match=r"Rule\('Dense_1', .*layers: .*Dense_0"):
+        run(Bare(), jc.nn.Rule("Dense_1", weight="e4m3"))
+    with pytest.raises(NotImplementedError, match=r"ConvTranspose at ''.*gradient"):
+        run(linen.ConvTranspose(2, (3,)), jc.nn.Rule(gradient="e5m2"))
+    with pytest.raises(ValueError, match="dot_general of its own"):
+        run(linen.Dense(2, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k)), jc.nn.Rule(weight="e4m3"))
+    with pytest.raises(TypeError, match="module of Flax Linen"):
+        quantized_linen.quantize(Twin(rngs=nnx.Rngs(0)), jc.nn.Rule())  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""The examples run, and show that training in a few bits works."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flax import nnx
+
+import jchop as jc
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_the_example_prints_and_draws(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    digits, picture = load("qat_digits"), tmp_path / "digits.png"
+    digits.FORMATS = ("float4_e2m1fn",)
+    small = ["--steps", "40", "--tuning", "10", "--hidden", "16", "--plot", str(picture)]
+    monkeypatch.setattr(sys, "argv", ["qat_digits.py", *small])
+    digits.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["weights", "float32", "float4_e2m1fn"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_two_bits_lose_nothing_once_trained() -> None:
+    digits = load("qat_digits")
+    digits.FORMATS = ("int2(group=all,rule=half_range)",)
+    before, after, size = digits.run(steps=600, tuning=300)[digits.FORMATS[0]]
+    assert before < 0.97 and after >= 0.98
+    assert size < 26_000  # of 340,008
+
+
+@pytest.mark.slow
+def test_training_in_stochastic_e5m2_is_as_good_as_in_float32() -> None:
+    digits = load("qat_digits")
+    x, y, test_x, test_y = digits.data()
+    plain = digits.Network(256, rngs=nnx.Rngs(0))
+    rule = jc.nn.Rule(weight="e5m2", activation="e5m2:stochastic", gradient="e5m2:stochastic")
+    rounded = jc.nn.quantize(plain, rule, rngs=nnx.Rngs(rounding=0))
+    for model in (plain, rounded):
+        digits.train(model, x, y, steps=600, rate=1e-3, seed=0)
+    assert digits.accuracy(rounded, test_x, test_y) >= digits.accuracy(plain, test_x, test_y) - 0.005
+
+
+@pytest.mark.slow
+def test_the_transformer_learns_in_eight_bits(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    training, picture = load("transformer_training"), tmp_path / "training.png"
+    del training.ARITHMETICS["mxfp8"]
+    small = ["--steps", "60", "--width", "16", "--depth", "1", "--plot", str(picture)]
+    monkeypatch.setattr(sys, "argv", ["transformer_training.py", *small])
+    training.main()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    exact, rounded = (float(line[-1]) for line in lines)
+    assert exact < 3.4 and abs(rounded - exact) < 0.1 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_transformer_is_packed(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    packing, picture = load("ptq_transformer"), tmp_path / "packing.png"
+    packing.FORMATS = ("mxfp8_e4m3", "mxfp4")
+    small = ["--steps", "60", "--width", "32", "--depth", "1", "--plot", str(picture)]
+    monkeypatch.setattr(sys, "argv", ["ptq_transformer.py", *small])
+    packing.main()
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:]}
+    exact, eight, four = (float(rows[name][0]) for name in ("float32", "mxfp8_e4m3", "mxfp4"))
+    assert abs(eight - exact) < 0.02 * exact and exact < four < 1.3 * exact
+    assert int(rows["mxfp4"][1]) < 0.17 * int(rows["float32"][1]) and picture.read_bytes().startswith(b"\x89PNG")

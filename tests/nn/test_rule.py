@@ -1,0 +1,63 @@
+"""Rules: what they hold, what they match, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import jchop as jc
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        ("*", "", True),
+        ("*", "a/b", True),
+        ("head", "head", True),
+        ("head", "head/query", True),
+        ("head", "blocks/0/head", True),
+        ("head", "heads", False),
+        ("blocks/*/mlp", "blocks/10/mlp/up", True),
+        ("blocks/*/mlp", "blocks/10/attention", False),
+        ("*norm*", "blocks/0/norm_1", True),
+        ("blocks/[01]", "model/blocks/1/mlp", True),
+        ("blocks/[01]", "model/blocks/2/mlp", False),
+    ],
+)
+def test_a_pattern_is_for_a_piece_of_the_path(pattern: str, path: str, matches: bool) -> None:
+    assert jc.nn.Rule(pattern).matches(path) == matches
+
+
+def test_rules_are_values() -> None:
+    rule = jc.nn.Rule(
+        "head", weight=jc.int4(group=32), activation="int8(group=all)", matmul=jc.MatmulSpec(accumulate="e5m10")
+    )
+    same = jc.nn.Rule(
+        "head", weight="int4(group=32)", activation=jc.int8(group="all"), matmul=jc.MatmulSpec(accumulate="e5m10")
+    )
+    assert rule == same and hash(rule) == hash(same)
+    assert str(rule) == (
+        "Rule('head', weight=int4(group=32), activation=int8(group=all), matmul=(accumulate=e5m10, order=sequential))"
+    )
+    assert not rule.stochastic
+    assert jc.nn.Rule(gradient="e5m2:stochastic").stochastic
+    assert jc.nn.Rule(weight="e5m2:gradient=[e5m2:stochastic]").stochastic
+    assert jc.nn.Rule(matmul=jc.MatmulSpec(accumulate="e5m2:stochastic")).stochastic
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"path": ""}, TypeError, "path=''"),
+        ({"weight": 8}, TypeError, "weight=8"),
+        ({"weight": "int99x"}, ValueError, "int99x"),
+        ({"matmul": "e5m2"}, TypeError, "matmul='e5m2'"),
+        ({"matmul": jc.MatmulSpec("e5m2")}, ValueError, "activation= and weight="),
+        ({"gradient": "e5m2:gradient=clipped"}, ValueError, "no gradient of its own"),
+        ({"stochastic_stream": ""}, TypeError, "stochastic_stream=''"),
+    ],
+)
+def test_fields_are_checked(fields: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        jc.nn.Rule(**fields)

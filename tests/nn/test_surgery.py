@@ -1,0 +1,223 @@
+"""What `quantize` does to a model, and what it refuses."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jchop as jc
+
+BLOCKS = jc.nn.Rule(weight="mxfp8_e4m3(group=4)", activation="e4m3")
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.up = nnx.Linear(4, 6, rngs=rngs)
+        self.down = nnx.Linear(6, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.down(nnx.relu(self.up(self.norm(x))))
+
+
+class Model(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([Block(rngs=rngs), Block(rngs=rngs)])
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Bare(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (4, 3)))
+        self.linear = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(x @ self.kernel[...])
+
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), "float32")
+
+
+def bias_of(layer: nnx.Linear) -> Any:
+    assert layer.bias is not None
+    return layer.bias[...]
+
+
+def model() -> Model:
+    return Model(rngs=nnx.Rngs(0))
+
+
+def test_the_given_model_stays_and_shares_what_did_not_change() -> None:
+    plain = model()
+    before = jax.tree.map(np.array, nnx.state(plain))
+    packed = jc.nn.quantize(plain, jc.nn.Rule("head", weight="int4(group=all)"), mode="ptq")
+    assert type(plain.head) is nnx.Linear and isinstance(packed.head, nnx.Linear)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(plain))
+    assert packed.blocks[0].up.kernel.get_value() is plain.blocks[0].up.kernel.get_value()
+    assert type(packed.blocks[0].up) is nnx.Linear
+    packed.blocks[0].up.kernel[...] = jnp.zeros((4, 6))
+    packed.blocks[0].norm(X)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(plain))
+
+
+def test_the_first_rule_that_matches_counts() -> None:
+    plain = model()
+    rules = [
+        jc.nn.Rule("blocks/1"),
+        jc.nn.Rule("*norm*"),
+        jc.nn.Rule("blocks", weight="fixed2.2"),
+        jc.nn.Rule(output="e4m3"),
+    ]
+    rounded = jc.nn.quantize(plain, rules)
+    for layer, expected in (
+        (rounded.blocks[1].up, plain.blocks[1].up(X)),
+        (rounded.blocks[0].norm, None),
+        (rounded.blocks[0].up, X @ jc.round_to_format(plain.blocks[0].up.kernel[...], "fixed2.2")),
+        (rounded.head, jc.round_to_format(plain.head(X), "e4m3")),
+    ):
+        if expected is None:
+            assert type(layer) is nnx.BatchNorm
+        else:
+            np.testing.assert_array_equal(layer(X), expected)
+
+
+def test_the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> None:
+    plain, rounded = model(), jc.nn.quantize(model(), BLOCKS)
+    assert jax.tree.structure(nnx.state(plain)) == jax.tree.structure(nnx.state(rounded))
+    graph = nnx.graphdef(rounded)
+    again = nnx.merge(graph, nnx.state(plain))
+    np.testing.assert_array_equal(again(X), rounded(X))
+    assert nnx.graphdef(jc.nn.quantize(model(), BLOCKS)) == graph  # so jit compiles equal models once
+    assert pickle.loads(pickle.dumps(jc.nn.Linear)) is jc.nn.Linear
+
+
+def test_a_trained_model_is_packed_as_it_computed() -> None:
+    rounded = jc.nn.quantize(model(), BLOCKS)
+
+    @nnx.jit
+    def step(model: Any, x: Any) -> Any:
+        loss, gradient = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradient))
+        return loss
+
+    losses = [float(step(rounded, X)) for _ in range(8)]
+    assert losses[-1] < 0.5 * losses[0]
+    rounded.eval()
+    packed = jc.nn.quantize(rounded, BLOCKS, mode="ptq")
+    assert type(packed.head.kernel) is jc.nn.QuantizedParam
+    run = nnx.jit(lambda model, x: model(x))
+    np.testing.assert_array_equal(run(packed, X), run(rounded, X))
+    with pytest.raises(ValueError, match="Linear at 'blocks/0/up' is packed already"):
+        jc.nn.quantize(packed, jc.nn.Rule("*up*", weight="e4m3"))
+
+
+def test_weight_only_rounds_no_more_than_weights() -> None:
+    plain = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    packed = jc.nn.quantize(plain, jc.nn.Rule(weight="e4m3", bias="e4m3"), mode="weight_only")
+    kernel = jc.round_to_format(plain.kernel[...], "e4m3")
+    np.testing.assert_array_equal(packed(X), X @ kernel + jc.round_to_format(bias_of(plain), "e4m3"))
+    assert packed.kernel[...].nbytes == 12
+    with pytest.raises(ValueError, match=r"activation.*mode='weight_only'"):
+        jc.nn.quantize(plain, BLOCKS, mode="weight_only")
+
+
+def test_stochastic_sites_have_streams_of_their_own() -> None:
+    rule = jc.nn.Rule("blocks/*/up", weight="e4m1:stochastic", output="bfloat16:stochastic")
+    noisy = jc.nn.quantize(model(), rule, rngs=nnx.Rngs(rounding=1))
+    run = nnx.jit(lambda layer, x: layer(x))
+    up, other = noisy.blocks[0].up, noisy.blocks[1].up
+    nnx.update(other, nnx.state(up, nnx.Param))
+    first, second = run(up, X), run(up, X)
+    assert (first != second).mean() > 0.5 and (first != run(other, X)).mean() > 0.5
+    again = jc.nn.quantize(model(), rule, rngs=nnx.Rngs(rounding=1)).blocks[0].up
+    np.testing.assert_array_equal(run(again, X), first)
+    with pytest.raises(ValueError, match=r"rngs=None.*blocks/0/up.*nnx.Rngs\(rounding=0\)"):
+        jc.nn.quantize(model(), rule)
+
+
+def test_stacks_of_layers_are_packed_layer_by_layer() -> None:
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def stack(rngs: nnx.Rngs) -> Any:
+        return nnx.Linear(4, 4, rngs=rngs)
+
+    plain = stack(nnx.Rngs(0))
+    rule = jc.nn.Rule(weight="mxfp8_e4m3(group=4)")
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def through(layer: Any, x: Any) -> Any:
+        return layer(x)
+
+    rounded, packed = jc.nn.quantize(plain, rule), jc.nn.quantize(plain, rule, mode="ptq")
+    assert packed.kernel[...].shape == (3, 4, 4)
+    np.testing.assert_array_equal(through(packed, X), through(rounded, X))
+
+
+def test_layers_built_by_hand_are_those_that_quantize_makes() -> None:
+    by_hand = jc.nn.MultiHeadAttention(2, 4, decode=False, rule=BLOCKS, rngs=nnx.Rngs(3))
+    made = jc.nn.quantize(nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(3)), BLOCKS)
+    assert type(by_hand) is type(made) and nnx.graphdef(by_hand) == nnx.graphdef(made)
+    x = X[None]
+    np.testing.assert_array_equal(by_hand(x), made(x))
+
+
+def test_every_operation_of_a_layer_can_be_emulated() -> None:
+    plain = model()
+    plain.blocks[0].norm.mean[...] = jnp.array([0.1, 0.2, 0.3, 0.4])
+    low = jc.nn.quantize(plain, jc.nn.Rule("head", activation="e5m3"), mode="emulate")
+    emulated = jc.emulate(lambda w, b, x: x @ w + b, "e5m3")
+    np.testing.assert_array_equal(low.head(X), emulated(plain.head.kernel[...], bias_of(plain.head), X))
+    norm = jc.nn.quantize(plain, jc.nn.Rule("*norm", activation="e5m3"), mode="emulate").blocks[0].norm
+    norm.eval()
+    before = jax.tree.map(np.array, nnx.state(norm))
+    y = norm(X)
+    np.testing.assert_array_equal(y, jc.round_to_format(y, "e5m3"))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(norm), before)
+    norm.train()
+    norm(X)
+    assert (norm.mean[...] != before["mean"][...]).all() and (norm.scale[...] == before["scale"][...]).all()
+    with pytest.raises(ValueError, match="weight"):
+        jc.nn.quantize(plain, BLOCKS, mode="emulate")
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "words"),
+    [
+        (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no layer"),
+        ([jc.nn.Rule(weight="e4m3"), jc.nn.Rule("head", weight="e4m3")], ValueError, "an earlier rule"),
+        (jc.nn.Rule("*norm", gradient="e5m2"), ValueError, "gradient says nothing .* BatchNorm"),
+        ([], TypeError, "rules="),
+        ("int8", TypeError, "rules='int8'"),
+    ],
+)
+def test_rules_that_say_nothing_are_errors(rules: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        jc.nn.quantize(model(), rules)
+
+
+def test_what_cannot_be_quantized_is_named() -> None:
+    bare = Bare(rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="Bare at '' has parameters"):
+        jc.nn.quantize(bare, jc.nn.Rule(weight="e4m3"))
+    jc.nn.quantize(bare, jc.nn.Rule("linear", weight="e4m3"))
+    with pytest.raises(NotImplementedError, match=r"ConvTranspose.*gradient"):
+        both = [nnx.ConvTranspose(2, 2, (3,), rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0))]
+        jc.nn.quantize(nnx.Sequential(*both), jc.nn.Rule(gradient="e5m2"))
+    own = nnx.Linear(2, 2, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="dot_general of its own"):
+        jc.nn.quantize(own, jc.nn.Rule(weight="e4m3"))
+    with pytest.raises(ValueError, match="mode='lora'"):
+        jc.nn.quantize(bare, jc.nn.Rule("linear", weight="e4m3"), mode="lora")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="module of Flax NNX"):
+        jc.nn.quantize({"kernel": X}, jc.nn.Rule(weight="e4m3"))  # type: ignore[type-var]
