@@ -1,0 +1,69 @@
+"""How long a step of an optimizer with packed state takes, beside `optax.adamw` in the same run.
+
+    python benchmarks/optim.py                                   # 2^24 parameters
+    python benchmarks/optim.py --size 22 --repeat 5 --only adamw8bit
+
+Everything is timed in one process, in turn, and quoted as a ratio of medians. A step updates the parameters; they and
+the state are donated. Bytes are those that the compiler's cost analysis counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rounding import Case, measure, table
+
+import jchop as jc
+
+REFERENCE = "optax.adamw"
+OPTIMIZERS = {
+    REFERENCE: optax.adamw(1e-3, weight_decay=1e-2),
+    "adamw8bit": jc.optim.adamw8bit(1e-3),
+    "adamw_fp8": jc.optim.adamw_fp8(1e-3),
+    "adamw4bit": jc.optim.adamw4bit(1e-3),
+    "adamw, state in bfloat16": jc.optim.quantize_state(optax.adamw(1e-3), "bfloat16"),
+    "adamw, parameters in bfloat16": optax.chain(
+        optax.adamw(1e-3), jc.optim.round_params("bfloat16:stochastic", jax.random.key(0))
+    ),
+}
+
+
+def stepping(tx: Any, size: int) -> tuple[Case, float, int]:
+    """A step that donates parameters and state; the bytes that it moves, and those of the state."""
+    params = jnp.ones((size // 4096, 4096))
+    grads = jax.random.normal(jax.random.key(1), params.shape)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    held = [params, jax.jit(tx.init)(params)]
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held, grads).compile()
+    moved = float((compiled.cost_analysis() or {}).get("bytes accessed", float("nan")))
+
+    def case() -> None:
+        held[:] = jax.block_until_ready(compiled(*held, grads))
+
+    return case, moved, jc.optim.state_report(held[1]).nbytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=24, help="2 to this power parameters")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--only", nargs="*", choices=tuple(OPTIMIZERS), help="beside optax.adamw")
+    options = parser.parse_args()
+    names = tuple(OPTIMIZERS) if options.only is None else (REFERENCE, *options.only)
+    made = {name: stepping(OPTIMIZERS[name], 1 << options.size) for name in names}
+    table(f"2^{options.size} parameters", measure({n: c for n, (c, _, _) in made.items()}, options.repeat), REFERENCE,
+          1 << options.size)  # fmt: skip
+    for name, (_, moved, size) in made.items():
+        print(f"{name:32} {moved / (1 << options.size):8.1f} bytes moved, {size / (1 << options.size):6.3f} of state")
+
+
+if __name__ == "__main__":
+    main()

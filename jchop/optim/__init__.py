@@ -1,0 +1,64 @@
+"""Low-precision training as Optax transformations: rounding in a chain, packed state, packed parameters.
+
+Everything here is a `GradientTransformationExtraArgs` that chains with Optax's own, or reads the state of one. Keys
+live in states, and are split each step. Needs Optax (`pip install "jchop[optax]"`).
+"""
+
+from jchop._files import require_extra
+
+require_extra("jchop.optim", "optax", ("optax",))
+
+from jchop.optim._average import AverageState, average_params, averaged_params  # noqa: E402
+from jchop.optim._compensation import CompensationState, ErrorFeedbackState, compensate, error_feedback  # noqa: E402
+from jchop.optim._faults import (  # noqa: E402
+    LossScaleState,
+    SkipState,
+    dynamic_loss_scale,
+    loss_scale,
+    scale_gradients,
+    skip_faulty,
+)
+from jchop.optim._low_precision import LowPrecisionState, low_precision  # noqa: E402
+from jchop.optim._named import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
+from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
+from jchop.optim._quantized_params import apply_updates, dequantize_params  # noqa: E402
+from jchop.optim._rounding import RoundState, round_gradients, round_params, round_updates  # noqa: E402
+from jchop.optim._state import offload_state, quantize_state, state_shardings  # noqa: E402
+
+__all__ = [
+    "AverageState",
+    "CompensationState",
+    "ErrorFeedbackState",
+    "LossScaleState",
+    "LowPrecisionState",
+    "PackedRows",
+    "QuantizedState",
+    "RoundState",
+    "SkipState",
+    "StateReport",
+    "StateRow",
+    "adam8bit",
+    "adamw4bit",
+    "adamw8bit",
+    "adamw_fp8",
+    "apply_updates",
+    "average_params",
+    "averaged_params",
+    "compensate",
+    "dequantize_params",
+    "dynamic_loss_scale",
+    "error_feedback",
+    "lion8bit",
+    "loss_scale",
+    "low_precision",
+    "offload_state",
+    "quantize_state",
+    "round_gradients",
+    "round_params",
+    "round_updates",
+    "scale_gradients",
+    "sgd8bit",
+    "skip_faulty",
+    "state_report",
+    "state_shardings",
+]

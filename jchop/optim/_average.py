@@ -1,0 +1,122 @@
+"""Averages of the parameters along the way, in more bits than the parameters have."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jchop._checks import check_int
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.optim._leaves import (
+    NO_PARAMS,
+    first_key,
+    map_drawing,
+    round_leaf,
+    sum_dtype,
+    the_state,
+    transformation,
+)
+from jchop.spec import Spec, as_spec
+
+Array = jax.Array
+_Spec = Spec | ElementFormat | ScaledFormat | str
+
+
+class AverageState(NamedTuple):
+    """State of `average_params`.
+
+    The average is as the parameters, in float32 at least; int32 counts of steps, and of parameters taken into it.
+    """
+
+    average: Any
+    steps: Array
+    taken: Array
+    key: Array | None
+
+
+def average_params(
+    start: int = 0, every: int = 1, *, spec: _Spec | None = None, key: Array | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the average of the parameters that the updates lead to: the very last link of a chain.
+
+    After `round_params` this is stochastic weight averaging in low precision (SWALP): the parameters stay in few bits,
+    and their average, in more, has less noise than any of them. `averaged_params` reads it.
+
+    Args:
+        start: steps before the first parameters are taken. Default 0.
+        every: from then on, parameters are taken after every so many steps. Default 1.
+        spec: what the average is rounded to after each is taken. Default: float32 as it is.
+        key: a typed key, needed where `spec` is stochastic.
+
+    Returns:
+        An Optax transformation, which passes updates on as they are; its ``update`` needs the parameters.
+
+    Raises:
+        TypeError, ValueError: for counts out of range, or a stochastic spec without a key.
+
+    References:
+        Yang et al., SWALP: Stochastic Weight Averaging in Low-Precision Training, arXiv 1904.11943.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx = optax.chain(optax.sgd(1.0), jc.optim.round_params("fixed4.1"), jc.optim.average_params(start=1))
+        >>> params = jnp.zeros(1)
+        >>> state = tx.init(params)
+        >>> for _ in range(4):
+        ...     updates, state = tx.update(jnp.array([-0.5]), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> float(params[0]), float(jc.optim.averaged_params(state, params)[0])
+        (2.0, 1.5)
+    """
+    check_int("start", start, 0)
+    check_int("every", every, 1)
+    of = None if spec is None else as_spec(spec, scaled=True)
+    first = first_key(of, key)
+
+    def init(params: Any) -> AverageState:
+        none = jnp.zeros([], jnp.int32)
+        return AverageState(jax.tree.map(lambda p: jnp.zeros_like(p, sum_dtype(p)), params), none, none, first)
+
+    def update(updates: Any, state: AverageState, params: Any = None, **extra: Any) -> tuple[Any, AverageState]:
+        del extra
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        steps = jnp.asarray(optax.safe_increment(state.steps))
+        due = (steps > start) & ((steps - start - 1) % every == 0)
+        taken = jnp.where(due, optax.safe_increment(state.taken), state.taken)
+
+        def leaf(key: Array | None, average: Array, p: Any) -> Array:
+            moved = average + (p.astype(average.dtype) - average) / taken.astype(average.dtype)
+            return jnp.where(due, moved if of is None else round_leaf(key, moved, of), average)
+
+        after = optax.apply_updates(params, updates)
+        following, average = map_drawing(leaf, state.key, state.average, after)
+        return updates, AverageState(average, steps, taken, following)
+
+    return transformation(init, update)
+
+
+def averaged_params(state: Any, params: Any) -> Any:
+    """The average that `average_params` keeps; `params` themselves as long as none were taken.
+
+    Args:
+        state: of a transformation that `average_params` is part of.
+        params: the present parameters.
+
+    Returns:
+        A pytree as `params`, in float32 at least.
+
+    Raises:
+        ValueError: where there is no such part, or several.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> tx, params = jc.optim.average_params(), jnp.ones(1, "bfloat16")
+        >>> jc.optim.averaged_params(tx.init(params), params).dtype
+        dtype('float32')
+    """
+    kept = the_state(state, AverageState, "average_params")
+    return jax.tree.map(lambda a, p: jnp.where(kept.taken > 0, a, p.astype(a.dtype)), kept.average, params)

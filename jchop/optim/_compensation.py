@@ -1,0 +1,149 @@
+"""What a rounding takes away is kept, and added to what comes next."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.optim._leaves import (
+    NO_PARAMS,
+    first_key,
+    landing,
+    map_drawing,
+    round_leaf,
+    split_key,
+    sum_dtype,
+    sum_rounded_like,
+    transformation,
+)
+from jchop.spec import Spec, as_spec
+
+Array = jax.Array
+_Spec = Spec | ElementFormat | ScaledFormat | str
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of `error_feedback`: what was rounded away, as the parameters, in float32 at least; and the key."""
+
+    error: Any
+    key: Array | None
+
+
+def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
+    """Updates rounded to `spec`, with what was rounded away before added to them first.
+
+    With the error e of the step before: c = u + e, q = round(c), and the new error is c - q. Over many steps the sum of
+    what is passed on differs from the sum of what came by one error alone.
+
+    Args:
+        spec: a `Spec`, a format, or text; also formats so coarse that single updates mean little (signs, 1 or 2 bits).
+        key: a typed key, needed by the stochastic modes.
+
+    Returns:
+        An Optax transformation. Its state is an `ErrorFeedbackState`.
+
+    Raises:
+        ValueError: for a stochastic spec without a key.
+
+    References:
+        Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx, params = jc.optim.error_feedback("fixed4.0"), jnp.zeros(1)
+        >>> state, sent = tx.init(params), []
+        >>> for _ in range(4):
+        ...     updates, state = tx.update(jnp.array([0.375]), state, params)
+        ...     sent.append(float(updates[0]))
+        >>> sent
+        [0.0, 1.0, 0.0, 0.0]
+    """
+    spec = as_spec(spec, scaled=True)
+    start = first_key(spec, key)
+
+    def init(params: Any) -> ErrorFeedbackState:
+        return ErrorFeedbackState(jax.tree.map(lambda p: jnp.zeros_like(p, sum_dtype(p)), params), start)
+
+    def update(updates: Any, state: ErrorFeedbackState, params: Any = None, **extra: Any) -> Any:
+        del params, extra
+        wanted = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
+        following, sent = map_drawing(lambda key, c: round_leaf(key, c, spec), state.key, wanted)
+        # Behind the barrier no product in what is sent is contracted with the subtraction.
+        error = jax.tree.map(lambda c, q: c - jax.lax.optimization_barrier(q), wanted, sent)
+        sent = jax.tree.map(lambda q, u: q.astype(u.dtype), sent, updates)
+        return sent, ErrorFeedbackState(error, following)
+
+    return transformation(init, update)
+
+
+class CompensationState(NamedTuple):
+    """State of `compensate`: what was rounded away from each parameter, as the parameters; and the key."""
+
+    lost: Any
+    key: Array | None
+
+
+def compensate(
+    spec: _Spec, key: Array | None = None, *, compensation: _Spec | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Parameters rounded to `spec` with Kahan's compensation: the last link of a chain, in place of `round_params`.
+
+    With what was lost c: y = u + c, t = round(p + y), and the new c is y - (t - p); the parameter becomes t. Small
+    updates gather in c until they move the parameter, without randomness, for a second array of 16 bits.
+
+    Args:
+        spec: a `Spec`, a format, or text; every value of it must be one of the parameters' dtype.
+        key: a typed key, needed by the stochastic modes of either spec.
+        compensation: what c is rounded to. Default: the parameters' dtype.
+
+    Returns:
+        An Optax transformation; its ``update`` needs the parameters. Its state is a `CompensationState`.
+
+    Raises:
+        ValueError: for a stochastic spec without a key; and when traced, without parameters, or for parameters of a
+            dtype that cannot hold the results.
+
+    References:
+        Kahan, Communications of the ACM 8 (1965) 40; Zamirai et al., arXiv 2010.06192, algorithm 3.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx, params = jc.optim.compensate("bfloat16"), jnp.ones(1, "bfloat16")
+        >>> state = tx.init(params)
+        >>> for _ in range(100):
+        ...     updates, state = tx.update(jnp.array([1e-3]), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> float(params[0])
+        1.1015625
+    """
+    spec = as_spec(spec, scaled=True)
+    rest = None if compensation is None else as_spec(compensation, "compensation", scaled=True)
+    draws = [first_key(each, key) for each in (spec, rest)]
+    start = next((key for key in draws if key is not None), None)
+
+    def init(params: Any) -> CompensationState:
+        return CompensationState(jax.tree.map(jnp.zeros_like, params), start)
+
+    def update(updates: Any, state: CompensationState, params: Any = None, **extra: Any) -> Any:
+        del extra
+        if params is None:
+            raise ValueError(NO_PARAMS)
+
+        def leaf(key: Array | None, u: Any, p: Any, lost: Any) -> tuple[Array, Array]:
+            _, (for_target, for_lost) = split_key(key, 2)
+            wide = sum_dtype(p, u)
+            wanted = u.astype(wide) + lost.astype(wide)
+            target = sum_rounded_like(for_target, p, wanted, spec)
+            kept = wanted - (jax.lax.optimization_barrier(target).astype(wide) - p.astype(wide))
+            kept = kept if rest is None else round_leaf(for_lost, kept, rest)
+            return landing(p, target), kept.astype(lost.dtype)
+
+        following, pairs = map_drawing(leaf, state.key, updates, params, state.lost)
+        emitted, lost = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), pairs)
+        return emitted, CompensationState(lost, following)
+
+    return transformation(init, update)

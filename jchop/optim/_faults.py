@@ -1,0 +1,196 @@
+"""Gradients that are NaN or infinite: steps left out, and loss scales that follow."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jchop._checks import check_int
+from jchop.optim._leaves import (
+    all_finite,
+    select,
+    stays_finite,
+    sum_dtype,
+    the_state,
+    transformation,
+    zeros_unless,
+)
+
+Array = jax.Array
+
+
+def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
+    """Gradients times a factor, in their own dtype: 1 / s undoes a loss multiplied by s.
+
+    Args:
+        factor: a number, or a schedule: a function of the count of steps, an int32 scalar.
+
+    Returns:
+        An Optax transformation.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> tx = jc.optim.scale_gradients(1 / 1024)
+        >>> tx.update(jnp.array([512.0]), tx.init(jnp.zeros(1)))[0].tolist()
+        [0.5]
+    """
+
+    def init(params: Any) -> Any:
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)) if callable(factor) else optax.EmptyState()
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del params, extra
+        now = factor(state.count) if callable(factor) else factor
+        scaled = jax.tree.map(lambda u: (u * now).astype(u.dtype), updates)
+        following = optax.ScaleByScheduleState(optax.safe_increment(state.count)) if callable(factor) else state
+        return scaled, following
+
+    return transformation(init, update)
+
+
+class SkipState(NamedTuple):
+    """State of `skip_faulty`: that of the wrapped transformation, and an int32 count of the steps left out."""
+
+    inner: Any
+    skipped: Array
+
+
+def skip_faulty(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx`, but a step with a NaN or an infinity is left out: parameters and the state of `tx` stay as they are.
+
+    Looked at are the gradients and what `tx` makes of them: updates and new state (the square of a gradient of 1e20
+    overflows, though the gradient does not). `optax.apply_if_finite` looks at gradients alone, and gives up after some
+    steps; this one does not.
+
+    Args:
+        tx: any Optax transformation.
+
+    Returns:
+        An Optax transformation. Its state is a `SkipState`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx, params = jc.optim.skip_faulty(optax.adam(0.1)), jnp.ones(2)
+        >>> updates, state = tx.update(jnp.array([1.0, jnp.inf]), tx.init(params), params)
+        >>> updates.tolist(), int(state.skipped), state.inner[0].mu.tolist()
+        ([0.0, 0.0], 1, [0.0, 0.0])
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> SkipState:
+        return SkipState(tx.init(params), jnp.zeros([], jnp.int32))
+
+    def update(updates: Any, state: SkipState, params: Any = None, **extra: Any) -> tuple[Any, SkipState]:
+        made, inner = tx.update(updates, state.inner, params, **extra)
+        sound = all_finite((updates, made)) & stays_finite(inner, state.inner)
+        kept = SkipState(select(sound, inner, state.inner), counted(state.skipped, sound))
+        return zeros_unless(sound, made), kept
+
+    return transformation(init, update)
+
+
+def counted(skipped: Array, sound: Array) -> Array:
+    """The count of steps left out after one more step."""
+    return jnp.where(sound, skipped, optax.safe_increment(skipped))
+
+
+class LossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale`: float32 scale, int32 counts of sound steps in a row and of those left out."""
+
+    inner: Any
+    scale: Array
+    steady: Array
+    skipped: Array
+
+
+def dynamic_loss_scale(
+    tx: optax.GradientTransformation,
+    initial: float = 2.0**15,
+    *,
+    growth_interval: int = 2000,
+    factor: float = 2.0,
+    smallest: float = 1.0,
+    largest: float = 2.0**24,
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` for gradients of a scaled loss: they are divided by the scale, which shrinks on overflow and else grows.
+
+    16-bit gradients are divided in float32, and reach `tx` so.
+
+    Multiply the loss by ``loss_scale(state)`` before differentiating. Where a gradient, an update or the new state is
+    NaN or infinite the step is left out, as in `skip_faulty`, and the scale is divided by `factor`; after
+    `growth_interval` sound steps in a row it is multiplied by it.
+
+    Args:
+        tx: any Optax transformation.
+        initial: the first scale; of powers of two no gradient is rounded. Default 2^15.
+        growth_interval: sound steps before the scale grows. Default 2000.
+        factor: by which it grows and shrinks. Default 2.
+        smallest: the least scale. Default 1.
+        largest: the largest scale. Default 2^24.
+
+    Returns:
+        An Optax transformation. Its state is a `LossScaleState`.
+
+    Raises:
+        TypeError, ValueError: for numbers out of range.
+
+    References:
+        Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx, params = jc.optim.dynamic_loss_scale(optax.sgd(1.0), 1024.0), jnp.ones(1)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(jnp.array([jnp.nan]), state, params)
+        >>> updates.tolist(), float(jc.optim.loss_scale(state))
+        ([0.0], 512.0)
+    """
+    check_int("growth_interval", growth_interval, 1)
+    if not 0 < smallest <= initial <= largest:
+        raise ValueError(f"initial={initial!r} must lie between smallest={smallest!r} > 0 and largest={largest!r}")
+    if not factor > 1:
+        raise ValueError(f"factor={factor!r} must be larger than 1")
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> LossScaleState:
+        none = jnp.zeros([], jnp.int32)
+        return LossScaleState(tx.init(params), jnp.asarray(initial, jnp.float32), none, none)
+
+    def update(updates: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
+        gradients = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / state.scale, updates)
+        made, inner = tx.update(gradients, state.inner, params, **extra)
+        sound = all_finite((updates, made)) & stays_finite(inner, state.inner)
+        steady = jnp.where(sound, state.steady + 1, 0)
+        grown = steady >= growth_interval
+        scale = jnp.where(sound, jnp.where(grown, state.scale * factor, state.scale), state.scale / factor)
+        kept = LossScaleState(
+            select(sound, inner, state.inner),
+            jnp.clip(scale, smallest, largest),
+            jnp.where(grown, 0, steady),
+            counted(state.skipped, sound),
+        )
+        return zeros_unless(sound, made), kept
+
+    return transformation(init, update)
+
+
+def loss_scale(state: Any) -> Array:
+    """The present scale of `dynamic_loss_scale`, float32.
+
+    Args:
+        state: of a transformation that `dynamic_loss_scale` is, or is part of.
+
+    Raises:
+        ValueError: where there is no such part, or several.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx = jc.optim.dynamic_loss_scale(optax.sgd(0.1))
+        >>> float(jc.optim.loss_scale(tx.init(jnp.ones(1))))
+        32768.0
+    """
+    return the_state(state, LossScaleState, "dynamic_loss_scale").scale

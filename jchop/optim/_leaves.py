@@ -1,0 +1,176 @@
+"""What the transformations share: keys for leaves, rounding of leaves, sums rounded once, and tests of whole trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jchop._bits import CARRIERS
+from jchop._reference.operations import operation, words
+from jchop._reference.random_bits import seed_words
+from jchop._reference.ranges import carrier_range, range_of, supports
+from jchop._round import _keys, round_to_format
+from jchop.spec import Spec
+
+Array = jax.Array
+
+#: What Optax's own transformations say where parameters are needed.
+NO_PARAMS = "params=None, but this transformation needs the parameters: call tx.update(updates, state, params)"
+
+
+def transformation(init: Callable[..., Any], update: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
+    """The pair as Optax has it, whose types know nothing of states that are named tuples."""
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def first_key(spec: Spec | None, key: Array | None) -> Array | None:
+    """The key that a state starts from: `key`, checked, where `spec` draws; else None."""
+    return None if spec is None else _keys(spec, key, None)[0]
+
+
+def split_key(key: Array | None, count: int) -> tuple[Array | None, list[Array | None]]:
+    """The key of the next step, and `count` keys for this one; all None for None."""
+    if key is None:
+        return None, [None] * count
+    each = jax.random.split(key, count + 1)
+    return each[0], [each[i + 1] for i in range(count)]
+
+
+def map_drawing(
+    function: Callable[..., Any], key: Array | None, tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[Array | None, Any]:
+    """`function(key, leaf, ...)` of every leaf, each with a key of its own; before that, the next step's key."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    others = [structure.flatten_up_to(other) for other in rest]
+    following, keys = split_key(key, len(leaves))
+    results = [function(*parts) for parts in zip(keys, leaves, *others, strict=True)]
+    return following, structure.unflatten(results)
+
+
+def round_leaf(key: Array | None, x: Any, spec: Spec) -> Array:
+    """`x` rounded to `spec`."""
+    return round_to_format(jnp.asarray(x), spec, key)
+
+
+def sum_rounded(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
+    """The sum p + u rounded under `spec`, in the wider dtype of the two and float32.
+
+    The exact sum is rounded, once. Where a format's values depend on each other (scaled formats), are a codebook, or
+    as fine as the dtype itself, the sum is first rounded to the dtype as additions are.
+    """
+    p, u = jnp.asarray(p), jnp.asarray(u)
+    dtype = sum_dtype(p, u)
+    p, u = p.astype(dtype), u.astype(dtype)
+    if not _rounds_sums(spec, dtype.name):
+        return round_to_format(p + u, spec, key)
+    whole = carrier_range(CARRIERS[dtype.name])
+    word = None if key is None else words(seed_words(key), p)
+    return operation("add", [p, u], spec, word, ranges=(whole, whole))
+
+
+def sum_dtype(*arrays: Any) -> jnp.dtype:
+    """The dtype that sums of arrays are computed in: the widest of theirs, and at least float32."""
+    return jnp.dtype(jnp.promote_types(jnp.result_type(*(jnp.asarray(x).dtype for x in arrays)), jnp.float32))
+
+
+@lru_cache(maxsize=256)
+def _rounds_sums(spec: Spec, dtype: str) -> bool:
+    return spec.scaled is None and spec.overflow.value != "wrap" and supports(spec, CARRIERS[dtype])
+
+
+def sum_rounded_like(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
+    """`sum_rounded` in the dtype of `p`.
+
+    Raises:
+        ValueError: where that dtype cannot hold the results.
+    """
+    p = jnp.asarray(p)
+    carrier = CARRIERS.get(p.dtype.name)
+    if carrier is None:
+        raise TypeError(f"params have a leaf of dtype {p.dtype}; allowed: {', '.join(CARRIERS)}")
+    if carrier.width == 16 and spec.scaled is None:
+        own, held = range_of(spec, CARRIERS["float32"]), carrier_range(carrier)
+        if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
+            raise ValueError(f"spec={str(spec)!r} has values that parameters of dtype {carrier.name} cannot hold")
+    return sum_rounded(key, p, u, spec).astype(p.dtype)
+
+
+def landing(p: Any, target: Array, dtype: Any = None) -> Array:
+    """The update u for which Optax's ``(p + u).astype(p.dtype)`` is `target`, whose values `p.dtype` holds.
+
+    u is the difference t - p, rounded once. It is exact, and so is p + u, where t / 2 <= p <= 2 t (Sterbenz 1974). For
+    `p` of 16 bits and u of 32 the sum always lands: where |t| >= 2^-16 |p| it is off by less than 2^-6 of half a gap at
+    t, and below that t and p are multiples of a power of two of which t - p has less than 2^24. For `p` of the dtype
+    of u a step over many binades, or one that changes the sign, can miss t by a unit in its last place; then no u of
+    that dtype would land.
+
+    Args:
+        p: the parameter.
+        target: where it is to land.
+        dtype: of the update. Default: the wider of that of `p` and float32.
+    """
+    p = jnp.asarray(p)
+    dtype = sum_dtype(p) if dtype is None else jnp.dtype(dtype)
+    wide = jnp.promote_types(sum_dtype(p), dtype)
+    # Behind the barrier no product in the target (a scale times a code) is contracted with the subtraction.
+    before, after = p.astype(wide), jax.lax.optimization_barrier(target).astype(wide)
+    same = before == after  # infinities among them, whose difference is NaN
+    return jnp.where(same, 0, after - before).astype(dtype)
+
+
+def all_finite(tree: Any) -> Array:
+    """Whether every floating-point number of a tree is finite; a bool scalar."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+    if not leaves:
+        return jnp.asarray(True)
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]).all()
+
+
+def stays_finite(new: Any, old: Any) -> Array:
+    """Whether every number of a state that was finite still is; some states hold infinities by right. A bool scalar."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    kept = [jnp.all(jnp.isfinite(a) | ~jnp.isfinite(b)) for a, b in pairs if is_float(a)]
+    return jnp.stack(kept).all() if kept else jnp.asarray(True)
+
+
+def select(taken: Array, new: Any, old: Any) -> Any:
+    """The tree `new` where `taken` holds, else `old`, of the same structure."""
+    return jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)
+
+
+def zeros_unless(taken: Array, updates: Any) -> Any:
+    """Updates where `taken` holds; else zeros, which leave parameters as they are."""
+    return jax.tree.map(lambda u: jnp.where(taken, u, jnp.zeros_like(u)), updates)
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf is an array of floating-point numbers; a typed key, an integer or a placeholder is none."""
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """A path of a pytree as text with dots: ``0.mu.layer.kernel``."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def find_states(state: Any, kind: type) -> list[Any]:
+    """Every state of a kind within the state of a chain or wrapper, from the outside in."""
+    found = [leaf for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(leaf, kind)]
+    return found
+
+
+def the_state(state: Any, kind: type, name: str) -> Any:
+    """The one state of a kind.
+
+    Raises:
+        ValueError: where there is none, or several; `name` is the transformation that makes them.
+    """
+    found = find_states(state, kind)
+    if len(found) != 1:
+        raise ValueError(f"state holds {len(found)} states of jchop.optim.{name}; there must be one")
+    return found[0]

@@ -1,0 +1,156 @@
+"""A whole optimizer in low precision: gradients, weights, moments and an accumulator, each in a format of its own."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.optim._leaves import (
+    NO_PARAMS,
+    first_key,
+    is_float,
+    landing,
+    map_drawing,
+    round_leaf,
+    split_key,
+    sum_dtype,
+    sum_rounded_like,
+    transformation,
+)
+from jchop.spec import Spec, as_spec
+
+Array = jax.Array
+_Spec = Spec | ElementFormat | ScaledFormat | str
+
+
+class LowPrecisionState(NamedTuple):
+    """State of `low_precision`: that of the wrapped transformation, the accumulator or None, and the key or None."""
+
+    inner: Any
+    accumulator: Any
+    key: Array | None
+
+
+def low_precision(
+    tx: optax.GradientTransformation,
+    *,
+    weight: _Spec | None = None,
+    gradient: _Spec | None = None,
+    momentum: _Spec | None = None,
+    accumulator: _Spec | None = None,
+    gradient_scale: Any = 1.0,
+    key: Array | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` with everything it reads and leaves rounded, in the order of QPyTorch's OptimLP.
+
+    A step takes g = Qg(gradient_scale * gradient), lets `tx` make an update u of g at the accumulator a (the parameter
+    p where there is none), and sets a = Qa(a + u), p = Qw(a), and every moment m = Qm(m), after its use. Each sum is
+    rounded once, from its exact value; the arithmetic within `tx` is that of its dtypes.
+
+    It ends a chain: the updates that it gives are those that `optax.apply_updates` lands with, as of `round_params`.
+
+    Args:
+        tx: any Optax transformation: SGD, Adam, AdamW, RMSProp, Adagrad, Adadelta ...
+        weight: Qw, what parameters are rounded to. Default None, here and below: not rounded.
+        gradient: Qg.
+        momentum: Qm, for every array of the state of `tx` that mirrors a parameter.
+        accumulator: Qa. Where it is given, a copy of the parameters in float32 at least is kept, rounded to it, and
+            updated in place of the parameters.
+        gradient_scale: what gradients are multiplied by first: 1 / s for a loss multiplied by s. Default 1.
+        key: a typed key, needed where a spec is stochastic.
+
+    Returns:
+        An Optax transformation; its ``update`` needs the parameters. Its state is a `LowPrecisionState`.
+
+    Raises:
+        TypeError, ValueError: for what means no spec, or a stochastic spec without a key; and when traced, for
+            parameters of a dtype that cannot hold the results.
+
+    References:
+        Zhang et al., QPyTorch: A Low-Precision Arithmetic Simulation Framework, arXiv 1910.04540; Wang et al., Training
+        Deep Neural Networks with 8-bit Floating Point Numbers, arXiv 1812.08011; Carson and Chen, Pychop, arXiv
+        2504.07835, table 7.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx = jc.optim.low_precision(optax.sgd(0.1, momentum=0.9), weight="e5m2", gradient="e5m2", momentum="e6m9")
+        >>> params = jnp.ones(2)
+        >>> updates, state = tx.update(jnp.array([1.3, -2.2]), tx.init(params), params)
+        >>> optax.apply_updates(params, updates).tolist()
+        [0.875, 1.25]
+    """
+    specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
+    parsed = {name: None if spec is None else as_spec(spec, name, scaled=True) for name, spec in specs.items()}
+    start = next((found for spec in parsed.values() if (found := first_key(spec, key)) is not None), None)
+    tx = optax.with_extra_args_support(tx)
+    to_gradient, to_accumulator, to_weight, to_momentum = parsed.values()
+
+    def init(params: Any) -> LowPrecisionState:
+        held = None if to_accumulator is None else jax.tree.map(_wide, params)
+        return LowPrecisionState(tx.init(params), held, start)
+
+    def rounded_gradient(key: Array | None, g: Any) -> Array:
+        scaled = (g * gradient_scale).astype(g.dtype)
+        return scaled if to_gradient is None else round_leaf(key, scaled, to_gradient)
+
+    def moved(key: Array | None, base: Any, u: Any, p: Any) -> tuple[Array, Array]:
+        """The new accumulator and parameter."""
+        _, (first, second) = split_key(key, 2)
+        if to_accumulator is None:
+            return base, (p + u).astype(p.dtype) if to_weight is None else sum_rounded_like(first, p, u, to_weight)
+        held = sum_rounded_like(first, base, u, to_accumulator)
+        return held, held.astype(p.dtype) if to_weight is None else _stored(second, held, p, to_weight)
+
+    def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> Any:
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        _, keys = split_key(state.key, 4)
+        _, gradients = map_drawing(rounded_gradient, keys[0], updates)
+        base = params if state.accumulator is None else state.accumulator
+        made, inner = tx.update(gradients, state.inner, base, **extra)
+        _, pairs = map_drawing(moved, keys[1], base, made, params)
+        held, targets = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
+        if to_momentum is not None:
+            inner = _rounded_moments(tx, keys[2], inner, params, to_momentum)
+        kept = None if state.accumulator is None else held
+        return jax.tree.map(landing, params, targets), LowPrecisionState(inner, kept, keys[3])
+
+    return transformation(init, update)
+
+
+def _wide(p: Any) -> Array:
+    return jnp.asarray(p).astype(sum_dtype(p))
+
+
+def _stored(key: Array | None, held: Array, p: Any, spec: Spec) -> Array:
+    """The accumulator as a parameter: rounded once, and of the dtype of the parameter, which has to hold it."""
+    return sum_rounded_like(key, jnp.zeros_like(p), held, spec)
+
+
+def _rounded_moments(tx: Any, key: Array | None, state: Any, params: Any, spec: Spec) -> Any:
+    """The state of `tx` with every float array that mirrors a parameter rounded."""
+    marked = optax.tree_map_params(
+        tx, lambda leaf: _Moment(leaf), state, is_leaf=None, transform_non_params=lambda leaf: leaf
+    )
+    _, rounded = map_drawing(
+        lambda key, leaf: leaf if not isinstance(leaf, _Moment) else _round_moment(key, leaf.value, spec),
+        key,
+        marked,
+        is_leaf=lambda leaf: isinstance(leaf, _Moment),
+    )
+    return rounded
+
+
+class _Moment:
+    """Marks an array of a state that mirrors a parameter; a leaf of a pytree."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _round_moment(key: Array | None, value: Any, spec: Spec) -> Any:
+    return round_leaf(key, value, spec) if is_float(value) else value

@@ -1,0 +1,242 @@
+"""Optimizers with packed state, by name: Optax's own inside `quantize_state`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optax
+
+from jchop.formats import CodebookFormat, ScaledFormat, dynamic4, dynamic8, parse_format, udynamic8
+from jchop.optim._state import quantize_state
+
+#: Patterns of the paths of moments in the states of Optax's optimizers.
+_FIRST, _SECOND, _TRACE = r"0\.mu(\..*)?", r"0\.nu(\..*)?", r"0\.trace(\..*)?"
+#: The multiples of 1/16 from 1/16 to 1: a second moment that is divided by must not be zero (Li et al., arXiv
+#: 2309.01507, section 4.1).
+_LINEAR4 = ScaledFormat(CodebookFormat(tuple(i / 16 for i in range(1, 17))), 64, scale="bfloat16")
+
+
+def _moments(first: Any, second: Any) -> dict[str, Any]:
+    return {_FIRST: first, _SECOND: second}
+
+
+def adamw8bit(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-2,
+    *,
+    min_size: int | None = None,
+    faulty: str = "skip",
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW with both moments in 8 bits: dynamic maps, signed and unsigned, in groups of 256.
+
+    2.04 bytes of state for each parameter, where `optax.adamw` takes 8.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: decay of the first moment. Default 0.9.
+        b2: decay of the second moment. Default 0.999.
+        eps: added to the root of the second moment. Default 1e-8.
+        weight_decay: of AdamW. Default 1e-2, as PyTorch has it (Optax: 1e-4).
+        min_size: as in `quantize_state`.
+        faulty: as in `quantize_state`.
+        options: further arguments of `optax.adamw`, such as `mask`.
+
+    Returns:
+        An Optax transformation. Its state is a `QuantizedState`.
+
+    References:
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> state = jc.optim.adamw8bit(1e-3).init({"w": jnp.zeros((64, 256))})
+        >>> state.inner[0].mu["w"].nbytes / (64 * 256)
+        1.015625
+    """
+    tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, **options)
+    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty)
+
+
+def adamw4bit(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-2,
+    *,
+    min_size: int | None = None,
+    faulty: str = "skip",
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW with both moments in 4 bits, in groups of 64: a signed dynamic map, and 1/16 to 1, which has no zero.
+
+    Groups of 64 with scales in bfloat16 take no more than groups of 128 with scales in binary32:
+    1.06 bytes of state for each parameter.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: decay of the first moment. Default 0.9.
+        b2: decay of the second moment. Default 0.999.
+        eps: added to the root of the second moment. Default 1e-8.
+        weight_decay: of AdamW. Default 1e-2.
+        min_size: as in `quantize_state`.
+        faulty: as in `quantize_state`.
+        options: further arguments of `optax.adamw`.
+
+    Returns:
+        An Optax transformation. Its state is a `QuantizedState`.
+
+    References:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv 2309.01507.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> state = jc.optim.adamw4bit(1e-3).init({"w": jnp.zeros((64, 256))})
+        >>> state.inner[0].nu["w"].nbytes / (64 * 256)
+        0.53125
+    """
+    tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, **options)
+    return quantize_state(
+        tx, _moments(dynamic4(group=64, scale="bfloat16"), _LINEAR4), min_size=min_size, faulty=faulty
+    )
+
+
+def adamw_fp8(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-2,
+    *,
+    min_size: int | None = None,
+    faulty: str = "skip",
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW with both moments in float8_e4m3fn, in groups of 256 under a binary32 scale.
+
+    2.03 bytes of state for each parameter.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: decay of the first moment. Default 0.9.
+        b2: decay of the second moment. Default 0.999.
+        eps: added to the root of the second moment. Default 1e-8.
+        weight_decay: of AdamW. Default 1e-2.
+        min_size: as in `quantize_state`.
+        faulty: as in `quantize_state`.
+        options: further arguments of `optax.adamw`.
+
+    Returns:
+        An Optax transformation. Its state is a `QuantizedState`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> state = jc.optim.adamw_fp8(1e-3).init({"w": jnp.zeros((64, 256))})
+        >>> state.inner[0].nu["w"].qvalue.dtype
+        dtype(float8_e4m3fn)
+    """
+    tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, **options)
+    groups = parse_format("float8_e4m3fn(group=256)")
+    return quantize_state(tx, _moments(groups, groups), min_size=min_size, faulty=faulty)
+
+
+def adam8bit(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    *,
+    min_size: int | None = None,
+    faulty: str = "skip",
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with both moments in 8 bits, as `adamw8bit` without weight decay.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: decay of the first moment. Default 0.9.
+        b2: decay of the second moment. Default 0.999.
+        eps: added to the root of the second moment. Default 1e-8.
+        min_size: as in `quantize_state`.
+        faulty: as in `quantize_state`.
+        options: further arguments of `optax.adam`.
+
+    Returns:
+        An Optax transformation. Its state is a `QuantizedState`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.optim.state_report(jc.optim.adam8bit(1e-3).init(jnp.zeros((64, 256)))).nbytes
+        33288
+    """
+    tx = optax.adam(learning_rate, b1, b2, eps, **options)
+    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty)
+
+
+def lion8bit(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    weight_decay: Any = 1e-3,
+    *,
+    min_size: int | None = None,
+    faulty: str = "skip",
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Lion with its moment in 8 bits: the signed dynamic map in groups of 256.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: weight of the moment in the update. Default 0.9.
+        b2: decay of the moment. Default 0.99.
+        weight_decay: as in `optax.lion`. Default 1e-3.
+        min_size: as in `quantize_state`.
+        faulty: as in `quantize_state`.
+        options: further arguments of `optax.lion`.
+
+    Returns:
+        An Optax transformation. Its state is a `QuantizedState`.
+
+    References:
+        Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.optim.state_report(jc.optim.lion8bit(1e-4).init(jnp.zeros((64, 256)))).nbytes
+        16648
+    """
+    tx = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, **options)
+    return quantize_state(tx, {_FIRST: dynamic8}, min_size=min_size, faulty=faulty)
+
+
+def sgd8bit(
+    learning_rate: Any,
+    momentum: Any = 0.9,
+    *,
+    nesterov: bool = False,
+    min_size: int | None = None,
+    faulty: str = "skip",
+) -> optax.GradientTransformationExtraArgs:
+    """Stochastic gradient descent with its momentum in 8 bits: the signed dynamic map in groups of 256.
+
+    Args:
+        learning_rate: a number or a schedule.
+        momentum: decay of the trace of gradients. Default 0.9.
+        nesterov: Nesterov's momentum. Default False.
+        min_size: as in `quantize_state`.
+        faulty: as in `quantize_state`.
+
+    Returns:
+        An Optax transformation. Its state is a `QuantizedState`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.optim.state_report(jc.optim.sgd8bit(0.1).init(jnp.zeros((64, 256)))).nbytes
+        16644
+    """
+    tx = optax.sgd(learning_rate, momentum, nesterov)
+    return quantize_state(tx, {_TRACE: dynamic8}, min_size=min_size, faulty=faulty)

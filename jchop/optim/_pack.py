@@ -1,0 +1,325 @@
+"""Trees of arrays whose larger ones are packed: which are, into what, and how large that is."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.optim._leaves import is_float, path_text
+from jchop.spec import Spec, as_spec
+from jchop.storage import QArray, dequantize, quantize
+
+Array = jax.Array
+_Spec = Spec | ElementFormat | ScaledFormat | str
+#: Path patterns, each with what the leaves it matches are packed into; None leaves them as they are.
+Rules = tuple[tuple[str, Spec | None], ...]
+
+#: What stands for zero under a format that has none: far below any moment's square root, far above what underflows.
+_NEXT_TO_ZERO = 2.0**-100
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("rows",), meta_fields=("shape",))
+@dataclass(frozen=True)
+class PackedRows:
+    """A packed array whose last axes were joined into rows long enough for groups.
+
+    Args:
+        rows: the `QArray` of rows.
+        shape: of the array.
+    """
+
+    rows: QArray
+    shape: tuple[int, ...]
+
+
+def is_packed(leaf: Any) -> bool:
+    """Whether a leaf is a `QArray` or a `PackedRows`."""
+    return isinstance(leaf, QArray | PackedRows)
+
+
+def codes_of(leaf: QArray | PackedRows) -> QArray:
+    """The `QArray` of a packed leaf."""
+    return leaf if isinstance(leaf, QArray) else leaf.rows
+
+
+def as_rules(given: Any) -> Rules:
+    """Rules from a spec for everything, or from a mapping of path patterns.
+
+    Raises:
+        TypeError, ValueError: for a pattern that is no regular expression, or what means no spec.
+    """
+    if not isinstance(given, Mapping):
+        return ((".*", as_spec(given, scaled=True)),)
+    if not given:
+        raise ValueError("rules={} has no rule; give a spec, or a mapping of path patterns to specs")
+    return tuple((_pattern(text), None if s is None else as_spec(s, text, scaled=True)) for text, s in given.items())
+
+
+def _pattern(text: object) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"rules has {text!r} as a pattern, which must be text")
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"rules has the pattern {text!r}, which is no regular expression ({error})") from None
+    return text
+
+
+def draws(rules: Rules) -> Spec | None:
+    """A stochastic spec among the rules, if there is one."""
+    return next((spec for _, spec in rules if spec is not None and spec.rounding.stochastic), None)
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+def plan(tree: Any, rules: Rules, min_size: int) -> Any:
+    """A tree of the specs that leaves are to be packed into; None for those that stay as they are.
+
+    The first rule whose pattern matches a leaf's whole path decides. Leaves that are no floating-point arrays, or have
+    fewer than `min_size` elements, stay.
+
+    Raises:
+        ValueError: for a rule whose pattern matches no floating-point leaf.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    unused = {pattern for pattern, _ in rules}
+    planned: list[Spec | None] = []
+    for path, leaf in leaves:
+        if not is_float(leaf):
+            planned.append(None)
+            continue
+        matching = [(pattern, spec) for pattern, spec in rules if re.fullmatch(pattern, path_text(path))]
+        unused -= {pattern for pattern, _ in matching}
+        planned.append(matching[0][1] if matching and math.prod(leaf.shape) >= min_size else None)
+    if unused and any(is_float(leaf) for _, leaf in leaves):
+        names = ", ".join(path_text(path) for path, leaf in leaves if is_float(leaf))
+        raise ValueError(f"rules: {', '.join(map(repr, sorted(unused)))} matches none of the state's arrays: {names}")
+    return jax.tree.unflatten(structure, [_Plan(spec) for spec in planned])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a leaf is to be packed into: a leaf of a tree itself, as None would not be."""
+
+    spec: Spec | None
+
+
+def pack_as_planned(key: Array | None, leaf: Any, planned: _Plan) -> Any:
+    """A leaf packed as its plan says.
+
+    Behind the barrier the first state, mostly zeros, is packed when it is run: XLA would take long to fold it.
+    """
+    return leaf if planned.spec is None else pack(key, jax.lax.optimization_barrier(leaf), planned.spec)
+
+
+def repack(key: Array | None, old: Any, leaf: Any) -> Any:
+    """A leaf packed as the old one is; as it is where that is not packed."""
+    return pack(key, leaf, codes_of(old).spec) if is_packed(old) else leaf
+
+
+def pack(key: Array | None, x: Array, spec: Spec) -> QArray | PackedRows:
+    """An array packed, its last axes joined where they are too short for the groups of the format."""
+    rows = x.reshape(row_shape(x.shape, spec))
+    if isinstance(spec.element, ElementFormat) and not _has_zero(spec.element):
+        rows = jnp.where(rows == 0, jnp.asarray(_NEXT_TO_ZERO, rows.dtype), rows)
+    codes = quantize(rows, spec, key if spec.rounding.stochastic else None)
+    return codes if rows.shape == x.shape else PackedRows(codes, tuple(x.shape))
+
+
+def unpack(leaf: Any) -> Any:
+    """The numbers of a packed leaf; another leaf as it is."""
+    if isinstance(leaf, PackedRows):
+        return dequantize(leaf.rows).reshape(leaf.shape)
+    return dequantize(leaf) if isinstance(leaf, QArray) else leaf
+
+
+def unpack_tree(tree: Any) -> Any:
+    """A tree with its packed leaves unpacked."""
+    return jax.tree.map(unpack, tree, is_leaf=is_packed)
+
+
+def row_shape(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+    """The shape in which an array is packed: with a last axis of whole groups, or of four groups and more."""
+    if not shape:
+        return (1,)
+    group = None if spec.scaled is None or spec.scaled.axis != -1 else spec.scaled.group
+    if not isinstance(group, int):
+        return tuple(shape)
+    lead, last = list(shape[:-1]), shape[-1]
+    while lead and last % group and last < 4 * group:
+        last *= lead.pop()
+    return (*lead, last)
+
+
+def _has_zero(fmt: ElementFormat) -> bool:
+    return fmt.code_of(0) is not None
+
+
+# -- bundles of plain arrays -----------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Packing:
+    """What is static of a packed tree.
+
+    Args:
+        entries: of each packed leaf its place among all leaves, the structure of its `QArray`, and its shape where
+            axes were joined.
+    """
+
+    entries: tuple[tuple[int, Any, tuple[int, ...] | None], ...]
+
+
+class QuantizedState(NamedTuple):
+    """State of `quantize_state`: a tree of plain arrays, so that it goes wherever such trees go; `inner` reads it.
+
+    Args:
+        arrays: the state of the wrapped transformation, with codes in the place of each packed array.
+        scales: for each packed array a tuple of its scales and zero points.
+        packing: what the codes mean; static.
+        key: of stochastic packing, or None.
+        skipped: an int32 count of the steps left out.
+    """
+
+    arrays: Any
+    scales: tuple[tuple[Any, ...], ...]
+    packing: Packing
+    key: Array | None
+    skipped: Array
+
+    @property
+    def inner(self) -> Any:
+        """The state of the wrapped transformation, with a `QArray` for each packed array (or a `PackedRows`)."""
+        leaves, structure = jax.tree.flatten(self.arrays)
+        for (place, form, shape), scales in zip(self.packing.entries, self.scales, strict=True):
+            codes = jax.tree.unflatten(form, [leaves[place], *scales])
+            leaves[place] = codes if shape is None else PackedRows(codes, shape)
+        return jax.tree.unflatten(structure, leaves)
+
+
+def bundle(inner: Any, key: Any, skipped: Any) -> QuantizedState:
+    """The state whose `inner` is a tree with packed leaves."""
+    leaves, structure = jax.tree.flatten(inner, is_leaf=is_packed)
+    entries, scales = [], []
+    for place, leaf in enumerate(leaves):
+        if is_packed(leaf):
+            (leaves[place], *rest), form = jax.tree.flatten(codes_of(leaf))
+            entries.append((place, form, leaf.shape if isinstance(leaf, PackedRows) else None))
+            scales.append(tuple(rest))
+    return QuantizedState(jax.tree.unflatten(structure, leaves), tuple(scales), Packing(tuple(entries)), key, skipped)
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """One array of a state.
+
+    Args:
+        path: where it stands, as ``inner.0.mu.kernel``.
+        shape: of the array.
+        dtype: of the array.
+        spec: what it is packed into, as text; None for one that is kept as it is.
+        nbytes: bytes that it takes, with its scales.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """What a state consists of: `str` shows a table of it.
+
+    Args:
+        rows: a `StateRow` for each array.
+    """
+
+    rows: tuple[StateRow, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def packed(self) -> tuple[StateRow, ...]:
+        """The arrays that are packed."""
+        return tuple(row for row in self.rows if row.spec is not None)
+
+    @property
+    def kept(self) -> tuple[StateRow, ...]:
+        """The arrays that are kept as they are."""
+        return tuple(row for row in self.rows if row.spec is None)
+
+    def __str__(self) -> str:
+        cells = [(r.path, str(list(r.shape)), r.dtype, r.spec or "as it is", f"{r.nbytes:,}") for r in self.rows]
+        cells = [("array", "shape", "dtype", "kept as", "bytes"), *cells]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join([*(line.rstrip() for line in lines), f"{self.nbytes:,} bytes"])
+
+
+def state_report(state: Any) -> StateReport:
+    """Which arrays of an optimizer's state are packed, into what, and the bytes that they take.
+
+    Args:
+        state: of any transformation, or of several in one pytree; also of `jax.ShapeDtypeStruct`, as `jax.eval_shape`
+            gives.
+
+    Returns:
+        A `StateReport`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> state = jc.optim.adamw8bit(1e-3).init({"w": jnp.zeros((64, 256)), "b": jnp.zeros(256)})
+        >>> report = jc.optim.state_report(state)
+        >>> [row.path for row in report.packed], report.nbytes
+        (['inner.0.mu.w', 'inner.0.nu.w'], 35336)
+    """
+    seen = jax.tree.map(_seen, state, is_leaf=lambda x: isinstance(x, QuantizedState))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(seen, is_leaf=is_packed)
+    return StateReport(tuple(_row(path_text(path), leaf) for path, leaf in leaves))
+
+
+class _Seen(NamedTuple):
+    """A `QuantizedState` as it is read."""
+
+    inner: Any
+    key: Any
+    skipped: Any
+
+
+def _seen(x: Any) -> Any:
+    return _Seen(x.inner, x.key, x.skipped) if isinstance(x, QuantizedState) else x
+
+
+def _row(path: str, leaf: Any) -> StateRow:
+    if is_packed(leaf):
+        codes = codes_of(leaf)
+        shape = leaf.shape
+        return StateRow(path, tuple(shape), np.dtype(codes.dtype).name, _shown(codes.spec), codes.nbytes)
+    shape, dtype = tuple(leaf.shape), leaf.dtype
+    size = dtype.itemsize if hasattr(dtype, "itemsize") else 0
+    return StateRow(path, shape, str(dtype), None, math.prod(shape) * size)
+
+
+def _shown(spec: Spec) -> str:
+    """The text of a spec; of a long codebook its size alone."""
+    text = str(spec)
+    return re.sub(r"codebook\([^()]*\)", f"codebook of {2**spec.element.bits} levels", text) if len(text) > 99 else text

@@ -1,0 +1,71 @@
+"""Parameters that are themselves packed: no copy in more bits, each step unpacks, moves and packs them again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from jchop._round import _keys
+from jchop.optim._leaves import map_drawing
+from jchop.storage import QArray, dequantize, quantize
+
+Array = jax.Array
+
+
+def dequantize_params(params: Any) -> Any:
+    """A pytree with every `QArray` in it as plain numbers: what losses, gradients and optimizers take.
+
+    Args:
+        params: a pytree of arrays and `QArray`s.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> params = {"w": jc.quantize(jnp.ones((2, 4)), jc.int8(channel=0)), "b": jnp.zeros(4)}
+        >>> jc.optim.dequantize_params(params)["w"].shape
+        (2, 4)
+    """
+    return jax.tree.map(lambda p: dequantize(p) if _is_packed(p) else p, params, is_leaf=_is_packed)
+
+
+def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
+    """`optax.apply_updates` for parameters among which are `QArray`s: these are quantized again, each under its spec.
+
+    Under a stochastic spec, ``"int8(channel=0):stochastic"``, updates of less than a quantum count on average, so that
+    no copy in more bits is needed. The scales are fitted to the new numbers.
+
+    Args:
+        params: a pytree of arrays and `QArray`s.
+        updates: a pytree of plain arrays, as of `dequantize_params`.
+        key: a typed key for this step, needed where a `QArray` has a stochastic spec; each draws from one of its own.
+
+    Returns:
+        A pytree as `params`.
+
+    Raises:
+        ValueError: for a stochastic spec without a key.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc, optax
+        >>> params = {"w": jc.quantize(jnp.ones((2, 4)), "int8(channel=0):stochastic", jax.random.key(0))}
+        >>> tx = optax.sgd(0.1)
+        >>> state = tx.init(jc.optim.dequantize_params(params))
+        >>> gradients = jax.grad(lambda p: (p["w"] ** 2).sum())(jc.optim.dequantize_params(params))
+        >>> updates, state = tx.update(gradients, state)
+        >>> jc.optim.apply_updates(params, updates, jax.random.key(1))["w"].shape
+        (2, 4)
+    """
+
+    def leaf(key: Array | None, p: Any, u: Any) -> Any:
+        if not _is_packed(p):
+            return optax.apply_updates(p, u)
+        return quantize(optax.apply_updates(dequantize(p), u), p.spec, key)
+
+    packed = [p for p in jax.tree.leaves(params, is_leaf=_is_packed) if _is_packed(p)]
+    drawn = [found for p in packed if (found := _keys(p.spec, key, None)[0]) is not None]
+    return map_drawing(leaf, drawn[0] if drawn else None, params, updates, is_leaf=_is_packed)[1]
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, QArray)

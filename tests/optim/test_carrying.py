@@ -1,0 +1,121 @@
+"""What is carried from step to step: errors of rounding, compensation, averages."""
+
+# Optax types every state as a tree of arrays, which has no fields.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false, reportCallIssue=false
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from oracle import ieee, round_exact
+
+import jchop as jc
+from jchop import optim
+
+KEY = jax.random.key(5)
+
+
+def scan(tx: Any, grads: jax.Array, params: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    """(parameters after each step, updates of each step, last state)."""
+
+    def run(params: jax.Array) -> Any:
+        def step(carry: Any, g: jax.Array) -> Any:
+            params, state = carry
+            updates, state = tx.update(g, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), (params, updates)
+
+        (_, state), (each, updates) = jax.lax.scan(step, (params, tx.init(params)), grads)
+        return each, updates, state
+
+    return jax.jit(run)(params)
+
+
+@pytest.mark.parametrize("spec", ["fixed2.3", "e5m2", "codebook(-1.0,1.0)", "e5m2:stochastic"])
+def test_what_error_feedback_sends_sums_to_what_came(spec: str, rng: np.random.Generator) -> None:
+    grads = jc.round_to_format(jnp.asarray(rng.standard_normal((50, 16)) / 4, jnp.float32), "fixed4.10")
+    _, sent, state = scan(optim.error_feedback(spec, KEY), grads, jnp.zeros(16))
+    np.testing.assert_array_equal(sent, jc.round_to_format(sent, spec.split(":")[0]))
+    np.testing.assert_allclose(np.float64(sent).sum(0) + state.error, np.float64(grads).sum(0), atol=1e-6)
+    assert float(jnp.abs(state.error).max()) < 4
+
+
+def test_compensation_follows_kahan_exactly(rng: np.random.Generator) -> None:
+    """Against exact arithmetic: y = u + c, t = round(p + y), c = y - (t - p), with c rounded to bfloat16."""
+    grads = np.float32(rng.integers(-8, 40, (60, 4)) / 2.0**14)
+    start = jnp.asarray([1.0, -2.0, 0.5, 96.0], "bfloat16")
+    each, _, state = scan(optim.compensate("bfloat16"), jnp.asarray(grads), start)
+    exact = ieee(8, 7)
+    for column in range(4):
+        p, c = Fraction(float(start[column])), Fraction(0)
+        for step in range(60):
+            y = Fraction(float(grads[step, column])) + c
+            t = round_exact(exact, p + y, "nearest_even")
+            assert isinstance(t, Fraction)
+            lost = round_exact(exact, y - (t - p), "nearest_even")
+            p, c = t, lost if isinstance(lost, Fraction) else Fraction(0)
+            assert Fraction(float(each[step, column])) == p, (column, step)
+        assert Fraction(float(state.lost[column])) == c
+
+
+def test_compensation_in_a_format_of_its_own() -> None:
+    tx = optim.compensate("fixed4.2:stochastic", KEY, compensation="fixed1.7:stochastic")
+    each, _, state = scan(tx, jnp.full((40, 8), 1 / 64), jnp.zeros(8))
+    np.testing.assert_array_equal(each[-1] + state.lost, jnp.full(8, 40 / 64))
+    np.testing.assert_array_equal(each, jc.round_to_format(each, "fixed4.2"))
+
+
+def test_the_average_is_that_of_the_parameters_taken(rng: np.random.Generator) -> None:
+    grads = jnp.asarray(rng.standard_normal((20, 8)), jnp.float32)
+    tx = optax.chain(optax.sgd(0.1), optim.round_params("e5m2:stochastic", KEY), optim.average_params(4, 3))
+    each, _, state = scan(tx, grads, jnp.ones(8))
+    wanted = np.float64(each)[4::3].mean(0)
+    assert int(state[-1].taken) == len(each[4::3])
+    np.testing.assert_allclose(optim.averaged_params(state, each[-1]), wanted, rtol=1e-5)
+    tx = optim.average_params(spec="fixed4.3")
+    _, _, state = scan(tx, -grads / 8, jnp.ones(8))
+    average = optim.averaged_params(state, jnp.ones(8))
+    np.testing.assert_array_equal(average, jc.round_to_format(average, "fixed4.3"))
+    np.testing.assert_array_equal(optim.averaged_params(tx.init(jnp.ones(8)), jnp.full(8, 3.0)), jnp.full(8, 3.0))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="start=-1"):
+        optim.average_params(-1)
+    with pytest.raises(ValueError, match="key=None"):
+        optim.average_params(spec="e5m2:stochastic")
+    with pytest.raises(ValueError, match="key=None"):
+        optim.compensate("e5m2", compensation="e5m2:stochastic")
+    for tx in (optim.average_params(), optim.compensate("e5m2"), optim.low_precision(optax.sgd(1.0), weight="e5m2")):
+        with pytest.raises(ValueError, match="params=None"):
+            tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+# -- parameters that are packed ----------------------------------------------------------------------------------------
+
+
+def test_packed_parameters_move_by_less_than_a_quantum_on_average() -> None:
+    spec = "int8(channel=0):stochastic"
+    w = jnp.ones((4, 4096)).at[:, 0].set(127.0)  # a quantum of 1, and steps of a sixteenth
+    params = {"w": jc.quantize(w, spec, KEY), "b": jnp.zeros(3)}
+    updates = {"w": jnp.full((4, 4096), 1 / 16).at[:, 0].set(0), "b": jnp.ones(3)}
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        return jax.lax.scan(
+            lambda p, key: (optim.apply_updates(p, updates, key), None), params, jax.random.split(KEY, 16)
+        )[0]
+
+    after = run(params)
+    assert isinstance(after["w"], jc.QArray) and after["b"].tolist() == [16, 16, 16]
+    moved = np.asarray(optim.dequantize_params(after)["w"])[:, 1:]
+    assert abs(moved.mean() - 2) < 5 * np.sqrt(16 * 15 / 256 / moved.size)
+    assert (moved[0] != moved[1]).any()
+    with pytest.raises(ValueError, match="key=None"):
+        optim.apply_updates(params, updates)

@@ -1,0 +1,114 @@
+"""Faulty gradients: parameters and state stay as they were, and no packed block is poisoned in silence."""
+
+# Optax types every state as a tree of arrays, which has no fields.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false, reportCallIssue=false
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jchop as jc
+from jchop import optim
+
+GROUPS = "mxfp8_e4m3"
+PARAMS = {"w": jnp.ones((2, 64)), "b": jnp.ones(3)}
+SOUND = {"w": jnp.full((2, 64), 0.5), "b": jnp.ones(3)}
+#: A NaN, an infinity, and a gradient whose square overflows.
+FAULTS = {"nan": jnp.nan, "inf": -jnp.inf, "overflow": 1e30}
+
+WRAPPERS = {
+    "skip_faulty": optim.skip_faulty(optax.adam(0.1)),
+    "quantize_state": optim.quantize_state(optax.adam(0.1), GROUPS, min_size=8),
+    "dynamic_loss_scale": optim.dynamic_loss_scale(optim.quantize_state(optax.adam(0.1), GROUPS, min_size=8), 4.0),
+}
+
+
+def faulty(number: float) -> dict[str, jax.Array]:
+    return SOUND | {"w": SOUND["w"].at[1, 40].set(number)}
+
+
+def unkeyed(state: Any) -> Any:
+    return [x for x in jax.tree.leaves(state) if x.ndim > 0]
+
+
+def left_out(state: Any) -> int:
+    """Steps left out, by a wrapper or by one within it."""
+    own = int(state.skipped)
+    return own + (left_out(state.inner) if isinstance(state, optim.LossScaleState) else 0)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_faulty_step_is_left_out(name: str) -> None:
+    tx = WRAPPERS[name]
+    step = jax.jit(tx.update)
+    _, state = step(SOUND, jax.jit(tx.init)(PARAMS), PARAMS)
+    for i, number in enumerate(FAULTS.values()):
+        updates, after = step(faulty(number), state, PARAMS)
+        jax.tree.map(np.testing.assert_array_equal, optax.apply_updates(PARAMS, updates), PARAMS)
+        jax.tree.map(np.testing.assert_array_equal, unkeyed(after), unkeyed(state))
+        assert left_out(after) == i + 1
+        state = after
+    updates, _ = step(SOUND, state, PARAMS)
+    assert float(updates["w"].max()) < 0
+
+
+def test_a_state_that_holds_an_infinity_by_right_is_no_fault() -> None:
+    plateau = optax.contrib.reduce_on_plateau()
+    assert bool(jnp.isinf(plateau.init(PARAMS).best_value))
+    for wrap in (optim.skip_faulty, lambda tx: optim.quantize_state(tx, "bfloat16", min_size=8)):
+        tx = wrap(optax.chain(optax.sgd(0.1, 0.9), plateau))
+        state = tx.init(PARAMS)
+        updates, state = tx.update(SOUND, state, PARAMS, value=jnp.float32(1.0))
+        assert int(state.skipped) == 0 and float(updates["w"].max()) < 0
+
+
+def test_a_fault_that_is_let_through_shows() -> None:
+    tx = optim.quantize_state(optax.sgd(0.1, 0.9), GROUPS, min_size=8, faulty="propagate")
+    _, state = jax.jit(tx.update)(faulty(jnp.nan), jax.jit(tx.init)(PARAMS), PARAMS)
+    kept = np.asarray(jc.dequantize(state.inner[0].trace["w"]))
+    assert np.isnan(kept[1, 32:]).all() and not np.isnan(kept[0]).any() and not np.isnan(kept[1, :32]).any()
+    for spec in ("int8", "nf4(scale=int8(group=256))"):
+        with pytest.raises(ValueError, match="faulty='propagate'"):
+            optim.quantize_state(optax.sgd(0.1, 0.9), jc.parse(spec), faulty="propagate")
+
+
+def test_the_loss_scale_shrinks_on_overflow_and_grows_with_time() -> None:
+    tx = optim.dynamic_loss_scale(optax.sgd(1.0), 8.0, growth_interval=3, largest=16.0, smallest=4.0)
+    step = jax.jit(tx.update)
+    state, params, scales = tx.init(jnp.ones(1)), jnp.ones(1), []
+    for g in (1, 1, jnp.inf, 1, 1, 1, 1, 1, 1, 1, 1, 1, jnp.nan, jnp.nan, jnp.nan, jnp.nan):
+        updates, state = step(jnp.array([1.0 * g]), state, params)
+        assert float(updates[0]) == (-1 / (scales[-1] if scales else 8.0) if np.isfinite(g) else 0)
+        scales.append(float(optim.loss_scale(state)))
+    assert scales == [8, 8, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16, 8, 4, 4, 4]
+    assert int(state.skipped) == 5
+
+
+def test_gradients_of_16_bits_are_unscaled_in_32() -> None:
+    tx = optim.dynamic_loss_scale(optax.sgd(1.0), 2.0**15)
+    params = jnp.ones(1, "float16")
+    updates, _ = tx.update(jnp.array([2.0**-12], "float16"), tx.init(params), params)
+    assert updates.dtype == jnp.float32 and float(updates[0]) == -(2.0**-27)
+
+
+def test_gradients_are_scaled_by_numbers_and_schedules() -> None:
+    tx = optim.scale_gradients(lambda count: 0.5**count)
+    state, seen = tx.init(jnp.ones(1)), []
+    for _ in range(3):
+        updates, state = tx.update(jnp.array([8.0], "bfloat16"), state)
+        seen.append(float(updates[0]))
+    assert seen == [8, 4, 2] and updates.dtype == jnp.bfloat16
+
+
+def test_what_is_refused() -> None:
+    for wrong in ({"initial": 0.5}, {"factor": 1.0}, {"growth_interval": 0}, {"smallest": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            optim.dynamic_loss_scale(optax.sgd(1.0), **wrong)
+    with pytest.raises(ValueError, match="0 states"):
+        optim.loss_scale(optax.adam(1.0).init(jnp.ones(1)))

@@ -1,0 +1,335 @@
+"""Packed state: its codes, its size, and that it goes wherever a pytree of plain arrays would."""
+
+# Optax types every state as a tree of arrays, which has no fields.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false, reportCallIssue=false
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+from jchop import optim
+
+KEY = jax.random.key(11)
+#: Cheap to compile; the maps of the 8-bit optimizers have tests of their own.
+GROUPS = "mxfp8_e4m3"
+
+
+def params_of(rng: np.random.Generator, rows: int = 16, columns: int = 64) -> dict[str, jax.Array]:
+    def some(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    return {"w": some(rows, columns), "b": some(columns)}
+
+
+def steps(tx: Any, params: Any, grads: Any, count: int, state: Any = None) -> tuple[Any, Any]:
+    """`count` steps with the same gradients, each a jitted one."""
+    step = jax.jit(lambda p, s: (lambda made: (optax.apply_updates(p, made[0]), made[1]))(tx.update(grads, s, p)))
+    state = jax.jit(tx.init)(params) if state is None else state
+    for _ in range(count):
+        params, state = step(params, state)
+    return params, state
+
+
+# -- the numbers -------------------------------------------------------------------------------------------------------
+
+
+def published_map(signed: bool) -> np.ndarray:
+    """bitsandbytes' dynamic map of 8 bits, from its published description: decades of means of equal steps."""
+    levels = [0.0, 1.0]
+    for i in range(7):
+        bounds = np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
+        means = (bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (i - 6)
+        levels += [*means, *(-means if signed else [])]
+    return np.sort(levels)
+
+
+def brute_force(x: np.ndarray, levels: np.ndarray, group: int = 256) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, numbers) by trying every level for every element, in groups along the last axis."""
+    blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, group)
+    scale = np.abs(blocks).max(-1, keepdims=True)
+    scale[scale == 0] = 1
+    codes = np.abs((blocks / scale)[..., None] - levels).argmin(-1)
+    return codes.reshape(x.shape), (levels[codes] * scale).reshape(x.shape)
+
+
+def test_adamw8bit_follows_the_published_formula(rng: np.random.Generator) -> None:
+    """Codes are those of a search over all levels, and two steps those of the formula in binary64."""
+    lr, b1, b2, eps, decay = 1e-3, 0.9, 0.999, 1e-8, 1e-2
+    tx = optim.adamw8bit(lr, b1, b2, eps, decay, min_size=1)
+    params = jnp.asarray(rng.standard_normal((4, 512)), jnp.float32)
+    p, m, v = np.float64(params), np.zeros((4, 512)), np.zeros((4, 512))
+    update = jax.jit(tx.update)
+    state = jax.jit(tx.init)(params)
+    for t in (1, 2):
+        g = np.float32(rng.standard_normal((4, 512)) * np.exp(rng.standard_normal((4, 512))))
+        updates, state = update(jnp.asarray(g), state, params)
+        params = optax.apply_updates(params, updates)
+        m, v = b1 * m + (1 - b1) * np.float64(g), b2 * v + (1 - b2) * np.float64(g) ** 2
+        step = lr * np.sqrt(1 - b2**t) / (1 - b1**t)
+        p = p * (1 - lr * decay) - step * m / (np.sqrt(v) + eps * np.sqrt(1 - b2**t))
+        np.testing.assert_allclose(params, p, rtol=0, atol=1e-5 * np.abs(p).max())
+        for moment, signed in (("mu", True), ("nu", False)):
+            exact = m if signed else v
+            codes, numbers = brute_force(exact, published_map(signed))
+            kept = getattr(state.inner[0], moment)
+            # A moment in binary32 may lie on the other side of a midpoint than its value in binary64: seldom.
+            assert (np.asarray(kept.qvalue) != codes).sum() <= 4, moment
+            same = np.asarray(kept.qvalue) == codes
+            np.testing.assert_allclose(np.asarray(jc.dequantize(kept))[same], numbers[same], rtol=1e-5)
+            np.testing.assert_array_equal(np.asarray(kept.spec.element.levels, np.float32), np.float32(
+                [kept.spec.element.value_of(i) for i in range(256)]))  # fmt: skip
+            np.testing.assert_allclose(kept.spec.element.levels, published_map(signed), rtol=1e-6)
+        m, v = (np.float64(jc.dequantize(getattr(state.inner[0], name))) for name in ("mu", "nu"))
+
+
+def test_a_step_is_that_of_the_wrapped_optimizer_on_the_unpacked_state(rng: np.random.Generator) -> None:
+    plain, params = optax.adam(1e-2), params_of(rng)
+    grads = jax.tree.map(lambda p: 0.1 * p, params)
+    tx = optim.quantize_state(plain, {"0.mu.*": GROUPS, "0.nu.*": "bfloat16"}, min_size=100)
+    state = tx.init(params)
+    for _ in range(3):
+        unpacked = jax.tree.map(
+            lambda x: jc.dequantize(x) if isinstance(x, jc.QArray) else x,
+            state.inner,
+            is_leaf=lambda x: isinstance(x, jc.QArray),
+        )
+        wanted, inner = plain.update(grads, unpacked, params)
+        updates, state = tx.update(grads, state, params)
+        jax.tree.map(np.testing.assert_array_equal, updates, wanted)
+        wanted_mu = jc.round_to_format(inner[0].mu["w"], GROUPS)
+        np.testing.assert_array_equal(jc.dequantize(state.inner[0].mu["w"]), wanted_mu)
+        np.testing.assert_array_equal(state.inner[0].nu["w"].qvalue, inner[0].nu["w"].astype("bfloat16"))
+        np.testing.assert_array_equal(state.inner[0].mu["b"], inner[0].mu["b"])
+
+
+def test_stochastic_state_draws_anew_each_step_and_for_each_array(rng: np.random.Generator) -> None:
+    params = {"a": jnp.zeros((8, 64)), "b": jnp.zeros((8, 64))}
+    grads = jax.tree.map(lambda p: p + 1.001, params)
+    tx = optim.quantize_state(optax.sgd(0.1, 0.5), "bfloat16:stochastic", KEY, min_size=1)
+    _, one = tx.update(grads, tx.init(params), params)
+    _, two = tx.update(grads, tx.init(params)._replace(key=one.key), params)
+    drawn = [np.asarray(s.inner[0].trace[k].qvalue, np.float32) for s in (one, two) for k in ("a", "b")]
+    assert all((x != y).any() for i, x in enumerate(drawn) for y in drawn[:i])
+    assert all(set(np.unique(x)) == {1.0, 1.0078125} for x in drawn)
+
+
+def test_a_map_without_zero_keeps_a_moment_of_zero_next_to_zero() -> None:
+    tx = optim.adamw4bit(1e-3, min_size=1)
+    params = jnp.zeros((2, 256))
+    state = jax.jit(tx.init)(params)
+    nu = jc.dequantize(state.inner[0].nu)
+    assert 0 < float(nu.max()) <= 2.0**-100
+    updates, state = jax.jit(tx.update)(jnp.zeros((2, 256)).at[0, 0].set(1.0), state, params)
+    assert np.count_nonzero(updates) == 1 and float(updates[0, 0]) == pytest.approx(-1e-3, rel=1e-4)
+    assert 0 < float(jc.dequantize(state.inner[0].nu)[1].max()) <= 2.0**-100
+
+
+# -- what is packed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [pytest.param("adamw8bit", 2.06, marks=pytest.mark.slow), ("adamw_fp8", 2.06), ("adamw4bit", 1.09)],
+)
+def test_bytes_of_state(make: str, most: float) -> None:
+    """Bytes for each parameter of the 256-1024-256 network, counted on arrays."""
+    sizes = {"l1": {"w": (1024, 256), "b": (1024,)}, "l2": {"w": (256, 1024), "b": (256,)}}
+    params = jax.tree.map(jnp.zeros, sizes, is_leaf=lambda x: isinstance(x, tuple))
+    state = jax.jit(getattr(optim, make)(1e-3).init)(params)
+    live = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert count == 525_568
+    assert live / count <= most
+    report = optim.state_report(state)
+    assert report.nbytes == live
+    assert [row.path for row in report.packed] == [f"inner.0.{m}.{x}.w" for m in ("mu", "nu") for x in ("l1", "l2")]
+    assert {row.path for row in report.kept} >= {f"inner.0.{m}.{x}.b" for m in ("mu", "nu") for x in ("l1", "l2")}
+    assert "as it is" in str(report) and f"{live:,} bytes" in str(report)
+
+
+def test_odd_shapes_are_packed_too(rng: np.random.Generator) -> None:
+    """Short and odd last axes are joined with those before them; a scalar is a row of one; nothing is left out."""
+    shapes = {"kernel": (3, 3, 8, 12), "thin": (500, 1), "odd": (7, 257), "row": (101,), "none": ()}
+    params = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    tx = optim.quantize_state(optax.sgd(1.0, 0.5), GROUPS, min_size=1)
+    state, after = jax.jit(lambda p: (lambda s: (s, tx.update(p, s, p)[1]))(tx.init(p)))(params)
+    report = optim.state_report(state)
+    assert {row.path: row.shape for row in report.packed} == {f"inner.0.trace.{k}": s for k, s in shapes.items()}
+    assert state.inner[0].trace["kernel"].rows.shape == (3, 3, 96) and state.inner[0].trace["thin"].rows.shape == (500,)
+    for row in report.packed:
+        count = int(np.prod(row.shape))
+        assert row.nbytes <= count + 4 * -(-count // 32) + 4 * 8, row
+    for name, p in params.items():
+        kept = after.inner[0].trace[name]
+        kept = (
+            jc.dequantize(kept.rows).reshape(kept.shape) if isinstance(kept, optim.PackedRows) else jc.dequantize(kept)
+        )
+        np.testing.assert_allclose(kept, p, atol=float(jnp.abs(p).max()) / 8)
+
+
+def test_rules() -> None:
+    params = {"a": {"w": jnp.zeros((4, 8))}, "b": {"w": jnp.zeros((4, 8)), "x": jnp.zeros(4)}}
+    rules = {r"0\.mu\.a\..*": None, r"0\.(mu|nu)\..*\.w": "bfloat16", ".*": "binary16"}
+    state = optim.quantize_state(optax.adam(1e-3), rules, min_size=8).init(params)
+    kept = {row.path.removeprefix("inner.0."): row.spec for row in optim.state_report(state).rows}
+    assert kept["mu.a.w"] is None and kept["mu.b.w"] == kept["nu.a.w"] == "bfloat16" and kept["mu.b.x"] is None
+    for rules, message in (
+        ({"0.mu.*": "bfloat16", "0.no.*": "e5m2"}, "'0.no.*' matches none"),
+        ({"(": "bfloat16"}, "no regular expression"),
+        ({}, "has no rule"),
+        ({"0.mu": 3}, "must be a Spec"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            optim.quantize_state(optax.adam(1e-3), rules).init(params)
+    with pytest.raises(ValueError, match="key=None"):
+        optim.quantize_state(optax.adam(1e-3), "bfloat16:stochastic")
+    with pytest.raises(ValueError, match="faulty='stop'"):
+        optim.quantize_state(optax.adam(1e-3), "bfloat16", faulty="stop")
+    with pytest.raises(ValueError, match="min_size=0"):
+        optim.quantize_state(optax.adam(1e-3), "bfloat16", min_size=0)
+
+
+# -- where it goes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_donated_state_neither_grows_nor_compiles_again(rng: np.random.Generator) -> None:
+    params = params_of(rng)
+    rule = {".*mu.*": GROUPS + ":stochastic", ".*nu.*": "bfloat16"}
+    tx = optax.inject_hyperparams(
+        lambda learning_rate: optim.quantize_state(optax.adam(learning_rate), rule, KEY, min_size=1)
+    )(1e-2)
+    step = jax.jit(lambda p, s: tx.update(p, s, p)[1], donate_argnums=1)
+    state = step(params, jax.jit(tx.init)(params))
+    size = optim.state_report(state).nbytes
+    for i in range(3):
+        state.hyperparams["learning_rate"] = jnp.asarray(0.1 * i, jnp.float32)
+        state = state._replace(inner_state=state.inner_state._replace(key=jax.random.key(i)))
+        before = state.inner_state.inner[0].mu["w"].qvalue
+        state = step(params, state)
+        assert before.is_deleted()
+    assert step._cache_size() == 1 and optim.state_report(state).nbytes == size
+
+
+def test_seeds_under_vmap_are_those_alone(rng: np.random.Generator) -> None:
+    params = params_of(rng)
+
+    def run(key: jax.Array) -> tuple[Any, Any]:
+        tx = optim.quantize_state(optax.sgd(0.1, 0.9), GROUPS + ":stochastic", key, min_size=1)
+        updates, state = tx.update(params, tx.init(params), params)
+        return updates, state.inner
+
+    keys = jax.random.split(KEY, 3)
+    together, alone = jax.jit(lambda keys: (jax.vmap(run)(keys), run(keys[1])))(keys)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b), together, alone)
+    assert bool((together[1][0].trace["w"].qvalue[0] != together[1][0].trace["w"].qvalue[1]).any())
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+def test_sharded_is_unsharded(rng: np.random.Generator) -> None:
+    params = jax.tree.map(lambda p: jc.round_to_format(p, "bfloat16"), params_of(rng, 16, 256))
+    grads = jax.tree.map(lambda p: p / 8, params)
+    rules = {"0.mu.*": GROUPS + ":stochastic", "0.nu.*": "bfloat16"}
+    tx = optax.chain(
+        # With these decays every product is exact, so that no compiler's contraction can change a bit.
+        optim.quantize_state(optax.adam(2**-7, 0.5, 0.75), rules, KEY, min_size=512),
+        optim.round_params("bfloat16:stochastic", KEY),
+    )
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    where = {"w": NamedSharding(mesh, P("a", "b")), "b": NamedSharding(mesh, P("b"))}
+    placed, placed_grads = (jax.tree.map(jax.device_put, tree, where) for tree in (params, grads))
+    shardings = optim.state_shardings(tx, placed)
+    state = jax.jit(tx.init, out_shardings=shardings)(placed)
+    mu = state[0].inner[0].mu["w"]
+    assert mu.qvalue.sharding.spec == P("a", "b") and mu.scale.sharding.spec == P("a", "b")
+    assert state[0].inner[0].mu["b"].sharding.spec == P("b")
+    wanted, kept = steps(tx, params, grads, 2)
+    got, sharded = steps(tx, placed, placed_grads, 2, state)
+    assert sharded[0].inner[0].mu["w"].qvalue.sharding.spec[0] == "a"
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    jax.tree.map(np.testing.assert_array_equal, sharded[0].inner, kept[0].inner)
+
+
+def test_shardings_need_parameters_that_have_one() -> None:
+    with pytest.raises(ValueError, match="NamedSharding"):
+        optim.state_shardings(optax.adam(1e-3), {"w": jnp.zeros(4)})
+
+
+@pytest.mark.slow
+def test_orbax_round_trip(rng: np.random.Generator, tmp_path: Path) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint")
+    params = params_of(rng)
+    tx = optim.quantize_state(
+        optax.adam(1e-2), {"0.mu.*": GROUPS + ":stochastic", "0.nu.*": "int4(group=16)"}, KEY, min_size=1
+    )
+    _, state = steps(tx, params, params, 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        found = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, params))
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    data = [jax.tree.map(lambda x: jax.random.key_data(x) if x.dtype == KEY.dtype else x, s) for s in (found, state)]
+    jax.tree.map(np.testing.assert_array_equal, *data)
+    going_on = [steps(tx, params, params, 1, s)[0] for s in (found, state)]
+    jax.tree.map(np.testing.assert_array_equal, *going_on)
+
+
+@pytest.mark.slow
+def test_offloaded_state_stays_on_the_host(rng: np.random.Generator) -> None:
+    params = params_of(rng)
+    inner = optim.quantize_state(optax.adam(1e-2), {"0.mu.*": "int8(group=32)", "0.nu.*": "bfloat16"}, min_size=64)
+    tx = optim.offload_state(inner, min_size=64)
+    state = jax.jit(tx.init)(params)
+    got, state = steps(tx, params, params, 2, state)
+    wanted, plain = steps(inner, params, params, 2)
+    assert state.inner[0].mu["w"].qvalue.sharding.memory_kind == "pinned_host"
+    assert state.inner[0].count.sharding.memory_kind != "pinned_host"
+    jax.tree.map(np.testing.assert_array_equal, (got, state.inner), (wanted, plain.inner))
+    with pytest.raises(ValueError, match="memory_kind='disk'"):
+        optim.offload_state(inner, "disk")
+
+
+def test_flax_takes_it(rng: np.random.Generator) -> None:
+    nnx, linen = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
+    from flax.training.train_state import TrainState
+
+    x = jnp.asarray(rng.standard_normal((8, 16)), jnp.float32)
+    tx = optax.chain(
+        optim.quantize_state(optax.adam(1e-2), GROUPS, min_size=64), optim.round_params("bfloat16:stochastic", KEY)
+    )
+
+    model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    kernel = model.kernel[...]
+    np.testing.assert_array_equal(kernel, jc.round_to_format(kernel, "bfloat16"))
+
+    dense = linen.Dense(32)
+    state = TrainState.create(apply_fn=dense.apply, params=dense.init(KEY, x)["params"], tx=tx)
+    grad = jax.jit(jax.value_and_grad(lambda p: (dense.apply({"params": p}, x) ** 2).mean()))
+    apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    losses = []
+    for _ in range(5):
+        loss, grads = grad(state.params)
+        state = apply(state, grads)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    assert len(optim.state_report(state.opt_state).packed) == 2
