@@ -4,6 +4,9 @@ Which values (format), which neighbour (rounding, overflow): each question is an
 `round_to_format` applies the answer, exactly.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from jchop import formats, math
 from jchop._emulate import emulate
 from jchop._round import random_bits, round_to_format
@@ -46,14 +49,34 @@ from jchop.formats import (
     nvfp4,
     p3109,
     tf32,
+    udynamic8,
     uint4,
     uint8,
 )
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Gradient, Spec, parse
-from jchop.storage import QArray, dequantize, fit_scale, load_safetensors, quantize, save_safetensors
+from jchop.storage import (
+    QArray,
+    dequantize,
+    fit_scale,
+    from_qwix,
+    load_safetensors,
+    quantize,
+    save_safetensors,
+    to_qwix,
+)
 
 __version__ = "0.1.0"
+
+#: Modules that need an extra; loaded when first used.
+_ON_DEMAND = ("nn", "optim")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module 'jchop' has no attribute {name!r}")
+    return import_module(f"jchop.{name}")
+
 
 __all__ = [
     "CodebookFormat",
@@ -90,6 +113,7 @@ __all__ = [
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
     "formats",
+    "from_qwix",
     "int2",
     "int3",
     "int4",
@@ -111,6 +135,8 @@ __all__ = [
     "round_to_format",
     "save_safetensors",
     "tf32",
+    "to_qwix",
+    "udynamic8",
     "uint4",
     "uint8",
 ]

@@ -167,13 +167,13 @@ def quantize(
 
 @dataclass(frozen=True)
 class Scheme:
-    """Blocks, and which elements share a scale; with zero points the rule is "minmax"."""
+    """Blocks, and which elements share a scale; with zero points the rule is "minmax", and "float" ones are added."""
 
     blocks: Blocks
     group: Any = None
     axis: Any = -1
     channel: Any = None
-    zero_point: bool = False
+    zero_point: bool | str = False
     percentile: Fraction | None = None
     again: Scheme | None = None  # how the scales, binary32 numbers, are quantized
 
@@ -202,7 +202,7 @@ class Result:
 
     scales: dict[tuple[int, ...], Value]
     again: Result | None
-    zeros: dict[tuple[int, ...], int]
+    zeros: dict[tuple[int, ...], Fraction]
     elements: list[Value]
     numbers: list[Value]
 
@@ -220,18 +220,23 @@ def quantize_array(
         scales[place] = _scale(numbers, scheme, tensor)
     if scheme.again is not None:
         scales, again = _quantize_scales(scales, scheme.again)
-    zeros: dict[tuple[int, ...], int] = {}
+    zeros: dict[tuple[int, ...], Fraction] = {}
     elements: list[Value] = [ZERO] * len(values)
     results: list[Value] = [Special.NAN] * len(values)
     for place, members in groups.items():
         scale = scales[place]
         if not isinstance(scale, Fraction):
             continue
+        if scheme.zero_point == "float":
+            zeros[place] = _added([values[i] for i in members], scale, blocks)
+            for i in members:
+                elements[i], results[i] = _offset(values[i], scale, zeros[place], blocks, carrier, n, draws[i])
+            continue
         if scheme.zero_point:
             low = min(*finite([values[i] for i in members]), ZERO, ZERO)
-            zeros[place] = int(min(max(blocks.least - oracle.rne(low / scale), blocks.least), blocks.most))
+            zeros[place] = min(max(blocks.least - oracle.rne(low / scale), blocks.least), blocks.most)
         for i in members:
-            shift = zeros.get(place, 0)
+            shift = zeros.get(place, ZERO)
             element = _shifted(values[i], scale * tensor, shift, blocks, n, draws[i])
             elements[i] = element
             number = element - shift if isinstance(element, Fraction) else element
@@ -248,14 +253,36 @@ def _scale(numbers: list[Value], scheme: Scheme, tensor: Fraction) -> Value:
         return scale_of([chosen or max(sizes, default=ZERO)], blocks)
     if not scheme.zero_point:
         return scale_of(numbers, blocks, tensor)
-    ends = [*finite(numbers), ZERO]
+    ends = [*finite(numbers), *([] if scheme.zero_point == "float" and finite(numbers) else [ZERO])]
     # As an absmax whose largest element is the whole range.
     return scale_of(
         [(max(ends) - min(ends)) * blocks.most / (blocks.most - blocks.least)], replace(blocks, rule="absmax")
     )
 
 
-def _shifted(x: Value, scale: Fraction, shift: int, blocks: Blocks, n: int, r: int) -> Value:
+def _added(numbers: list[Value], scale: Fraction, blocks: Blocks) -> Fraction:
+    """A zero point that is a number of the scale format: the least number less the least element times the scale."""
+    known = finite(numbers) or [ZERO]
+    exact = min(known) - (blocks.least * scale if min(known) < max(known) else ZERO)
+    rounded = oracle.round_exact(blocks.scale, exact, "nearest_even", "saturate")
+    return rounded if isinstance(rounded, Fraction) else ZERO
+
+
+def _offset(
+    x: Value, scale: Fraction, zero: Fraction, blocks: Blocks, carrier: Carrier, n: int, r: int
+) -> tuple[Value, Value]:
+    """Element and number of x = s e + z."""
+    difference = x if isinstance(x, Special) and x is not Special.NEG_ZERO else _plain(x) - zero
+    element = _plain(element_of(difference, scale, blocks, n, r))
+    number = element * scale + zero
+    return element, oracle.round_exact(oracle.ieee(carrier.e, carrier.m), number, "nearest_even", "ieee")
+
+
+def _plain(x: Value) -> Fraction:
+    return x if isinstance(x, Fraction) else ZERO
+
+
+def _shifted(x: Value, scale: Fraction, shift: Fraction, blocks: Blocks, n: int, r: int) -> Value:
     if isinstance(x, Special) and x is not Special.NEG_ZERO:
         return element_of(x, scale, blocks, n, r)
     if shift == 0:
@@ -272,12 +299,16 @@ def _quantize_scales(
     values = [scales[place] for place in places]
     own = quantize_array(values, shape, scheme, oracle.CARRIERS["float32"], 1, [0] * len(values))
     smallest = min(v for v in oracle.values(scheme.blocks.element) if v > 0)
-    elements = [max(e, smallest) for e in own.elements if isinstance(e, Fraction)]
+    least = ZERO if scheme.zero_point else smallest
+    elements = [max(e, least) for e in own.elements if isinstance(e, Fraction)]
     numbers: list[Value] = []
     for place, members in scheme.members(shape).items():
         scale = own.scales[place]
         assert isinstance(scale, Fraction)
         for i in members:
+            if scheme.zero_point == "float":
+                numbers.append(own.numbers[i])
+                continue
             number = back(elements[i] if i < len(elements) else ZERO, scale, oracle.CARRIERS["float32"])
             numbers.append(number)
     order = [i for members in scheme.members(shape).values() for i in members]

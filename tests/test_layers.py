@@ -31,6 +31,7 @@ FLOORS: list[tuple[int, str]] = [
     (4, "_reference"),
     (5, "_kernels"),
     (6, "_round"),
+    (6, "_linalg"),
     (7, "storage"),
     (7, "_emulate"),
     (8, "math"),
@@ -57,6 +58,7 @@ ONLY_IN: dict[str, set[str]] = {
     "matplotlib": {"plot"},
     "sklearn": {"study"},
     "torch": {"torch"},
+    "qwix": {"storage"},
     "dask": set(),
 }
 NO_JAX = {"rounding", "_checks", "formats", "spec", "accumulation", "scaling"}

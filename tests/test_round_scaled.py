@@ -97,6 +97,21 @@ def test_a_format_its_call_and_its_text_are_one():
         np.testing.assert_array_equal(other, first)
 
 
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 4, 5), (2, 3, 4, 5)])
+def test_every_axis_is_the_last_one_of_the_array_turned(shape):
+    """Blocks with a ragged tail, along each axis counted from either end."""
+    x, axes = numbers(shape), range(-len(shape), len(shape))
+
+    @jax.jit
+    def run(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        turned = [jc.round_to_format(jnp.moveaxis(x, axis, -1), "mxfp4(group=3)") for axis in axes]
+        along = [jc.round_to_format(x, jc.mxfp4(group=3, axis=axis)) for axis in axes]
+        return [(jnp.moveaxis(back, -1, axis), one) for axis, back, one in zip(axes, turned, along, strict=True)]
+
+    for turned, along in run(x):
+        np.testing.assert_array_equal(along, turned)
+
+
 # -- transforms --------------------------------------------------------------------------------------------------------
 
 

@@ -19,18 +19,18 @@ from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.round import _chunk
 from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem, ScaledGpuTiling, ScaledTpuTiling
 from jchop._reference import scales as _scales
-from jchop._reference.codebook import COMPARE_ALL
-from jchop._reference.codes import packed_size
-from jchop._reference.place import AT_START, Place
-from jchop._reference.random_bits import seed_words
-from jchop._reference.scaled import (
+from jchop._reference.blocks import (
     block_axis,
     dequantize_blocks_body,
     quantize_blocks_body,
     round_blocks_body,
     scales_shape,
-    widen,
 )
+from jchop._reference.codebook import COMPARE_ALL
+from jchop._reference.codes import packed_size
+from jchop._reference.place import AT_START, Place
+from jchop._reference.random_bits import seed_words
+from jchop._reference.scaled import widen
 from jchop._reference.scales import make_plan, scale_dtype
 from jchop.formats import CodebookFormat
 from jchop.scaling import BlockScaling

@@ -76,13 +76,16 @@ def stored_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, Stored, Any]:
     row = (*shape[:-1], packed_size(shape[-1] if shape else 1, bits))
     codes = jax.ShapeDtypeStruct(row, jnp.uint8)
     counts = fmt.scale_shape(shape)
+    own = scale_dtype(scaling_of(spec))
+    zero_point = jax.ShapeDtypeStruct(counts, own if fmt.zero_point == "float" else jnp.int32)
     if isinstance(fmt.scale, ScaledFormat):
-        scale: Stored = stored_shapes(Spec(fmt.scale), counts)[:2]
+        codes_of_scales, *more = stored_shapes(Spec(fmt.scale), counts)
+        scale: Stored = (codes_of_scales, *(part for part in more if part is not None))
     else:
-        scale = jax.ShapeDtypeStruct(counts, scale_dtype(scaling_of(spec)))
+        scale = jax.ShapeDtypeStruct(counts, own)
         if fmt.rule == "two_level":
             scale = (scale, jax.ShapeDtypeStruct((), jnp.float32))
-    return codes, scale, jax.ShapeDtypeStruct(counts, jnp.int32) if fmt.zero_point else None
+    return codes, scale, zero_point if fmt.zero_point else None
 
 
 def _format(spec: Spec) -> ScaledFormat:
@@ -169,8 +172,9 @@ def quantize_scaled(
         ``(codes, scale, zero_point)``. The codes are uint8, packed along the last axis (a 0-d array as a row of one).
         The scales have the shape ``fmt.scale_shape(x.shape)`` and the dtype of their format where it is float16,
         bfloat16, float32 or float64, else they are codes (uint8, uint16). Under the rule "two_level" a pair: they and
-        the float32 scale of the tensor. Where scales are quantized again a pair: their packed codes, and their scales.
-        Zero points are int32 of the same shape; None for a format without.
+        the float32 scale of the tensor. Where scales are quantized again their packed codes, and their scales (and
+        zero points). Zero points are int32 of the same shape, or of the dtype of the scales where they are numbers;
+        None for a format without.
 
     Raises:
         ValueError: for an array, a scale or a zero point that does not fit the format.

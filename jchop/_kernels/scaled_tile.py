@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jchop._bits import CARRIERS
 from jchop._checks import check_int
 from jchop._kernels.round_tile import Stream
+from jchop._reference.blocks import block_axis, scales_shape
 from jchop._reference.random_bits import SEEDS
-from jchop._reference.scaled import block_axis, scales_shape
 from jchop._reference.scales import Plan, make_plan, scale_dtype
 from jchop.scaling import BlockScaling
 

@@ -17,9 +17,9 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS
-from jchop._reference import fitting, scaled, shifted
-from jchop._reference.codes import decode_elements, encode_elements, pack, unpack
-from jchop._reference.groups import Groups
+from jchop._reference import fitting, offset, quanta, scaled, shifted, ways
+from jchop._reference.codes import encode_elements, pack, unpack
+from jchop._reference.groups import Groups, maximum, once
 from jchop._reference.place import AT_START, Place, words_like
 from jchop._reference.scales import Plan, Scales, choose_scales, load_scales, make_plan, store_scales, tensor_scale
 from jchop.formats import IntegerFormat, ScaledFormat, binary32
@@ -27,7 +27,7 @@ from jchop.scaling import RULES, BlockScaling
 from jchop.spec import Gradient, Spec
 
 Array = jax.Array
-#: A scale as it is stored: an array, or two where a format has two parts (`ScaledFormat.is_two_part`).
+#: A scale as it is stored: an array, or a tuple where a format has several parts (`ScaledFormat.scale_parts`).
 Stored = Any
 
 
@@ -62,6 +62,11 @@ class _Fitted:
     zero: Array | None
     stored: tuple[Stored, Array | None]
 
+    @property
+    def zero_is_number(self) -> bool:
+        """Whether zero points are numbers that are added, and not integers."""
+        return self.zero is not None and jnp.issubdtype(self.zero.dtype, jnp.floating)
+
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
@@ -77,6 +82,8 @@ def round_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> 
     """
     plan, groups, view, word = _prepared(x, drawn, spec, place)
     fitted = _fit(x, view, groups, plan, spec)
+    if fitted.zero is None:
+        return groups.back(ways.rounded(view, fitted.scales, plan, word))
     return groups.back(_multiply_back(_elements(view, fitted, plan, word), fitted, plan))
 
 
@@ -92,14 +99,11 @@ def quantize_body(x: Array, *arrays: Array, spec: Spec, given: int = 0, place: P
     """
     plan, groups, view, word = _prepared(x, arrays[given:], spec, place)
     fitted = _loaded(arrays[:given], groups, plan, spec) if given else _fit(x, view, groups, plan, spec)
-    elements = _elements(view, fitted, plan, word)
-    fmt = plan.scaling.element.format
     if fitted.zero is None:
-        codes = encode_elements(elements, fmt, plan.compute)
+        codes = ways.codes_of(view, fitted.scales, plan, word)
     else:
-        codes = (elements & _bits.low_mask(fmt.bits)).astype(fmt.code_dtype)
-    codes = groups.back(codes)
-    return pack(codes if codes.ndim else codes[None], fmt.bits), *flat(*fitted.stored)
+        codes = quanta.encode_whole(_elements(view, fitted, plan, word), plan)
+    return _pack(codes, groups, _format(spec).bits), *flat(*fitted.stored)
 
 
 def dequantize_body(codes: Array, *stored: Array, spec: Spec, shape: tuple[int, ...], dtype: str) -> Array:
@@ -107,12 +111,10 @@ def dequantize_body(codes: Array, *stored: Array, spec: Spec, shape: tuple[int, 
     plan = plan_of(spec, dtype)
     groups = Groups(shape, _format(spec).group_shape(shape))
     fitted = _loaded(stored, groups, plan, spec)
-    fmt = plan.scaling.element.format
-    elements = decode_elements(unpack(codes, fmt.bits, shape[-1] if shape else 1), fmt, plan.compute)
-    view = groups.view(elements.reshape(shape))
-    if fitted.zero is not None:
-        view = view.astype(plan.compute.work)
-    return groups.back(_multiply_back(view, fitted, plan))
+    view = _unpack(codes, groups, _format(spec).bits)
+    if fitted.zero is None:
+        return groups.back(ways.numbers_of(view, fitted.scales, plan))
+    return groups.back(_multiply_back(quanta.decode_whole(view, plan)[0].astype(plan.compute.work), fitted, plan))
 
 
 def fit_body(x: Array, *, spec: Spec) -> tuple[Array, ...]:
@@ -137,16 +139,17 @@ def flat(scale: Stored, zero: Array | None) -> tuple[Array, ...]:
 
 def unflat(arrays: Sequence[Array], fmt: ScaledFormat) -> tuple[Stored, Array | None]:
     """The inverse of `flat`."""
-    parts = tuple(arrays[: 1 + fmt.is_two_part])
-    return parts if fmt.is_two_part else parts[0], arrays[-1] if fmt.zero_point else None
+    count = len(fmt.scale_parts)
+    return tuple(arrays[:count]) if count > 1 else arrays[0], arrays[-1] if fmt.zero_point else None
 
 
 def _prepared(x: Array, drawn: Sequence[Array], spec: Spec, place: Place) -> tuple[Plan, Groups, Array, Array | None]:
     """Plan, groups, and views of the numbers and of the random words."""
     plan, fmt = plan_of(spec, x.dtype.name), _format(spec)
     groups = Groups(x.shape, fmt.group_shape(x.shape))
-    # Percentiles count the numbers of a group, of which what fills it up is none.
-    view = groups.view(scaled.widen(x, plan.carrier), 0 if fmt.percentile is None else float("nan"))
+    # What fills up a group is none of its numbers: to rules that look at more than the largest magnitude it shows.
+    no_number = fmt.percentile is not None or fmt.zero_point == "float"
+    view = groups.view(scaled.widen(x, plan.carrier), float("nan") if no_number else 0)
     return plan, groups, view, groups.view(words_like(x, drawn, place)) if drawn else None
 
 
@@ -157,18 +160,49 @@ def _elements(view: Array, fitted: _Fitted, plan: Plan, word: Array | None) -> A
     """The elements as numbers; whole numbers of the work dtype where there are zero points."""
     if fitted.zero is None:
         return scaled.round_quotients(view, fitted.scales, plan, word)
+    if quanta.applies(plan) and not fitted.zero_is_number:
+        return quanta.round_whole(view, fitted.scales, fitted.zero, plan, word)
     return shifted.clamp(_shifted(view, fitted, plan, word), plan)
+
+
+def _pack(codes: Array, groups: Groups, bits: int) -> Array:
+    """Codes of a view, packed along the last axis of the array."""
+    packed = groups.packed(bits)
+    if packed is not None:
+        return packed.back(pack(codes, bits))
+    codes = groups.back(codes)
+    return pack(codes if codes.ndim else codes[None], bits)
+
+
+def _unpack(packed: Array, groups: Groups, bits: int) -> Array:
+    """The inverse of `_pack`."""
+    bytes_of = groups.packed(bits)
+    if bytes_of is not None:
+        return unpack(bytes_of.view(packed), bits, groups.sizes[-1])
+    return groups.view(unpack(packed, bits, groups.shape[-1] if groups.shape else 1).reshape(groups.shape))
 
 
 def _shifted(view: Array, fitted: _Fitted, plan: Plan, word: Array | None) -> Array:
     assert fitted.zero is not None
-    return shifted.round_shifted(view, fitted.scales, fitted.zero, plan, word)
+    rounds = offset.round_offset if fitted.zero_is_number else shifted.round_shifted
+    return rounds(view, fitted.scales, fitted.zero, plan, word)
+
+
+def _codes(elements: Array, fitted: _Fitted, plan: Plan) -> Array:
+    """The codes of what `_elements` gave."""
+    if fitted.zero is None:
+        return encode_elements(elements, plan.scaling.element.format, plan.compute)
+    return quanta.encode_whole(elements, plan)
 
 
 def _multiply_back(elements: Array, fitted: _Fitted, plan: Plan) -> Array:
-    if fitted.zero is None:
-        return scaled.multiply_back(elements, fitted.scales, plan)
-    difference = (elements - fitted.zero.astype(elements.dtype)).astype(plan.compute.name)
+    assert fitted.zero is not None
+    if fitted.zero_is_number:
+        return offset.add_back(elements, fitted.scales, fitted.zero, plan)
+    elements = elements - fitted.zero.astype(elements.dtype)
+    if quanta.multiplies(plan):
+        return ways.times_whole(elements, fitted.scales, plan)
+    difference = elements.astype(plan.compute.name)
     wider = Spec(IntegerFormat(plan.scaling.element.format.bits + 1))
     plan = replace(plan, scaling=replace(plan.scaling, element=wider))
     return scaled.multiply_back(difference, fitted.scales, plan)
@@ -180,13 +214,11 @@ def _multiply_back(elements: Array, fitted: _Fitted, plan: Plan) -> Array:
 def _fit(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec) -> _Fitted:
     """Scales and zero points of the groups of `x`, worked out once for each group.
 
-    Without the barrier a compiler may work them out anew for every element, or take minutes over the fused program.
+    Else a compiler may work them out anew for every element, or take minutes over the fused program.
     """
     found = _fit_groups(x, view, groups, plan, spec)
     scales = found.scales
-    values, zero, stored = lax.optimization_barrier(
-        ((scales.value, scales.nan, scales.tensor), found.zero, found.stored)
-    )
+    values, zero, stored = once(((scales.value, scales.nan, scales.tensor), found.zero, found.stored))
     return _Fitted(Scales(*values), zero, stored)
 
 
@@ -194,18 +226,21 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec) -
     fmt, zero = _format(spec), None
     if fmt.rule == "two_level":
         whole = tensor_scale(scaled.widen(x, plan.carrier), plan)
-        scales = choose_scales(view, groups.axes, plan, lax.bitcast_convert_type(whole, jnp.int32))
+        scales = choose_scales(view, groups.axes, plan, lax.bitcast_convert_type(whole, jnp.int32), maximum)
         return _Fitted(scales, None, ((groups.squeeze(store_scales(scales, plan)), whole), None))
     if fmt.zero_point:
-        scales, zero = shifted.fit_range(view, groups.axes, plan)
+        fit = offset.fit_offset if fmt.zero_point == "float" else shifted.fit_range
+        scales, zero = fit(view, groups.axes, plan)
     elif fmt.percentile is not None:
         scales = fitting.fit_percentile(view, groups.axes, plan, fmt.percentile)
     elif fmt.rule == "mse":
         scales = fitting.fit_squares(view, groups.axes, plan)
     else:
-        scales = choose_scales(view, groups.axes, plan)
+        scales = choose_scales(view, groups.axes, plan, maximum=maximum)
     stored = groups.squeeze(store_scales(scales, plan))
     zeros = None if zero is None else groups.squeeze(zero)
+    if zeros is not None and fmt.zero_point == "float":
+        zeros = offset.store_zero(zeros, plan)
     if not isinstance(fmt.scale, ScaledFormat):
         return _Fitted(scales, zero, (stored, zeros))
     parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(stored), fmt.scale))
@@ -216,7 +251,9 @@ def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan, spec: Spec) -> 
     """Scales and zero points that were stored."""
     stored, zeros = unflat(arrays, _format(spec))
     zero = None if zeros is None else groups.expand(zeros)
-    return _Fitted(_load(stored, groups, plan, _format(spec)), zero, (stored, zeros))
+    if zero is not None and _format(spec).zero_point == "float":
+        zero = offset.load_zero(zero, plan)
+    return _Fitted(ways.held(_load(stored, groups, plan, _format(spec))), zero, (stored, zeros))
 
 
 def _load(stored: Stored, groups: Groups, plan: Plan, fmt: ScaledFormat) -> Scales:
@@ -228,21 +265,20 @@ def _load(stored: Stored, groups: Groups, plan: Plan, fmt: ScaledFormat) -> Scal
     return load_scales(groups.expand(stored), plan)
 
 
-def _quantize_scales(scales: Array, fmt: ScaledFormat) -> tuple[Array, Array]:
-    """binary32 scales under a format of their own, none of them zero."""
+def _quantize_scales(scales: Array, fmt: ScaledFormat) -> tuple[Array, ...]:
+    """binary32 scales under a format of their own, none of them zero: codes, scales, and zero points if any."""
     spec = Spec(fmt)
     plan, groups, view, _ = _prepared(scales, (), spec, AT_START)
     fitted = _fit(scales, view, groups, plan, spec)
-    elements = scaled.round_quotients(view, fitted.scales, plan, None)
-    sign, magnitude = _bits.split(elements, plan.compute)
-    smallest = plan.compute.toward_zero(fitting.smallest_of(fmt.element))[0]
-    positive = _bits.join(sign, jnp.maximum(magnitude, smallest), plan.compute)
-    codes = groups.back(encode_elements(positive, fmt.element, plan.compute))
-    stored, _ = fitted.stored
-    return pack(codes if codes.ndim else codes[None], fmt.element.bits), stored
+    elements = _elements(view, fitted, plan, None)
+    if fitted.zero is None:
+        sign, magnitude = _bits.split(elements, plan.compute)
+        smallest = plan.compute.toward_zero(fitting.smallest_of(fmt.element))[0]
+        elements = _bits.join(sign, jnp.maximum(magnitude, smallest), plan.compute)
+    return _pack(_codes(elements, fitted, plan), groups, fmt.element.bits), *flat(*fitted.stored)
 
 
-def _dequantize_scales(stored: tuple[Array, Array], fmt: ScaledFormat, shape: tuple[int, ...]) -> Array:
+def _dequantize_scales(stored: tuple[Array, ...], fmt: ScaledFormat, shape: tuple[int, ...]) -> Array:
     scales = dequantize_body(*stored, spec=Spec(fmt), shape=shape, dtype="float32")
     bits = lax.bitcast_convert_type(scales, jnp.int32)
     finite = jnp.clip(bits, 1, CARRIERS["float32"].inf - 1)  # the largest may round up beyond the ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,17 @@ class Groups:
             x = x.reshape(*x.shape[: at - 1], x.shape[at - 1] * x.shape[at], *x.shape[at + 1 :])
         return x if x.shape == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
 
+    def packed(self, bits: int) -> Groups | None:
+        """The groups of the bytes that codes of so many bits are packed into; None where bytes cross groups.
+
+        Packed and unpacked on a view, codes stay beside the numbers of their group.
+        """
+        if not self.shape or not self._split[-1]:
+            return None
+        size, length = self.sizes[-1] * bits, self.shape[-1] * bits
+        whole = size % 8 == 0 and size > 8 and self.shape[-1] % self.sizes[-1] == 0
+        return Groups((*self.shape[:-1], length // 8), (*self.sizes[:-1], size // 8)) if whole else None
+
     def squeeze(self, x: Array) -> Array:
         """One number for each group as they are stored, from a view with length 1 where a group runs."""
         return lax.squeeze(x, self._within)
@@ -85,3 +97,38 @@ class Groups:
     def _axis_of(self, at: int) -> int:
         """The axis of the array that was split to give this one of the view."""
         return at - 1 - self._within.index(at)
+
+
+#: So many neighbours are compared with so many others at a time.
+_LANES, _OTHERS = 16, (8, 4)
+
+
+def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:
+    """`jnp.max` of integers, which XLA's CPU backend compiles to scalar code along a long last axis; in steps instead.
+
+    An axis that may be split between devices is left whole where shardings are explicit.
+    """
+    axes = (axis,) if isinstance(axis, int) else axis
+    if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None:
+        while others := next((n for n in _OTHERS if x.shape[-1] % (n * _LANES) == 0), 0):
+            steps = x.reshape(*x.shape[:-1], x.shape[-1] // (others * _LANES), others, _LANES)
+            x = lax.optimization_barrier(jnp.max(steps, axis=-2).reshape(*x.shape[:-1], x.shape[-1] // others))
+    return jnp.max(x, axis=axes, keepdims=keepdims)
+
+
+def once(values: Any) -> Any:
+    """Arrays that are worked out once for each group, though they are then broadcast over its elements; a pytree.
+
+    A compiler that fuses them with the elements works them out for each, and on XLA's CPU backend barriers are gone by
+    then. But it repeats no division: hence one by 1, which the barrier does hide from what simplifies it away.
+    """
+    return jax.tree.map(_divided, lax.optimization_barrier(values))
+
+
+def _divided(x: Array) -> Array:
+    if x.dtype == bool:
+        return _divided(x.astype(jnp.int32)) != 0
+    kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, kind)
+    one = lax.optimization_barrier(jnp.ones_like(bits))
+    return lax.bitcast_convert_type(lax.div(bits, one), x.dtype)

@@ -31,10 +31,14 @@ def round_to_levels(v: Exact, fmt: CodebookFormat, mode: Rounding, carrier: Carr
     """`v` rounded under a deterministic mode; NaN stays, whatever lies beyond the ends saturates."""
     table = require_levels(fmt, mode, carrier)
     floor, rest, sticky = _floor(v)
-    lower, upper, next_floor, next_rest, strict = (_pick(floor, table.floors + 1, column) for column in table.columns)
+    columns = (_pick(floor, table.floors + 1, column) for column in table.columns)
+    lower, upper, next_floor, next_rest, strict, *beyond = columns
     next_rest = lax.bitcast_convert_type(next_rest, rest.dtype)
-    reached = (floor == next_floor) & ((rest > next_rest) | ((rest == next_rest) & (sticky | (strict == 0))))
+    more = (rest > next_rest) | ((rest == next_rest) & sticky)
+    reached = (floor == next_floor) & (more | ((rest == next_rest) & (strict == 0)))
     result = jnp.where(reached, upper, lower)
+    if beyond:
+        result = jnp.where((floor == next_floor) & more, beyond[0], result)
     is_nan = v.magnitude > carrier.inf
     sign = jnp.where(result < 0, jnp.full_like(result, carrier.sign_bit), 0)
     return _bits.join(jnp.where(is_nan, v.sign, sign), jnp.where(is_nan, v.magnitude, jnp.abs(result)), carrier)
@@ -54,7 +58,9 @@ class _Levels:
     """The thresholds' F, increasing; and what stands beside each, in columns of one entry more."""
 
     floors: np.ndarray
-    columns: tuple[np.ndarray, ...]  # the level below, the level above, F, R, and 1 where equality is not enough
+    #: The level below, the level above, F, R, and 1 where equality is not enough; under `Rounding.ODD` the level
+    #: beyond, which differs from that above where the threshold is a level that is taken by equality alone.
+    columns: tuple[np.ndarray, ...]
 
 
 @lru_cache(maxsize=64)
@@ -66,6 +72,8 @@ def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _Le
     """
     levels = [Fraction(level) for level in fmt.levels]
     thresholds = [_threshold(mode, index, *pair) for index, pair in enumerate(itertools.pairwise(levels))]
+    if mode is Rounding.ODD:
+        return _odd_levels(levels, thresholds, carrier)
     parts = [_parts(value, carrier) for value, _ in thresholds]
     floors = [floor for floor, _ in parts]
     if len(set(floors)) < len(floors) or any(rest.denominator != 1 for _, rest in parts):
@@ -83,6 +91,25 @@ def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _Le
         [*(int(strict) for _, strict in thresholds), 0],
     )
     return _Levels(np.array(floors, work), tuple(np.array(column, work) for column in columns))
+
+
+def _odd_levels(levels: list[Fraction], thresholds: list[tuple[Fraction, bool]], carrier: Carrier) -> _Levels:
+    """A level of even index is taken by equality alone: its two thresholds are one, and beyond it lies the next level.
+
+    Levels are values of the carrier, so thresholds can always be told apart.
+    """
+    ordered = [carrier.ceil_bits(level) for level in levels]
+    rows: list[tuple[int, ...]] = []
+    for i, (value, strict) in enumerate(thresholds):
+        floor = carrier.ceil_bits(value)
+        if strict and rows and rows[-1][2] == floor:  # the level that the threshold before this one is
+            rows[-1] = (*rows[-1][:5], ordered[i + 1])
+        else:
+            rows.append((ordered[i], ordered[i + 1], floor, 0, int(strict), ordered[i + 1]))
+    last = rows[-1][5] if rows else ordered[0]
+    rows.append((last, last, np.iinfo(carrier.work).max, 0, 0, last))
+    columns = np.array(rows, carrier.work).T
+    return _Levels(columns[2][:-1], tuple(columns))
 
 
 def _threshold(mode: Rounding, index: int, low: Fraction, high: Fraction) -> tuple[Fraction, bool]:

@@ -115,5 +115,6 @@ def _digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array
         digit, remainder = wide._digit(remainder, divisor.significand, divisor.inverse, step, carrier)
         count = (count << step) + digit
     more = count >> fraction + 1  # where the dividend has the larger significand, so that a bit is left over
-    field = (bits >> fraction) - divisor.field + carrier.bias - 1 + more
+    # At most the largest finite binade, beyond all elements: under a scale that was given a quotient may be any number.
+    field = jnp.minimum((bits >> fraction) - divisor.field + carrier.bias - 1 + more, 2 * carrier.bias)
     return field, count >> more, more, count & more, remainder

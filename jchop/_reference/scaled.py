@@ -1,14 +1,13 @@
-"""Blocks of elements that share a scale: the arithmetic of one tile, and the bodies that every backend has.
+"""Blocks of elements that share a scale: the arithmetic of one tile, which every backend has.
 
-The first half knows nothing of arrays: it takes a tile in which one axis runs through a block, divides by the scales,
-rounds, and multiplies back or encodes, as a `Plan` says. Kernels run it on their own tiles. All of it is integer
-arithmetic on bits, so neither subnormal numbers that a device reads as zero nor divisions that a compiler turns into
+It knows nothing of arrays: it takes a tile in which one axis runs through a block, divides by the scales, rounds, and
+multiplies back or encodes, as a `Plan` says. Kernels run it on their own tiles. All of it is integer arithmetic on
+bits, so neither subnormal numbers that a device reads as zero nor divisions that a compiler turns into
 multiplications change a result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 
 import jax
@@ -18,11 +17,10 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
 from jchop._reference.arithmetic import multiply, range_of
-from jchop._reference.codes import decode_elements, encode_elements, extended, pack, unpack
+from jchop._reference.codes import decode_elements, encode_elements, extended
 from jchop._reference.elements import overflowed, round_elements
 from jchop._reference.exact import overflowed_exact, round_exact
 from jchop._reference.levels import round_to_levels
-from jchop._reference.place import AT_START, Place, words_like
 from jchop._reference.quotient import (
     Divisor,
     divisor_of,
@@ -36,14 +34,11 @@ from jchop._reference.scales import (
     Plan,
     Scales,
     choose_scales,
-    load_scales,
-    make_plan,
     positive,
     scale_magnitude,
     store_scales,
 )
 from jchop.formats import CodebookFormat, bfloat16, binary16
-from jchop.scaling import BlockScaling
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -120,9 +115,10 @@ def overflowed_quotients(x: Array, scales: Scales, plan: Plan, word: Array | Non
 
 
 def _over_power(magnitude: Array, exponent: Array, carrier: Carrier) -> Array:
-    """Bits of magnitudes over 2^exponent. What falls below the normal range is its smallest value: as tiny."""
-    moved = extended(magnitude, carrier) - (exponent << carrier.fraction)
-    return jnp.maximum(moved, 1 << carrier.fraction)
+    """Bits of magnitudes over 2^exponent, in the normal range: what lies beyond its ends is as tiny, or as large."""
+    bits = extended(magnitude, carrier)
+    exponent = jnp.maximum(exponent, (bits >> carrier.fraction) - 2 * carrier.bias)
+    return jnp.maximum(bits - (exponent << carrier.fraction), 1 << carrier.fraction)
 
 
 def _divisor(scales: Scales, plan: Plan) -> Divisor:
@@ -147,10 +143,15 @@ def multiply_back(elements: Array, scales: Scales, plan: Plan) -> Array:
         result = result if spec is None else round_elements(result, spec, compute)
     else:
         result = _times(elements, scales, spec, plan)
-    if scales.nan is not None:
-        sign, magnitude = _bits.split(result, compute)
-        result = _bits.join(jnp.where(scales.nan, 0, sign), jnp.where(scales.nan, compute.nan, magnitude), compute)
-    return narrow(result, plan.carrier)
+    return narrow(with_nan(result, scales.nan, compute), plan.carrier)
+
+
+def with_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
+    """`x`, but NaN `where`."""
+    if where is None:
+        return x
+    sign, magnitude = _bits.split(x, carrier)
+    return _bits.join(jnp.where(where, 0, sign), jnp.where(where, carrier.nan, magnitude), carrier)
 
 
 def _times(elements: Array, scales: Scales, spec: Spec | None, plan: Plan) -> Array:
@@ -162,8 +163,8 @@ def _times(elements: Array, scales: Scales, spec: Spec | None, plan: Plan) -> Ar
     # Few bits times few bits are exact, and then one rounding is left.
     product = multiply(elements, scale, None, compute, None, element, own)
     tensor = jnp.broadcast_to(positive(scales.tensor, compute), elements.shape)
-    whole = range_of(None, compute)
-    return multiply(product, tensor, spec, compute, None, whole, whole)
+    all_numbers = range_of(None, compute)
+    return multiply(product, tensor, spec, compute, None, all_numbers, all_numbers)
 
 
 def _times_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
@@ -208,111 +209,3 @@ def quantize_tile(
     scales = choose_scales(x, axis, plan, tensor)
     elements = round_quotients(x, scales, plan, word)
     return encode_elements(elements, plan.scaling.element.format, plan.compute), store_scales(scales, plan)
-
-
-# -- arrays ------------------------------------------------------------------------------------------------------------
-
-
-def split_arrays(scaling: BlockScaling, arrays: Sequence[Array]) -> tuple[Array | None, tuple[Array, ...]]:
-    """What follows the array among an operation's: the bits of the tensor's scale, if any, and what was drawn."""
-    if scaling.rule == "two_level":
-        return lax.bitcast_convert_type(arrays[0], jnp.int32), tuple(arrays[1:])
-    return None, tuple(arrays)
-
-
-def round_blocks_body(
-    x: Array, *arrays: Array, scaling: BlockScaling, place: Place = AT_START, tiling: object = None
-) -> Array:
-    """`x` quantized and dequantized in blocks.
-
-    Args:
-        x: a carrier of at least one dimension.
-        arrays: for "two_level" the tensor's scale, float32 (); for a stochastic element the words of `seed_words`, then
-            the traced starts that `place` leaves open.
-        scaling: blocks, their scales and elements.
-        place: where `x` lies in the random stream.
-        tiling: for the kernels alone.
-    """
-    del tiling
-    plan, axis, word, tensor = _prepared(x, arrays, scaling, place)
-    blocks = _in_blocks(widen(x, plan.carrier), axis, scaling.block)
-    return _from_blocks(round_tile(blocks, axis + 1, plan, word, tensor), axis, x.shape[axis])
-
-
-def quantize_blocks_body(
-    x: Array, *arrays: Array, scaling: BlockScaling, place: Place = AT_START, tiling: object = None
-) -> tuple[Array, Array]:
-    """`x` as packed codes and scales; arguments as for `round_blocks_body`.
-
-    Returns:
-        uint8 codes of at most 8 bits, packed along the last axis, and the scales: the shape of `x` with one for each
-        block along the axis, of `scale_dtype`.
-    """
-    del tiling
-    plan, axis, word, tensor = _prepared(x, arrays, scaling, place)
-    blocks = _in_blocks(widen(x, plan.carrier), axis, scaling.block)
-    codes, scales = quantize_tile(blocks, axis + 1, plan, word, tensor)
-    codes = _from_blocks(codes, axis, x.shape[axis])
-    return pack(codes, scaling.element.format.bits), jnp.squeeze(scales, axis + 1)
-
-
-def dequantize_blocks_body(
-    codes: Array, scales: Array, *arrays: Array, scaling: BlockScaling, size: int, dtype: str
-) -> Array:
-    """The numbers that `quantize_blocks_body` stored; what `round_blocks_body` gives, bit for bit.
-
-    Args:
-        codes: uint8, packed along the last axis.
-        scales: as stored.
-        arrays: for "two_level" the tensor's scale.
-        scaling: as it was.
-        size: length of the last axis of the result.
-        dtype: of the result, a carrier.
-    """
-    plan, axis = make_plan(scaling, CARRIERS[dtype]), block_axis(scaling, codes.ndim)
-    fmt = scaling.element.format
-    unpacked = unpack(codes, fmt.bits, size)
-    blocks = decode_elements(_in_blocks(unpacked, axis, scaling.block), fmt, plan.compute)
-    loaded = load_scales(jnp.expand_dims(scales, axis + 1), plan, split_arrays(scaling, arrays)[0])
-    return _from_blocks(multiply_back(blocks, loaded, plan), axis, unpacked.shape[axis])
-
-
-def _prepared(
-    x: Array, arrays: Sequence[Array], scaling: BlockScaling, place: Place
-) -> tuple[Plan, int, Array | None, Array | None]:
-    """Plan, axis, random words in blocks, and the bits of the tensor's scale."""
-    axis = block_axis(scaling, x.ndim)
-    tensor, drawn = split_arrays(scaling, arrays)
-    word = _in_blocks(words_like(x, drawn, place), axis, scaling.block) if drawn else None
-    return make_plan(scaling, CARRIERS[x.dtype.name]), axis, word, tensor
-
-
-def block_axis(scaling: BlockScaling, ndim: int) -> int:
-    """The axis of the blocks, counted from the front.
-
-    Raises:
-        ValueError: where an array of `ndim` dimensions has no such axis.
-    """
-    if not -ndim <= scaling.axis < ndim:
-        raise ValueError(f"axis={scaling.axis} is none of an array of {ndim} dimensions")
-    return scaling.axis % ndim
-
-
-def scales_shape(scaling: BlockScaling, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the scales of an array of `shape`."""
-    axis = block_axis(scaling, len(shape))
-    return (*shape[:axis], -(-shape[axis] // scaling.block), *shape[axis + 1 :])
-
-
-def _in_blocks(x: Array, axis: int, block: int) -> Array:
-    """An axis as two, blocks and their elements; zeros fill up the last block."""
-    missing = -x.shape[axis] % block
-    if missing:
-        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
-    return x.reshape(*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :])
-
-
-def _from_blocks(x: Array, axis: int, size: int) -> Array:
-    """The inverse of `_in_blocks`."""
-    x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-    return x if x.shape[axis] == size else lax.slice_in_dim(x, 0, size, axis=axis)

@@ -5,6 +5,7 @@ Integer arithmetic on bits: the exponents of scales come from exponent bits, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -140,7 +141,13 @@ class Scales:
     tensor: Array | None = None
 
 
-def choose_scales(x: Array, axis: int | tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
+def choose_scales(
+    x: Array,
+    axis: int | tuple[int, ...],
+    plan: Plan,
+    tensor: Array | None = None,
+    maximum: Callable[..., Array] = jnp.max,
+) -> Scales:
     """The scales of blocks.
 
     Args:
@@ -148,29 +155,32 @@ def choose_scales(x: Array, axis: int | tuple[int, ...], plan: Plan, tensor: Arr
         axis: along which the blocks lie, or several.
         plan: says by which rule.
         tensor: for "two_level", the bits of the tensor's scale, int32.
+        maximum: takes what `jnp.max` takes. Default: that.
     """
     compute, scaling = plan.compute, plan.scaling
     sign, magnitude = _bits.split(x, compute)
-    largest = _largest(magnitude, axis, compute)
+    largest = _largest(magnitude, axis, compute, maximum)
     tensor = None if tensor is None else tensor_bits(tensor, largest, plan)
     if scaling.rule in POWERS:
         value, beyond = power_of_two(largest, plan)
     else:
         if len(scaling.divisors) == 2:
-            ends = (_largest(jnp.where(side, magnitude, 0), axis, compute) for side in (sign == 0, sign != 0))
+            ends = (_largest(jnp.where(side, magnitude, 0), axis, compute, maximum) for side in (sign == 0, sign != 0))
         else:
             ends = (largest,)
         value, beyond = _quotients(tuple(ends), tensor, plan)
     if not scaling.nan_block:
         return Scales(value, None, tensor)
-    return Scales(value, beyond | (jnp.max(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
+    return Scales(value, beyond | (maximum(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
 
 
-def _largest(magnitude: Array, axis: int | tuple[int, ...], carrier: Carrier) -> Array:
+def _largest(
+    magnitude: Array, axis: int | tuple[int, ...], carrier: Carrier, maximum: Callable[..., Array] = jnp.max
+) -> Array:
     """The largest finite magnitude of each block."""
     # One addition makes infinities and NaN negative, and leaves the order of the others.
     step = 1 << carrier.fraction
-    return jnp.maximum(jnp.max(magnitude + step, axis=axis, keepdims=True), step) - step
+    return jnp.maximum(maximum(magnitude + step, axis=axis, keepdims=True), step) - step
 
 
 def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:

@@ -19,6 +19,7 @@ from jchop._bits import Carrier
 from jchop._reference import neighbour
 from jchop._reference.codes import extended
 from jchop._reference.exact import Exact, round_exact
+from jchop._reference.groups import maximum
 from jchop._reference.neighbour import Draw, draw
 from jchop._reference.quotient import divisor_of, exact_quotient, significand_of
 from jchop._reference.scales import Plan, Scales, _largest, _rounding, scale_magnitude, settle
@@ -100,20 +101,30 @@ def round_shifted(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array
     Returns:
         Integers of the carrier's work dtype; infinities and NaN give integers far outside.
     """
-    compute, element = plan.compute, plan.scaling.element
+    compute = plan.compute
     sign, magnitude = _bits.split(x, compute)
     whole, share, sticky = _over(sign, magnitude, scales, plan)
-    total, share = _floor(sign != 0, whole, share, sticky)
-    total = total + zero.astype(total.dtype)
+    total, share = floor_of(sign != 0, whole, share, sticky)
+    rounded = round_sum(total + zero.astype(total.dtype), share, sticky, plan, word)
+    return far_outside(rounded, sign, magnitude, compute)
+
+
+def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array | None) -> Array:
+    """Numbers rounded to whole ones: what is not above them, the word that follows, and whether anything follows it."""
+    element = plan.scaling.element
     negative, inexact = total < 0, (share != 0) | sticky
     low, share = jnp.where(negative, -total - inexact, total), jnp.where(negative, _complement(share, sticky), share)
-    v = _Sum(low, share, sticky, negative, draw(word, element, compute))
+    v = _Sum(low, share, sticky, negative, draw(word, element, plan.compute))
     away = _AWAY[element.rounding](v) if element.rounding in _AWAY else v.drawn_away(element.rounding)
     rounded = low + jnp.asarray(away).astype(low.dtype)
-    rounded = jnp.where(negative, -rounded, rounded)
+    return jnp.where(negative, -rounded, rounded)
+
+
+def far_outside(rounded: Array, sign: Array, magnitude: Array, carrier: Carrier) -> Array:
+    """Whole numbers, but far outside what infinities and NaN are rounded to."""
     far = jnp.full_like(rounded, 1 << _MOST)
-    beyond = jnp.where((sign != 0) & (magnitude == compute.inf), -far, far)
-    return jnp.where(magnitude >= compute.inf, beyond, rounded)
+    beyond = jnp.where((sign != 0) & (magnitude == carrier.inf), -far, far)
+    return jnp.where(magnitude >= carrier.inf, beyond, rounded)
 
 
 def clamp(rounded: Array, plan: Plan) -> Array:
@@ -134,11 +145,11 @@ def _over(sign: Array, magnitude: Array, scales: Scales, plan: Plan) -> tuple[Ar
     compute = plan.compute
     plain = (magnitude != 0) & (magnitude < compute.inf)
     divisor = divisor_of(scale_magnitude(scales, plan), compute)
-    whole, share, sticky = _parts(exact_quotient(sign, magnitude, plain, divisor, compute), compute)
+    whole, share, sticky = parts_of(exact_quotient(sign, magnitude, plain, divisor, compute), compute)
     return jnp.where(plain, whole, 0), jnp.where(plain, share, 0), sticky & plain
 
 
-def _parts(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
+def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
     """Whole number, word and what follows of normal numbers; from 2^_MOST on less."""
     fraction, width = carrier.fraction, carrier.work_width
     unsigned = v.rest.dtype
@@ -161,7 +172,7 @@ def _parts(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
     return jnp.where(less, 0, whole), jnp.where(less, small, share), sticky
 
 
-def _floor(negative: Array, whole: Array, share: Array, sticky: Array) -> tuple[Array, Array]:
+def floor_of(negative: Array, whole: Array, share: Array, sticky: Array) -> tuple[Array, Array]:
     """floor(v) of v = +-(whole + share), and the word that follows it."""
     inexact = ((share != 0) | sticky).astype(whole.dtype)
     return jnp.where(negative, -whole - inexact, whole), jnp.where(negative, _complement(share, sticky), share)
@@ -185,7 +196,7 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arra
     """
     compute, fmt = plan.compute, _integers(plan)
     sign, magnitude = _bits.split(x, compute)
-    top, low = (_largest(jnp.where(side, magnitude, 0), axes, compute) for side in (sign == 0, sign != 0))
+    top, low = (_largest(jnp.where(side, magnitude, 0), axes, compute, maximum) for side in (sign == 0, sign != 0))
     asked = round_exact(_sum_over(top, low, fmt.max_code - fmt.min_code, compute), _rounding(plan), compute, None)
     value = settle(_bits.split(asked, compute)[1], (top | low) == 0, plan)[0]
     scales = Scales(value)

@@ -45,6 +45,7 @@ from jchop.formats._scaled import (
     nf4,
     nvfp4,
     parse_format,
+    udynamic8,
     uint4,
     uint8,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "p3109",
     "parse_format",
     "tf32",
+    "udynamic8",
     "uint4",
     "uint8",
 ]

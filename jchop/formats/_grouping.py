@@ -24,12 +24,20 @@ SCALE_RULES = MappingProxyType(
         "half_range": "a / ((M - m) / 2)",
         "no_clip": "the larger of (largest x) / M and (least x) / m",
         "two_level": "a / (M t), and the product of that and t is the scale, t being a binary32 scale of the tensor",
-        "minmax": "(largest x - least x) / (M - m), of the range that 0 and all x span; for zero points",
+        "minmax": "(largest x - least x) / (M - m), of the range that all x, and 0 but under 'float', span; for zero "
+        "points",
         "mse": "of absmax times 1, 63/64 ... 32/64 the first with the least sum of squared errors, summed in binary32",
         "percentile(q)": "as absmax, after a became the smallest magnitude that q % of the finite x do not exceed",
     }
 )
 PERCENTILE = re.compile(r"percentile\((\d{1,3}(?:\.\d{1,2})?)\)")
+
+
+def as_zero_point(value: object) -> bool:
+    """Whether there is a zero point, of a value that says so."""
+    if value is True or value is False or value == "float":
+        return bool(value)
+    raise TypeError(f"zero_point={value!r} must be True, False or 'float'")
 
 
 def as_rule(rule: object, zero_point: bool) -> str:

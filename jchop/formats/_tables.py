@@ -20,28 +20,34 @@ def nf4_levels() -> CodebookFormat:
     return CodebookFormat((*(-level for level in negative), 0.0, *positive))
 
 
-def dynamic_levels(bits: int) -> CodebookFormat:
-    """The signed dynamic map: decimal exponents from 10^-(bits - 2) up, with fraction bits where those leave some.
+def dynamic_levels(bits: int, signed: bool = True) -> CodebookFormat:
+    """The dynamic map: decimal exponents from 10^-(bits - 2) up, with fraction bits where those leave some.
 
     As bitsandbytes builds it in binary32 (``create_dynamic_map``; Dettmers, arXiv 1511.04561): decade i of bits - 1
-    holds the means of neighbours among 2^i + 1 equally spaced numbers from 0.1 to 1, times 10^(i - bits + 2). Beside
-    them stand 0 and 1.
+    holds the means of neighbours among 2^i + 1 equally spaced numbers from 0.1 to 1, times 10^(i - bits + 2); twice as
+    many spaces where no sign takes a bit. Beside them stand 0 and 1.
 
     Args:
         bits: width of a code.
+        signed: with the negative of each mean. Default True.
     """
     magnitudes: list[float] = []
     for i in range(bits - 1):
-        bounds = _linspace(2**i + 1)
+        bounds = _linspace(2 ** (i + (not signed)) + 1)
         means = (bounds[:-1] + bounds[1:]) / np.float32(2)
         magnitudes += (np.float32(10.0 ** (i - bits + 2)) * means).tolist()
-    return CodebookFormat(tuple(sorted([0.0, 1.0, *magnitudes, *(-magnitude for magnitude in magnitudes)])))
+    negative = [-magnitude for magnitude in magnitudes] if signed else []
+    return CodebookFormat(tuple(sorted([0.0, 1.0, *magnitudes, *negative])))
 
 
 def _linspace(count: int) -> np.ndarray:
-    """Equally spaced binary32 numbers from 0.1 to 1, from both ends to the middle, as PyTorch's are."""
+    """Equally spaced binary32 numbers from 0.1 to 1, from both ends to the middle, as PyTorch's are.
+
+    Each is a product and a sum rounded once: the tables that are published come from processors that fuse the two.
+    binary64 holds both exactly.
+    """
     first, last = np.float32(0.1), np.float32(1)
-    step = (last - first) / np.float32(count - 1)
+    step = np.float64((last - first) / np.float32(count - 1))
     index = np.arange(count)
-    low, high = first + step * index.astype(np.float32), last - step * (count - 1 - index).astype(np.float32)
-    return np.where(index < count // 2, low, high)
+    low, high = first + step * index, last - step * (count - 1 - index)
+    return np.where(index < count // 2, low, high).astype(np.float32)

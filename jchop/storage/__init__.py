@@ -1,7 +1,19 @@
 """Arrays kept as packed codes and scales, in memory and in files."""
 
 from jchop.storage._array import QArray
+from jchop.storage._half_quadratic import fit_half_quadratic
 from jchop.storage._quantize import dequantize, fit_scale, quantize
+from jchop.storage._qwix import from_qwix, to_qwix
 from jchop.storage._save import load_safetensors, save_safetensors
 
-__all__ = ["QArray", "dequantize", "fit_scale", "load_safetensors", "quantize", "save_safetensors"]
+__all__ = [
+    "QArray",
+    "dequantize",
+    "fit_half_quadratic",
+    "fit_scale",
+    "from_qwix",
+    "load_safetensors",
+    "quantize",
+    "save_safetensors",
+    "to_qwix",
+]

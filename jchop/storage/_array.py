@@ -45,10 +45,11 @@ class QArray:
             float8_e5m2 for those formats, else uint8. A plain format may have up to 16 bits (uint16), or be one of
             float16, bfloat16, float32, float64.
         scale: the scales, in as many axes as the array, with one for each group: of the scale format's own dtype where
-            that is a float of 16 bits or more, else its codes. A pair where a scale has two parts: the scales of the
-            groups and that of the tensor (rule "two_level"); or the packed codes of the scales and their scales. None
-            for a plain format.
-        zero_point: int32, shaped as the scales; None for a format without.
+            that is a float of 16 bits or more, else its codes. A tuple where a scale has several parts: the scales of
+            the groups and that of the tensor (rule "two_level"); or the packed codes of the scales, their scales, and
+            their zero points if any. None for a plain format.
+        zero_point: int32, or kept as the scales are where zero points are numbers; shaped as the scales. None for a
+            format without.
         spec: what the array was quantized under, the format's axes counted from the end.
         size: length of the last axis, which packed codes do not say; None for an array without axes.
         dtype: that of the array, and what `dequantize` returns by default.
@@ -251,7 +252,8 @@ class QArray:
         """Scales that are quantized, as a QArray."""
         shape = fmt.scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
         codes = hold(self.scale[0], inner.element)
-        return QArray(codes, self.scale[1], None, Spec(inner), shape[-1] if shape else None, np.dtype(np.float32))
+        zero_point = self.scale[2] if inner.zero_point else None
+        return QArray(codes, self.scale[1], zero_point, Spec(inner), shape[-1] if shape else None, np.dtype(np.float32))
 
     def _with(self, qvalue: Any, size: int | None, kinds: Sequence[Kind], scale: Scale, zero_point: Any) -> QArray:
         """Other parts, grouped as `kinds` say."""
@@ -260,7 +262,9 @@ class QArray:
             return QArray(qvalue, None, None, self.spec, size, self.dtype)
         if isinstance(scale, QArray):
             assert scale.spec.scaled is not None
-            fmt, scale = replace(fmt, scale=scale.spec.scaled), (raw(scale.qvalue, scale._element), scale.scale)
+            codes, zero = raw(scale.qvalue, scale._element), scale.zero_point
+            fmt = replace(fmt, scale=scale.spec.scaled)
+            scale = (codes, scale.scale) if zero is None else (codes, scale.scale, zero)
         spec = replace(self.spec, format=with_kinds(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)
 

@@ -85,8 +85,8 @@ def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) ->
     return core(raw(qvalue, fmt.element), scale, zero_point)
 
 
-# x = e s, or (e - z) s: so dx = e ds, and where codes are floats dx = s de. Each factor is what the stored numbers are
-# with 1 in the place of the other.
+# x = e s, (e - z) s or e s + z: so dx = e ds + dz, and where codes are floats dx = s de. Each factor is what the stored
+# numbers are with 1 in the place of the other, and 0 in that of what is added.
 def _jvp(form: Form, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     qvalue, scale, zero_point = primals
     result = decode(form, *primals)
@@ -94,15 +94,26 @@ def _jvp(form: Form, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     if _moves(tangents[0]):
         ones = decode(form, jnp.ones_like(qvalue), scale, zero_point)
         tangent += ones * tangents[0].astype(result.dtype).reshape(result.shape)
-    parts = list(_parts(scale)) if scale is not None else []
-    for i, moved in enumerate(_parts(tangents[1]) if parts else ()):
+    if scale is None:
+        return result, tangent
+    added = form.spec.scaled is not None and form.spec.scaled.zero_point == "float"
+    nothing = jax.tree.map(jnp.zeros_like, zero_point) if added else zero_point
+    for i, moved in enumerate(_parts(tangents[1])):
         if not _moves(moved):
             continue
-        with_one = [jnp.ones_like(part) if i == j else part for j, part in enumerate(parts)]
-        factor = decode(form, qvalue, tuple(with_one) if isinstance(scale, tuple) else with_one[0], zero_point)
-        spread = _over_elements(form.spec, moved.astype(result.dtype), i, scale, result.shape)
-        tangent += factor * spread
+        with_one = tuple(map(partial(_with_one, i), range(len(_parts(scale))), _parts(scale)))
+        factor = decode(form, qvalue, with_one if isinstance(scale, tuple) else with_one[0], nothing)
+        tangent += factor * _over_elements(form.spec, moved.astype(result.dtype), i, scale, result.shape)
+    if added and _moves(tangents[2]):
+        tangent += _over_elements(form.spec, tangents[2].astype(result.dtype), 0, scale, result.shape)
     return result, tangent
+
+
+def _with_one(chosen: int, part: int, value: Array) -> Array:
+    """A part of scales with 1 in the place of the one chosen; of scales s e + z, its parts 1 and 2, 0 for the other."""
+    if part == chosen:
+        return jnp.ones_like(value)
+    return jnp.zeros_like(value) if part and chosen else value
 
 
 decode.defjvp(_jvp, symbolic_zeros=True)
@@ -117,10 +128,10 @@ def _over_elements(spec: Spec, values: Array, part: int, scale: Scale, shape: tu
     """Values like one part of the scales, each for every element that it scales."""
     fmt, batch = spec.scaled, batch_axes(spec, shape, scale)
     assert fmt is not None
-    if part == 1 and isinstance(fmt.scale, ScaledFormat):
+    if part and isinstance(fmt.scale, ScaledFormat):
         scales = shape[:batch] + fmt.scale_shape(shape[batch:])
         values = jnp.broadcast_to(expand(values, kinds_of(fmt.scale, len(scales), batch), scales), scales)
-    elif part == 1:
+    elif part:
         return values.reshape(*values.shape, *([1] * (len(shape) - batch)))
     return expand(values, kinds_of(fmt, len(shape), batch), shape)
 

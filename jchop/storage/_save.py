@@ -27,9 +27,10 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     """Writes a pytree of arrays and QArrays to a safetensors file, whole or not at all.
 
     A tensor has the name of its path in the tree, joined with dots (``layers.0.kernel``). The leaves of a QArray are
-    plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, and where a scale has two parts
-    ``NAME.tensor_scale`` (rule "two_level") or ``NAME.scale_scale`` (scales that are quantized again). The file appears
-    in one step, in the place of an old one. No package is needed beyond jchop's own.
+    plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, and where a scale has several parts
+    ``NAME.tensor_scale`` (rule "two_level") or ``NAME.scale_scale`` and maybe ``NAME.scale_zero_point`` (scales that
+    are quantized again). The file appears in one step, in the place of an old one. No package is needed beyond jchop's
+    own.
 
     Args:
         path: of the file.
@@ -144,14 +145,10 @@ def description(q: QArray) -> dict[str, Any]:
 def part_names(name: str, fields: Mapping[str, Any]) -> list[str]:
     """The names of the tensors that a QArray consists of."""
     fmt = parse(fields["spec"]).format
-    names = [f"{name}.qvalue"]
+    parts = ["qvalue"]
     if isinstance(fmt, ScaledFormat):
-        names.append(f"{name}.scale")
-        if fmt.is_two_part:
-            names.append(f"{name}.{'tensor_scale' if fmt.rule == 'two_level' else 'scale_scale'}")
-        if fmt.zero_point:
-            names.append(f"{name}.zero_point")
-    return names
+        parts += [*fmt.scale_parts, *(["zero_point"] if fmt.zero_point else [])]
+    return [f"{name}.{part}" for part in parts]
 
 
 def qarray_metadata(described: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -177,7 +174,7 @@ def _joined(arrays: list[Any], fields: Mapping[str, Any]) -> QArray:
     scale = zero_point = None
     if isinstance(fmt, ScaledFormat):
         zero_point = rest.pop() if fmt.zero_point else None
-        scale = tuple(rest) if fmt.is_two_part else rest[0]
+        scale = tuple(rest) if len(rest) > 1 else rest[0]
     return QArray(qvalue, scale, zero_point, spec, fields["size"], jnp.dtype(fields["dtype"]))
 
 

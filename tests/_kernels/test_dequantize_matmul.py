@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _kernels.quickly import compiled
 from _reference.test_dequantize_matmul import DTYPES, FORMATS, FOUR, exact_data, random_data, rounded, within
 
 from jchop._kernels import dequantize_matmul_gpu, dequantize_matmul_tpu
@@ -25,9 +26,8 @@ SHAPES: list[Shape] = [(3, 100, 7, 32), (17, 1100, 300, 48), (1, 1300, 5, 640), 
 
 def interpret(platform: str, name: str, group: int, *arrays: Any, tiling: Any = None) -> np.ndarray:
     kernel = KERNELS[platform].dequantize_matmul
-    return np.asarray(
-        jax.jit(partial(kernel, format=FORMATS[name], group=group, tiling=tiling, interpret=True))(*arrays)
-    )
+    fun = partial(kernel, format=FORMATS[name], group=group, tiling=tiling, interpret=True)
+    return np.asarray(compiled(fun)(*arrays))
 
 
 def check_exact(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _kernels.quickly import compiled
 from jax.experimental.pallas import tpu as pltpu
 
 import jchop as jc
@@ -27,11 +28,6 @@ SMALL: dict[str, Any] = {"tpu": MatmulTpuTiling(16, 128, 128, 8), "gpu": MatmulG
 ORDERS = ("sequential", "blocked(8)", "pairwise", "matrix_unit(16)")
 Shape = tuple[int, int, int, int]  # batch, m, k, n
 SEEDS = jnp.stack([*seed_words(jax.random.key(1)), *seed_words(jax.random.key(2))])
-
-
-def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` compiled with little care for its speed: compiling takes nearly all the time of these tests."""
-    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def spread(shape: tuple[int, ...], seed: int, dtype: Any = np.float32) -> np.ndarray:

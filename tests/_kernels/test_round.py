@@ -19,6 +19,7 @@ import numpy as np
 import oracle
 import pytest
 from _kernels.compile_round import GPU_DTYPES, KINDS, MODES, OPTIONS, SHAPE, SHAPES, TPU_DTYPES, narrow
+from _kernels.quickly import compiled
 from jax.experimental.pallas import tpu as pltpu
 
 import jchop as jc
@@ -96,7 +97,7 @@ def check(
         expected = jax.jit(lambda x: [body(x, start, spec) for spec in specs])(largest)
         for shape in shapes:
             x = jnp.asarray(numbers(shape, dtype))
-            got = jax.jit(lambda x: [[by_kernel(run, x, start, s, tiling=t) for s in specs] for t in tilings])(x)
+            got = compiled(lambda x: [[by_kernel(run, x, start, s, tiling=t) for s in specs] for t in tilings])(x)
             for tiling, each in zip(tilings, got, strict=True):
                 for spec, one, other in zip(specs, each, expected, strict=True):
                     what = f"{kernel} {spec} {dtype}{list(shape)} from {start}, tiling {tiling}"

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _kernels.compile_scaled import GPU_DTYPES, SCALINGS, SHAPES, TPU_DTYPES
+from _kernels.quickly import compiled
 
 import jchop as jc
 from jchop import _bits
@@ -25,9 +26,9 @@ from jchop._kernels import scaled, scaled_gpu, scaled_tpu
 from jchop._kernels.scaled_tile import Problem, ScaledGpuTiling, ScaledTpuTiling
 from jchop._reference import plain_blocks
 from jchop._reference import scaled as reference
+from jchop._reference.blocks import quantize_blocks_body, round_blocks_body
 from jchop._reference.place import AT_START, Place
 from jchop._reference.random_bits import seed_words
-from jchop._reference.scaled import quantize_blocks_body, round_blocks_body
 from jchop._reference.scales import make_plan
 from jchop.scaling import BlockScaling, integer_groups, mx, nvfp4
 
@@ -81,7 +82,7 @@ def check(
         arrays = {name: jnp.asarray(x) for name, x in numbers(shape, dtype).items()}
         place = operands(arrays["plain"], scaling, start)[1]
 
-        @jax.jit
+        @compiled
         def both(x: Array, *others: Array) -> tuple[Any, Any]:
             words = scaled._words(others, scaling, place)
             run = getattr(module, operation)

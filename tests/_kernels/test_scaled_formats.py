@@ -128,12 +128,15 @@ def check_scales(expected: oracle_scaled.Result, fmt: ScaledFormat, stored: tupl
     scale, zero = stored
     counts = fmt.scale_shape(shape)
     for place, wanted in expected.zeros.items():
-        assert zero[place] == wanted
+        value = fmt.scale.decode(zero[place]) if zero.dtype.kind == "u" else zero[place]  # type: ignore[union-attr]
+        assert Fraction(float(value)) == wanted
     if isinstance(fmt.scale, ScaledFormat):
-        codes, own = scale
+        codes, own, *zeros = scale
         assert expected.again is not None
         unpacked = np.asarray(unpack(jnp.asarray(codes), fmt.scale.bits, counts[-1] if counts else 1)).ravel()
         assert [Fraction(v) for v in fmt.scale.element.decode(unpacked).tolist()] == expected.again.elements
+        if zeros:
+            check_scales(expected.again, fmt.scale, (own, *zeros), counts)
         scale, expected, fmt = own, expected.again, fmt.scale
     scale = scale[0] if isinstance(scale, tuple) else scale
     assert not isinstance(fmt.scale, ScaledFormat)
@@ -162,6 +165,12 @@ SOME = [
     ("int3(group=tensor,zero_point=true,scale=e8m0fnu)", (4, 4), "float32"),
     ("int4(group=5,zero_point=true)", (30, 5), "float64"),
     ("uint4(group=6,zero_point=true):stochastic", (20, 12), "float32"),
+    ("uint4(group=6,zero_point=float)", (30, 13), "float32"),
+    ("int4(channel=1,zero_point=float,scale=bfloat16)", (9, 12), "bfloat16"),
+    ("int8(group=4,axis=0,zero_point=float,scale=float16)", (8, 9), "float16"),
+    ("uint8(group=(2,3),zero_point=float)", (7, 3, 4), "float64"),
+    ("int2(group=6,zero_point=float,scale=e4m3fn):stochastic", (20, 12), "float32"),
+    ("nf4(group=4,scale=uint8(group=3,zero_point=float))", (5, 22), "float32"),
     ("nf4(group=8)", (6, 20), "float32"),
     ("nf4(group=4,scale=int8(group=3))", (5, 22), "float32"),
     ("dynamic4(channel=0,scale=dynamic8(group=4,axis=0))", (10, 4), "bfloat16"),
@@ -209,6 +218,33 @@ def test_every_rule_of_every_grouping(rule, grouping, dtype):
     check(f"int4({grouping},rule={rule},scale={scale})", GROUPINGS[grouping], dtype)
 
 
+#: Every named format and kind of element; the rules, modes, groupings and carriers come to each in turn.
+ELEMENTS = (
+    "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "bfp8", "nf4", "dynamic8",
+    "dynamic4", "udynamic8", "uint8", "e4m3(bias=11)", "binary8p3se",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(2))
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_element_in_turn(name, turn):
+    at = 2 * ELEMENTS.index(name) + turn
+    grouping, shape = list(GROUPINGS.items())[(3 * at) % len(GROUPINGS)]
+    mode, dtype = MODES[(5 * at) % len(MODES)], list(CARRIERS)[at % len(CARRIERS)]
+    head = f"{name[:-1]}," if name.endswith(")") else f"{name}("
+    for rule in RULES[at % len(RULES) :] + RULES:  # the first one that goes with the element
+        own = "float32" if rule in RULES[4:] else "e8m0fnu"
+        scale = "e4m3fn" if rule == "two_level" else own
+        try:
+            spec = jc.parse(f"{head}{grouping},rule={rule},scale={scale}):{mode}")
+            require_scaled(spec, shape, dtype)
+        except ValueError:
+            continue
+        break
+    check(str(spec), shape, dtype, at)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("element", "mode", "dtype"), in_turn(["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"], MODES)
@@ -217,9 +253,18 @@ def test_zero_points_in_every_mode(element, mode, dtype):
     check(f"{element}group=6,zero_point=true):{mode}", (40, 17), dtype)
 
 
-@pytest.mark.parametrize("mode", ["nearest_away", "down", "odd", "stochastic_c"])
-def test_zero_points_in_other_modes(mode):
-    check(f"int4(group=6,zero_point=true):{mode}", (30, 6), "float32", 3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("element", "mode", "dtype"), in_turn(["uint8(", "int12("], MODES))
+def test_zero_points_that_are_numbers_in_every_mode(element, mode, dtype):
+    check(f"{element}group=6,zero_point=float):{mode}", (40, 17), dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [*(("true", mode) for mode in ("nearest_away", "down", "odd", "stochastic_c")), ("float", "odd"), ("float", "up")],
+)
+def test_zero_points_in_other_modes(kind, mode):
+    check(f"int4(group=6,zero_point={kind}):{mode}", (30, 6), "float32", 3)
 
 
 @pytest.mark.parametrize(

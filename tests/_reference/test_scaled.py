@@ -25,16 +25,10 @@ from oracle_scaled import Blocks
 import jchop as jc
 from jchop import _bits
 from jchop._reference import scales as chosen
+from jchop._reference.blocks import dequantize_blocks_body, quantize_blocks_body, round_blocks_body
 from jchop._reference.codes import unpack
 from jchop._reference.random_bits import seed_words
-from jchop._reference.scaled import (
-    dequantize_blocks_body,
-    narrow,
-    quantize_blocks_body,
-    round_blocks_body,
-    round_quotients,
-    widen,
-)
+from jchop._reference.scaled import narrow, round_quotients, widen
 from jchop._reference.scales import choose_scales, make_plan, scale_magnitude, store_scales, tensor_scale
 from jchop.scaling import POWERS, BlockScaling, integer_groups, mx, nvfp4
 
@@ -143,6 +137,7 @@ SOME: list[tuple[BlockScaling, str]] = [
     (BlockScaling("int4:stochastic", 8, -2, scale="float32", rule="absmax"), "float32"),
     (BlockScaling("e2m1fn:stochastic_c:random_bits=7", 8), "bfloat16"),
     (BlockScaling(NF4, 8, scale="float32", rule="absmax"), "float32"),
+    (BlockScaling(f"{NF4}:odd", 8, scale="float32", rule="absmax"), "float32"),
 ]
 MORE: list[BlockScaling] = [
     *(
@@ -181,9 +176,11 @@ MORE: list[BlockScaling] = [
     BlockScaling("codebook(-1,-0.5,0,0.25,1)", 8, scale="e8m0fnu", rule="absmax"),
     *(
         BlockScaling(f"{NF4}:{mode}", 8, scale="float32", rule="absmax")
-        for mode in ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero")
+        for mode in ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")
     ),
     BlockScaling(TABLE, 8, scale="bfloat16", rule="absmax"),
+    BlockScaling(f"{TABLE}:odd", 8, scale="bfloat16", rule="absmax"),
+    BlockScaling("codebook(-1,0,1,2):odd", 8, scale="float32", rule="absmax"),
     BlockScaling("uint4", 8, scale="float32", rule="absmax"),
     BlockScaling("e4m3fn:saturate", 8, scale="e4m3fn", rule="floor"),
     BlockScaling("int8(narrow=true)", 8, scale="float32", rule="floor"),
@@ -433,7 +430,11 @@ def test_where_torchao_differs():
         (BlockScaling("e5m20", 8, scale="float32", rule="absmax"), "float32", None),
         (BlockScaling("e5m22", 8, scale="float32", rule="absmax"), "float32", "element='e5m22'"),
         (BlockScaling("codebook(-1,1)", 8, scale="float32", rule="absmax"), "float32", None),
-        (BlockScaling("codebook(-1,0,1,2):odd", 8, scale="float32", rule="absmax"), "float32", "cannot tell quotients"),
+        (
+            BlockScaling(f"codebook({2.0**-60!r},1)", 8, scale="float32", rule="absmax"),
+            "float32",
+            "cannot tell quotients",
+        ),
         (BlockScaling("e4m3fn", 8, scale="float64", rule="absmax"), "float32", "scale='binary64:saturate'"),
         (BlockScaling("e4m3fn", 8, scale="float64", rule="absmax"), "float64", None),
         (BlockScaling("e4m3fn", 8, scale="e2m1(bias=9)"), "float32", "has no number from 1 on"),

@@ -36,11 +36,13 @@ def groupings(draw: st.DrawFn) -> dict[str, Any]:
 def formats(draw: st.DrawFn) -> ScaledFormat:
     own = st.sampled_from(["binary32", "bfloat16", "e8m0fnu", "e4m3(subnormals=false)", "int8(group=256)",
                            "dynamic8(group=(2,32))", "uint4(channel=0,rule=percentile(50))"])  # fmt: skip
-    flags = {name: draw(st.booleans()) for name in ("zero_point", "nan_block")}
+    flags = {"zero_point": draw(st.sampled_from([False, True, "float"])), "nan_block": draw(st.booleans())}
     try:
         base = draw(st.sampled_from([*SCALED_CATALOGUE.values(), jc.bfp(6), None]))
         if base is not None:
-            return base(**draw(groupings()) | ({"rule": draw(RULES)} if draw(st.booleans()) else {}))
+            changed: dict[str, Any] = {"rule": draw(RULES)} if draw(st.booleans()) else {}
+            changed |= {"element": draw(ELEMENTS)} if draw(st.booleans()) else {}
+            return base(**draw(groupings()) | changed)
         rule = draw(RULES | st.none())
         return ScaledFormat(draw(ELEMENTS), scale=draw(own), rule=rule, **draw(groupings()), **flags)
     except ValueError:
@@ -79,6 +81,9 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
         ("e4m3(bias=11,group=all)", ScaledFormat("e4m3(bias=11)", "all")),
         ("codebook(-1,0,1,group=4)", ScaledFormat("codebook(-1,0,1)", 4)),
         ("uint4(group=32,zero_point=true)", ScaledFormat("uint4", 32, zero_point=True)),
+        ("int4(group=32,zero_point=float)", ScaledFormat("int4", 32, zero_point="float")),
+        ("nf4(scale=uint8(group=256,zero_point=float))", jc.nf4(scale=jc.uint8(group=256, zero_point="float"))),
+        ("udynamic8", jc.udynamic8),
         ("int8(group=32,rule=percentile(99.9))", ScaledFormat("int8", 32, rule="percentile(99.9)")),
     ],
 )  # fmt: skip
@@ -118,6 +123,13 @@ def test_plain_names_stay_plain():
         ("int8(group=4,nan_block=true,scale=e2m1fn)", "with a NaN"),
         ("int8(group=4,nan_block=true,rule=mse)", "does not go with"),
         ("nf4(scale=int8(group=4,zero_point=true))", "without zero_point"),
+        ("nf4(scale=int8(group=4,zero_point=float))", "an unsigned element"),
+        ("int4(group=4,zero_point=maybe)", "zero_point='maybe' must be"),
+        ("int4(group=4,zero_point=float,scale=e8m0fnu)", "in the format of the scales"),
+        ("int4(group=4,zero_point=float,scale=int8)", "must be a FloatFormat or ScaledFormat"),
+        ("int4(group=4,zero_point=float,scale=nf4)", "in the format of the scales"),
+        ("e4m3(group=4,zero_point=float)", "needs an integer element"),
+        ("int4(group=4,zero_point=float,rule=absmax)", "zero points go with rule='minmax'"),
         ("nf4(scale=nf4(group=4,scale=nf4))", "of its own that are numbers"),
         ("nf4(scale=binary16(group=4))", "at most 8 are stored"),
         ("nvfp4(scale=nf4)", "do not go with that"),
@@ -168,6 +180,9 @@ def test_rules_follow_zero_points():
     assert jc.uint8(zero_point=True).rule == "minmax"
     assert jc.uint8(zero_point=True)(zero_point=False).rule == "absmax"
     assert jc.mxfp4(zero_point=False) == jc.mxfp4
+    assert jc.uint8(zero_point="float").rule == jc.uint8(zero_point=True)(zero_point="float").rule == "minmax"
+    with pytest.raises(TypeError, match="zero_point=1 must be True, False or 'float'"):
+        jc.uint8(zero_point=1)
 
 
 def test_another_element_is_not_the_named_format():
@@ -214,6 +229,8 @@ def test_shapes(fmt, shape, sizes, scales):
         (jc.int8(channel=0), (4, 100), 8.32),
         (jc.int4(group=(4, 8)), None, 5.0),
         (jc.uint4(group=32, zero_point=True), None, 6.0),
+        (jc.int4(group=32, zero_point="float", scale="bfloat16"), None, 5.0),
+        (jc.nf4(scale=jc.uint8(group=256, zero_point="float")), None, 4 + (8 + 64 / 256) / 64),
         (jc.nvfp4, (2, 16), 5.5),
         (jc.nf4(scale=jc.int8(group=256)), (2, 128), 4 + (4 * 8 + 2 * 32) / 256),
         (jc.mxfp4, (0, 3), 4.0),

@@ -1,7 +1,8 @@
-"""QArray as an array (parts, permutations, shapes) and as a pytree (jit, vmap, scan, grad, donation, export)."""
+"""QArray as an array (parts, permutations, shapes) and as a pytree (transforms, donation, export, checkpoints)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ TEXTS = [
     "int3(channel=(0,2))",
     "int8(group=tensor)",
     "int4(group=(2,8),zero_point=true)",
+    "uint4(group=8,zero_point=float)",
     "nvfp4(group=8)",
     "int4(group=8,scale=int8(channel=0))",
     "e3m2fn",
@@ -42,6 +44,9 @@ def decoded(q: QArray) -> np.ndarray:
     elements = element.decode((bits << np.arange(element.bits, dtype=np.uint8)).sum(-1, dtype=np.uint8))
     if fmt is None:
         return elements.astype(np.float32)
+    if fmt.zero_point == "float":
+        product = elements * repeated(q.scale, fmt, q.shape)
+        return (product + repeated(q.zero_point, fmt, q.shape)).astype(np.float32)
     if q.zero_point is not None:
         elements = elements - repeated(q.zero_point, fmt, q.shape)
     if fmt.rule == "two_level":
@@ -256,6 +261,28 @@ def test_derivative_in_the_leaves_that_are_floats(text: str, batched: bool) -> N
     np.testing.assert_allclose(total.ravel(), np.ravel(wanted), rtol=1e-2 if text == GROUPS else 1e-5)
 
 
+def test_derivative_in_what_is_added() -> None:
+    """x = s e + z: in z the sum of the weights, in s that of weights times elements."""
+    x, weight = numbers((4, 16)), numbers((4, 16)) + 3
+    q = jc.quantize(x, "uint4(group=8,zero_point=float)")
+    got = jax.grad(lambda q: (jc.dequantize(q) * weight).sum(), allow_int=True)(q)
+    np.testing.assert_allclose(got.zero_point, weight.reshape(4, 2, 8).sum(-1), rtol=1e-6)
+    elements = np.asarray(q._entries()).reshape(4, 2, 8)
+    np.testing.assert_allclose(got.scale, (elements * np.asarray(weight).reshape(4, 2, 8)).sum(-1), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_derivative_in_scales_that_are_added_to() -> None:
+    """x = e (t c + z): in t the sum of e c times weights, in z that of e times weights."""
+    x, weight = numbers((4, 16)), numbers((4, 16)) + 3
+    q = jc.quantize(x, "nf4(group=8,scale=uint8(group=2,zero_point=float))")
+    got = jax.grad(lambda q: (jc.dequantize(q) * weight).sum(), allow_int=True)(q)
+    levels = q.spec.element.values()[np.asarray(q._entries())].reshape(4, 2, 8)
+    own = (levels * np.asarray(weight).reshape(4, 2, 8)).sum(-1)
+    np.testing.assert_allclose(np.ravel(got.scale[2]), own.sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(np.ravel(got.scale[1]), (own * np.asarray(q.scale[0])).sum(-1), rtol=1e-5, atol=1e-5)
+
+
 def test_derivative_in_float_codes() -> None:
     q = jc.quantize(numbers((4, 16)), "float8_e4m3fn(channel=0)")
 
@@ -289,3 +316,30 @@ def test_export() -> None:
     pytest.importorskip("flatbuffers")
     again = export.deserialize(exported.serialize())
     same(again.call(q), jc.dequantize(q))
+
+
+def test_export_of_what_takes_and_returns_stored_arrays() -> None:
+    pytest.importorskip("flatbuffers")
+    q = jc.quantize(numbers((4, 16)), "uint4(group=8,zero_point=true)")
+
+    @jax.jit
+    def part(q: QArray, by: jax.Array) -> dict[str, Any]:
+        return {"part": q[1:3, 8:], "scaled": QArray(q.qvalue, q.scale * by, q.zero_point, q.spec, q.size, q.dtype)}
+
+    again = export.deserialize(export.export(part)(q, jnp.float32(2)).serialize())
+    got, wanted = again.call(q, jnp.float32(2)), part(q, jnp.float32(2))
+    assert jax.tree.structure(got) == jax.tree.structure(wanted) and got["part"].shape == (2, 8)
+    jax.tree.map(same, got, wanted)
+
+
+def test_checkpoints_of_orbax(tmp_path: Path) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint")
+    texts = ("mxfp8_e4m3(group=8)", "nvfp4", "int4(group=8,zero_point=float,scale=bfloat16)")
+    tree = {"layers": [jc.quantize(numbers((4, 16)), text) for text in texts], "step": jnp.int32(7)}
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", tree)
+        checkpointer.wait_until_finished()
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+        restored = checkpointer.restore(tmp_path / "state", like)
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    jax.tree.map(same, restored, tree)

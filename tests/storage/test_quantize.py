@@ -27,6 +27,7 @@ SIZES = [
     ("int8(channel=0)", (4, 256), 8 + 32 / 256),
     ("int8(group=tensor)", (4, 256), 8 + 32 / 1024),
     ("uint4(group=64,zero_point=true)", (4, 256), 4 + 64 / 64),
+    ("int4(group=64,zero_point=float,scale=bfloat16)", (4, 256), 4 + 32 / 64),
     ("int3(group=(2,16),scale=float16)", (4, 32), 3 + 16 / 32),
     ("e3m2fn", (4, 64), 6.0),
     ("bfloat16", (4, 64), 16.0),
@@ -40,6 +41,8 @@ TEXTS = [
     "int8(group=tensor)",
     "int8(channel=1,rule=half_range)",
     "uint3(channel=-1,zero_point=true)",
+    "int4(group=9,zero_point=float,scale=bfloat16)",
+    pytest.param("nf4(group=4,scale=uint8(group=3,zero_point=float))", marks=pytest.mark.slow),
     "mxfp4(axis=1)",
     "mxfp8_e4m3(group=7)",
     "nvfp4",
@@ -86,18 +89,24 @@ def test_sizes_are_those_of_the_arrays(text: str, shape: tuple[int, ...], bits: 
         assert fmt.bits_per_element(shape) == bits
 
 
-NF4 = ("nf4(scale=int8(group=256))", (2, 64 * 256), 4 + 8 / 64 + 32 / (64 * 256))
+#: Double quantization, without and with zero points: 4.13 bits either way.
+NF4 = [
+    ("nf4(scale=int8(group=256))", (2, 64 * 256), 4 + 8 / 64 + 32 / (64 * 256)),
+    ("nf4(scale=uint8(group=256,zero_point=float))", (2, 64 * 256), 4 + 8 / 64 + 64 / (64 * 256)),
+]
 
 
-def test_the_size_of_scales_that_are_quantized_again() -> None:
-    text, shape, bits = NF4
+@pytest.mark.parametrize(("text", "shape", "bits"), NF4)
+def test_the_size_of_scales_that_are_quantized_again(text: str, shape: tuple[int, ...], bits: float) -> None:
     q = jax.eval_shape(lambda x: jc.quantize(x, text), jax.ShapeDtypeStruct(shape, np.float32))
-    assert q.bits_per_element == bits and q.scale[0].shape == (2, 256) and q.scale[1].shape == (2, 1)
+    assert q.bits_per_element == bits and round(bits, 2) == 4.13
+    assert [part.shape for part in q.scale] == [(2, 256), (2, 1), (2, 1)][: len(q.scale)]
 
 
 @pytest.mark.slow
-def test_the_size_of_scales_that_are_quantized_again_in_memory() -> None:
-    test_sizes_are_those_of_the_arrays(*NF4)
+@pytest.mark.parametrize(("text", "shape", "bits"), NF4)
+def test_the_size_of_scales_that_are_quantized_again_in_memory(text: str, shape: tuple[int, ...], bits: float) -> None:
+    test_sizes_are_those_of_the_arrays(text, shape, bits)
 
 
 def test_odd_rows_waste_less_than_a_byte() -> None:
@@ -175,6 +184,12 @@ def test_given_scales_are_used_and_kept() -> None:
         jax.tree.map(same, q, jc.quantize(x, text))
         static = jc.quantize(other, text, scale=scale, zero_point=zero_point)
         jax.tree.map(same, (static.scale, static.zero_point), (scale, zero_point))
+    # Quotients beyond all numbers of the carrier saturate like others.
+    huge = np.array([[3e38, -3e38, 1.0, 0.0]], np.float32)
+    for text, tiny in (("int4(channel=0)", 1e-38), ("mxfp4(group=4)", 1)):
+        like, _ = jc.fit_scale(huge, text)
+        got = jc.dequantize(jc.quantize(huge, text, scale=np.full_like(like, tiny)))
+        assert 0 < got[0, 0] < 1e-35 and -1e-35 < got[0, 1] < 0 and got[0, 3] == 0
     ones = np.ones((4, 1), np.float32)
     assert (np.abs(jc.quantize(np.full((4, 8), 2.4, np.float32), "int4(channel=0)", scale=ones).qvalue) == 0x22).all()
 

@@ -61,6 +61,15 @@ def test_loaded_is_saved(tmp_path: Path) -> None:
         assert file.entries["layers.0.kernel.qvalue"].nbytes == 64
 
 
+def test_names_of_parts() -> None:
+    """A quantized scale with zero points has the most parts; nothing is computed for their names."""
+    text = "nf4(group=8,scale=uint8(group=2,zero_point=float))"
+    q = jax.eval_shape(lambda x: jc.quantize(x, text), jax.ShapeDtypeStruct((4, 32), np.float32))
+    assert list(save.parts_of("w", q)) == ["w.qvalue", "w.scale", "w.scale_scale", "w.scale_zero_point"]
+    joined = save._joined(list(save.parts_of("w", q).values()), save.description(q))
+    assert jax.tree.structure(joined) == jax.tree.structure(q) and joined.scale == q.scale
+
+
 def test_other_libraries_read_it(tmp_path: Path) -> None:
     numpy = pytest.importorskip("safetensors.numpy")
     path = tmp_path / "model.safetensors"

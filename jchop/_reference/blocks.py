@@ -1,0 +1,142 @@
+"""Blocks along one axis of arrays, quantized and back: the bodies of the operations that have kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._bits import CARRIERS
+from jchop._reference import ways
+from jchop._reference.codes import pack, unpack
+from jchop._reference.groups import maximum
+from jchop._reference.place import AT_START, Place, words_like
+from jchop._reference.scaled import widen
+from jchop._reference.scales import Plan, Scales, choose_scales, load_scales, make_plan, store_scales
+from jchop.scaling import BlockScaling
+
+Array = jax.Array
+
+
+def split_arrays(scaling: BlockScaling, arrays: Sequence[Array]) -> tuple[Array | None, tuple[Array, ...]]:
+    """What follows the array among an operation's: the bits of the tensor's scale, if any, and what was drawn."""
+    if scaling.rule == "two_level":
+        return lax.bitcast_convert_type(arrays[0], jnp.int32), tuple(arrays[1:])
+    return None, tuple(arrays)
+
+
+def round_blocks_body(
+    x: Array, *arrays: Array, scaling: BlockScaling, place: Place = AT_START, tiling: object = None
+) -> Array:
+    """`x` quantized and dequantized in blocks.
+
+    Args:
+        x: a carrier of at least one dimension.
+        arrays: for "two_level" the tensor's scale, float32 (); for a stochastic element the words of `seed_words`, then
+            the traced starts that `place` leaves open.
+        scaling: blocks, their scales and elements.
+        place: where `x` lies in the random stream.
+        tiling: for the kernels alone.
+    """
+    del tiling
+    plan, axis, word, tensor = _prepared(x, arrays, scaling, place)
+    blocks = _in_blocks(widen(x, plan.carrier), axis, scaling.block)
+    scales = _chosen(blocks, axis + 1, plan, tensor)
+    return _from_blocks(ways.rounded(blocks, scales, plan, word), axis, x.shape[axis])
+
+
+def quantize_blocks_body(
+    x: Array, *arrays: Array, scaling: BlockScaling, place: Place = AT_START, tiling: object = None
+) -> tuple[Array, Array]:
+    """`x` as packed codes and scales; arguments as for `round_blocks_body`.
+
+    Returns:
+        uint8 codes of at most 8 bits, packed along the last axis, and the scales: the shape of `x` with one for each
+        block along the axis, of `scale_dtype`.
+    """
+    del tiling
+    plan, axis, word, tensor = _prepared(x, arrays, scaling, place)
+    blocks = _in_blocks(widen(x, plan.carrier), axis, scaling.block)
+    scales = _chosen(blocks, axis + 1, plan, tensor)
+    codes, bits = ways.codes_of(blocks, scales, plan, word), scaling.element.format.bits
+    stored = jnp.squeeze(store_scales(scales, plan), axis + 1)
+    if _packs_blocks(scaling, axis, x.shape):
+        return _from_blocks(pack(codes, bits), axis, x.shape[axis] * bits // 8), stored
+    return pack(_from_blocks(codes, axis, x.shape[axis]), bits), stored
+
+
+def _chosen(blocks: Array, axis: int, plan: Plan, tensor: Array | None) -> Scales:
+    return ways.held(choose_scales(blocks, axis, plan, tensor, maximum))
+
+
+def dequantize_blocks_body(
+    codes: Array, scales: Array, *arrays: Array, scaling: BlockScaling, size: int, dtype: str
+) -> Array:
+    """The numbers that `quantize_blocks_body` stored; what `round_blocks_body` gives, bit for bit.
+
+    Args:
+        codes: uint8, packed along the last axis.
+        scales: as stored.
+        arrays: for "two_level" the tensor's scale.
+        scaling: as it was.
+        size: length of the last axis of the result.
+        dtype: of the result, a carrier.
+    """
+    plan, axis = make_plan(scaling, CARRIERS[dtype]), block_axis(scaling, codes.ndim)
+    fmt = scaling.element.format
+    shape = (*codes.shape[:-1], size)
+    if _packs_blocks(scaling, axis, shape):
+        blocks = unpack(_in_blocks(codes, axis, scaling.block * fmt.bits // 8), fmt.bits, scaling.block)
+    else:
+        blocks = _in_blocks(unpack(codes, fmt.bits, size), axis, scaling.block)
+    loaded = load_scales(jnp.expand_dims(scales, axis + 1), plan, split_arrays(scaling, arrays)[0])
+    return _from_blocks(ways.numbers_of(blocks, ways.held(loaded), plan), axis, shape[axis])
+
+
+def _prepared(
+    x: Array, arrays: Sequence[Array], scaling: BlockScaling, place: Place
+) -> tuple[Plan, int, Array | None, Array | None]:
+    """Plan, axis, random words in blocks, and the bits of the tensor's scale."""
+    axis = block_axis(scaling, x.ndim)
+    tensor, drawn = split_arrays(scaling, arrays)
+    word = _in_blocks(words_like(x, drawn, place), axis, scaling.block) if drawn else None
+    return make_plan(scaling, CARRIERS[x.dtype.name]), axis, word, tensor
+
+
+def block_axis(scaling: BlockScaling, ndim: int) -> int:
+    """The axis of the blocks, counted from the front.
+
+    Raises:
+        ValueError: where an array of `ndim` dimensions has no such axis.
+    """
+    if not -ndim <= scaling.axis < ndim:
+        raise ValueError(f"axis={scaling.axis} is none of an array of {ndim} dimensions")
+    return scaling.axis % ndim
+
+
+def scales_shape(scaling: BlockScaling, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the scales of an array of `shape`."""
+    axis = block_axis(scaling, len(shape))
+    return (*shape[:axis], -(-shape[axis] // scaling.block), *shape[axis + 1 :])
+
+
+def _packs_blocks(scaling: BlockScaling, axis: int, shape: Sequence[int]) -> bool:
+    """Whether no byte of packed codes crosses blocks: packed in blocks, codes stay beside the numbers of theirs."""
+    last = axis == len(shape) - 1 and shape[-1] % scaling.block == 0
+    return last and scaling.block * scaling.element.format.bits % 8 == 0
+
+
+def _in_blocks(x: Array, axis: int, block: int) -> Array:
+    """An axis as two, blocks and their elements; zeros fill up the last block."""
+    missing = -x.shape[axis] % block
+    if missing:
+        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :])
+
+
+def _from_blocks(x: Array, axis: int, size: int) -> Array:
+    """The inverse of `_in_blocks`."""
+    x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return x if x.shape[axis] == size else lax.slice_in_dim(x, 0, size, axis=axis)

@@ -1,0 +1,181 @@
+"""Narrow floating-point elements under scales in floating-point arithmetic, exactly; for XLA, as `quanta` is.
+
+With 2^q the spacing of the format where a magnitude lies, the magnitude plus 2^(q + F) is rounded to a multiple of 2^q,
+and the difference of the bits counts the multiples. Over a power of two the magnitude is exact. Over another scale it
+is guessed, and the side of the middle of its step on which the number lies decides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop._reference import quanta
+from jchop._reference.codes import extended
+from jchop._reference.quanta import Quanta, number_of, word_of
+from jchop._reference.scales import TENSOR_SCALE, Plan, Scales, scale_magnitude
+from jchop.formats import FloatFormat
+from jchop.rounding import Overflow, Rounding
+
+Array = jax.Array
+
+_CARRIER = CARRIERS["float32"]
+_FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
+#: The elements lie within 2^-30 and 2^20.
+_LEAST, _MOST = 30, 20
+#: Bits of the upper half of a significand.
+_HALF = 12
+
+
+def applies(plan: Plan) -> bool:
+    """Whether `encode` gives the codes that the exact way gives."""
+    element, fmt = plan.scaling.element, plan.scaling.element.format
+    if not _is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
+        return False
+    assert isinstance(fmt, FloatFormat)
+    saturates = element.overflow is Overflow.SATURATE or not (fmt.has_inf or fmt.has_nan)
+    if plan.scaling.is_power:
+        return saturates
+    # The middle of a step, times the scale of a block where there is one of the tensor, times half of the other.
+    other = plan.scaling.scale.sig_bits + 1 if plan.scaling.rule == "two_level" else 0
+    return saturates and fmt.sig_bits + 2 + other + _HALF <= _FRACTION + 1
+
+
+def multiplies(plan: Plan) -> bool:
+    """Whether `numbers_of` gives the numbers that the exact way gives."""
+    fmt, scaling = plan.scaling.element.format, plan.scaling
+    if not _is_plain(plan) or scaling.rule == "two_level":
+        return False
+    assert isinstance(fmt, FloatFormat)
+    exact = scaling.is_power or fmt.sig_bits + scaling.scale.sig_bits + 2 <= _FRACTION + 1
+    multiple = Fraction(scaling.scale.smallest) * Fraction(fmt.smallest) >= Fraction(2) ** _CARRIER.tiny_exponent
+    return exact and (multiple or plan.carrier is _CARRIER)
+
+
+def _is_plain(plan: Plan) -> bool:
+    fmt = plan.scaling.element.format
+    if plan.compute is not _CARRIER or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
+        return False
+    # With one bit of precision the parity that decides a tie is the exponent's.
+    plain = fmt.subnormals and fmt.sig_bits > 0 and fmt.bits <= 16
+    return plain and Fraction(1, 1 << _LEAST) <= Fraction(fmt.smallest) <= Fraction(fmt.max) <= 1 << _MOST
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A magnitude on the format's grid: 2^(q + F), its sum with the magnitude, and the exponent bits of the binade."""
+
+    shift: Array
+    total: Array
+    exponent: Array
+
+    def code(self, fmt: FloatFormat) -> Array:
+        count = word_of(self.total) - word_of(self.shift)
+        return count + (self.exponent - _least_exponent(fmt) >> _FRACTION - fmt.sig_bits)
+
+
+def _least_exponent(fmt: FloatFormat) -> int:
+    """Exponent bits of the smallest normal number."""
+    return fmt.emin + _BIAS << _FRACTION
+
+
+def _step(magnitude: Array, fmt: FloatFormat, lowered: bool) -> _Step:
+    """The multiple nearest to a magnitude; if `lowered` the one below its step's middle."""
+    exponent = jnp.maximum(word_of(magnitude) & _INF, _least_exponent(fmt))
+    shift = exponent + (_FRACTION - fmt.sig_bits << _FRACTION)
+    if lowered:
+        magnitude = magnitude - number_of(shift - (_FRACTION + 1 << _FRACTION))
+    return _Step(number_of(shift), magnitude + number_of(shift), exponent)
+
+
+def encode(x: Array, scales: Scales, plan: Plan) -> Array:
+    """The codes of the quotients x / s rounded once to the element format."""
+    fmt = plan.scaling.element.format
+    assert isinstance(fmt, FloatFormat)
+    sign, magnitude = _bits.split(x, _CARRIER)
+    code = (_over_power if plan.scaling.is_power else _over_any)(x, magnitude, scales, plan)
+    top = fmt.code_of(fmt.max)
+    assert top is not None
+    code = jnp.where(magnitude >= _INF, top, jnp.minimum(code, top))
+    nan = fmt.code_of(math.nan)
+    negative = lax.shift_right_logical(sign, jnp.full_like(sign, _CARRIER.width - fmt.bits))
+    code = jnp.where(magnitude > _INF, top if nan is None else nan, code | negative)
+    return code.astype(fmt.code_dtype)
+
+
+def _over_power(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> Array:
+    del x
+    fmt, exponent = plan.scaling.element.format, scales.value
+    assert isinstance(fmt, FloatFormat)
+    # Zero, and what is far larger than the scale, are brought to where the field of the quotient does not overflow.
+    most = (_INF - 1) + (jnp.minimum(exponent, 0) << _FRACTION)
+    within = jnp.minimum(jnp.maximum(extended(magnitude, _CARRIER), -(_LEAST << _FRACTION)), most)
+    moved = within - (exponent << _FRACTION)
+    low, high = (word_of(jnp.float32(end)) for end in (2.0 ** -(_LEAST + 2), 2.0 ** (_MOST + 2)))
+    return _step(number_of(jnp.clip(moved, low, high)), fmt, lowered=False).code(fmt)
+
+
+def _over_any(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> Array:
+    fmt = plan.scaling.element.format
+    assert isinstance(fmt, FloatFormat)
+    divisor, high, low = _halves(scales, plan)
+    divisor, inverse, high, low = quanta.held((divisor, 1 / (high + low), high, low))
+    moved = number_of(word_of(quanta.move(x, divisor)) & _bits.low_mask(_CARRIER.width - 1))
+    guess = moved * inverse
+    guess = jnp.where(guess < float(fmt.max), guess, float(fmt.max))
+    step = _step(guess, fmt, lowered=True)
+    middle = (step.total - step.shift) + number_of(word_of(step.shift) - (_FRACTION + 1 << _FRACTION))
+    side = word_of((moved - middle * high) - middle * low)
+    return step.code(fmt) + (side + (word_of(step.total) & 1) > 0)
+
+
+def _halves(scales: Scales, plan: Plan) -> tuple[Quanta, Array, Array]:
+    """How numbers are moved, and the scales moved so as sums of two numbers of few bits."""
+    if scales.tensor is None:
+        divisor = quanta.quanta_of(scales, plan)
+        high = _upper(divisor.value)
+        return divisor, high, divisor.value - high
+    divisor = quanta.move_bits(extended(scales.tensor, _CARRIER))
+    own, high = number_of(scale_magnitude(scales, plan)), _upper(divisor.value)
+    assert TENSOR_SCALE.sig_bits == _FRACTION
+    return divisor, own * high, own * (divisor.value - high)
+
+
+def _upper(x: Array) -> Array:
+    return number_of(word_of(x) & ~_bits.low_mask(_FRACTION + 1 - _HALF))
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
+    """Codes times scales, rounded once; float32. In a narrower carrier they are exact, and rounding them is left."""
+    fmt = plan.scaling.element.format
+    assert isinstance(fmt, FloatFormat)
+    (divisor,) = quanta.held((quanta.quanta_of(scales, plan, huge_too=False),))
+    return quanta.times(_decode(codes.astype(jnp.int32), fmt), divisor)
+
+
+def _decode(codes: Array, fmt: FloatFormat) -> Array:
+    width = fmt.bits - 1
+    code = codes & _bits.low_mask(width)
+    normal = (code << _FRACTION - fmt.sig_bits) + (_BIAS - fmt.bias << _FRACTION)
+    small = word_of(code.astype(jnp.float32) * 2.0 ** (fmt.emin - fmt.sig_bits))
+    bits = jnp.where(code < 1 << fmt.sig_bits, small, normal)
+    if fmt.has_inf:
+        bits = jnp.where(code == fmt.inf_code, _INF, bits)
+    bits = bits | codes >> width << _CARRIER.width - 1
+    if fmt.has_nan:
+        last = fmt.max_code if fmt.inf_code is None else fmt.inf_code
+        bits = jnp.where(code > last, _CARRIER.nan, bits)
+    return number_of(bits)

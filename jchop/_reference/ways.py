@@ -1,0 +1,71 @@
+"""Elements of groups as codes and as numbers, by the fastest way that gives them exactly; for XLA.
+
+Where floating-point arithmetic is exact it takes the place of that on bits (`quanta`, `minifloats`, `thresholds`); else
+the bodies of tiles (`scaled`) are run on arrays. Format and dtype decide, before any number is known.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from jchop._reference import minifloats, quanta, scaled, thresholds
+from jchop._reference.codes import decode_elements, encode_elements
+from jchop._reference.elements import round_elements
+from jchop._reference.groups import once
+from jchop._reference.scaled import narrow, with_nan
+from jchop._reference.scales import Plan, Scales
+
+Array = jax.Array
+
+
+def held(scales: Scales) -> Scales:
+    """Scales that are worked out once for each group."""
+    return Scales(*once((scales.value, scales.nan, scales.tensor)))
+
+
+def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
+    """The codes of the quotients x / s rounded once to the element format."""
+    if quanta.applies(plan):
+        return quanta.encode_whole(quanta.round_whole(x, scales, None, plan, word), plan)
+    if minifloats.applies(plan):
+        return minifloats.encode(x, scales, plan)
+    if thresholds.applies(plan):
+        return thresholds.encode(x, scales, plan)
+    return encode_elements(scaled.round_quotients(x, scales, plan, word), plan.scaling.element.format, plan.compute)
+
+
+def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
+    """The numbers that those codes stand for."""
+    if quanta.applies(plan) and quanta.multiplies(plan):
+        return times_whole(quanta.round_whole(x, scales, None, plan, word), scales, plan)
+    if minifloats.applies(plan) and minifloats.multiplies(plan):
+        return numbers_of(minifloats.encode(x, scales, plan), scales, plan)
+    if thresholds.applies(plan):
+        return numbers_of(thresholds.encode(x, scales, plan), scales, plan)
+    return scaled.multiply_back(scaled.round_quotients(x, scales, plan, word), scales, plan)
+
+
+def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
+    """The numbers that codes stand for."""
+    if quanta.multiplies(plan):
+        counts, unused = quanta.decode_whole(codes, plan)
+        return times_whole(counts, scales, plan, unused)
+    if minifloats.multiplies(plan):
+        return _finished(minifloats.numbers_of(codes, scales, plan), scales, plan)
+    fmt = plan.scaling.element.format
+    if thresholds.has_products(plan):
+        products = scaled.multiply_back(thresholds.each_level(fmt, scales.value), scales, plan)
+        return thresholds.pick(codes, once(products))
+    return scaled.multiply_back(decode_elements(codes, fmt, plan.compute), scales, plan)
+
+
+def times_whole(counts: Array, scales: Scales, plan: Plan, unused: Array | None = None) -> Array:
+    """Quanta of the element format times scales, rounded once to the plan's carrier, where `quanta.multiplies`."""
+    return _finished(with_nan(quanta.multiply_back(counts, scales, plan), unused, plan.compute), scales, plan)
+
+
+def _finished(products: Array, scales: Scales, plan: Plan) -> Array:
+    """Products that need not be rounded but to a narrower carrier."""
+    if plan.carrier.name in scaled._NARROW:
+        products = round_elements(products, scaled._NARROW[plan.carrier.name], plan.compute)
+    return narrow(with_nan(products, scales.nan, plan.compute), plan.carrier)

@@ -1,0 +1,86 @@
+"""Which fields of a scaled format go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jchop.formats._codebook import CodebookFormat
+from jchop.formats._fixed import IntegerFormat
+from jchop.formats._float import FloatFormat
+
+#: The widest zero points are those of integers of so many bits.
+MOST_SHIFTED_BITS = 16
+
+
+def check_fields(fmt: Any) -> None:
+    """Refuse a scaled format, each field of which is allowed by itself, but not all of them together.
+
+    Args:
+        fmt: a ScaledFormat, or what has its fields.
+
+    Raises:
+        ValueError: names the fields.
+    """
+    for check in (_check_grouping, _check_zero_point, _check_rule, _check_scale):
+        check(fmt)
+
+
+def _check_grouping(fmt: Any) -> None:
+    if fmt.channel is not None and fmt.group is not None:
+        raise ValueError(f"channel={fmt.channel} and group={fmt.group} exclude each other")
+    if fmt.group is None and fmt.axis != -1:
+        raise ValueError(f"axis={fmt.axis} is the axis of a group; without group= it says nothing")
+
+
+def _check_zero_point(fmt: Any) -> None:
+    given = f"zero_point={fmt.zero_point}"
+    if bool(fmt.zero_point) != (fmt.rule == "minmax"):
+        raise ValueError(f"{given} with rule={fmt.rule!r}: zero points go with rule='minmax'")
+    if not fmt.zero_point:
+        return
+    if not isinstance(fmt.element, IntegerFormat) or fmt.element.bits > MOST_SHIFTED_BITS:
+        raise ValueError(
+            f"{given} needs an integer element of at most {MOST_SHIFTED_BITS} bits, not element={fmt.element}"
+        )
+    scale = fmt.scale
+    if fmt.zero_point == "float" and not (
+        isinstance(scale, FloatFormat) and scale.signed and scale.zero and scale.sig_bits
+    ):
+        raise ValueError(f"{given} is kept in the format of the scales: with a sign, a zero and fraction bits, not "
+                         f"scale={scale}")  # fmt: skip
+
+
+def _check_rule(fmt: Any) -> None:
+    element = fmt.element
+    if element.max <= 0:
+        raise ValueError(f"element={element} has no positive value to scale to")
+    if fmt.rule in ("half_range", "no_clip") and not element.min < 0:
+        raise ValueError(f"rule={fmt.rule!r} needs an element format with negative values, not element={element}")
+    if fmt.rule == "even" and isinstance(element, CodebookFormat):
+        raise ValueError(f"rule='even' needs an element format with fraction bits, not element={element}")
+
+
+def _check_scale(fmt: Any) -> None:
+    scale = fmt.scale
+    if isinstance(scale, FloatFormat):
+        if scale.max < 1:
+            raise ValueError(f"scale={scale} has no number from 1 on, and scales need one")
+        if fmt.nan_block and not scale.has_nan:
+            raise ValueError(f"nan_block=True needs a scale format with a NaN, not scale={scale}")
+        if fmt.nan_block and (fmt.zero_point or fmt.percentile is not None or fmt.rule == "mse"):
+            raise ValueError(f"nan_block=True does not go with rule={fmt.rule!r}")
+        return
+    if (
+        not isinstance(scale.scale, FloatFormat)
+        or scale.zero_point is True
+        or scale.nan_block
+        or scale.rule == "two_level"
+    ):
+        raise ValueError(f"scale={scale} must have scales of its own that are numbers, without zero_point=true, "
+                         "nan_block or rule='two_level'")  # fmt: skip
+    if scale.zero_point and scale.element.signed:
+        raise ValueError(f"scale={scale}: scales are positive; with a zero point an unsigned element is for them")
+    if scale.element.bits > 8:
+        raise ValueError(f"scale={scale} has codes of {scale.element.bits} bits; at most 8 are stored")
+    if fmt.nan_block or fmt.rule == "two_level":
+        raise ValueError(f"scale={scale} is quantized again: nan_block and rule='two_level' do not go with that")

@@ -1,0 +1,52 @@
+"""The fields of the named scaled formats, each with the document that defines it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from jchop.formats._base import ElementFormat
+from jchop.formats._catalogue import (
+    float4_e2m1fn,
+    float6_e2m3fn,
+    float6_e3m2fn,
+    float8_e4m3fn,
+    float8_e5m2,
+    float8_e8m0fnu,
+)
+from jchop.formats._fixed import FixedFormat
+from jchop.formats._tables import dynamic_levels, nf4_levels
+
+
+def _mx(element: ElementFormat) -> dict[str, Any]:
+    """OCP Microscaling Formats (MX) specification 1.0: 32 elements under a power of two."""
+    return {"element": element, "group": 32, "scale": float8_e8m0fnu, "rule": "floor"}
+
+
+NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "mxfp8_e4m3": _mx(float8_e4m3fn),
+        "mxfp8_e5m2": _mx(float8_e5m2),
+        "mxfp6_e3m2": _mx(float6_e3m2fn),
+        "mxfp6_e2m3": _mx(float6_e2m3fn),
+        "mxfp4": _mx(float4_e2m1fn),
+        # A sign, an integer bit and six fraction bits, without -2.
+        "mxint8": _mx(FixedFormat(2, 6, symmetric=True)),
+        # e2m1 in groups of 16, e4m3 scales from 2^-6 on, under a binary32 scale of the tensor (NVIDIA, 2025).
+        "nvfp4": {
+            "element": float4_e2m1fn,
+            "group": 16,
+            "scale": replace(float8_e4m3fn, subnormals=False),
+            "rule": "two_level",
+        },
+        # NormalFloat4 in groups of 64 (Dettmers et al., arXiv 2305.14314).
+        "nf4": {"element": nf4_levels(), "group": 64},
+        # The dynamic maps of 8-bit optimizers in groups of 256 (Dettmers et al., arXiv 2110.02861); the unsigned one is
+        # that of second moments.
+        "dynamic8": {"element": dynamic_levels(8), "group": 256},
+        "dynamic4": {"element": dynamic_levels(4), "group": 256},
+        "udynamic8": {"element": dynamic_levels(8, signed=False), "group": 256},
+    }
+)

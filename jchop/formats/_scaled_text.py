@@ -1,0 +1,73 @@
+"""The text grammar of scaled formats: an element's text, or a name, with options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jchop.formats._base import ElementFormat
+from jchop.formats._text import CALL, options_of, parse_element, split_options, truth_of, unknown
+
+
+def _sizes(value: str) -> Any:
+    """``128``, ``all``, ``tensor``, or several in parentheses."""
+    if value.startswith("(") and value.endswith(")"):
+        return tuple(_sizes(item) for item in value[1:-1].split(",") if item)
+    return value if value in ("all", "tensor") else int(value)
+
+
+def _zero_point(value: str) -> Any:
+    return value if value == "float" else truth_of(value)
+
+
+#: The options that make a format scaled, each with what reads its value.
+_OPTIONS: dict[str, Callable[[str], object]] = {
+    "group": _sizes,
+    "axis": _sizes,
+    "channel": _sizes,
+    "scale": str,
+    "rule": str,
+    "zero_point": _zero_point,
+    "nan_block": truth_of,
+}
+
+
+def shown(value: object) -> str:
+    """An option's value in text."""
+    if isinstance(value, tuple):
+        return f"({','.join(map(shown, value))})"
+    return str(value).lower()
+
+
+def parse_any(
+    text: str,
+    names: Iterable[str],
+    named: Callable[[str], Any],
+    scaled: Callable[[ElementFormat], Any],
+) -> Any:
+    """The element format or the scaled format that a lower-case text names.
+
+    Args:
+        text: see `jchop.formats.parse_format`.
+        names: those of scaled formats, for the error of a text that names nothing.
+        named: the scaled format of a name; None for another name.
+        scaled: makes an element format a scaled one, which is called with the options.
+
+    Raises:
+        ValueError: for text that names no format, with the closest names.
+    """
+    match = CALL.fullmatch(text)
+    if match is None:
+        raise unknown(text, names)
+    stem, items = match[1], split_options(match[2])
+    ours = [item for item in items if item.partition("=")[0] in _OPTIONS]
+    base, rest = named(stem), [item for item in items if item not in ours]
+    if base is None and not ours:
+        return parse_element(text, names)
+    options = options_of(text, ",".join(ours if base is None else items), _OPTIONS)
+    if base is None:
+        base = scaled(parse_element(f"{stem}({','.join(rest)})" if rest else stem, names))
+    try:
+        return base(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"format text {text!r}: {error}") from None

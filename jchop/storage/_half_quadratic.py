@@ -1,0 +1,132 @@
+"""Scales and zero points by half-quadratic quantization, a search over the data that no rule of a format says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._bits import types_for
+from jchop._checks import check_bool, check_int
+from jchop._reference.groups import Groups
+from jchop.formats import ScaledFormat
+from jchop.spec import Gradient, Spec, as_spec
+from jchop.storage._layout import from_end
+from jchop.storage._quantize import _as_array, dequantize, fit_scale, quantize
+
+Array = jax.Array
+
+
+def fit_half_quadratic(
+    x: Any,
+    spec: Spec | ScaledFormat | str,
+    *,
+    iterations: int = 20,
+    norm: float = 0.7,
+    weight: float = 10.0,
+    growth: float = 1.01,
+    whole_start: bool = False,
+) -> tuple[Any, Any]:
+    """Zero points that make the p-th powers of the errors small, for p < 1, which outliers weigh little in (HQQ).
+
+    The scales are those of `fit_scale`. The zero points are moved, in turn with sparse errors E that are taken out of
+    x: E = sign(r) max(|r| - |r|^(p - 1) / b, 0) for the errors r = x - s e - z, and z the mean of x - E - s e of a
+    group; b grows with each turn. It ends when the mean of |r| does, and the best zero points are returned. Sums and
+    powers are those of the device's float32 (float64 of float64), so the last bits may differ between devices; what
+    `quantize` makes of them does not.
+
+    Args:
+        x: the array, as in `quantize`.
+        spec: of a format with ``zero_point="float"`` whose scales are float16, bfloat16, float32 or float64.
+        iterations: turns, at least 1. Default 20.
+        norm: p, from 0 to 1, both excluded. Default 0.7.
+        weight: b in the first turn, above 0. Default 10.
+        growth: what b is multiplied by after each, above 0. Default 1.01.
+        whole_start: begin with zero points that are whole multiples of the scales, as the authors do for 4 bits.
+            Default False, which ends with smaller errors on normal numbers.
+
+    Returns:
+        ``(scale, zero_point)``, as `fit_scale` returns them and `quantize` takes them.
+
+    Raises:
+        ValueError: for another format, or a number out of range.
+
+    Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
+
+    Example:
+        >>> import numpy as np, jchop as jc
+        >>> x = np.array([[0.0, 0.4, 0.4, 0.4, 1.4, 15.0]], np.float32)
+        >>> scale, zero_point = jc.storage.fit_half_quadratic(x, jc.uint4(channel=0, zero_point="float"))
+        >>> scale.tolist(), round(float(zero_point[0, 0]), 2)  # four of six errors become smaller
+        ([[1.0]], 0.34)
+    """
+    spec = as_spec(spec, scaled=True)
+    fmt = spec.scaled
+    if fmt is None or fmt.zero_point != "float":
+        raise ValueError(f"spec={str(spec)!r} has no zero points that are numbers; zero_point='float' makes some")
+    check_int("iterations", iterations, 1)
+    check_bool("whole_start", whole_start)
+    for name, value, most in (("norm", norm, 1.0), ("weight", weight, math.inf), ("growth", growth, math.inf)):
+        if not 0 < value < most:
+            raise ValueError(f"{name}={value!r} must lie between 0 and {most}")
+    array, numpy = _as_array(x)
+    spec = replace(spec, format=from_end(fmt, array.ndim), gradient=Gradient())
+    scale, zero_point = fit_scale(array, spec)
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(f"spec={str(spec)!r} keeps scales as codes; they must be numbers for a search")
+    with types_for(array.dtype):
+        if whole_start:
+            zero_point = ((zero_point / scale).round() * scale).astype(scale.dtype)
+        settings = (norm, weight, growth)
+        if array.size:
+            zero_point = _search(jnp.asarray(array), scale, zero_point, settings, spec=spec, iterations=iterations)
+        return scale, np.asarray(zero_point) if numpy else zero_point
+
+
+class _State(NamedTuple):
+    turn: Array
+    zero: Array  # to be tried
+    best: Array  # the zero points of the least error so far
+    error: Array  # the mean of |x - s e - z| that they leave
+    improves: Array
+
+
+@partial(jax.jit, static_argnames=("spec", "iterations"))
+def _search(x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *, spec: Spec, iterations: int) -> Array:
+    fmt = spec.scaled
+    assert fmt is not None
+    groups, wide = Groups(x.shape, fmt.group_shape(x.shape)), jnp.promote_types(x.dtype, jnp.float32)
+    finite = jnp.isfinite(x)
+    numbers = jnp.where(finite, x, 0).astype(wide)
+    norm, weight, growth = (jnp.asarray(value, wide) for value in settings)
+
+    def total(values: Array) -> Array:
+        return jnp.sum(groups.view(values), axis=groups.axes, keepdims=True)
+
+    def spread(values: Array) -> Array:
+        return groups.back(jnp.broadcast_to(groups.expand(values).astype(wide), groups.view(numbers).shape))
+
+    count = jnp.maximum(total(finite.astype(wide)), 1)
+
+    def turn(state: _State) -> _State:
+        q = quantize(x, spec, scale=scale, zero_point=state.zero)
+        whole = dequantize(replace(q, zero_point=jnp.zeros_like(zero)), wide)  # s e
+        rest = jnp.where(finite, numbers - whole - spread(state.zero), 0)
+        size = jnp.abs(rest)
+        error = jnp.mean(size)
+        better = error < state.error
+        power = weight * growth ** state.turn.astype(wide)
+        sparse = jnp.sign(rest) * jnp.maximum(size - size ** (norm - 1) / power, 0)
+        moved = total(jnp.where(finite, numbers - sparse - whole, 0)) / count
+        best = jnp.where(better, state.zero, state.best)
+        following = groups.squeeze(moved).astype(zero.dtype)
+        return _State(state.turn + 1, following, best, jnp.minimum(error, state.error), better)
+
+    first = _State(jnp.zeros((), jnp.int32), zero, zero, jnp.full((), jnp.inf, wide), jnp.ones((), bool))
+    return lax.while_loop(lambda state: (state.turn <= iterations) & state.improves, turn, first).best

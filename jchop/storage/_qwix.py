@@ -1,0 +1,181 @@
+"""QArrays as those of qwix, and back. qwix is imported when one of these functions runs, and not before."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._bits import CARRIERS, types_for
+from jchop._reference.codes import decode_elements
+from jchop.formats import (
+    CATALOGUE,
+    CodebookFormat,
+    ElementFormat,
+    FloatFormat,
+    IntegerFormat,
+    ScaledFormat,
+    bfloat16,
+    binary16,
+    binary32,
+    binary64,
+    float8_e8m0fnu,
+    nf4,
+)
+from jchop.spec import Spec
+from jchop.storage._array import QArray
+from jchop.storage._codes import gather, hold, raw
+from jchop.storage._decode import batch_axes
+from jchop.storage._layout import OWN, WHOLE, Kind, with_kinds
+
+_SCALES: dict[str, FloatFormat] = {
+    "float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64
+}  # fmt: skip
+#: qwix's name of what is kept in another dtype than its own.
+_NF4 = "nf4"
+
+
+def to_qwix(q: QArray) -> Any:
+    """A ``qwix.QArray`` of the same codes and scales, in which a code takes an element of a dtype of its own.
+
+    Its scales are numbers of ``q.dtype``, or of a wider dtype where their format needs one; qwix multiplies and returns
+    in that dtype. Needs the extra ``qwix``.
+
+    Args:
+        q: integers of at most 8 bits, 8-bit floats that JAX has a dtype for, float4_e2m1fn or NF4, under one scale for
+            each group, all groups of one size.
+
+    Raises:
+        ImportError: where qwix is not installed.
+        TypeError: where `q` is no QArray.
+        ValueError: for what qwix has no form for: other elements, scales of several parts, added zero points,
+            ragged groups.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.to_qwix(jc.quantize(jnp.ones((2, 8)), "int8(channel=0)")).qvalue.dtype  # doctest: +SKIP
+        dtype('int8')
+    """
+    qwix = import_module("qwix")
+    if not isinstance(q, QArray):
+        raise TypeError(f"q={q!r} must be a QArray, as jchop.quantize gives")
+    fmt = q.spec.scaled
+    if fmt is None or not isinstance(fmt.scale, FloatFormat) or fmt.rule == "two_level" or fmt.zero_point == "float":
+        raise ValueError(f"q is of {q.spec.format}; qwix has one scale for each group, and zero points that are codes")
+    qtype = _qtype_of(fmt.element)
+    groups = fmt.group_shape(q.shape[batch_axes(q.spec, q.shape, q.scale) :])
+    core = q.shape[len(q.shape) - len(groups) :]
+    if any(n % group for n, group in zip(core, groups, strict=True)):
+        raise ValueError(f"q has shape {q.shape} and groups of {groups}; the groups of qwix have one size")
+    with types_for(q.dtype):
+        qvalue = _native(jnp.asarray(q._entries()), fmt.element, qtype)
+        scale = jnp.asarray(q.scale)
+        if scale.dtype.name not in _SCALES:
+            scale = decode_elements(scale, fmt.scale, CARRIERS["float32"])
+        held = jnp.promote_types(scale.dtype, q.dtype)
+        zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point).astype(qvalue.dtype)
+        return qwix.QArray(qvalue, scale.astype(held), zero_point, qtype)
+
+
+def from_qwix(q: Any) -> QArray:
+    """A QArray of the codes and scales of a ``qwix.QArray``.
+
+    Args:
+        q: as `to_qwix` gives, or ``qwix.quantize``.
+
+    Returns:
+        A QArray, grouped as the shape of the scales says, under the rule "absmax" ("minmax" with zero points).
+
+    Raises:
+        ImportError: where qwix is not installed.
+        TypeError: where `q` is no ``qwix.QArray``.
+        ValueError: for elements that are none of jchop's formats, or zero points that are not shaped as the scales.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, qwix  # doctest: +SKIP
+        >>> jc.from_qwix(qwix.quantize(jnp.ones((2, 8)), jnp.int8, channelwise_axes=(0,))).spec  # doctest: +SKIP
+        Spec(...)
+    """
+    qwix = import_module("qwix")
+    if not isinstance(q, qwix.QArray):
+        raise TypeError(f"q={q!r} must be a qwix.QArray")
+    if q.zero_point is not None and q.zero_point.shape != q.scale.shape:
+        raise ValueError(f"zero_point has shape {q.zero_point.shape}, and scale {q.scale.shape}; they must be alike")
+    element, dtype = _element_of(q.qtype), np.dtype(q.scale.dtype)
+    fmt = ScaledFormat(element, scale=_SCALES[dtype.name], zero_point=q.zero_point is not None)
+    kinds = [_kind(n, count) for n, count in zip(q.shape, q.scale.shape, strict=True)]
+    fmt = with_kinds(fmt if WHOLE in kinds else fmt(group=1), kinds)
+    with types_for(dtype):
+        codes = _codes(q.qvalue, element)
+        stored = hold(gather(codes.reshape(codes.shape or (1,)), element), element)
+        zero_point = None if q.zero_point is None else q.zero_point.astype(jnp.int32)
+    return QArray(stored, q.scale, zero_point, Spec(fmt), q.shape[-1] if q.shape else None, dtype)
+
+
+def _kind(n: int, count: int) -> Kind:
+    return OWN if count == n else WHOLE if count == 1 else n // count
+
+
+# -- elements ----------------------------------------------------------------------------------------------------------
+
+
+def _qtype_of(element: ElementFormat) -> Any:
+    """The qtype that qwix has for an element format."""
+    if element == nf4.element:
+        return _NF4
+    if isinstance(element, IntegerFormat) and element.bits <= 8:
+        if element.bits in (4, 8):
+            return jnp.dtype(f"{'' if element.signed else 'u'}int{element.bits}")
+        if element.signed and element.bits > 1:
+            return f"int{element.bits}"
+    name = _float_names().get(element)
+    if name is None:
+        raise ValueError(f"q has elements of {element}, for which qwix has no type")
+    return jnp.dtype(name)
+
+
+def _element_of(qtype: Any) -> ElementFormat:
+    """The element format of a qtype of qwix."""
+    text = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
+    text = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn", "nvfp4": "float4_e2m1fn"}.get(text, text)
+    if text == _NF4:
+        return nf4.element
+    known: dict[str, ElementFormat] = {name: fmt for fmt, name in _float_names().items()}
+    known |= {f"int{bits}": IntegerFormat(bits) for bits in range(2, 9)}
+    known |= {f"uint{bits}": IntegerFormat(bits, signed=False) for bits in (4, 8)}
+    if text not in known:
+        raise ValueError(f"q has qtype={qtype!r}; allowed: {', '.join([_NF4, *known])}")
+    return known[text]
+
+
+def _float_names() -> dict[ElementFormat, str]:
+    """The floats of 8 and 4 bits that are elements and dtypes of one name."""
+    return {fmt: name for name, fmt in CATALOGUE.items() if fmt.bits in (4, 8) and fmt != float8_e8m0fnu}
+
+
+def _native(entries: jax.Array, element: ElementFormat, qtype: Any) -> jax.Array:
+    """Entries of codes as elements of qwix's dtype."""
+    if isinstance(element, CodebookFormat):
+        return entries.astype(jnp.uint4)
+    if isinstance(element, IntegerFormat):
+        up = 8 - element.bits
+        signed = raw(entries, element) if element.bits == 8 else entries
+        signed = lax.bitcast_convert_type(signed << up, jnp.int8) >> up if element.signed else signed
+        return signed.astype(qtype if not isinstance(qtype, str) else jnp.int4 if element.bits <= 4 else jnp.int8)
+    codes = raw(entries, element) if element.bits == 8 else entries.astype(jnp.uint4)
+    return lax.bitcast_convert_type(codes, qtype)
+
+
+def _codes(qvalue: jax.Array, element: ElementFormat) -> jax.Array:
+    """The inverse of `_native`, as unsigned codes of a byte each."""
+    if isinstance(element, IntegerFormat):
+        wide = qvalue.astype(jnp.int8 if element.signed else jnp.uint8)
+        return lax.bitcast_convert_type(wide, jnp.uint8) & ((1 << element.bits) - 1)
+    if isinstance(element, CodebookFormat):
+        return qvalue.astype(jnp.uint8)
+    codes = lax.bitcast_convert_type(qvalue, jnp.uint8 if element.bits == 8 else jnp.uint4)
+    return codes.astype(jnp.uint8)

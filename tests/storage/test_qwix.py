@@ -1,0 +1,70 @@
+"""QArrays as those of qwix and back: the same codes, scales and numbers. Skipped where qwix is not installed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+
+#: Both of one grouping: text, and what qwix is asked for.
+BOTH = [
+    ("int8(channel=0)", jnp.int8, {"channelwise_axes": (0,)}),
+    ("int4(group=8,axis=1)", jnp.int4, {"channelwise_axes": (0,), "tiled_axes": {1: 8}}),
+    ("int3(group=tensor)", "int3", {}),
+    ("float8_e4m3fn(channel=-1)", jnp.float8_e4m3fn, {"channelwise_axes": (1,)}),
+    ("nf4(group=(2,8))", "nf4", {"tiled_axes": {0: 2, 1: 8}}),
+    ("uint8(channel=0,zero_point=true)", None, {}),
+    ("mxfp4(group=8,axis=-1)", None, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def x() -> jnp.ndarray:
+    return jnp.asarray(np.random.default_rng(2).standard_normal((4, 32)), jnp.float32)
+
+
+@pytest.mark.parametrize("text", [row[0] for row in BOTH])
+def test_there_and_back(x, text):
+    qwix = pytest.importorskip("qwix")
+    q = jc.quantize(x, text)
+    theirs = jc.to_qwix(q)
+    assert theirs.qvalue.shape == x.shape and theirs.qvalue.dtype.itemsize == 1
+    np.testing.assert_array_equal(qwix.dequantize(theirs), jc.dequantize(q))
+    again = jc.from_qwix(theirs)
+    np.testing.assert_array_equal(again.qvalue, q.qvalue)
+    assert again.shape == q.shape and again.spec.element == q.spec.element
+    assert again.scale.shape == q.scale.shape
+
+
+@pytest.mark.parametrize(("text", "qtype", "how"), [row for row in BOTH if row[1] is not None])
+def test_what_qwix_quantized(x, text, qtype, how):
+    qwix = pytest.importorskip("qwix")
+    theirs = qwix.quantize(x, qtype, **how)
+    q = jc.from_qwix(theirs)
+    np.testing.assert_array_equal(jc.dequantize(q), qwix.dequantize(theirs))
+    assert q.spec.scaled is not None
+    assert q.spec.scaled.group_shape(x.shape) == jc.parse(text).scaled.group_shape(x.shape)  # type: ignore[union-attr]
+    back = jc.to_qwix(q)
+    assert back.qtype == theirs.qtype and back.qvalue.dtype == theirs.qvalue.dtype
+    np.testing.assert_array_equal(qwix.dequantize(back), qwix.dequantize(theirs))
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "int4(group=8,scale=int8(channel=0))", "uint4(channel=0,zero_point=float)",
+                                  "e3m2fn(channel=0)", "e3m2fn", "int4(group=12)"])  # fmt: skip
+def test_what_qwix_has_no_form_for(x, text):
+    pytest.importorskip("qwix")
+    with pytest.raises(ValueError, match=r"q has|q is of"):
+        jc.to_qwix(jax.eval_shape(lambda x: jc.quantize(x, text), x))
+
+
+def test_other_refusals(x):
+    qwix = pytest.importorskip("qwix")
+    with pytest.raises(TypeError, match="must be a QArray"):
+        jc.to_qwix(x)
+    with pytest.raises(TypeError, match=r"must be a qwix\.QArray"):
+        jc.from_qwix(jc.quantize(x, "int8(channel=0)"))
+    with pytest.raises(ValueError, match="zero_point has shape"):
+        jc.from_qwix(qwix.QArray(x.astype(jnp.int8), x[:, :1], jnp.zeros((1, 1), jnp.int8)))
