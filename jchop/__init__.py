@@ -4,8 +4,8 @@ Which values (format), which neighbour (rounding, overflow): each question is an
 `round_to_format` applies the answer, exactly.
 """
 
-from importlib import import_module
-from types import ModuleType
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 
 from jchop import formats, math
 from jchop._emulate import emulate
@@ -72,10 +72,10 @@ __version__ = "0.1.0"
 _ON_DEMAND = ("nn", "optim")
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> _ModuleType:
     if name not in _ON_DEMAND:
         raise AttributeError(f"module 'jchop' has no attribute {name!r}")
-    return import_module(f"jchop.{name}")
+    return _import_module(f"jchop.{name}")
 
 
 __all__ = [

@@ -23,7 +23,7 @@ from jchop.nn._layers import (
     RMSNorm,
     SimpleCell,
 )
-from jchop.nn._params import dequantize_params, quantize_params
+from jchop.nn._params import quantize_params
 from jchop.nn._recipes import recipe
 from jchop.nn._report import Report, Row, report
 from jchop.nn._rule import Rule
@@ -55,7 +55,6 @@ __all__ = [
     "Rule",
     "SimpleCell",
     "calibrate",
-    "dequantize_params",
     "linen",
     "quantize",
     "quantize_params",

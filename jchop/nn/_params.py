@@ -9,19 +9,20 @@ import jax
 import jax.numpy as jnp
 
 from jchop.nn._rule import SPECS, Rule, as_rules, rule_of
-from jchop.storage import QArray, dequantize, quantize
+from jchop.storage import quantize
 
 Array = jax.Array
 
-__all__ = ["dequantize_params", "quantize_params"]
+__all__ = ["quantize_params"]
 
 
 def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None = None) -> Any:
     """A pytree of parameters with those that rules match stored packed, as `jchop.QArray`.
 
-    For models of any library: `dequantize_params` gives the arrays back, within `jax.jit` each where it is used. The
-    tree says nothing of products, so the axes of a scaled format are those of the arrays themselves: for a kernel
-    (in, out) blocks along the sum are ``"int4(group=32,axis=0)"``, a scale for each output ``"int8(channel=1)"``.
+    For models of any library: `jchop.storage.dequantize_params` gives the arrays back, within `jax.jit` each where it
+    is used. The tree says nothing of products, so the axes of a scaled format are those of the arrays themselves: for
+    a kernel (in, out) blocks along the sum are ``"int4(group=32,axis=0)"``, and a scale for each output is
+    ``"int8(channel=1)"``.
 
     Args:
         params: a pytree of arrays.
@@ -41,7 +42,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
         >>> import jax.numpy as jnp, jchop as jc
         >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}}
         >>> packed = jc.nn.quantize_params(params, jc.nn.Rule("kernel", weight="int4(group=32,axis=0)"))
-        >>> packed["dense"]["kernel"].nbytes, jc.nn.dequantize_params(packed)["dense"]["kernel"].shape
+        >>> packed["dense"]["kernel"].nbytes, jc.storage.dequantize_params(packed)["dense"]["kernel"].shape
         (320, (64, 8))
     """
     given = as_rules(rules)
@@ -72,22 +73,3 @@ def _quantized(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
         return quantize(leaf if isinstance(leaf, Array) else jnp.asarray(leaf), rule.weight, key)
     except (TypeError, ValueError) as error:
         raise type(error)(f"the leaf {path!r}, by {rule}: {error}") from None
-
-
-def dequantize_params(params: Any) -> Any:
-    """A pytree with each `jchop.QArray` as the array that it stores.
-
-    Args:
-        params: as `quantize_params` returns it.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> packed = jc.nn.quantize_params({"w": jnp.array([7.0, 1.2])}, jc.nn.Rule(weight="int4(group=2)"))
-        >>> jc.nn.dequantize_params(packed)["w"].tolist()
-        [7.0, 1.0]
-    """
-    return jax.tree.map(
-        lambda leaf: dequantize(leaf) if isinstance(leaf, QArray) else leaf,
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, QArray),
-    )

@@ -21,7 +21,7 @@ from jchop.optim._faults import (  # noqa: E402
 from jchop.optim._low_precision import LowPrecisionState, low_precision  # noqa: E402
 from jchop.optim._named import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
 from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
-from jchop.optim._quantized_params import apply_updates, dequantize_params  # noqa: E402
+from jchop.optim._quantized_params import apply_updates  # noqa: E402
 from jchop.optim._rounding import RoundState, round_gradients, round_params, round_updates  # noqa: E402
 from jchop.optim._state import offload_state, quantize_state, state_shardings  # noqa: E402
 
@@ -45,7 +45,6 @@ __all__ = [
     "average_params",
     "averaged_params",
     "compensate",
-    "dequantize_params",
     "dynamic_loss_scale",
     "error_feedback",
     "lion8bit",

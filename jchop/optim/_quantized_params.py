@@ -14,21 +14,6 @@ from jchop.storage import QArray, dequantize, quantize
 Array = jax.Array
 
 
-def dequantize_params(params: Any) -> Any:
-    """A pytree with every `QArray` in it as plain numbers: what losses, gradients and optimizers take.
-
-    Args:
-        params: a pytree of arrays and `QArray`s.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> params = {"w": jc.quantize(jnp.ones((2, 4)), jc.int8(channel=0)), "b": jnp.zeros(4)}
-        >>> jc.optim.dequantize_params(params)["w"].shape
-        (2, 4)
-    """
-    return jax.tree.map(lambda p: dequantize(p) if _is_packed(p) else p, params, is_leaf=_is_packed)
-
-
 def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
     """`optax.apply_updates` for parameters among which are `QArray`s: these are quantized again, each under its spec.
 
@@ -37,7 +22,7 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
 
     Args:
         params: a pytree of arrays and `QArray`s.
-        updates: a pytree of plain arrays, as of `dequantize_params`.
+        updates: a pytree of plain arrays, as of `jchop.storage.dequantize_params`.
         key: a typed key for this step, needed where a `QArray` has a stochastic spec; each draws from one of its own.
 
     Returns:
@@ -50,8 +35,8 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
         >>> import jax, jax.numpy as jnp, jchop as jc, optax
         >>> params = {"w": jc.quantize(jnp.ones((2, 4)), "int8(channel=0):stochastic", jax.random.key(0))}
         >>> tx = optax.sgd(0.1)
-        >>> state = tx.init(jc.optim.dequantize_params(params))
-        >>> gradients = jax.grad(lambda p: (p["w"] ** 2).sum())(jc.optim.dequantize_params(params))
+        >>> state = tx.init(jc.storage.dequantize_params(params))
+        >>> gradients = jax.grad(lambda p: (p["w"] ** 2).sum())(jc.storage.dequantize_params(params))
         >>> updates, state = tx.update(gradients, state)
         >>> jc.optim.apply_updates(params, updates, jax.random.key(1))["w"].shape
         (2, 4)

@@ -5,10 +5,12 @@ from jchop.storage._half_quadratic import fit_half_quadratic
 from jchop.storage._quantize import dequantize, fit_scale, quantize
 from jchop.storage._qwix import from_qwix, to_qwix
 from jchop.storage._save import load_safetensors, save_safetensors
+from jchop.storage._tree import dequantize_params
 
 __all__ = [
     "QArray",
     "dequantize",
+    "dequantize_params",
     "fit_half_quadratic",
     "fit_scale",
     "from_qwix",

@@ -19,7 +19,7 @@ from jchop._kernels.scaled_formats import fit_scaled, quantize_scaled, stored_sh
 from jchop._reference.place import Place
 from jchop._reference.random_bits import seed_words
 from jchop._round import _keys, _place, round_to_format
-from jchop.formats import ElementFormat, ScaledFormat
+from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage._array import QArray
 from jchop.storage._codes import code_dtype, encode_plain, hold
@@ -52,7 +52,7 @@ def quantize(
         key: a typed key, needed by the stochastic modes.
         scale: scales to use in place of those that the format's rule gives, in the form that `fit_scale` returns; they
             are kept as they are. Default: fitted to `x`.
-        zero_point: zero points, along with `scale`, for a format that has them.
+        zero_point: zero points, along with `scale`, for a format that has them; integers lie within its codes.
         offset: as in `round_to_format`: where `x` lies in a larger array, for the random bits. Default 0.
         impl: as in `round_to_format`.
 
@@ -239,7 +239,23 @@ def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, An
                 f"{name} is {_described(value)}; for x of shape {x.shape} and spec={str(spec)!r} it must be "
                 f"{_described(wanted)}"
             )
+    _check_zero_point(zero_point, spec)
     return scale, zero_point
+
+
+def _check_zero_point(zero_point: Any, spec: Spec) -> None:
+    """Refuses integer zero points that no fit gives. Within a trace they are not known, and have to be right."""
+    fmt = spec.element
+    if spec.scaled is None or spec.scaled.zero_point is not True or isinstance(zero_point, jax.core.Tracer):
+        return
+    values = np.asarray(zero_point)
+    assert isinstance(fmt, UniformFormat)
+    outside = values[(values < fmt.min_code) | (values > fmt.max_code)]
+    if outside.size:
+        raise ValueError(
+            f"zero_point has {outside.flat[0]}; for spec={str(spec)!r} it must lie between {fmt.min_code} and "
+            f"{fmt.max_code}"
+        )
 
 
 def _described(parts: Any) -> str:

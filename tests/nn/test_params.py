@@ -27,13 +27,13 @@ def test_leaves_are_packed_by_path() -> None:
     packed = jc.nn.quantize_params(TREE, rules)
     assert isinstance(packed["layers"][0]["kernel"], jc.QArray) and packed["head"]["kernel"] is TREE["head"]["kernel"]
     assert packed["layers"][0]["kernel"].nbytes == 48 and packed["head"]["step"] is TREE["head"]["step"]
-    back = jc.nn.dequantize_params(packed)
+    back = jc.storage.dequantize_params(packed)
     np.testing.assert_array_equal(back["layers"][0]["kernel"], jc.round_to_format(TREE["layers"][0]["kernel"], "e4m3"))
     np.testing.assert_array_equal(back["layers"][0]["bias"], np.ones(6))
 
     @jax.jit
     def run(params: Any, x: Any) -> Any:
-        dense = jc.nn.dequantize_params(params)
+        dense = jc.storage.dequantize_params(params)
         return (x @ dense["layers"][0]["kernel"] + dense["layers"][0]["bias"]) @ dense["head"]["kernel"]
 
     assert run(packed, jnp.ones((3, 8))).shape == (3, 2)

@@ -114,7 +114,7 @@ def test_int8_parameters_train_without_a_copy() -> None:
             return jc.quantize(p, spec, KEY) if p.ndim == 2 else p
 
         params = jax.tree_util.tree_map_with_path(stored, network()[0])
-        got = losses(tx, params, apply=optim.apply_updates, read=optim.dequantize_params)
+        got = losses(tx, params, apply=optim.apply_updates, read=jc.storage.dequantize_params)
         far[mode] = deviation(got, plain(1e-3))
     assert far["stochastic"] <= 0.012
     assert far["nearest_even"] > 5 * far["stochastic"]

@@ -1,0 +1,32 @@
+"""Pytrees in which some arrays are packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jchop.storage._array import QArray
+from jchop.storage._quantize import dequantize
+
+
+def dequantize_params(params: Any) -> Any:
+    """A pytree with every `QArray` in it as plain numbers: what losses, gradients and optimizers take.
+
+    Args:
+        params: a pytree of arrays and `QArray`s.
+
+    Returns:
+        A pytree of arrays.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> params = {"w": jc.quantize(jnp.ones((2, 4)), jc.int8(channel=0)), "b": jnp.zeros(4)}
+        >>> jc.storage.dequantize_params(params)["w"].shape
+        (2, 4)
+    """
+
+    def is_packed(leaf: Any) -> bool:
+        return isinstance(leaf, QArray)
+
+    return jax.tree.map(lambda leaf: dequantize(leaf) if is_packed(leaf) else leaf, params, is_leaf=is_packed)
