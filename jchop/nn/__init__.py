@@ -25,7 +25,7 @@ from jchop.nn._layers import (
 )
 from jchop.nn._params import quantize_params
 from jchop.nn._recipes import recipe
-from jchop.nn._report import Report, Row, report
+from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._rule import Rule
 from jchop.nn._static import ActivationRange
 from jchop.nn._surgery import quantize
@@ -42,16 +42,16 @@ __all__ = [
     "InstanceNorm",
     "LSTMCell",
     "LayerNorm",
+    "LayerRow",
     "Linear",
     "LinearGeneral",
     "LoRA",
     "LoRALinear",
+    "ModelReport",
     "MultiHeadAttention",
     "OptimizedLSTMCell",
     "QuantizedParam",
     "RMSNorm",
-    "Report",
-    "Row",
     "Rule",
     "SimpleCell",
     "calibrate",

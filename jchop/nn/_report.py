@@ -14,11 +14,11 @@ from jchop.nn._kinds import Kind
 from jchop.nn._layers import layers_of
 from jchop.nn._rule import SPECS, Rule, as_rules, rule_of
 
-__all__ = ["Report", "Row", "report"]
+__all__ = ["LayerRow", "ModelReport", "report"]
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """One layer.
 
     Args:
@@ -41,14 +41,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class ModelReport:
     """The layers of a model; as text, a table.
 
     Args:
-        rows: a `Row` for each layer.
+        rows: a `LayerRow` for each layer.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
 
     @property
     def bytes_before(self) -> int:
@@ -76,13 +76,13 @@ class Report:
         )
 
 
-def _described(row: Row) -> str:
+def _described(row: LayerRow) -> str:
     if not row.supported:
         return "cannot be quantized" if row.rule else "nothing, and cannot be quantized"
     return ", ".join(f"{name}={spec}" for name, spec in row.specs) or "nothing"
 
 
-def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> Report:
+def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> ModelReport:
     """What becomes of each layer of a model under rules, before anything is done.
 
     Args:
@@ -90,8 +90,9 @@ def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> Rep
         rules: as in `quantize`. Default None: no rule, so the table lists the layers.
 
     Returns:
-        A `Report`, whose text is a table: path, layer, what is rounded to what, and the bytes of parameters as they are
-        and packed. Layers that no rule matches are there, too. A product that the model itself writes has no line.
+        A `ModelReport`, whose text is a table: path, layer, what is rounded to what, and the bytes of parameters as
+        they are and packed. Layers that no rule matches are there, too. A product that the model itself writes has no
+        line.
 
     Raises:
         TypeError, ValueError: for rules that are none, and specs that a parameter cannot be packed in.
@@ -107,16 +108,16 @@ def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> Rep
                                                                176      80
     """
     given = () if rules is None else as_rules(rules)
-    return Report(tuple(_row(path, layer, kind, given) for path, layer, kind in layers_of(model)))
+    return ModelReport(tuple(_row(path, layer, kind, given) for path, layer, kind in layers_of(model)))
 
 
-def _row(path: str, layer: Any, kind: Kind | None, rules: tuple[Rule, ...]) -> Row:
+def _row(path: str, layer: Any, kind: Kind | None, rules: tuple[Rule, ...]) -> LayerRow:
     number = rule_of(path, rules)
     rule = None if number is None else rules[number]
     name, shown = type(layer).__name__, "" if rule is None else str(rule)
     before = sum(_bytes(value) for value in vars(layer).values() if isinstance(value, nnx.Param | QuantizedParam))
     if kind is None or rule is None:
-        return Row(path, name, shown, (), before, before, kind is not None)
+        return LayerRow(path, name, shown, (), before, before, kind is not None)
     fields = kind.fields(layer)
     specs = tuple(
         (f, str(getattr(rule, f))) for f in (*SPECS, "matmul") if f in fields and getattr(rule, f) is not None
@@ -126,7 +127,7 @@ def _row(path: str, layer: Any, kind: Kind | None, rules: tuple[Rule, ...]) -> R
         value, spec = getattr(layer, parameter), getattr(rule, role)
         if isinstance(value, nnx.Param) and spec is not None:
             after += _bytes(packed_shape(layer, kind, parameter, spec)) - _bytes(value)
-    return Row(path, name, shown, specs, before, after)
+    return LayerRow(path, name, shown, specs, before, after)
 
 
 def _bytes(tree: Any) -> int:

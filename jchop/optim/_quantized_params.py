@@ -15,13 +15,13 @@ Array = jax.Array
 
 
 def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
-    """`optax.apply_updates` for parameters among which are `QArray`s: these are quantized again, each under its spec.
+    """`optax.apply_updates` where some parameters are a `QArray`: these are quantized again, each under its spec.
 
     Under a stochastic spec, ``"int8(channel=0):stochastic"``, updates of less than a quantum count on average, so that
     no copy in more bits is needed. The scales are fitted to the new numbers.
 
     Args:
-        params: a pytree of arrays and `QArray`s.
+        params: a pytree of arrays, some of them a `QArray`.
         updates: a pytree of plain arrays, as of `jchop.storage.dequantize_params`.
         key: a typed key for this step, needed where a `QArray` has a stochastic spec; each draws from one of its own.
 

@@ -53,7 +53,7 @@ def quantize_state(
     min_size: int | None = None,
     faulty: str = "skip",
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` with its floating-point state held as packed `QArray`s between steps.
+    """`tx` with its floating-point state held packed, each array as a `QArray`, between steps.
 
     A step unpacks the state, lets `tx` do its work on plain arrays, and packs what it leaves. What is packed is decided
     at ``init``, by size and by path; `state_report` lists it. An array whose last axis is too short for the groups of a

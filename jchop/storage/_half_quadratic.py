@@ -36,10 +36,10 @@ def fit_half_quadratic(
     """Zero points that make the p-th powers of the errors small, for p < 1, which outliers weigh little in (HQQ).
 
     The scales are those of `fit_scale`. The zero points are moved, in turn with sparse errors E that are taken out of
-    x: E = sign(r) max(|r| - |r|^(p - 1) / b, 0) for the errors r = x - s e - z, and z the mean of x - E - s e of a
-    group; b grows with each turn. It ends when the mean of |r| does, and the best zero points are returned. Sums and
-    powers are those of the device's float32 (float64 of float64), so the last bits may differ between devices; what
-    `quantize` makes of them does not.
+    x: ``E = sign(r) max(abs(r) - abs(r)^(p - 1) / b, 0)`` for the errors r = x - s e - z, and z the mean of x - E - s e
+    of a group; b grows with each turn. It ends when the mean of the absolute errors does, and the best zero points are
+    returned. Sums and powers are those of the device's float32 (float64 of float64), so the last bits may differ
+    between devices; what `quantize` makes of them does not.
 
     Args:
         x: the array, as in `quantize`.

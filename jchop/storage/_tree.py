@@ -14,7 +14,7 @@ def dequantize_params(params: Any) -> Any:
     """A pytree with every `QArray` in it as plain numbers: what losses, gradients and optimizers take.
 
     Args:
-        params: a pytree of arrays and `QArray`s.
+        params: a pytree of arrays, some of them a `QArray`.
 
     Returns:
         A pytree of arrays.
