@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import importlib
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jchop._bits import CARRIERS, types_for
+from jchop._files import require_extra
 from jchop._reference.codes import decode_elements
 from jchop.formats import (
     CATALOGUE,
@@ -60,7 +61,7 @@ def to_qwix(q: QArray) -> Any:
         >>> jc.to_qwix(jc.quantize(jnp.ones((2, 8)), "int8(channel=0)")).qvalue.dtype  # doctest: +SKIP
         dtype('int8')
     """
-    qwix = import_module("qwix")
+    qwix = _qwix()
     if not isinstance(q, QArray):
         raise TypeError(f"q={q!r} must be a QArray, as jchop.quantize gives")
     fmt = q.spec.scaled
@@ -100,7 +101,7 @@ def from_qwix(q: Any) -> QArray:
         >>> jc.from_qwix(qwix.quantize(jnp.ones((2, 8)), jnp.int8, channelwise_axes=(0,))).spec  # doctest: +SKIP
         Spec(...)
     """
-    qwix = import_module("qwix")
+    qwix = _qwix()
     if not isinstance(q, qwix.QArray):
         raise TypeError(f"q={q!r} must be a qwix.QArray")
     if q.zero_point is not None and q.zero_point.shape != q.scale.shape:
@@ -114,6 +115,11 @@ def from_qwix(q: Any) -> QArray:
         stored = hold(gather(codes.reshape(codes.shape or (1,)), element), element)
         zero_point = None if q.zero_point is None else q.zero_point.astype(jnp.int32)
     return QArray(stored, q.scale, zero_point, Spec(fmt), q.shape[-1] if q.shape else None, dtype)
+
+
+def _qwix() -> Any:
+    require_extra("to_qwix and from_qwix", "qwix", ("qwix",))
+    return importlib.import_module("qwix")
 
 
 def _kind(n: int, count: int) -> Kind:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,3 +70,12 @@ def test_other_refusals(x):
         jc.from_qwix(jc.quantize(x, "int8(channel=0)"))
     with pytest.raises(ValueError, match="zero_point has shape"):
         jc.from_qwix(qwix.QArray(x.astype(jnp.int8), x[:, :1], jnp.zeros((1, 1), jnp.int8)))
+
+
+def test_where_qwix_is_missing_the_extra_is_named(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "qwix" else find(name, *more))
+    q = jc.quantize(np.ones(4, np.float32), "int8(group=tensor)")
+    for convert in (jc.to_qwix, jc.from_qwix):
+        with pytest.raises(ModuleNotFoundError, match=r"needs qwix: pip install .jchop\[qwix\]"):
+            convert(q)
