@@ -1,21 +1,10 @@
 """The examples run, and show what they say."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from example_cases import load
 
 
 def test_harmonic_prints_and_draws(monkeypatch, capsys, tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -115,8 +117,7 @@ def test_every_axis_is_the_last_one_of_the_array_turned(shape):
 # -- transforms --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["", ":stochastic"])
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("text", "mode"), cases.in_turn(itertools.product(TEXTS, [":stochastic", ""]), 3))
 def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
     x = jnp.asarray(numbers((3, 4, 20)))
     keys = jax.random.split(KEY, 3)
@@ -152,7 +153,7 @@ def test_stochastic_rounding_is_unbiased():
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 2))
 def test_straight_through(text):
     x, g = jnp.asarray(numbers((4, 20))), jnp.asarray(numbers((4, 20), 1))
     out, pull = jax.vjp(lambda x: jc.round_to_format(x, text), x)
@@ -220,7 +221,7 @@ ALIGNED = [
 
 
 @needs_eight
-@pytest.mark.parametrize(("text", "layout", "reduces"), ALIGNED)
+@pytest.mark.parametrize(("text", "layout", "reduces"), cases.in_turn(ALIGNED, 2))
 def test_groups_are_rounded_where_they_are(text, layout, reduces):
     x = jnp.asarray(numbers((32, 128)))
     placed = jax.device_put(x, NamedSharding(mesh(), layout))

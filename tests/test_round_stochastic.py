@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from fractions import Fraction
 
@@ -156,9 +157,12 @@ def check_given_words(
     cases.assert_bits(x, got, expected, f"{spec} on {carrier}")
 
 
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("mode", PROPORTIONAL)
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"])
+@pytest.mark.parametrize(
+    ("name", "n", "mode"),
+    cases.in_turn(
+        itertools.product(["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"], range(1, 9), PROPORTIONAL), 2
+    ),
+)
 def test_few_bits_as_defined(name, mode, n):
     overflow = cases.FLOAT_OVERFLOWS[n % 3]
     flush = name == "float8_e4m3fn" and n % 4 == 0
@@ -166,9 +170,11 @@ def test_few_bits_as_defined(name, mode, n):
 
 
 @pytest.mark.parametrize(
-    ("name", "carrier"), [(name, c) for name, fmt in GIVEN.items() for c in CARRIERS if oracle.held(fmt, CARRIERS[c])]
+    ("name", "carrier", "mode"),
+    cases.in_turn(
+        [(n, c, m) for n, f in GIVEN.items() for c in CARRIERS if oracle.held(f, CARRIERS[c]) for m in STOCHASTIC], 3
+    ),
 )
-@pytest.mark.parametrize("mode", STOCHASTIC)
 def test_all_bits_as_defined(name, mode, carrier):
     check_given_words(GIVEN[name], carrier, mode, None)
 
@@ -196,9 +202,11 @@ def test_more_bits_than_there_are_is_refused(mode, carrier):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", range(1, 33))
 @pytest.mark.parametrize("mode", PROPORTIONAL)
-@pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("n", "carrier"),  # each number of bits on two carriers
+    [(n, name) for n in range(1, 33) for i, name in enumerate(CARRIERS) if (n + i) % 2],
+)
 def test_every_number_of_bits_as_defined(carrier, mode, n):
     n = min(n, most_bits(mode, carrier))
     names = [name for name, fmt in GIVEN.items() if oracle.held(fmt, CARRIERS[carrier])]

@@ -110,8 +110,10 @@ def test_texts_of_named_formats_are_the_names(text, name):
 # --- every pattern of the 16-bit carriers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "subnormals"), TREATED)
-@pytest.mark.parametrize("carrier", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("carrier", "text", "subnormals"),  # every one on both carriers: below, in the slow run
+    [(carrier, *treated) for carrier, treated in zip(itertools.cycle(["float16", "bfloat16"]), TREATED, strict=False)],
+)
 def test_every_pattern(carrier, text, subnormals):
     fmt, flush = variant(SMALL[text], subnormals)
     x = carried(cases.all_patterns(carrier), fmt)
@@ -139,8 +141,7 @@ def fixed_overflows(fmt: oracle.FixedSet) -> tuple[str, ...]:
     return FLOAT_OVERFLOWS if fmt.symmetric else FIXED_OVERFLOWS
 
 
-@pytest.mark.parametrize("text", cases.FIXED)
-@pytest.mark.parametrize("carrier", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("text", "carrier"), cases.in_turn(itertools.product(cases.FIXED, ["float16", "bfloat16"]), 3))
 def test_every_pattern_of_fixed(carrier, text):
     fmt = cases.FIXED[text]
     x = carried(cases.all_patterns(carrier), fmt)
@@ -169,7 +170,7 @@ def hard_values(fmt: oracle.Set, carrier: str, text: str, n: int) -> np.ndarray:
     return cases.adversarial(fmt, carrier, n, np.random.default_rng(sum(map(ord, carrier + text))))
 
 
-@pytest.mark.parametrize(("carrier", "text"), WIDE_CASES)
+@pytest.mark.parametrize(("carrier", "text"), WIDE_CASES[::2])  # all of them below, in the slow run
 def test_adversarial_values(carrier, text):
     subnormals = SUBNORMALS[sum(map(ord, text)) % 3] if FLOAT64[text].zero else "kept"
     fmt, flush = variant(FLOAT64[text], subnormals)
@@ -228,8 +229,7 @@ def test_numpy_equals_jax(carrier):
 # --- codebooks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("name", cases.CODEBOOKS)
+@pytest.mark.parametrize(("name", "carrier"), cases.in_turn(itertools.product(cases.CODEBOOKS, CARRIERS), 3))
 def test_codebooks(name, carrier):
     levels = cases.CODEBOOKS[name]
     fmt, c = oracle.codebook(levels), CARRIERS[carrier]

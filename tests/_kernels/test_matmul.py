@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,10 +98,11 @@ def arithmetic(order: str, product: str | None, accumulate: str | None) -> Matmu
     return MatmulSpec("e4m3", None if unit else product, accumulate, order)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("product", "accumulate"), ROUNDINGS)
-def test_every_order_and_rounding(kernel: str, order: str, product: str | None, accumulate: str | None) -> None:
+@pytest.mark.parametrize(
+    ("rounding", "order", "kernel"), cases.in_turn(itertools.product(ROUNDINGS, ORDERS, KERNELS), 3)
+)
+def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str | None, str | None]) -> None:
+    product, accumulate = rounding
     assert_equal_to_body(kernel, arithmetic(order, product, accumulate), CUT, tiling=SMALL[kernel])
 
 
@@ -107,9 +110,7 @@ def test_every_order_and_rounding(kernel: str, order: str, product: str | None, 
 SHAPES: tuple[Shape, ...] = ((1, 1, 1, 1), (3, 7, 5, 3), (1, 16, 16, 33), (1, 129, 65, 37))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "order", "kernel"), cases.in_turn(itertools.product(SHAPES, ORDERS, KERNELS), 3))
 def test_shapes(kernel: str, order: str, shape: Shape) -> None:
     assert_equal_to_body(kernel, arithmetic(order, None, "e5m5"), shape)
 
@@ -136,8 +137,7 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "kernel"), cases.in_turn(itertools.product(OTHERS, KERNELS), 3))
 def test_other_ways(kernel: str, name: str) -> None:
     assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
 

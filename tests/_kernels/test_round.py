@@ -118,8 +118,7 @@ def tame(kernel: str, dtype: str) -> list[Any]:
 both = pytest.mark.parametrize("kernel", KERNELS)
 
 
-@both
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernel"), cases.in_turn(itertools.product(KINDS, KERNELS), 3))
 def test_every_kind(kernel: str, kind: str) -> None:
     number = KINDS.index(kind)
     dtypes = KERNELS[kernel][1]
@@ -235,7 +234,7 @@ MAPPED: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
 
 
 @both
-@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.parametrize("name", cases.in_turn(MAPPED, 2))
 def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:
     shape, axes = MAPPED[name]
     run = functools.partial(KERNELS[kernel][0], spec=jc.parse("e4m3fn:stochastic"), interpret=True)

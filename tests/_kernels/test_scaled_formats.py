@@ -182,7 +182,7 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize(("text", "shape", "dtype"), SOME)
+@pytest.mark.parametrize(("text", "shape", "dtype"), cases.in_turn(SOME, 2))
 def test_against_exact_rationals(text, shape, dtype):
     check(text, shape, dtype)
 
@@ -247,7 +247,7 @@ def test_every_element_in_turn(name, turn):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("element", "mode", "dtype"), in_turn(["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"], MODES)
+    ("element", "mode", "dtype"), in_turn(["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"], MODES)[::2]
 )
 def test_zero_points_in_every_mode(element, mode, dtype):
     check(f"{element}group=6,zero_point=true):{mode}", (40, 17), dtype)
@@ -259,10 +259,7 @@ def test_zero_points_that_are_numbers_in_every_mode(element, mode, dtype):
     check(f"{element}group=6,zero_point=float):{mode}", (40, 17), dtype)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [*(("true", mode) for mode in ("nearest_away", "down", "odd", "stochastic_c")), ("float", "odd"), ("float", "up")],
-)
+@pytest.mark.parametrize(("kind", "mode"), [("true", "down"), ("true", "stochastic_c"), ("float", "odd")])
 def test_zero_points_in_other_modes(kind, mode):
     check(f"int4(group=6,zero_point={kind}):{mode}", (30, 6), "float32", 3)
 

@@ -144,7 +144,7 @@ def apply(
 
 @pytest.mark.parametrize(
     ("text", "carrier"),
-    [*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)],
+    cases.in_turn([*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)], 2),
 )
 def test_any_operands(text: str, carrier: str, rng: np.random.Generator) -> None:
     """Uncompiled: every primitive is compiled once for all formats and modes, and integers are integers."""
@@ -209,8 +209,7 @@ def test_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("carrier", ["float32", "float64"])
-@pytest.mark.parametrize("text", RESULTS)
+@pytest.mark.parametrize(("carrier", "text"), list(zip(itertools.cycle(["float32", "float64"]), RESULTS, strict=False)))
 def test_many_operands(text: str, carrier: str, rng: np.random.Generator) -> None:
     fmt = RESULTS[text]
     for operation, count in oracle_arithmetic.OPERANDS.items():
@@ -281,7 +280,7 @@ def fast_cases(mode: str, carrier: str, n: int, rng: np.random.Generator) -> Ite
         yield operation, operands, ranges, jc.Spec(result, rounding=mode)
 
 
-@pytest.mark.parametrize("mode", ROUNDINGS_OF_FAST)
+@pytest.mark.parametrize("mode", cases.in_turn(ROUNDINGS_OF_FAST, 2))
 def test_known_ranges(mode: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, so that a compiler that contracts or reorders would show; against the exact results."""
     for name in ("add", "multiply", "multiply_add"):
@@ -295,8 +294,7 @@ def _not_taken(*_: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("carrier", ["float32", "float64"])
+@pytest.mark.parametrize(("carrier", "mode"), list(zip(itertools.cycle(["float32", "float64"]), MODES, strict=False)))
 def test_ways_agree(carrier: str, mode: str, rng: np.random.Generator) -> None:
     """The hardware's operations and integer arithmetic, compiled, on many operands."""
     for operation, operands, ranges, spec in fast_cases(mode, carrier, 200_000, rng):

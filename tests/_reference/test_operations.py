@@ -135,7 +135,7 @@ FULL = [("bfloat16", True), ("bfloat16", False), ("tf32", True), ("e8m1", True),
 FULL_MODES = tuple(mode for mode in MODES if mode != "stochastic_c")
 
 
-@pytest.mark.parametrize(("text", "own"), FULL)
+@pytest.mark.parametrize(("text", "own"), cases.in_turn(FULL, 2))
 def test_full_range_is_what_integers_give(text: str, own: bool, rng: np.random.Generator) -> None:
     """Over the whole range, every pair of exponents met, and next to the bounds that the cheap way has."""
     n, carrier, fmt = 40_000, CARRIERS["float32"], jc.parse(text).format
@@ -352,7 +352,7 @@ def test_sums_follow_the_orders_of_products(rng: np.random.Generator) -> None:
     assert float(sum_along(jnp.zeros((0,), jnp.float32), 0, jc.MatmulSpec(accumulate="e5m2"))) == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases.in_turn(MODES, 3))
 @pytest.mark.parametrize("kind", ["sum", "prod"])
 def test_running_sums_and_products(kind: str, mode: str, rng: np.random.Generator) -> None:
     carrier, fmt = oracle.CARRIERS["float32"], FORMATS["e5m2"]

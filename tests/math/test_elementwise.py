@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from functools import cache
@@ -60,8 +61,7 @@ def operands(text: str, count: int) -> list[np.ndarray]:
     return [np.asarray(jc.round_to_format(x, f"{text.split(':')[0]}:{how.overflow}")) for x in columns]
 
 
-@pytest.mark.parametrize("text", HOWS)
-@pytest.mark.parametrize("name", oracle_math.EXACT)
+@pytest.mark.parametrize(("name", "text"), cases.in_turn(itertools.product(oracle_math.EXACT, HOWS), 5))
 def test_the_exact_result_is_rounded_once(name: str, text: str) -> None:
     function = getattr(jc.math, name)
     count = len(inspect.signature(function).parameters) - 2

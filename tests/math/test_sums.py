@@ -253,7 +253,7 @@ def test_float64() -> None:
 NAMES = ["sum", "std", "norm", "prod", "cumsum", "cumprod"]  # mean and var are parts of std
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.in_turn(NAMES, 3))
 def test_jit_vmap_and_derivatives(name: str) -> None:
     function = getattr(jc.math, name)
     real = np.linalg.norm if name == "norm" else getattr(np, name)

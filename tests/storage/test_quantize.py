@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -42,7 +43,7 @@ TEXTS = [
     "int8(channel=1,rule=half_range)",
     "uint3(channel=-1,zero_point=true)",
     "int4(group=9,zero_point=float,scale=bfloat16)",
-    pytest.param("nf4(group=4,scale=uint8(group=3,zero_point=float))", marks=pytest.mark.slow),
+    "nf4(group=4,scale=uint8(group=3,zero_point=float))",
     "mxfp4(axis=1)",
     "mxfp8_e4m3(group=7)",
     "nvfp4",
@@ -78,7 +79,7 @@ def same(got: Any, wanted: Any) -> None:
     np.testing.assert_array_equal(np.where(nan, 0, got.view(word)), np.where(nan, 0, wanted.view(word)))
 
 
-@pytest.mark.parametrize(("text", "shape", "bits"), SIZES, ids=[row[0] for row in SIZES])
+@pytest.mark.parametrize(("text", "shape", "bits"), cases.in_turn(SIZES, 3), ids=[row[0] for row in SIZES])
 def test_sizes_are_those_of_the_arrays(text: str, shape: tuple[int, ...], bits: float) -> None:
     q = jc.quantize(jnp.ones(shape), text)
     leaves = jax.tree.leaves(q)
@@ -116,7 +117,7 @@ def test_odd_rows_waste_less_than_a_byte() -> None:
         assert q.qvalue.shape == (3, -(-37 * bits // 8)) and q.qvalue.nbytes == 3 * -(-37 * bits // 8)
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 2))
 def test_dequantized_is_rounded(text: str) -> None:
     x = numbers()
     q = jc.quantize(x, text)
