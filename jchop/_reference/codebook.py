@@ -14,6 +14,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import Carrier
+from jchop._reference.bins import Bins, make_bins, take
 from jchop._reference.neighbour import Draw, draw
 from jchop.formats import CodebookFormat
 from jchop.rounding import Rounding
@@ -21,7 +22,7 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-#: Up to this many levels every threshold is compared, which kernels can do too; beyond, a binary search.
+#: Up to this many levels every threshold is compared, which kernels can do too; beyond, tables say which.
 COMPARE_ALL = 32
 
 
@@ -86,7 +87,22 @@ def _pick(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
 
 
 def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
-    """The same by bisection. `jnp.searchsorted` and plain indexing know nothing of explicit sharding.
+    """The same by bins, and by bisection where numbers of the carrier cannot be binned."""
+    bins = _bins_of(tuple(thresholds.tolist()))
+    if bins is None:
+        return _bisect(value, thresholds, choices)
+    index = take(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value))).astype(jnp.int32)
+    reached = value >= take(jnp.asarray(thresholds), index)
+    return take(jnp.asarray(choices), index + reached)
+
+
+@lru_cache(maxsize=256)
+def _bins_of(thresholds: tuple[int, ...]) -> Bins | None:
+    return make_bins(thresholds)
+
+
+def _bisect(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
+    """The same by bisection.
 
     Two searches after one another, fused into one program, take XLA minutes to compile: hence the barrier.
     """
@@ -96,13 +112,9 @@ def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     table = jnp.asarray(np.concatenate([thresholds, padding]))
     count = jnp.zeros_like(value)
     for step in reversed(range(steps)):
-        reached = value >= _take(table, count + ((1 << step) - 1))
+        reached = value >= take(table, count + ((1 << step) - 1))
         count = jnp.where(reached, count + (1 << step), count)
-    return _take(jnp.asarray(choices), count)
-
-
-def _take(table: Array, index: Array) -> Array:
-    return table.at[index].get(out_sharding=jax.typeof(index).sharding, mode="promise_in_bounds")
+    return take(jnp.asarray(choices), count)
 
 
 def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:

@@ -18,6 +18,7 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import Carrier
 from jchop._reference import codebook
+from jchop._reference.bins import take
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
 
 Array = jax.Array
@@ -63,7 +64,7 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array
     patterns = [abs(bits) | (carrier.sign_bit if bits < 0 else 0) for bits in ordered] + [carrier.nan]
     table = np.array(patterns, carrier.work)
     if len(table) > codebook.COMPARE_ALL:
-        bits = codebook._take(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
+        bits = take(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
     else:
         bits = codebook._pick(codes, np.arange(1, len(table), dtype=carrier.work), table)
     return _bits.join(jnp.zeros_like(bits), bits, carrier)

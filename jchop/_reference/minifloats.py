@@ -17,8 +17,9 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS
-from jchop._reference import quanta
+from jchop._reference import products, quanta
 from jchop._reference.codes import extended
+from jchop._reference.groups import once
 from jchop._reference.quanta import Quanta, number_of, word_of
 from jchop._reference.scales import TENSOR_SCALE, Plan, Scales, scale_magnitude
 from jchop.formats import FloatFormat
@@ -50,13 +51,32 @@ def applies(plan: Plan) -> bool:
 
 def multiplies(plan: Plan) -> bool:
     """Whether `numbers_of` gives the numbers that the exact way gives."""
+    if not _is_plain(plan) or plan.scaling.rule == "two_level":
+        return False
+    return plan.carrier is _CARRIER or (_is_exact(plan) and _is_multiple(plan))
+
+
+def _is_exact(plan: Plan) -> bool:
+    """Whether products with scales need no rounding but below the normal range."""
     fmt, scaling = plan.scaling.element.format, plan.scaling
-    if not _is_plain(plan) or scaling.rule == "two_level":
+    assert isinstance(fmt, FloatFormat)
+    return scaling.is_power or fmt.sig_bits + scaling.scale.sig_bits + 2 <= _FRACTION + 1
+
+
+def _is_multiple(plan: Plan) -> bool:
+    """Whether every product is a multiple of the smallest number."""
+    smallest = Fraction(plan.scaling.scale.smallest) * Fraction(plan.scaling.element.format.smallest or 1)
+    return smallest >= Fraction(2) ** _CARRIER.tiny_exponent
+
+
+def multiplies_twice(plan: Plan) -> bool:
+    """Whether `numbers_of_two_levels` gives the numbers that the exact way gives."""
+    fmt, scaling = plan.scaling.element.format, plan.scaling
+    if not _is_plain(plan) or scaling.rule != "two_level" or plan.carrier is not _CARRIER:
         return False
     assert isinstance(fmt, FloatFormat)
-    exact = scaling.is_power or fmt.sig_bits + scaling.scale.sig_bits + 2 <= _FRACTION + 1
-    multiple = Fraction(scaling.scale.smallest) * Fraction(fmt.smallest) >= Fraction(2) ** _CARRIER.tiny_exponent
-    return exact and (multiple or plan.carrier is _CARRIER)
+    ends = (scaling.scale.smallest * fmt.smallest, scaling.scale.max * fmt.max)
+    return _is_exact(plan) and all(2.0**-products.LEAST <= end <= 2.0**products.MOST for end in ends)
 
 
 def _is_plain(plan: Plan) -> bool:
@@ -162,8 +182,19 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
     """Codes times scales, rounded once; float32. In a narrower carrier they are exact, and rounding them is left."""
     fmt = plan.scaling.element.format
     assert isinstance(fmt, FloatFormat)
+    values = _decode(codes.astype(jnp.int32), fmt)
+    if not _is_exact(plan):
+        return products.times(values, extended(scale_magnitude(scales, plan), _CARRIER))
     (divisor,) = quanta.held((quanta.quanta_of(scales, plan, huge_too=False),))
-    return quanta.times(_decode(codes.astype(jnp.int32), fmt), divisor)
+    return quanta.times(values, divisor)
+
+
+def numbers_of_two_levels(codes: Array, scales: Scales, plan: Plan) -> Array:
+    """Codes times the scales of blocks, which is exact, times that of the tensor, rounded once; float32."""
+    fmt = plan.scaling.element.format
+    assert isinstance(fmt, FloatFormat) and scales.tensor is not None
+    own = number_of(once(scale_magnitude(scales, plan)))
+    return products.times(_decode(codes.astype(jnp.int32), fmt) * own, extended(scales.tensor, _CARRIER))
 
 
 def _decode(codes: Array, fmt: FloatFormat) -> Array:

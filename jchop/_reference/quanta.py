@@ -89,9 +89,9 @@ def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
     return move_bits(bits, huge_too=huge_too)
 
 
-def move_bits(bits: Array, *, huge_too: bool = True) -> Quanta:
-    """Quanta from their extended bits."""
-    tiny, huge = bits < _BIAS - _LEAST << _FRACTION, bits >= _BIAS + _HUGE << _FRACTION
+def move_bits(bits: Array, *, huge_too: bool = True, least: int = _LEAST) -> Quanta:
+    """Quanta from their extended bits; those below 2^-least count as tiny."""
+    tiny, huge = bits < _BIAS - least << _FRACTION, bits >= _BIAS + _HUGE << _FRACTION
     bits = jnp.where(tiny, bits + (_TINY << _FRACTION), bits)
     if not huge_too:
         return Quanta(number_of(bits), tiny, None)

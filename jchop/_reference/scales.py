@@ -16,6 +16,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
+from jchop._reference import groups
 from jchop._reference.arithmetic import divide, range_of, require_operation
 from jchop._reference.codes import decode_elements, encode_elements, extended
 from jchop._reference.elements import round_elements
@@ -270,8 +271,10 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
         plan: with the rule "two_level".
     """
     compute = plan.compute
+    if not x.size:
+        return jnp.ones((), jnp.float32)
     magnitude = _bits.split(x, compute)[1]
-    largest = jnp.max(jnp.where(magnitude < compute.inf, magnitude, 0), initial=0)
+    largest = _largest(magnitude, tuple(range(x.ndim)), compute, groups.maximum).reshape(())
     whole = range_of(None, compute)
     divisor = jnp.full((), float(plan.scaling.tensor_divisor), compute.name)
     spec = Spec(TENSOR_SCALE, overflow=Overflow.SATURATE)

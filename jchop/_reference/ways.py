@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 
-from jchop._reference import minifloats, quanta, scaled, thresholds
+from jchop._reference import lookups, minifloats, quanta, scaled, thresholds
 from jchop._reference.codes import decode_elements, encode_elements
 from jchop._reference.elements import round_elements
 from jchop._reference.groups import once
@@ -31,6 +31,8 @@ def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
         return minifloats.encode(x, scales, plan)
     if thresholds.applies(plan):
         return thresholds.encode(x, scales, plan)
+    if lookups.applies(plan):
+        return lookups.encode(x, scales, plan)
     return encode_elements(scaled.round_quotients(x, scales, plan, word), plan.scaling.element.format, plan.compute)
 
 
@@ -38,10 +40,12 @@ def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
     """The numbers that those codes stand for."""
     if quanta.applies(plan) and quanta.multiplies(plan):
         return times_whole(quanta.round_whole(x, scales, None, plan, word), scales, plan)
-    if minifloats.applies(plan) and minifloats.multiplies(plan):
+    if minifloats.applies(plan) and (minifloats.multiplies(plan) or minifloats.multiplies_twice(plan)):
         return numbers_of(minifloats.encode(x, scales, plan), scales, plan)
     if thresholds.applies(plan):
         return numbers_of(thresholds.encode(x, scales, plan), scales, plan)
+    if lookups.applies(plan):
+        return numbers_of(lookups.encode(x, scales, plan), scales, plan)
     return scaled.multiply_back(scaled.round_quotients(x, scales, plan, word), scales, plan)
 
 
@@ -53,6 +57,10 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
     if minifloats.multiplies(plan):
         return _finished(minifloats.numbers_of(codes, scales, plan), scales, plan)
     fmt = plan.scaling.element.format
+    if minifloats.multiplies_twice(plan):
+        return _finished(minifloats.numbers_of_two_levels(codes, scales, plan), scales, plan)
+    if lookups.multiplies(plan):
+        return _finished(lookups.numbers_of(codes, scales, plan), scales, plan)
     if thresholds.has_products(plan):
         products = scaled.multiply_back(thresholds.each_level(fmt, scales.value), scales, plan)
         return thresholds.pick(codes, once(products))

@@ -105,16 +105,34 @@ def quantize_state(
 
     def update(updates: Any, state: QuantizedState, params: Any = None, **extra: Any) -> tuple[Any, QuantizedState]:
         before = state.inner
-        plain = unpack_tree(before)
-        made, inner = tx.update(updates, plain, params, **extra)
-        following, packed = map_drawing(repack, state.key, before, inner, is_leaf=is_packed)
+        made, inner = tx.update(updates, unpack_tree(before), params, **extra)
         if faulty == "propagate":
+            following, packed = map_drawing(repack, state.key, before, inner, is_leaf=is_packed)
             return made, bundle(packed, following, state.skipped)
-        sound = all_finite((updates, made)) & stays_finite(inner, plain)
+        stays = jax.tree.map(_stays_finite, before, inner, is_leaf=is_packed)
+        following, packed = map_drawing(_repack_if, state.key, before, inner, stays, is_leaf=is_packed)
+        sound = all_finite(updates, stored=True) & all_finite(made) & jnp.stack([True, *jax.tree.leaves(stays)]).all()
         kept = bundle(select(sound, packed, before), following, counted(state.skipped, sound))
         return zeros_unless(sound, made), kept
 
     return transformation(init, update)
+
+
+def _stays_finite(old: Any, new: Any) -> Array:
+    """Whether every number of a leaf that was finite still is; one that is packed is seldom unpacked for that."""
+    if not is_packed(old):
+        return stays_finite(new, old)
+    finite = all_finite(new, stored=True)
+    return jax.lax.cond(finite, lambda: jnp.asarray(True), lambda: stays_finite(new, unpack_tree(old)))
+
+
+def _repack_if(key: Array | None, old: Any, new: Any, sound: Array) -> Any:
+    """A leaf packed as the old one is, where it is sound.
+
+    What comes out of a branch, and what goes into it, is computed once, leaf by leaf; else the compiler computes the
+    new numbers again for each that looks at them: the tests, the scales, the codes and the update.
+    """
+    return jax.lax.cond(sound, lambda: repack(key, old, new), lambda: old) if is_packed(old) else new
 
 
 def _saying_nan(spec: Spec) -> Spec:

@@ -6,16 +6,18 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from jax import lax
 
 import jchop as jc
 from jchop import _bits
 from jchop._bits import CARRIERS
-from jchop._reference import groups, minifloats, quanta, scaled, shifted, thresholds, ways
+from jchop._reference import groups, lookups, minifloats, quanta, scaled, shifted, thresholds, ways
 from jchop._reference.codes import decode_elements, encode_elements, extended
 from jchop._reference.scales import Plan, Scales, make_plan
 from jchop.formats import ElementFormat
@@ -187,6 +189,7 @@ MINIFLOATS: list[tuple[BlockScaling, str, float | None]] = [
     (mx("e2m1fn"), "float32", None),
     (nvfp4(), "float32", 1e-42),
     (nvfp4(), "bfloat16", 3e37),
+    (replace(nvfp4(), element=Spec(jc.float8_e5m2, overflow="saturate")), "float32", 1e-42),
     (replace(mx("e4m3fn"), scale=jc.binary32, rule="absmax"), "float32", None),
     (replace(mx("e5m2"), scale=jc.bfloat16, rule="absmax"), "float32", None),
 ]
@@ -199,6 +202,8 @@ def test_minifloats(cases: list[tuple[BlockScaling, str, float | None]]) -> None
     for i, (scaling, carrier, tensor) in enumerate(cases):
         plan = make_plan(scaling, CARRIERS[carrier])
         assert minifloats.applies(plan)
+        multiplies = minifloats.multiplies if tensor is None else minifloats.multiplies_twice
+        assert multiplies(plan) or carrier != "float32"
         check(plan, halves(scaling.element.format), ROWS if len(cases) == 2 else 10_000, i, tensor)
 
 
@@ -230,6 +235,81 @@ def test_levels_with_too_many_bits_take_the_exact_way() -> None:
     close = jc.CodebookFormat((0, 1, float(1 + Fraction(1, 1 << 23)), 1000.0))
     assert thresholds.applies(plan_of(close, "up"))
     assert not thresholds.applies(plan_of(close, "nearest_even"))
+
+
+# -- codebooks of many levels ------------------------------------------------------------------------------------------
+
+
+def element_of(fmt: jc.ScaledFormat) -> jc.CodebookFormat:
+    assert isinstance(fmt.element, jc.CodebookFormat)
+    return fmt.element
+
+
+#: Some levels that are numbers of few bits, so that numbers lie on the middles between them; the last has no zero.
+EVEN = jc.CodebookFormat(tuple(i / 32 for i in range(-40, 30)))
+POSITIVE = jc.CodebookFormat(tuple(i / 64 for i in range(1, 65)))
+
+
+def check_many_levels(fmt: jc.CodebookFormat, mode: str, rows: int, scale: Any = jc.binary32) -> None:
+    plan = plan_of(fmt, mode, scale)
+    assert lookups.applies(plan) and lookups.multiplies(plan)
+    check(plan, halves(fmt), rows, rows)
+
+
+def test_many_levels() -> None:
+    check_many_levels(element_of(jc.dynamic8), "nearest_even", 1600)
+
+
+@pytest.mark.parametrize("name", ["dynamic8", pytest.param("udynamic8", marks=pytest.mark.slow)])
+def test_many_levels_beside_rationals(name: str) -> None:
+    """Not beside the exact way of this package but beside an oracle that knows nothing of it."""
+    fmt, rng = element_of(getattr(jc, name)), np.random.default_rng(9)
+    plan, blocks = plan_of(fmt, "nearest_even"), oracle.codebook(fmt.levels)
+    s = scales_of(rng, 24)
+    x = near(rng.choice(halves(fmt), (24, ROW)), s.astype(np.float64), rng)
+
+    @jax.jit
+    def run(x: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scales = Scales(lax.bitcast_convert_type(s, jnp.int32))
+        codes = lookups.encode(x, scales, plan)
+        return codes, lookups.numbers_of(codes, scales, plan)
+
+    expected, carrier = [], oracle.CARRIERS["float32"]
+    for value, scale in zip(x.ravel().tolist(), np.repeat(s, ROW).tolist(), strict=True):
+        if np.isnan(value):
+            expected.append(Fraction(fmt.levels[-1]))
+            continue
+        quotient = Fraction(value) / Fraction(scale) if np.isfinite(value) else Fraction(np.sign(value)) * 2**200
+        expected.append(oracle.round_exact(blocks, quotient, "nearest_even", "saturate"))
+    products = [v * Fraction(c) for v, c in zip(expected, np.repeat(s, ROW).tolist(), strict=True)]
+    rounded = [oracle.round_exact(oracle.ieee(8, 23), v, "nearest_even", "ieee") for v in products]
+    codes, numbers = (np.asarray(part) for part in run(x, s[:, None]))
+    assert [fmt.levels[code] for code in codes.ravel()] == expected
+    assert cases.bits(numbers).ravel().tolist() == [oracle.to_bits(v, carrier) for v in rounded]
+
+
+@pytest.mark.slow
+def test_many_levels_and_many_numbers() -> None:
+    check_many_levels(element_of(jc.dynamic8), "nearest_even", 30_000)
+    check_many_levels(element_of(jc.udynamic8), "nearest_even", 30_000)
+    for scale in (POWER, jc.bfloat16):
+        check_many_levels(EVEN, "nearest_even", 3_000, scale)
+    check_many_levels(POSITIVE, "nearest_even", 3_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["nearest_away", "nearest_zero", "up", "down", "toward_zero"])
+def test_many_levels_in_every_mode(mode: str) -> None:
+    for fmt in (element_of(jc.dynamic8), EVEN):
+        check_many_levels(fmt, mode, 3_000)
+
+
+def test_many_levels_that_take_the_exact_way() -> None:
+    fmt = element_of(jc.dynamic8)
+    close = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 + 2.0**-20, 1 + 2.0**-19, 2.0))
+    for plan in (plan_of(fmt, "odd"), plan_of(fmt, "stochastic"), plan_of(close, "up")):
+        assert not lookups.applies(plan)
+    assert not lookups.multiplies(plan_of(fmt, "nearest_even", carrier="bfloat16"))
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

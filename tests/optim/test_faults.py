@@ -68,6 +68,20 @@ def test_a_state_that_holds_an_infinity_by_right_is_no_fault() -> None:
         assert int(state.skipped) == 0 and float(updates["w"].max()) < 0
 
 
+def test_a_packed_state_may_hold_infinities_too() -> None:
+    def update(updates: Any, least: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return updates, jax.tree.map(lambda s, g: jnp.where(g > 0, jnp.minimum(s, g), s / (1 + g)), least, updates)
+
+    plain = optax.GradientTransformation(lambda p: jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), p), update)
+    tx = optim.quantize_state(plain, "bfloat16", min_size=1)
+    step, state = jax.jit(tx.update), tx.init(jnp.ones(3))
+    _, state = step(jnp.asarray([1.0, 0.0, 3.0]), state, None)
+    assert int(state.skipped) == 0 and jc.dequantize(state.inner).tolist() == [1.0, np.inf, 3.0]
+    _, after = step(jnp.asarray([2.0, 4.0, -1.0]), state, None)  # 3 / 0 is new
+    assert int(after.skipped) == 1 and jc.dequantize(after.inner).tolist() == [1.0, np.inf, 3.0]
+
+
 def test_a_fault_that_is_let_through_shows() -> None:
     tx = optim.quantize_state(optax.sgd(0.1, 0.9), GROUPS, min_size=8, faulty="propagate")
     _, state = jax.jit(tx.update)(faulty(jnp.nan), jax.jit(tx.init)(PARAMS), PARAMS)
