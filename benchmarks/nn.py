@@ -1,13 +1,22 @@
 """What a step of quantization-aware training costs beside one in float32: a network of convolutions, a transformer.
 
     python benchmarks/nn.py [--repeat 9] [--batch 64]
+    pip install qwix                                 # adds qwix's quantization-aware training to the tables
+    python benchmarks/nn.py --memory                 # instead: the bytes of a transformer packed to int4, and the peak
 
-All steps run in one process, in turn, and are quoted as ratios of medians.
+All steps run in one process, in turn, and are quoted as ratios of medians. Memory is measured in a process of its own
+(Linux), as the largest resident size since the model was made, beyond what was resident before.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +34,10 @@ RULES = {
     "float8_tensorwise": jc.nn.recipe("float8_tensorwise"),
     "mxfp8": jc.nn.recipe("mxfp8"),
 }
+
+#: What a rule is in qwix: the formats of weights and activations. Scales of weights are those of channels, as here;
+#: of activations those of rows, here of the array.
+IN_QWIX = {"int8 weights": ("int8", None), "int8 weights and activations": ("int8", "int8")}
 
 
 class Images(nnx.Module):
@@ -73,14 +86,71 @@ def cases_of(make: Any, x: Any) -> dict[str, Case]:
     cases = {"float32": step_of(make(rngs=nnx.Rngs(0)), x)}
     for name, rule in RULES.items():
         cases[name] = step_of(jc.nn.quantize(make(rngs=nnx.Rngs(0)), rule), x)
+    if importlib.util.find_spec("qwix"):
+        import qwix
+
+        for name, (weight, activation) in IN_QWIX.items():
+            provider = qwix.QtProvider([qwix.QtRule(weight_qtype=weight, act_qtype=activation)])
+            cases[f"qwix: {name}"] = step_of(qwix.quantize_model(make(rngs=nnx.Rngs(0)), provider, x), x)
     return cases
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+PACKED = jc.nn.Rule(weight="int4(group=128)")
+
+
+class Decoder(nnx.Module):
+    """The kernels of a transformer: 14 blocks of width 768 and 2048 letters hold 100 million numbers."""
+
+    def __init__(self, blocks: int, *, rngs: nnx.Rngs, width: int = 768, letters: int = 2048) -> None:
+        more: dict[str, Any] = {"use_bias": False, "rngs": rngs}
+        self.embed = nnx.Embed(letters, width, rngs=rngs)
+        self.attention = nnx.List([nnx.MultiHeadAttention(12, width, decode=False, **more) for _ in range(blocks)])
+        self.up = nnx.List([nnx.Linear(width, 4 * width, **more) for _ in range(blocks)])
+        self.down = nnx.List([nnx.Linear(4 * width, width, **more) for _ in range(blocks)])
+
+
+def resident(what: str) -> int:
+    """Bytes, as the kernel counts them: VmRSS now, VmHWM at most."""
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+def packed(blocks: int) -> None:
+    """Make a model, pack it, let the first one go, and print what each step held."""
+    jax.block_until_ready(nnx.state(jc.nn.quantize(Decoder(1, rngs=nnx.Rngs(0)), PACKED, mode="weight_only")))
+    before = resident("VmRSS")  # everything is compiled
+    model = Decoder(blocks, rngs=nnx.Rngs(0))
+    jax.block_until_ready(nnx.state(model))
+    original = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    small = jc.nn.quantize(model, PACKED, mode="weight_only")
+    jax.block_until_ready(nnx.state(small))
+    peak = resident("VmHWM") - before
+    del model
+    live = sum(array.nbytes for array in jax.live_arrays())
+    print(f"{original // 4:,} parameters in float32: {original / 1e6:.1f} MB")
+    print(f"live arrays once packed: {live / 1e6:.1f} MB, {live / original:.4f} of that")
+    print(f"resident while packing, at most: {peak / 1e6:.1f} MB, {peak / original:.3f} of that")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--memory", action="store_true", help="measure memory, not time")
+    parser.add_argument("--pack", type=int, help=argparse.SUPPRESS)  # what the process of its own does
     chosen = parser.parse_args()
+    if chosen.memory:
+        # What is freed goes back at once, so that the peak is the program's and not what the allocator keeps.
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        subprocess.run([sys.executable, __file__, "--pack", "14"], check=True, env=environment)
+        return
+    if chosen.pack:
+        packed(chosen.pack)
+        return
     for make, shape in ((Images, (chosen.batch, 8, 8, 1)), (Transformer, (chosen.batch, 32, 128))):
         x = jax.random.normal(jax.random.key(0), shape)
         table(f"{make.__name__}, input {shape}", measure(cases_of(make, x), chosen.repeat), "float32", x.size)

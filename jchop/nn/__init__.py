@@ -1,8 +1,10 @@
 """Quantized models of Flax: rules that say which tensor is rounded to what."""
 
 from jchop.nn import linen
+from jchop.nn._bias import correct_biases
 from jchop.nn._calibrate import calibrate
 from jchop.nn._equip import QuantizedParam
+from jchop.nn._folding import Folded, fold_batch_norms
 from jchop.nn._layers import (
     BatchNorm,
     Conv,
@@ -27,27 +29,35 @@ from jchop.nn._params import quantize_params
 from jchop.nn._recipes import recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._rule import Rule
+from jchop.nn._scale_from import History, Learned, MovingAverage
+from jchop.nn._sources import AmaxHistory, LearnedScale
 from jchop.nn._static import ActivationRange
 from jchop.nn._surgery import quantize
 
 __all__ = [
     "ActivationRange",
+    "AmaxHistory",
     "BatchNorm",
     "Conv",
     "ConvTranspose",
     "Einsum",
     "Embed",
+    "Folded",
     "GRUCell",
     "GroupNorm",
+    "History",
     "InstanceNorm",
     "LSTMCell",
     "LayerNorm",
     "LayerRow",
+    "Learned",
+    "LearnedScale",
     "Linear",
     "LinearGeneral",
     "LoRA",
     "LoRALinear",
     "ModelReport",
+    "MovingAverage",
     "MultiHeadAttention",
     "OptimizedLSTMCell",
     "QuantizedParam",
@@ -55,6 +65,8 @@ __all__ = [
     "Rule",
     "SimpleCell",
     "calibrate",
+    "correct_biases",
+    "fold_batch_norms",
     "linen",
     "quantize",
     "quantize_params",

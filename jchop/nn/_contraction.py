@@ -39,6 +39,11 @@ class Roundings:
         return any(map(is_stochastic, specs)) or (self.matmul is not None and self.matmul.stochastic)
 
     @property
+    def keeps_left(self) -> bool:
+        """Whether the left operand is rounded once, for all products, so that its range can be fixed."""
+        return self.gradient is None and self.weight_gradient is None
+
+    @property
     def backward(self) -> bool:
         """Whether the backward products differ from those of the rounded operands in the carrier."""
         return (self.gradient, self.weight_gradient, self.matmul) != (None, None, None)

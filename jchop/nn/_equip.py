@@ -13,9 +13,11 @@ from jchop.nn._emulation import EmulatedAttention, Emulation
 from jchop.nn._kinds import PRODUCT_FIELDS, Kind
 from jchop.nn._layout import Layout
 from jchop.nn._rule import Rule, is_stochastic
+from jchop.nn._scale_from import History, Learned, ScaleFrom
 from jchop.nn._sites import Output, Promote
+from jchop.nn._sources import LearnedStep, Source, source_of
 from jchop.spec import Spec, as_spec
-from jchop.storage import QArray, quantize
+from jchop.storage import QArray, fit_scale, quantize
 
 Array = jax.Array
 
@@ -36,7 +38,16 @@ class QuantizedParam(nnx.Variable):
     """
 
 
-def equip(layer: Any, kind: Kind, rule: Rule, path: str, *, packed: bool, rngs: nnx.Rngs | None) -> None:
+def equip(
+    layer: Any,
+    kind: Kind,
+    rule: Rule,
+    path: str,
+    *,
+    packed: bool,
+    rngs: nnx.Rngs | None,
+    before: Any = None,
+) -> None:
     """Give `layer`, which is of a class of jchop already, what a rule says for it.
 
     Args:
@@ -46,9 +57,11 @@ def equip(layer: Any, kind: Kind, rule: Rule, path: str, *, packed: bool, rngs: 
         path: of the layer, for errors.
         packed: whether parameters are stored packed, else rounded each time.
         rngs: for streams of keys.
+        before: the site that stood in the layer's product, whose scales go on where they are of the same kind.
     """
     _check(layer, kind, rule, path)
-    stored = _pack(layer, kind, rule, path, rngs) if packed else ()
+    left, right = sources(layer, kind, rule, packed, before)
+    stored = _pack(layer, kind, rule, path, rngs, right) if packed else ()
 
     def stream(*needed: bool) -> nnx.RngStream | None:
         return _fork(rule, rngs, path) if any(needed) else None
@@ -56,9 +69,12 @@ def equip(layer: Any, kind: Kind, rule: Rule, path: str, *, packed: bool, rngs: 
     weight = None if packed else rule.weight
     if kind.product is not None:
         attribute, site, _ = kind.product
-        right = weight if kind.parameters else rule.activation
-        how = Roundings(rule.activation, right, *(getattr(rule, name) for name in PRODUCT_FIELDS))
-        setattr(layer, attribute, nnx.data(site(how, stream(how.stochastic))))
+        taken = weight if kind.parameters else rule.activation
+        how = Roundings(rule.activation, taken, *(getattr(rule, name) for name in PRODUCT_FIELDS))
+        made = site(how, stream(how.stochastic), left, None if packed else right)
+        if before is not None and before.how.left == rule.activation and left is None and how.keeps_left:
+            made.range = nnx.data(before.range)
+        setattr(layer, attribute, nnx.data(made))
     if kind.slots:
         specs = tuple(_promoted(layer, kind, rule, packed))
         layer.promote_dtype = nnx.data(
@@ -66,6 +82,8 @@ def equip(layer: Any, kind: Kind, rule: Rule, path: str, *, packed: bool, rngs: 
                 layer.promote_dtype, kind.slots, specs, stored, stream(*(is_stochastic(spec) for _, spec, _ in specs))
             )
         )
+    if kind.caches:
+        layer.cache = rule.cache
     if kind.output and rule.output is not None:
         layer.output = nnx.data(Output(rule.output, stream(is_stochastic(rule.output))))
 
@@ -95,11 +113,43 @@ def _promoted(layer: Any, kind: Kind, rule: Rule, packed: bool) -> Any:
         yield "inputs", rule.activation, None if kind.inputs is None else kind.inputs(layer)
 
 
+# -- scales that are kept ----------------------------------------------------------------------------------------------
+
+
+def sources(layer: Any, kind: Kind, rule: Rule, packed: bool, before: Any) -> tuple[Source | None, Source | None]:
+    """Where the scales of both operands of a layer's product come from, as the rule says or as it was before."""
+    how = rule.scale_from
+    if how is None or not kind.keeps_scales:
+        return None, None
+    if packed and isinstance(how, History):
+        raise ValueError(f"{rule}: a history of scales is for training, mode='qat'; leave scale_from out to pack")
+    layout, stacked = _layout_of(layer, kind, "kernel")
+    kernel = _in_use(layer, "kernel")
+    stack = kernel.shape[:stacked]
+    left = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
+    right = _kept(before, "right", rule.weight, how)
+    if right is None and isinstance(how, Learned) and rule.weight is not None:
+        right = LearnedStep(how, stack, layout, _fitted(kernel, layout, stacked, rule.weight))
+    return left, right or source_of(how, "weight", rule.weight, stack)
+
+
+def _kept(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> Source | None:
+    """The source of a site that stood here, where it is of the same kind and for the same spec."""
+    source = getattr(before, side, None)
+    return source if source is not None and source.how == how and getattr(before.how, side) == spec else None
+
+
+def _fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
+    if stacked:
+        return jax.vmap(lambda v: _fitted(v, layout, stacked - 1, spec))(value)
+    return fit_scale(layout.lay(value), spec)[0]
+
+
 # -- packed parameters -------------------------------------------------------------------------------------------------
 
 
 def _pack(
-    layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None
+    layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None, right: Any
 ) -> tuple[tuple[str, Layout, tuple[int, ...]], ...]:
     """Store the parameters that the rule rounds as QArrays; how to get each back."""
     layouts = []
@@ -110,7 +160,8 @@ def _pack(
         layout, stacked = _layout_of(layer, kind, name)
         layouts.append((name, layout, tuple(variable.get_value().shape[stacked:])))
         key = _fork(rule, rngs, path)() if spec.rounding.stochastic else None
-        setattr(layer, name, QuantizedParam(_packed(layer, kind, name, spec, key)))
+        scale = right.scale[...] if right is not None and role == "weight" else None
+        setattr(layer, name, QuantizedParam(_packed(layer, kind, name, spec, key, scale)))
     return tuple(layouts)
 
 
@@ -122,9 +173,14 @@ def _layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
     return layout, getattr(layer, name).get_value().ndim - axes
 
 
-def _packed(layer: Any, kind: Kind, name: str, spec: Spec, key: Array | None) -> QArray:
+def _packed(layer: Any, kind: Kind, name: str, spec: Spec, key: Array | None, scale: Any) -> QArray:
+    return pack(_in_use(layer, name), *_layout_of(layer, kind, name), spec, key, scale)
+
+
+def _in_use(layer: Any, name: str) -> Array:
+    """A parameter in the dtype that the layer computes in."""
     value, dtype = getattr(layer, name).get_value(), getattr(layer, "dtype", None)
-    return pack(value if dtype is None else value.astype(dtype), *_layout_of(layer, kind, name), spec, key)
+    return value if dtype is None else value.astype(dtype)
 
 
 def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
@@ -135,12 +191,12 @@ def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
     return jax.eval_shape(lambda value, key: pack(value, *how, spec, key), shape, key)
 
 
-def pack(value: Array, layout: Layout, stacked: int, spec: Spec, key: Array | None) -> QArray:
-    """A parameter in its layout, quantized; each of a stack by itself."""
+def pack(value: Array, layout: Layout, stacked: int, spec: Spec, key: Array | None, scale: Any = None) -> QArray:
+    """A parameter in its layout, quantized, under scales of its own or given ones; each of a stack by itself."""
     if stacked:
         keys = None if key is None else jax.random.split(key, value.shape[0])
-        return jax.vmap(lambda v, k: pack(v, layout, stacked - 1, spec, k))(value, keys)
-    return quantize(layout.lay(value), spec, key)
+        return jax.vmap(lambda v, k, s: pack(v, layout, stacked - 1, spec, k, s))(value, keys, scale)
+    return quantize(layout.lay(value), spec, key, scale=scale)
 
 
 def _as_it_lies(axes: int) -> Layout:

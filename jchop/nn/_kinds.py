@@ -54,7 +54,24 @@ class Kind:
         """The fields of a rule that say something for a layer of this kind."""
         held = [role for name, role in self.parameters.items() if getattr(layer, name) is not None]
         taken = ["activation"] if self.product or any("inputs" in slots for slots in self.slots) else []
-        return (*dict.fromkeys(held), *taken, *["output"] * self.output, *(PRODUCT_FIELDS if self.product else ()))
+        return (
+            *dict.fromkeys(held),
+            *taken,
+            *["output"] * self.output,
+            *(PRODUCT_FIELDS if self.product else ()),
+            *["scale_from"] * self.keeps_scales,
+            *["cache"] * self.caches,
+        )
+
+    @property
+    def caches(self) -> bool:
+        """Whether it keeps keys and values."""
+        return self.product is not None and self.product[1] is _sites.Attention
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether its product is of an input and a kernel, whose scales can be kept."""
+        return self.product is not None and self.layout is not None
 
 
 def _matrix(layer: Any) -> Layout:

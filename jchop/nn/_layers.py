@@ -10,10 +10,11 @@ import jax
 from flax import nnx
 
 from jchop._checks import check_choice
-from jchop.nn import _sites
+from jchop.nn import _cache, _sites
 from jchop.nn._equip import QuantizedParam, equip, equip_emulated
 from jchop.nn._kinds import KINDS, Kind
-from jchop.nn._rule import SPECS, Rule, as_rules, rule_of
+from jchop.nn._rule import FIELDS, Rule, as_rules, rule_of
+from jchop.nn._sources import Source
 
 Array = jax.Array
 Mode = Literal["qat", "ptq", "weight_only", "emulate"]
@@ -44,7 +45,39 @@ def _attend(self: Any, query: Array, out_sharding: Any = None) -> Array:
     return _finished(self, y)
 
 
-_MORE: Mapping[type, Mapping[str, Any]] = MappingProxyType({nnx.Embed: {"attend": _attend}})
+_usual_attention = _call(nnx.MultiHeadAttention)
+
+
+def _attention(
+    self: Any,
+    inputs_q: Array,
+    inputs_k: Array | None = None,
+    inputs_v: Array | None = None,
+    *,
+    decode: bool | None = None,
+    **more: Any,
+) -> Array:
+    if self.cache is None or not (self.decode if decode is None else decode):
+        return _usual_attention(self, inputs_q, inputs_k, inputs_v, decode=decode, **more)
+    if inputs_k is not None or inputs_v is not None:
+        raise ValueError("inputs_k and inputs_v say nothing with a packed cache, which keys and values are taken from")
+    return _cache.attend(self, self.cache, inputs_q, **more)
+
+
+def _init_cache(self: Any, input_shape: Sequence[int], dtype: Any = jax.numpy.float32) -> None:
+    """An empty cache for sequences of `input_shape`, (..., length, features), packed where the rule says so."""
+    if self.cache is None:
+        nnx.MultiHeadAttention.init_cache(self, tuple(input_shape), dtype)
+    else:
+        _cache.init_cache(self, input_shape, dtype, self.cache)
+
+
+_MORE: Mapping[type, Mapping[str, Any]] = MappingProxyType(
+    {
+        nnx.Embed: {"attend": _attend},
+        nnx.MultiHeadAttention: {"__call__": _attention, "init_cache": _init_cache, "cache": None},
+    }
+)
 #: Made of layers alone: there is nothing to round in them but those.
 _MADE_OF_LAYERS = (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell)
 
@@ -103,7 +136,7 @@ def layers_of(model: nnx.Module) -> Iterator[tuple[str, Any, Kind | None]]:
     """Every module with parameters of its own or a line in the table, its path, and that line."""
     for keys, module in nnx.iter_modules(model):
         kind = KINDS.get(type(module)) or KINDS.get(_base(type(module)))
-        if isinstance(module, _sites.Site):
+        if isinstance(module, _sites.Site | Source):
             continue
         if kind is not None or _has_parameters(module):
             yield path_of(keys), module, kind
@@ -131,7 +164,7 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
         chosen.append((number, path, layer, kind))
     check_rules(rules, [(number, layer, kind) for number, _, layer, kind in chosen])
     for number, path, layer, kind in chosen:
-        if not any(getattr(rules[number], name) is not None for name in (*SPECS, "matmul")):
+        if not any(getattr(rules[number], name) is not None for name in FIELDS):
             continue
         if kind is None:
             raise NotImplementedError(
@@ -139,25 +172,32 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
                 f"{', '.join(sorted(cls.__name__ for cls in KINDS))}. Give it a rule of its own that rounds nothing, "
                 f"Rule({path!r}), before {rules[number]}"
             )
-        _strip(layer, kind)
+        before = _strip(layer, kind)
         layer.__class__ = CLASSES.get(type(layer), type(layer))
         if mode == "emulate":
             equip_emulated(layer, kind, rules[number], path, rngs)
         else:
-            equip(layer, kind, rules[number], path, packed=mode != "qat", rngs=rngs)
+            equip(layer, kind, rules[number], path, packed=mode != "qat", rngs=rngs, before=before)
 
 
-def _strip(layer: Any, kind: Kind) -> None:
-    """Put Flax's functions back in the places of sites, so that a layer can be quantized in another way."""
+def _strip(layer: Any, kind: Kind) -> Any:
+    """Put Flax's functions back in the places of sites, so that a layer can be quantized in another way.
+
+    Returns:
+        The site of the product, whose scales may go on; None where there was none.
+    """
     if type(layer) in KINDS:
-        return
+        return None
+    before = None
     if kind.slots and isinstance(layer.promote_dtype, _sites.Promote):
         layer.promote_dtype = nnx.static(layer.promote_dtype.base)
-    if kind.product is not None and isinstance(getattr(layer, kind.product[0], None), _sites.Site):
+    if kind.product is not None and isinstance(getattr(layer, kind.product[0], None), _sites.Product):
+        before = getattr(layer, kind.product[0])
         setattr(layer, kind.product[0], nnx.static(kind.product[2][0]))
-    for name in ("output", "emulation"):
+    for name in ("output", "emulation", "cache"):
         if name in vars(layer):
             delattr(layer, name)
+    return before
 
 
 def check_rules(rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | None]]) -> None:
@@ -170,7 +210,7 @@ def check_rules(rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | N
                 "jchop.nn.report(model) lists the layers"
             )
         used = {name for layer, kind in matched if kind is not None for name in kind.fields(layer)}
-        idle = [name for name in (*SPECS, "matmul") if getattr(rule, name) is not None and name not in used]
+        idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
         if idle and all(kind is not None for _, kind in matched):
             raise ValueError(
                 f"{rule}: {', '.join(idle)} says nothing for any of its layers: "
@@ -180,7 +220,7 @@ def check_rules(rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | N
 
 #: The fields of a rule that a mode has, and what the others are for.
 _FIELDS = {
-    "weight_only": (("weight", "bias"), "rounds weights and biases; use mode='ptq'"),
+    "weight_only": (("weight", "bias", "cache", "scale_from"), "rounds weights, biases and caches; use mode='ptq'"),
     "emulate": (("activation", "matmul"), "rounds every operation to activation, with the sums of matmul"),
 }
 
@@ -189,6 +229,6 @@ def _check_mode(rule: Rule, mode: str) -> None:
     if mode not in _FIELDS:
         return
     allowed, why = _FIELDS[mode]
-    wrong = [name for name in (*SPECS, "matmul") if getattr(rule, name) is not None and name not in allowed]
+    wrong = [name for name in FIELDS if getattr(rule, name) is not None and name not in allowed]
     if wrong:
         raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {why}")

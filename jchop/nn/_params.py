@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop.nn._rule import SPECS, Rule, as_rules, rule_of
+from jchop.nn._rule import FIELDS, Rule, as_rules, rule_of
 from jchop.storage import quantize
 
 Array = jax.Array
@@ -47,7 +47,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     """
     given = as_rules(rules)
     for rule in given:
-        wrong = [name for name in (*SPECS, "matmul") if name != "weight" and getattr(rule, name) is not None]
+        wrong = [name for name in FIELDS if name != "weight" and getattr(rule, name) is not None]
         if wrong:
             raise ValueError(f"{rule}: parameters have a weight alone, and {', '.join(wrong)} says nothing for them")
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)

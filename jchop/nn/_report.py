@@ -12,7 +12,7 @@ from flax import nnx
 from jchop.nn._equip import QuantizedParam, packed_shape
 from jchop.nn._kinds import Kind
 from jchop.nn._layers import layers_of
-from jchop.nn._rule import SPECS, Rule, as_rules, rule_of
+from jchop.nn._rule import FIELDS, Rule, as_rules, rule_of
 
 __all__ = ["LayerRow", "ModelReport", "report"]
 
@@ -119,9 +119,7 @@ def _row(path: str, layer: Any, kind: Kind | None, rules: tuple[Rule, ...]) -> L
     if kind is None or rule is None:
         return LayerRow(path, name, shown, (), before, before, kind is not None)
     fields = kind.fields(layer)
-    specs = tuple(
-        (f, str(getattr(rule, f))) for f in (*SPECS, "matmul") if f in fields and getattr(rule, f) is not None
-    )
+    specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
     after = before
     for parameter, role in kind.parameters.items():
         value, spec = getattr(layer, parameter), getattr(rule, role)

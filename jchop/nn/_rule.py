@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat, ScaledFormat
+from jchop.nn._scale_from import ScaleFrom, check_scale_from
 from jchop.spec import Spec, as_spec
 
-__all__ = ["SPECS", "Rule", "as_rules", "rule_of"]
+__all__ = ["FIELDS", "SPECS", "Rule", "as_rules", "rule_of"]
 
 #: The fields of a rule that are specs.
-SPECS = ("weight", "activation", "output", "bias", "gradient", "weight_gradient")
+SPECS = ("weight", "activation", "output", "bias", "gradient", "weight_gradient", "cache")
+#: All that say something about rounding.
+FIELDS = (*SPECS, "matmul", "scale_from")
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Rule:
     The axes of a scaled format are those of an operand laid out for the product at hand: the axes that are summed over
     come last, as one. So ``"mxfp8_e4m3"`` has blocks along the sum in every product, forward and backward;
     ``"int8(group=all)"`` is a scale for each output channel of a weight and for each row (token) of an activation;
-    ``"int8"`` is a scale for the whole tensor. Arrays that enter no product (embeddings, biases, outputs, gains of
-    norms) are laid out as they are.
+    ``"int8(group=tensor)"`` is one for the whole tensor. Arrays that enter no product (embeddings, biases, outputs,
+    gains of norms) are laid out as they are.
 
     Args:
         path: a pattern (`fnmatch`) for a piece of the path of a layer, its parts joined by slashes: ``"head"``,
@@ -42,8 +45,13 @@ class Rule:
             precision. Default None: backward products take the operands as the forward product rounded them.
         weight_gradient: of both operands of the product dw = x g, in place of `activation` and `gradient`;
             ``"binary32"`` keeps it in float32.
+        cache: of the keys and values that MultiHeadAttention keeps for decoding, stored packed: a plain format, or one
+            with scales for each token and head, as ``"int8(group=all)"``.
         matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products also backward; in
             a convolution forward.
+        scale_from: where the scales of the kernel and of what enters the layer come from: `MovingAverage`, `History` or
+            `Learned`, in Linear, LinearGeneral, Einsum and Conv; other layers, and other operands, go without. What is
+            rounded under such scales is rounded once, for all three products. Default None: from each array itself.
         stochastic_stream: the stream of `flax.nnx.Rngs` that stochastic roundings draw from. Default ``"rounding"``.
 
     Raises:
@@ -64,7 +72,9 @@ class Rule:
     bias: Spec | None = None
     gradient: Spec | None = None
     weight_gradient: Spec | None = None
+    cache: Spec | None = None
     matmul: MatmulSpec | None = None
+    scale_from: ScaleFrom | None = None
     stochastic_stream: str = "rounding"
 
     if TYPE_CHECKING:  # what may be given is more than what is stored
@@ -79,7 +89,9 @@ class Rule:
             bias: Spec | ElementFormat | ScaledFormat | str | None = ...,
             gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
             weight_gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            cache: Spec | ElementFormat | ScaledFormat | str | None = ...,
             matmul: MatmulSpec | None = ...,
+            scale_from: ScaleFrom | None = ...,
             stochastic_stream: str = ...,
         ) -> None: ...
 
@@ -93,10 +105,17 @@ class Rule:
             spec = getattr(self, name)
             if spec is not None and spec.gradient != type(spec.gradient)():
                 raise ValueError(f"{name}={str(spec)!r} is of a gradient, and has no gradient of its own")
+        if self.cache is not None and not _by_rows(self.cache):
+            raise ValueError(
+                f"cache={str(self.cache)!r} must round each token and head by itself and draw nothing: a "
+                "plain format, or scales of groups along the last axis, as 'int8(group=all)'"
+            )
         if self.matmul is not None and not isinstance(self.matmul, MatmulSpec):
             raise TypeError(f"matmul={self.matmul!r} must be a MatmulSpec, such as MatmulSpec(accumulate='e5m10')")
         if self.matmul is not None and self.matmul.operands is not None:
             raise ValueError(f"matmul={str(self.matmul)!r} rounds operands, which activation= and weight= are for")
+        if self.scale_from is not None:
+            check_scale_from(self.scale_from, {name: getattr(self, name) for name in SPECS})
         if not isinstance(self.stochastic_stream, str) or not self.stochastic_stream:
             raise TypeError(f"stochastic_stream={self.stochastic_stream!r} must be the name of a stream of nnx.Rngs")
 
@@ -124,6 +143,8 @@ class Rule:
         fields = [f"{name}={getattr(self, name)}" for name in SPECS if getattr(self, name) is not None]
         if self.matmul is not None:
             fields.append(f"matmul=({self.matmul})")
+        if self.scale_from is not None:
+            fields.append(f"scale_from={self.scale_from}")
         return f"Rule({', '.join([repr(self.path), *fields])})"
 
 
@@ -133,6 +154,13 @@ def is_stochastic(spec: Spec | None) -> bool:
         return False
     backward = spec.gradient.round
     return spec.rounding.stochastic or (backward is not None and backward.rounding.stochastic)
+
+
+def _by_rows(spec: Spec) -> bool:
+    """Whether a spec rounds each row of the last axis by itself, and draws nothing."""
+    fmt = spec.scaled
+    rows = fmt is None or (fmt.group is not None and fmt.axis == -1 and len(fmt.scale_parts) == 1)
+    return rows and not is_stochastic(spec)
 
 
 def as_rules(rules: Any) -> tuple[Rule, ...]:

@@ -18,6 +18,7 @@ from jchop.nn._attention import attention
 from jchop.nn._contraction import Roundings, conv_general_dilated, dot_general, einsum
 from jchop.nn._layout import Layout, round_in
 from jchop.nn._rule import is_stochastic
+from jchop.nn._sources import Source
 from jchop.nn._static import ActivationRange, round_within
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
@@ -53,35 +54,58 @@ class Product(Site):
     Args:
         how: what is rounded to what.
         stream: of keys.
+        left: where the scales of the left operand come from; None: from each array.
+        right: of the right operand.
     """
 
     #: Whether the left operand is the input of a layer, whose range can be fixed.
     calibrates: ClassVar[bool] = True
 
-    def __init__(self, how: Roundings, stream: Stream) -> None:
+    def __init__(self, how: Roundings, stream: Stream, left: Source | None = None, right: Source | None = None) -> None:
         super().__init__(stream)
         self.how = how
+        self.left: Source | None = nnx.data(left)
+        self.right: Source | None = nnx.data(right)
         self.range: ActivationRange | None = nnx.data(None)
         self.observe: Callable[[Array], None] | None = None
 
-    def prepared(self, x: Array) -> tuple[Array, dict[str, Any]]:
-        """The left operand, rounded already where its range is fixed, and what the product is told."""
-        key = self.key()
+    def start(self, span: Array) -> None:
+        """Take a range that was found, to keep or to start from."""
+        assert self.how.left is not None
+        if self.left is None:
+            self.range = nnx.data(ActivationRange(span))
+        else:
+            self.left.start(span, self.how.left)
+
+    def prepared(self, x: Array, w: Array) -> tuple[Array, Array, dict[str, Any]]:
+        """The operands, rounded already where scales are not their own, and what the product is told."""
+        key, how = self.key(), self.how
         if self.observe is not None:
             self.observe(x)
-            return x, {"how": replace(self.how, left=None), "key": key}
-        if self.range is None:
-            return x, {"how": self.how, "key": key}
-        assert self.how.left is not None
-        mine, key = (None, None) if key is None else jax.random.split(key)
-        return round_within(x, self.how.left, self.range[...], mine), {"how": replace(self.how, left=None), "key": key}
+            how = replace(how, left=None)
+        elif self.range is not None or self.left is not None:
+            assert how.left is not None
+            mine, key = (None, None) if key is None else jax.random.split(key)
+            x = self._rounded(x, how.left, mine)
+            how = replace(how, left=None)
+        if self.right is not None:
+            assert how.right is not None
+            mine, key = (None, None) if key is None else jax.random.split(key)
+            w, how = self.right(w, how.right, mine), replace(how, right=None)
+        return x, w, {"how": how, "key": key}
+
+    def _rounded(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        if self.range is not None:
+            return round_within(x, spec, self.range[...], key)
+        assert self.left is not None
+        return self.left(x, spec, key)
 
 
 class DotGeneral(Product):
     """In place of `jax.lax.dot_general`."""
 
     def __call__(self, x: Array, w: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-        x, more = self.prepared(x)
+        x, w, more = self.prepared(x, w)
         return dot_general(x, w, dimension_numbers, *args, **kwargs, **more)
 
 
@@ -89,7 +113,7 @@ class Convolution(Product):
     """In place of `jax.lax.conv_general_dilated`."""
 
     def __call__(self, x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
-        x, more = self.prepared(x)
+        x, w, more = self.prepared(x, w)
         return conv_general_dilated(x, w, *args, **kwargs, **more)
 
 
@@ -97,7 +121,7 @@ class Einsum(Product):
     """In place of `jax.numpy.einsum`."""
 
     def __call__(self, subscripts: str, x: Array, w: Array, **kwargs: Any) -> Array:
-        x, more = self.prepared(x)
+        x, w, more = self.prepared(x, w)
         return einsum(subscripts, x, w, **kwargs, **more)
 
 

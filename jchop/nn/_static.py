@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop.formats import ScaledFormat
 from jchop.spec import Gradient, Spec
 from jchop.storage import dequantize, fit_scale, quantize
 
 Array = jax.Array
 
-__all__ = ["ActivationRange", "is_tensor_scaled", "round_within"]
+__all__ = ["ActivationRange", "round_within"]
 
 
 class ActivationRange(nnx.Variable):
@@ -32,12 +31,6 @@ class ActivationRange(nnx.Variable):
         >>> static.dot_general.range[...].tolist()
         [-3.0, 2.0]
     """
-
-
-def is_tensor_scaled(spec: Spec | None) -> bool:
-    """Whether a spec has one scale of one part for a whole array."""
-    fmt = None if spec is None else spec.format
-    return isinstance(fmt, ScaledFormat) and fmt.group is None and fmt.channel is None and len(fmt.scale_parts) == 1
 
 
 def round_within(x: Array, spec: Spec, span: Array, key: Array | None = None) -> Array:

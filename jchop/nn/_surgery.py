@@ -25,7 +25,8 @@ def quantize(model: Model, rules: Rule | Iterable[Rule], mode: Mode = "qat", *, 
     matches stay as they are; `report` shows what becomes of each.
 
     Args:
-        model: a module of Flax NNX, or a quantized one, which is then quantized anew.
+        model: a module of Flax NNX, or a quantized one, which is then quantized anew. What its layers found or learned
+            about scales (`calibrate`, `Rule.scale_from`) goes on where a rule rounds the same to the same.
         rules: a `Rule`, or several, of which the first that matches a layer's path counts.
         mode: ``"qat"``: parameters stay what they are and are rounded each time they are used, with gradients straight
             through (default). ``"ptq"``: weights and biases are rounded now and stored packed, as `QuantizedParam`; all

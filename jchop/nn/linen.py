@@ -17,7 +17,7 @@ from jchop.nn._contraction import Roundings, conv_general_dilated, dot_general
 from jchop.nn._equip import pack
 from jchop.nn._kinds import PRODUCT_FIELDS
 from jchop.nn._layout import Layout, round_in
-from jchop.nn._rule import SPECS, Rule, as_rules, is_stochastic, rule_of
+from jchop.nn._rule import FIELDS, Rule, as_rules, is_stochastic, rule_of
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
 
@@ -126,6 +126,7 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
 
     Raises:
         TypeError: for rules that are none, or no module.
+        NotImplementedError: for a rule with `scale_from` or `cache`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -136,6 +137,9 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
         (1, 2)
     """
     given = as_rules(rules)
+    kept = next((rule for rule in given if rule.scale_from is not None or rule.cache is not None), None)
+    if kept is not None:
+        raise NotImplementedError(f"{kept}: scale_from and cache are for Flax NNX, whose layers can hold them")
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} must be a module of Flax Linen; for NNX use jchop.nn.quantize")
     return Quantized(module, given)
@@ -254,7 +258,7 @@ def _flat(variables: Any) -> dict[tuple[str, ...], Any]:
 
 
 def _fields(rule: Rule) -> list[str]:
-    return [name for name in (*SPECS, "matmul") if getattr(rule, name) is not None]
+    return [name for name in FIELDS if getattr(rule, name) is not None]
 
 
 def _check(path: tuple[str, ...], layer: Any, rule: Rule) -> None:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jchop as jc
+from jchop.nn._histogram import BINS, Histogram, add, divergence, entropy_threshold
 
 DRAW = np.random.default_rng(0)
 BATCHES = [jnp.asarray(DRAW.normal(size=(5, 4)) * scale, "float32") for scale in (1.0, 3.0, 2.0)]
@@ -36,6 +37,54 @@ def test_ranges_are_those_of_the_data() -> None:
     ends = [max(-most[i], LOW[i]) for i in range(3)], [min(most[i], HIGH[i]) for i in range(3)]
     inside = jc.nn.calibrate(layer(), BATCHES, method="percentile(80)")
     np.testing.assert_allclose(range_of(inside), [min(ends[0]), max(ends[1])], rtol=1e-6)
+
+
+def test_the_least_square_error_is_found() -> None:
+    x = np.concatenate([np.linspace(-1, 1, 511), [6.0]]).astype("float32").reshape(128, 4)
+    errors = []
+    for share in np.arange(1, 101) / 100:
+        scale = np.float64(np.float32(share) * np.float32(6)) / 7  # of int4
+        errors.append(np.sum((np.clip(np.rint(x / scale), -8, 7) * scale - x) ** 2))
+    best = (1 + int(np.argmin(errors))) / 100
+    assert 0.3 < best < 0.9
+    found = jc.nn.calibrate(layer("int4(group=tensor)"), [jnp.asarray(x)], method="mse")
+    np.testing.assert_allclose(range_of(found), [-best, 6 * best], rtol=1e-6)
+
+
+def test_a_histogram_counts_whatever_comes() -> None:
+    values = [np.array([0.0, 0.0]), np.array([1.0, -0.5, np.nan]), np.array([3.5, -np.inf, 1e-3])]
+    seen = Histogram.empty()
+    for x in values:
+        seen = add(seen, x)
+    every = np.abs(np.concatenate(values))
+    every[every == 1] -= 1e-9  # the largest of the first array lies in the last bin
+    every = every[np.isfinite(every)]
+    assert seen.width == 4 / BINS  # 1 / BINS, doubled twice
+    np.testing.assert_array_equal(seen.counts, np.bincount((every / seen.width).astype(int), minlength=BINS))
+
+
+def test_the_divergence_is_that_of_the_definition() -> None:
+    counts = np.array([4, 2, 0, 2, 1, 3, 2])
+    # Four bins kept, five beyond them added to the last; two levels of two bins each.
+    p, q = np.array([4, 2, 0, 2 + 6]) / 14, np.array([3, 3, 0, 2]) / 8
+    expected = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a)
+    assert divergence(counts, 4, 2) == pytest.approx(expected, rel=1e-12)
+    assert divergence(counts, 3, 2) == np.inf  # numbers beyond are put where none was
+    losses = [divergence(counts, kept, 2) for kept in range(2, 8)]
+    assert entropy_threshold(counts, 2) == 2 + int(np.argmin(losses)) + 0.5
+    assert entropy_threshold(np.array([5, 0, 1, 3]), 4) == 4.5  # nothing is lost with a level for each
+
+
+def test_entropy_cuts_outliers_of_all_batches() -> None:
+    draw = np.random.default_rng(1)
+    batches = [jnp.asarray(draw.normal(size=(2000, 4)), "float32"), jnp.full((1, 4), 40.0)]
+    model = layer()
+    low, high = range_of(jc.nn.calibrate(model, batches, method="entropy"))
+    assert -low == pytest.approx(-float(batches[0].min()), abs=1) and 2.5 < high < 20
+    nothing = range_of(jc.nn.calibrate(model, [jnp.zeros((1, 4))], method="entropy"))
+    np.testing.assert_array_equal(nothing, [0, 0])
+    one_sign = jc.nn.calibrate(layer("uint4(group=tensor,zero_point=true)"), [jnp.abs(batches[0])], method="entropy")
+    assert range_of(one_sign)[0] == 0 < range_of(one_sign)[1] <= float(jnp.abs(batches[0]).max())
 
 
 @pytest.mark.parametrize("activation", ["int8(group=tensor)", "uint8(group=tensor,zero_point=true)"])
@@ -70,6 +119,14 @@ def test_gradients_pass_and_the_range_is_state() -> None:
     assert (of_params["kernel"][...] != 0).any() and list(of_params) == ["bias", "kernel"]
     state = nnx.state(static, jc.nn.ActivationRange)
     assert list(nnx.to_flat_state(state)) == [(("dot_general", "range"), state["dot_general"]["range"])]
+    packed = jc.nn.quantize(static, jc.nn.Rule(weight="e4m3", activation="int8(group=tensor)"), mode="ptq")
+    np.testing.assert_array_equal(range_of(packed), range_of(static))  # it goes on
+    for fields in (
+        {"activation": "int4(group=tensor)"},
+        {"activation": "int8(group=tensor)", "gradient": "e5m2"},
+        {"activation": "int8(group=tensor)", "scale_from": jc.nn.MovingAverage()},
+    ):
+        assert jc.nn.quantize(static, jc.nn.Rule(**fields)).dot_general.range is None
     again = jc.nn.calibrate(static, [10 * BATCHES[0]])
     np.testing.assert_allclose(range_of(again), [10 * LOW[0], 10 * HIGH[0]], rtol=1e-6)
 
@@ -82,6 +139,9 @@ def test_gradients_pass_and_the_range_is_state() -> None:
         (layer(), [], {}, "no batch"),
         (layer(), BATCHES, {"method": "percentile(0)"}, "method='percentile"),
         (layer(), BATCHES, {"combine": "median"}, "combine='median'"),
+        (layer(), BATCHES, {"method": "entropy", "combine": "mean"}, "combine='mean'"),
+        (layer("e4m3(group=tensor)"), BATCHES, {"method": "entropy"}, "even levels"),
+        (layer(scale_from=jc.nn.History(2)), BATCHES, {}, "a history"),
     ],
 )
 def test_what_cannot_be_calibrated_is_said(model: Any, batches: Any, more: Any, words: str) -> None:

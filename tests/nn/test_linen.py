@@ -148,5 +148,8 @@ def test_what_cannot_be_quantized_is_named() -> None:
         run(linen.ConvTranspose(2, (3,)), jc.nn.Rule(gradient="e5m2"))
     with pytest.raises(ValueError, match="dot_general of its own"):
         run(linen.Dense(2, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k)), jc.nn.Rule(weight="e4m3"))
+    for rule in (jc.nn.recipe("float8_delayed"), jc.nn.Rule(cache="int8(group=all)")):
+        with pytest.raises(NotImplementedError, match="scale_from and cache are for Flax NNX"):
+            run(linen.Dense(2), rule)
     with pytest.raises(TypeError, match="module of Flax Linen"):
         quantized_linen.quantize(Twin(rngs=nnx.Rngs(0)), jc.nn.Rule())  # type: ignore[arg-type]

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from example_cases import EXAMPLES, load
 from flax import nnx
 
 import jchop as jc
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow
@@ -54,6 +44,19 @@ def test_training_in_stochastic_e5m2_is_as_good_as_in_float32() -> None:
     for model in (plain, rounded):
         digits.train(model, x, y, steps=600, rate=1e-3, seed=0)
     assert digits.accuracy(rounded, test_x, test_y) >= digits.accuracy(plain, test_x, test_y) - 0.005
+
+
+@pytest.mark.slow
+def test_sums_in_e5m2_collapse_to_nearest_and_not_stochastically(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    accumulators, picture = load("accumulators"), tmp_path / "accumulators.png"
+    accumulators.ACCUMULATORS = ("float8_e5m2", "float8_e5m2:stochastic")  # sums in float32 end at 0.91
+    monkeypatch.setattr(sys, "argv", ["accumulators.py", "--steps", "60", "--hidden", "64", "--plot", str(picture)])
+    accumulators.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    nearest, stochastic = (float(row[1]) for row in rows)
+    assert nearest < 0.8 < stochastic
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -1,0 +1,133 @@
+"""`correct_biases`: the mean errors that rounding leaves, taken out of the biases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jchop.nn._equip import QuantizedParam
+from jchop.nn._folding import give_bias
+from jchop.nn._layers import CLASSES, layers_of
+
+Array = jax.Array
+Model = TypeVar("Model", bound=nnx.Module)
+
+__all__ = ["correct_biases"]
+
+#: Layers with one bias for each channel, the last axis of their results.
+_CORRECTED = (nnx.Linear, nnx.Conv, nnx.ConvTranspose)
+_QUANTIZED = tuple(CLASSES[base] for base in _CORRECTED)
+
+
+def correct_biases(
+    model: nnx.Module,
+    quantized: Model,
+    batches: Iterable[Any],
+    *,
+    run: Callable[[Any, Any], Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Model:
+    """A quantized model whose layers give, in the mean over data, what those of the exact model give.
+
+    Layer by layer, in the order in which they are called, the bias loses E[y'] - E[y]: the means, over all but the
+    channels, of what the quantized layer gives (those before it corrected already) and of what the exact one gives.
+    Linear, Conv and ConvTranspose that are quantized are corrected; a layer without a bias gets one.
+
+    Args:
+        model: what `quantized` was made from.
+        quantized: what `quantize` returned, in any mode but ``"emulate"``; it stays as it is, and so does `model`.
+        batches: inputs of the models, gone through once for each layer, so they are kept in a list.
+        run: calls a model on a batch. Default ``model(batch)``. Not within `jax.jit`.
+        progress: is told the number of each layer that is done.
+
+    Returns:
+        The new model.
+
+    Raises:
+        ValueError: for no batch, no such layer in `quantized`, or models of other layers; for layers that are called
+            within `jax.jit`, scan or the like, where nothing can be noted.
+        NotImplementedError: for a packed bias; correct the model before it is packed, or leave biases unrounded.
+
+    Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
+    appendix D (empirical bias correction).
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> exact = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+        >>> coarse = jc.nn.quantize(exact, jc.nn.Rule(weight="int2(group=all)"))
+        >>> x = jnp.linspace(0, 1, 32).reshape(4, 8)
+        >>> better = jc.nn.correct_biases(exact, coarse, [x])
+        >>> bool(jnp.allclose(better(x).mean(0), exact(x).mean(0), atol=1e-6))
+        True
+    """
+    data = list(batches)
+    if not data:
+        raise ValueError("batches has no batch")
+    call = (lambda model, batch: model(batch)) if run is None else run
+    result: Any = _copy(quantized)
+    layers = {path: layer for path, layer, _ in layers_of(result) if isinstance(layer, _QUANTIZED)}
+    of_exact = {path: layer for path, layer, _ in layers_of(model) if path in layers}
+    if not layers or of_exact.keys() != layers.keys():
+        raise ValueError(
+            f"quantized has the quantized layers {sorted(layers)}, and model {sorted(of_exact)}; they must be the same "
+            "Linear, Conv and ConvTranspose, at least one"
+        )
+    for path, layer in layers.items():
+        if isinstance(layer.bias, QuantizedParam):
+            raise NotImplementedError(f"{type(layer).__name__} at {path!r} has a packed bias; correct before packing")
+    wanted = _means(model, of_exact, data, call)
+    for number, path in enumerate(wanted, start=1):
+        layer = layers[path]
+        found = _means(result, {path: layer}, data, call)[path]
+        shift = jnp.asarray(wanted[path] - found, layer.kernel.dtype if layer.bias is None else layer.bias.dtype)
+        give_bias(layer, shift if layer.bias is None else layer.bias[...] + shift)
+        if progress is not None:
+            progress(number)
+    return result
+
+
+def _copy(model: Any) -> Any:
+    return nnx.merge(*nnx.split(model), copy=True)
+
+
+class _Mean:
+    """Sums what a layer gives, for each channel; it stands where a layer rounds its result."""
+
+    def __init__(self, path: str, then: Any, order: list[str]) -> None:
+        self.path, self.then, self.order = path, then, order
+        self.total: Any = 0.0
+        self.count = 0
+
+    def __call__(self, y: Array) -> Array:
+        y = y if self.then is None else self.then(y)
+        if isinstance(y, jax.core.Tracer):
+            raise ValueError(f"the layer {self.path!r} is called within jax.jit, scan or the like; run must not be")
+        if not self.count:
+            self.order.append(self.path)
+        values = np.asarray(y, np.float64).reshape(-1, y.shape[-1])
+        self.total, self.count = self.total + values.sum(0), self.count + len(values)
+        return y
+
+
+def _means(model: Any, layers: dict[str, Any], data: list[Any], call: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """The mean of what each layer gives over data, in the order of the calls; the model stays as it is."""
+    model, order = _copy(model), []
+    noted = {}
+    for path, layer, _ in layers_of(model):
+        if path in layers:
+            noted[path] = _Mean(path, getattr(layer, "output", None), order)
+            layer.__class__ = CLASSES.get(type(layer), type(layer))
+            layer.output = nnx.static(noted[path])
+    for batch in data:
+        _ = call(model, batch)
+    missed = [path for path in noted if path not in order]
+    if missed:
+        raise ValueError(f"batches reach no layer at {', '.join(map(repr, missed))}")
+    return {path: noted[path].total / noted[path].count for path in order}

@@ -1,0 +1,93 @@
+"""Keys and values of attention kept packed, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jchop.spec import Spec
+from jchop.storage import QArray, dequantize, quantize
+
+Array = jax.Array
+
+__all__ = ["attend", "init_cache"]
+
+
+def init_cache(layer: Any, input_shape: Sequence[int], dtype: Any, spec: Spec) -> None:
+    """Give an attention layer an empty cache for sequences of `input_shape`, (..., length, features)."""
+    shape = (*input_shape[:-1], layer.num_kv_heads, layer.head_dim)
+    packed = jax.eval_shape(lambda: quantize(jnp.zeros(shape, dtype), spec))
+    for name in ("cached_key", "cached_value"):
+        leaves = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed)
+        setattr(layer, name, nnx.data(nnx.Cache(leaves)))
+    layer.cache_index = nnx.data(nnx.Cache(jnp.array(0, jnp.int32)))
+
+
+def attend(
+    layer: Any,
+    spec: Spec,
+    inputs: Array,
+    *,
+    mask: Array | None = None,
+    deterministic: bool | None = None,
+    is_causal: bool = False,
+    rngs: Any = None,
+    out_sharding: Any = None,
+    qkv_sharding: Any = None,
+) -> Array:
+    """One token more: its key and value are packed into the cache, and it attends to all tokens there.
+
+    Args:
+        layer: a quantized attention layer with a cache.
+        spec: what keys and values are packed under.
+        inputs: one token of each sequence, shape (..., 1, features).
+        mask: where the token may attend, beside the tokens that are there.
+        deterministic: as of the layer; there must be no dropout.
+        is_causal: says nothing more: only earlier tokens are there.
+        rngs: likewise, without a dropout.
+        out_sharding: of the result.
+        qkv_sharding: of query, key and value.
+    """
+    if layer.dropout_rate > 0 and not (layer.deterministic if deterministic is None else deterministic):
+        raise ValueError(f"dropout_rate={layer.dropout_rate}: attention with a packed cache drops nothing; call eval()")
+    if layer.cached_key is None or not isinstance(layer.cached_key.get_value(), QArray):
+        raise ValueError("there is no packed cache yet: call init_cache of the quantized layer")
+    query, key, value = (part(inputs, out_sharding=qkv_sharding) for part in (layer.query, layer.key, layer.value))
+    if layer.normalize_qk:
+        query, key = layer.query_ln(query), layer.key_ln(key)
+    index = layer.cache_index[...]
+    stored = [
+        _with_token(cache, quantize(new.astype(cache.dtype), spec), index)
+        for cache, new in ((layer.cached_key.get_value(), key), (layer.cached_value.get_value(), value))
+    ]
+    layer.cached_key.set_value(stored[0])
+    layer.cached_value.set_value(stored[1])
+    layer.cache_index[...] = index + 1
+    length = stored[0].shape[-3]
+    there = jnp.broadcast_to(jnp.arange(length) <= index, (*key.shape[:-3], 1, 1, length))
+    y = layer.attention_fn(
+        query,
+        *(dequantize(q, query.dtype) for q in stored),
+        mask=nnx.combine_masks(mask, there),
+        deterministic=True,
+        dtype=layer.dtype,
+        precision=layer.precision,
+    )
+    return layer.out(y, out_sharding=out_sharding)
+
+
+def _with_token(cache: QArray, token: QArray, index: Array) -> QArray:
+    """A cache with one token of all heads put in its place."""
+    expected = (*cache.shape[:-3], 1, *cache.shape[-2:])
+    if token.shape != expected:
+        raise ValueError(f"inputs have keys of shape {token.shape}; with this cache they must have {expected}")
+
+    def put(whole: Array, part: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(whole, part, index, whole.ndim - 3)
+
+    return jax.tree.map(put, cache, token)

@@ -1,0 +1,132 @@
+"""`fold_batch_norms`: a layer and the batch norm behind it as one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jchop.nn._layers import path_of
+
+Array = jax.Array
+Model = TypeVar("Model", bound=nnx.Module)
+
+__all__ = ["Folded", "fold_batch_norms"]
+
+
+class Folded(nnx.Module):
+    """What stands in the place of a batch norm that was folded: its argument goes through.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.nn.Folded()(jnp.ones(2), use_running_average=True).tolist()
+        [1.0, 1.0]
+    """
+
+    def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
+        """The argument `x`; what else a batch norm takes says nothing here."""
+        return x
+
+
+#: The axis of the kernel that runs through the output channels.
+_CHANNELS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
+    {
+        nnx.Linear: lambda layer: -1,
+        nnx.Conv: lambda layer: -1,
+        nnx.ConvTranspose: lambda layer: -2 if layer.transpose_kernel else -1,
+    }
+)
+
+
+def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
+    """A model in which batch norms are part of the layers before them, as they are in evaluation.
+
+    With y = x w + b and the norm's mean m, variance v, gain g and offset c, the layer gets the kernel w a and the bias
+    (b - m) a + c, where a = g / sqrt(v + epsilon), computed in float32; in the place of the norm stands `Folded`. It is
+    for a model that is trained and not quantized yet: then the kernel that is rounded is the one that is used.
+
+    Args:
+        model: a module of Flax NNX; it stays as it is.
+        pairs: paths, of a Linear, Conv or ConvTranspose each with that of the batch norm that its result goes to, alone
+            and unchanged: ``{"blocks/0/conv": "blocks/0/norm"}``. That is for the caller to know: a module does not say
+            in which order it calls its layers.
+
+    Returns:
+        The new model. Arrays that did not change are shared with the given one.
+
+    Raises:
+        ValueError: for a path of nothing, one that stands twice, a norm of other axes or another number of channels.
+        NotImplementedError: for another layer, quantized ones among them.
+
+    Source: Jacob et al., "Quantization and training of neural networks", 2018, section 3.2.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> r = nnx.Rngs(0)
+        >>> model = nnx.Sequential(nnx.Linear(3, 2, rngs=r), nnx.BatchNorm(2, use_running_average=True, rngs=r))
+        >>> model.layers[1].mean[...] = jnp.array([1.0, -2.0])
+        >>> folded = jc.nn.fold_batch_norms(model, {"layers/0": "layers/1"})
+        >>> bool(jnp.allclose(folded(jnp.ones((1, 3))), model(jnp.ones((1, 3))), atol=1e-6))
+        True
+    """
+    result: Any = nnx.merge(*nnx.split(model), copy=True)
+    modules = {path_of(keys): (keys, module) for keys, module in nnx.iter_modules(result)}
+    named = [*pairs, *pairs.values()]
+    for path in named:
+        if path not in modules:
+            raise ValueError(f"pairs has {path!r}, and model has no module there; it has {', '.join(modules)}")
+        if named.count(path) > 1:
+            raise ValueError(f"pairs has {path!r} {named.count(path)} times")
+    for layer, norm in pairs.items():
+        _fold(layer, modules[layer][1], norm, modules[norm][1])
+        *parent, last = modules[norm][0]
+        _put(modules, parent, last)
+    return result
+
+
+def _put(modules: Mapping[str, Any], parent: list[Any], last: Any) -> None:
+    holder = modules[path_of(parent)][1] if path_of(parent) in modules else None
+    if holder is None:
+        raise NotImplementedError(f"the batch norm at {path_of([*parent, last])!r} is held by no module")
+    if isinstance(last, int):
+        holder[last] = Folded()
+    else:
+        setattr(holder, last, Folded())
+
+
+def _fold(path: str, layer: Any, norm_path: str, norm: Any) -> None:
+    what = f"{type(layer).__name__} at {path!r}"
+    if type(layer) not in _CHANNELS:
+        allowed = ", ".join(kind.__name__ for kind in _CHANNELS)
+        raise NotImplementedError(f"{what} takes no batch norm in; that can be a {allowed} that is not quantized yet")
+    if type(norm) is not nnx.BatchNorm:
+        raise NotImplementedError(f"{type(norm).__name__} at {norm_path!r} must be a BatchNorm that is not quantized")
+    kernel = layer.kernel[...]
+    axis = _CHANNELS[type(layer)](layer)
+    if norm.axis != -1 or norm.num_features != kernel.shape[axis]:
+        raise ValueError(
+            f"the BatchNorm at {norm_path!r} has axis={norm.axis} and num_features={norm.num_features}; behind {what} "
+            f"they must be -1 and {kernel.shape[axis]}"
+        )
+    gain = jax.lax.rsqrt(norm.var[...].astype(jnp.float32) + norm.epsilon)
+    gain = gain if norm.scale is None else gain * norm.scale[...].astype(jnp.float32)
+    bias = 0.0 if layer.bias is None else layer.bias[...].astype(jnp.float32)
+    bias = (bias - norm.mean[...].astype(jnp.float32)) * gain
+    bias = bias if norm.bias is None else bias + norm.bias[...].astype(jnp.float32)
+    along = gain.reshape([-1 if i == axis % kernel.ndim else 1 for i in range(kernel.ndim)])
+    layer.kernel[...] = (kernel.astype(jnp.float32) * along).astype(kernel.dtype)
+    give_bias(layer, bias.astype(kernel.dtype))
+
+
+def give_bias(layer: Any, value: Array) -> None:
+    """Give a layer a bias, in place of the one that it has or has not."""
+    if layer.bias is None:
+        layer.use_bias = True
+        layer.bias = nnx.data(nnx.Param(value))
+    else:
+        layer.bias[...] = value

@@ -1,0 +1,167 @@
+"""Scales that are state or parameters: the modules that round an operand of a product under them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jchop.nn._layout import Layout
+from jchop.nn._learned import round_learned
+from jchop.nn._scale_from import History, Learned, MovingAverage, ScaleFrom
+from jchop.nn._static import ActivationRange, round_within
+from jchop.spec import Spec
+from jchop.storage import fit_scale
+
+Array = jax.Array
+
+__all__ = ["AmaxHistory", "LearnedScale", "LearnedStep", "MovingRange", "PastMagnitudes", "Source", "source_of"]
+
+
+class AmaxHistory(nnx.Variable):
+    """The largest magnitudes of an operand in earlier steps, the most recent first; zeros where there was none.
+
+    It is ordinary state of the model, as the averages of a batch norm.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> layer = jc.nn.Linear(2, 2, rule=jc.nn.recipe("float8_delayed"), rngs=nnx.Rngs(0))
+        >>> _ = layer(jnp.array([[0.5, -2.0]]))
+        >>> layer.dot_general.left.history[...].shape, float(layer.dot_general.left.history[...].max())
+        ((1024,), 2.0)
+    """
+
+
+class LearnedScale(nnx.Param):
+    """A scale that is trained, in the form of `jchop.fit_scale`; it has to stay above zero.
+
+    Filters tell it from other parameters, for example to give it a learning rate of its own.
+
+    Example:
+        >>> import jchop as jc
+        >>> from flax import nnx
+        >>> rule = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.Learned())
+        >>> layer = jc.nn.Linear(4, 3, rule=rule, rngs=nnx.Rngs(0))
+        >>> [path for path, _ in nnx.to_flat_state(nnx.state(layer, jc.nn.LearnedScale))]
+        [('dot_general', 'right', 'scale')]
+    """
+
+
+class Source(nnx.Module):
+    """Rounds one operand under scales of its own; `start` begins with the range that `calibrate` found."""
+
+    how: Any  # the value of the rule that it was made for
+
+    def start(self, span: Array, spec: Spec) -> None:
+        raise NotImplementedError
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        raise NotImplementedError
+
+
+class _Following(Source):
+    """State that follows the data in training mode, and stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        self.use_running_average = False
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """What `flax.nnx.view` calls."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+
+class MovingRange(_Following):
+    """A range that moves with those of the arrays; NaN before the first."""
+
+    def __init__(self, how: MovingAverage, stack: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how = how
+        self.range = ActivationRange(jnp.full((*stack, 2), jnp.nan))
+
+    def start(self, span: Array, spec: Spec) -> None:
+        self.range[...] = span.astype(jnp.float32)
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        numbers = _numbers(x)
+        found, known = jnp.stack([numbers.min(), numbers.max()]), self.range[...]
+        moved = known if self.use_running_average else self.how.decay * known + (1 - self.how.decay) * found
+        span = jnp.where(jnp.isnan(known), found, moved)
+        if not self.use_running_average:
+            self.range[...] = span
+        return round_within(x, spec, span, key)
+
+
+class PastMagnitudes(_Following):
+    """The largest magnitudes of earlier steps."""
+
+    def __init__(self, how: History, stack: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how = how
+        self.history = AmaxHistory(jnp.zeros((*stack, how.length)))
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        now, history = jnp.max(jnp.abs(_numbers(x))), self.history[...]
+        past = history[0] if self.how.take == "last" else history.max()
+        most = jnp.where(past > 0, past, now)
+        if not self.use_running_average:
+            self.history[...] = jnp.concatenate([now[None], history[:-1]])
+        return round_within(x, spec, jnp.stack([-most, most]), key)
+
+
+class LearnedStep(Source):
+    """A scale that is a parameter.
+
+    Args:
+        how: with the factor of its gradient or without.
+        stack: how many layers it is of, as axes in front.
+        layout: of a kernel; None of an activation, which has one scale, and none before `start`.
+        scale: of a kernel.
+    """
+
+    def __init__(
+        self, how: Learned, stack: tuple[int, ...], layout: Layout | None = None, scale: Array | None = None
+    ) -> None:
+        self.how, self.layout = how, layout
+        self.scale: LearnedScale | None = nnx.data(None if scale is None else LearnedScale(scale))
+
+    def start(self, span: Array, spec: Spec) -> None:
+        self.scale = nnx.data(LearnedScale(fit_scale(span.astype(jnp.float32), spec)[0].reshape(())))
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        if self.scale is None:
+            raise ValueError(
+                f"activation={str(spec)!r} with scale_from={self.how!r} has no scale yet: run jchop.nn.calibrate, "
+                "which gives it the one to start from"
+            )
+        scale = self.scale[...]
+        if self.layout is None:
+            laid, scale = x, scale.reshape((1,) * x.ndim)
+            sharing = x.size // x.shape[0] if x.ndim > 1 else x.size
+        else:
+            laid = self.layout.lay(x)
+            sharing = laid.size // scale.size
+        y = round_learned(laid, spec, scale, key, sharing=sharing if self.how.factor else None)
+        return y if self.layout is None else self.layout.back(y, x.shape)
+
+
+_MODULES: Mapping[type, Callable[[Any, tuple[int, ...]], Source]] = MappingProxyType(
+    {MovingAverage: MovingRange, History: PastMagnitudes, Learned: LearnedStep}
+)
+
+
+def source_of(how: ScaleFrom, name: str, spec: Spec | None, stack: tuple[int, ...]) -> Source | None:
+    """A new module for one operand, ``"activation"`` or ``"weight"``; None where its scales are those of each array."""
+    return None if spec is None or name not in how.fields else _MODULES[type(how)](how, stack)
+
+
+def _numbers(x: Array) -> Array:
+    """The finite numbers of an array, which alone count for a scale."""
+    x = lax.stop_gradient(x).astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), x, 0)

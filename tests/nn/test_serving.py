@@ -1,0 +1,119 @@
+"""A quantized model is served as any other: split and merged, placed on many devices, saved, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+
+RULES = [jc.nn.Rule("norm"), jc.nn.Rule(weight="int4(group=8)", activation="int8(group=all)")]
+X = jnp.asarray(np.random.default_rng(5).normal(size=(16, 16)), "float32")
+
+
+class Model(nnx.Module):
+    def __init__(self, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        more = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        self.up, self.down = nnx.Linear(16, 32, **more), nnx.Linear(32, 16, **more)
+        self.norm = nnx.RMSNorm(16, **more)
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(self.down(nnx.relu(self.up(x))))
+
+
+def packed() -> Any:
+    return jc.nn.quantize(Model(rngs=nnx.Rngs(0)), RULES, mode="ptq")
+
+
+def forward(graph: Any, state: Any, x: Any) -> Any:
+    return nnx.merge(graph, state)(x)
+
+
+run = jax.jit(forward, static_argnums=0)
+
+
+def test_packed_models_are_split_and_exported() -> None:
+    graph, state = nnx.split(packed())
+    again, _ = nnx.split(packed())
+    assert again == graph and hash(again) == hash(graph)  # compiled once
+    y = run(graph, state, X)
+    assert (y != 0).all()
+
+    # The leaves are plain arrays, so their flat list is what a serving program takes.
+    leaves, tree = jax.tree.flatten(state)
+    exported = export.export(jax.jit(lambda leaves, x: forward(graph, jax.tree.unflatten(tree, leaves), x)))(leaves, X)
+    np.testing.assert_array_equal(export.deserialize(exported.serialize()).call(leaves, X), y)
+    assert sum(leaf.nbytes for leaf in leaves) < 0.35 * 4 * (2 * 16 * 32)
+
+
+def test_checkpoints_bring_packed_models_back(tmp_path: Path) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint")
+    graph, state = nnx.split(packed())
+    pure = nnx.to_pure_dict(state)
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", pure)
+        checkpointer.wait_until_finished()
+        blank = nnx.to_pure_dict(nnx.split(nnx.eval_shape(packed))[1])
+        back = checkpointer.restore(tmp_path / "model", blank)
+    assert jax.tree.structure(back) == jax.tree.structure(pure)
+    jax.tree.map(np.testing.assert_array_equal, back, pure)
+    _, fresh = nnx.split(jc.nn.quantize(Model(rngs=nnx.Rngs(1)), RULES, mode="ptq"))
+    nnx.replace_by_pure_dict(fresh, back)
+    np.testing.assert_array_equal(run(graph, fresh, X), run(graph, state, X))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+def test_packed_models_are_placed_on_eight_devices() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    graph, state = nnx.split(packed())
+
+    def place(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        # Kernels lie with their outputs first: those of the first layer are split, and the sums of the second.
+        where = P()
+        if "kernel" in name:
+            where = P("model", None) if "up" in name else P(None, "model")
+        return jax.device_put(leaf, NamedSharding(mesh, where))
+
+    placed = jax.tree_util.tree_map_with_path(place, state)
+    x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+    y = run(graph, placed, x)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
+    np.testing.assert_allclose(y, run(graph, state, X), rtol=1e-5, atol=1e-6)
+    held = jax.tree.leaves(placed["up"]["kernel"])
+    assert [leaf.addressable_shards[0].data.shape[0] for leaf in held] == [16, 16]
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_training_packing_and_plain_arrays_agree_bit_for_bit(dtype: str) -> None:
+    """A hundred models, each with numbers of its own: QAT, PTQ, and Flax's layers with the numbers that are stored."""
+    graph, params = nnx.split(Model(dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+
+    def plain(model: Any, packed: Any, x: Any) -> Any:
+        """The packed numbers in Flax's own layers, their inputs rounded by hand."""
+        for name in ("up", "down"):
+            getattr(model, name).kernel[...] = jc.dequantize(getattr(packed, name).kernel.get_value()).T
+        hidden = nnx.relu(model.up(jc.round_to_format(x, "int8(group=all)")))
+        return model.norm(model.down(jc.round_to_format(hidden, "int8(group=all)")))
+
+    def of_seed(seed: Any) -> Any:
+        keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params)) + 1)
+        leaves = [jax.random.normal(k, v.shape, v.dtype) for k, v in zip(keys, jax.tree.leaves(params), strict=False)]
+        x = jax.random.normal(keys[-1], (4, 16), dtype)
+        model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(params), leaves))
+        trained, stored = jc.nn.quantize(model, RULES), jc.nn.quantize(model, RULES, mode="ptq")
+        return trained(x), stored(x), plain(model, stored, x)
+
+    trained, stored, expected = jax.jit(lambda seeds: jax.lax.map(of_seed, seeds))(jnp.arange(100))
+    assert trained.dtype == dtype and len(np.unique(np.asarray(trained, np.float32))) > 500
+    np.testing.assert_array_equal(stored, trained)
+    np.testing.assert_array_equal(expected, trained)
