@@ -9,7 +9,9 @@ from types import ModuleType as _ModuleType
 
 from jchop import formats, math
 from jchop._emulate import emulate
+from jchop._flip import flip_bits
 from jchop._round import random_bits, round_to_format
+from jchop._round_file import round_file
 from jchop.accumulation import MatmulSpec, Order
 from jchop.formats import (
     CodebookFormat,
@@ -68,8 +70,8 @@ from jchop.storage import (
 
 __version__ = "0.1.0"
 
-#: Modules that need an extra; loaded when first used.
-_ON_DEMAND = ("nn", "optim")
+#: Modules that need an extra, or that few need; loaded when first used.
+_ON_DEMAND = ("compat", "matlab", "nn", "optim", "torch")
 
 
 def __getattr__(name: str) -> _ModuleType:
@@ -101,6 +103,7 @@ __all__ = [
     "dynamic8",
     "emulate",
     "fit_scale",
+    "flip_bits",
     "float4_e2m1fn",
     "float6_e2m3fn",
     "float6_e3m2fn",
@@ -132,6 +135,7 @@ __all__ = [
     "parse",
     "quantize",
     "random_bits",
+    "round_file",
     "round_to_format",
     "save_safetensors",
     "tf32",

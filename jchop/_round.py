@@ -16,6 +16,7 @@ from jax import lax
 
 from jchop._bits import CARRIERS, Carrier
 from jchop._checks import check_choice, check_int
+from jchop._dask import is_dask, round_blocks
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.round import round_op, round_with_hardware_bits_op
 from jchop._kernels.scaled_formats import overflowed_scaled, require_scaled, round_scaled
@@ -25,7 +26,7 @@ from jchop._reference.place import AT_START, Place, draw, words_like
 from jchop._reference.random_bits import SEEDS, seed_words
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.gradients import on_cotangent
-from jchop.spec import Spec, as_spec
+from jchop.spec import Gradient, Spec, as_spec
 
 Array = jax.Array
 _Keys = tuple[Array | None, Array | None]
@@ -53,8 +54,9 @@ def round_to_format(
 
     Args:
         x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX
-            array; a NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy. The dtype is kept,
-            and float64 data is rounded from float64 whatever the state of ``jax_enable_x64``.
+            array; a NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy; a dask array gives a
+            dask array, of the bits that the whole would have. The dtype is kept, and float64 data is rounded from
+            float64 whatever the state of ``jax_enable_x64``.
         spec: a `Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic:saturate"`` or
             ``"int8(channel=0)"``.
         key: a typed key (`jax.random.key`), needed by the stochastic modes; the other modes do not look at it. The
@@ -92,6 +94,8 @@ def round_to_format(
     how = _how(as_spec(spec, scaled=True), impl, generator, offset)
     if isinstance(x, Array):
         return _round_array(x, how, key, offset, gradient_key)
+    if is_dask(x):
+        return _round_dask(x, how, key, offset, gradient_key)
     return _round_numpy(x, how, key, offset, gradient_key)
 
 
@@ -193,6 +197,18 @@ def _round_numpy(x: Any, how: _How, key: Array | None, offset: Any, gradient_key
                 rounded = _round_array(array, how, key, offset, gradient_key)
     result = np.array(rounded)
     return result if isinstance(x, np.ndarray) else result[()]
+
+
+def _round_dask(x: Any, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+    if how.hardware or not (type(offset) is int and offset == 0):
+        raise ValueError(f"offset={offset!r}: a dask array is a whole; it takes no offset, and generator='counter'")
+    _require(how.spec, x, _carrier(x.dtype))
+    rounder = partial(_round_block, replace(how, spec=replace(how.spec, gradient=Gradient())))
+    return round_blocks(x, rounder, how.spec.scaled, _keys(how.spec, key, gradient_key)[0])
+
+
+def _round_block(how: _How, block: np.ndarray, key: Array | None = None, offset: Any = 0) -> np.ndarray:
+    return _round_numpy(block, how, key, offset, None)
 
 
 # -- where x lies in the random stream ---------------------------------------------------------------------------------

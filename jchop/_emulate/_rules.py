@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from jchop._checks import check_choice
+from jchop._paths import matches_path
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat
 from jchop.spec import Gradient, Spec, as_spec
@@ -137,7 +137,7 @@ class Settings:
 
 
 def _matches(pattern: str, primitive: str, scope: str) -> bool:
-    return pattern == primitive or fnmatchcase(f"/{scope}/", f"*/{pattern}/*")
+    return pattern == primitive or matches_path(pattern, scope)
 
 
 _WRAPPED = re.compile(r"\w+\(|\)")

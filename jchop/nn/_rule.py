@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from jchop._paths import matches_path
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.nn._scale_from import ScaleFrom, check_scale_from
@@ -130,7 +130,7 @@ class Rule:
             >>> jc.nn.Rule("attention").matches("blocks/0/attention/query"), jc.nn.Rule("att").matches("attention")
             (True, False)
         """
-        return fnmatchcase(f"/{path}/", f"*/{self.path}/*") or self.path == "*"
+        return matches_path(self.path, path)
 
     @property
     def stochastic(self) -> bool:

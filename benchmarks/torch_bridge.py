@@ -1,0 +1,74 @@
+"""Speed of `jchop.torch.round_to_format` on the CPU, beside pychop's torch `Chop` and a copy, and its overhead.
+
+    python benchmarks/torch_bridge.py [--size 4194304] [--repeats 9]
+
+All are run in turn in one process; figures are of the fastest call, which says most on a busy machine, and of the
+median. QPyTorch's extension, as it is shipped, was measured at 150 Melem/s to nearest and 32 stochastically (e5m2,
+float32). pychop is left out where it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import jchop as jc
+
+Run = Callable[[], torch.Tensor]
+
+
+def pychop_runs(x: torch.Tensor) -> dict[str, Run]:
+    """pychop's Chop, to nearest and stochastic."""
+    if importlib.util.find_spec("pychop") is None:
+        return {}
+    import pychop
+
+    pychop.backend("torch")
+    nearest, stochastic = (pychop.Chop(exp_bits=5, sig_bits=2, rmode=mode) for mode in (1, 5))
+    return {"pychop nearest": lambda: nearest(x), "pychop stochastic": lambda: stochastic(x)}
+
+
+def seconds(runs: dict[str, Run], repeats: int, calls: int) -> dict[str, list[float]]:
+    """The times of a call, each taken as the mean of several."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            taken[name].append((time.perf_counter() - start) / calls)
+    return taken
+
+
+def ours(x: torch.Tensor) -> dict[str, Run]:
+    return {
+        "jchop nearest": lambda: jc.torch.round_to_format(x, "float8_e5m2"),
+        "jchop stochastic": lambda: jc.torch.round_to_format(x, "float8_e5m2:stochastic", seed=1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=1 << 22)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    x = torch.randn(options.size)
+    runs = {"copy": x.clone} | ours(x) | pychop_runs(x)
+    print(f"{options.size} float32 elements, {torch.get_num_threads()} threads, Melem/s")
+    for name, times in seconds(runs, options.repeats, 1).items():
+        fastest, median = (options.size / t / 1e6 for t in (min(times), statistics.median(times)))
+        print(f"{name:20}{fastest:12.0f}{median:12.0f}")
+    print("a call on 1000 elements, µs")
+    for name, times in seconds(ours(torch.randn(1000)), options.repeats, 100).items():
+        print(f"{name:20}{1e6 * min(times):12.0f}{1e6 * statistics.median(times):12.0f}")
+
+
+if __name__ == "__main__":
+    main()

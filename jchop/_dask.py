@@ -1,0 +1,85 @@
+"""dask arrays, rounded block by block to what the whole would give. dask itself is not needed to say so."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop.formats import ScaledFormat
+
+__all__ = ["is_dask", "round_blocks"]
+
+
+def is_dask(x: object) -> bool:
+    """Whether `x` is a dask array; dask is not imported for it."""
+    module = sys.modules.get("dask.array")
+    return module is not None and isinstance(x, module.Array)
+
+
+def round_blocks(x: Any, rounder: Callable[..., Any], scaled: ScaledFormat | None, key: jax.Array | None) -> Any:
+    """The dask array of the rounded blocks of `x`.
+
+    The random bits of an element depend on its index in the whole array, so blocks are rounded as the whole would be.
+
+    Args:
+        x: a dask array.
+        rounder: ``rounder(block, key=key, offset=(starts, shape))``.
+        scaled: the scaled format that is rounded to, whose groups no chunk may cut; None for an element format.
+        key: the typed key of a stochastic rounding, or None.
+
+    Raises:
+        ValueError: for chunks of unknown size where random bits or groups need to know it, or chunks that cut groups.
+    """
+    if any(map(math.isnan, x.shape)) and (key is not None or scaled is not None):
+        raise ValueError(
+            "x has chunks of unknown size, which leave the place of its elements open; x.compute_chunk_sizes()"
+        )
+    if scaled is not None:
+        _check_groups(scaled, x)
+    # A key travels as what it is made of: dask hashes what a graph holds, and sends it to other processes.
+    words = None if key is None else (np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
+    meta = np.empty((0,) * x.ndim, x.dtype)
+    return x.map_blocks(partial(_round_block, rounder, words), dtype=x.dtype, meta=meta)
+
+
+def _round_block(
+    rounder: Callable[..., Any],
+    words: tuple[np.ndarray, str] | None,
+    block: Any,
+    block_info: Any = None,
+) -> np.ndarray:
+    block = np.asarray(block)
+    if words is None:
+        return rounder(block)
+    place = block_info[0]
+    starts = tuple(int(start) for start, _ in place["array-location"])
+    key = jax.random.wrap_key_data(jnp.asarray(words[0]), impl=words[1])
+    return rounder(block, key=key, offset=(starts, tuple(map(int, place["shape"]))))
+
+
+def _check_groups(fmt: ScaledFormat, x: Any) -> None:
+    """Refuse chunks that end within a group."""
+    several = [axis for axis, sizes in enumerate(x.chunks) if len(sizes) > 1]
+    for axis in several:
+        for at in list(accumulate(x.chunks[axis]))[:-1]:
+            if fmt.rule == "two_level" or not _begins_a_group(fmt, x.shape, axis, at):
+                raise ValueError(
+                    f"x has chunks {x.chunks[axis]} along axis {axis}, which cut groups of {fmt}; x.rechunk puts "
+                    "whole groups into a chunk"
+                )
+
+
+def _begins_a_group(fmt: ScaledFormat, shape: tuple[int, ...], axis: int, at: int) -> bool:
+    """Whether a new group begins at index `at` of an axis; with scales that are scaled, one of these too."""
+    below, above = (fmt.scale_shape((*shape[:axis], n, *shape[axis + 1 :])) for n in (at, at + 1))
+    if at > 0 and above[axis] == below[axis]:
+        return False
+    return not isinstance(fmt.scale, ScaledFormat) or _begins_a_group(fmt.scale, above, axis, below[axis])

@@ -1,0 +1,172 @@
+"""Soft errors: bits of stored codes that flip at random."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from fractions import Fraction
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop import _bits
+from jchop._bits import CARRIERS, Carrier
+from jchop._checks import check_choice
+from jchop._reference.codes import decode_elements, encode_elements
+from jchop._reference.random_bits import random_bits, seed_words
+from jchop._reference.scaled import narrow, widen
+from jchop._round import _check_key, round_to_format
+from jchop.formats import ElementFormat, FloatFormat, UniformFormat
+from jchop.spec import Spec, as_spec
+
+Array = jax.Array
+
+#: What is folded into the key for the words of the flips: the key itself is for the rounding.
+_WHETHER, _WHICH = 1, 2
+_WHERE = ("significand", "code")
+#: The widest codes of a format that is not a float.
+_WIDEST = 16
+
+
+def flip_bits(
+    x: Any,
+    spec: Spec | ElementFormat | str,
+    p: float,
+    key: Array,
+    *,
+    where: Literal["significand", "code"] = "significand",
+) -> Any:
+    """`x` rounded to a format, and then, with probability `p` each, elements with one random bit of their code flipped.
+
+    This simulates soft errors in stored numbers, as the options ``flip`` and ``p`` of MATLAB's *chop* do (Higham and
+    Pranesh, *Simulating low precision floating-point arithmetic*, 2019). An element is flipped or not whatever becomes
+    of the others, and each bit that may flip is equally likely to.
+
+    *Bits.* With ``W`` the 64-bit word of an element (`jchop.random_bits`) under ``jax.random.fold_in(key, 1)``, it is
+    flipped where ``W < p 2^64``; with ``w`` its 32-bit word under ``fold_in(key, 2)``, bit ``floor((w >> 8) n / 2^24)``
+    of the n bits that may flip, counted from the lowest, is the one. A stochastic spec rounds with `key` itself.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; NumPy gives NumPy, JAX gives JAX.
+        spec: a `Spec`, an element format, or text: what `x` is rounded to.
+        p: the probability, a Python number from 0 to 1.
+        key: a typed key (`jax.random.key`).
+        where: ``"significand"`` (default): the fraction bits of a float, and all but the sign of fixed point and
+            integers, in two's complement. Infinities and NaN stay, and so do the zeros of a float format without
+            subnormals, whose fraction bits say nothing. ``"code"``: any bit of the code, sign and exponent included;
+            what the format has no code for stays.
+
+    Returns:
+        An array of the shape and dtype of `x`. A flipped code that says no number gives NaN. The derivative
+        is that of the rounding: the flip passes tangents through.
+
+    Raises:
+        TypeError: for a complex or integer `x`, a key that is not a typed key, or a `p` that is no number.
+        ValueError: for a `p` outside of [0, 1], a scaled format, a format without bits to flip, one that is no float
+            and has codes of more than 16 bits, or a dtype that lacks values of the format (float16 for binary32).
+
+    Example:
+        >>> import jax, numpy as np, jchop as jc
+        >>> jc.flip_bits(np.ones(6, np.float32), "e5m2", 0.5, jax.random.key(0)).tolist()
+        [1.0, 1.5, 1.0, 1.0, 1.5, 1.0]
+    """
+    spec = as_spec(spec)
+    check_choice("where", where, _WHERE)
+    count = _flippable(spec.format, where)
+    last = _last_word(p)
+    if key is None:
+        raise ValueError("key=None, but bits flip at random: pass a typed key, for example key=jax.random.key(0)")
+    _check_key("key", key)
+    rounded = round_to_format(x, spec, key)
+    if rounded.dtype.name not in CARRIERS:
+        raise TypeError(f"x has dtype {rounded.dtype}; bits flip in real numbers: {', '.join(CARRIERS)}")
+    _require_codes(spec.format, CARRIERS[rounded.dtype.name])
+    if last is None:
+        return rounded
+    ends = np.array([last >> 32, last & 0xFFFF_FFFF], np.uint32)
+    flip = partial(_flip, fmt=spec.format, where=where, count=count)
+    with jax.enable_x64(True) if rounded.dtype.itemsize == 8 else contextlib.nullcontext():
+        if isinstance(rounded, Array):
+            return flip(rounded, key, ends)
+        with jax.ensure_compile_time_eval():  # within a trace a NumPy value is a constant
+            flipped = np.array(flip(np.asarray(rounded), key, ends))
+    return flipped if isinstance(x, np.ndarray) else flipped[()]
+
+
+def _flippable(fmt: ElementFormat, where: str) -> int:
+    """How many bits of a code, the lowest ones, may flip."""
+    if not isinstance(fmt, FloatFormat) and fmt.bits > _WIDEST:
+        raise ValueError(f"spec={str(fmt)!r} has codes of {fmt.bits} bits; bits flip in codes of at most {_WIDEST}")
+    if where == "code":
+        return fmt.bits
+    if isinstance(fmt, FloatFormat):
+        count = fmt.sig_bits
+    else:
+        count = fmt.bits - fmt.signed if isinstance(fmt, UniformFormat) else 0
+    if count == 0:
+        raise ValueError(f"spec={str(fmt)!r} has no significand bits; where='code' flips bits of its codes")
+    return count
+
+
+def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
+    """Refuse a carrier that lacks values of `fmt`: a flip may make any of them."""
+    if isinstance(fmt, FloatFormat):
+        short = fmt.sig_bits > carrier.fraction
+        ends = (fmt.exact_max, Fraction(2) ** (fmt.emin - (fmt.sig_bits if fmt.subnormals else 0)))
+    elif isinstance(fmt, UniformFormat):
+        short = fmt.bits - fmt.signed > carrier.fraction + 1
+        ends = (fmt.quantum, 2 ** (fmt.bits - 1) * fmt.quantum)
+    else:
+        return
+    if short or any(carrier.magnitude_bits(end) is None for end in ends):
+        raise ValueError(
+            f"x has dtype {carrier.name}, which lacks values of {fmt} that a flipped bit may give; cast it"
+        )
+
+
+def _last_word(p: float) -> int | None:
+    """The largest of the 64-bit words for which an element is flipped; None where there is none."""
+    if isinstance(p, bool) or not isinstance(p, int | float | np.integer | np.floating):
+        raise TypeError(f"p={p!r} must be a number from 0 to 1")
+    if not 0 <= p <= 1:
+        raise ValueError(f"p={p!r} must be a number from 0 to 1")
+    return math.ceil(Fraction(float(p)) * 2**64) - 1 if p else None
+
+
+@partial(jax.jit, static_argnames=("fmt", "where", "count"))
+def _flip(x: Array, key: Array, ends: Array, *, fmt: ElementFormat, where: str, count: int) -> Array:
+    whether, which = (seed_words(jax.random.fold_in(key, number)) for number in (_WHETHER, _WHICH))
+    high, low = random_bits(whether, x.shape, width=64)
+    hit = (high < ends[0]) | ((high == ends[0]) & (low <= ends[1]))
+    word = random_bits(which, x.shape)
+    bit = ((word >> np.uint32(8)) * np.uint32(count)) >> np.uint32(24)
+    return _pass_tangents(x, hit, bit, fmt, where)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _pass_tangents(x: Array, hit: Array, bit: Array, fmt: ElementFormat, where: str) -> Array:
+    carrier = CARRIERS[x.dtype.name]
+    compute = CARRIERS["float64" if carrier.width == 64 else "float32"]
+    codes = encode_elements(widen(x, carrier), fmt, compute)
+    one = jnp.ones_like(codes)
+    flipped = narrow(decode_elements(codes ^ (one << bit.astype(codes.dtype)), fmt, compute), carrier)
+    hit = hit & _may_flip(x, fmt, where)
+    return jnp.where(hit, flipped, x)
+
+
+@_pass_tangents.defjvp
+def _jvp(fmt: ElementFormat, where: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _pass_tangents(*primals, fmt, where), tangents[0]
+
+
+def _may_flip(x: Array, fmt: ElementFormat, where: str) -> Array:
+    """Where `x` has a code whose bits say something; asked of its bits, as subnormals may read as zero."""
+    carrier = CARRIERS[x.dtype.name]
+    _, magnitude = _bits.split(x, carrier)
+    may = magnitude < carrier.inf
+    if where == "code":
+        return may | ((magnitude == carrier.inf) & fmt.has_inf) | ((magnitude > carrier.inf) & fmt.has_nan)
+    return may & (magnitude != 0) if isinstance(fmt, FloatFormat) and not fmt.subnormals else may

@@ -1,0 +1,15 @@
+"""Patterns that find a place in a tree: of modules, of scopes."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+
+def matches_path(pattern: str, path: str, separator: str = "/") -> bool:
+    """Whether a pattern (`fnmatch`) matches a piece of a path, which begins and ends with whole parts; ``"*"`` always.
+
+    Example:
+        >>> matches_path("blocks/*/mlp", "encoder/blocks/0/mlp/dense"), matches_path("mlp", "mlp2")
+        (True, False)
+    """
+    return pattern == "*" or fnmatchcase(f"{separator}{path}{separator}", f"*{separator}{pattern}{separator}*")

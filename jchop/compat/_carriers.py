@@ -1,0 +1,87 @@
+"""Arrays of NumPy, JAX and torch alike, and the random bits of objects that count their calls."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import jax
+import jax.core
+import numpy as np
+
+from jchop._checks import check_int
+from jchop._round import round_to_format
+from jchop.spec import Spec
+
+__all__ = ["Draws", "apply", "as_numbers", "is_torch", "rounded"]
+
+
+def is_torch(x: object) -> TypeGuard[Any]:
+    """Whether `x` is a tensor of torch; torch is not imported for it."""
+    module = sys.modules.get("torch")
+    return module is not None and isinstance(x, module.Tensor)
+
+
+def as_numbers(x: Any) -> Any:
+    """Tensors and JAX arrays as they are, anything else as an array or a scalar of NumPy, integers in float64."""
+    if is_torch(x) or isinstance(x, jax.Array):
+        return x
+    array = np.asarray(x)
+    array = array.astype(np.float64) if array.dtype.kind in "iu" else array
+    return array if isinstance(x, np.ndarray) else array[()]
+
+
+def dtype_name(x: Any) -> str:
+    """The dtype of an array or tensor, as NumPy calls it."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+class Draws:
+    """A key for each call: that of the two words (seed, number of the call).
+
+    Args:
+        seed: an integer from 0 to 2^32 - 1.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = check_int("random_state", seed, 0, (1 << 32) - 1)
+        self.calls = 0
+
+    def next(self, x: Any) -> int:
+        """The seed of the next call, of 64 bits: the words in this order.
+
+        Raises:
+            ValueError: within a trace of JAX, where a call runs once and its program many times.
+        """
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError("x is traced, and a compiled program would draw the same bits in every run: pass key=")
+        self.calls += 1
+        return self.seed << 32 | (self.calls - 1) & 0xFFFF_FFFF
+
+
+def key_of(seed: int) -> jax.Array:
+    """The key of a seed of 64 bits, whatever the state of ``jax_enable_x64``."""
+    words = np.array([seed >> 32, seed & 0xFFFF_FFFF], np.uint32)
+    return jax.random.wrap_key_data(jax.numpy.asarray(words), impl="threefry2x32")
+
+
+def rounded(x: Any, spec: Spec, seed: int | None = None, key: jax.Array | None = None) -> Any:
+    """`x` rounded, by `jchop.torch` where it is a tensor."""
+    if is_torch(x):
+        from jchop.torch import round_to_format as round_tensor
+
+        if key is not None:
+            raise TypeError("key is for arrays of JAX and NumPy; x is a torch tensor")
+        return round_tensor(x, spec, seed=seed, copy=True)
+    return round_to_format(x, spec, key_of(seed) if key is None and seed is not None else key)
+
+
+def apply(function: Callable[..., Any], *operands: Any) -> Any:
+    """A function of JAX and NumPy arrays, of tensors too, without a gradient for these."""
+    if not any(map(is_torch, operands)):
+        return function(*operands)
+    from jchop.torch import as_jax, as_tensor
+
+    arrays = (as_jax(operand, copy=True) if is_torch(operand) else operand for operand in operands)
+    return jax.tree.map(as_tensor, function(*arrays))

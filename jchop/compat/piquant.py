@@ -1,0 +1,182 @@
+"""The words of pi-quant (``piquant.torch``) on NumPy: ``quantize``, ``dequantize``, ``compute_quant_params``.
+
+For float32 and bfloat16 arrays and codes of 8, 4 or 2 bits, one scale and zero point for all. What differs:
+
+* ``RoundMode.STOCHASTIC`` draws for each element, from a key; the original draws one number for a whole call.
+* The code is the nearest to x / s + z, rounded once; ties go up. The original multiplies by 1 / s, and goes away from
+  zero, for some elements before a number as near as 0.49999997.
+* Infinities and numbers beyond the range are the last codes; with the original, +inf and 3e9 become code 0.
+* Parameters hold 0 in their range and every finite element: [3, 5] has the range [0, 5], where the original takes
+  [0, 2]. NaN and infinities are left out; the original ends the process at a NaN.
+* ``ReduceOp.ADD`` adds to ``out`` and returns the sum, the last elements of codes of 2 bits included.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jchop._checks import check_choice, check_int
+from jchop.formats import ScaledFormat
+from jchop.spec import Spec
+from jchop.storage import QArray, fit_scale
+from jchop.storage import dequantize as _dequantize
+from jchop.storage import quantize as _quantize
+
+__all__ = ["ReduceOp", "RoundMode", "compute_quant_params", "dequantize", "quantize"]
+
+_CODES = ("uint8", "uint4", "uint2")
+_FLOATS = ("float32", "bfloat16")
+
+
+class RoundMode(enum.Enum):
+    """How x / s + z becomes a code."""
+
+    NEAREST = "nearest_away"  # codes are not negative, so that a tie goes up
+    STOCHASTIC = "stochastic"
+
+
+class ReduceOp(enum.Enum):
+    """What becomes of the dequantized numbers."""
+
+    SET = "set"
+    ADD = "add"
+
+
+def compute_quant_params(array: np.ndarray, quant_dtype: str = "uint8") -> tuple[float, int]:
+    """The scale and the zero point of an array: s = (max - min) / (2^b - 1) of its range and 0, z = round(-min / s).
+
+    Args:
+        array: float32 or bfloat16, any shape.
+        quant_dtype: ``"uint8"`` (default), ``"uint4"`` or ``"uint2"``.
+
+    Returns:
+        The scale, a float32 value, and the zero point, a code.
+
+    Example:
+        >>> import numpy as np
+        >>> from jchop.compat import piquant
+        >>> piquant.compute_quant_params(np.array([-1.0, 0.5, 2.0], np.float32), "uint2")
+        (1.0, 1)
+    """
+    scale, zero_point = fit_scale(_vector("array", array), _format(quant_dtype))
+    return float(np.asarray(scale).item()), int(np.asarray(zero_point).item())
+
+
+def quantize(
+    array: np.ndarray,
+    quant_dtype: str = "uint8",
+    *,
+    scale: float,
+    zero_point: int,
+    round_mode: RoundMode = RoundMode.NEAREST,
+    key: jax.Array | None = None,
+) -> np.ndarray:
+    """The codes clamp(round(x / scale + zero_point)).
+
+    Args:
+        array: float32 or bfloat16, any shape.
+        quant_dtype: as in `compute_quant_params`.
+        scale: positive.
+        zero_point: a code.
+        round_mode: `RoundMode.NEAREST` (default) or `RoundMode.STOCHASTIC`.
+        key: a typed key (`jax.random.key`), which stochastic rounding needs.
+
+    Returns:
+        uint8 codes of the shape of `array`; those of 4 and 2 bits packed into a vector, the first in the lowest bits.
+
+    Example:
+        >>> import numpy as np
+        >>> from jchop.compat import piquant
+        >>> codes = piquant.quantize(np.array([-1.0, 0.5, 2.0], np.float32), "uint2", scale=1.0, zero_point=1)
+        >>> bin(codes[0])
+        '0b111000'
+    """
+    vector = _vector("array", array)
+    if not isinstance(round_mode, RoundMode):
+        raise TypeError(f"round_mode={round_mode!r} must be a RoundMode")
+    parts = _parameters(scale, zero_point)
+    codes = _quantize(vector, Spec(_format(quant_dtype), round_mode.value), key, scale=parts[0], zero_point=parts[1])
+    return codes.qvalue.reshape(array.shape) if quant_dtype == "uint8" else codes.qvalue
+
+
+def dequantize(
+    codes: np.ndarray,
+    dequant_dtype: Any = "float32",
+    *,
+    scale: float,
+    zero_point: int,
+    quant_dtype: str = "uint8",
+    shape: tuple[int, ...] | None = None,
+    reduce_op: ReduceOp = ReduceOp.SET,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """The numbers (code - zero_point) scale.
+
+    Args:
+        codes: as `quantize` gives them.
+        dequant_dtype: float32 (default) or bfloat16.
+        scale: positive.
+        zero_point: a code.
+        quant_dtype: of the codes. Default ``"uint8"``.
+        shape: of the array; needed for codes of 4 and 2 bits, whose number their bytes do not tell.
+        reduce_op: `ReduceOp.SET` (default), or `ReduceOp.ADD` to add the numbers to `out`.
+        out: an array of `shape` that the result is written to; needed for `ReduceOp.ADD`.
+
+    Returns:
+        `out`, or a new array.
+
+    Example:
+        >>> import numpy as np
+        >>> from jchop.compat import piquant
+        >>> codes, total = np.array([0, 3], np.uint8), np.ones(2, np.float32)
+        >>> piquant.dequantize(codes, scale=0.5, zero_point=1, reduce_op=piquant.ReduceOp.ADD, out=total).tolist()
+        [0.5, 2.0]
+    """
+    fmt = _format(quant_dtype)
+    if not isinstance(reduce_op, ReduceOp):
+        raise TypeError(f"reduce_op={reduce_op!r} must be a ReduceOp")
+    if shape is None:
+        if quant_dtype != "uint8":
+            raise ValueError(f"shape=None, but the bytes of {quant_dtype} codes do not tell how many there are")
+        shape = codes.shape
+    if codes.dtype != np.uint8:
+        raise TypeError(f"codes has dtype {codes.dtype}; allowed: uint8")
+    if out is None:
+        if reduce_op is ReduceOp.ADD:
+            raise ValueError("out=None, but ReduceOp.ADD adds to it")
+        out = np.empty(shape, _float("dequant_dtype", dequant_dtype))
+    elif out.shape != tuple(shape) or out.dtype != _float("dequant_dtype", dequant_dtype):
+        raise ValueError(f"out has shape {out.shape} and dtype {out.dtype}, and the result {shape} and {dequant_dtype}")
+    stored = QArray(codes.reshape(-1), *_parameters(scale, zero_point), Spec(fmt), int(np.prod(shape)), out.dtype)
+    added = out.reshape(-1) if reduce_op is ReduceOp.ADD else None
+    out[...] = np.asarray(_dequantize(stored, add_to=added)).reshape(shape)
+    return out
+
+
+def _format(quant_dtype: str) -> ScaledFormat:
+    name = quant_dtype if isinstance(quant_dtype, str) else np.dtype(quant_dtype).name
+    return ScaledFormat(check_choice("quant_dtype", name, _CODES), zero_point=True)
+
+
+def _float(name: str, dtype: Any) -> np.dtype:
+    wanted = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    check_choice(name, wanted.name, _FLOATS)
+    return wanted
+
+
+def _vector(name: str, array: np.ndarray) -> np.ndarray:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name}={array!r} must be a NumPy array")
+    _float(f"{name}.dtype", array.dtype)
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def _parameters(scale: float, zero_point: int) -> tuple[np.ndarray, np.ndarray]:
+    if not (np.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale={scale!r} must be a positive number")
+    return np.array([scale], np.float32), np.array([check_int("zero_point", zero_point, 0, 255)], np.int32)

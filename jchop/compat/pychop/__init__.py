@@ -1,0 +1,94 @@
+"""Pychop's names (arXiv 2504.07835), those of its paper and those of its version 0.6, on NumPy, JAX and torch.
+
+``from jchop.compat.pychop import Chop`` in place of ``from pychop import Chop``; networks are in
+``jchop.compat.pychop.layers``, optimizers in ``jchop.compat.pychop.optimizers``. What differs from Pychop:
+
+* Every result is the exact value rounded once. Pychop's is wrong past the overflow threshold (70000 becomes 0 in half
+  precision), in ties of negative numbers (rmodes 7 and 8), for values of the format under rmode 9, just below powers of
+  two, for subnormal numbers and -0; and NaN or infinity for zeros and infinities with ``FaultChop`` on JAX.
+* ``Customs(exp_bits=e)`` is a format of e exponent bits: emax = 2^(e-1) - 1, where Pychop takes 2^e - 1.
+* ``flip`` heeds ``p``, and flips one bit of the significand.
+* Random numbers: an object's n-th call draws from the key of the words (random_state, n). Nothing global is seeded,
+  and no two calls draw the same. Within a trace of JAX pass ``key=``.
+* Functions (``ch.sin``, ``pychop.sin(x, ch)``) are those of `jchop.math`: operands rounded, and sums and products
+  rounded at every step, where Pychop adds in full precision. There are no errors for arguments outside of a domain: NaN
+  and infinity tell. Functions of tensors have no gradient.
+* ``Chopi`` has 2^bits codes without ``symmetric`` too (Pychop: half of them), and a scale for each array it is called
+  with; ``calibrate`` keeps one. The symmetric scale is amax / (2^(bits - 1) - 1).
+* ``Chop`` with a format's name or ``customs`` is the paper's: `FaultChop`. ``LightChop`` is the other one.
+* ``ChopSTE`` and its kin are the same classes: gradients pass straight through all of them.
+* ``backend`` takes a name and does nothing: the array says what it is. There is no backend for TensorFlow.
+* ``float_params()`` is a dict of tuples, not a data frame; formats without a binary64 value (``"q"``) are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jchop._checks import check_choice
+from jchop.compat.pychop._integers import Chopi
+from jchop.compat.pychop._math import FUNCTIONS, method
+from jchop.compat.pychop._params import float_params
+from jchop.compat.pychop._quantizers import Chop, Chopf, Customs, FaultChop
+
+LightChop = Chop
+ChopSTE = LightChopSTE = Chop
+ChopfSTE = Chopf
+ChopiSTE = Chopi
+
+__all__ = [
+    "Chop",
+    "ChopSTE",
+    "Chopf",
+    "ChopfSTE",
+    "Chopi",
+    "ChopiSTE",
+    "Customs",
+    "FaultChop",
+    "LightChop",
+    "LightChopSTE",
+    "backend",
+    "float_params",
+    "get_backend",
+]
+
+
+def backend(lib: str = "auto", verbose: int = 0) -> None:
+    """Nothing: whose an array is decides who rounds it.
+
+    Args:
+        lib: ``"numpy"``, ``"jax"``, ``"torch"`` or ``"auto"``.
+        verbose: says nothing.
+
+    Raises:
+        ValueError: for another library.
+    """
+    del verbose
+    check_choice("lib", lib, ("auto", "numpy", "jax", "torch"))
+
+
+def get_backend() -> str:
+    """``"auto"``."""
+    return "auto"
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name in FUNCTIONS:
+        return partial(_function, name)
+    if name.startswith(("Quantized", "IQuantized")) or name.endswith("post_quantization"):
+        from jchop.compat.pychop import layers
+
+        return getattr(layers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _function(name: str, *args: Any, chop: Any = None, **options: Any) -> Any:
+    """``name(*operands, chop)``: the quantizer follows the operands, by name or place."""
+    if chop is None:
+        place = next((i for i, arg in enumerate(args) if hasattr(arg, "compute")), None)
+        if place is None:
+            raise TypeError(f"{name} needs a quantizer after its operands, or as chop=")
+        chop, args = args[place], (*args[:place], *args[place + 1 :])
+    return method(chop, name, *args, **options)

@@ -1,0 +1,111 @@
+"""Pychop's integers: codes under a scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jchop._checks import check_bool, check_int
+from jchop.compat._carriers import apply, as_numbers, rounded
+from jchop.formats import ScaledFormat
+from jchop.spec import Spec
+from jchop.storage import QArray, dequantize, fit_scale, quantize
+from jchop.storage._codes import raw, spread
+
+__all__ = ["Chopi"]
+
+
+class Chopi:
+    """Integers under a scale.
+
+    Args:
+        bits: width of a code, to 8.
+        symmetric: signed codes under a scale, amax / (2^(bits - 1) - 1); else codes from 0 with a zero point.
+        per_channel: a scale for each index of an axis.
+        axis: that axis.
+
+    Example:
+        >>> import numpy as np
+        >>> from jchop.compat.pychop import Chopi
+        >>> ch = Chopi(bits=8, symmetric=False)
+        >>> codes = ch.quantize(np.array([[0.1, -0.2], [0.3, 0.4]]))
+        >>> codes.tolist()
+        [[128, 0], [213, 255]]
+        >>> [[round(x, 4) for x in row] for row in ch.dequantize(codes).tolist()]
+        [[0.1012, -0.2], [0.3012, 0.4]]
+    """
+
+    def __init__(self, bits: int = 8, symmetric: bool = False, per_channel: bool = False, axis: int = 0) -> None:
+        self.bits, self.symmetric = check_int("bits", bits, 2, 8), check_bool("symmetric", symmetric)
+        self.per_channel, self.axis = check_bool("per_channel", per_channel), axis
+        self.scale: Any = None
+        self.zero_point: Any = None
+        self._fixed = False
+
+    def spec_for(self, x: Any) -> Spec:
+        """The spec of an array; a vector has no channels.
+
+        Args:
+            x: the array.
+        """
+        element = f"int{self.bits}" if self.symmetric else f"uint{self.bits}"
+        channel = self.axis if self.per_channel and x.ndim > 1 else None
+        return Spec(ScaledFormat(element, channel=channel, zero_point=not self.symmetric))
+
+    def calibrate(self, x: Any) -> None:
+        """Choose scale and zero point by `x`, and keep them for every array from now on.
+
+        Args:
+            x: numbers.
+        """
+        x = as_numbers(x)
+        self.scale, self.zero_point = apply(lambda array: fit_scale(array, self.spec_for(array)), x)
+        self._fixed = True
+
+    def quantize(self, x: Any) -> Any:
+        """The codes of `x`, as int8 or uint8, under its own scale unless `calibrate` has chosen one.
+
+        Args:
+            x: numbers.
+        """
+        return apply(self._codes, as_numbers(x))
+
+    def _codes(self, x: Any) -> Any:
+        q = self._quantized(x)
+        self.scale, self.zero_point = q.scale, q.zero_point
+        fmt = q.spec.element
+        codes = spread(raw(q.qvalue, fmt), fmt, x.shape[-1] if x.ndim else 1)
+        if not self.symmetric:
+            return codes
+        return (codes ^ (1 << self.bits - 1)).astype("int8") - np.int8(1 << self.bits - 1 if self.bits < 8 else -128)
+
+    def _quantized(self, x: Any) -> QArray:
+        if self._fixed:
+            return quantize(x, self.spec_for(x), scale=self.scale, zero_point=self.zero_point)
+        return quantize(x, self.spec_for(x))
+
+    def dequantize(self, codes: Any) -> Any:
+        """The numbers that codes stand for, under the scale of the last array that was quantized.
+
+        Args:
+            codes: as `quantize` gives them.
+
+        Raises:
+            ValueError: where nothing was quantized.
+        """
+        if self.scale is None:
+            raise ValueError("no array was quantized, so there is no scale to dequantize with")
+        shift = 0 if self.zero_point is None else self.zero_point
+        return apply(lambda array: (array.astype("int32") - shift).astype(self.scale.dtype) * self.scale, codes)
+
+    def __call__(self, x: Any) -> Any:
+        """`x` rounded to what its codes stand for.
+
+        Args:
+            x: numbers.
+        """
+        x = as_numbers(x)
+        if self._fixed:
+            return apply(lambda array: dequantize(self._quantized(array)), x)
+        return rounded(x, self.spec_for(x))

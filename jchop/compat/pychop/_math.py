@@ -1,0 +1,141 @@
+"""Methods of quantizers: the functions of `jchop.math` by the names and the argument order that Pychop has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jchop import math
+
+__all__ = ["FUNCTIONS", "METHODS", "method"]
+
+_ONE = [
+    "abs",
+    "angle",
+    "arccos",
+    "arccosh",
+    "arcsin",
+    "arcsinh",
+    "arctan",
+    "arctanh",
+    "cbrt",
+    "ceil",
+    "conj",
+    "cos",
+    "cosh",
+    "cumprod",
+    "cumsum",
+    "degrees",
+    "diff",
+    "erf",
+    "erfc",
+    "exp",
+    "expm1",
+    "fabs",
+    "floor",
+    "frexp",
+    "gamma",
+    "imag",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "mean",
+    "modf",
+    "prod",
+    "radians",
+    "real",
+    "reciprocal",
+    "round",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "std",
+    "sum",
+    "tan",
+    "tanh",
+    "var",
+]
+_TWO = [
+    "add",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "divide",
+    "dot",
+    "floor_divide",
+    "hypot",
+    "ldexp",
+    "logaddexp",
+    "matmul",
+    "maximum",
+    "minimum",
+    "mod",
+    "multiply",
+    "power",
+    "subtract",
+]
+#: How many operands each method has.
+METHODS = {**dict.fromkeys(_ONE, 1), **dict.fromkeys(_TWO, 2), "clip": 3}
+#: What may follow the operands, by position too.
+_OPTIONS = {"diff": ("n",), "round": ("decimals",)} | dict.fromkeys(
+    ("cumprod", "cumsum", "mean", "prod", "std", "sum", "var"), ("axis",)
+)
+#: The functions that Pychop has outside of its classes.
+FUNCTIONS = [
+    "sin",
+    "cos",
+    "tan",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "arcsinh",
+    "arccosh",
+    "arctanh",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "sqrt",
+    "square",
+    "power",
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "floor_divide",
+    "mod",
+    "dot",
+    "matmul",
+    "sum",
+    "prod",
+    "mean",
+    "std",
+    "var",
+    "floor",
+    "ceil",
+    "round",
+    "sign",
+    "cumsum",
+    "cumprod",
+]
+
+
+def method(chop: Any, name: str, *args: Any, key: Any = None, **options: Any) -> Any:
+    """``chop.name(*args, **options)``."""
+    count, extra = METHODS[name], _OPTIONS.get(name, ())
+    operands, rest = args[:count], args[count:]
+    if len(operands) < count or len(rest) > len(extra) or set(options) - set(extra[len(rest) :]):
+        takes = f"{count} operand{'s' * (count > 1)}" + "".join(f" and {option}" for option in extra)
+        raise TypeError(f"{name} takes {takes}; it was given {len(args)} arguments and {sorted(options)}")
+    options |= dict(zip(extra, rest, strict=False))
+    if options.pop("decimals", 0) != 0:
+        raise ValueError("decimals must be 0: decimal places are no values of a binary format")
+    function = getattr(math, name)
+    return chop.compute(lambda *given: function(*given, **options), operands, key)

@@ -1,0 +1,299 @@
+"""Quantizers: which spec each argument list means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jchop._checks import check_bool
+from jchop._flip import flip_bits
+from jchop.compat._carriers import Draws, apply, as_numbers, dtype_name, is_torch, key_of, rounded
+from jchop.compat.pychop._math import METHODS, method
+from jchop.formats import FixedFormat, FloatFormat
+from jchop.matlab import FORMATS, chop_spec, rounded_by
+from jchop.spec import Spec
+
+__all__ = ["Chop", "Chopf", "Customs", "FaultChop"]
+
+#: Rounding of each ``rmode``, and its other name.
+RMODES = {
+    1: "nearest_even",
+    2: "up",
+    3: "down",
+    4: "toward_zero",
+    5: "stochastic",
+    6: "stochastic_equal",
+    7: "nearest_zero",
+    8: "nearest_away",
+    9: "odd",
+    10: "stochastic_equal",  # CADNA's: up or down with equal probability
+}
+RMODE_NAMES = {
+    "nearest": 1,
+    "plus_inf": 2,
+    "minus_inf": 3,
+    "toward_zero": 4,
+    "towards_zero": 4,
+    "stoc_prop": 5,
+    "stoc_equal": 6,
+    "cadna": 10,
+}
+
+
+def _rmode(rmode: Any, largest: int) -> int:
+    number = RMODE_NAMES.get(rmode, rmode) if isinstance(rmode, str) else rmode
+    if isinstance(number, bool) or number not in RMODES or (number > largest and rmode != "cadna"):
+        names = ", ".join(repr(name) for name, value in RMODE_NAMES.items() if value <= largest)
+        raise ValueError(f"rmode={rmode!r} must be an integer from 1 to {largest}, or one of {names}")
+    return int(number)
+
+
+class Quantizer:
+    """What `Chop`, `FaultChop` and `Chopf` share: rounding by calling, and functions in low precision as methods."""
+
+    rmode: int
+    u: float
+
+    def __init__(self, spec: Spec, random_state: int, verbose: int = 0) -> None:
+        self.spec = spec
+        self._draws = Draws(random_state)
+        if verbose:
+            print(f"{spec}: unit roundoff {self.u:e}")
+
+    def spec_for(self, dtype: str) -> Spec:
+        """The spec of numbers of a dtype."""
+        del dtype
+        return self.spec
+
+    def __call__(self, x: Any, *, key: jax.Array | None = None) -> Any:
+        """`x` rounded.
+
+        Args:
+            x: numbers, NumPy, JAX or torch; what comes back is of the same kind.
+            key: a typed key of JAX in place of the object's own random numbers; a traced `x` needs it.
+        """
+        x = as_numbers(x)
+        spec = self.spec_for(dtype_name(x))
+        return rounded(x, spec, self._seed(spec, x, key), key)
+
+    def quantize(self, x: Any, *, key: jax.Array | None = None) -> Any:
+        """The same as calling.
+
+        Args:
+            x: numbers.
+            key: as in calling.
+        """
+        return self(x, key=key)
+
+    def _seed(self, spec: Spec, x: Any, key: jax.Array | None) -> int | None:
+        return self._draws.next(x) if spec.rounding.stochastic and key is None else None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in METHODS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return partial(method, self, name)
+
+    def compute(self, function: Callable[..., Any], operands: tuple[Any, ...], key: jax.Array | None = None) -> Any:
+        """A function of `jchop.math`, ``function(*operands, spec, key)``.
+
+        Args:
+            function: of the operands, a spec and a key.
+            operands: numbers.
+            key: as in calling.
+        """
+        operands = tuple(as_numbers(operand) for operand in operands)
+        spec = self.spec_for(dtype_name(operands[0]))
+        seed = self._seed(spec, operands[0], key)
+        key = key if seed is None else key_of(seed)
+        return apply(lambda *arrays: function(*arrays, spec, key), *operands)
+
+
+class Chop(Quantizer):
+    """Floating point of any size: the ``Chop`` of Pychop 0.6, which its paper calls ``LightChop``.
+
+    Called as the paper's ``Chop``, with a format's name or ``customs``, it gives a `FaultChop`.
+
+    Args:
+        exp_bits: bits of the exponent.
+        sig_bits: bits of the fraction.
+        rmode: 1 to nearest, ties to even; 2 up; 3 down; 4 toward zero; 5 stochastic; 6 stochastic with equal
+            probability; 7 and 8 to nearest, ties to zero and away; 9 to odd; 10 as 6.
+        subnormal: without subnormal numbers what lies below the smallest normal one becomes zero.
+        chunk_size: says nothing: no array is cut.
+        random_state: the seed of the random modes.
+        verbose: whether to print the unit roundoff.
+
+    Example:
+        >>> from jchop.compat.pychop import Chop
+        >>> Chop(exp_bits=5, sig_bits=2)([1.1, 70000.0]).tolist()
+        [1.0, inf]
+        >>> float(Chop(5, 2, rmode=2).sin(1.0))  # 0.8415 upward
+        0.875
+    """
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        papers = isinstance(args[0], str) if args else "exp_bits" not in options
+        return super().__new__(FaultChop if cls is Chop and papers else cls)  # type: ignore[arg-type]
+
+    def __getnewargs__(self) -> tuple[int, ...]:
+        """For copies, which are made without the arguments that tell a `FaultChop`."""
+        return (self.exp_bits, self.sig_bits)
+
+    def __init__(
+        self,
+        exp_bits: int,
+        sig_bits: int,
+        rmode: int = 1,
+        subnormal: bool = True,
+        chunk_size: int = 800,
+        random_state: int = 42,
+        verbose: int = 0,
+    ) -> None:
+        del chunk_size
+        self.exp_bits, self.sig_bits, self.subnormal = exp_bits, sig_bits, check_bool("subnormal", bool(subnormal))
+        self.rmode = _rmode(rmode, 10)
+        fmt = FloatFormat(exp_bits, sig_bits, subnormals=self.subnormal)
+        self.u = 2.0**-(fmt.precision)
+        super().__init__(Spec(fmt, RMODES[self.rmode], flush=not self.subnormal), random_state, verbose)
+
+
+@dataclass
+class Customs:
+    """A floating-point format: largest exponent and significand bits, or the bits of both fields.
+
+    Args:
+        emax: largest exponent, 2^k - 1.
+        t: significand bits, the leading one counted.
+        exp_bits: bits of the exponent; the largest is then 2^(exp_bits - 1) - 1.
+        sig_bits: bits of the fraction, t - 1.
+
+    Example:
+        >>> from jchop.compat.pychop import Customs, FaultChop
+        >>> ways = (Customs(emax=15, t=11), Customs(exp_bits=5, sig_bits=10))
+        >>> [float(FaultChop(customs=way, rmode=3)(0.1)) for way in ways]
+        [0.0999755859375, 0.0999755859375]
+    """
+
+    emax: int | None = None
+    t: int | None = None
+    exp_bits: int | None = None
+    sig_bits: int | None = None
+
+    def params(self) -> tuple[int, int]:
+        """Significand bits t and largest exponent emax.
+
+        Raises:
+            ValueError: where they are not said, or twice.
+        """
+        emax = self.emax if self.exp_bits is None else (1 << self.exp_bits - 1) - 1
+        t = self.t if self.sig_bits is None else self.sig_bits + 1
+        if emax is None or t is None or self.emax not in (None, emax) or self.t not in (None, t):
+            raise ValueError(f"customs={self} must say emax or exp_bits, and t or sig_bits")
+        return t, emax
+
+
+class FaultChop(Chop):
+    """MATLAB chop's arithmetic: Pychop's ``FaultChop``, the ``Chop`` of its paper.
+
+    Args:
+        prec: a format's name: ``"h"``, ``"b"``, ``"bf16"``, ``"q43"`` ... as in `jchop.matlab.chop`.
+        subnormal: None (default): True, but False for ``"b"`` and ``"bfloat16"``.
+        rmode: 1 to 6 as in `Chop` and 10, or ``"nearest"``, ``"plus_inf"``, ``"minus_inf"``, ``"toward_zero"``,
+            ``"stoc_prop"``, ``"stoc_equal"``, ``"cadna"``. 5 does not overflow.
+        flip: whether to flip, with probability `p`, a random significand bit of each result, as `jchop.flip_bits` does.
+        explim: without it exponents are limited by the data type alone.
+        p: of a flip.
+        randfunc: a function of n that gives n numbers in [0, 1), which rmodes 5 and 6 draw from; NumPy only.
+        customs: a `Customs`, in place of `prec`.
+        random_state: the seed.
+        verbose: whether to print the unit roundoff.
+
+    Example:
+        >>> from jchop.compat.pychop import FaultChop
+        >>> FaultChop("q43", rmode="plus_inf")([1.1, 500.0]).tolist()
+        [1.125, inf]
+    """
+
+    def __init__(
+        self,
+        prec: str = "h",
+        subnormal: bool | None = None,
+        rmode: int | str = 1,
+        flip: bool = False,
+        explim: int = 1,
+        p: float = 0.5,
+        randfunc: Callable[[int], Any] | None = None,
+        customs: Customs | None = None,
+        random_state: int = 0,
+        verbose: int = 0,
+    ) -> None:
+        self.rmode = _rmode(rmode, 6) if rmode != 10 else 10
+        self.prec, self.subnormal, self.flip, self.explim, self.p = prec, subnormal, bool(flip), bool(explim), p
+        self.randfunc, self.customs = randfunc, customs
+        name, params = (prec, None) if customs is None else ("custom", customs.params())
+        self.t, self.emax = params or FORMATS.get(prec, (0, 0))
+        mode = 6 if self.rmode == 10 else self.rmode
+        subnormals = None if subnormal is None else bool(subnormal)
+        self._said = (name, subnormals, mode, self.explim, params)
+        self.u = 2.0**-self.t
+        Quantizer.__init__(self, chop_spec(*self._said, "float64"), random_state, verbose)
+
+    def __getnewargs__(self) -> tuple[int, ...]:
+        """None are needed."""
+        return ()
+
+    def spec_for(self, dtype: str) -> Spec:
+        """The spec of numbers of a dtype.
+
+        Args:
+            dtype: its name.
+        """
+        return chop_spec(*self._said, dtype)
+
+    def __call__(self, x: Any, *, key: jax.Array | None = None) -> Any:
+        """`x` rounded.
+
+        Args:
+            x: numbers.
+            key: as for `Chop`.
+        """
+        x = as_numbers(x)
+        spec = self.spec_for(dtype_name(x))
+        if self.randfunc is not None and spec.rounding.stochastic:
+            if is_torch(x) or isinstance(x, jax.Array):
+                raise TypeError(f"randfunc is for NumPy arrays; x is of {type(x).__name__}")
+            result = rounded_by(np.asarray(x), spec, self.randfunc)
+        else:
+            result = super().__call__(x, key=key)
+        if not self.flip:
+            return result
+        if is_torch(result) and result.requires_grad:
+            raise ValueError("flip=True has no gradient for tensors; use torch.no_grad()")
+        key = key_of(self._draws.next(x)) if key is None else key
+        return apply(lambda array: flip_bits(array, Spec(spec.format), self.p, key), result)
+
+
+class Chopf(Quantizer):
+    """Fixed point, saturating.
+
+    Args:
+        ibits: integer bits, the sign counted.
+        fbits: fraction bits.
+        rmode: 1 to 6 as in `Chop`.
+        random_state: the seed of rmodes 5 and 6.
+
+    Example:
+        >>> from jchop.compat.pychop import Chopf
+        >>> Chopf(ibits=4, fbits=4)([0.1, 100.0]).tolist()
+        [0.125, 7.9375]
+    """
+
+    def __init__(self, ibits: int = 4, fbits: int = 4, rmode: int | str = 1, *, random_state: int = 42) -> None:
+        self.ibits, self.fbits, self.rmode = ibits, fbits, _rmode(rmode, 6)
+        self.u = 2.0 ** -(fbits + 1)
+        super().__init__(Spec(FixedFormat(ibits, fbits), RMODES[self.rmode]), random_state)

@@ -1,0 +1,56 @@
+"""Pychop's optimizers for torch: those of `torch.optim` with ``chop=``, which rounds their moments after each step.
+
+`jchop.torch.OptimLP` rounds gradients, weights and an accumulator too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from jchop._files import require_extra
+
+require_extra("jchop.compat.pychop.optimizers", "torch", ("torch",))
+
+import torch  # noqa: E402
+
+_OPTIMIZERS = ["Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD"]
+_PREFIXES = ("Quantized", "IQuantized")
+
+__all__ = [prefix + name for prefix in _PREFIXES for name in _OPTIMIZERS]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+class _RoundingState(torch.optim.Optimizer):
+    """What is put before an optimizer of torch: tensors of its state rounded by ``chop`` after each step."""
+
+    def __init__(self, params: Any, *args: Any, chop: Any = None, **options: Any) -> None:
+        super().__init__(params, *args, **options)
+        self.chop = chop
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """A step of the optimizer.
+
+        Args:
+            closure: as for every optimizer of torch.
+        """
+        loss = super().step(closure)
+        if self.chop is not None:
+            with torch.no_grad():
+                for parameter, state in self.state.items():
+                    for value in state.values():
+                        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
+                            value.copy_(self.chop(value))
+        return loss
+
+
+def __getattr__(name: str) -> Any:
+    for prefix in _PREFIXES:
+        if name.startswith(prefix) and name.removeprefix(prefix) in _OPTIMIZERS:
+            return _optimizer(name, name.removeprefix(prefix))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _optimizer(name: str, of: str) -> type[torch.optim.Optimizer]:
+    text = f"`torch.optim.{of}` with ``chop=``, a quantizer of its moments; None (default) for none."
+    return type(name, (_RoundingState, getattr(torch.optim, of)), {"__doc__": text, "__module__": __name__})

@@ -1,0 +1,159 @@
+"""QPyTorch's number formats, and the specs that they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jchop._checks import check_bool, check_choice, check_int
+from jchop.formats import FixedFormat, FloatFormat, bfp
+from jchop.spec import Spec
+
+__all__ = ["BlockFloatingPoint", "FixedPoint", "FloatingPoint", "Number"]
+
+_ROUNDINGS = ("stochastic", "nearest")
+#: Bits of the exponent of float32, in whose top code QPyTorch has no values either.
+_FULL = 8
+#: Significand bits of each dtype that numbers without a range may be in.
+_PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+
+
+class Number:
+    """A format of QPyTorch."""
+
+    def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
+        """The spec of this format.
+
+        Args:
+            rounding: ``"stochastic"`` or ``"nearest"``.
+            dtype: of the numbers.
+            clipped: whether the gradient of what was clamped is zero.
+        """
+        raise NotImplementedError
+
+
+def _rounding(rounding: str, nearest: str) -> str:
+    return nearest if check_choice("rounding", rounding, _ROUNDINGS) == "nearest" else rounding
+
+
+def _gradient(clipped: bool) -> str:
+    return "clipped" if clipped else "straight_through"
+
+
+@dataclass(frozen=True)
+class FloatingPoint(Number):
+    """Floating point without infinities and NaN: its top exponent has values, and what is larger saturates.
+
+    Args:
+        exp: bits of the exponent, 1 to 8.
+        man: bits of the fraction, 1 to 23.
+
+    Example:
+        >>> from jchop.compat.qtorch import FloatingPoint
+        >>> str(FloatingPoint(exp=5, man=2).spec("nearest"))
+        'e5m2(infinities=false,nans=none):nearest_away:saturate'
+    """
+
+    exp: int
+    man: int
+
+    def __post_init__(self) -> None:
+        check_int("exp", self.exp, 1, _FULL)
+        check_int("man", self.man, 1, 23)
+
+    def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
+        """The spec; with eight bits the top exponent is float32's own, of infinities and NaN.
+
+        Args:
+            rounding: ``"stochastic"``, or ``"nearest"``, whose ties go away from zero.
+            dtype: of the numbers.
+            clipped: whether the gradient of what was clamped is zero.
+        """
+        del dtype
+        ieee = self.exp == _FULL
+        fmt = FloatFormat(self.exp, self.man, infinities=ieee, nans="ieee" if ieee else "none")
+        return Spec(fmt, _rounding(rounding, "nearest_away"), "saturate", gradient=_gradient(clipped))
+
+
+@dataclass(frozen=True)
+class FixedPoint(Number):
+    """Fixed point: multiples of 2^-fl of wl bits, the sign counted.
+
+    Args:
+        wl: word length.
+        fl: fraction bits.
+        clamp: whether numbers saturate; else the range has no end.
+        symmetric: whether the range is without its minimum.
+
+    Example:
+        >>> from jchop.compat.qtorch import FixedPoint
+        >>> str(FixedPoint(wl=5, fl=4).spec("nearest"))
+        'fixed1.4'
+    """
+
+    wl: int
+    fl: int
+    clamp: bool = True
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("wl", self.wl, 2, 64)
+        check_int("fl", self.fl, -1000)
+        check_bool("clamp", self.clamp)
+        check_bool("symmetric", self.symmetric)
+
+    def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
+        """The spec. Without an end of the range it is that of numbers which are no multiples of 2^-fl already.
+
+        Args:
+            rounding: ``"stochastic"``, or ``"nearest"``, whose ties go to even.
+            dtype: of the numbers.
+            clipped: whether the gradient of what was clamped is zero.
+        """
+        fmt = FixedFormat(self.wl - self.fl, self.fl, symmetric=self.symmetric)
+        if not self.clamp:
+            fmt = FixedFormat(_PRECISION[dtype] + 1 - self.fl, self.fl)
+        return Spec(fmt, _rounding(rounding, "nearest_even"), gradient=_gradient(clipped))
+
+    def beyond(self, dtype: str) -> float:
+        """The magnitude from which on numbers of a dtype are multiples of 2^-fl.
+
+        Args:
+            dtype: its name.
+        """
+        return 2.0 ** (_PRECISION[dtype] - 1 - self.fl)
+
+
+@dataclass(frozen=True)
+class BlockFloatingPoint(Number):
+    """Block floating point: integers of wl bits under a shared power of two.
+
+    Args:
+        wl: word length.
+        dim: -1 (default) for one exponent of the whole tensor; else the axis of which each index has one of its own.
+
+    Example:
+        >>> from jchop.compat.qtorch import BlockFloatingPoint
+        >>> str(BlockFloatingPoint(wl=8, dim=0).spec("nearest"))
+        'bfp8(channel=0):nearest_away'
+    """
+
+    wl: int
+    dim: int = -1
+
+    def __post_init__(self) -> None:
+        check_int("wl", self.wl, 2)
+        check_int("dim", self.dim, -1)
+
+    def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
+        """The spec.
+
+        Args:
+            rounding: ``"stochastic"``, or ``"nearest"``, whose ties go away from zero.
+            dtype: of the numbers.
+            clipped: not for blocks, which choose their range by what they hold.
+        """
+        del dtype
+        if clipped:
+            raise ValueError("clamping_grad_zero=True is for fixed point")
+        fmt = bfp(self.wl) if self.dim < 0 else bfp(self.wl)(channel=self.dim)
+        return Spec(fmt, _rounding(rounding, "nearest_away"))

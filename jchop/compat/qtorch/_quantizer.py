@@ -1,0 +1,111 @@
+"""The module of QPyTorch, on that of `jchop.torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jchop._files import require_extra
+
+require_extra("jchop.compat.qtorch", "torch", ("torch",))
+
+import torch  # noqa: E402
+
+from jchop import torch as bridge  # noqa: E402
+from jchop.compat.qtorch._numbers import FixedPoint, Number  # noqa: E402
+from jchop.spec import Spec  # noqa: E402
+
+__all__ = ["Quantizer", "generator_of", "quantizer", "spec_of"]
+
+Tensor = torch.Tensor
+
+
+def generator_of(spec: Spec, random: dict[str, Any]) -> dict[str, Any]:
+    """What a stochastic rounding draws from: what is passed, or else torch's own generator."""
+    return random or ({"generator": torch.default_generator} if spec.rounding.stochastic else {})
+
+
+class Quantizer(bridge.Quantizer):
+    """Rounds forward, and the gradient on its way back; `quantizer` documents the arguments.
+
+    The seed of its random bits is drawn from torch's generator when it is made.
+    """
+
+    def __init__(
+        self,
+        forward_number: Number | None = None,
+        backward_number: Number | None = None,
+        forward_rounding: str = "stochastic",
+        backward_rounding: str = "stochastic",
+        clamping_grad_zero: bool = False,
+        backward_hooks: Iterable[Callable[[Tensor], Tensor]] = (),
+    ) -> None:
+        for name, number in (("forward_number", forward_number), ("backward_number", backward_number)):
+            if number is not None and not isinstance(number, Number):
+                raise TypeError(f"{name}={number!r} must be a FloatingPoint, FixedPoint or BlockFloatingPoint, or None")
+            if isinstance(number, FixedPoint) and not number.clamp:
+                raise ValueError(f"{name}={number} has no range; fixed_point_quantize takes it")
+        if clamping_grad_zero and forward_number is not None and not isinstance(forward_number, FixedPoint):
+            raise ValueError(f"clamping_grad_zero=True is for fixed point, not forward_number={forward_number}")
+        forward = None
+        if forward_number is not None:
+            forward = forward_number.spec(forward_rounding, clipped=clamping_grad_zero)
+        backward = None if backward_number is None else backward_number.spec(backward_rounding)
+        super().__init__(forward, backward, seed=int(torch.randint(0, (1 << 63) - 1, ())))
+        self.forward_spec = forward
+        self._hooks = tuple(backward_hooks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` rounded.
+
+        Args:
+            x: a tensor.
+        """
+        y = super().forward(x)
+        if y.requires_grad:
+            for hook in self._hooks:
+                y.register_hook(hook)
+        return y
+
+
+def quantizer(
+    forward_number: Number | None = None,
+    backward_number: Number | None = None,
+    forward_rounding: str = "stochastic",
+    backward_rounding: str = "stochastic",
+    clamping_grad_zero: bool = False,
+    backward_hooks: Iterable[Callable[[Tensor], Tensor]] = (),
+) -> Quantizer:
+    """A function of tensors that rounds forward, and the gradient on its way back.
+
+    Args:
+        forward_number: a format, or None (default).
+        backward_number: of the gradient.
+        forward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
+        backward_rounding: likewise.
+        clamping_grad_zero: whether the gradient of what was clamped is zero; for fixed point.
+        backward_hooks: functions of the gradient, applied before it is rounded.
+
+    Example:
+        >>> import torch
+        >>> from jchop.compat.qtorch import FixedPoint
+        >>> from jchop.compat.qtorch.quant import quantizer
+        >>> number = FixedPoint(wl=5, fl=4)
+        >>> rounds = quantizer(number, number, "nearest", "nearest", clamping_grad_zero=True)
+        >>> x = torch.tensor([-1.0, 0.0, 1.0], requires_grad=True)
+        >>> rounds(x).sum().backward()
+        >>> x.grad
+        tensor([0.9375, 0.9375, 0.0000])
+    """
+    return Quantizer(
+        forward_number, backward_number, forward_rounding, backward_rounding, clamping_grad_zero, backward_hooks
+    )
+
+
+def spec_of(name: str, quant: Any) -> Spec | None:
+    """The spec that a quantizer rounds to."""
+    if quant is None:
+        return None
+    if not isinstance(quant, Quantizer) or quant.forward_spec is None:
+        raise TypeError(f"{name}={quant!r} must be made by quantizer(forward_number=...), or None")
+    return quant.forward_spec

@@ -1,0 +1,114 @@
+"""QPyTorch's lowering of models: ``from jchop.compat.qtorch.auto_low import sequential_lower``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from jchop._files import require_extra
+
+require_extra("jchop.compat.qtorch.auto_low", "torch", ("torch",))
+
+from torch import nn  # noqa: E402
+
+from jchop._checks import check_choice  # noqa: E402
+from jchop.compat.qtorch._numbers import Number  # noqa: E402
+from jchop.compat.qtorch._quantizer import Quantizer  # noqa: E402
+
+__all__ = ["lower", "sequential_lower"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+#: The files of `torch.nn.modules` that define each type of layers.
+_TYPES = {
+    "conv": ("conv", "fold"),
+    "linear": ("linear",),
+    "pool": ("pooling",),
+    "pad": ("padding",),
+    "activation": ("activation",),
+    "normalization": ("batchnorm", "instancenorm", "normalization"),
+    "dropout": ("dropout",),
+    "loss": ("loss",),
+}
+#: The submodule that rounds the output of a layer.
+_NAME = "jchop_output"
+
+
+def sequential_lower(
+    model: _Model,
+    layer_types: Sequence[str] = (),
+    forward_number: Number | None = None,
+    backward_number: Number | None = None,
+    forward_rounding: str = "stochastic",
+    backward_rounding: str = "stochastic",
+) -> _Model:
+    """A copy of a model with the outputs of some layers rounded, and the gradients that come back to them.
+
+    Args:
+        model: a module of torch.
+        layer_types: of ``"conv"``, ``"linear"``, ``"pool"``, ``"pad"``, ``"activation"``, ``"normalization"``,
+            ``"dropout"`` and ``"loss"``.
+        forward_number: of outputs.
+        backward_number: of gradients.
+        forward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
+        backward_rounding: likewise.
+
+    Raises:
+        ValueError: for a type that is not known, or of which the model has no layer.
+
+    Example:
+        >>> import torch
+        >>> from jchop.compat.qtorch import FloatingPoint
+        >>> from jchop.compat.qtorch.auto_low import sequential_lower
+        >>> number = FloatingPoint(5, 2)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> low = sequential_lower(model, ["linear"], number, number, "nearest", "nearest")
+        >>> type(low[0]).__name__, list(low.state_dict()) == list(model.state_dict())
+        ('Linear', True)
+    """
+    result = copy.deepcopy(model)
+    lower(result, layer_types, forward_number, backward_number, forward_rounding, backward_rounding)
+    return result
+
+
+def lower(
+    model: nn.Module,
+    layer_types: Sequence[str] = (),
+    forward_number: Number | None = None,
+    backward_number: Number | None = None,
+    forward_rounding: str = "stochastic",
+    backward_rounding: str = "stochastic",
+) -> None:
+    """As `sequential_lower`, in place.
+
+    Args:
+        model: a module of torch.
+        layer_types: as in `sequential_lower`, and so are the other arguments.
+        forward_number: of outputs.
+        backward_number: of gradients.
+        forward_rounding: of outputs.
+        backward_rounding: of gradients.
+    """
+    chosen = []
+    for kind in layer_types:
+        files = _TYPES[check_choice("layer_types", kind, tuple(_TYPES))]
+        found = [module for module in model.modules() if type(module).__module__ in map(_file, files)]
+        if not found:
+            raise ValueError(f"layer_types: the model has no layer of type {kind!r}")
+        chosen += found
+    for layer in chosen:
+        rounds = Quantizer(forward_number, backward_number, forward_rounding, backward_rounding)
+        layer.add_module(_NAME, rounds)
+        layer.register_forward_hook(_round_output)
+
+
+def _file(name: str) -> str:
+    return f"torch.nn.modules.{name}"
+
+
+def _round_output(layer: nn.Module, args: Any, output: Any) -> Any:
+    del args
+    rounds = getattr(layer, _NAME)
+    if isinstance(output, tuple):
+        return rounds(output[0]), *output[1:]
+    return rounds(output)

@@ -1,0 +1,63 @@
+"""QPyTorch's wrapper of optimizers: ``from jchop.compat.qtorch.optim import OptimLP``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jchop._files import require_extra
+
+require_extra("jchop.compat.qtorch.optim", "torch", ("torch",))
+
+import torch  # noqa: E402
+
+from jchop import torch as bridge  # noqa: E402
+from jchop.compat.qtorch._quantizer import spec_of  # noqa: E402
+
+__all__ = ["OptimLP"]
+
+
+class OptimLP(bridge.OptimLP):
+    """An optimizer whose gradients, weights, accumulators and moments are rounded: `jchop.torch.OptimLP`.
+
+    Args:
+        optim: an optimizer of torch.
+        weight_quant: of weights, made by ``quantizer``; None (default), here and below: not rounded.
+        grad_scaling: what gradients are multiplied by first.
+        grad_quant: of gradients.
+        momentum_quant: of moments.
+        acc_quant: of a copy of the weights that is kept and updated in their place.
+
+    Example:
+        >>> import torch
+        >>> from jchop.compat.qtorch import FloatingPoint
+        >>> from jchop.compat.qtorch.optim import OptimLP
+        >>> from jchop.compat.qtorch.quant import quantizer
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> rounds = quantizer(forward_number=FloatingPoint(5, 2), forward_rounding="nearest")
+        >>> optimizer = OptimLP(torch.optim.SGD([weight], lr=0.1), weight_quant=rounds)
+        >>> weight.grad = torch.tensor([1.0, -1.0])
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [0.875, 1.0]
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        weight_quant: Any = None,
+        grad_scaling: float = 1.0,
+        grad_quant: Any = None,
+        momentum_quant: Any = None,
+        acc_quant: Any = None,
+    ) -> None:
+        if not grad_scaling > 0:
+            raise ValueError(f"grad_scaling={grad_scaling!r} must be positive")
+        super().__init__(
+            optim,
+            weight=spec_of("weight_quant", weight_quant),
+            gradient=spec_of("grad_quant", grad_quant),
+            momentum=spec_of("momentum_quant", momentum_quant),
+            accumulator=spec_of("acc_quant", acc_quant),
+            gradient_scale=grad_scaling,
+            seed=int(torch.randint(0, (1 << 63) - 1, ())),
+        )

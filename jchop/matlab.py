@@ -1,0 +1,217 @@
+"""MATLAB chop's own words: ``chop(x, options)`` as N. J. Higham and S. Pranesh's function of that name takes them.
+
+*Simulating Low Precision Floating-Point Arithmetic*, SIAM J. Sci. Comput. 41(5), 2019; the function of MATLAB is at
+https://github.com/higham/chop. docs/matlab.md shows how MATLAB calls this one. What differs, each on purpose:
+
+* A number is rounded once. MATLAB's function rounds twice between 0 and the smallest subnormal number, so that what
+  lies just below half of it may come out as the number itself.
+* Ties at half the smallest number go to the even neighbour, 0, with ``subnormal`` 0 as well; MATLAB's goes to the
+  smallest normal number there. The stochastic modes round up there as often as they should; MATLAB's never do.
+* -0 stays -0, and NaN NaN.
+* There is no global generator and there are no global options: what is random needs ``seed``, or ``randfunc`` for the
+  rounding. The options are not handed back, and calling with an empty `x` sets nothing.
+* ``round`` 6 takes infinity for half of the numbers between the largest one and 2^(emax + 1); MATLAB's for all of them
+  from half a unit above the largest on. ``round`` 5 does not overflow, there as here.
+* ``params`` takes what formats have: emax = 2^k - 1, and up to 53 bits of significand.
+* With ``explim`` 0 the range is that of the data type, below whose smallest normal number values lie as far apart as
+  just above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jchop._bits import CARRIERS
+from jchop._checks import check_int
+from jchop._flip import flip_bits
+from jchop._reference.elements import round_elements
+from jchop._round import round_to_format
+from jchop.formats import FloatFormat
+from jchop.spec import Spec
+
+__all__ = ["chop"]
+
+#: Significand bits t (the leading one counted) and largest exponent emax of each format.
+FORMATS = {
+    **dict.fromkeys(("q43", "fp8-e4m3"), (4, 7)),
+    **dict.fromkeys(("q52", "fp8-e5m2"), (3, 15)),
+    **dict.fromkeys(("b", "bfloat16", "bf16"), (8, 127)),
+    **dict.fromkeys(("h", "half", "fp16"), (11, 15)),
+    **dict.fromkeys(("t", "tf32"), (11, 127)),
+    **dict.fromkeys(("s", "single", "fp32"), (24, 127)),
+    **dict.fromkeys(("d", "double", "fp64"), (53, 1023)),
+}
+_CUSTOM = ("c", "custom")
+#: Formats that have no subnormal numbers unless the options say so.
+FLUSHED = ("b", "bfloat16")
+#: Rounding and overflow of each number of ``round``.
+ROUNDS = {
+    1: ("nearest_even", "ieee"),
+    2: ("up", "ieee"),
+    3: ("down", "ieee"),
+    4: ("toward_zero", "ieee"),
+    5: ("stochastic", "propagate"),
+    6: ("stochastic_equal", "ieee"),
+}
+_NAMES = ("format", "subnormal", "round", "flip", "p", "explim", "params", "randfunc", "seed")
+_EXPONENT_BITS = {"float32": 8, "float64": 11}
+
+
+def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
+    """`x` rounded to a lower precision, as MATLAB's ``chop(x, options)``.
+
+    Args:
+        x: single or double precision numbers in whatever MATLAB passes them in: a float, an ``array.array``, a
+            memoryview or array in Fortran order; any shape.
+        options: a dict (a MATLAB struct becomes one), or an object with attributes. An option that is missing, None or
+            empty has its default:
+
+            * ``format``: ``'h'`` (default; ``'half'``, ``'fp16'``), ``'b'`` (``'bfloat16'``), ``'t'`` (``'tf32'``),
+              ``'s'`` (``'single'``, ``'fp32'``), ``'d'`` (``'double'``, ``'fp64'``), ``'q43'`` (``'fp8-e4m3'``),
+              ``'q52'`` (``'fp8-e5m2'``), or ``'c'`` (``'custom'``), which ``params`` describes.
+            * ``params``: ``[t, emax]``, significand bits with the leading one, and the largest exponent, 2^k - 1.
+            * ``subnormal``: 1 (default) for gradual underflow, 0 for none; 0 is the default of ``'b'``.
+            * ``round``: 1 to nearest, ties to even (default); 2 toward +inf; 3 toward -inf; 4 toward zero; 5 up or down
+              at random, the nearer with the larger probability; 6 with equal probability.
+            * ``explim``: 1 (default); 0 leaves exponents as far as the data type has them.
+            * ``flip``: 1 flips with probability ``p`` (default 0.5) a random significand bit of each rounded number, as
+              `jchop.flip_bits` does. Default 0.
+            * ``randfunc``: a function of n that gives n numbers in [0, 1), from which ``round`` 5 and 6 draw: one for
+              each element, in MATLAB's (Fortran) order. A number below the discarded fraction (below 0.5) rounds away.
+            * ``seed``: an integer that the random bits are drawn by, where ``randfunc`` does not give them.
+        more: options by name; they take the place of those in `options`.
+
+    Returns:
+        NumPy numbers of the shape and precision of `x`, in Fortran order where `x` is.
+
+    Raises:
+        TypeError: for other data, or an option of the wrong type.
+        ValueError: for an unknown option or value, or where something is random and neither seeded nor given.
+
+    Example:
+        >>> import jchop.matlab
+        >>> jchop.matlab.chop([1 / 3, 1e6], {"format": "h", "round": 4.0}).tolist()
+        [0.333251953125, 65504.0]
+        >>> float(jchop.matlab.chop(1.1, {"format": "custom", "params": [3, 7]}, round=2))
+        1.25
+    """
+    given = _options(options, more)
+    array = _numbers(x)
+    seed = _integer(given, "seed", 0)
+    key = None if seed is None else jax.random.key(seed)
+    spec = chop_spec(
+        given.get("format", "h"),
+        _switch(given, "subnormal", None),
+        _integer(given, "round", 1, 6, default=1),
+        bool(_switch(given, "explim", True)),
+        given.get("params"),
+        array.dtype.name,
+    )
+    randfunc = given.get("randfunc")
+    if not spec.rounding.stochastic or randfunc is None:
+        if spec.rounding.stochastic and key is None:
+            raise ValueError("round 5 and 6 draw random numbers: give seed or randfunc")
+        rounded = round_to_format(array, spec, key)
+    else:
+        rounded = rounded_by(array, spec, randfunc)
+    if _switch(given, "flip", False):
+        if key is None:
+            raise ValueError("flip=1 flips bits at random: give seed")
+        rounded = flip_bits(rounded, Spec(spec.format), given.get("p", 0.5), key)
+    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    return np.asarray(rounded, order=order) if array.ndim else rounded[()]
+
+
+def chop_spec(name: Any, subnormal: bool | None, mode: Any, explim: bool, params: Any, dtype: str) -> Spec:
+    """The spec that options of *chop* say, for data of a dtype, which bounds the exponents where `explim` is False."""
+    if name in _CUSTOM:
+        bits, emax = _custom(params)
+    elif name in FORMATS:
+        bits, emax = FORMATS[name]
+    else:
+        raise ValueError(f"format={name!r} must be one of {', '.join(map(repr, (*FORMATS, *_CUSTOM)))}")
+    if subnormal is None:
+        subnormal = name not in FLUSHED
+    exponent = (emax + 1).bit_length() if explim else _EXPONENT_BITS.get(dtype, 8)
+    rounding, overflow = ROUNDS[mode]
+    return Spec(FloatFormat(exponent, bits - 1, subnormals=subnormal), rounding, overflow)
+
+
+def _custom(params: Any) -> tuple[int, int]:
+    values = [] if params is None else np.asarray(params, float).ravel().tolist()
+    if len(values) != 2:
+        raise ValueError(f"params={params!r} must be [t, emax], which format 'custom' needs")
+    bits, emax = (check_int(name, _whole(value), 1) for name, value in zip(("t", "emax"), values, strict=True))
+    if bits > 53 or emax & (emax + 1):
+        raise ValueError(f"params=[{bits}, {emax}] must have t from 1 to 53 and emax = 2^k - 1 (1, 3, 7, 15 ...)")
+    return bits, emax
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _options(options: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+    """All options that are given, by name; those that are empty are not."""
+    if options is None:
+        given = {}
+    elif isinstance(options, Mapping):
+        given = dict(options)
+    elif hasattr(options, "__dict__"):
+        given = dict(vars(options))
+    else:
+        raise TypeError(f"options={options!r} must be a dict, or an object with attributes")
+    given |= more
+    for name in given:
+        if name not in _NAMES:
+            raise ValueError(f"option {name!r} is not known; allowed: {', '.join(_NAMES)}")
+    return {name: value for name, value in given.items() if value is not None and np.size(value) and value != ""}
+
+
+def _whole(value: Any) -> Any:
+    """A float that is a whole number, as MATLAB passes them, as an int."""
+    return int(value) if isinstance(value, float | np.floating) and float(value).is_integer() else value
+
+
+def _integer(given: Mapping[str, Any], name: str, low: int, high: int | None = None, default: int | None = None) -> Any:
+    return check_int(name, _whole(given[name]), low, high) if name in given else default
+
+
+def _switch(given: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
+    if name not in given:
+        return default
+    value = _whole(given[name])
+    if not isinstance(value, bool | np.bool_ | int | np.integer) or value not in (0, 1):
+        raise ValueError(f"{name}={given[name]!r} must be 0 or 1")
+    return bool(value)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _numbers(x: Any) -> np.ndarray:
+    array = np.asarray(x)
+    if array.dtype.name not in _EXPONENT_BITS:
+        raise TypeError(f"x has dtype {array.dtype}, and must be of single or double precision")
+    return array
+
+
+def rounded_by(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.ndarray:
+    """`x` rounded with the numbers of `randfunc` in place of the random bits."""
+    drawn = np.asarray(randfunc(x.size), np.float64).ravel(order="F")
+    if drawn.size != x.size or not ((drawn >= 0) & (drawn < 1)).all():
+        raise ValueError(f"randfunc({x.size}) must give {x.size} numbers in [0, 1)")
+    width = 8 * x.dtype.itemsize
+    # Away where word + floor(fraction 2^width) carries: so the smaller the number, the larger the word.
+    word = ~np.ldexp(drawn, width).astype(f"uint{width}")
+    with jax.enable_x64(True):
+        return np.array(_round_with(x, word.reshape(x.shape, order="F"), spec))
+
+
+@partial(jax.jit, static_argnums=2)
+def _round_with(x: jax.Array, word: jax.Array, spec: Spec) -> jax.Array:
+    return round_elements(x, spec, CARRIERS[x.dtype.name], word)

@@ -1,0 +1,27 @@
+"""Tensors of PyTorch in low precision: rounding, storage, products, modules and optimizers, without copies.
+
+Needs PyTorch (`pip install "jchop[torch]"`), which nothing else of jchop imports.
+"""
+
+from jchop._files import require_extra
+
+require_extra("jchop.torch", "torch", ("torch",))
+
+from jchop.torch._bridge import as_jax, as_tensor  # noqa: E402
+from jchop.torch._matmul import matmul  # noqa: E402
+from jchop.torch._optim import OptimLP  # noqa: E402
+from jchop.torch._quantize import dequantize, quantize  # noqa: E402
+from jchop.torch._quantizer import Quantizer  # noqa: E402
+from jchop.torch._round import round_to_format, round_to_format_  # noqa: E402
+
+__all__ = [
+    "OptimLP",
+    "Quantizer",
+    "as_jax",
+    "as_tensor",
+    "dequantize",
+    "matmul",
+    "quantize",
+    "round_to_format",
+    "round_to_format_",
+]

@@ -1,0 +1,145 @@
+"""Tensors as JAX arrays and back, sharing memory through DLPack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import torch
+
+from jchop._bits import types_for
+
+Array = jax.Array
+
+__all__ = ["as_jax", "as_tensor", "dense"]
+
+#: What XLA's CPU backend asks of the address of a buffer that it did not allocate.
+ALIGNMENT = 64
+_DEVICES = ("cpu", "cuda")
+
+
+def as_jax(tensor: torch.Tensor, *, copy: bool = False) -> Array:
+    """A JAX array of a tensor's numbers, in the tensor's own memory.
+
+    JAX takes its arrays for immutable, so the tensor must not be written to while the array lives.
+
+    Args:
+        tensor: any dtype that both libraries have, any shape, on the CPU or a CUDA device. Its gradient stays behind.
+        copy: whether numbers may be copied where their memory cannot be shared: where the tensor is not contiguous in C
+            order, starts at an address that is no multiple of 64 bytes (as slices may), or is a lazy conjugate or
+            negative. Default False: such a tensor is an error.
+
+    Returns:
+        An array of the same shape, dtype and device; float64 and complex128 stay so whatever ``jax_enable_x64`` says.
+
+    Raises:
+        TypeError: for what is no tensor, or a sparse one.
+        ValueError: for a tensor that would have to be copied, or one on another kind of device.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> x = torch.arange(4.0)
+        >>> array = jc.torch.as_jax(x)
+        >>> array.tolist(), array.unsafe_buffer_pointer() == x.data_ptr()
+        ([0.0, 1.0, 2.0, 3.0], True)
+    """
+    check_tensor("tensor", tensor)
+    return imported(contiguous(tensor, copy))
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    """A tensor of a JAX array's numbers, in the array's own memory.
+
+    JAX takes its arrays for immutable, so the tensor must not be written to while the array lives.
+
+    Args:
+        array: any dtype that both libraries have, any shape, on one device.
+
+    Returns:
+        A contiguous tensor of the same shape, dtype and device.
+
+    Raises:
+        TypeError: for what is no JAX array.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> q = jc.quantize(jnp.array([1.0, 0.3, -7.5, 100.0]), jc.mxfp4(group=2))
+        >>> jc.torch.as_tensor(q.qvalue)
+        tensor([ 38, 121], dtype=torch.uint8)
+    """
+    if not isinstance(array, Array):
+        raise TypeError(f"array={array!r} must be a JAX array; a tensor of a NumPy array is torch.from_numpy's")
+    return torch.from_dlpack(array)
+
+
+# -- for the other files -----------------------------------------------------------------------------------------------
+
+
+def imported(tensor: torch.Tensor) -> Array:
+    """A contiguous tensor that needs no copy as an array."""
+    with types_for(_WIDE.get(tensor.dtype, "float32")):
+        return jax.dlpack.from_dlpack(tensor)
+
+
+_WIDE = dict.fromkeys((torch.float64, torch.complex128, torch.int64), "float64")
+
+
+def contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    """A tensor without its gradient, whose memory JAX can read as it lies; copied where `copy` allows it.
+
+    Raises:
+        ValueError: for a tensor that would have to be copied.
+    """
+    shared = tensor.detach()
+    if (why := _hindrance(shared)) is None and not shared.is_contiguous():
+        why = f"has strides {tuple(shared.stride())} for shape {tuple(shared.shape)}"
+    return shared if why is None else _copied(shared, why, copy)
+
+
+def dense(tensor: torch.Tensor, copy: bool) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A detached tensor's memory as a contiguous one whose axes are permuted, and the permutation.
+
+    Transposed and channels-last tensors share memory so; others are copied where `copy` allows it.
+
+    Raises:
+        ValueError: for a tensor that would have to be copied.
+    """
+    why = _hindrance(tensor)
+    if why is None:
+        if tensor.is_contiguous():
+            return tensor, tuple(range(tensor.ndim))
+        order = tuple(sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis)))
+        if (permuted := tensor.permute(order)).is_contiguous():
+            return permuted, order
+        why = f"has gaps or overlaps in memory (strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)})"
+    return _copied(tensor, why, copy), tuple(range(tensor.ndim))
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that undoes another."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _hindrance(tensor: torch.Tensor) -> str | None:
+    """Why the memory of a tensor cannot be shared, whatever its strides; None where it can."""
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a lazy conjugate or negative"
+    if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+        return f"starts at an address that is no multiple of {ALIGNMENT} bytes"
+    return None
+
+
+def _copied(tensor: torch.Tensor, why: str, copy: bool) -> torch.Tensor:
+    if not copy:
+        raise ValueError(f"tensor {why}, so its memory cannot be shared with JAX: pass copy=True, which allows a copy")
+    return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Refuse what is no plain tensor on a device that both libraries know."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}={value!r} must be a torch.Tensor")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {value.layout}; allowed: torch.strided (call to_dense() first)")
+    if value.device.type not in _DEVICES:
+        raise ValueError(f"{name} is on device {value.device}; allowed: {', '.join(_DEVICES)}")

@@ -1,0 +1,206 @@
+"""Rounding as operators that torch knows: opaque to torch.compile, with their shapes and their rules for vmap.
+
+Specs travel as texts, keys as `words`: an int32 tensor of two words of key data (their bits) and then numbers that are
+folded into the key one after the other; empty where nothing is drawn. `batch` counts leading axes of tensors and words
+that vmap has put there, so that a row is rounded as it would be alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+from jax import lax
+
+from jchop._bits import types_for
+from jchop._round import round_to_format
+from jchop.spec import parse
+from jchop.torch._bridge import as_tensor, check_tensor, dense, imported, inverse
+
+Array = jax.Array
+Tensor = torch.Tensor
+
+#: The dtypes that can be rounded, and JAX's names for them.
+CARRIERS: dict[torch.dtype, str] = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+
+
+def check_carrier(name: str, value: object, *, complex_too: bool = True) -> None:
+    """Refuse what is no tensor of numbers that can be rounded."""
+    check_tensor(name, value)
+    assert isinstance(value, Tensor)
+    allowed = [dtype for dtype in CARRIERS if complex_too or not dtype.is_complex]
+    if value.dtype not in allowed:
+        raise TypeError(
+            f"{name} has dtype {value.dtype}, which is no carrier; allowed: {', '.join(map(str, allowed))}. Convert it "
+            "first, for example x.float()"
+        )
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+def round_now(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+    """`x` rounded; of its strides where its memory has no gaps. What the operator does, without the operator."""
+    return _elementwise(_rounded, (x,), words, copy, spec=spec, batch=batch)
+
+
+round_op = torch.library.custom_op(
+    "jchop::round_to_format",
+    round_now,
+    mutates_args=(),
+    schema="(Tensor x, Tensor words, str spec, int batch, bool copy) -> Tensor",
+)
+
+
+@torch.library.custom_op(
+    "jchop::within_range",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor x, Tensor words, str spec, int batch) -> Tensor",
+)
+def within_range_op(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
+    """`gradient` where rounding `x` does not overflow, else 0."""
+    gradient = gradient.to(memory_format=torch.contiguous_format)
+    return _elementwise(_within_range, (gradient, x.contiguous()), words, True, spec=spec, batch=batch)
+
+
+def _elementwise(
+    function: Callable[..., Array], tensors: Sequence[Tensor], words: Tensor, copy: bool, **how: Any
+) -> Tensor:
+    """A jitted function of tensors that have the order of axes of the first."""
+    views = [dense(tensor.detach(), copy) for tensor in tensors]
+    order = views[0][1]
+    result = run(function, [view for view, _ in views], words, order=order, **how)
+    return _permuted_back(result, order, views[0][0])
+
+
+def run(function: Callable[..., Any], tensors: Sequence[Tensor], words: Tensor, **how: Any) -> Any:
+    """A jitted function of tensors, contiguous and aligned, and words; its results as tensors.
+
+    On the CPU the tensors are passed as NumPy arrays of the same memory, which JAX then reads in place: that starts
+    sooner than with imported arrays. Results are waited for: a tensor may be written to as soon as a call returns.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(types_for(CARRIERS[tensors[0].dtype]))
+        if tensors[0].is_cuda:
+            result = function(*map(imported, tensors), imported_words(words), **how)
+        else:
+            stack.enter_context(jax.default_device(_cpu()))
+            result = jax.block_until_ready(function(*map(_host_array, tensors), imported_words(words), **how))
+    return jax.tree.map(as_tensor, result)
+
+
+def _host_array(tensor: Tensor) -> np.ndarray:
+    """A tensor's memory as NumPy's."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+@lru_cache(maxsize=1)
+def _cpu() -> Any:
+    """Where JAX keeps what it imports from the CPU."""
+    return next(iter(imported(torch.zeros(1)).sharding.device_set))
+
+
+def imported_words(words: Tensor) -> Any:
+    """Words as JAX takes them; None where there are none."""
+    if not words.shape[-1]:
+        return None
+    return imported(words) if words.is_cuda else words.numpy()
+
+
+def _permuted_back(tensor: Tensor, order: tuple[int, ...], source: Tensor) -> Tensor:
+    """The result with its axes in their old order, and never in the memory of the source."""
+    if tensor.data_ptr() == source.data_ptr() and tensor.numel():
+        tensor = tensor.clone()
+    return tensor if order == tuple(range(len(order))) else tensor.permute(inverse(order))
+
+
+@round_op.register_fake
+def _(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+    del words, copy
+    require_rounding(x.dtype, x.ndim - batch, spec)
+    return torch.empty_like(x)
+
+
+@within_range_op.register_fake
+def _(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
+    del x, words, spec, batch
+    return torch.empty_like(gradient, memory_format=torch.contiguous_format)
+
+
+@round_op.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> tuple[Tensor, int]:
+    x, words = in_front(info, in_dims, x, words)
+    return round_op(x, words, spec, batch + 1, copy), 0
+
+
+@within_range_op.register_vmap
+def _(info: Any, in_dims: Any, gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> tuple[Tensor, int]:
+    gradient, x, words = in_front(info, in_dims, gradient, x, words)
+    return within_range_op(gradient, x, words, spec, batch + 1), 0
+
+
+def in_front(info: Any, in_dims: Sequence[int | None], *tensors: Tensor) -> Iterator[Tensor]:
+    """Tensors with the axis of a vmap first, repeated where they have none."""
+    for tensor, axis in zip(tensors, in_dims, strict=False):
+        if axis is None:
+            yield tensor.expand(info.batch_size, *tensor.shape).contiguous()
+        else:
+            yield tensor.movedim(axis, 0)
+
+
+@lru_cache(maxsize=256)
+def require_rounding(dtype: torch.dtype, ndim: int, spec: str) -> None:
+    """Raise what rounding would raise, where nothing is rounded yet."""
+    x = jax.ShapeDtypeStruct((1,) * ndim, CARRIERS[dtype])
+    with types_for(x.dtype):
+        jax.eval_shape(lambda x: round_to_format(x, parse(spec), jax.random.key(0), gradient_key=jax.random.key(0)), x)
+
+
+@partial(jax.jit, static_argnames=("spec", "batch", "order"))
+def _rounded(x: Array, words: Array | None, *, spec: str, batch: int, order: tuple[int, ...]) -> Array:
+    function = over_rows(lambda x, words: round_to_format(x, parse(spec), key_of(words)), batch)
+    return function(x.transpose(inverse(order)), words).transpose(order)
+
+
+@partial(jax.jit, static_argnames=("spec", "batch", "order"))
+def _within_range(g: Array, x: Array, words: Array | None, *, spec: str, batch: int, order: tuple[int, ...]) -> Array:
+    del order  # both are contiguous
+
+    def pulled(g: Array, x: Array, words: Array | None) -> Array:
+        return jax.vjp(lambda x: round_to_format(x, parse(spec), key_of(words)), x)[1](g)[0]
+
+    return over_rows(pulled, batch)(g, x, words)
+
+
+def over_rows(function: Callable[..., Any], batch: int) -> Callable[..., Any]:
+    """`function` under as many `jax.vmap` as there are leading axes."""
+    for _ in range(batch):
+        function = jax.vmap(function)
+    return function
+
+
+def key_of(words: Array | None) -> Array | None:
+    """The key that words stand for; None where there are none."""
+    if words is None:
+        return None
+    bits = lax.bitcast_convert_type(jnp.asarray(words), jnp.uint32)
+    key = jax.random.wrap_key_data(bits[:2], impl="threefry2x32")
+    for number in range(2, words.shape[-1]):
+        key = jax.random.fold_in(key, bits[number])
+    return key

@@ -1,0 +1,217 @@
+"""`matmul` for tensors, as an operator that torch knows, with its gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import torch
+
+from jchop import math
+from jchop._bits import types_for
+from jchop.accumulation import MatmulSpec
+from jchop.formats import ElementFormat
+from jchop.spec import Spec, as_spec
+from jchop.torch._bridge import contiguous
+from jchop.torch._library import CARRIERS, check_carrier, in_front, key_of, over_rows, run
+from jchop.torch._plan import constant
+from jchop.torch._words import drawn_words
+
+__all__ = ["matmul"]
+
+Array = jax.Array
+Tensor = torch.Tensor
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    spec: MatmulSpec | Spec | ElementFormat | str,
+    *,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    copy: bool = False,
+) -> Tensor:
+    """The matrix product in an emulated arithmetic: `jchop.math.matmul` for torch, with the same bits.
+
+    Works under `torch.compile`, `torch.func.vmap` and `torch.func.grad`; gradients are those of the product of the
+    rounded operands. Autocast leaves the dtype as it is.
+
+    Args:
+        a: the left factor, float16, bfloat16, float32 or float64, of shape (..., m, k) or (k,).
+        b: the right factor, of the same dtype and device, of shape (..., k, n) or (k,).
+        spec: a `jchop.MatmulSpec`: what is rounded to what, and the order of the sums; or a spec, a format or text for
+            the operands, every product and every sum, in sequential order.
+        seed: an integer from 0 to 2^64 - 1, needed where a rounding is stochastic: the bits are those of
+            ``jax.random.key(seed)``.
+        generator: a generator that the key is drawn from, in place of the seed.
+        copy: whether factors that are not contiguous, or whose memory is not aligned, may be copied. Default False:
+            such a factor is an error.
+
+    Returns:
+        The product, of the dtype of the factors.
+
+    Raises:
+        TypeError, ValueError: as `jchop.math.matmul`, and for a factor that would have to be copied.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> ones = torch.ones(100)
+        >>> jc.torch.matmul(ones, ones, jc.MatmulSpec(accumulate="e5m2"))
+        tensor(8.)
+    """
+    for name, value in (("a", a), ("b", b)):
+        check_carrier(name, value, complex_too=False)
+    if a.dtype != b.dtype:
+        raise TypeError(f"a has dtype {a.dtype} and b has dtype {b.dtype}; they must be the same: cast one of them")
+    if a.device != b.device:
+        raise ValueError(f"a is on {a.device} and b on {b.device}; they must be on one device")
+    text, draws = _text_of(spec)
+    words = drawn_words(text, draws, seed, generator)
+    if torch.is_grad_enabled():
+        return _Product.apply(a, b, words, text, copy)  # type: ignore[return-value]
+    return matmul_op(a, b, words, text, 0, copy)
+
+
+# -- specs, as operators take them -------------------------------------------------------------------------------------
+
+
+@constant
+def _text_of(spec: Any) -> tuple[str, bool]:
+    """A text of a spec that `_spec_of` reads, and whether it draws."""
+    if not isinstance(spec, MatmulSpec):
+        alone = as_spec(spec)
+        spec = MatmulSpec(alone, alone, alone)
+    given = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return json.dumps({name: v if isinstance(v, bool | None) else str(v) for name, v in given.items()}), spec.stochastic
+
+
+@lru_cache(maxsize=256)
+def _spec_of(text: str) -> MatmulSpec:
+    return MatmulSpec(**json.loads(text))
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "jchop::matmul",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, Tensor words, str spec, int batch, bool copy) -> Tensor",
+)
+def matmul_op(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+    """The product of rows of factors."""
+    return run(_product, [contiguous(x, copy) for x in (a, b)], words, spec=spec, batch=batch)
+
+
+@torch.library.custom_op(
+    "jchop::matmul_gradients",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor a, Tensor b, Tensor words, str spec, int batch) -> (Tensor, Tensor)",
+)
+def matmul_gradients_op(
+    gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of both factors."""
+    return run(_gradients, [contiguous(x, True) for x in (gradient, a, b)], words, spec=spec, batch=batch)
+
+
+@matmul_op.register_fake
+def _(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+    del words, copy
+    _require_product(a.dtype, spec)
+    return a.new_empty(_shape(a.shape, b.shape, batch))
+
+
+@matmul_gradients_op.register_fake
+def _(gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int) -> tuple[Tensor, Tensor]:
+    del gradient, words, spec, batch
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b))  # type: ignore[return-value]
+
+
+@matmul_op.register_vmap
+def _(
+    info: Any, in_dims: Any, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool
+) -> tuple[Tensor, int]:
+    a, b, words = in_front(info, in_dims, a, b, words)
+    return matmul_op(a, b, words, spec, batch + 1, copy), 0
+
+
+@matmul_gradients_op.register_vmap
+def _(
+    info: Any, in_dims: Any, gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    gradient, a, b, words = in_front(info, in_dims, gradient, a, b, words)
+    return matmul_gradients_op(gradient, a, b, words, spec, batch + 1), (0, 0)
+
+
+def _shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int, ...]:
+    """The shape of a product of rows."""
+    rows, x, y = a[:batch], a[batch:], b[batch:]
+    if len(x) == 0 or len(y) == 0 or x[-1] != y[-2:][0]:
+        raise ValueError(f"a has shape {tuple(x)} and b has shape {tuple(y)}, whose matrix product there is not")
+    return (*rows, *torch.broadcast_shapes(x[:-2], y[:-2]), *x[:-1][-1:], *y[1:][-1:])
+
+
+@lru_cache(maxsize=256)
+def _require_product(dtype: torch.dtype, spec: str) -> None:
+    """Raise what the product would raise for this dtype, where nothing is multiplied yet."""
+    x = jax.ShapeDtypeStruct((1, 1), CARRIERS[dtype])
+    with types_for(x.dtype):
+        jax.eval_shape(lambda x: math.matmul(x, x, _spec_of(spec), jax.random.key(0)), x)
+
+
+@partial(jax.jit, static_argnames=("spec", "batch"))
+def _product(a: Array, b: Array, words: Array | None, *, spec: str, batch: int) -> Array:
+    return over_rows(lambda a, b, words: math.matmul(a, b, _spec_of(spec), key_of(words)), batch)(a, b, words)
+
+
+@partial(jax.jit, static_argnames=("spec", "batch"))
+def _gradients(g: Array, a: Array, b: Array, words: Array | None, *, spec: str, batch: int) -> tuple[Array, Array]:
+    def pulled(g: Array, a: Array, b: Array, words: Array | None) -> tuple[Array, Array]:
+        return jax.vjp(lambda a, b: math.matmul(a, b, _spec_of(spec), key_of(words)), a, b)[1](g)
+
+    return over_rows(pulled, batch)(g, a, b, words)
+
+
+class _Product(torch.autograd.Function):
+    """The product, with the gradients of the product of the rounded factors."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, words: Tensor, spec: str, copy: bool) -> Tensor:
+        return matmul_op(a, b, words, spec, 0, copy)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        del output
+        ctx.save_for_backward(*inputs[:3])
+        ctx.spec = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_Gradients.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None, None  # type: ignore[misc]
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of both factors, which have none of their own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+        return matmul_gradients_op(gradient, a, b, words, spec, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        del ctx, inputs, output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        del ctx, gradients
+        raise NotImplementedError("jchop.torch.matmul has first derivatives only; jchop.math.matmul has all, in JAX")

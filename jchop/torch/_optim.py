@@ -1,0 +1,265 @@
+"""`OptimLP`: an optimizer of torch in low precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from jchop._checks import check_int
+from jchop.torch._library import require_rounding, round_now
+from jchop.torch._plan import Plan, SpecLike, plan_of
+from jchop.torch._words import key_words, seed_words
+
+__all__ = ["OptimLP"]
+
+Tensor = torch.Tensor
+_GRADIENT, _ACCUMULATOR, _WEIGHT, _MOMENTUM = range(4)
+#: What a copy of an `OptimLP` has beside what every optimizer has.
+_KEPT = ("optimizer", "gradient_scale", "seed", "steps", "accumulators", "_plans")
+
+
+class OptimLP(Optimizer):
+    """An optimizer with everything it reads and leaves rounded, in the order of QPyTorch's OptimLP.
+
+    A step takes g = Qg(gradient_scale * gradient), lets the optimizer make the new parameter p + u of g at the
+    accumulator a (at the parameter where there is none), and sets a = Qa(a + u), p = Qw(a), and every moment
+    m = Qm(m), after its use. The sums are torch's, in the dtype of the parameters, for float16 and bfloat16 in float32:
+    so bfloat16 parameters under a stochastic ``weight`` train without a master copy.
+
+    Unlike QPyTorch's it scales gradients whether they are rounded or not, calls the closure, takes every optimizer that
+    keeps moments of the parameters' shapes, and has all its state in `state_dict`. It can be scheduled as the optimizer
+    itself. A closure is evaluated at rounded parameters.
+
+    Step n draws for parameter i from the key of the seed with n, i and the role folded in: 0 for the gradient, 1 for
+    the accumulator, 2 for the weight, 3 and on for the moments in their order.
+
+    Args:
+        optimizer: any optimizer of torch: SGD, Adam, AdamW, RMSprop, Adagrad ...
+        weight: Qw, what parameters are rounded to. Default None, here and below: not rounded.
+        gradient: Qg. The rounded gradient replaces the parameter's.
+        momentum: Qm, for every moment: a tensor of the optimizer's state that has the shape of its parameter.
+        accumulator: Qa. Where it is given a copy of the parameters is kept, in float32 at least, and updated in their
+            place.
+        gradient_scale: what gradients are multiplied by first: 1 / s for a loss multiplied by s. Default 1.
+        seed: an integer from 0 to 2^64 - 1, for stochastic specs. Default 0.
+
+    Raises:
+        TypeError, ValueError: for what means no spec, and at a step for parameters that cannot hold the results, or
+            ``momentum`` where the optimizer keeps no moments.
+
+    References:
+        Zhang et al., QPyTorch: A Low-Precision Arithmetic Simulation Framework, arXiv 1910.04540.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> p = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = jc.torch.OptimLP(torch.optim.SGD([p], lr=0.1, momentum=0.9), weight="e5m2", gradient="e5m2")
+        >>> p.grad = torch.tensor([1.3, -2.2])
+        >>> optimizer.step()
+        >>> p.tolist()
+        [0.875, 1.25]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        weight: SpecLike | None = None,
+        gradient: SpecLike | None = None,
+        momentum: SpecLike | None = None,
+        accumulator: SpecLike | None = None,
+        gradient_scale: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer={optimizer!r} must be an optimizer of torch")
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer = optimizer
+        specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
+        self._plans = {role: _plan(name, spec) for role, (name, spec) in enumerate(specs.items()) if spec is not None}
+        self.gradient_scale = gradient_scale
+        self.seed = check_int("seed", seed, 0, (1 << 64) - 1)
+        self.steps = 0
+        self.accumulators: dict[int, Tensor] = {}
+        self._link()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of the optimizer.
+
+        Args:
+            closure: computes the loss and its gradients, as for every optimizer of torch.
+
+        Returns:
+            What the closure returns; None without one.
+        """
+        leaves = [self._leaf(index, p) for index, p in enumerate(self._parameters())]
+        try:
+            if closure is None:
+                self._lift(leaves)
+            loss = self.optimizer.step(None if closure is None else self._evaluating(closure, leaves))
+            self._round_moments(leaves)
+            self._settle(leaves)
+        finally:
+            for leaf in leaves:
+                leaf.lower()
+        self.steps += 1
+        return loss
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _leaf(self, index: int, p: torch.nn.Parameter) -> _Leaf:
+        if _WEIGHT in self._plans:
+            require_rounding(p.dtype, p.ndim, self._plans[_WEIGHT].spec)
+        if _ACCUMULATOR not in self._plans:
+            return _Leaf(index, p, p.data, _wide(p.data))
+        if index not in self.accumulators:
+            self.accumulators[index] = _wide(p.data).clone()
+        return _Leaf(index, p, p.data, self.accumulators[index])
+
+    def _evaluating(self, closure: Callable[[], Any], leaves: list[_Leaf]) -> Callable[[], Any]:
+        """The closure, evaluated at rounded parameters; the optimizer sees rounded gradients and moves the others."""
+        again = False
+
+        def evaluate() -> Any:
+            nonlocal again
+            if again:
+                self._settle(leaves, weights_alone=True)
+            for leaf in leaves:
+                leaf.lower()
+            with torch.enable_grad():
+                loss = closure()
+            self._lift(leaves)
+            again = True
+            return loss
+
+        return evaluate
+
+    def _lift(self, leaves: list[_Leaf]) -> None:
+        """Parameters become what the optimizer moves, and gradients what it reads."""
+        for leaf in leaves:
+            gradient = leaf.parameter.grad
+            if gradient is not None:
+                gradient = self._rounded(_GRADIENT, leaf, _wide(gradient) * self.gradient_scale)
+            leaf.lift(gradient)
+
+    def _settle(self, leaves: list[_Leaf], *, weights_alone: bool = False) -> None:
+        """Accumulators and parameters, rounded, after the optimizer moved them."""
+        for leaf in leaves:
+            if not weights_alone and _ACCUMULATOR in self._plans:
+                leaf.moved.copy_(self._rounded(_ACCUMULATOR, leaf, leaf.moved))
+            rounded = self._rounded(_WEIGHT, leaf, leaf.moved)
+            if rounded.data_ptr() != leaf.stored.data_ptr():
+                leaf.stored.copy_(rounded)
+
+    def _round_moments(self, leaves: list[_Leaf]) -> None:
+        if _MOMENTUM not in self._plans:
+            return
+        moments = [(leaf, list(_moments(self.state.get(leaf.parameter, {}), leaf.stored.shape))) for leaf in leaves]
+        for leaf, values in moments:
+            for number, value in enumerate(values):
+                value.copy_(self._rounded(_MOMENTUM, leaf, value, _MOMENTUM + number))
+        if not any(values for _, values in moments) and any(leaf.parameter.grad is not None for leaf in leaves):
+            raise ValueError(
+                f"momentum={self._plans[_MOMENTUM].spec!r}, but {type(self.optimizer).__name__} keeps none"
+            )
+
+    def _rounded(self, role: int, leaf: _Leaf, x: Tensor, place: int | None = None) -> Tensor:
+        plan = self._plans.get(role)
+        if plan is None:
+            return x
+        folded = (self.steps, leaf.index, role if place is None else place)
+        return round_now(x, seed_words(self.seed, *folded) if plan.draws else key_words(()), plan.spec, 0, True)
+
+    # -- as an optimizer of torch --------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as of every optimizer of torch.
+
+        Args:
+            param_group: the parameters and their options.
+        """
+        adding = self.__dict__.get("optimizer")
+        if adding is None:  # while this is made
+            super().add_param_group(param_group)
+        else:
+            adding.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, the accumulators, and how many steps were taken."""
+        return {"optimizer": self.optimizer.state_dict(), "accumulators": dict(self.accumulators), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Args:
+            state_dict: of an optimizer of the same parameters.
+        """
+        leaves = [_Leaf(index, p, p.data, _wide(p.data)) for index, p in enumerate(self._parameters())]
+        for leaf in leaves:  # torch gives the state the dtype that parameters have now
+            leaf.lift(None if leaf.parameter.grad is None else _wide(leaf.parameter.grad))
+        try:
+            self.optimizer.load_state_dict(state_dict["optimizer"])
+        finally:
+            for leaf in leaves:
+                leaf.lower()
+        self.accumulators = {
+            index: held.to(leaves[index].stored.device, copy=True) for index, held in state_dict["accumulators"].items()
+        }
+        self.steps = state_dict["steps"]
+        self._link()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}}
+
+    def _link(self) -> None:
+        """Groups and state are those of the optimizer, which replaces them when it is loaded."""
+        self.param_groups = self.optimizer.param_groups
+        self.state = self.optimizer.state
+
+
+class _Leaf:
+    """A parameter, its memory, and what the optimizer moves in its place: an accumulator, float32, or itself."""
+
+    def __init__(self, index: int, parameter: torch.nn.Parameter, stored: Tensor, moved: Tensor) -> None:
+        self.index, self.parameter, self.stored, self.moved = index, parameter, stored, moved
+
+    def lift(self, gradient: Tensor | None) -> None:
+        """The parameter becomes what is moved, with a gradient of its dtype."""
+        self._become(self.moved, gradient)
+
+    def lower(self) -> None:
+        """The parameter becomes what it was, in the same memory."""
+        gradient = self.parameter.grad
+        self._become(self.stored, None if gradient is None else gradient.to(self.stored.dtype))
+
+    def _become(self, data: Tensor, gradient: Tensor | None) -> None:
+        self.parameter.grad = None
+        self.parameter.data = data
+        self.parameter.grad = gradient
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.float() if x.element_size() == 2 else x
+
+
+def _moments(state: dict[str, Any], shape: torch.Size) -> Iterator[Tensor]:
+    """What mirrors a parameter in the state of an optimizer."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and name != "step" and value.shape == shape and value.is_floating_point():
+            yield value
+
+
+def _plan(name: str, spec: SpecLike) -> Plan:
+    plan = plan_of(spec)
+    if plan.gradient is not None:
+        raise ValueError(f"{name}={str(spec)!r} rounds a gradient, and an optimizer step has none")
+    return plan

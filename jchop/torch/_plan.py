@@ -1,0 +1,59 @@
+"""Specs as operators of torch take them: texts, and what has to be known beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.spec import Gradient, Spec, as_spec
+
+__all__ = ["Plan", "SpecLike", "clips", "constant", "plan_of"]
+
+SpecLike = Spec | ElementFormat | ScaledFormat | str
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant(function: Function) -> Function:
+    """A function whose results are constants for torch.compile, as its arguments are.
+
+    What `torch.compiler.assume_constant_result` does; calling that would import the compiler, which takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+class Plan(NamedTuple):
+    """What a spec asks for: constants for torch.compile."""
+
+    spec: str  # without what becomes of the cotangent, apart from clipping
+    draws: bool
+    gradient: str | None
+    gradient_draws: bool
+
+
+@constant
+def plan_of(spec: Any) -> Plan:
+    """The plan of a spec, a format or a text."""
+    return _plan(spec if isinstance(spec, str) else as_spec(spec, scaled=True))
+
+
+@lru_cache(maxsize=256)
+def _plan(value: Spec | str) -> Plan:
+    spec = as_spec(value, scaled=True)
+    back = spec.gradient.round
+    forward = replace(spec, gradient=Gradient(clipped=spec.gradient.clipped))
+    return Plan(
+        str(forward),
+        spec.rounding.stochastic,
+        None if back is None else str(back),
+        back is not None and back.rounding.stochastic,
+    )
+
+
+@constant
+def clips(spec: str) -> bool:
+    """Whether the gradient is zero where a value overflows."""
+    return as_spec(spec, scaled=True).gradient.clipped

@@ -1,0 +1,140 @@
+"""`quantize` and `dequantize`: tensors as codes and scales, and modules that round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import nn
+
+from jchop import storage
+from jchop._bits import types_for
+from jchop.storage import QArray
+from jchop.torch._bridge import as_jax, as_tensor
+from jchop.torch._library import CARRIERS, check_carrier, imported_words, key_of
+from jchop.torch._modules import quantize_module
+from jchop.torch._plan import SpecLike, plan_of
+from jchop.torch._words import drawn_words
+
+__all__ = ["dequantize", "quantize"]
+
+Tensor = torch.Tensor
+Rules = Mapping[str, Mapping[str, Any]]
+
+
+@overload
+def quantize(
+    x: Tensor,
+    how: SpecLike,
+    *,
+    seed: int | None = ...,
+    generator: torch.Generator | None = ...,
+    copy: bool = ...,
+) -> QArray: ...
+
+
+@overload
+def quantize(x: nn.Module, how: Rules, *, seed: int | None = ...) -> nn.Module: ...
+
+
+def quantize(
+    x: Tensor | nn.Module,
+    how: SpecLike | Rules,
+    *,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    copy: bool = False,
+) -> QArray | nn.Module:
+    """A tensor as codes and scales, or a module that rounds.
+
+    **Of a tensor** it gives what `jchop.quantize` gives: a `jchop.QArray` of JAX arrays on the tensor's device, which
+    `jchop.torch.as_tensor` turns into tensors, and `dequantize` into the rounded numbers.
+
+    **Of a module** it gives a copy whose layers, the modules with parameters of their own, round as rules say; the
+    given one stays as it is. Rules are a dict of patterns (`fnmatch`) for a piece of a layer's dotted path, ``"head"``,
+    ``"blocks.*.mlp"``, ``"*norm*"``; layers below such a piece match too, and ``"*"`` is every layer. The first that
+    matches counts. Each says what is rounded to what, with some of these keys:
+
+    * ``weight``, ``bias``: the parameters, each time they are used, as parametrizations (`torch.nn.utils.parametrize`):
+      what is trained is ``layer.parametrizations.weight.original``. Every parameter counts as a weight whose name does
+      not end with "bias".
+    * ``activation``: the tensors that enter the layer; ``output``: those that leave it.
+    * ``gradient``: the gradient that enters the layer on its way back, and so both products of the backward pass.
+
+    Axes of scaled formats are those of the tensors as torch has them: ``"mxfp8_e4m3"`` has blocks along the sum of a
+    linear layer, and a convolution has its channels on axis 1. Gradients pass straight through the roundings. The
+    layers' seeds are ``seed`` with the layer's number and the place in the layer folded in.
+
+    Args:
+        x: a float tensor as in `round_to_format`, but not complex; or a module.
+        how: for a tensor a `jchop.Spec`, a format, a scaled format, or text; for a module the rules.
+        seed: an integer from 0 to 2^64 - 1. For a tensor needed by the stochastic modes; for a module default 0.
+        generator: in place of the seed, for tensors.
+        copy: whether a tensor may be copied where JAX cannot read it in place. Default False: that is an error.
+
+    Returns:
+        A `jchop.QArray`, or a module.
+
+    Raises:
+        TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied; for rules that are
+            none, match no layer, or round a weight or bias where no layer has one.
+        NotImplementedError: for a layer that does not call its parameters by name (`torch.nn.LSTM` and its kin), or
+            computes within one function (what passes through `torch.nn.MultiheadAttention`).
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> q = jc.torch.quantize(torch.tensor([1.0, 0.3, -7.5, 100.0]), jc.mxfp4(group=2))
+        >>> jc.torch.dequantize(q)
+        tensor([ 1.0000,  0.2500, -8.0000, 96.0000])
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+        >>> low = jc.torch.quantize(model, {"2": {}, "*": dict(weight="int4(group=all)", gradient="float8_e5m2")})
+        >>> low[0].weight.unique().numel() <= 15 * 4, low[2].weight is low[2].weight
+        (True, True)
+    """
+    if isinstance(x, nn.Module):
+        if generator is not None or copy:
+            raise ValueError("generator= and copy= are for tensors; the roundings of a module are seeded by seed=")
+        return quantize_module(x, how, 0 if seed is None else seed)  # type: ignore[arg-type]
+    check_carrier("x", x, complex_too=False)
+    plan = plan_of(how)  # type: ignore[arg-type]
+    key = key_of(imported_words(drawn_words(plan.spec, plan.draws, seed, generator)))
+    q = storage.quantize(as_jax(x, copy=copy), plan.spec, key)
+    return q if x.is_cuda else jax.block_until_ready(q)
+
+
+def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
+    """The numbers that a `jchop.QArray` stores, as a tensor.
+
+    Args:
+        q: the stored array, of JAX or NumPy arrays.
+        dtype: float16, bfloat16, float32 or float64. Default: that of what was quantized.
+
+    Returns:
+        A new tensor, on the device of the codes.
+
+    Raises:
+        TypeError: where `q` is no QArray, or `dtype` no carrier.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> q = jc.torch.quantize(torch.tensor([0.1, 0.2, -0.4]), "int4(group=3)")
+        >>> jc.torch.dequantize(q, torch.bfloat16)
+        tensor([ 0.1143,  0.2285, -0.4004], dtype=torch.bfloat16)
+    """
+    if dtype is not None and dtype not in CARRIERS:
+        raise TypeError(f"dtype={dtype!r} is no carrier; allowed: {', '.join(map(str, CARRIERS))}")
+    numbers = storage.dequantize(q, None if dtype is None else CARRIERS[dtype])
+    with types_for(numbers.dtype):
+        return as_tensor(jnp.array(numbers, copy=True) if _is_stored(numbers, q) else numbers)
+
+
+def _is_stored(numbers: Any, q: QArray) -> bool:
+    """Whether the numbers are NumPy's, or an array of `q` itself, which a tensor could write to."""
+    return not isinstance(numbers, jax.Array) or (
+        isinstance(q.qvalue, jax.Array)
+        and numbers.size > 0
+        and numbers.unsafe_buffer_pointer() == q.qvalue.unsafe_buffer_pointer()
+    )

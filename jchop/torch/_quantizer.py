@@ -1,0 +1,119 @@
+"""`Quantizer`: a module that rounds what passes through it, and the gradient on its way back."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from jchop._checks import check_int
+from jchop.spec import Gradient, as_spec
+from jchop.torch._plan import Plan, SpecLike, plan_of
+from jchop.torch._round import round_gradient, through
+from jchop.torch._words import key_words
+
+__all__ = ["Quantizer"]
+
+Tensor = torch.Tensor
+_FORWARD, _BACKWARD = 0, 1
+
+
+class Quantizer(nn.Module):
+    """Rounds a tensor on its way forward, and its gradient on the way back: the module of QPyTorch.
+
+    The gradient passes straight through the forward rounding (or is clipped, where ``forward`` says so) and is then
+    rounded to ``backward``. Integers and booleans pass as they are. A tensor that JAX cannot read in place is copied.
+
+    A stochastic module counts its calls in a buffer, ``calls``. Call n draws what `jchop.round_to_format` draws from
+    ``fold_in(fold_in(key(seed), n), 0)``, with the functions of `jax.random`, and its gradient from ``..., 1)``.
+
+    Args:
+        forward: a `jchop.Spec`, a format, or text. Default None: tensors pass as they are.
+        backward: of the gradient. Default None: not rounded.
+        seed: an integer from 0 to 2^64 - 1, or several integers: the first is the seed, the others, below 2^32, are
+            folded into its key first. Default 0. Modules of one seed draw the same bits at the same calls.
+
+    Raises:
+        TypeError, ValueError: for what means no spec, or no seed.
+
+    References:
+        Zhang et al., QPyTorch: A Low-Precision Arithmetic Simulation Framework, arXiv 1910.04540.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> quantizer = jc.torch.Quantizer("float8_e4m3fn", "float8_e5m2")
+        >>> x = torch.tensor([1.1, 2.3], requires_grad=True)
+        >>> quantizer(x).detach()
+        tensor([1.1250, 2.2500])
+        >>> (quantizer(x) * torch.tensor([1.1, 2.3])).sum().backward()
+        >>> x.grad
+        tensor([1.0000, 2.5000])
+    """
+
+    calls: Tensor
+
+    def __init__(
+        self, forward: SpecLike | None = None, backward: SpecLike | None = None, *, seed: int | tuple[int, ...] = 0
+    ) -> None:
+        super().__init__()
+        self.rounding = None if forward is None else plan_of(as_spec(forward, "forward", scaled=True))
+        if self.rounding is not None and self.rounding.gradient is not None:
+            if backward is not None:
+                raise ValueError(f"forward={str(forward)!r} rounds the gradient, and so does backward={backward!r}")
+            backward = self.rounding.gradient
+        self.gradient = None if backward is None else _plan_of_gradient(backward)
+        self.words = _seed_numbers(seed)
+        if self.stochastic:
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether either rounding draws random bits."""
+        return any(plan is not None and plan.draws for plan in (self.rounding, self.gradient))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` rounded.
+
+        Args:
+            x: a tensor of any shape and dtype; integers and booleans pass as they are.
+        """
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
+        call = self._next_call() if self.stochastic else None
+        if self.rounding is not None:
+            x = through(x, self.rounding.spec, self._words(self.rounding.draws, call, _FORWARD), True)
+        if self.gradient is not None:
+            x = round_gradient(x, self.gradient.spec, self._words(self.gradient.draws, call, _BACKWARD))
+        return x
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        """`x` itself: what a parametrized weight is set to is kept unrounded, and rounded when it is used."""
+        return x
+
+    def extra_repr(self) -> str:
+        """The specs, in the representation of the module."""
+        named = {"forward": self.rounding, "backward": self.gradient}
+        return ", ".join(f"{name}={plan.spec}" for name, plan in named.items() if plan is not None)
+
+    def _next_call(self) -> Tensor:
+        call = self.calls.clone()
+        self.calls += 1
+        return call
+
+    def _words(self, draws: bool, call: Tensor | None, place: int) -> Tensor:
+        if not draws or call is None:
+            return key_words(())
+        last = torch.full((1,), place, dtype=torch.int32, device=call.device)
+        return torch.cat([key_words(self.words).to(call.device), call.reshape(1), last])
+
+
+def _plan_of_gradient(backward: SpecLike) -> Plan:
+    spec = as_spec(backward, "backward", scaled=True)
+    if spec.gradient != Gradient():
+        raise ValueError(f"backward={str(spec)!r} is of a gradient, and has no gradient of its own")
+    return plan_of(spec)
+
+
+def _seed_numbers(seed: int | tuple[int, ...]) -> tuple[int, ...]:
+    first, *folded = seed if isinstance(seed, tuple) else (seed,)
+    first = check_int("seed", first, 0, (1 << 64) - 1)
+    return (first >> 32, first & 0xFFFF_FFFF, *(check_int("seed", number, 0, (1 << 32) - 1) for number in folded))

@@ -1,0 +1,211 @@
+"""`round_to_format` for tensors, with its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from jchop.torch._library import check_carrier, round_now, round_op, within_range_op
+from jchop.torch._plan import SpecLike, clips, plan_of
+from jchop.torch._words import drawn_words
+
+__all__ = ["round_gradient", "round_to_format", "round_to_format_", "through"]
+
+Tensor = torch.Tensor
+
+
+def round_to_format(
+    tensor: Tensor,
+    spec: SpecLike,
+    *,
+    seed: int | None = None,
+    gradient_seed: int | None = None,
+    generator: torch.Generator | None = None,
+    copy: bool = False,
+) -> Tensor:
+    """A tensor rounded once, exactly, to the values of a number format: `jchop.round_to_format` for torch.
+
+    JAX reads the tensor where it lies and torch takes the result where JAX put it, without a copy on either way. The
+    result is the same bits as that of `jchop.round_to_format` on the same numbers, with ``jax.random.key(seed)`` where
+    the spec is stochastic.
+
+    Works under `torch.compile` with ``fullgraph=True`` (as one operator), `torch.func.vmap` and `torch.func.grad`.
+    Gradients are straight-through unless the spec says otherwise (``gradient="clipped"``, a format for the cotangent).
+    Autocast leaves the dtype as it is. Inside `vmap` each row is rounded as it would be alone.
+
+    Args:
+        tensor: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape, on the CPU or a CUDA
+            device.
+        spec: a `jchop.Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic"``.
+        seed: an integer from 0 to 2^64 - 1, for the stochastic modes; they need it, or `generator`.
+        gradient_seed: likewise for a cotangent that is rounded stochastically.
+        generator: a generator that the words of a key are drawn from, which moves it on; in place of both seeds.
+        copy: whether the tensor may be copied where JAX cannot read it in place: where it has gaps or overlaps in
+            memory (every second column, an expanded axis) or starts at an address that is no multiple of 64 bytes.
+            Default False: such a tensor is an error. Transposed and channels-last tensors need no copy.
+
+    Returns:
+        A new tensor of the same shape and dtype, and of the same strides where the memory of `tensor` has no gaps.
+
+    Raises:
+        TypeError: for what is no tensor, or of another dtype.
+        ValueError: for an unknown text, a stochastic spec without a seed, a dtype that cannot hold every result of the
+            spec, or a tensor that would have to be copied.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> jc.torch.round_to_format(torch.tensor([0.1, 1000.0]), "float8_e4m3fn:saturate")
+        tensor([1.0156e-01, 4.4800e+02])
+        >>> x = torch.tensor([0.3, 5.0], requires_grad=True)
+        >>> jc.torch.round_to_format(x, jc.Spec("fixed1.3", gradient="clipped")).sum().backward()
+        >>> x.grad
+        tensor([1., 0.])
+    """
+    check_carrier("tensor", tensor)
+    plan = plan_of(spec)
+    words = drawn_words(plan.spec, plan.draws, seed, generator)
+    rounded = through(tensor, plan.spec, words, copy)
+    if plan.gradient is None:
+        return rounded
+    return round_gradient(
+        rounded, plan.gradient, drawn_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT)
+    )
+
+
+def round_to_format_(
+    tensor: Tensor,
+    spec: SpecLike,
+    *,
+    seed: int | None = None,
+    gradient_seed: int | None = None,
+    generator: torch.Generator | None = None,
+    copy: bool = False,
+) -> Tensor:
+    """`round_to_format` in place: the result is written into the tensor.
+
+    Args:
+        tensor: as in `round_to_format`, and not one that autograd forbids to write to.
+        spec: as in `round_to_format`; so are the other arguments.
+        seed: of the random bits.
+        gradient_seed: of those of the cotangent.
+        generator: in place of both seeds.
+        copy: whether the tensor may be copied on its way.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        TypeError, ValueError: as `round_to_format`.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> x = torch.tensor([1.1, 2.3])
+        >>> jc.torch.round_to_format_(x, "float8_e5m2") is x, x
+        (True, tensor([1.0000, 2.5000]))
+    """
+    check_carrier("tensor", tensor)
+    # A gradient may need the values that are written over.
+    source = tensor.clone() if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    return tensor.copy_(
+        round_to_format(source, spec, seed=seed, gradient_seed=gradient_seed, generator=generator, copy=copy)
+    )
+
+
+_GRADIENT = "gradient_seed"
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def through(tensor: Tensor, spec: str, words: Tensor, copy: bool) -> Tensor:
+    """A tensor rounded, with the gradient that passes straight through, clipped where the spec says so."""
+    if _is_plain(tensor) and not (tensor.requires_grad and torch.is_grad_enabled()):
+        return round_now(tensor, words, spec, 0, copy)
+    return _Through.apply(tensor, words, spec, copy)  # type: ignore[return-value]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether nobody watches what is done: neither a compiler nor a transform of `torch.func` nor a mode.
+
+    The operator is for them; without it a call costs half. Under `torch.func` a tensor does not say that it is wrapped,
+    so torch's own question is asked, the one that `torch.autograd.Function` asks.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    )
+
+
+def round_gradient(tensor: Tensor, spec: str, words: Tensor) -> Tensor:
+    """A tensor itself, whose gradient is rounded."""
+    return _RoundGradient.apply(tensor, words, spec)  # type: ignore[return-value]
+
+
+class _Through(torch.autograd.Function):
+    """Rounds; the gradient passes, or is zero where the value overflowed."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, words: Tensor, spec: str, copy: bool) -> Tensor:
+        return (round_now if _is_plain(tensor) else round_op)(tensor, words, spec, 0, copy)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        del output
+        tensor, words, ctx.spec, _ = inputs
+        ctx.clipped = clips(ctx.spec)
+        if ctx.clipped:
+            ctx.save_for_backward(tensor, words)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if ctx.clipped:
+            gradient = _Clip.apply(gradient, *ctx.saved_tensors, ctx.spec)
+        return gradient, None, None, None  # type: ignore[return-value]
+
+
+class _Clip(torch.autograd.Function):
+    """A gradient, zero where a value overflows: linear in the gradient, and its own transpose."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, tensor: Tensor, words: Tensor, spec: str) -> Tensor:
+        return within_range_op(gradient, tensor, words, spec, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        del output
+        ctx.save_for_backward(*inputs[1:3])
+        ctx.spec = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _Clip.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None, None  # type: ignore[return-value]
+
+
+class _RoundGradient(torch.autograd.Function):
+    """The identity; its gradient is rounded, straight-through itself."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, words: Tensor, spec: str) -> Tensor:
+        del words, spec
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        del output
+        ctx.save_for_backward(inputs[1])
+        ctx.spec = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (words,) = ctx.saved_tensors
+        return through(gradients[0], ctx.spec, words, True), None, None

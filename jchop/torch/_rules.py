@@ -1,0 +1,61 @@
+"""Which tensor of which module is rounded to what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jchop._paths import matches_path
+from jchop.spec import Gradient, Spec, as_spec
+
+__all__ = ["Roundings", "as_rules", "first_match"]
+
+
+@dataclass(frozen=True)
+class Roundings:
+    """What is rounded to what in one module; None rounds nothing."""
+
+    weight: Spec | None = None
+    bias: Spec | None = None
+    activation: Spec | None = None
+    output: Spec | None = None
+    gradient: Spec | None = None
+
+
+_FIELDS = tuple(field.name for field in fields(Roundings))
+
+
+def as_rules(rules: Any) -> dict[str, Roundings]:
+    """Rules as they are given, checked.
+
+    Raises:
+        TypeError, ValueError: for what is no rule.
+    """
+    if not isinstance(rules, Mapping) or not rules:
+        raise TypeError(f"rules={rules!r} must be a dict such as {{'*': dict(weight='float8_e4m3fn')}}")
+    return {_pattern(pattern): _roundings(pattern, given) for pattern, given in rules.items()}
+
+
+def first_match(path: str, rules: Mapping[str, Roundings]) -> str | None:
+    """The first pattern that matches a piece of a dotted path; None where none does."""
+    return next((pattern for pattern in rules if matches_path(pattern, path, ".")), None)
+
+
+def _pattern(pattern: Any) -> str:
+    if not isinstance(pattern, str) or not pattern:
+        raise TypeError(f"rules: {pattern!r} must be a pattern of paths such as 'blocks.*.mlp'; '*' is every layer")
+    return pattern
+
+
+def _roundings(pattern: str, given: Any) -> Roundings:
+    if not isinstance(given, Mapping) or not set(given) <= set(_FIELDS):
+        raise TypeError(f"rules[{pattern!r}]={given!r} must be a dict with some of the keys {', '.join(_FIELDS)}")
+    specs = {
+        name: None if value is None else as_spec(value, f"rules[{pattern!r}]: {name}", scaled=True)
+        for name, value in given.items()
+    }
+    gradient = specs.get("gradient")
+    if gradient is not None and gradient.gradient != Gradient():
+        raise ValueError(f"rules[{pattern!r}]: gradient={str(gradient)!r} has no gradient of its own")
+    return Roundings(**specs)

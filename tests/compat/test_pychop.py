@@ -1,0 +1,212 @@
+"""Pychop's listings on NumPy and JAX, with the import changed, against exact arithmetic."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from fractions import Fraction
+from typing import Any
+
+import exact
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jchop as jc
+from jchop.compat import pychop
+from jchop.compat.pychop import Chop, Chopf, Chopi, ChopSTE, Customs, FaultChop, LightChop, float_params
+
+RMODES = {
+    1: "nearest_even",
+    2: "up",
+    3: "down",
+    4: "toward_zero",
+    7: "nearest_zero",
+    8: "nearest_away",
+    9: "odd",
+}
+E5M2 = oracle.ieee(5, 2)
+
+
+def numbers() -> np.ndarray:
+    """Values, ties of both signs, neighbours of powers of two, subnormals, and what overflows."""
+    x = exact.numbers(160, -20, 17)
+    x[2:14] = [1.125, -1.125, 1.375, -1.375, 70000.0, -131072.0, 61440.0, 1e-8, np.inf, -np.inf, np.nan, 2.0 - 2.0**-40]
+    return x
+
+
+def test_floating_point() -> None:
+    pychop.backend("numpy", 1)
+    x = numbers()
+    for rmode, mode in RMODES.items():
+        ch = Chop(exp_bits=5, sig_bits=2, rmode=rmode)
+        exact.assert_same(ch(x), exact.rounded(x, E5M2, mode))
+    assert ch.u == 0.125 and pychop.get_backend() == "auto"
+    exact.assert_same(
+        Chop(5, 2, subnormal=False)(x), exact.rounded(np.where(abs(x) < 2.0**-14, np.copysign(0, x), x), E5M2)
+    )
+    assert ChopSTE is LightChop is Chop
+    on_jax = Chop(5, 2, rmode=4)(jnp.asarray(x, jnp.float32))
+    assert isinstance(on_jax, jax.Array)
+    exact.assert_same(on_jax, exact.rounded(x.astype(np.float32), E5M2, "toward_zero"))
+    slopes = jax.grad(lambda v: Chop(5, 2)(v).sum())(jnp.array([1.1, 2.2]))
+    assert slopes.tolist() == [1.0, 1.0]
+
+
+def test_the_chop_of_the_paper() -> None:
+    x = numbers()
+    half = oracle.ieee(5, 10)
+    for ch in (FaultChop("h"), Chop("h"), Chop(prec="h", rmode="nearest"), FaultChop(customs=Customs(emax=15, t=11))):
+        assert isinstance(ch, FaultChop) and (ch.t, ch.emax, ch.u) == (11, 15, 2.0**-11)
+        exact.assert_same(ch(x), exact.rounded(x, half))
+    down = exact.rounded(x, half, "down")
+    for customs in (Customs(exp_bits=5, sig_bits=10), Customs(emax=15, t=11)):
+        exact.assert_same(Chop(customs=customs, rmode=3)(x), down)
+    tiny = exact.numbers(60, -136, -124, seed=1)
+    exact.assert_same(FaultChop("b")(tiny), exact.rounded(tiny, oracle.ieee(8, 7, subnormals=False)))
+    exact.assert_same(FaultChop("bf16")(tiny), exact.rounded(tiny, oracle.ieee(8, 7)))
+    exact.assert_same(FaultChop("q52", explim=0)(tiny), exact.rounded(tiny, oracle.ieee(11, 2)))
+    drawn = FaultChop("q52", rmode=5, randfunc=lambda n: np.full(n, 0.3))(np.array([1.0625, 1.125]))
+    assert drawn.tolist() == [1.0, 1.25]
+    flipped = FaultChop("h", flip=True, p=0.25)(np.ones(400))
+    assert 60 < (flipped != 1).sum() < 140 and set(flipped[flipped != 1]) <= {1 + 2.0**-i for i in range(1, 11)}
+
+
+def test_fixed_point() -> None:
+    x = numbers()[14:] / 1000
+    for rmode in (1, 2, 3, 4):
+        exact.assert_same(Chopf(ibits=4, fbits=4, rmode=rmode)(x), exact.rounded(x, oracle.fixed(4, 4), RMODES[rmode]))
+    ch = Chopf(4, 4)
+    np.testing.assert_array_equal(ch.quantize(x), ch(x))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_integers(symmetric: bool) -> None:
+    x = np.array([[0.1, -0.2], [0.3, 0.4]], np.float32)
+    ch = Chopi(bits=8, symmetric=symmetric)
+    codes = ch.quantize(x)
+    low, high = (0.0, float(np.abs(x).max())) if symmetric else (float(x.min()), float(x.max()))
+    steps = 127 if symmetric else 255
+    scale = np.float32(float((Fraction(high) - Fraction(low)) / steps))
+    zero = 0 if symmetric else oracle.rne(-Fraction(low) / Fraction(float(scale)))
+    wanted = [oracle.rne(Fraction(float(v)) / Fraction(float(scale)) + zero) for v in x.ravel()]
+    assert codes.ravel().tolist() == wanted and codes.dtype == (np.int8 if symmetric else np.uint8)
+    np.testing.assert_array_equal(ch.dequantize(codes), ch(x))
+    np.testing.assert_array_equal(
+        ch(x).ravel(), [np.float32(float((c - zero) * Fraction(float(scale)))) for c in wanted]
+    )
+
+
+def test_integers_by_channel_and_calibrated() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32) * [[1], [10], [100]]
+    x = x.astype(np.float32)
+    ch = Chopi(bits=4, symmetric=True, per_channel=True, axis=0)
+    codes = ch.quantize(x)
+    assert codes.shape == x.shape and np.abs(codes).max(axis=1).tolist() == [7, 7, 7] and codes.min() < 0
+    np.testing.assert_array_equal(ch.dequantize(codes), jc.round_to_format(x, "int4(channel=0)"))
+    kept = Chopi(bits=8)
+    kept.calibrate(np.array([0.0, 2.55], np.float32))
+    assert kept.quantize(np.array([0.1, 5.0, -1.0], np.float32)).tolist() == [10, 255, 0]
+    assert kept(np.array([5.0], np.float32)).tolist() == [np.float32(2.55)]
+    with pytest.raises(ValueError, match="no array was quantized"):
+        Chopi().dequantize(codes)
+
+
+def test_functions() -> None:
+    ch = Chop(5, 2)
+    x = np.linspace(-3, 3, 25)
+    for name in ("sin", "tanh", "exp"):
+        wanted = exact.rounded(getattr(np, name)(exact.rounded(x, E5M2)), E5M2)
+        exact.assert_same(getattr(ch, name)(x), wanted)
+        exact.assert_same(getattr(pychop, name)(x, ch), wanted)
+    ones = np.ones(100)
+    assert ch.sum(ones) == 8 == pychop.sum(ones, chop=ch)  # Pychop adds in full precision and gives 96
+    assert ch.sum(np.ones((3, 2)), 0).tolist() == [3, 3] and ch.mean(np.ones((3, 2)), axis=1).tolist() == [1, 1, 1]
+    a = np.array([[1.0, 0.25], [3.0, 8.0]])
+    assert ch.matmul(a, a).tolist() == [[1.75, 2], [28, 64]]  # 0.25 + 2, 3 + 24 and 0.75 + 64, to three bits
+    assert ch.add(1, 0.125) == 1 and pychop.divide(1.0, 3.0, ch) == 0.3125
+    assert ch.clip(np.array([0.1, 9.0]), 1.0, 2.0).tolist() == [1, 2]
+    low, high = FaultChop("q52", rmode=3).sqrt(2.0), FaultChop("q52", rmode=2).sqrt(2.0)
+    assert (low, high) == (1.25, 1.5)
+    for error, said, call in (
+        (TypeError, "sum takes 1 operand and axis", lambda: ch.sum(ones, 0, 1)),
+        (TypeError, "add takes 2 operands", lambda: ch.add(ones)),
+        (TypeError, "sin needs a quantizer", lambda: pychop.sin(ones)),
+        (ValueError, "decimals must be 0", lambda: ch.round(ones, 2)),
+        (AttributeError, "no attribute 'fft'", lambda: ch.fft(ones)),
+        (AttributeError, "no attribute 'fft'", lambda: pychop.fft),
+    ):
+        with pytest.raises(error, match=said):
+            call()
+
+
+def test_every_function_of_the_original_runs() -> None:
+    """All 65 methods of the classes, on one number each; their values are proved where `jchop.math` is."""
+    from jchop.compat.pychop._math import FUNCTIONS, METHODS
+
+    assert len(METHODS) == 65 and set(FUNCTIONS) < set(METHODS) and len(FUNCTIONS) == 40
+    assert all(hasattr(jc.math, name) for name in METHODS)
+    for name, count in METHODS.items():
+        takes = list(inspect.signature(getattr(jc.math, name)).parameters)
+        assert takes[count] == "spec", name
+
+
+def test_random_numbers() -> None:
+    x = np.full(2000, 1.0625)
+    ch = Chop(5, 2, rmode=5, random_state=7)
+    first, second = ch(x), ch(x)
+    assert set(first) == {1.0, 1.25} and 400 < (first == 1.25).sum() < 600 and (first != second).any()
+    again = Chop(5, 2, rmode=5, random_state=7)
+    np.testing.assert_array_equal(again(x), first)
+    np.testing.assert_array_equal(again(jnp.asarray(x, jnp.float32)), ch_in_float32(x))
+    key = jax.random.wrap_key_data(jnp.array([7, 0], jnp.uint32))
+    np.testing.assert_array_equal(first, jc.round_to_format(x, "e5m2:stochastic", key))
+    for rmode in (6, 10):
+        assert 900 < (Chop(5, 2, rmode=rmode)(x) == 1.25).sum() < 1100
+    with pytest.raises(ValueError, match="pass key="):
+        jax.jit(ch)(jnp.ones(3))
+    traced = jax.jit(lambda v, k: ch(v, key=k))(jnp.asarray(x, jnp.float32), key)
+    np.testing.assert_array_equal(traced, jc.round_to_format(x.astype(np.float32), "e5m2:stochastic", key))
+
+
+def ch_in_float32(x: np.ndarray) -> np.ndarray:
+    """What the second call of an object with the seed 7 gives."""
+    key = jax.random.wrap_key_data(jnp.array([7, 1], jnp.uint32))
+    return jc.round_to_format(x.astype(np.float32), "e5m2:stochastic", key)
+
+
+def test_float_params() -> None:
+    assert float_params("h") == (2.0**-11, 2.0**-24, 2.0**-14, 65504.0, 11, -24, -14, 15)
+    assert tuple(float_params("tf32"))[:4] == (2.0**-11, 2.0**-136, 2.0**-126, 2.0**128 - 2.0**117)
+    table: Any = float_params()
+    assert table["d"][3] == np.finfo(np.float64).max and table["q52"] == table["fp8-e5m2"]
+
+
+def test_copies() -> None:
+    x = np.full(50, 1.0625)
+    for ch in (Chop(5, 2, rmode=5), FaultChop("q52", rmode=5), Chopf(2, 2, rmode=5)):
+        ch(x)
+        others = copy.deepcopy(ch), pickle.loads(pickle.dumps(ch))
+        following = ch(x)
+        for other in others:
+            assert type(other) is type(ch)
+            np.testing.assert_array_equal(other(x), following)
+
+
+def test_refused() -> None:
+    for error, said, call in (
+        (ValueError, "rmode=11", lambda: Chop(5, 2, rmode=11)),
+        (ValueError, "rmode=7 must be an integer from 1 to 6", lambda: FaultChop("h", rmode=7)),
+        (ValueError, "rmode='odd'", lambda: FaultChop("h", rmode="odd")),
+        (ValueError, "format='x'", lambda: FaultChop("x")),
+        (ValueError, "must say emax or exp_bits", lambda: FaultChop(customs=Customs(t=11))),
+        (ValueError, "must say emax or exp_bits", lambda: FaultChop(customs=Customs(emax=31, exp_bits=5, t=11))),
+        (ValueError, "lib='tensorflow'", lambda: pychop.backend("tensorflow")),
+        (ValueError, "prec='q'", lambda: float_params("q")),
+        (TypeError, "randfunc is for NumPy", lambda: FaultChop(rmode=5, randfunc=np.ones)(jnp.ones(2))),
+    ):
+        with pytest.raises(error, match=said):
+            call()

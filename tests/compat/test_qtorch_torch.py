@@ -1,0 +1,137 @@
+"""QPyTorch's documented examples on torch: quantizers and their gradients, OptimLP, lowered models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import exact
+import numpy as np
+import oracle
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from jchop.compat.qtorch import BlockFloatingPoint, FixedPoint, FloatingPoint  # noqa: E402
+from jchop.compat.qtorch.auto_low import lower, sequential_lower  # noqa: E402
+from jchop.compat.qtorch.optim import OptimLP  # noqa: E402
+from jchop.compat.qtorch.quant import Quantizer, block_quantize, fixed_point_quantize, float_quantize, quantizer  # noqa: E402
+
+nn = torch.nn
+FIXED = FixedPoint(wl=5, fl=4)
+
+
+def of(x: Any) -> np.ndarray:
+    return x.detach().numpy().astype(np.float64)
+
+
+def gradient(function: Any, x: Any) -> list[float]:
+    x = x.clone().requires_grad_()
+    function(x).sum().backward()
+    return x.grad.tolist()
+
+
+def test_functions() -> None:
+    x = torch.linspace(-2, 2, 33)
+    exact.assert_same(of(fixed_point_quantize(x, 5, 4, rounding="nearest")), exact.rounded(of(x), oracle.fixed(1, 4)))
+    e5m2 = oracle.FloatSet(5, 2, 15, inf=False, nan="none")
+    exact.assert_same(of(float_quantize(x, 5, 2, "nearest")), exact.rounded(of(x), e5m2, "nearest_away", "saturate"))
+    assert block_quantize(torch.tensor([[16.0, 3.1]]), 4, rounding="nearest").tolist() == [[16, 4]]
+    assert fixed_point_quantize(torch.tensor([100.3]), 5, 4, clamp=False, rounding="nearest").tolist() == [100.3125]
+    for function in (
+        lambda: float_quantize(x, 5, 2),
+        lambda: fixed_point_quantize(x, 5, 2),
+        lambda: block_quantize(x, 4),
+    ):
+        draws = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            draws.append(function())
+        assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    assert torch.equal(float_quantize(x, 5, 2, seed=3), float_quantize(x, 5, 2, seed=3))
+    assert gradient(lambda v: float_quantize(v, 5, 2, "nearest"), x) == [1] * 33
+
+
+def test_gradients() -> None:
+    x = torch.tensor([-1, -0.6, 0, 1])
+    assert gradient(quantizer(FIXED, FIXED, "nearest", "nearest"), x) == [0.9375] * 4
+    masked = quantizer(FIXED, FIXED, "nearest", "nearest", clamping_grad_zero=True)
+    assert gradient(masked, x) == [0.9375, 0.9375, 0.9375, 0]
+    assert gradient(quantizer(FIXED, None, "nearest", clamping_grad_zero=True), x) == [1, 1, 1, 0]
+    assert gradient(quantizer(None, FloatingPoint(5, 2), backward_rounding="nearest"), x) == [1] * 4
+    hooked = quantizer(None, FIXED, backward_rounding="nearest", backward_hooks=[lambda g: g / 4, lambda g: g + 0.1])
+    assert gradient(hooked, x) == [0.375] * 4  # 0.35, rounded
+    module = Quantizer(BlockFloatingPoint(4), BlockFloatingPoint(4), "nearest", "nearest")
+    assert isinstance(module, nn.Module) and module(torch.tensor([16.0, 3.1])).tolist() == [16, 4]
+
+
+def test_random_quantizers() -> None:
+    torch.manual_seed(5)
+    one, other = (Quantizer(FloatingPoint(5, 2)) for _ in range(2))
+    x = torch.full((300,), 1.0625)
+    first = one(x)
+    assert not torch.equal(first, one(x)) and not torch.equal(first, other(x))
+    torch.manual_seed(5)
+    assert torch.equal(Quantizer(FloatingPoint(5, 2))(x), first)
+
+
+def test_the_optimizer() -> None:
+    """Two steps of the recipe with e5m2 weights, gradients and an accumulator, by hand."""
+    number, rounding = oracle.FloatSet(5, 2, 15, inf=False, nan="none"), ("nearest_away", "saturate")
+    wide = oracle.FloatSet(6, 9, 31, inf=False, nan="none")
+    weight = nn.Parameter(torch.tensor([1.0, -0.3, 0.7]))
+    low, high = (
+        quantizer(forward_number=n, forward_rounding="nearest") for n in (FloatingPoint(5, 2), FloatingPoint(6, 9))
+    )
+    inner = torch.optim.SGD([weight], lr=0.125, momentum=0.5)
+    optimizer = OptimLP(
+        inner, weight_quant=low, grad_scaling=1 / 16, grad_quant=low, momentum_quant=high, acc_quant=high
+    )
+    accumulator, momentum = of(weight), np.zeros(3)
+    for step in range(2):
+        weight.grad = torch.tensor([17.0, -33.0, 5.0]) * (step + 1)
+        g = exact.rounded(of(weight.grad) / 16, number, *rounding)
+        momentum = momentum * 0.5 * (step > 0) + g
+        accumulator = exact.rounded((accumulator - 0.125 * momentum).astype(np.float32), wide, *rounding)
+        momentum = exact.rounded(momentum, wide, *rounding)
+        optimizer.step()
+        np.testing.assert_array_equal(of(weight), exact.rounded(accumulator, number, *rounding))
+    assert optimizer.step(lambda: 3.0) == 3.0
+    wrong: Any = (
+        (TypeError, "weight_quant=.* must be made by quantizer", {"weight_quant": lambda v: v}),
+        (TypeError, "acc_quant=.* must be made by quantizer", {"acc_quant": quantizer()}),
+        (ValueError, "grad_scaling=0", {"grad_scaling": 0}),
+    )
+    for error, said, options in wrong:
+        with pytest.raises(error, match=said):
+            OptimLP(inner, **options)
+
+
+def test_lowered_models() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
+    number = FloatingPoint(5, 2)
+    low = sequential_lower(model, ["linear", "activation"], number, number, "nearest", "nearest")
+    x = torch.randn(5, 4)
+    rounds = quantizer(number, forward_rounding="nearest")
+    y = x
+    for layer in (model[0], model[1], *model[2]):
+        y = rounds(layer(y))
+    assert torch.equal(low(x), y) and list(low.state_dict()) == list(model.state_dict())
+    assert not torch.equal(model(x), y)
+    (low(x) * 1.1).sum().backward()  # 1.1 comes back to the last activation as 1
+    assert low[2][0].bias.grad.tolist() == (y > 0).sum(0).tolist()
+    assert lower(model, ["activation"], number, forward_rounding="nearest") is None
+    assert torch.equal(model[1](x), rounds(nn.GELU()(x)))
+    for said, kinds in (("no layer of type 'conv'", ["conv"]), ("layer_types='lstm'", ["lstm"])):
+        with pytest.raises(ValueError, match=said):
+            sequential_lower(model, kinds, number)
+
+
+def test_refused() -> None:
+    for error, said, call in (
+        (TypeError, "forward_number='e5m2'", lambda: quantizer("e5m2")),  # type: ignore[arg-type]
+        (ValueError, "has no range", lambda: quantizer(FixedPoint(5, 4, clamp=False))),
+        (ValueError, "is for fixed point", lambda: quantizer(FloatingPoint(5, 2), clamping_grad_zero=True)),
+    ):
+        with pytest.raises(error, match=said):
+            call()

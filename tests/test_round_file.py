@@ -1,0 +1,101 @@
+"""Files rounded chunk by chunk: the same as whole, and whole or not there at all."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jchop as jc
+
+ROOT = Path(__file__).resolve().parents[1]
+KEY = jax.random.key(7)
+
+
+def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(dtype)
+
+
+def rounded(folder: Path, x: np.ndarray, spec: Any, **options: Any) -> np.ndarray:
+    np.save(folder / "in.npy", x)
+    jc.round_file(folder / "in.npy", folder / "out.npy", spec, KEY, **options)
+    assert sorted(path.name for path in folder.iterdir()) == ["in.npy", "out.npy"]
+    return np.load(folder / "out.npy")
+
+
+@pytest.mark.parametrize(
+    ("spec", "x"),
+    [
+        ("e4m3:stochastic", numbers(7, 5, 3)),
+        ("e4m3:stochastic", np.asfortranarray(numbers(7, 5, 3))),
+        ("binary16:stochastic", numbers(41, dtype=np.float64)),
+        ("e5m2:stochastic", numbers(6, 5).astype(np.complex64)),
+        ("e5m2", numbers(6, 5).astype(">f4")),
+        ("e5m2:stochastic", np.float16(1.1)),
+        ("e5m2", numbers(0, 3)),
+        ("int4(group=4):stochastic", np.asfortranarray(numbers(5, 24))),
+        ("int8(channel=1):stochastic", numbers(4, 3, 8)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.dtype}{list(value.shape)}",
+)
+def test_chunks_are_the_whole(tmp_path: Path, spec: str, x: np.ndarray) -> None:
+    x = np.asarray(x)
+    got = rounded(tmp_path, x, spec, chunk=100)
+    assert got.dtype == x.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(got, jc.round_to_format(x, spec, KEY))
+    if "int4" not in spec and x.ndim == 3:
+        assert got.flags.f_contiguous == x.flags.f_contiguous
+
+
+def test_progress_and_in_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, told = numbers(64), []
+    rounded(tmp_path, x, "e5m2", chunk=64, progress=lambda done, total: told.append((done, total)))
+    assert told == [(16 * i, 64) for i in range(5)]
+    path = tmp_path / "in.npy"
+    jc.round_file(path, path, "e5m2", progress=True)
+    np.testing.assert_array_equal(np.load(path), jc.round_to_format(x, "e5m2"))
+    assert capsys.readouterr().err.splitlines() == ["in.npy: 0 of 64 elements", "in.npy: 64 of 64 elements"]
+
+
+def test_refused(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.npy", tmp_path / "out.npy"
+    np.save(source, numbers(4))
+    np.save(tmp_path / "integers.npy", np.arange(3))
+    (tmp_path / "text.npy").write_text("no array")
+    target.write_bytes(b"old")
+    for error, said, call in (
+        (ValueError, "pass a typed key", lambda: jc.round_file(source, target, "e5m2:stochastic")),
+        (ValueError, "must be the name of a .npy file", lambda: jc.round_file(source, tmp_path / "out.bin", "e5m2")),
+        (ValueError, "chunk=0", lambda: jc.round_file(source, target, "e5m2", chunk=0)),
+        (TypeError, "progress=3", lambda: jc.round_file(source, target, "e5m2", progress=3)),  # type: ignore[arg-type]
+        (TypeError, "int64", lambda: jc.round_file(tmp_path / "integers.npy", target, "e5m2")),
+        (ValueError, "is no .npy file", lambda: jc.round_file(tmp_path / "text.npy", target, "e5m2")),
+        (FileNotFoundError, "nothing", lambda: jc.round_file(tmp_path / "nothing.npy", target, "e5m2")),
+    ):
+        with pytest.raises(error, match=said):
+            call()
+    assert target.read_bytes() == b"old" and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process is killed by SIGKILL")
+def test_a_kill_leaves_both_files_as_they_were(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.npy", tmp_path / "out.npy"
+    np.save(source, numbers(1000))
+    before = source.read_bytes()
+    code = f"""
+import os, signal, jchop as jc
+def tell(done, total):
+    if done >= 500:
+        os.kill(os.getpid(), signal.SIGKILL)
+jc.round_file({str(source)!r}, {str(target)!r}, "e5m2", progress=tell, chunk=400)
+"""
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    assert source.read_bytes() == before and not target.exists()
+    assert len(list(tmp_path.glob(".out.npy.*.part"))) == 1

@@ -1,0 +1,208 @@
+"""Modules that round: `Quantizer`, and `quantize` on modules."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch_bridge.tensors import array, same_bits
+
+import jchop as jc
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+rounded = jc.torch.round_to_format
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Linear(4, 2))
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def key_of(*numbers: int) -> jax.Array:
+    key = jax.random.key(numbers[0])
+    for number in numbers[1:]:
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+# -- Quantizer ---------------------------------------------------------------------------------------------------------
+
+
+def test_both_ways_are_rounded_with_the_bits_of_the_call():
+    quantizer = jc.torch.Quantizer("e4m3:stochastic", "e5m2:stochastic", seed=2**33 + 7)
+    x, g = inputs(), torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
+    with jax.enable_x64(True):
+        seed = jax.random.key(2**33 + 7)
+    for call in range(2):
+        leaf = x.clone().requires_grad_()
+        y = quantizer(leaf)
+        y.backward(g)
+        forward, backward = (jax.random.fold_in(jax.random.fold_in(seed, call), place) for place in (0, 1))
+        assert same_bits(y, jc.round_to_format(array(x), "e4m3:stochastic", forward))
+        assert leaf.grad is not None and same_bits(leaf.grad, jc.round_to_format(array(g), "e5m2:stochastic", backward))
+    assert quantizer.state_dict().keys() == {"calls"} and quantizer.calls == 2
+
+
+def test_one_way_alone():
+    x = inputs().requires_grad_()
+    (5 * jc.torch.Quantizer(backward="e3m1")(x)).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 4.0))  # 5 is a tie between 4 and 6
+    forward = jc.torch.Quantizer("fixed2.2:gradient=clipped+[e5m2]")
+    assert torch.equal(forward(x), rounded(x, "fixed2.2")) and not forward.state_dict()
+    assert str(forward) == "Quantizer(forward=fixed2.2:gradient=clipped, backward=float8_e5m2)"
+    numbers = torch.arange(3)
+    assert forward(numbers) is numbers
+    assert torch.equal(forward(inputs()[:, ::2]), rounded(inputs()[:, ::2].clone(), "fixed2.2"))
+    for wrong in ({"forward": "e5m2:gradient=e5m2", "backward": "e5m2"}, {"backward": "e5m2:gradient=clipped"}):
+        with pytest.raises(ValueError, match="gradient"):
+            jc.torch.Quantizer(**wrong)
+    with pytest.raises(ValueError, match="seed=-1"):
+        jc.torch.Quantizer("e5m2", seed=-1)
+
+
+# -- quantize ----------------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_a_rule_names_is_rounded():
+    plain, x = model(), inputs()
+    rule = {"weight": "e4m3", "bias": "bfloat16", "activation": "e3m4", "output": "e5m3", "gradient": "e5m2"}
+    low = jc.torch.quantize(plain, {"0": rule})
+    leaf = x.clone().requires_grad_()
+    y = low[0](leaf)  # type: ignore[index]
+    g = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
+    y.backward(g)
+    weight, bias = rounded(plain[0].weight, "e4m3"), rounded(plain[0].bias, "bfloat16")  # type: ignore[arg-type]
+    a = rounded(x, "e3m4")
+    assert torch.equal(y, rounded(nn.functional.linear(a, weight, bias), "e5m3"))
+    h = rounded(g, "e5m2")
+    assert leaf.grad is not None and torch.equal(leaf.grad, h @ weight)
+    original = low[0].parametrizations.weight.original  # type: ignore[index]
+    torch.testing.assert_close(original.grad, h.T @ a)
+    assert torch.equal(low[3].weight, plain[3].weight)  # type: ignore[index]
+    assert not hasattr(plain[0], "parametrizations")  # the given module stays as it is
+
+
+def test_the_first_pattern_that_matches_counts():
+    rules = {"2.0": {"weight": "e2m1"}, "3": {}, "2": {"weight": "e3m2"}, "*": {"weight": "int4(group=all)"}}
+    low = jc.torch.quantize(model(), rules)
+    found = {
+        name: layer.parametrizations.weight[0].rounding.spec
+        for name, layer in low.named_modules()
+        if hasattr(layer, "parametrizations")
+    }
+    assert found == {"0": "int4(group=all)", "2.0": str(jc.parse("e2m1")), "2.1": str(jc.parse("e3m2"))}
+
+
+def test_layers_draw_bits_of_their_own():
+    low = jc.torch.quantize(model(), {"*": {"weight": "e5m1:stochastic", "gradient": "e5m1:stochastic"}}, seed=3)
+    plain, layer = model(), low[0]  # type: ignore[index]
+    call = int(layer.parametrizations.weight[0].calls)
+    expected = jc.round_to_format(jnp.asarray(array(plain[0].weight)), "e5m1:stochastic", key_of(3, 0, 2, call, 0))  # type: ignore[arg-type]
+    assert same_bits(layer.weight, expected)
+    assert not torch.equal(layer.weight, layer.weight)  # another draw each time
+
+
+def test_models_are_copied_saved_trained_and_compiled():
+    low = jc.torch.quantize(
+        model(), {"*": {"weight": "e5m2:stochastic", "activation": "e4m3", "gradient": "e5m2:stochastic"}}
+    )
+    x = inputs()
+    twin = copy.deepcopy(low)
+    again = jc.torch.quantize(
+        model(), {"*": {"weight": "e5m2:stochastic", "activation": "e4m3", "gradient": "e5m2:stochastic"}}
+    )
+    again.load_state_dict(low.state_dict())
+    compiled = torch.compile(copy.deepcopy(low), fullgraph=True, backend="aot_eager")
+    y = low(x)
+    assert torch.equal(y, twin(x)) and torch.equal(y, again(x)) and torch.equal(y, compiled(x))
+    y.sum().backward()
+    assert all(p.grad is not None for p in low.parameters())
+    assert torch.equal(pickle.loads(pickle.dumps(low.state_dict()))["0.jchop_output.calls"], low[0].jchop_output.calls)  # type: ignore[index]
+
+
+class Pair(NamedTuple):
+    """What a layer may return."""
+
+    first: torch.Tensor
+    rest: dict[str, list[torch.Tensor]]
+
+
+class Branching(nn.Linear):
+    """A layer that takes and returns more than a tensor."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0, *, more: torch.Tensor) -> Any:  # type: ignore[override]
+        if scale == 0:
+            return None
+        return Pair(super().forward(pair[0]), {"sums": [scale * (pair[1] + more)]})
+
+
+def test_layers_of_several_tensors():
+    low = jc.torch.quantize(Branching(8, 2), {"*": {"activation": "e2m1", "output": "e3m1"}})
+    x = inputs()
+    got = low((x, 0.3 * x), 3.0, more=x)
+    a, b = rounded(x, "e2m1"), rounded(0.3 * x, "e2m1")
+    assert type(got) is Pair and torch.equal(got.first, rounded(nn.functional.linear(a, low.weight, low.bias), "e3m1"))  # type: ignore[arg-type]
+    assert torch.equal(got.rest["sums"][0], rounded(3.0 * (b + a), "e3m1"))
+    with pytest.raises(TypeError, match="Branching returns NoneType"):
+        low((x, x), 0.0, more=x)
+
+
+def test_attention_and_tied_weights():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    low = jc.torch.quantize(attention, {"*": {"weight": "e4m3"}})
+    x = inputs()[None]
+    by_hand = copy.deepcopy(attention)
+    with torch.no_grad():
+        for p in (by_hand.in_proj_weight, by_hand.out_proj.weight):
+            jc.torch.round_to_format_(p, "e4m3")
+    assert torch.equal(low(x, x, x)[0], by_hand(x, x, x)[0])
+    with pytest.raises(NotImplementedError, match=r"'out_proj'.*activation"):
+        jc.torch.quantize(attention, {"out_proj": {"activation": "e4m3"}})
+    tied = nn.ModuleDict({"a": nn.Embedding(6, 4), "b": nn.Linear(4, 6, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    low = jc.torch.quantize(tied, {"*": {"weight": "e4m3"}})
+    assert low["a"].parametrizations.weight.original is low["b"].parametrizations.weight.original  # type: ignore[index]
+    assert torch.equal(low["a"](torch.arange(6)), rounded(tied["a"].weight, "e4m3"))  # type: ignore[index, arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layer", "rules", "error", "message"),
+    [
+        (nn.Linear(2, 2), {"head": {"weight": "e5m2"}}, ValueError, "'head' matches no layer"),
+        (nn.Linear(2, 2), {"*": {"weight": "e5m2"}, "0": {}}, ValueError, "'0' matches no layer"),
+        (nn.Linear(2, 2, bias=False), {"*": {"bias": "e5m2"}}, ValueError, "bias says nothing"),
+        (nn.Linear(2, 2), {"*": {"weights": "e5m2"}}, TypeError, "some of the keys weight, bias"),
+        (nn.Linear(2, 2), {"*": {"gradient": "e5m2:gradient=clipped"}}, ValueError, "no gradient of its own"),
+        (nn.Linear(2, 2), {}, TypeError, "must be a dict"),
+        (nn.Linear(2, 2), {3: {}}, TypeError, "must be a pattern"),
+        (nn.Linear(2, 2), {"*": {"weight": "e5mm2"}}, ValueError, "e5mm2"),
+        (nn.LSTM(2, 2), {"*": {"weight": "e5m2"}}, NotImplementedError, "LSTM"),
+        (nn.LazyLinear(2), {"*": {"weight": "e5m2"}}, ValueError, "run it once"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_errors(layer, rules, error, message):
+    with pytest.raises(error, match=message):
+        jc.torch.quantize(layer, rules)
+
+
+def test_errors_of_arguments():
+    low = jc.torch.quantize(nn.Linear(2, 2), {"*": {"weight": "e5m2"}})
+    with pytest.raises(ValueError, match="quantized already"):
+        jc.torch.quantize(low, {"*": {"weight": "e5m2"}})
+    with pytest.raises(ValueError, match="for tensors"):
+        jc.torch.quantize(nn.Linear(2, 2), {"*": {"weight": "e5m2"}}, copy=True)  # type: ignore[call-overload]

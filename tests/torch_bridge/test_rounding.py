@@ -1,0 +1,212 @@
+"""`jchop.torch.round_to_format`: the bits that the exact oracle and JAX give, for tensors of every kind."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import CARRIERS, DETERMINISTIC, STOCHASTIC
+
+pytest.importorskip("torch")
+
+import torch
+from torch_bridge.tensors import array, same_bits, tensor
+
+import jchop as jc
+
+rounded = jc.torch.round_to_format
+
+#: One text of every kind of format, with the oracle's set where the exact oracle has it for arrays.
+KINDS: dict[str, Any] = {
+    "bfloat16": cases.NAMED["bfloat16"],
+    "binary16": cases.NAMED["binary16"],
+    "float8_e4m3fn": cases.NAMED["float8_e4m3fn"],
+    "float8_e5m2fnuz": cases.NAMED["float8_e5m2fnuz"],
+    "float8_e8m0fnu": cases.NAMED["float8_e8m0fnu"],
+    "float4_e2m1fn": cases.NAMED["float4_e2m1fn"],
+    "binary8p3se": cases.P3109["binary8p3se"],
+    "tf32": cases.WIDE["tf32"],
+    "e9m40": cases.DOUBLE["e9m40"],
+    "fixed4.4": cases.FIXED["fixed4.4"],
+    "uint4": cases.FIXED["uint4"],
+}
+SCALED = ("mxfp4", "nvfp4", "int4(group=8)", "int8(channel=0)", "bfp8(group=16)", "nf4")
+CODEBOOK = jc.CodebookFormat((-3.0, -1.0, -0.25, 0.0, 0.5, 8.0))
+
+
+def test_bits_are_those_of_the_exact_oracle(rng):
+    """Every kind of format on every dtype that holds it, the deterministic modes and overflow rules taking turns."""
+    turns = itertools.cycle(itertools.product(DETERMINISTIC, cases.FLOAT_OVERFLOWS))
+    for (text, fmt), carrier in itertools.product(KINDS.items(), cases.DTYPES):
+        if not oracle.held(fmt, CARRIERS[carrier]):
+            continue
+        x = cases.adversarial(fmt, carrier, 600, rng)
+        mode, overflow = next(turns)
+        got = rounded(tensor(x), f"{text}:{mode}:{overflow}")
+        assert got.dtype == getattr(torch, carrier)
+        cases.assert_bits(x, array(got), cases.batch(x).round(fmt, mode, overflow), f"{text} {mode} {overflow}")
+
+
+def test_stochastic_bits_are_those_of_the_seed(rng):
+    """The exact oracle, given the words of `jax.random.key(seed)`; and seeds of more than 32 bits."""
+    fmt = KINDS["float8_e4m3fn"]
+    turns = itertools.cycle(STOCHASTIC)
+    for carrier, seed in zip(cases.DTYPES, (0, 2**31 + 5, 2**32 - 1, 1), strict=True):
+        x = cases.adversarial(fmt, carrier, 512, rng)
+        mode, width = next(turns), 64 if carrier == "float64" else 32
+        with jax.enable_x64(True):
+            words = np.asarray(jc.random_bits(jax.random.key(seed), x.shape, width=width)).astype(object)
+        n = width - (mode in ("stochastic_b", "stochastic_c"))
+        expected = cases.batch(x).round_drawn(fmt, mode, n, words >> (width - n), "saturate")
+        got = rounded(tensor(x), f"float8_e4m3fn:{mode}:saturate", seed=seed)
+        cases.assert_bits(x, array(got), expected, f"{carrier} {mode} {seed}")
+    with jax.enable_x64(True):
+        key = jax.random.key(2**40 + 3)
+    x = tensor(cases.adversarial(fmt, "float32", 512, rng))
+    assert same_bits(rounded(x, "bfloat16:stochastic", seed=2**40 + 3), jc.round_to_format(array(x), _drawn(), key))
+
+
+def _drawn() -> jc.Spec:
+    return jc.Spec("bfloat16", rounding="stochastic")
+
+
+@pytest.mark.slow
+def test_every_kind_and_mode_gives_the_bits_of_jax(rng):
+    """The dtypes take turns; what JAX refuses on one, the bridge refuses there too."""
+    carriers = itertools.cycle(cases.DTYPES)
+    for spec in (
+        "float8_e4m3fn",
+        "float8_e8m0fnu",
+        "binary8p3se",
+        "e9m40",
+        "fixed4.4",
+        "mxfp4",
+        "bfp8(group=16)",
+        CODEBOOK,
+    ):
+        hows = [jc.Spec(spec, rounding=mode) for mode in (*DETERMINISTIC, *STOCHASTIC)]
+        for carrier in itertools.islice(carriers, 1, len(cases.DTYPES) + 1):
+            x = cases.adversarial(KINDS["float8_e4m3fn"], carrier, 256, rng).reshape(4, 64)
+            if expected := expected_of(x, hows):
+                break
+            with pytest.raises(ValueError, match=r"float32|float64"):
+                rounded(tensor(x), hows[0])
+        for how, values in zip(hows, expected, strict=True):
+            got = array(rounded(tensor(x), how, seed=7))
+            cases.assert_bits(x.ravel(), got.ravel(), cases.bits(values.ravel()), f"{how} {carrier}")
+
+
+def expected_of(x: np.ndarray, hows: list[jc.Spec]) -> list[np.ndarray]:
+    """What JAX gives in each mode; nothing where the dtype does not hold the format."""
+    with jax.enable_x64(True):
+        every = jax.jit(lambda x, key: [jc.round_to_format(x, how, key) for how in hows])
+        try:
+            return [np.asarray(values) for values in every(jnp.asarray(x), jax.random.key(7))]
+        except ValueError:
+            return []
+
+
+def test_scaled_formats_and_codebooks_give_the_bits_of_jax(rng):
+    for text in ("mxfp4", "int8(channel=0)", CODEBOOK):
+        x = rng.normal(size=(4, 64)).astype(np.float32)
+        assert same_bits(rounded(tensor(x), text), jc.round_to_format(x, text)), text
+
+
+def test_shapes_and_strides_without_a_copy(rng):
+    """Memory without gaps is read as it lies: results have its strides, and the bits of the C order."""
+    x = tensor(rng.normal(size=(2, 3, 4, 5)).astype(np.float32))
+    permuted, last = x.permute(3, 1, 0, 2), x.to(memory_format=torch.channels_last)
+    for view, spec in ((last, "e5m2:stochastic"), (permuted, "e5m2:stochastic"), (permuted, "int4(group=5,axis=0)")):
+        got = rounded(view, spec, seed=3)
+        assert got.stride() == view.stride()
+        assert same_bits(got, jc.round_to_format(array(view), spec, jax.random.key(3)))
+    for shape in ((), (0,), (0, 3), (1, 1)):
+        assert same_bits(rounded(torch.full(shape, 1.1), "e5m2"), np.full(shape, 1.0, np.float32))
+
+
+def test_what_needs_a_copy_says_so(rng):
+    x = tensor(rng.normal(size=(8, 6)).astype(np.float32))
+    for view, why in ((x[:, ::2], "gaps"), (x[0].expand(4, 6), "overlaps"), (x.flatten()[1:], "64 bytes")):
+        with pytest.raises(ValueError, match=f"{why}.*copy=True"):
+            rounded(view, "e5m2")
+        assert same_bits(rounded(view, "e5m2", copy=True), jc.round_to_format(view.numpy(), "e5m2"))
+
+
+def test_complex_numbers_by_parts():
+    z = torch.tensor([1.1 + 2.3j, -0.3 - 9.9j])
+    assert same_bits(rounded(z, "e5m2"), jc.round_to_format(z.numpy(), "e5m2"))
+    with pytest.raises(ValueError, match="lazy conjugate"):
+        rounded(z.conj(), "e5m2")
+    assert same_bits(rounded(z.conj(), "e5m2", copy=True), jc.round_to_format(z.conj().resolve_conj().numpy(), "e5m2"))
+
+
+def test_the_result_has_memory_of_its_own():
+    x = torch.arange(16.0)
+    got = rounded(x, "binary32")  # nothing changes
+    assert got.data_ptr() != x.data_ptr()
+    x.zero_()
+    assert got.tolist() == list(range(16))
+
+
+def test_in_place(rng):
+    x = tensor(rng.normal(size=(3, 8)).astype(np.float32))
+    for view in (x, x.t()):
+        expected = rounded(view, "e5m2:stochastic", seed=9)
+        address = view.data_ptr()
+        assert jc.torch.round_to_format_(view, "e5m2:stochastic", seed=9) is view
+        assert view.data_ptr() == address and torch.equal(view, expected)
+    leaf = torch.tensor([0.3, 1.0, 9.0], requires_grad=True)
+    jc.torch.round_to_format_(leaf * 1, "fixed2.3:gradient=clipped").sum().backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [1, 1, 0]
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        jc.torch.round_to_format_(leaf, "e5m2")
+
+
+def test_generators_are_drawn_from():
+    x = torch.full((512,), 1.1)
+    spec = "e5m2:stochastic"
+
+    def draw(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [rounded(x, spec, generator=generator) for _ in range(2)]
+
+    (a, b), (c, d) = draw(1), draw(1)
+    assert torch.equal(a, c) and torch.equal(b, d) and not torch.equal(a, b)
+    words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    key = jax.random.wrap_key_data(jnp.asarray(words.numpy().view(np.uint32)), impl="threefry2x32")
+    assert same_bits(a, jc.round_to_format(x.numpy(), spec, key))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(2), "e5m2:stochastic"), ValueError, "seed=, an integer, or generator="),
+        ((torch.ones(2, dtype=torch.int32), "e5m2"), TypeError, r"torch\.int32, which is no carrier"),
+        ((torch.ones(2, dtype=torch.float16), "bfloat16"), ValueError, "float32"),
+        ((torch.ones(2), "e5m2x"), ValueError, "e5m2x"),
+        ((torch.ones(2), 3), TypeError, "spec=3"),
+        ((np.ones(2), "e5m2"), TypeError, r"must be a torch\.Tensor"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        rounded(*arguments)
+
+
+def test_errors_of_seeds():
+    x = torch.ones(2)
+    for seed, error in ((-1, ValueError), (2**64, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match="seed="):
+            rounded(x, "e5m2:stochastic", seed=seed)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give one of them"):
+        rounded(x, "e5m2:stochastic", seed=1, generator=torch.Generator())
+    with pytest.raises(TypeError, match=r"torch\.Generator"):
+        rounded(x, "e5m2:stochastic", generator=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gradient_seed="):
+        rounded(x, jc.Spec("e5m2", gradient="e5m2:stochastic"))
