@@ -1,10 +1,10 @@
-"""Speed of `jchop.torch.round_to_format` on the CPU, beside pychop's torch `Chop` and a copy, and its overhead.
+"""Speed of `jchop.torch.round_to_format` on the CPU, beside pychop's, QPyTorch's and a copy, and its overhead.
 
     python benchmarks/torch_bridge.py [--size 4194304] [--repeats 9]
 
 All are run in turn in one process; figures are of the fastest call, which says most on a busy machine, and of the
-median. QPyTorch's extension, as it is shipped, was measured at 150 Melem/s to nearest and 32 stochastically (e5m2,
-float32). pychop is left out where it is not installed.
+median. pychop and qtorch are left out where they are not installed; qtorch compiles its extension when it is imported,
+which takes a C++ compiler and ninja.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -31,6 +32,17 @@ def pychop_runs(x: torch.Tensor) -> dict[str, Run]:
     pychop.backend("torch")
     nearest, stochastic = (pychop.Chop(exp_bits=5, sig_bits=2, rmode=mode) for mode in (1, 5))
     return {"pychop nearest": lambda: nearest(x), "pychop stochastic": lambda: stochastic(x)}
+
+
+def qtorch_runs(x: torch.Tensor) -> dict[str, Run]:
+    """QPyTorch's float_quantize, as it is shipped."""
+    if importlib.util.find_spec("qtorch") is None:
+        return {}
+    from qtorch.quant import float_quantize
+
+    return {
+        f"qtorch {how}": partial(float_quantize, x, exp=5, man=2, rounding=how) for how in ("nearest", "stochastic")
+    }
 
 
 def seconds(runs: dict[str, Run], repeats: int, calls: int) -> dict[str, list[float]]:
@@ -60,7 +72,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     x = torch.randn(options.size)
-    runs = {"copy": x.clone} | ours(x) | pychop_runs(x)
+    runs = {"copy": x.clone} | ours(x) | pychop_runs(x) | qtorch_runs(x)
     print(f"{options.size} float32 elements, {torch.get_num_threads()} threads, Melem/s")
     for name, times in seconds(runs, options.repeats, 1).items():
         fastest, median = (options.size / t / 1e6 for t in (min(times), statistics.median(times)))

@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skipping, where a compiler for an absent chip is missing (the extra `aot`)",
     )
+    parser.addoption("--thin", type=int, default=1, metavar="N", help="run about one in N cases of each test function")
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +59,17 @@ def _seeded_numpy() -> None:
 def rng() -> np.random.Generator:
     """A generator of its own for one test, the same in every run."""
     return np.random.default_rng(20240229)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test function about one case in `--thin`, picked by multiples of the golden ratio: none keeps step."""
+    thin = config.getoption("--thin")
+    seen: dict[str, int] = {}
+    kept, left = [], []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        number = seen[function] = seen.get(function, -1) + 1
+        (kept if number * 0.6180339887498949 % 1 * thin < 1 else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept

@@ -234,9 +234,16 @@ def test_groups_are_rounded_where_they_are(text, layout, reduces):
     np.testing.assert_array_equal(out, jc.round_to_format(x, text, KEY))
 
 
+SHARDED = (
+    "mxfp4(group=8)",
+    "e4m3fn(group=(2,8))",
+    "uint4(group=8,zero_point=true)",
+    "int8(channel=0,rule=percentile(90))",
+)
+
+
 @needs_eight
-@pytest.mark.parametrize("text", ["mxfp4(group=8)", "e4m3fn(group=(2,8))", "uint4(group=8,zero_point=true)",
-                                  "int8(channel=0,rule=percentile(90))"])  # fmt: skip
+@pytest.mark.parametrize("text", cases.in_turn(SHARDED, 2))
 def test_explicit_sharding_and_shard_map(text):
     x = jnp.asarray(numbers((32, 128)))
     expected = jc.round_to_format(x, text)

@@ -50,8 +50,9 @@ def quantize(
         spec: a scaled format or a plain one, a `Spec` of one, or text such as ``"int4(group=128,scale=bfloat16)"``. Its
             gradient says nothing here.
         key: a typed key, needed by the stochastic modes.
-        scale: scales to use in place of those that the format's rule gives, in the form that `fit_scale` returns; they
-            are kept as they are. Default: fitted to `x`.
+        scale: scales to use in place of those that the format's rule gives, in the form that `fit_scale` returns:
+            numbers above zero, which are kept as they are. Under a scale of 0 every number becomes 0 again, and its
+            code says nothing. Default: fitted to `x`.
         zero_point: zero points, along with `scale`, for a format that has them; integers lie within its codes.
         offset: as in `round_to_format`: where `x` lies in a larger array, for the random bits. Default 0.
         impl: as in `round_to_format`.

@@ -99,7 +99,7 @@ def arithmetic(order: str, product: str | None, accumulate: str | None) -> Matmu
 
 
 @pytest.mark.parametrize(
-    ("rounding", "order", "kernel"), cases.in_turn(itertools.product(ROUNDINGS, ORDERS, KERNELS), 3)
+    ("rounding", "order", "kernel"), cases.in_turn(itertools.product(ROUNDINGS, ORDERS, KERNELS), 5)
 )
 def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str | None, str | None]) -> None:
     product, accumulate = rounding
@@ -110,7 +110,7 @@ def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str |
 SHAPES: tuple[Shape, ...] = ((1, 1, 1, 1), (3, 7, 5, 3), (1, 16, 16, 33), (1, 129, 65, 37))
 
 
-@pytest.mark.parametrize(("shape", "order", "kernel"), cases.in_turn(itertools.product(SHAPES, ORDERS, KERNELS), 3))
+@pytest.mark.parametrize(("shape", "order", "kernel"), cases.in_turn(itertools.product(SHAPES, ORDERS, KERNELS), 5))
 def test_shapes(kernel: str, order: str, shape: Shape) -> None:
     assert_equal_to_body(kernel, arithmetic(order, None, "e5m5"), shape)
 
@@ -137,7 +137,7 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "kernel"), cases.in_turn(itertools.product(OTHERS, KERNELS), 3))
+@pytest.mark.parametrize(("name", "kernel"), cases.in_turn(itertools.product(OTHERS, KERNELS), 5))
 def test_other_ways(kernel: str, name: str) -> None:
     assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
 
@@ -167,14 +167,14 @@ DOUBLE = (
 )
 
 
-@pytest.mark.parametrize("spec", DOUBLE, ids=str)
+@pytest.mark.parametrize("spec", cases.in_turn(DOUBLE, 2), ids=str)
 def test_float64_on_gpus(spec: MatmulSpec) -> None:
     with jax.enable_x64(True):
         assert_equal_to_body("gpu", spec, (2, 9, 21, 17), np.float64, SMALL["gpu"])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("order", ORDERS[::2])
+@pytest.mark.parametrize("order", cases.in_turn(ORDERS[::2], 2))
 def test_x64_changes_nothing(kernel: str, order: str) -> None:
     spec = arithmetic(order, "e5m7:stochastic", "e5m5:stochastic")
     with jax.enable_x64(True):

@@ -126,8 +126,7 @@ def test_every_kind(kernel: str, kind: str) -> None:
     check(kernel, [f"{kind}:{mode}" for mode in MODES[number % 4 :: 4]], dtype, [SHAPE], tilings=tame(kernel, dtype))
 
 
-@both
-@pytest.mark.parametrize("dtype", GPU_DTYPES)
+@pytest.mark.parametrize(("kernel", "dtype"), cases.in_turn(itertools.product(KERNELS, GPU_DTYPES), 3))
 def test_every_mode(kernel: str, dtype: str) -> None:
     if dtype in KERNELS[kernel][1]:
         check(kernel, [f"e4m3fn:{mode}" for mode in MODES], dtype, [(1025,)], start=2**32 - 7)

@@ -308,7 +308,9 @@ def test_tiles_of_larger_arrays_are_refused():
 # -- the functions -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mxfp8 e4m3", "nvfp4", "int4 of 128, bfloat16", "mxfp4, stochastic"])
+@pytest.mark.parametrize(
+    "name", cases.in_turn(["mxfp8 e4m3", "nvfp4", "int4 of 128, bfloat16", "mxfp4, stochastic"], 3)
+)
 def test_functions_give_what_the_bodies_give(name):
     scaling, key = SCALINGS[name], jax.random.key(KEY)
     x = jnp.asarray(numbers((5, 130), "float32")["plain"])

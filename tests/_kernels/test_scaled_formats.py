@@ -182,7 +182,7 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize(("text", "shape", "dtype"), cases.in_turn(SOME, 2))
+@pytest.mark.parametrize(("text", "shape", "dtype"), cases.in_turn(SOME, 3))
 def test_against_exact_rationals(text, shape, dtype):
     check(text, shape, dtype)
 
@@ -265,7 +265,7 @@ def test_zero_points_in_other_modes(kind, mode):
 
 
 @pytest.mark.parametrize(
-    "text", ["nvfp4(group=4)", "uint4(channel=0,zero_point=true)", "nf4(group=4,scale=int8(group=2))"]
+    "text", cases.in_turn(["nvfp4(group=4)", "uint4(channel=0,zero_point=true)", "nf4(group=4,scale=int8(group=2))"], 3)
 )
 def test_fitted_scales_give_what_quantize_chooses(text):
     spec = jc.parse(text)

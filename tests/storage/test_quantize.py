@@ -117,7 +117,7 @@ def test_odd_rows_waste_less_than_a_byte() -> None:
         assert q.qvalue.shape == (3, -(-37 * bits // 8)) and q.qvalue.nbytes == 3 * -(-37 * bits // 8)
 
 
-@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 2))
+@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 4))
 def test_dequantized_is_rounded(text: str) -> None:
     x = numbers()
     q = jc.quantize(x, text)
