@@ -78,10 +78,10 @@ def _drawn() -> jc.Spec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [*KINDS, *SCALED, CODEBOOK], ids=str)
-def test_every_kind_mode_and_dtype_gives_the_bits_of_jax(spec, rng):
-    """What JAX refuses on a dtype, the bridge refuses there too."""
-    held = 0
-    for carrier in cases.DTYPES:
+def test_every_kind_and_mode_gives_the_bits_of_jax(spec, rng):
+    """On the widest dtype and another one in turn; what JAX refuses on a dtype, the bridge refuses there too."""
+    held, turn = 0, len(str(spec)) % 3
+    for carrier in ("float64", ("float16", "bfloat16", "float32")[turn]):
         hows = [jc.Spec(spec, rounding=mode) for mode in (*DETERMINISTIC, *STOCHASTIC)]
         x = cases.adversarial(KINDS["float8_e4m3fn"], carrier, 256, rng).reshape(4, 64)
         expected = expected_of(x, hows)
