@@ -254,7 +254,7 @@ def test_zero_points_in_every_mode(element, mode, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("element", "mode", "dtype"), in_turn(["uint8(", "int12("], MODES))
+@pytest.mark.parametrize(("element", "mode", "dtype"), in_turn(["uint8(", "int12("], MODES)[::2])
 def test_zero_points_that_are_numbers_in_every_mode(element, mode, dtype):
     check(f"{element}group=6,zero_point=float):{mode}", (40, 17), dtype)
 
