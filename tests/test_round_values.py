@@ -202,8 +202,9 @@ def test_adversarial_values_of_fixed(carrier, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", cases.FIXED)
-@pytest.mark.parametrize("carrier", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("carrier", "text"), list(zip(itertools.cycle(["float64", "float32"]), cases.FIXED, strict=False))
+)
 def test_many_adversarial_values_of_fixed(carrier, text):
     fmt = cases.FIXED[text]
     check(hard_values(fmt, carrier, text, 200_000), fmt, every(fixed_overflows(fmt)), kind="numpy")
