@@ -12,8 +12,9 @@ from flax import nnx
 
 import jchop as jc
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_the_example_prints_and_draws(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     digits, picture = load("qat_digits"), tmp_path / "digits.png"
     digits.FORMATS = ("float4_e2m1fn",)
@@ -25,7 +26,6 @@ def test_the_example_prints_and_draws(monkeypatch: Any, capsys: Any, tmp_path: P
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_two_bits_lose_nothing_once_trained() -> None:
     digits = load("qat_digits")
     digits.FORMATS = ("int2(group=all,rule=half_range)",)
@@ -34,7 +34,6 @@ def test_two_bits_lose_nothing_once_trained() -> None:
     assert size < 26_000  # of 340,008
 
 
-@pytest.mark.slow
 def test_training_in_stochastic_e5m2_is_as_good_as_in_float32() -> None:
     digits = load("qat_digits")
     x, y, test_x, test_y = digits.data()
@@ -46,7 +45,6 @@ def test_training_in_stochastic_e5m2_is_as_good_as_in_float32() -> None:
     assert digits.accuracy(rounded, test_x, test_y) >= digits.accuracy(plain, test_x, test_y) - 0.005
 
 
-@pytest.mark.slow
 def test_sums_in_e5m2_collapse_to_nearest_and_not_stochastically(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     accumulators, picture = load("accumulators"), tmp_path / "accumulators.png"
@@ -59,7 +57,6 @@ def test_sums_in_e5m2_collapse_to_nearest_and_not_stochastically(monkeypatch: An
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_the_transformer_learns_in_eight_bits(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     training, picture = load("transformer_training"), tmp_path / "training.png"
     del training.ARITHMETICS["mxfp8"]
@@ -71,7 +68,6 @@ def test_the_transformer_learns_in_eight_bits(monkeypatch: Any, capsys: Any, tmp
     assert exact < 3.4 and abs(rounded - exact) < 0.1 and picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_the_transformer_is_packed(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     packing, picture = load("ptq_transformer"), tmp_path / "packing.png"

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from example_cases import load
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def rows(request: pytest.FixtureRequest, monkeypatch: Any, capsys: Any, tmp_path: Path) -> dict[str, list[float]]:
@@ -41,7 +43,6 @@ def test_packed_state_is_small_and_the_loss_the_same(rows: dict[str, list[float]
     assert rows["adamw_fp8"][2] < 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["swalp"], indirect=True)
 def test_the_fp8_recipe_learns_as_float32_does(rows: dict[str, list[float]]) -> None:
     assert max(rows["float32"]) < 8 and max(rows["FP8 recipe"]) < 8
