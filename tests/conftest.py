@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skipping, where a compiler for an absent chip is missing (the extra `aot`)",
     )
-    parser.addoption("--thin", type=int, default=1, metavar="N", help="run about one in N cases of each test function")
+    parser.addoption("--thin", type=int, default=1, metavar="N", help="run about one test in N")
 
 
 @pytest.fixture(autouse=True)
@@ -62,14 +62,9 @@ def rng() -> np.random.Generator:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test function about one case in `--thin`, picked by multiples of the golden ratio: none keeps step."""
+    """About one test in `--thin`, picked by multiples of the golden ratio, which keep step with no table of cases."""
     thin = config.getoption("--thin")
-    seen: dict[str, int] = {}
-    kept, left = [], []
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        number = seen[function] = seen.get(function, -1) + 1
-        (kept if number * 0.6180339887498949 % 1 * thin < 1 else left).append(item)
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = kept
+    picked = [number * 0.6180339887498949 % 1 * thin < 1 for number in range(len(items))]
+    if not all(picked):
+        config.hook.pytest_deselected(items=[item for item, pick in zip(items, picked, strict=True) if not pick])
+        items[:] = [item for item, pick in zip(items, picked, strict=True) if pick]
