@@ -63,7 +63,7 @@ def rng() -> np.random.Generator:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """About one test in `--thin`, picked by multiples of the golden ratio, which keep step with no table of cases."""
-    thin = config.getoption("--thin")
+    thin: int = config.getoption("--thin") or 1
     picked = [number * 0.6180339887498949 % 1 * thin < 1 for number in range(len(items))]
     if not all(picked):
         config.hook.pytest_deselected(items=[item for item, pick in zip(items, picked, strict=True) if not pick])
