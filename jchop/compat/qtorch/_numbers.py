@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from jchop._checks import check_bool, check_choice, check_int
@@ -17,9 +18,10 @@ _FULL = 8
 _PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 
 
-class Number:
+class Number(ABC):
     """A format of QPyTorch."""
 
+    @abstractmethod
     def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
         """The spec of this format.
 
@@ -28,7 +30,6 @@ class Number:
             dtype: of the numbers.
             clipped: whether the gradient of what was clamped is zero.
         """
-        raise NotImplementedError
 
 
 def _rounding(rounding: str, nearest: str) -> str:
