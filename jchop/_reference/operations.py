@@ -165,13 +165,23 @@ def _fma(step: _Step, x: Array, y: Array, z: Array) -> Array:
 def _div(step: _Step, x: Array, y: Array) -> Array:
     if divides_narrow(step.spec, step.carrier, *step.known):
         return divide_narrow(x, y, step.spec, step.carrier, *step.known)
-    return arithmetic.divide(x, y, *step.rest, *step.known)
+    return arithmetic.divide(*_settled(step, x, y), *step.rest, *step.known)
 
 
 def _sqrt(step: _Step, x: Array) -> Array:
     if step.spec.overflow is Overflow.WRAP:
         raise ValueError(f"spec={str(step.spec)!r}: a root has no last bit, so it cannot wrap")
+    (x,) = _settled(step, x)
     return round_exact(square_root(x, step.carrier, step.spec.rounding.stochastic), *step.rest)
+
+
+def _settled(step: _Step, *args: Array) -> tuple[Array, ...]:
+    """Operands as they lie in memory, for the long work of a quotient or root of which all bits are worked out.
+
+    Fused with what comes before it, that work would repeat it in several loops, over whose depth the vectorizer of
+    JAX 0.12's compiler for the CPU takes minutes to hours.
+    """
+    return lax.optimization_barrier(args) if draws(step.spec) else args
 
 
 def _neg(step: _Step, x: Array) -> Array:

@@ -9,11 +9,11 @@ import pytest
 
 from jchop._reference.bins import Bins, make_bins, take
 
-RNG = np.random.default_rng(5)
+_DRAWN = np.random.default_rng(5)
 #: Increasing integers: of both signs, of one, next to zero, few.
 THRESHOLDS = [
-    np.unique(RNG.integers(-(1 << 30), 1 << 30, 200)),
-    np.unique(RNG.integers(1 << 20, 1 << 30, 90)),
+    np.unique(_DRAWN.integers(-(1 << 30), 1 << 30, 200)),
+    np.unique(_DRAWN.integers(1 << 20, 1 << 30, 90)),
     np.array([-5_000, -900, 0, 700, 5_000]),
     np.array([1, 800, 1_700]),
     np.array([1 << 22]),
@@ -28,14 +28,14 @@ def reached(bins: Bins, thresholds: np.ndarray, values: np.ndarray, exact: np.nd
 
 
 @pytest.mark.parametrize("which", range(len(THRESHOLDS)))
-def test_every_threshold_is_found(which: int) -> None:
+def test_every_threshold_is_found(which: int, rng: np.random.Generator) -> None:
     thresholds = THRESHOLDS[which]
-    near = RNG.choice([*thresholds, 0], 10_000) + RNG.integers(-3, 4, 10_000)
-    values = np.concatenate([near, RNG.integers(-(1 << 31) + 64, (1 << 31) - 64, 10_000)])
+    near = rng.choice([*thresholds, 0], 10_000) + rng.integers(-3, 4, 10_000)
+    values = np.concatenate([near, rng.integers(-(1 << 31) + 64, (1 << 31) - 64, 10_000)])
     for margin in (0, 16):
         bins = make_bins(thresholds.tolist(), margin)
         assert bins is not None and len(bins.below) <= 8192
-        guesses = values + RNG.integers(-margin, margin + 1, values.shape)
+        guesses = values + rng.integers(-margin, margin + 1, values.shape)
         expected = np.searchsorted(thresholds, values, side="right")
         np.testing.assert_array_equal(reached(bins, thresholds, guesses, values), expected)
 
