@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,8 @@ pytest.importorskip("torch")
 import torch
 
 import jchop as jc
+
+ROOT = Path(__file__).parents[2]
 
 DTYPES = [
     torch.float16,
@@ -42,6 +46,33 @@ def test_memory_is_shared_both_ways():
             assert back.data_ptr() == x.data_ptr() and back.dtype == dtype and back.shape == shape
     for shape in ((0,), (0, 3), (3, 0)):
         assert jc.torch.as_tensor(jc.torch.as_jax(torch.empty(shape))).shape == shape
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("spec", ["float8_e5m2", "float8_e5m2:stochastic"])
+def test_a_call_takes_memory_for_its_result_alone(spec: str, transposed: bool) -> None:
+    """JAX shows no pointer of what it reads inside a jitted function; a copy would show in the peak of a process."""
+    code = f"""
+import pathlib, re, torch
+import jchop as jc
+
+def kibibytes(name):
+    return int(re.search(name + r":\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+
+call = lambda x: jc.torch.round_to_format(x, "{spec}", seed=1)
+x, small = torch.ones(1 << 13, 1 << 13), torch.ones(64, 64)
+x, small = (x.T, small.T) if {transposed} else (x, small)
+call(small)
+before = kibibytes("VmRSS")
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+y = call(x)
+assert y.stride() == x.stride()
+print((kibibytes("VmHWM") - before) / (x.nbytes >> 10))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stderr
+    assert 0.9 < float(run.stdout) < 1.2
 
 
 def test_what_would_be_copied_is_refused_and_copied_on_demand():
