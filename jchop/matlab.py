@@ -12,7 +12,7 @@ https://github.com/higham/chop. docs/matlab.md shows how MATLAB calls this one. 
   rounding. The options are not handed back, and calling with an empty `x` sets nothing.
 * ``round`` 6 takes infinity for half of the numbers between the largest one and 2^(emax + 1); MATLAB's for all of them
   from half a unit above the largest on. ``round`` 5 does not overflow, there as here.
-* ``params`` takes what formats have: emax = 2^k - 1, and up to 53 bits of significand.
+* ``params`` takes up to 53 bits of significand.
 * With ``explim`` 0 the range is that of the data type, below whose smallest normal number values lie as far apart as
   just above it.
 """
@@ -74,7 +74,8 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
             * ``format``: ``'h'`` (default; ``'half'``, ``'fp16'``), ``'b'`` (``'bfloat16'``), ``'t'`` (``'tf32'``),
               ``'s'`` (``'single'``, ``'fp32'``), ``'d'`` (``'double'``, ``'fp64'``), ``'q43'`` (``'fp8-e4m3'``),
               ``'q52'`` (``'fp8-e5m2'``), or ``'c'`` (``'custom'``), which ``params`` describes.
-            * ``params``: ``[t, emax]``, significand bits with the leading one, and the largest exponent, 2^k - 1.
+            * ``params``: ``[t, emax]``, significand bits with the leading one, and the largest exponent; the smallest
+              normal number is 2^(1 - emax).
             * ``subnormal``: 1 (default) for gradual underflow, 0 for none; 0 is the default of ``'b'``.
             * ``round``: 1 to nearest, ties to even (default); 2 toward +inf; 3 toward -inf; 4 toward zero; 5 up or down
               at random, the nearer with the larger probability; 6 with equal probability.
@@ -137,9 +138,15 @@ def chop_spec(name: Any, subnormal: bool | None, mode: Any, explim: bool, params
         raise ValueError(f"format={name!r} must be one of {', '.join(map(repr, (*FORMATS, *_CUSTOM)))}")
     if subnormal is None:
         subnormal = name not in FLUSHED
-    exponent = (emax + 1).bit_length() if explim else _EXPONENT_BITS.get(dtype, 8)
     rounding, overflow = ROUNDS[mode]
-    return Spec(FloatFormat(exponent, bits - 1, subnormals=subnormal), rounding, overflow)
+    if explim:
+        return Spec(float_format(bits, emax, subnormal), rounding, overflow)
+    return Spec(FloatFormat(_EXPONENT_BITS.get(dtype, 8), bits - 1, subnormals=subnormal), rounding, overflow)
+
+
+def float_format(bits: int, emax: int, subnormals: bool = True) -> FloatFormat:
+    """The format of `bits` significand bits, the leading one counted, with exponents from 1 - emax to emax."""
+    return FloatFormat((2 * emax + 1).bit_length(), bits - 1, bias=emax, max_exponent=emax, subnormals=subnormals)
 
 
 def _custom(params: Any) -> tuple[int, int]:
@@ -147,8 +154,8 @@ def _custom(params: Any) -> tuple[int, int]:
     if len(values) != 2:
         raise ValueError(f"params={params!r} must be [t, emax], which format 'custom' needs")
     bits, emax = (check_int(name, _whole(value), 1) for name, value in zip(("t", "emax"), values, strict=True))
-    if bits > 53 or emax & (emax + 1):
-        raise ValueError(f"params=[{bits}, {emax}] must have t from 1 to 53 and emax = 2^k - 1 (1, 3, 7, 15 ...)")
+    if bits > 53:
+        raise ValueError(f"params=[{bits}, {emax}] must have t from 1 to 53")
     return bits, emax
 
 

@@ -62,6 +62,7 @@ WIDE: dict[str, FloatSet] = {
     "e8m3(bias=120,infinities=false,nans=top)": FloatSet(8, 3, 120, inf=False, nan="top"),
     "e8m3(bias=130,infinities=false,nans=none)": FloatSet(8, 3, 130, inf=False, nan="none"),
     "e2m20": oracle.ieee(2, 20),
+    "e5m3(bias=10,max_exponent=10)": FloatSet(5, 3, 10, emax=10),
 }
 DOUBLE: dict[str, FloatSet] = {
     "binary64": oracle.ieee(11, 52),

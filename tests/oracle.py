@@ -59,6 +59,7 @@ class FloatSet:
     nan: str = "ieee"  # "ieee", "top", "negative_zero", "none"
     signed: bool = True
     zero: bool = True
+    emax: int | None = None  # of the largest finite value, where it is not the field that ends it
 
     def code(self, index: Any) -> Any:
         if self.subnormals or not self.zero:
@@ -77,7 +78,9 @@ class FloatSet:
     def top(self, negative: bool) -> int:
         if negative and not self.signed:
             return 0 if self.zero else -1
-        if self.nan == "ieee":
+        if self.emax is not None:
+            code = (self.emax + self.bias + 1) * 2**self.m - 1
+        elif self.nan == "ieee":
             code = (2**self.e - 1) * 2**self.m - 1
         else:
             code = 2 ** (self.e + self.m) - 1 - (self.nan == "top") - self.inf
@@ -165,7 +168,7 @@ def codebook(levels: Sequence[float]) -> Levels:
 def describe(fmt: Any) -> Set:
     """The parameters of a format object, read from its public fields."""
     if hasattr(fmt, "exp_bits"):
-        names = ("exp_bits", "sig_bits", "bias", "subnormals", "infinities", "nans", "signed", "zero")
+        names = ("exp_bits", "sig_bits", "bias", "subnormals", "infinities", "nans", "signed", "zero", "max_exponent")
         return FloatSet(*(getattr(fmt, name) for name in names))
     if hasattr(fmt, "int_bits"):
         return fixed(fmt.int_bits, fmt.frac_bits, fmt.signed, fmt.symmetric)

@@ -42,6 +42,11 @@ def test_other_options() -> None:
     exact.assert_same(matlab.chop(x, format="bfloat16", subnormal=1), exact.rounded(x, oracle.ieee(8, 7)))
     custom = {"format": "custom", "params": array.array("d", [5.0, 7.0])}
     exact.assert_same(matlab.chop(x, custom), exact.rounded(x, oracle.ieee(4, 4)))
+    of_any_emax = oracle.FloatSet(5, 3, 10, emax=10)
+    for number, mode in MODES.items():
+        exact.assert_same(
+            matlab.chop(x, {"format": "c", "params": [4, 10], "round": number}), exact.rounded(x, of_any_emax, mode)
+        )
     exact.assert_same(matlab.chop(x * 2.0**900, format="q52", explim=0), exact.rounded(x, oracle.ieee(9, 2)) * 2.0**900)
     assert matlab.chop(np.float32(1e30), {"format": "q43", "explim": False, "round": []}).dtype == np.float32
 
@@ -122,7 +127,7 @@ def test_refused() -> None:
         (TypeError, "round=1.5", {"round": 1.5}),
         (ValueError, "subnormal=2 must be 0 or 1", {"subnormal": 2}),
         (ValueError, "must be .t, emax.", {"format": "custom"}),
-        (ValueError, "emax = 2.k - 1", {"format": "custom", "params": [11, 10]}),
+        (ValueError, "t from 1 to 53", {"format": "custom", "params": [54, 10]}),
         (ValueError, "give seed or randfunc", {"round": 5}),
         (ValueError, "give seed", {"flip": 1}),
         (ValueError, "p=2", {"flip": 1, "p": 2, "seed": 1}),

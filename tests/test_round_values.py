@@ -42,6 +42,7 @@ def build(fmt: oracle.Set) -> Any:
             nans=fmt.nan,
             signed=fmt.signed,
             zero=fmt.zero,
+            max_exponent=fmt.emax,
         )
     assert isinstance(fmt, oracle.FixedSet)
     return jc.FixedFormat(fmt.bits - fmt.f, fmt.f, fmt.signed, fmt.symmetric)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -31,6 +32,9 @@ class FloatFormat(ElementFormat):
             "fn"). ``"negative_zero"``: the code of -0, so that F has no -0 ("fnuz", signed P3109). ``"none"``: no code.
         signed: without a sign bit F holds no negative value.
         zero: without it the exponent field 0 is an ordinary binade (OCP e8m0).
+        max_exponent: exponent of the largest finite value, where that is lower than the codes allow, as in MATLAB's
+            chop, whose formats have any emax: the codes above infinity are then NaN. Only with ``nans="ieee"``. Default
+            None: what the fields give. `emax` has it either way.
 
     Raises:
         TypeError, ValueError: for a field out of range or a combination that leaves no finite value.
@@ -49,6 +53,7 @@ class FloatFormat(ElementFormat):
     nans: str = field(default="ieee", kw_only=True)
     signed: bool = field(default=True, kw_only=True)
     zero: bool = field(default=True, kw_only=True)
+    max_exponent: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exp_bits", check_int("exp_bits", self.exp_bits, 1, 16))
@@ -72,10 +77,19 @@ class FloatFormat(ElementFormat):
             raise ValueError(
                 "subnormals=False says nothing where zero=False: the exponent field 0 is an ordinary binade"
             )
+        if self.max_exponent is not None:
+            self._check_max_exponent(self.max_exponent)
         if self.max_code < self._first_code:
             raise ValueError(
                 f"exp_bits={self.exp_bits}, sig_bits={self.sig_bits}, nans={self.nans!r} leave no positive finite value"
             )
+
+    def _check_max_exponent(self, value: int) -> None:
+        if self.nans != "ieee":
+            raise ValueError(f"max_exponent={value!r} needs nans='ieee', whose codes above infinity are all NaN")
+        most = dataclasses.replace(self, max_exponent=None).emax
+        exponent = check_int("max_exponent", value, self.emin, most)
+        object.__setattr__(self, "max_exponent", None if exponent == most else exponent)
 
     @staticmethod
     def default_bias(exp_bits: int) -> int:
@@ -91,6 +105,8 @@ class FloatFormat(ElementFormat):
     def max_code(self) -> int:
         """Magnitude code of the largest finite value."""
         top = (1 << self._magnitude_bits) - 1
+        if self.max_exponent is not None:
+            return (self.max_exponent + self.bias + 1 << self.sig_bits) - 1
         if self.nans == "ieee":
             return top - (1 << self.sig_bits)
         return top - (self.nans == "top") - self.infinities
@@ -258,7 +274,14 @@ class FloatFormat(ElementFormat):
 
 
 #: The options of the text grammar beside the bias, with their defaults.
-_OPTIONS = {"subnormals": True, "infinities": True, "nans": "ieee", "signed": True, "zero": True}
+_OPTIONS = {
+    "subnormals": True,
+    "infinities": True,
+    "nans": "ieee",
+    "signed": True,
+    "zero": True,
+    "max_exponent": None,
+}
 
 
 def _floor_log2(value: Fraction) -> int:

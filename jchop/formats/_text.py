@@ -81,6 +81,7 @@ _FLOAT_OPTIONS: _Options = {
     "nans": str,
     "signed": truth_of,
     "zero": truth_of,
+    "max_exponent": int,
 }
 
 _PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (

@@ -65,6 +65,9 @@ def test_the_chop_of_the_paper() -> None:
     down = exact.rounded(x, half, "down")
     for customs in (Customs(exp_bits=5, sig_bits=10), Customs(emax=15, t=11)):
         exact.assert_same(Chop(customs=customs, rmode=3)(x), down)
+    coarse = Chop(customs=Customs(t=2, emax=10), rmode=3)
+    exact.assert_same(coarse(x), exact.rounded(x, oracle.FloatSet(5, 1, 10, emax=10), "down"))
+    assert float(coarse.sqrt(3.0)) == 1.5 and float(coarse.multiply(96.0, 32.0)) == 1536.0
     tiny = exact.numbers(60, -136, -124, seed=1)
     exact.assert_same(FaultChop("b")(tiny), exact.rounded(tiny, oracle.ieee(8, 7, subnormals=False)))
     exact.assert_same(FaultChop("bf16")(tiny), exact.rounded(tiny, oracle.ieee(8, 7)))

@@ -25,7 +25,11 @@ def floats(draw: st.DrawFn) -> FloatFormat:
     }
     bias = draw(st.none() | st.integers(-(1 << 16), 1 << 16))
     try:
-        return FloatFormat(exp_bits, sig_bits, bias=bias, nans=nans, **flags)  # type: ignore[arg-type]
+        fmt = FloatFormat(exp_bits, sig_bits, bias=bias, nans=nans, **flags)  # type: ignore[arg-type]
+        if nans != "ieee" or draw(st.booleans()):
+            return fmt
+        largest = draw(st.integers(fmt.emin, fmt.emax))
+        return FloatFormat(exp_bits, sig_bits, bias=bias, nans=nans, max_exponent=largest, **flags)  # type: ignore[arg-type]
     except ValueError:  # too few bits for one value
         assume(False)
         raise

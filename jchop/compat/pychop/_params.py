@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jchop.formats import FloatFormat
-from jchop.matlab import FORMATS
+from jchop.matlab import FORMATS, float_format
 
 __all__ = ["float_params"]
 
@@ -36,6 +35,6 @@ def float_params(prec: str | None = None) -> Params | dict[str, Params]:
 
 
 def _params(t: int, emax: int) -> Params:
-    fmt = FloatFormat((emax + 1).bit_length(), t - 1)
+    fmt = float_format(t, emax)
     xmins, xmin, xmax = (float(value) for value in (fmt.smallest, fmt.smallest_normal, fmt.max))
     return 2.0**-t, xmins, xmin, xmax, t, fmt.emin - fmt.sig_bits, fmt.emin, fmt.emax

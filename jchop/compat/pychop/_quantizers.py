@@ -167,7 +167,7 @@ class Customs:
     """A floating-point format: largest exponent and significand bits, or the bits of both fields.
 
     Args:
-        emax: largest exponent, 2^k - 1.
+        emax: largest exponent; the smallest normal number is 2^(1 - emax).
         t: significand bits, the leading one counted.
         exp_bits: bits of the exponent; the largest is then 2^(exp_bits - 1) - 1.
         sig_bits: bits of the fraction, t - 1.
