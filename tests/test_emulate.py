@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -36,7 +37,7 @@ def _neighbours_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases.in_turn(MODES, 4))
 def test_programs_in_every_mode(mode: str) -> None:
     """Straight lines, loops, branches and sums: every operation is the exact one rounded once, at draws of its own."""
     spec = jc.Spec("e5m3", rounding=mode)

@@ -99,7 +99,7 @@ def arithmetic(order: str, product: str | None, accumulate: str | None) -> Matmu
 
 
 @pytest.mark.parametrize(
-    ("rounding", "order", "kernel"), cases.in_turn(itertools.product(ROUNDINGS, ORDERS, KERNELS), 5)
+    ("rounding", "order", "kernel"), cases.in_turn(itertools.product(ROUNDINGS, ORDERS, KERNELS), 7)
 )
 def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str | None, str | None]) -> None:
     product, accumulate = rounding
@@ -137,7 +137,7 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "kernel"), cases.in_turn(itertools.product(OTHERS, KERNELS), 5))
+@pytest.mark.parametrize(("name", "kernel"), cases.in_turn(itertools.product(OTHERS, KERNELS), 7))
 def test_other_ways(kernel: str, name: str) -> None:
     assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
 
@@ -167,7 +167,7 @@ DOUBLE = (
 )
 
 
-@pytest.mark.parametrize("spec", cases.in_turn(DOUBLE, 2), ids=str)
+@pytest.mark.parametrize("spec", cases.in_turn(DOUBLE, 4), ids=str)
 def test_float64_on_gpus(spec: MatmulSpec) -> None:
     with jax.enable_x64(True):
         assert_equal_to_body("gpu", spec, (2, 9, 21, 17), np.float64, SMALL["gpu"])

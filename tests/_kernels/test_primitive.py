@@ -246,6 +246,40 @@ def test_several_results_come_as_a_tuple():
     np.testing.assert_array_equal(jax.jit(lambda x: op(x, by=2))(X)[1], X + 2)
 
 
+# -- bodies that are compiled apart ------------------------------------------------------------------------------------
+
+
+def test_a_body_apart_is_a_call_in_the_program_of_one_cpu():
+    op = make_op("toy_apart", body, apart=True)
+    for program, _ in PROGRAMS.values():
+        np.testing.assert_array_equal(jax.jit(program(op))(X), X * 3 + 1)
+    run = jax.jit(lambda x: times(op)(x * 2).T)
+    assert 'inlineable="false"' in str(run.lower(X).compile().as_text())
+    np.testing.assert_array_equal(run(X), (X * 6 + 1).T)
+    assert "inlineable" not in lowered_for("cuda", times(op), X)
+    with pytest.raises(NotImplementedError, match="it has a kernel for no platform"):
+        jax.jit(times(op, impl="pallas"))(X)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_partitioned_body_is_not_apart(kind):
+    op = make_op("toy_apart", body, apart=True)
+    sharding = NamedSharding(mesh(kind), P("a"))
+    x = jax.device_put(X, sharding)
+    with jax.set_mesh(mesh(kind)):
+        run = jax.jit(times(op))
+        assert run(x).sharding.is_equivalent_to(sharding, 2)
+        assert "inlineable" not in run.lower(x).as_text()
+
+
+def test_a_64_bit_body_apart_stays_so_when_lowered_without_x64():
+    op = make_op("toy_wide_apart", lambda x, *, by: lax.bitcast_convert_type(x, jnp.int64) + by, apart=True)
+    with jax.enable_x64(True):
+        traced = jax.jit(lambda x: op(x, by=2)).trace(jnp.ones(3, jnp.float64))
+    text = traced.lower().as_text()
+    assert "i64" in text and "i32" not in text.split("func")[1]
+
+
 # -- the public door ---------------------------------------------------------------------------------------------------
 
 

@@ -121,7 +121,7 @@ def refused(platform: str, operation: str, scaling: BlockScaling, dtype: str, sh
     return refuse(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), scaling=scaling)
 
 
-@pytest.mark.parametrize(("platform", "operation", "name", "axis", "dtype", "shape"), cases.in_turn(TABLE, 5), ids=str)
+@pytest.mark.parametrize(("platform", "operation", "name", "axis", "dtype", "shape"), cases.in_turn(TABLE, 7), ids=str)
 def test_equals_the_body(platform, operation, name, axis, dtype, shape):
     scaling = replace(SCALINGS[name], axis=axis)
     dtype = "float32" if refused(platform, operation, scaling, dtype, shape) else dtype

@@ -234,7 +234,7 @@ def definite(n: int, text: str) -> np.ndarray:
 # -- every operation is rounded ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", HOWS)
+@pytest.mark.parametrize("text", cases.in_turn(HOWS, 3))
 def test_elimination_and_substitution(text: str) -> None:
     a, b, machine = some(5, 5, text), some(5, 1, text, 1)[:, 0], Machine(HOWS[text])
     want, order = machine.lu(rows(a))
@@ -250,13 +250,13 @@ def test_elimination_and_substitution(text: str) -> None:
     )
 
 
-@pytest.mark.parametrize("text", HOWS)
+@pytest.mark.parametrize("text", cases.in_turn(HOWS, 3))
 def test_cholesky(text: str) -> None:
     a = definite(4, text)
     same(linalg.cholesky(a, text), matrix(Machine(HOWS[text]).cholesky(rows(a))))
 
 
-@pytest.mark.parametrize("text", HOWS)
+@pytest.mark.parametrize("text", cases.in_turn(HOWS, 3))
 def test_reflections(text: str) -> None:
     a = some(5, 3, text)
     q, r = linalg.qr(a, text)

@@ -115,7 +115,7 @@ def sum_spec(spec: MatmulSpec) -> MatmulSpec:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", SPECS)
+@pytest.mark.parametrize("order", cases.in_turn(SPECS, 3))
 def test_reductions_are_exact_operations_rounded_one_by_one(order: str) -> None:
     spec, scalar = SPECS[order]
     x = normal(3, 11) * 3 + 1
@@ -133,7 +133,7 @@ def test_the_other_reductions_are_parts_of_these() -> None:
     same(jc.math.norm(x, spec, axis=1), oracle_math.array([scalar.norm(row) for row in rows]))
 
 
-@pytest.mark.parametrize("name", ["mean", "std", "norm"])
+@pytest.mark.parametrize("name", cases.in_turn(["mean", "std", "norm"], 3))
 def test_draws_are_those_of_the_split_key(name: str) -> None:
     """As documented: four keys, of which parts are folded."""
     text, k = "e5m4:stochastic", 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,7 +89,7 @@ def agrees(q: QArray, wanted: np.ndarray) -> None:
 
 
 # -- as an array -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 3))
 def test_parts_along_axes_that_no_group_holds(stored: Any, text: str) -> None:
     q, values = stored[text]
     tiles = "(2,8)" in text
@@ -136,7 +137,7 @@ def test_parts_that_cut_groups_or_do_not_exist(stored: Any) -> None:
             q[index]
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 3))
 def test_axes_in_another_order(stored: Any, text: str) -> None:
     q, values = stored[text]
     agrees(q.T, values.T)

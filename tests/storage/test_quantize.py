@@ -128,7 +128,7 @@ def test_dequantized_is_rounded(text: str) -> None:
     jax.tree.map(same, compiled, q)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("dtype", cases.in_turn([ml_dtypes.bfloat16, np.float16, np.float64], 3))
 def test_every_carrier(dtype: Any) -> None:
     for text in ("mxfp4", "int8(channel=0)", "e3m2fn"):
         x = numbers((3, 37), dtype)

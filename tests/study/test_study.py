@@ -72,6 +72,7 @@ def test_rounded_activations_add_error(wine: StudyResult) -> None:
     assert wine.cell("fp32", "nearest_even").cross_entropy == pytest.approx(wine.cross_entropy, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_study(wine: StudyResult) -> None:
     def again(seed: int) -> StudyResult:
         return study.run("wine", formats=["q43"], modes=["stochastic"], epochs=3, seeds=3, activations=True, seed=seed)
