@@ -1,6 +1,6 @@
 """What `jc.emulate` costs: a chain of 20 elementwise operations against the same rounded by hand, and compile times.
 
-    python benchmarks/emulate.py [--size N] [--repeats R]
+    python benchmarks/emulate.py [--size N] [--repeats R] [--specs SPEC ...]
 
 "By hand" is the carrier's operation with `round_to_format` around it. That rounds twice where emulate rounds the exact
 result once, so in the directed modes it is cheaper and wrong.
@@ -19,6 +19,15 @@ import jax
 import jchop as jc
 
 STEPS = 20
+SPECS = (
+    "binary16",
+    "e5m2",
+    "bfloat16",
+    "binary16:up",
+    "bfloat16:up",
+    "binary16:stochastic",
+    "bfloat16:stochastic",
+)
 
 
 def chain(x: jax.Array, y: jax.Array, rounded: Callable[[Any], Any] = lambda v: v) -> jax.Array:
@@ -39,8 +48,8 @@ def by_hand(spec: str, key: jax.Array) -> Callable[..., jax.Array]:
     return run
 
 
-def seconds(runs: list[Callable[[], jax.Array]], repeats: int) -> list[float]:
-    """The median time of each of several runs, taken in turn."""
+def seconds(runs: list[Callable[[], jax.Array]], repeats: int) -> list[list[float]]:
+    """The times of each of several runs, taken in turn."""
     taken: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run().block_until_ready()
@@ -49,24 +58,28 @@ def seconds(runs: list[Callable[[], jax.Array]], repeats: int) -> list[float]:
             start = time.perf_counter()
             run().block_until_ready()
             times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in taken]
+    return taken
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1 << 20)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--specs", nargs="+", default=SPECS)
     options = parser.parse_args()
     key = jax.random.key(0)
     x, y = (jax.random.normal(k, (options.size,)) for k in jax.random.split(key))
-    print(f"{'spec':<24}{'by hand, ms':>12}{'emulate, ms':>12}{'ratio':>8}{'compile, s':>12}")
-    for spec in ("binary16", "e5m2", "bfloat16", "binary16:up", "binary16:stochastic", "bfloat16:stochastic"):
+    print(f"{'spec':<24}{'by hand, ms':>12}{'emulate, ms':>12}{'ratio':>8}{'quartiles':>16}{'compile, s':>12}")
+    for spec in options.specs:
         hand, low = jax.jit(by_hand(spec, key)), jax.jit(jc.emulate(chain, spec, key=key))
         start = time.perf_counter()
         low(x, y).block_until_ready()
         compiled = time.perf_counter() - start
         a, b = seconds([lambda hand=hand: hand(x, y), lambda low=low: low(x, y)], options.repeats)
-        print(f"{spec:<24}{1e3 * a:>12.2f}{1e3 * b:>12.2f}{b / a:>8.2f}{compiled:>12.2f}")
+        low_quartile, ratio, high_quartile = statistics.quantiles([v / u for u, v in zip(a, b, strict=True)], n=4)
+        spread = f"{low_quartile:.2f} to {high_quartile:.2f}"
+        each = f"{1e3 * statistics.median(a):>12.2f}{1e3 * statistics.median(b):>12.2f}"
+        print(f"{spec:<24}{each}{ratio:>8.2f}{spread:>16}{compiled:>12.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ From what is known of the operands' ranges before anything is computed, each ope
 
 1. the hardware's operation and then a rounding, where the hardware's result is exact or its error cannot be seen;
 2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells where the exact sum lies;
-3. the same on scaled operands (`full_range`), for float32 and formats with its exponents;
+3. the like on scaled operands (`full_range`), for float32 and formats with its exponents;
 4. integer arithmetic (`wide`), right for every input.
 
 Ways 1 and 2 are taken only where no operand, term or result can be a subnormal of the carrier, which devices may read
@@ -21,7 +21,7 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import Carrier
 from jchop._reference import full_range, wide
-from jchop._reference.cut import cut, is_cut, needs_parts, parts
+from jchop._reference.cut import cut, error_of_sum, is_cut
 from jchop._reference.elements import round_elements
 from jchop._reference.exact import Exact, round_exact
 from jchop._reference.nearest import adds_to_round, round_by_adding
@@ -245,8 +245,8 @@ def _rounded_sum(
     """The exact sum rounded once, from the hardware's and its error."""
     sign, magnitude, error = _sum_and_error(x, y, zero_sign, carrier)
     if is_cut(spec, carrier) and total.quantum >= range_of(spec, carrier).quantum:
-        error = parts(error, magnitude, spec, carrier) if needs_parts(spec) else error
-        return cut(sign, magnitude, magnitude, error, spec, carrier, word)
+        error, binade = error_of_sum(error, magnitude, spec, carrier)
+        return cut(sign, magnitude, magnitude, error, spec, carrier, word, binade)
     return round_exact(_as_exact(sign, magnitude, error, total, spec, carrier), spec, carrier, word)
 
 

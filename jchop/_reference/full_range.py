@@ -2,15 +2,17 @@
 
 Such a format has the carrier's subnormal numbers, which devices read as zero. So where one could come in, operands are
 first scaled by 2^K, on their bits, and the result is scaled back. In between come the hardware's sum and its error
-(TwoSum; Knuth 1969), or its product where that is exact. As many last bits are dropped from every value of the carrier,
-subnormal ones too, so one `cut` of bits rounds.
+(Fast2Sum; Dekker 1971), or its product where that is exact. As many last bits are dropped from every value of the
+carrier, subnormal ones too, so one `cut` of bits rounds.
 
 Bits as a float, K 2^M added, are 2^K |x| for a normal x. A subnormal one, f 2^(1 - bias - M), then has a leading bit
-too much, A = c/2 + 2^K |x| / 2 with c = 2^K times the smallest normal number. So 2^K |x| is A + min(A - c, 0), and back
+too much, A = c/2 + 2^K |x| / 2 with c = 2^K times the smallest normal number. So 2^K |x| is min(A, 2 A - c), and back
 it is max(v, (v + c) / 2), whatever x is, zero included.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
-from jchop._reference.cut import cut, finer, is_cut, needs_parts, parts
+from jchop._reference.cut import cut, error_of_sum, finer, is_cut, needs_parts
 from jchop._reference.ranges import NEAREST, Range
 from jchop.formats import FloatFormat
 from jchop.rounding import Overflow, Rounding
@@ -37,11 +39,14 @@ def _power_bits(exponent: int) -> int:
 
 #: The smallest normal number.
 _NORMAL = 1 << _M
-#: A sum is scaled up where both terms lie below 2^-60, and down, by 2^2, from 2^126 on. Of other terms a subnormal one
-#: matters by its sign alone: it lies below 2^-32 of what is rounded off.
-_SMALL_TERM, _LARGE_TERM, _SUM_UP, _SUM_DOWN = _power_bits(-60), _power_bits(126), 100, 2
-#: A product is scaled where one factor lies below 2^-30; where the other one is 2^71 or more that is taken back.
-_SMALL_FACTOR, _LARGE_FACTOR, _PRODUCT_UP = _power_bits(-30), _power_bits(71), 48
+#: A sum is scaled up where both terms lie below 2^-60; others are halved where an error is wanted, lest they overflow.
+#: Of those a subnormal one matters by its sign alone: it lies below 2^-32 of what is rounded off.
+_SMALL_TERM, _SUM_UP = _power_bits(-60), 100
+#: A product is scaled where one factor lies below 2^-62: of two larger ones it is normal, and of this and a finite one
+#: it remains finite. One that vanishes nevertheless lies below 2^-40 of the smallest subnormal bfloat16 number.
+_SMALL_FACTOR, _PRODUCT_UP = _power_bits(-62), 48
+#: Modes to which a product counts that vanishes.
+_SEE_THE_LEAST = frozenset({Rounding.UP, Rounding.DOWN, Rounding.ODD, Rounding.STOCHASTIC_EQUAL})
 
 
 def _is_of_full_range(spec: Spec | None, carrier: Carrier) -> bool:
@@ -71,63 +76,72 @@ def multiplies(spec: Spec | None, carrier: Carrier, xr: Range, yr: Range) -> boo
 
 def add(x: Array, y: Array, spec: Spec | None, word: Array | None, xr: Range, yr: Range) -> Array:
     """`x + y`, its exact value rounded once; a sum that is exactly zero is +0, under `Rounding.DOWN` -0."""
+    if spec is not None and not _is_innocent(spec, xr, yr):
+        return _add_with_error(x, y, spec, word)
     (xs, xm), (ys, ym) = _bits.split(x, _CARRIER), _bits.split(y, _CARRIER)
-    largest = jnp.maximum(xm, ym)
-    small = largest < _SMALL_TERM
-    shift = jnp.where(small, np.int32(_SUM_UP << _M), np.int32(0))
-    least = jnp.where(small, _scaled_normal(_SUM_UP), np.float32(0))
-    plain = spec is None or _is_innocent(spec, xr, yr)
-    if not plain:
-        shift = jnp.where((largest >= _LARGE_TERM) & (largest < _CARRIER.inf), np.int32(-_SUM_DOWN << _M), shift)
-    a, b = (_signed(s, _scaled(m, shift, least, plain)) for s, m in ((xs, xm), (ys, ym)))
-    total = a + b
-    sign, magnitude = _bits.split(total, _CARRIER)
-    bits = _work(_unscaled(_float(magnitude), least)) - shift
+    small = jnp.maximum(xm, ym) < _SMALL_TERM
+    scale = _scale(small, _SUM_UP)
+    a, b = (_signed(s, _lifted(m + scale.shift, scale)) for s, m in ((xs, xm), (ys, ym)))
+    sign, magnitude = _bits.split(a + b, _CARRIER)
+    bits = _unscaled(magnitude, scale.least) - scale.shift
     if spec is None:
         return _bits.join(sign, bits, _CARRIER)
-    if plain:
-        return cut(sign, magnitude, bits, None, spec, _CARRIER, word)
-    if spec.rounding is Rounding.DOWN:
-        sign = jnp.where((magnitude == 0) & (xs != ys), _CARRIER.sign_bit, sign)
-    back = total - a
-    error = (a - (total - back)) + (b - back)
-    error = _float(_work(error) ^ sign)  # as seen from zero; NaN beside infinities
-    # Scaled back, zero must stay what it is, and a number beyond all bits beyond the format.
-    bits = jnp.where(magnitude == 0, 0, jnp.where(bits < 0, _CARRIER.nan, bits))
-    error = parts(error, magnitude, spec, _CARRIER) if needs_parts(spec) else error
-    return cut(sign, magnitude, bits, error, spec, _CARRIER, word, scaled_down=True)
+    return cut(sign, magnitude, bits, None, spec, _CARRIER, word)
+
+
+def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array:
+    """`x + y` by magnitudes: the larger one, the smaller one under the sign that it has beside it, and Fast2Sum."""
+    (_, xm), (_, ym) = _bits.split(x, _CARRIER), _bits.split(y, _CARRIER)
+    xb, yb = _work(x), _work(y)
+    larger, smaller = jnp.maximum(xm, ym), jnp.minimum(xm, ym)
+    small = larger < _SMALL_TERM
+    scale = _scale(small, _SUM_UP)
+    shift = jnp.where(small, scale.shift, jnp.where(larger < _CARRIER.inf, np.int32(-_NORMAL), np.int32(0)))
+    a = _lifted(larger + shift, scale)
+    b = _lifted(jnp.maximum(smaller + shift, _NORMAL), scale)  # no term but zero is made less than a normal number
+    b = _signed((xb ^ yb) & _CARRIER.sign_bit, jnp.where(smaller == 0, np.float32(0), b))
+    total = a + b
+    error = b - (total - a)  # NaN beside infinities
+    zero = total == 0
+    sign = jnp.where(zero, xb | yb if spec.rounding is Rounding.DOWN else xb & yb, jnp.where(xm > ym, xb, yb))
+    magnitude = _work(total)
+    bits = jnp.where(zero, 0, _unscaled(magnitude, scale.least) - shift)
+    error, binade = error_of_sum(error, magnitude, spec, _CARRIER)
+    return cut(sign & _CARRIER.sign_bit, magnitude, bits, error, spec, _CARRIER, word, binade, scaled_down=True)
 
 
 def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array:
     """`x * y`, its exact value rounded once; see `multiplies`."""
     (xs, xm), (ys, ym) = _bits.split(x, _CARRIER), _bits.split(y, _CARRIER)
     less, more = jnp.minimum(xm, ym), jnp.maximum(xm, ym)
-    small, large = less < _SMALL_FACTOR, more >= _LARGE_FACTOR
-    up = small & ~large
-    shift = jnp.where(up, np.int32(_PRODUCT_UP << _M), np.int32(0))
-    least = jnp.where(up, _scaled_normal(_PRODUCT_UP), np.float32(0))
-    a = jnp.where(small, _scaled(less, np.int32(_PRODUCT_UP << _M), _scaled_normal(_PRODUCT_UP)), _float(less))
-    b = _float(more)
-    if spec is not None and spec.rounding not in NEAREST:  # of two subnormal factors only that they are not zero counts
-        b = _float(jnp.where(more == 0, 0, jnp.maximum(more, _NORMAL)))
-    product = a * jnp.where(small & large, b * 2.0**-_PRODUCT_UP, b)
-    if spec is not None and spec.rounding not in NEAREST:
-        product = jnp.where((product < 2.0 ** (1 - _BIAS)) & (less > 0), np.float32(2.0 ** (1 - _BIAS)), product)
+    small = less < _SMALL_FACTOR
+    scale = _scale(small, _PRODUCT_UP)
+    shift, least = scale.shift, scale.least
+    product = _lifted(less + shift, scale) * _float(more)
+    if spec is not None and spec.rounding in _SEE_THE_LEAST:
+        vanished = (product < 2.0 ** (1 - _BIAS)) & (less > 0)
+        product = jnp.where(vanished, np.float32(2.0 ** (1 - _BIAS)), product)
+    sign, magnitude, subnormal = xs ^ ys, _work(product), product < least
+    shift = jnp.where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have a sign
     if spec is not None and spec.rounding is Rounding.NEAREST_EVEN:
-        # Below the format's normal numbers, where its spacing is fixed, the sum with a power of two rounds.
-        power = least * np.float32(2.0 ** (_M + 1 - _precision(spec)))
-        product = jnp.where(product < least, (product + power) - power, product)
-    back = _unscaled(product, least)
-    sign, bits = xs ^ ys, _work(back) - shift
+        # Added to the power of two whose last bit is the format's smallest number, the product is rounded.
+        drop = _M + 1 - _precision(spec)
+        exponent = _PRODUCT_UP + 1 - _BIAS + drop
+        count = _work(product + np.float32(2.0**exponent)) - _power_bits(exponent)
+        bits = jnp.where(subnormal, count << drop, magnitude - shift)
+        error = None
+    else:
+        offset = jnp.where(subnormal, least, np.float32(0))
+        raised = product + offset
+        bits = _work(raised) - jnp.where(subnormal, np.int32(_power_bits(_PRODUCT_UP + 1 - _BIAS)), shift)
+        error = product - (raised - offset)
     if spec is None:
         return _bits.join(sign, bits, _CARRIER)
-    error = None
-    if spec.rounding is not Rounding.NEAREST_EVEN:
-        error = jnp.where(up, product - _lifted(back, least), np.float32(0))
-        many = np.float32(2.0 ** (finer(spec, _CARRIER) - _CARRIER.tiny_exponent - _PRODUCT_UP))
-        error = error * many if needs_parts(spec) else error
+    if needs_parts(spec):
+        assert error is not None
+        error = error * np.float32(2.0 ** (finer(spec, _CARRIER) - _CARRIER.tiny_exponent - _PRODUCT_UP))
     # A product that is too large is a finite number that lies above all of the format.
-    magnitude = jnp.where(more < _CARRIER.inf, jnp.minimum(_work(product), _CARRIER.inf - 1), _work(product))
+    magnitude = jnp.where(more < _CARRIER.inf, jnp.minimum(magnitude, _CARRIER.inf - 1), magnitude)
     return cut(sign, magnitude, bits, error, spec, _CARRIER, word)
 
 
@@ -141,23 +155,29 @@ def _is_innocent(spec: Spec, xr: Range, yr: Range) -> bool:
 # -- scaling -----------------------------------------------------------------------------------------------------------
 
 
-def _scaled(magnitude: Array, shift: Array | np.int32, least: Array | np.float32, plain: bool = True) -> Array:
-    """2^K |x|, from its bits; unless `plain`, no number but zero is made less than a normal one."""
-    bits = magnitude + shift
-    if plain:
-        return _lifted(_float(bits), least)
-    lifted = _lifted(_float(jnp.maximum(bits, _NORMAL)), least)
-    return jnp.where(magnitude == 0, np.float32(0), lifted)
+@dataclass(frozen=True)
+class _Scale:
+    """2^K where a condition holds, else 1."""
+
+    shift: Array  # K 2^M
+    step: Array  # 2^M, what doubles a number
+    least: Array  # c = 2^K times the smallest normal number; all three 0 where nothing is scaled
 
 
-def _lifted(value: Array, least: Array | np.float32) -> Array:
-    rest = value - least
-    return value + jnp.where(rest < 0, rest, np.float32(0))
+def _scale(where: Array, up: int) -> _Scale:
+    shift, step = (jnp.where(where, np.int32(bits), np.int32(0)) for bits in (up << _M, _NORMAL))
+    return _Scale(shift, step, jnp.where(where, _scaled_normal(up), np.float32(0)))
 
 
-def _unscaled(value: Array, least: Array) -> Array:
-    half = (value + least) * 0.5
-    return jnp.where(half > value, half, value)
+def _lifted(bits: Array, scale: _Scale) -> Array:
+    """2^K |x| from the bits of |x| with the shift added: min(A, 2 A - c)."""
+    value, double = _float(bits), _float(bits + scale.step) - scale.least
+    return jnp.where(double < value, double, value)
+
+
+def _unscaled(bits: Array, least: Array) -> Array:
+    """The bits of |x| with the shift added, from those of 2^K |x| = v: of max(v, (v + c) / 2)."""
+    return jnp.maximum(bits, _work(_float(bits) + least) - _NORMAL)
 
 
 def _scaled_normal(up: int) -> np.float32:
