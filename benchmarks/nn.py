@@ -1,6 +1,7 @@
 """What a step of quantization-aware training costs beside one in float32: a network of convolutions, a transformer.
 
     python benchmarks/nn.py [--repeat 9] [--batch 64]
+    taskset -c 0 python benchmarks/nn.py --processor # the processor's time in place of the clock's: for a busy machine
     pip install qwix                                 # adds qwix's quantization-aware training to the tables
     python benchmarks/nn.py --memory                 # instead: the bytes of a transformer packed to int4, and the peak
 
@@ -13,14 +14,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from rounding import Case, measure, table
@@ -95,6 +99,21 @@ def cases_of(make: Any, x: Any) -> dict[str, Case]:
     return cases
 
 
+def processor_time(cases: dict[str, Case], repeat: int) -> dict[str, float]:
+    """Median seconds of the processor in a call of each case, in turn: what other programs take of it counts little."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for case in cases.values():
+        case()
+    draw = random.Random(0)
+    for _ in range(repeat):
+        for name in draw.sample(list(cases), len(cases)):
+            cases[name]()
+            start = time.process_time()
+            cases[name]()
+            seconds[name].append(time.process_time() - start)
+    return {name: float(np.median(times)) for name, times in seconds.items()}
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 PACKED = jc.nn.Rule(weight="int4(group=128)")
@@ -140,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--processor", action="store_true", help="measure the processor's time; run it on one core")
     parser.add_argument("--memory", action="store_true", help="measure memory, not time")
     parser.add_argument("--pack", type=int, help=argparse.SUPPRESS)  # what the process of its own does
     chosen = parser.parse_args()
@@ -153,7 +173,8 @@ def main() -> None:
         return
     for make, shape in ((Images, (chosen.batch, 8, 8, 1)), (Transformer, (chosen.batch, 32, 128))):
         x = jax.random.normal(jax.random.key(0), shape)
-        table(f"{make.__name__}, input {shape}", measure(cases_of(make, x), chosen.repeat), "float32", x.size)
+        medians = (processor_time if chosen.processor else measure)(cases_of(make, x), chosen.repeat)
+        table(f"{make.__name__}, input {shape}", medians, "float32", x.size)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ partitions over any mesh. Where a program is lowered for TPU or CUDA, a Pallas k
 compiler cannot partition a kernel, so there must be one device, or every mesh axis must be manual (inside `shard_map`);
 the device must be able; and the kernel must take these shapes, dtypes and static arguments. Only the lowering decides,
 so nothing is asked of devices while a function is traced, and an exported program carries a choice for each platform.
+
+On a CPU a body may be compiled apart. XLA fuses what a body does with what stands around it, and where that moves axes
+the whole body becomes scalar code, run anew for each use of its result.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -75,6 +79,7 @@ def make_op(
     tpu: Kernel | None = None,
     gpu: Kernel | None = None,
     single: bool = True,
+    apart: bool = False,
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
 
@@ -87,6 +92,8 @@ def make_op(
         tpu: a kernel for TPUs.
         gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more.
         single: the result is one array; else a tuple of arrays.
+        apart: in programs for one CPU the body is not fused with what stands around it: for bodies that read an array
+            more than once, or whose results are read more than once.
 
     Returns:
         ``op(*arrays, impl="auto", **static)``, the static arguments hashable.
@@ -108,6 +115,8 @@ def make_op(
     primitive.def_impl(partial(_eager, primitive))
     primitive.def_abstract_eval(partial(_abstract, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
+    if apart:
+        mlir.register_lowering(primitive, partial(_lower_apart, op), platform="cpu")
     for platform, kernel in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, kernel), platform=platform)
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
@@ -158,6 +167,24 @@ def _lower_portable(op: _Op, ctx: Any, *args: Any, impl: str, wide: bool, vmaps:
     return _lower(ctx, _flat(op, op.body, wide, vmaps, static), args)
 
 
+def _lower_apart(op: _Op, ctx: Any, *args: Any, impl: str, **params: Any) -> Any:
+    if impl == "pallas" or not _one_device(ctx.module_context.axis_context):
+        return _lower_portable(op, ctx, *args, impl=impl, **params)
+    return _lower(ctx, _apart(_flat(op, op.body, **params), params["wide"]), args)
+
+
+@lru_cache(maxsize=4096)
+def _apart(fun: Callable[..., list], wide: bool) -> Callable[..., Any]:
+    """`fun` as a call that XLA leaves one."""
+    called = jax.jit(fun)
+
+    def apart(*args: Any) -> Any:
+        with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
+            return set_xla_metadata(called(*args), inlineable="false")
+
+    return apart
+
+
 def _lower_kernel(
     op: _Op,
     platform: str,
@@ -188,7 +215,7 @@ def _lower_kernel(
         return _lower(ctx, _flat(op, fun, wide, vmaps, static), args)
 
 
-def _lower(ctx: Any, fun: Callable[..., list], args: tuple) -> Any:
+def _lower(ctx: Any, fun: Callable[..., Any], args: tuple) -> Any:
     return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
 
 

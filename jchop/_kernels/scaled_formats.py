@@ -47,7 +47,7 @@ __all__ = [
 
 Array = jax.Array
 
-round_grouped_op = make_op("jchop_round_grouped", round_body)
+round_grouped_op = make_op("jchop_round_grouped", round_body, apart=True)
 quantize_grouped_op = make_op("jchop_quantize_grouped", quantize_body, single=False)
 dequantize_grouped_op = make_op("jchop_dequantize_grouped", dequantize_body)
 fit_grouped_op = make_op("jchop_fit_grouped", fit_body, single=False)

@@ -1,10 +1,9 @@
 """Codebooks of many levels under scales, exactly; for XLA, which takes numbers from small tables in few operations.
 
-A product with 1 / s guesses the quotient x / s to far less than the width of a bin (`bins`), which leaves one threshold
-t; and whether x / s reaches it is the sign of x - t s. With t in two parts of at most 16 bits and s in three of 8 the
-products are exact. Where the sign is in doubt x is near the first of them, so that the differences are exact too, from
-the largest product to the smallest; else they are off by too little to change it. So neither how a division is carried
-out nor whether a product and a sum are contracted changes a bit.
+A product with 1 / s guesses the quotient x / s to a few units in the last place. The guess picks a bin (`bins`), which
+leaves one threshold t. Where the guess is not next to t, it tells whether x / s reaches t. Where it is, x and t s
+differ by so little that the difference of two integers, X 2^k and T S, is told by their last 32 bits. So neither how a
+division is carried out nor whether a product and a sum are contracted changes a bit.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import itertools
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS
@@ -35,17 +34,17 @@ Array = jax.Array
 
 _CARRIER = CARRIERS["float32"]
 _FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
-#: Thresholds are integers of 28 bits, or of fewer, times a power of two; the upper part of one has 16 bits, and all but
-#: zero lie within 2^-_REACH and 2^_TOP.
-_WIDTH, _UPPER, _REACH, _TOP = 28, 16, 40, 20
-#: Bits of an index of a threshold, which go where the upper part of one has none.
-_INDEX = _FRACTION + 1 - _UPPER
-#: How many units in its last place a guess may be off, a few more than it is.
+#: Thresholds are integers of 26 bits, or of fewer, times a power of two; all but zero lie within 2^-_REACH and 2^_TOP.
+_WIDTH, _REACH, _TOP = 26, 40, 20
+#: Bits of an index of a threshold, and those of an integer that a number of the carrier has no room for.
+_INDEX, _LOW = 8, _WIDTH - _FRACTION - 1
+#: How many units in its last place a guess may lie beside a bin, a few more than it does.
 _MARGIN = 16
+#: The most units in its last place that a guess is off; so near to a threshold it decides nothing. Then t s, of less
+#: than 2^50, and x differ by less than (2 _NEAR + 1) 2^27 < 2^31: the units of both parts, and what t was cut by.
+_NEAR = 7
 #: Scales below 2^-_LEAST are moved: a unit in the last place of one times one of a threshold is then a normal number.
 _LEAST = 32
-#: Bits of the parts of scales, from the top.
-_PARTS = (8, 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +53,15 @@ class _Table:
 
     Args:
         bins: of the bits of guesses.
-        upper: for each bin the bits of the upper part of its threshold, and in its last eight the index of that.
-        lower: for each threshold the other part; None where all are zero.
+        number: for each bin the bits of its threshold as a number, cut.
+        rest: for each bin the index of its threshold, and above that the bits that were cut.
         has_zero: whether zero is a threshold.
         strict: whether thresholds above zero, and the others, are reached beyond them alone.
     """
 
     bins: Bins
-    upper: np.ndarray
-    lower: np.ndarray | None
+    number: np.ndarray
+    rest: np.ndarray
     has_zero: bool
     strict: tuple[bool, bool]
 
@@ -81,16 +80,10 @@ def _table(fmt: CodebookFormat, mode: Rounding) -> _Table | None:
     bins = make_bins([_CARRIER.ceil_bits(value) for value in values], _MARGIN)
     if bins is None:
         return None
-    upper = [_upper_part(value) for value in values]
-    bits = np.array([float(part) for part in upper], np.float32).view(np.int32)
-    lower = np.array([float(value - part) for value, part in zip(values, upper, strict=True)], np.float32)
-    return _Table(
-        bins,
-        bits[bins.below] | bins.below,
-        lower if lower.any() else None,
-        0 in values,
-        (True in strict[0], True in strict[1]),
-    )
+    parts = [_parts(value) for value in values]
+    number = np.array([float(part) for part, _ in parts], np.float32).view(np.int32)
+    rest = np.array([index | low << _INDEX for index, (_, low) in enumerate(parts)], np.uint16)
+    return _Table(bins, number[bins.below], rest[bins.below], 0 in values, (True in strict[0], True in strict[1]))
 
 
 def _fits(value: Fraction) -> bool:
@@ -101,12 +94,13 @@ def _fits(value: Fraction) -> bool:
     return power and odd.bit_length() <= _WIDTH and Fraction(1, 1 << _REACH) <= abs(value) <= 1 << _TOP
 
 
-def _upper_part(value: Fraction) -> Fraction:
-    """The leading bits of a threshold."""
+def _parts(value: Fraction) -> tuple[Fraction, int]:
+    """A threshold cut to a number of the carrier; and the bits of its integer that were cut."""
     if not value:
-        return value
-    unit = Fraction(2) ** (_exponent(abs(value)) - _UPPER + 1)
-    return int(value / unit) * unit
+        return value, 0
+    unit = Fraction(2) ** (_exponent(abs(value)) - _FRACTION)
+    count = int(value / unit)
+    return count * unit, int((abs(value) / unit - abs(count)) * (1 << _LOW))
 
 
 def _exponent(value: Fraction) -> int:
@@ -128,65 +122,65 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     assert isinstance(fmt, CodebookFormat)
     table = _table(fmt, plan.scaling.element.rounding)
     assert table is not None
-    divisor = quanta.move_bits(extended(scale_magnitude(scales, plan), _CARRIER), least=_LEAST)
-    factor, inverse, *parts = once(_prepared(divisor))
-    sign, magnitude = _bits.split(x, _CARRIER)
-    moved = _move(x, sign, magnitude, *factor)
-    guess = word_of(moved * inverse) & _bits.low_mask(_CARRIER.width - 1)
-    entry = take(jnp.asarray(table.upper), table.bins.place(sign != 0, guess))
-    index = entry & _bits.low_mask(_INDEX)
-    reached = _reaches(x, moved, number_of(entry ^ index), index, parts, table)
+    bits = extended(scale_magnitude(scales, plan), _CARRIER)
+    factor, small, inverse, significand, exponent = once(_prepared(bits))
+    # Not by `_bits.split`: the largest of a group has been found from that, and XLA would write it to memory for both.
+    below, magnitude = word_of(x) < 0, _magnitude(word_of(x))
+    guess = word_of(_move(x, below, magnitude, factor, small) * inverse)
+    place = table.bins.place(below, _magnitude(guess))
+    number, rest = take(jnp.asarray(table.number), place), take(jnp.asarray(table.rest), place).astype(jnp.int32)
+    difference = _difference(magnitude, number, rest >> _INDEX, significand, exponent)
+    exact = _compares(jnp.where(below, -difference, difference), number, table)
+    near = (guess - number + _NEAR).astype(jnp.uint32) <= 2 * _NEAR
+    reached = jnp.where(near, exact, number_of(guess) >= number_of(number))
+    if table.has_zero:
+        side = jnp.where(below, -magnitude, magnitude)
+        reached = jnp.where(number == 0, side > 0 if table.strict[1] else side >= 0, reached)
     nan = magnitude > _INF
+    index = rest & _bits.low_mask(_INDEX)
     return jnp.where(nan, len(fmt.levels) - 1, index + reached).astype(fmt.code_dtype)
 
 
-def _prepared(divisor: quanta.Quanta) -> tuple[Any, ...]:
-    """What numbers are multiplied by to be moved, and those below the normal range; 1 / s; and s in parts."""
+def _prepared(bits: Array) -> tuple[Array, ...]:
+    """What numbers are multiplied by to be moved, and those below the normal range; 1 / s; S, and its part of k."""
+    divisor = quanta.move_bits(bits, least=_LEAST)
     assert divisor.tiny is not None and divisor.factor is not None
     factor = jnp.where(divisor.tiny, jnp.float32(2.0**quanta._TINY), divisor.factor)
     # Beside any other scale such numbers are as good as zero.
     small = jnp.where(divisor.tiny, jnp.float32(2.0 ** (_CARRIER.tiny_exponent + quanta._TINY)), 0)
-    return (factor, small), 1 / divisor.value, *_parts(divisor.value)
+    return factor, small, 1 / divisor.value, _significand(bits), _BIAS + _WIDTH - 1 - (bits >> _FRACTION)
 
 
-def _move(x: Array, sign: Array, magnitude: Array, factor: Array, small: Array) -> Array:
+def _significand(bits: Array) -> Array:
+    return bits & _bits.low_mask(_FRACTION) | 1 << _FRACTION
+
+
+def _magnitude(word: Array) -> Array:
+    return word & _bits.low_mask(_CARRIER.width - 1)
+
+
+def _move(x: Array, below: Array, magnitude: Array, factor: Array, small: Array) -> Array:
     """Numbers moved as scales were."""
-    count = jnp.where(sign != 0, -magnitude, magnitude).astype(jnp.float32)
+    count = jnp.where(below, -magnitude, magnitude).astype(jnp.float32)
     return jnp.where(magnitude < 1 << _FRACTION, count * small, x * factor)
 
 
-def _parts(scale: Array) -> tuple[Array, ...]:
-    """Numbers as sums of three of 8 bits each."""
-    parts: list[Array] = []
-    for bits in _PARTS:
-        part = number_of(word_of(scale) & ~_bits.low_mask(_FRACTION + 1 - bits))
-        parts.append(part)
-        scale = scale - part
-    return (*parts, scale)
+def _difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
+    """|X| 2^k - |T| S, where it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
+
+    Elsewhere k, what the exponents leave, may be senseless, and the difference goes unused.
+    """
+    field = number >> _FRACTION & _bits.low_mask(8)
+    shift = exponent + jnp.maximum(magnitude >> _FRACTION, 1) - field
+    threshold = _significand(number) << _LOW | low
+    # Of the bits of x its significand alone is left: all others, its leading one among them, are shifted out.
+    return lax.shift_left(magnitude, shift) - threshold * significand
 
 
-def _reaches(x: Array, moved: Array, upper: Array, index: Array, parts: list[Array], table: _Table) -> Array:
-    """Whether x / s reaches the threshold of its bin."""
-    lower = None if table.lower is None else take(jnp.asarray(table.lower), index)
-    first, second, third = parts
-    rest = (moved - upper * first) - upper * second
-    if lower is not None:
-        rest = rest - lower * first
-    rest = rest - upper * third
-    if lower is not None:
-        rest = (rest - lower * second) - lower * third
-    # Zero, or a multiple of a normal number.
-    above, others = (_compare(rest, beyond) for beyond in table.strict)
-    if table.has_zero:
-        side = _bits.ordered(*_bits.split(x, _CARRIER))
-        others = jnp.where(upper == 0, _compare(side, table.strict[1]), others)
-    elif table.strict[0] == table.strict[1]:
-        return above
-    return jnp.where(upper > 0, above, others)
-
-
-def _compare(side: Array, beyond: bool) -> Array:
-    return side > 0 if beyond else side >= 0
+def _compares(side: Array, number: Array, table: _Table) -> Array:
+    """Whether a difference reaches a threshold, which is above zero or not."""
+    above, others = (side > 0 if beyond else side >= 0 for beyond in table.strict)
+    return above if table.strict[0] == table.strict[1] else jnp.where(number > 0, above, others)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

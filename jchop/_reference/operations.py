@@ -165,7 +165,8 @@ def _fma(step: _Step, x: Array, y: Array, z: Array) -> Array:
 def _div(step: _Step, x: Array, y: Array) -> Array:
     if divides_narrow(step.spec, step.carrier, *step.known):
         return divide_narrow(x, y, step.spec, step.carrier, *step.known)
-    return arithmetic.divide(*_settled(step, x, y), *step.rest, *step.known)
+    x, y = _settled(step, x, y)
+    return arithmetic.divide(x, y, *step.rest, *step.known)
 
 
 def _sqrt(step: _Step, x: Array) -> Array:

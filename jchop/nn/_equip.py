@@ -73,15 +73,13 @@ def equip(
         how = Roundings(rule.activation, taken, *(getattr(rule, name) for name in PRODUCT_FIELDS))
         made = site(how, stream(how.stochastic), left, None if packed else right)
         if before is not None and before.how.left == rule.activation and left is None and how.keeps_left:
-            made.range = nnx.data(before.range)
+            made.keep(before.range)
         setattr(layer, attribute, nnx.data(made))
     if kind.slots:
         specs = tuple(_promoted(layer, kind, rule, packed))
-        layer.promote_dtype = nnx.data(
-            Promote(
-                layer.promote_dtype, kind.slots, specs, stored, stream(*(is_stochastic(spec) for _, spec, _ in specs))
-            )
-        )
+        draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
+        if specs or stored:
+            layer.promote_dtype = nnx.data(Promote(layer.promote_dtype, kind.slots, specs, stored, draws))
     if kind.caches:
         layer.cache = rule.cache
     if kind.output and rule.output is not None:

@@ -17,7 +17,7 @@ from jchop.nn._layout import Layout
 
 Array = jax.Array
 
-__all__ = ["KINDS", "Kind"]
+__all__ = ["KINDS", "Kind", "einsum_layouts"]
 
 _LINEAR = MappingProxyType({"kernel": "weight", "bias": "bias"})
 _NORM = MappingProxyType({"scale": "weight", "bias": "bias"})
@@ -84,11 +84,22 @@ def _general(layer: nnx.LinearGeneral) -> Layout:
     return Layout(kept, tuple(range(batch, batch + summed)))
 
 
+def einsum_layouts(subscripts: str, *ndims: int) -> tuple[Layout, Layout]:
+    """The layouts of both arrays of an einsum: indices of a batch, others that stay, those that are summed over."""
+    left, right, result = letters_of(subscripts, *ndims)
+    both = [letter for letter in left if letter in right]
+    batch, summed = ([letter for letter in both if (letter in result) is kept] for kept in (True, False))
+
+    def of(term: str) -> Layout:
+        kept = [*batch, *(letter for letter in term if letter not in both)]
+        return Layout.of([term.index(letter) for letter in kept], [term.index(letter) for letter in summed])
+
+    return of(left), of(right)
+
+
 def _of_einsum(layer: nnx.Einsum) -> Layout:
     left = layer.einsum_str.partition(",")[0]
-    _, right, result = letters_of(layer.einsum_str, len(left.replace("...", "")), len(layer.kernel_shape))
-    kept = [i for i, letter in enumerate(right) if letter in result]
-    return Layout.of(sorted(kept, key=lambda i: right[i] not in left), [i for i in range(len(right)) if i not in kept])
+    return einsum_layouts(layer.einsum_str, len(left.replace("...", "")), len(layer.kernel_shape))[1]
 
 
 def _of_conv(layer: nnx.Conv) -> Layout:

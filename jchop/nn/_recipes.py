@@ -43,6 +43,14 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "ibm_fp8": _all("float8_e5m2", matmul=MatmulSpec(accumulate="e6m9", order="blocked(64)")),
         # Sun et al., NeurIPS 2019: e4m3 of bias 11 forward, e5m2 backward.
         "ibm_hybrid_fp8": _all("e4m3(bias=11)", "float8_e5m2"),
+        # Wu et al., ICLR 2018, equations 6 and 10: ternary weights, all else in 8 bits; errors under a power of two.
+        "wage": MappingProxyType(
+            {
+                "weight": "fixed1.1(symmetric=true)",
+                "activation": "fixed1.7(symmetric=true):gradient=clipped",
+                "gradient": "fixed1.7(symmetric=true,group=tensor,scale=float8_e8m0fnu)",
+            }
+        ),
     }
 )
 
@@ -50,12 +58,18 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     """The rule of an arithmetic that is known by a name.
 
+    A rule is about products. What an arithmetic says of the update of the weights is for `jchop.optim`; docs/nn.md has
+    both halves of ``"ibm_fp8"`` and ``"wage"``. Three things of WAGE are otherwise here. Errors keep their power of
+    two, which an update that takes each gradient by its own power of two cannot tell. That power is the nearest to the
+    largest magnitude by difference, not by logarithm: half the paper's where its significand is from 1.414 to 1.488.
+    The factor alpha that the paper divides the result of a layer by, a power of two, is the model's to apply.
+
     Args:
         name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with
             scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `History`; longer or
             shorter by ``scale_from=``), ``"mxfp8"``, ``"nvfp4"`` (gradients stochastic), ``"int8"``,
-            ``"ibm_fp8"`` (Wang et al., NeurIPS 2018: sums in e6m9 in chunks of 64) or ``"ibm_hybrid_fp8"`` (Sun et al.,
-            NeurIPS 2019).
+            ``"ibm_fp8"`` (Wang et al., NeurIPS 2018: sums in e6m9 in chunks of 64), ``"ibm_hybrid_fp8"`` (Sun et al.,
+            NeurIPS 2019) or ``"wage"`` (Wu et al., ICLR 2018: 2-8-8-8 bits of weights, activations, gradients, errors).
         path: as of a `Rule`. Default ``"*"``.
         changes: fields of the rule in place of the recipe's.
 

@@ -32,8 +32,16 @@ __all__ = ["Attention", "Convolution", "DotGeneral", "Einsum", "Output", "Promot
 class Site(nnx.Module):
     """A place where something is rounded, with its stream of keys; None where nothing is drawn."""
 
+    stream: Stream = None
+
     def __init__(self, stream: Stream) -> None:
-        self.stream = nnx.data(stream)
+        self._hold(stream=stream)
+
+    def _hold(self, **values: Any) -> None:
+        """Attributes for those that are there; the others stay the None of the class."""
+        for name, value in values.items():
+            if value is not None:
+                setattr(self, name, nnx.data(value))
 
     def key(self) -> Array | None:
         """A key for one call."""
@@ -60,14 +68,19 @@ class Product(Site):
 
     #: Whether the left operand is the input of a layer, whose range can be fixed.
     calibrates: ClassVar[bool] = True
+    left: Source | None = None
+    right: Source | None = None
+    range: ActivationRange | None = None
+    observe: Callable[[Array], None] | None = None
 
     def __init__(self, how: Roundings, stream: Stream, left: Source | None = None, right: Source | None = None) -> None:
         super().__init__(stream)
         self.how = how
-        self.left: Source | None = nnx.data(left)
-        self.right: Source | None = nnx.data(right)
-        self.range: ActivationRange | None = nnx.data(None)
-        self.observe: Callable[[Array], None] | None = None
+        self._hold(left=left, right=right)
+
+    def keep(self, known: ActivationRange | None) -> None:
+        """Go on with a range that was found, if one was."""
+        self._hold(range=known)
 
     def start(self, span: Array) -> None:
         """Take a range that was found, to keep or to start from."""

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop.nn._attention import attention
-from jchop.nn._contraction import Roundings, conv_general_dilated, dot_general
+from jchop.nn._contraction import Roundings
 from jchop.nn._equip import pack
 from jchop.nn._kinds import PRODUCT_FIELDS
 from jchop.nn._layout import Layout, round_in
+from jchop.nn._linen_kinds import KINDS, Kind
 from jchop.nn._rule import FIELDS, Rule, as_rules, is_stochastic, rule_of
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
@@ -24,67 +23,6 @@ from jchop.storage import QArray, dequantize
 Array = jax.Array
 
 __all__ = ["Packed", "Quantized", "quantize"]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """One layer of Linen.
-
-    Args:
-        parameters: each with the field of a rule that it is rounded by.
-        hook: the field that a product with rounded operands can be set in, and that product.
-        layout: of a weight of so many axes.
-        inputs: of inputs of so many axes, where no product rounds them. Default: as they lie.
-        multiplies: whether there is a product.
-    """
-
-    parameters: Mapping[str, str]
-    hook: tuple[str, Callable[..., Any]] | None = None
-    layout: Callable[[Any, int], Layout] | None = None
-    inputs: Callable[[Any, int], Layout] | None = None
-    multiplies: bool = False
-
-
-def _last(layer: Any, ndim: int) -> Layout:
-    """A kernel whose last axis is that of the outputs."""
-    return Layout((ndim - 1,), tuple(range(ndim - 1)))
-
-
-def _general(layer: Any, ndim: int) -> Layout:
-    features = 1 if isinstance(layer.features, int) else len(layer.features)
-    batch, first = len(layer.batch_dims), ndim - features
-    return Layout((*range(batch), *range(first, ndim)), tuple(range(batch, first)))
-
-
-def _of_transposed(layer: nn.ConvTranspose, ndim: int) -> Layout:
-    inside, out = (ndim - 1, ndim - 2) if layer.transpose_kernel else (ndim - 2, ndim - 1)
-    return Layout((out,), (*range(ndim - 2), inside))
-
-
-def _image(layer: nn.ConvTranspose, ndim: int) -> Layout:
-    space = 1 if isinstance(layer.kernel_size, int) else len(layer.kernel_size)
-    batch = ndim - space - 1
-    return Layout(tuple(range(batch)), tuple(range(batch, ndim)))
-
-
-_LINEAR = MappingProxyType({"kernel": "weight", "bias": "bias"})
-_NORM = MappingProxyType({"scale": "weight", "bias": "bias"})
-_KINDS: Mapping[type, _Kind] = MappingProxyType(
-    {
-        nn.Dense: _Kind(_LINEAR, ("dot_general", dot_general), _last, multiplies=True),
-        nn.DenseGeneral: _Kind(_LINEAR, ("dot_general", dot_general), _general, multiplies=True),
-        nn.Conv: _Kind(_LINEAR, ("conv_general_dilated", conv_general_dilated), _last, multiplies=True),
-        nn.ConvTranspose: _Kind(_LINEAR, None, _of_transposed, _image, multiplies=True),
-        nn.Embed: _Kind(MappingProxyType({"embedding": "weight"}), multiplies=True),
-        nn.BatchNorm: _Kind(_NORM),
-        nn.LayerNorm: _Kind(_NORM),
-        nn.RMSNorm: _Kind(MappingProxyType({"scale": "weight"})),
-        nn.GroupNorm: _Kind(_NORM),
-        nn.InstanceNorm: _Kind(_NORM),
-        nn.MultiHeadDotProductAttention: _Kind(MappingProxyType({}), ("attention_fn", attention), multiplies=True),
-        nn.MultiHeadAttention: _Kind(MappingProxyType({}), ("attention_fn", attention), multiplies=True),
-    }
-)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["layout", "shape"])
@@ -116,9 +54,9 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
     ``"block/attention/query"``).
 
     Args:
-        module: any module; the layers that rules match must be Dense, DenseGeneral, Conv, ConvTranspose, Embed, a
-            norm, or attention. Cells of recurrent networks made of Dense (LSTMCell, GRUCell, SimpleCell) are found by
-            those.
+        module: any module; the layers that rules match must be Dense, DenseGeneral, Einsum, Conv, ConvTranspose,
+            Embed, a norm, or attention. Cells of recurrent networks made of Dense (LSTMCell, GRUCell, SimpleCell) are
+            found by those.
         rules: as in `jchop.nn.quantize`.
 
     Returns:
@@ -179,7 +117,7 @@ class Quantized:
         keys = _Keys(rngs)
         weights = dict(_flat(plain))
         for path, (layer, rule) in layers.items():
-            kind = _KINDS[type(layer)]
+            kind = KINDS[type(layer)]
             for name, role in kind.parameters.items():
                 spec = getattr(rule, role)
                 inside = kind.hook is not None and role == "weight"  # the product rounds it
@@ -204,7 +142,7 @@ class Quantized:
         plain, layers = self._layers(variables, args, rngs, kwargs)
         keys, leaves = _Keys(rngs), dict(_flat(plain))
         for path, (layer, rule) in layers.items():
-            kind = _KINDS[type(layer)]
+            kind = KINDS[type(layer)]
             for name, role in kind.parameters.items():
                 spec, value = getattr(rule, role), leaves.get((*path, name))
                 if spec is None or value is None:
@@ -237,7 +175,7 @@ class Quantized:
         return plain, self._matched(seen, _flat(plain))
 
     def _matched(self, seen: Mapping[tuple[str, ...], nn.Module], leaves: Mapping[Any, Any]) -> dict[Any, Any]:
-        owners = dict.fromkeys([path[:-1] for path in leaves] + [path for path, m in seen.items() if type(m) in _KINDS])
+        owners = dict.fromkeys([path[:-1] for path in leaves] + [path for path, m in seen.items() if type(m) in KINDS])
         found = {}
         for path in owners:
             number = rule_of("/".join(path), self.rules)
@@ -263,11 +201,11 @@ def _fields(rule: Rule) -> list[str]:
 
 def _check(path: tuple[str, ...], layer: Any, rule: Rule) -> None:
     what = f"{type(layer).__name__} at {'/'.join(path)!r}"
-    kind = _KINDS.get(type(layer))
+    kind = KINDS.get(type(layer))
     if kind is None:
         raise NotImplementedError(
             f"{what} has parameters and is none of the layers that can be quantized: "
-            f"{', '.join(cls.__name__ for cls in _KINDS)}. Give it a rule of its own that rounds nothing"
+            f"{', '.join(cls.__name__ for cls in KINDS)}. Give it a rule of its own that rounds nothing"
         )
     wrong = [name for name in PRODUCT_FIELDS if getattr(rule, name) is not None]
     if kind.multiplies and kind.hook is None and wrong:
@@ -304,7 +242,7 @@ class _Keys:
 
 def _intercept(rules: tuple[Rule, ...], packed: set, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """A method of a layer that a rule matches, its inputs, product and result rounded."""
-    layer, kind = context.module, _KINDS.get(type(context.module))
+    layer, kind = context.module, KINDS.get(type(context.module))
     number = rule_of("/".join(layer.path), rules)
     if kind is None or number is None or context.method_name not in ("__call__", "attend"):
         return call(*args, **kwargs)
@@ -329,7 +267,7 @@ def _is_lookup(layer: nn.Module, method: str) -> bool:
     return isinstance(layer, nn.Embed) and method == "__call__"
 
 
-def _set_product(layer: Any, kind: _Kind, rule: Rule, packed: bool) -> None:
+def _set_product(layer: Any, kind: Kind, rule: Rule, packed: bool) -> None:
     """The product of this one call; a layer of Linen is made anew for each."""
     assert kind.hook is not None
     name, product = kind.hook

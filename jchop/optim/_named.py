@@ -29,6 +29,7 @@ def adamw8bit(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
+    pieces: int = 1,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 8 bits: dynamic maps, signed and unsigned, in groups of 256.
@@ -43,6 +44,7 @@ def adamw8bit(
         weight_decay: of AdamW. Default 1e-2, as PyTorch has it (Optax: 1e-4).
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
+        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         options: further arguments of `optax.adamw`, such as `mask`.
 
     Returns:
@@ -58,7 +60,7 @@ def adamw8bit(
         1.015625
     """
     tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, **options)
-    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty)
+    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty, pieces=pieces)
 
 
 def adamw4bit(
@@ -70,6 +72,7 @@ def adamw4bit(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
+    pieces: int = 1,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 4 bits, in groups of 64: a signed dynamic map, and 1/16 to 1, which has no zero.
@@ -85,6 +88,7 @@ def adamw4bit(
         weight_decay: of AdamW. Default 1e-2.
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
+        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         options: further arguments of `optax.adamw`.
 
     Returns:
@@ -101,7 +105,7 @@ def adamw4bit(
     """
     tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, **options)
     return quantize_state(
-        tx, _moments(dynamic4(group=64, scale="bfloat16"), _LINEAR4), min_size=min_size, faulty=faulty
+        tx, _moments(dynamic4(group=64, scale="bfloat16"), _LINEAR4), min_size=min_size, faulty=faulty, pieces=pieces
     )
 
 
@@ -114,6 +118,7 @@ def adamw_fp8(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
+    pieces: int = 1,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in float8_e4m3fn, in groups of 256 under a binary32 scale.
@@ -128,6 +133,7 @@ def adamw_fp8(
         weight_decay: of AdamW. Default 1e-2.
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
+        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         options: further arguments of `optax.adamw`.
 
     Returns:
@@ -141,7 +147,7 @@ def adamw_fp8(
     """
     tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, **options)
     groups = parse_format("float8_e4m3fn(group=256)")
-    return quantize_state(tx, _moments(groups, groups), min_size=min_size, faulty=faulty)
+    return quantize_state(tx, _moments(groups, groups), min_size=min_size, faulty=faulty, pieces=pieces)
 
 
 def adam8bit(
@@ -152,6 +158,7 @@ def adam8bit(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
+    pieces: int = 1,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with both moments in 8 bits, as `adamw8bit` without weight decay.
@@ -163,6 +170,7 @@ def adam8bit(
         eps: added to the root of the second moment. Default 1e-8.
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
+        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         options: further arguments of `optax.adam`.
 
     Returns:
@@ -174,7 +182,7 @@ def adam8bit(
         33288
     """
     tx = optax.adam(learning_rate, b1, b2, eps, **options)
-    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty)
+    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty, pieces=pieces)
 
 
 def lion8bit(
@@ -185,6 +193,7 @@ def lion8bit(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
+    pieces: int = 1,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion with its moment in 8 bits: the signed dynamic map in groups of 256.
@@ -196,6 +205,7 @@ def lion8bit(
         weight_decay: as in `optax.lion`. Default 1e-3.
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
+        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         options: further arguments of `optax.lion`.
 
     Returns:
@@ -210,7 +220,7 @@ def lion8bit(
         16648
     """
     tx = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, **options)
-    return quantize_state(tx, {_FIRST: dynamic8}, min_size=min_size, faulty=faulty)
+    return quantize_state(tx, {_FIRST: dynamic8}, min_size=min_size, faulty=faulty, pieces=pieces)
 
 
 def sgd8bit(
@@ -220,6 +230,7 @@ def sgd8bit(
     nesterov: bool = False,
     min_size: int | None = None,
     faulty: str = "skip",
+    pieces: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent with its momentum in 8 bits: the signed dynamic map in groups of 256.
 
@@ -229,6 +240,7 @@ def sgd8bit(
         nesterov: Nesterov's momentum. Default False.
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
+        pieces: as in `quantize_state`.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
@@ -239,4 +251,4 @@ def sgd8bit(
         16644
     """
     tx = optax.sgd(learning_rate, momentum, nesterov)
-    return quantize_state(tx, {_TRACE: dynamic8}, min_size=min_size, faulty=faulty)
+    return quantize_state(tx, {_TRACE: dynamic8}, min_size=min_size, faulty=faulty, pieces=pieces)

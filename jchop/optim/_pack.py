@@ -122,17 +122,20 @@ def pack_as_planned(key: Array | None, leaf: Any, planned: _Plan) -> Any:
     return leaf if planned.spec is None else pack(key, jax.lax.optimization_barrier(leaf), planned.spec)
 
 
-def repack(key: Array | None, old: Any, leaf: Any) -> Any:
+def repack(key: Array | None, old: Any, leaf: Any, offset: Any = 0) -> Any:
     """A leaf packed as the old one is; as it is where that is not packed."""
-    return pack(key, leaf, codes_of(old).spec) if is_packed(old) else leaf
+    return pack(key, leaf, codes_of(old).spec, offset) if is_packed(old) else leaf
 
 
-def pack(key: Array | None, x: Array, spec: Spec) -> QArray | PackedRows:
-    """An array packed, its last axes joined where they are too short for the groups of the format."""
+def pack(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArray | PackedRows:
+    """An array packed, its last axes joined where they are too short for the groups of the format.
+
+    `offset` is the index of its first element in a larger array, for the random bits.
+    """
     rows = x.reshape(row_shape(x.shape, spec))
     if isinstance(spec.element, ElementFormat) and not _has_zero(spec.element):
         rows = jnp.where(rows == 0, jnp.asarray(_NEXT_TO_ZERO, rows.dtype), rows)
-    codes = quantize(rows, spec, key if spec.rounding.stochastic else None)
+    codes = quantize(rows, spec, key, offset=offset) if spec.rounding.stochastic else quantize(rows, spec)
     return codes if rows.shape == x.shape else PackedRows(codes, tuple(x.shape))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from jchop.optim._leaves import (
     first_key,
     map_drawing,
     select,
+    split_key,
     stays_finite,
     transformation,
     zeros_unless,
@@ -36,6 +38,7 @@ from jchop.optim._pack import (
     repack,
     unpack_tree,
 )
+from jchop.optim._pieces import Pieces, collect, joined, pieces_of
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -52,6 +55,7 @@ def quantize_state(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
+    pieces: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
     """`tx` with its floating-point state held packed, each array as a `QArray`, between steps.
 
@@ -72,6 +76,10 @@ def quantize_state(
             seldom say. ``"skip"`` (default): the step is left out, parameters and state stay as they are, and
             ``state.skipped`` counts it. ``"propagate"``: groups that hold such a number become NaN as a whole, as in an
             unpacked state; refused for formats that cannot.
+        pieces: a step is taken in so many pieces, each a part of every array that its first axis can be cut into, with
+            groups left whole; the numbers stay the same. Unpacked moments then take a part of the memory, and on a CPU
+            less time. For a `tx` that treats each number by itself (not one that clips by a norm, or factors a moment),
+            and for arrays that are not split between devices along their first axis. Default 1.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
@@ -91,6 +99,7 @@ def quantize_state(
         (dtype('uint8'), dtype(bfloat16), dtype('float32'))
     """
     check_choice("faulty", faulty, _FAULTS)
+    check_int("pieces", pieces, 1)
     least = MIN_SIZE if min_size is None else check_int("min_size", min_size, 1)
     rules = as_rules(spec)
     if faulty == "propagate":
@@ -104,18 +113,84 @@ def quantize_state(
         return bundle(packed, following, jnp.zeros([], jnp.int32))
 
     def update(updates: Any, state: QuantizedState, params: Any = None, **extra: Any) -> tuple[Any, QuantizedState]:
-        before = state.inner
-        made, inner = tx.update(updates, unpack_tree(before), params, **extra)
-        if faulty == "propagate":
-            following, packed = map_drawing(repack, state.key, before, inner, is_leaf=is_packed)
-            return made, bundle(packed, following, state.skipped)
-        stays = jax.tree.map(_stays_finite, before, inner, is_leaf=is_packed)
-        following, packed = map_drawing(_repack_if, state.key, before, inner, stays, is_leaf=is_packed)
-        sound = all_finite(updates, stored=True) & all_finite(made) & jnp.stack([True, *jax.tree.leaves(stays)]).all()
-        kept = bundle(select(sound, packed, before), following, counted(state.skipped, sound))
-        return zeros_unless(sound, made), kept
+        before, structure = jax.tree.flatten(state.inner, is_leaf=is_packed)
+        following, keys = split_key(state.key, len(before))
+
+        def advance(updates: Any, inner: Any, params: Any) -> tuple[Any, list[Any]]:
+            made, inner = tx.update(updates, unpack_tree(inner), params, **extra)
+            return made, structure.flatten_up_to(inner)
+
+        skips = faulty == "skip"
+        cut = pieces_of(updates, state.inner, pieces) if pieces > 1 else None
+        if cut is None:
+            made, packed, sound = _step(advance, keys, (updates, state.inner, params), skips)
+        else:
+            made, packed, sound = _step_in_pieces(advance, keys, (updates, state.inner, params), skips, cut)
+        if not skips:
+            return made, bundle(structure.unflatten(packed), following, state.skipped)
+        kept = structure.unflatten(select(sound, packed, before))
+        return zeros_unless(sound, made), bundle(kept, following, counted(state.skipped, sound))
 
     return transformation(init, update)
+
+
+_Advance = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
+
+
+def _step(
+    advance: _Advance, keys: list[Array | None], given: tuple[Any, Any, Any], skips: bool
+) -> tuple[Any, list[Any], Array]:
+    """Updates, the leaves of the state packed again, and whether all of it is sound.
+
+    Args:
+        advance: gives updates and the leaves of the new state, unpacked.
+        keys: for each leaf.
+        given: updates, state and parameters.
+        skips: whether it matters what is sound.
+    """
+    made, new = advance(*given)
+    before = jax.tree.leaves(given[1], is_leaf=is_packed)
+    if not skips:
+        return made, list(map(repack, keys, before, new)), jnp.asarray(True)
+    stays = list(map(_stays_finite, before, new))
+    packed = list(map(_repack_if, keys, before, new, stays))
+    return made, packed, _is_sound(given[0], made, stays)
+
+
+def _step_in_pieces(
+    advance: _Advance, keys: list[Array | None], given: tuple[Any, Any, Any], skips: bool, cut: Pieces
+) -> tuple[Any, list[Any], Array]:
+    """The same, most of it piece by piece."""
+    whole, packed, sound = _step(advance, keys, cut.rest(*given), skips)
+    leaves = jax.tree.leaves(given[1], is_leaf=is_packed)
+
+    def one(i: Array) -> tuple[Any, Any, Array]:
+        part = cut.piece(*given, i)
+        # Behind the barrier the compiler does not mix the computation of new moments with what looks at them.
+        made, new = jax.lax.optimization_barrier(advance(*part))
+        before = jax.tree.leaves(part[1], is_leaf=is_packed)
+        chosen = [place for place, is_cut in enumerate(cut.cut) if is_cut]
+        codes = [repack(keys[at], before[at], new[at], cut.start(leaves[at], i)) for at in chosen]
+        made = [u for u, is_cut in zip(jax.tree.leaves(made), cut.updates, strict=True) if is_cut]
+        fine = (
+            _is_sound(part[0], made, [_stays_finite(before[at], new[at]) for at in chosen], stored=True)
+            if skips
+            else True
+        )
+        return made, codes, jnp.asarray(fine)
+
+    made, codes, fine = collect(one, cut.count)
+    leaves_made, structure = jax.tree.flatten(whole)
+    whole = structure.unflatten(joined(leaves_made, made, cut.updates))
+    like = [leaf for leaf, is_cut in zip(leaves, cut.cut, strict=True) if is_cut]
+    codes = [
+        jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) for old, new in zip(like, codes, strict=True)
+    ]
+    return whole, joined(packed, codes, cut.cut), sound & fine
+
+
+def _is_sound(updates: Any, made: Any, stays: list[Array], stored: bool = False) -> Array:
+    return all_finite(updates, stored=True) & all_finite(made, stored) & jnp.stack([jnp.asarray(True), *stays]).all()
 
 
 def _stays_finite(old: Any, new: Any) -> Array:

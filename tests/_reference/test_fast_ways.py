@@ -307,7 +307,8 @@ def test_many_levels_in_every_mode(mode: str) -> None:
 def test_many_levels_that_take_the_exact_way() -> None:
     fmt = element_of(jc.dynamic8)
     close = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 + 2.0**-20, 1 + 2.0**-19, 2.0))
-    for plan in (plan_of(fmt, "odd"), plan_of(fmt, "stochastic"), plan_of(close, "up")):
+    wide = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 - 2.0**-24, 7.0))  # a middle of 27 bits
+    for plan in (plan_of(fmt, "odd"), plan_of(fmt, "stochastic"), plan_of(close, "up"), plan_of(wide, "nearest_even")):
         assert not lookups.applies(plan)
     assert not lookups.multiplies(plan_of(fmt, "nearest_even", carrier="bfloat16"))
 

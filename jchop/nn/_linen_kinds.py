@@ -1,0 +1,96 @@
+"""Which layers of Linen there are, and where each can be told to round: a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from flax import linen as nn
+
+from jchop.nn._attention import attention
+from jchop.nn._contraction import conv_general_dilated, dot_general
+from jchop.nn._kinds import einsum_layouts
+from jchop.nn._layout import Layout
+
+__all__ = ["KINDS", "Kind"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One layer of Linen.
+
+    Args:
+        parameters: each with the field of a rule that it is rounded by.
+        hook: the field that a product with rounded operands can be set in, and that product.
+        layout: of a weight of so many axes.
+        inputs: of inputs of so many axes, where no product rounds them. Default: as they lie.
+        multiplies: whether there is a product.
+    """
+
+    parameters: Mapping[str, str]
+    hook: tuple[str, Callable[..., Any]] | None = None
+    layout: Callable[[Any, int], Layout] | None = None
+    inputs: Callable[[Any, int], Layout] | None = None
+    multiplies: bool = False
+
+
+def _last(layer: Any, ndim: int) -> Layout:
+    """A kernel whose last axis is that of the outputs."""
+    return Layout((ndim - 1,), tuple(range(ndim - 1)))
+
+
+def _general(layer: Any, ndim: int) -> Layout:
+    features = 1 if isinstance(layer.features, int) else len(layer.features)
+    batch, first = len(layer.batch_dims), ndim - features
+    return Layout((*range(batch), *range(first, ndim)), tuple(range(batch, first)))
+
+
+def _of_transposed(layer: nn.ConvTranspose, ndim: int) -> Layout:
+    inside, out = (ndim - 1, ndim - 2) if layer.transpose_kernel else (ndim - 2, ndim - 1)
+    return Layout((out,), (*range(ndim - 2), inside))
+
+
+def _image(layer: nn.ConvTranspose, ndim: int) -> Layout:
+    space = 1 if isinstance(layer.kernel_size, int) else len(layer.kernel_size)
+    batch = ndim - space - 1
+    return Layout(tuple(range(batch)), tuple(range(batch, ndim)))
+
+
+def _of_einsum(layer: nn.Einsum, ndim: int) -> Layout:
+    text = _subscripts(layer)
+    return einsum_layouts(text, len(text.partition(",")[0].replace("...", "")), ndim)[1]
+
+
+def _into_einsum(layer: nn.Einsum, ndim: int) -> Layout:
+    return einsum_layouts(_subscripts(layer), ndim, len(layer.shape))[0]
+
+
+def _subscripts(layer: nn.Einsum) -> str:
+    if layer.einsum_str is None:
+        raise NotImplementedError(
+            f"Einsum at {'/'.join(layer.path)!r} gets its einsum_str when it is called; give it to the layer"
+        )
+    return layer.einsum_str.replace(" ", "")
+
+
+_LINEAR = MappingProxyType({"kernel": "weight", "bias": "bias"})
+_NORM = MappingProxyType({"scale": "weight", "bias": "bias"})
+KINDS: Mapping[type, Kind] = MappingProxyType(
+    {
+        nn.Dense: Kind(_LINEAR, ("dot_general", dot_general), _last, multiplies=True),
+        nn.DenseGeneral: Kind(_LINEAR, ("dot_general", dot_general), _general, multiplies=True),
+        nn.Einsum: Kind(_LINEAR, None, _of_einsum, _into_einsum, multiplies=True),
+        nn.Conv: Kind(_LINEAR, ("conv_general_dilated", conv_general_dilated), _last, multiplies=True),
+        nn.ConvTranspose: Kind(_LINEAR, None, _of_transposed, _image, multiplies=True),
+        nn.Embed: Kind(MappingProxyType({"embedding": "weight"}), multiplies=True),
+        nn.BatchNorm: Kind(_NORM),
+        nn.LayerNorm: Kind(_NORM),
+        nn.RMSNorm: Kind(MappingProxyType({"scale": "weight"})),
+        nn.GroupNorm: Kind(_NORM),
+        nn.InstanceNorm: Kind(_NORM),
+        nn.MultiHeadDotProductAttention: Kind(MappingProxyType({}), ("attention_fn", attention), multiplies=True),
+        nn.MultiHeadAttention: Kind(MappingProxyType({}), ("attention_fn", attention), multiplies=True),
+    }
+)

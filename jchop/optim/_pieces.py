@@ -1,0 +1,198 @@
+"""A step taken piece by piece, each a part of every large array, so that what is computed on the way stays in a cache.
+
+Arrays are cut along their first axis. That changes nothing for a transformation that treats each number by itself; and
+nothing is moved where the pieces are made or joined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._kernels.scaled_formats import stored_shapes
+from jchop.optim._leaves import is_float
+from jchop.optim._pack import codes_of, is_packed
+from jchop.storage import QArray
+
+Array = jax.Array
+
+#: Where an array lies in the stream of random words is counted in 32 bits.
+_MOST = 1 << 32
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Which leaves are cut, and into how many pieces.
+
+    Args:
+        count: of pieces.
+        updates: for each leaf of the updates whether it is cut.
+        state: for each leaf of the state, packed ones as one, the place of the leaf of the updates that it goes with;
+            None for one that goes with none.
+    """
+
+    count: int
+    updates: tuple[bool, ...]
+    state: tuple[int | None, ...]
+
+    @property
+    def cut(self) -> tuple[bool, ...]:
+        """For each leaf of the state whether it is cut."""
+        return tuple(owner is not None and self.updates[owner] for owner in self.state)
+
+    def rest(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+        """Updates, state and parameters with nothing left of the leaves that are cut."""
+        return self._each(updates, state, params, lambda leaf, cut: _none_of(leaf) if cut else leaf)
+
+    def piece(self, updates: Any, state: Any, params: Any, i: Array) -> tuple[Any, Any, Any]:
+        """Piece i of the leaves that are cut, and nothing of the others; what goes with no leaf is there as it is."""
+        return self._each(updates, state, params, lambda leaf, cut: self._part(leaf, i) if cut else _none_of(leaf))
+
+    def _each(self, updates: Any, state: Any, params: Any, change: Callable[[Any, bool], Any]) -> tuple[Any, Any, Any]:
+        leaves, structure = jax.tree.flatten(state, is_leaf=is_packed)
+        owned = zip(leaves, self.state, self.cut, strict=True)
+        state = structure.unflatten([leaf if owner is None else change(leaf, cut) for leaf, owner, cut in owned])
+        updates, params = (self._map(change, tree) for tree in (updates, params))
+        return updates, state, params
+
+    def _map(self, change: Callable[[Any, bool], Any], tree: Any) -> Any:
+        if tree is None:
+            return None
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten([change(leaf, cut) for leaf, cut in zip(leaves, self.updates, strict=True)])
+
+    def _part(self, leaf: Any, i: Array) -> Any:
+        if isinstance(leaf, QArray):
+            return replace(jax.tree.map(lambda x: self._part(x, i), leaf), size=_piece_size(leaf, self.count))
+        return _number(lax.dynamic_index_in_dim(_folded(_word(leaf), self.count), i, 0, keepdims=False), leaf.dtype)
+
+    def start(self, leaf: Any, i: Array) -> Array:
+        """Where piece i of a leaf of the state begins, counted in elements."""
+        return i.astype(jnp.uint32) * jnp.uint32(math.prod(leaf.shape) // self.count)
+
+
+def pieces_of(updates: Any, state: Any, count: int) -> Pieces | None:
+    """Which leaves can be cut into so many pieces; None where none can.
+
+    A leaf of the updates can where its first axis is a multiple of `count`, and that of all that is stored of each leaf
+    of the state whose path ends with its path and that has its shape; one of them at least is packed.
+
+    Args:
+        updates: a pytree of arrays.
+        state: of the wrapped transformation, with packed leaves.
+        count: of pieces, 2 or more.
+    """
+    known = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]]
+    held = [
+        (tuple(map(str, path)), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_packed)[0]
+    ]
+    owners = [_owner(path, leaf, known) for path, leaf in held]
+    cut = []
+    for place, (_, update) in enumerate(known):
+        own = [leaf for owner, (_, leaf) in zip(owners, held, strict=True) if owner == place]
+        able = is_float(update) and all(_is_divisible(leaf, count) for leaf in (update, *own))
+        cut.append(able and any(map(is_packed, own)))
+    return Pieces(count, tuple(cut), tuple(owners)) if any(cut) else None
+
+
+def _owner(path: tuple[str, ...], leaf: Any, known: list[tuple[tuple[str, ...], Any]]) -> int | None:
+    """The place of the leaf of the updates that a leaf of the state goes with: of several the longest path."""
+    fitting = [
+        (len(name), place)
+        for place, (name, update) in enumerate(known)
+        if path[len(path) - len(name) :] == name and tuple(leaf.shape) == tuple(update.shape)
+    ]
+    return max(fitting)[1] if fitting else None
+
+
+def _is_divisible(leaf: Any, count: int) -> bool:
+    shape = tuple(leaf.shape)
+    if not shape or not shape[0] or shape[0] % count or math.prod(shape) >= _MOST:
+        return False
+    if not is_packed(leaf):
+        return True
+    if not isinstance(leaf, QArray):
+        return False
+    if leaf.spec.scaled is None:
+        return len(shape) > 1
+    wanted = jax.tree.leaves(stored_shapes(leaf.spec, (shape[0] // count, *shape[1:]))[1:])
+    stored = jax.tree.leaves((leaf.scale, leaf.zero_point))
+    return leaf.qvalue.shape[0] % count == 0 and [part.shape for part in wanted] == [
+        (part.shape[0] // count, *part.shape[1:]) if part.shape and part.shape[0] % count == 0 else None
+        for part in stored
+    ]
+
+
+def _piece_size(leaf: QArray, count: int) -> int | None:
+    """The length of the last axis of a piece."""
+    return leaf.size // count if leaf.ndim == 1 and leaf.size is not None else leaf.size
+
+
+def _none_of(leaf: Any) -> Any:
+    """Nothing of a leaf, with as many axes, and one at least."""
+    return jnp.zeros((0, *tuple(leaf.shape)[1:]), (codes_of(leaf) if is_packed(leaf) else leaf).dtype)
+
+
+def _word(x: Array) -> Array:
+    """The bits of short floats: XLA's CPU backend would convert whole arrays of them to float32 for each piece."""
+    short = is_float(x) and x.dtype.itemsize < 4
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) if short else x
+
+
+def _number(x: Array, dtype: Any) -> Array:
+    """The inverse of `_word`."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def _folded(x: Array, count: int) -> Array:
+    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+def collect(one: Callable[[Array], tuple[Any, Any, Array]], count: int) -> tuple[Any, Any, Array]:
+    """What `one` gives for each piece, joined along the first axis; and whether all pieces are sound.
+
+    Args:
+        one: of the index of a piece, an int32 scalar: a pytree of arrays, another one, and a bool scalar. The arrays of
+            the second are stored one turn later: what writes straight into a part of an array, XLA's CPU backend does
+            in one thread, which does not do for what takes long to compute.
+        count: of pieces.
+    """
+    first = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
+    words = jax.eval_shape(lambda parts: jax.tree.map(_word, parts), first[:2])
+    early, late = (jax.tree.map(lambda x: _zeros(count * x.shape[0], x), part) for part in words)
+    held = jax.tree.map(lambda x: _zeros(x.shape[0], x), words[1])
+
+    def turn(i: Array, carry: Any) -> Any:
+        early, late, held, sound = carry
+        late = _put(late, held, jnp.maximum(i - 1, 0))
+        now, held, fine = one(i)
+        now, held = jax.tree.map(_word, (now, held))
+        return _put(early, now, i), late, held, sound & fine
+
+    early, late, held, sound = lax.fori_loop(0, count, turn, (early, late, held, jnp.asarray(True)))
+    late = _put(late, held, jnp.asarray(count - 1))
+    return *jax.tree.map(lambda x, like: _number(x, like.dtype), (early, late), first[:2]), sound
+
+
+def _zeros(rows: int, like: Any) -> Array:
+    return jnp.zeros((rows, *like.shape[1:]), like.dtype)
+
+
+def _put(whole: Any, parts: Any, i: Array) -> Any:
+    return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * part.shape[0], 0), whole, parts)
+
+
+def joined(whole: list[Any], cut: list[Any], is_cut: tuple[bool, ...]) -> list[Any]:
+    """Leaves in order: the next of `cut` where one is cut, else that of `whole`."""
+    rest = iter(cut)
+    return [next(rest) if piece else leaf for leaf, piece in zip(whole, is_cut, strict=True)]

@@ -1,0 +1,250 @@
+"""Every layer, NNX and Linen, with weights of every family, under the transformations of JAX.
+
+What it computes is compared with a reference bit for bit, both under the same transformations.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import in_turn
+from flax import linen, nnx
+from flax.traverse_util import flatten_dict
+from jax import lax
+from layer_references import LAYERS, Formats, Layer
+
+import jchop as jc
+
+FAMILIES = {
+    "float": Formats("e4m3", "e5m2", "e4m2", "e5m4"),
+    "fixed": Formats("fixed2.4", "fixed3.3"),
+    "int8": Formats("int8(group=all)", "int8(group=all)"),
+    "mxfp8": Formats("mxfp8_e4m3(group=4)", "mxfp8_e5m2(group=4)", "e4m2", "e5m4"),
+    "nf4": Formats("nf4(group=4)"),
+}
+RATE = 0.1  # of one step of gradient descent
+#: Layers with products of more than two axes, whose sums XLA takes in an order that depends on what stands around them.
+#: Run operation by operation they have the bits of the reference, compiled they come within 1e-5.
+REORDERED = ("Einsum", "MultiHeadAttention")
+Call = Callable[[Any, Any], Any]
+quickly = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # most of the time is the compiler's
+
+
+@dataclass(frozen=True)
+class Model:
+    """A layer of one interface: parameters, what it gives of them, what it gives packed, and what is expected."""
+
+    params: Any
+    call: Call
+    call_packed: Call
+    reference: Callable[[Formats, Any, Any], Any]
+
+
+def inputs(name: str, layer: Layer) -> Any:
+    """Two steps of two inputs."""
+    draw = np.random.default_rng(len(name))
+    shape = (2, 2, *layer.shape)
+    words = name == "Embed"
+    return jnp.asarray(
+        draw.integers(0, 7, shape) if words else draw.normal(size=shape), "int32" if words else "float32"
+    )
+
+
+def drawn(shapes: Any) -> Any:
+    """Parameters of these shapes, none of which is at the zero or one that layers start from."""
+    draw = np.random.default_rng(0)
+    return jax.tree.map(lambda v: jnp.asarray(draw.normal(0.25, 0.5, v.shape), v.dtype), shapes)
+
+
+def rule_for(layer: Layer, formats: Formats) -> jc.nn.Rule:
+    bias = formats.bias if layer.bias else None
+    return jc.nn.Rule(weight=formats.weight, activation=formats.activation, bias=bias, output=formats.output)
+
+
+def of_nnx(layer: Layer, formats: Formats) -> Model:
+    graph, state, rest = nnx.split(nnx.eval_shape(lambda: layer.make(nnx.Rngs(0))), nnx.Param, ...)
+    rest = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), rest)
+
+    def quantized(params: Any, mode: Any) -> Any:
+        mine = jax.tree.map(lambda v: v, state)  # variables of this call alone
+        nnx.replace_by_pure_dict(mine, params)
+        return jc.nn.quantize(nnx.merge(graph, mine, rest, copy=True), rule_for(layer, formats), mode)
+
+    def call(params: Any, x: Any) -> Any:
+        return layer.run(quantized(params, "qat"), x)
+
+    def call_packed(params: Any, x: Any) -> Any:
+        return layer.run(quantized(params, "ptq"), x)
+
+    return Model(nnx.to_pure_dict(drawn(state)), call, call_packed, layer.reference)
+
+
+def of_linen(layer: Layer, formats: Formats, given: Any, x: Any) -> Model:
+    """In Linen; with the parameters that are given, where its own have the same names."""
+    module = jc.nn.linen.quantize(layer.linen, rule_for(layer, formats))  # type: ignore[arg-type]
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *layer.arguments(x), **layer.more))
+    rest = {name: drawn(tree) for name, tree in shapes.items() if name != "params"}
+    own = drawn(shapes["params"])
+    params = given if jax.tree.structure(own) == jax.tree.structure(given) else own
+
+    def call(params: Any, x: Any) -> Any:
+        variables = {**rest, "params": params}
+        return layer.run(lambda *args, **more: module.apply(variables, *args, mutable=["batch_stats"], **more)[0], x)
+
+    def call_packed(params: Any, x: Any) -> Any:
+        variables, more = {**rest, "params": params}, {"mutable": ["batch_stats"], **layer.more}
+        return call(module.pack(variables, *layer.arguments(x), **more)["params"], x)
+
+    return Model(params, call, call_packed, layer.of_linen or layer.reference)
+
+
+def models_of(layer: Layer, formats: Formats, x: Any) -> dict[str, Model]:
+    found = {"NNX": of_nnx(layer, formats)}
+    return found if layer.linen is None else {**found, "Linen": of_linen(layer, formats, found["NNX"].params, x)}
+
+
+def learned(call: Call, params: Any, x: Any) -> Any:
+    """What a layer gives, and the gradients of a loss of it."""
+
+    def loss(params: Any) -> Any:
+        y = call(params, x)
+        return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), y
+
+    (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    return y, gradients
+
+
+def check_result(name: str, key: str, y: Any, wanted: Any) -> None:
+    if name in REORDERED:
+        np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5, err_msg=key)
+    else:
+        np.testing.assert_array_equal(y, wanted, err_msg=key)
+
+
+def check_training(layer: Layer, params: Any, gradients: Any) -> None:
+    """Every parameter gets a gradient that is finite and not zero, and a step changes it."""
+    mean = {path: np.asarray(g).mean((0, 1)) for path, g in flatten_dict(gradients).items()}
+    before = flatten_dict(params)
+    assert mean.keys() == before.keys() and all(np.isfinite(g).all() for g in mean.values())
+    assert {path for path, g in mean.items() if not (np.abs(g) > 1e-5).any()} == set(layer.still)
+    stays = {path for path, p in before.items() if (np.asarray(p - RATE * mean[path]) == p).all()}
+    assert stays <= set(layer.still)
+
+
+#: Layers that are made of others, or much like another, each with the one family that it is tested with.
+ALIKE = {
+    "Conv1d": "mxfp8",
+    "Conv3d": "int8",
+    "InstanceNorm": "fixed",
+    "LoRALinear": "nf4",
+    "LSTMCell": "float",
+    "OptimizedLSTMCell": "fixed",
+    "GRUCell": "nf4",
+    "RNN": "float",
+    "Network": "mxfp8",
+}
+#: Every other layer with every family.
+TABLE = [row for row in itertools.product(LAYERS, FAMILIES) if ALIKE.get(row[0], row[1]) == row[1]]
+#: Those whose weights are laid out for a product, each in its own way, and one whose are not.
+LAID_OUT = (
+    "Linear",
+    "LinearGeneral",
+    "Einsum",
+    "Conv2d",
+    "ConvTranspose",
+    "Embed",
+    "BatchNorm",
+    "LoRA",
+    "MultiHeadAttention",
+    "LSTMCell",
+    "RNN",
+)
+
+
+@pytest.mark.parametrize(("name", "family"), in_turn(TABLE, 8))
+def test_compiled_and_transformed(name: str, family: str) -> None:
+    layer, formats = LAYERS[name], FAMILIES[family]
+    xs = inputs(name, layer)
+    models = models_of(layer, formats, xs[0, 0])
+
+    def both(params: dict[str, Any], x: Any) -> Any:
+        return {
+            key: [learned(call, params[key], x) for call in (model.call, partial(model.reference, formats))]
+            for key, model in models.items()
+        }
+
+    @quickly
+    def run(params: Any, xs: Any) -> Any:  # what is the same in both interfaces is compiled once
+        params = {key: params["NNX" if models[key].params is models["NNX"].params else key] for key in models}
+        return lax.scan(lambda step, x: (step, jax.vmap(lambda x: both(params, x))(x)), 0, xs)[1]
+
+    found = run({key: model.params for key, model in models.items()}, xs)
+    for key, ((y, gradients), (wanted, wanted_gradients)) in found.items():
+        check_result(name, key, y, wanted)
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), gradients, wanted_gradients)
+        check_training(layer, models[key].params, gradients)
+
+
+@pytest.mark.parametrize(("name", "family"), in_turn(zip(LAID_OUT, itertools.cycle(("int8", "mxfp8", "nf4"))), 9))
+def test_packed(name: str, family: str) -> None:
+    layer, formats = LAYERS[name], FAMILIES[family]
+    x = inputs(name, layer)[0, 0]
+    models = models_of(layer, formats, x)
+
+    @quickly
+    def run(params: Any, x: Any) -> Any:
+        return {
+            key: (model.call_packed(params[key], x), model.reference(formats, params[key], x))
+            for key, model in models.items()
+        }
+
+    for key, (y, wanted) in run({key: model.params for key, model in models.items()}, x).items():
+        check_result(name, key, y, wanted)
+
+
+#: Every layer with a family in turn, and those above with every one.
+EAGER = dict.fromkeys(
+    [
+        *zip((name for name in LAYERS if name not in ALIKE), itertools.cycle(("nf4", "fixed", "float"))),
+        *itertools.product(REORDERED, FAMILIES),
+    ]
+)
+
+
+@pytest.mark.parametrize(("name", "family"), in_turn(EAGER, 12))
+def test_eager(name: str, family: str) -> None:
+    layer, formats = LAYERS[name], FAMILIES[family]
+    x = inputs(name, layer)[0, 0]
+    for key, model in models_of(layer, formats, x).items():
+        wanted = model.reference(formats, model.params, x)
+        np.testing.assert_array_equal(model.call(model.params, x), wanted, err_msg=key)
+
+
+def test_einsum_packs_in_the_order_of_the_sum() -> None:
+    layer = nnx.Einsum("nab,bac->nc", (3, 2, 4), rngs=nnx.Rngs(0))  # a before b, but b before a in the kernel
+    rule = jc.nn.Rule(weight="int8(group=4)")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2, 3)), "float32")
+    rows = layer.kernel[...].transpose(2, 1, 0).reshape(4, 6)
+    wanted = x.reshape(5, 6) @ jc.round_to_format(rows, "int8(group=4)").T
+    for mode in ("qat", "ptq"):
+        np.testing.assert_allclose(jc.nn.quantize(layer, rule, mode=mode)(x), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_einsum_of_linen_has_to_know_its_subscripts() -> None:
+    x, text = jnp.ones((3, 4)), "ab,bc->ac"
+    for role in ("weight", "activation"):
+        module = jc.nn.linen.quantize(linen.Einsum((4, 2)), jc.nn.Rule(**{role: "int8(group=4)"}))
+        variables = module.init(jax.random.key(0), x, einsum_str=text)
+        with pytest.raises(NotImplementedError, match=r"Einsum at ''.*give it to the layer"):
+            module.apply(variables, x, einsum_str=text)
+    module = jc.nn.linen.quantize(linen.Einsum((4, 2), text), jc.nn.Rule(gradient="e5m2"))
+    with pytest.raises(NotImplementedError, match=r"Einsum at ''.*gradient"):
+        module.apply(module.init(jax.random.key(0), x), x)

@@ -1,0 +1,99 @@
+"""An operand rounded in the layout of its product: by hand, and by the oracle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_scaled
+import pytest
+from cases_scaled import adversarial, values_of
+
+import jchop as jc
+from jchop.nn._layout import Layout, round_in
+from jchop.spec import Spec, as_spec
+
+#: Shapes of operands and their layouts: kernels of heads and of a convolution, an operand of a batch, one sum.
+OPERANDS = {
+    "heads": ((6, 2, 3), Layout((1, 2), (0,))),
+    "convolution": ((3, 2, 4, 5), Layout((3,), (0, 1, 2))),
+    "batch": ((2, 5, 3), Layout((0, 2), (1,))),
+    "one sum": ((4, 6), Layout((), (1, 0))),
+}
+WHOLE = (
+    "int8(group=all)",
+    "int4(group=all,axis=-1,rule=half_range,scale=bfloat16)",
+    "mxfp8_e4m3(group=all)",
+    "int8(channel=-1)",
+    "float8_e5m2(channel=0)",
+)
+#: What must be moved: blocks, drawn bits, sums over a group, and groups of scales.
+MOVED = (
+    "int4(group=3)",
+    "int8(group=all,rule=mse)",
+    "int4(group=all,zero_point=true)",
+    "int4(group=all,scale=int8(group=2))",
+)
+
+
+def laid(layout: Layout, x: np.ndarray) -> np.ndarray:
+    return x.transpose(*layout.kept, *layout.summed).reshape(*(x.shape[axis] for axis in layout.kept), -1)
+
+
+def unlaid(layout: Layout, y: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    order = (*layout.kept, *layout.summed)
+    return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_an_operand_is_rounded_as_if_it_were_laid_out(name: str) -> None:
+    shape, layout = OPERANDS[name]
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=shape).astype(np.float32) * np.exp2(rng.integers(-3, 4, shape)).astype(np.float32)
+    specs = [as_spec(text, scaled=True) for text in (*WHOLE, MOVED[0])]
+
+    @jax.jit
+    def both(x: jax.Array, moved: jax.Array) -> Any:
+        return [(round_in(layout, x, spec), jc.round_to_format(moved, spec)) for spec in specs]
+
+    for spec, (got, expected) in zip(specs, both(x, laid(layout, x)), strict=True):
+        wanted = unlaid(layout, np.asarray(expected), shape)
+        np.testing.assert_array_equal(cases.bits(np.asarray(got)), cases.bits(wanted), err_msg=str(spec))
+
+
+def test_whole_groups_are_not_moved_and_what_has_an_order_is() -> None:
+    for shape, layout in OPERANDS.values():
+        for text in WHOLE:
+            same = layout.as_it_lies(as_spec(text, scaled=True))
+            assert same is not None and same.scaled is not None
+            if "group=all" in text:
+                whole = tuple(1 if axis in layout.kept else size for axis, size in enumerate(shape))
+                assert same.scaled.group_shape(shape) == whole
+        for text in MOVED:
+            assert layout.as_it_lies(as_spec(text, scaled=True)) is None
+        for spec in (
+            Spec("int8(group=all)", rounding="stochastic"),
+            Spec("int8(group=all)", gradient="e5m2:stochastic"),
+            Spec("int8(group=all)", gradient="mxfp8_e5m2"),
+        ):
+            assert layout.as_it_lies(spec) is None
+
+
+def test_a_kernel_of_a_convolution_is_what_the_oracle_says() -> None:
+    shape, layout = OPERANDS["convolution"]
+    scale = oracle.describe(jc.binary32)
+    assert isinstance(scale, oracle.FloatSet)
+    blocks = oracle_scaled.Blocks(oracle.describe(jc.int8.element), scale, "absmax")
+    scheme, carrier = oracle_scaled.Scheme(blocks, channel=3), oracle.CARRIERS["float32"]
+    rounder = jax.jit(lambda x: round_in(layout, x, as_spec("int8(group=all)", scaled=True)))
+    rows = adversarial(jc.int8.element, math.prod(shape[:3]), "float32", 8 * shape[3], np.random.default_rng(2))
+    for part in np.split(rows, 8):
+        x = unlaid(layout, part, shape)
+        numbers = oracle_scaled.quantize_array(values_of(x.ravel()), shape, scheme, carrier, 1, [0] * x.size).numbers
+        expected = np.array([oracle.to_bits(value, carrier) for value in numbers], carrier.words)
+        cases.assert_bits(x.ravel(), np.asarray(rounder(jnp.asarray(x))).ravel(), expected)

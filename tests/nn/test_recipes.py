@@ -1,0 +1,110 @@
+"""Recipes: what their products compute, by hand, and that a layer trains by one with the update that belongs to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jchop as jc
+from jchop.nn._recipes import RECIPES
+
+STEP = 2.0**-7  # of 8 bits
+
+
+def quantized(x: Any, step: float) -> Any:
+    """Equation 6 of Wu et al.: multiples of a step short of -1 and 1."""
+    return np.clip(step * np.round(x / step), -1 + step, 1 - step)
+
+
+def products(name: str, x: Any, w: Any, gradients: Any) -> Any:
+    """y, and for each gradient dx and dw, of a linear layer under a recipe."""
+    layer = nnx.Linear(*w.shape, use_bias=False, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(jc.nn.quantize(layer, jc.nn.recipe(name)))
+
+    @jax.jit
+    def run(w: Any, x: Any, gradients: Any) -> Any:
+        def call(w: Any, x: Any) -> Any:
+            nnx.replace_by_pure_dict(params, {"kernel": w})
+            return nnx.merge(graph, params)(x)
+
+        y, pull = jax.vjp(call, w, x)
+        return y, jax.vmap(pull)(gradients)
+
+    return run(w, x, gradients)
+
+
+def normal(*shape: int, seed: int) -> Any:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_wage_rounds_as_its_equations_say() -> None:
+    x, w, g = normal(6, 10, seed=0), normal(10, 4, seed=1), normal(6, 4, seed=2)
+    largest = np.array([1.2, 0.3 * 2.0**-9, 1.9, 1.45], np.float32)  # the last where the paper takes 2, and jchop 1
+    gradients = g / np.abs(g).max() * largest[:, None, None]
+    y, (dw, dx) = products("wage", x, w, gradients)
+    x8, w2 = quantized(x, STEP), quantized(w, 0.5)
+    np.testing.assert_array_equal(y, x8 @ w2)
+    shifts = 2.0 ** np.round(np.log2(largest))
+    shifts[3] = 1.0
+    for i, shift in enumerate(shifts.astype(np.float32)):
+        e = quantized(gradients[i] / shift, STEP) * shift
+        np.testing.assert_array_equal(dx[i], (e @ w2.T) * (np.abs(x) <= 1 - STEP))
+        np.testing.assert_array_equal(dw[i], x8.T @ e)
+
+
+@pytest.mark.slow
+def test_ibm_fp8_rounds_operands_and_sums() -> None:
+    x, w = normal(3, 70, seed=0), normal(70, 4, seed=1)
+    layer = nnx.Linear(70, 4, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    sums = jc.MatmulSpec(accumulate="e6m9", order="blocked(64)")
+    expected = jc.math.matmul(jc.round_to_format(x, "e5m2"), jc.round_to_format(w, "e5m2"), sums)
+    np.testing.assert_array_equal(jc.nn.quantize(layer, jc.nn.recipe("ibm_fp8"))(jnp.asarray(x)), expected)
+
+
+def own_power(g: Any, _: Any) -> Any:
+    """A gradient over the power of two nearest to its largest magnitude: equation 7 of Wu et al."""
+    return jnp.ldexp(g, -jnp.round(jnp.log2(jnp.abs(g).max())).astype(int))
+
+
+def test_a_layer_trains_by_wage() -> None:
+    layer = nnx.Linear(16, 4, use_bias=False, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(jc.nn.quantize(layer, jc.nn.recipe("wage")))
+    params = jax.tree.map(lambda v: jc.round_to_format(v, "fixed1.7(symmetric=true)"), params)
+    teacher = jnp.asarray(np.random.default_rng(3).integers(-1, 2, (16, 4)) / 2, "float32")
+    tx = optax.chain(
+        optax.stateless_with_tree_map(own_power),
+        optax.sgd(4 * STEP),
+        jc.optim.round_updates("fixed1.7:stochastic", jax.random.key(0)),
+        jc.optim.round_params("fixed1.7(symmetric=true)"),
+    )
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(
+            (nnx.merge(graph, params)(x) - jc.round_to_format(x, "fixed1.7(symmetric=true)") @ teacher) ** 2
+        )
+
+    def step(carry: Any, x: Any) -> Any:
+        params, state = carry
+        value, gradient = jax.value_and_grad(loss)(params, x)
+        updates, state = tx.update(gradient, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    xs = jnp.asarray(np.random.default_rng(4).uniform(-1, 1, (200, 32, 16)), "float32")
+    (trained, _), losses = jax.jit(lambda carry: lax.scan(step, carry, xs))((params, tx.init(params)))
+    assert losses[-20:].mean() < 0.05 * losses[:5].mean()
+    kernel = np.asarray(nnx.to_pure_dict(trained)["kernel"])
+    np.testing.assert_array_equal(kernel, quantized(kernel, STEP))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_rule(name: str) -> None:
+    rule = jc.nn.recipe(name, "blocks")
+    assert rule.path == "blocks" and rule.weight is not None and rule.gradient is not None

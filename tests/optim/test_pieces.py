@@ -1,0 +1,121 @@
+"""Steps taken piece by piece beside those of whole arrays."""
+
+# Optax types every state as a tree of arrays, which has no fields.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jchop as jc
+from jchop.optim._pack import is_packed
+from jchop.optim._pieces import pieces_of
+
+KEY = jax.random.key(5)
+
+
+def params_of(rng: np.random.Generator) -> dict[str, Any]:
+    """Leaves that can be cut in four, among them two whose paths end alike; and others."""
+    shapes = {"w": (8, 64), "v": (1024,), "odd": (3, 64), "joined": (4, 4, 8), "b": (8,), "s": ()}
+    some = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    return some | {"inner": {"w": jnp.asarray(rng.standard_normal((4, 64)), jnp.float32)}}
+
+
+def run(tx: Any, params: Any, grads: list[Any]) -> tuple[Any, Any]:
+    step = jax.jit(lambda g, s, p: (lambda made: (optax.apply_updates(p, made[0]), made[1]))(tx.update(g, s, p)))
+    state = jax.jit(tx.init)(params)
+    for g in grads:
+        params, state = step(g, state, params)
+    return params, state
+
+
+def assert_same(got: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    """The same codes and scales; parameters but for how a product and a sum are contracted."""
+    for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(expected[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    assert jax.tree.structure(got[1]) == jax.tree.structure(expected[1])
+    states = ((s.arrays, s.scales, s.skipped) for s in (got[1], expected[1]))
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_a_step_in_pieces_is_that_of_whole_arrays(rng: np.random.Generator) -> None:
+    params = {"w": params_of(rng)["w"], "odd": jnp.ones((3, 32))}
+    grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in (1, 2, 3)]
+    grads[1]["w"] = grads[1]["w"].at[5, 0].set(jnp.nan)  # in a piece: the whole step is left out
+    rules = {r"0\.mu.*": "mxfp8_e4m3", r"0\.nu.*": "bfloat16:stochastic"}
+    results = [
+        run(jc.optim.quantize_state(optax.adamw(1e-2), rules, KEY, min_size=32, pieces=n), params, grads)
+        for n in (1, 4)
+    ]
+    assert int(results[1][1].skipped) == 1
+    assert_same(*results)
+
+
+def test_faulty_numbers_may_pass_in_pieces(rng: np.random.Generator) -> None:
+    params = {name: params_of(rng)[name] for name in ("v", "b")}
+    bad = jax.tree.map(jnp.ones_like, params)
+    bad["v"] = bad["v"].at[600].set(jnp.inf)
+    made = [
+        run(
+            jc.optim.quantize_state(optax.sgd(0.1, 0.9), "mxfp8_e4m3", min_size=32, faulty="propagate", pieces=n),
+            params,
+            [bad, bad],
+        )
+        for n in (1, 4)
+    ]
+    assert np.isnan(jc.dequantize(made[1][1].inner[0].trace["v"])).sum() == 32
+    assert_same(*made)
+
+
+@pytest.mark.slow
+def test_adamw8bit_in_pieces(rng: np.random.Generator) -> None:
+    params = {"w": jnp.asarray(rng.standard_normal((16, 512)), jnp.float32)}
+    grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in range(4)]
+    assert_same(*(run(jc.optim.adamw8bit(1e-2, pieces=n), params, grads) for n in (1, 4)))
+
+
+def cut_leaves(params: Any, spec: Any, count: int, **options: Any) -> list[bool]:
+    """For each parameter whether it would be cut."""
+    tx = jc.optim.quantize_state(optax.adam(1e-3), spec, min_size=32, **options)
+    state = jax.eval_shape(tx.init, params)
+    found = pieces_of(params, state.inner, count)
+    return [] if found is None else list(found.updates)
+
+
+def test_which_arrays_are_cut(rng: np.random.Generator) -> None:
+    params = params_of(rng)
+    names = [jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    assert names == ["b", "innerw", "joined", "odd", "s", "v", "w"]
+    assert cut_leaves(params, "mxfp8_e4m3", 4) == [name in ("innerw", "v", "w") for name in names]
+    assert cut_leaves(params, "mxfp8_e4m3", 3) == [name == "odd" for name in names]
+    assert cut_leaves(params, "bfloat16", 4) == [name in ("innerw", "joined", "w") for name in names]
+    # A group of whole columns, or of the tensor, is left whole; and so is a vector between its groups.
+    assert cut_leaves({"w": jnp.ones((8, 64))}, "int8(group=tensor)", 4) == []
+    assert cut_leaves({"w": jnp.ones((8, 64))}, "int8(channel=1)", 4) == []
+    assert cut_leaves({"w": jnp.ones((8, 64))}, "int8(channel=0)", 4) == [True]
+    assert cut_leaves({"w": jnp.ones(1024)}, "int8(group=512)", 4) == []
+    assert cut_leaves(params, "mxfp8_e4m3", 5) == []
+
+
+def test_nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
+    params = params_of(rng)
+    state = jax.jit(jc.optim.quantize_state(optax.adam(1e-3), "mxfp8_e4m3", min_size=32).init)(params)
+    cut = pieces_of(params, state.inner, 4)
+    assert cut is not None
+    updates, inner, none = cut.rest(params, state.inner, None)
+    assert none is None and updates["w"].shape == (0, 64) and updates["odd"].shape == (3, 64)
+    assert inner[0].mu["w"].shape == (0, 64) and is_packed(inner[0].mu["odd"]) and inner[0].count.shape == ()
+    updates, inner, _ = cut.piece(params, state.inner, params, jnp.asarray(1))
+    np.testing.assert_array_equal(updates["v"], params["v"][256:512])
+    assert inner[0].nu["v"].shape == (256,) and updates["s"].shape == (0,) and inner[0].count.shape == ()
+
+
+def test_pieces_is_a_count() -> None:
+    with pytest.raises(ValueError, match="pieces=0 must be an integer >= 1"):
+        jc.optim.adamw8bit(1e-3, pieces=0)
