@@ -23,10 +23,12 @@ def _prepare_environment() -> None:
 
 _prepare_environment()
 
+import functools  # noqa: E402
 import itertools  # noqa: E402
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import oracle  # noqa: E402
 import pytest  # noqa: E402
 
 _tests_run = itertools.count(1)
@@ -59,6 +61,19 @@ def _seeded_numpy() -> None:
 def rng() -> np.random.Generator:
     """A generator of its own for one test, the same in every run."""
     return np.random.default_rng(20240229)
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """64-bit mode of JAX."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def neighbours_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One exact result is rounded under many modes, for which its neighbours are the same."""
+    monkeypatch.setattr(oracle, "neighbours", functools.lru_cache(maxsize=1 << 14)(oracle.neighbours))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import cases
@@ -29,9 +28,7 @@ from jchop._reference.random_bits import seed_words
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
 
 
-@pytest.fixture(autouse=True)
-def _neighbours_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "neighbours", lru_cache(maxsize=1 << 14)(oracle.neighbours))
+pytestmark = pytest.mark.usefixtures("neighbours_kept")
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import ANY
 
@@ -55,16 +55,7 @@ ACCEPTED = {
 ONLY_NEAREST = {("binary32", "float32"), ("binary64", "float64")}
 
 
-@pytest.fixture(autouse=True)
-def _x64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _neighbours_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One exact result is rounded under many modes, for which its neighbours are the same."""
-    monkeypatch.setattr(oracle, "neighbours", lru_cache(maxsize=1 << 14)(oracle.neighbours))
+pytestmark = pytest.mark.usefixtures("x64", "neighbours_kept")
 
 
 def words(n: int, carrier: oracle.Carrier, rng: np.random.Generator) -> np.ndarray:

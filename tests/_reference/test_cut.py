@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import cases
@@ -24,15 +22,7 @@ MODES = ("nearest_even", "nearest_away", "down", "odd", "stochastic", "stochasti
 COUNT = 400
 
 
-@pytest.fixture(autouse=True)
-def _x64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _neighbours_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "neighbours", lru_cache(maxsize=1 << 14)(oracle.neighbours))
+pytestmark = pytest.mark.usefixtures("x64", "neighbours_kept")
 
 
 def numbers(fmt: oracle.FloatSet, exponents: np.ndarray, carrier: str, rng: np.random.Generator) -> np.ndarray:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import partial
 from math import isqrt
 
 import cases
@@ -40,15 +39,7 @@ ORACLES = {"add": "add", "mul": "multiply", "div": "divide", "fma": "multiply_ad
 COUNT = 150
 
 
-@pytest.fixture(autouse=True)
-def _x64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _neighbours_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "neighbours", lru_cache(maxsize=1 << 14)(oracle.neighbours))
+pytestmark = pytest.mark.usefixtures("x64", "neighbours_kept")
 
 
 def members(fmt: oracle.Set, carrier: str, n: int, rng: np.random.Generator) -> np.ndarray:
