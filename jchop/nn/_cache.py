@@ -15,17 +15,21 @@ from jchop.storage import QArray, dequantize, quantize
 
 Array = jax.Array
 
-__all__ = ["attend", "init_cache"]
+__all__ = ["attend", "empty", "init_cache", "with_token"]
 
 
 def init_cache(layer: Any, input_shape: Sequence[int], dtype: Any, spec: Spec) -> None:
     """Give an attention layer an empty cache for sequences of `input_shape`, (..., length, features)."""
     shape = (*input_shape[:-1], layer.num_kv_heads, layer.head_dim)
-    packed = jax.eval_shape(lambda: quantize(jnp.zeros(shape, dtype), spec))
     for name in ("cached_key", "cached_value"):
-        leaves = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed)
-        setattr(layer, name, nnx.data(nnx.Cache(leaves)))
+        setattr(layer, name, nnx.data(nnx.Cache(empty(shape, dtype, spec))))
     layer.cache_index = nnx.data(nnx.Cache(jnp.array(0, jnp.int32)))
+
+
+def empty(shape: Sequence[int], dtype: Any, spec: Spec) -> QArray:
+    """A packed array of no tokens yet."""
+    packed = jax.eval_shape(lambda: quantize(jnp.zeros(shape, dtype), spec))
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed)
 
 
 def attend(
@@ -62,7 +66,7 @@ def attend(
         query, key = layer.query_ln(query), layer.key_ln(key)
     index = layer.cache_index[...]
     stored = [
-        _with_token(cache, quantize(new.astype(cache.dtype), spec), index)
+        with_token(cache, quantize(new.astype(cache.dtype), spec), index)
         for cache, new in ((layer.cached_key.get_value(), key), (layer.cached_value.get_value(), value))
     ]
     layer.cached_key.set_value(stored[0])
@@ -81,7 +85,7 @@ def attend(
     return layer.out(y, out_sharding=out_sharding)
 
 
-def _with_token(cache: QArray, token: QArray, index: Array) -> QArray:
+def with_token(cache: QArray, token: QArray, index: Array) -> QArray:
     """A cache with one token of all heads put in its place."""
     expected = (*cache.shape[:-3], 1, *cache.shape[-2:])
     if token.shape != expected:

@@ -21,7 +21,7 @@ from jchop.storage import QArray, fit_scale, quantize
 
 Array = jax.Array
 
-__all__ = ["QuantizedParam", "equip", "equip_emulated", "packed_shape"]
+__all__ = ["QuantizedParam", "equip", "equip_emulated", "fitted", "pack", "packed_shape"]
 
 
 class QuantizedParam(nnx.Variable):
@@ -127,7 +127,7 @@ def sources(layer: Any, kind: Kind, rule: Rule, packed: bool, before: Any) -> tu
     left = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
     right = _kept(before, "right", rule.weight, how)
     if right is None and isinstance(how, Learned) and rule.weight is not None:
-        right = LearnedStep(how, stack, layout, _fitted(kernel, layout, stacked, rule.weight))
+        right = LearnedStep(how, stack, layout, fitted(kernel, layout, stacked, rule.weight))
     return left, right or source_of(how, "weight", rule.weight, stack)
 
 
@@ -137,9 +137,10 @@ def _kept(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> Source |
     return source if source is not None and source.how == how and getattr(before.how, side) == spec else None
 
 
-def _fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
+def fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
+    """The scales that a parameter has by the format's rule; of a stack, those of each layer."""
     if stacked:
-        return jax.vmap(lambda v: _fitted(v, layout, stacked - 1, spec))(value)
+        return jax.vmap(lambda v: fitted(v, layout, stacked - 1, spec))(value)
     return fit_scale(layout.lay(value), spec)[0]
 
 

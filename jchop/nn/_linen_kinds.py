@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from jchop.nn._attention import attention
 from jchop.nn._contraction import conv_general_dilated, dot_general
-from jchop.nn._kinds import einsum_layouts
+from jchop.nn._kinds import PRODUCT_FIELDS, einsum_layouts
 from jchop.nn._layout import Layout
 
 __all__ = ["KINDS", "Kind"]
@@ -26,14 +26,31 @@ class Kind:
         hook: the field that a product with rounded operands can be set in, and that product.
         layout: of a weight of so many axes.
         inputs: of inputs of so many axes, where no product rounds them. Default: as they lie.
-        multiplies: whether there is a product.
+        refuses: the fields of a rule that its twin of NNX has, and this one cannot have, since Flax gives no access to
+            its product.
     """
 
     parameters: Mapping[str, str]
     hook: tuple[str, Callable[..., Any]] | None = None
     layout: Callable[[Any, int], Layout] | None = None
     inputs: Callable[[Any, int], Layout] | None = None
-    multiplies: bool = False
+    refuses: tuple[str, ...] = ()
+
+    def fields(self, held: Collection[str]) -> set[str]:
+        """The fields of a rule that say something for such a layer with the parameters `held`."""
+        roles = {role for name, role in self.parameters.items() if name in held}
+        flags = {"output": self.parameters, "scale_from": self.keeps_scales, "cache": self.caches}
+        return {*roles, "activation", *(PRODUCT_FIELDS if self.hook else ()), *(name for name in flags if flags[name])}
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether its product is of an input and a kernel, whose scales can be kept."""
+        return self.hook is not None and bool(self.parameters)
+
+    @property
+    def caches(self) -> bool:
+        """Whether it keeps keys and values."""
+        return self.hook is not None and self.hook[1] is attention
 
 
 def _last(layer: Any, ndim: int) -> Layout:
@@ -79,18 +96,18 @@ _LINEAR = MappingProxyType({"kernel": "weight", "bias": "bias"})
 _NORM = MappingProxyType({"scale": "weight", "bias": "bias"})
 KINDS: Mapping[type, Kind] = MappingProxyType(
     {
-        nn.Dense: Kind(_LINEAR, ("dot_general", dot_general), _last, multiplies=True),
-        nn.DenseGeneral: Kind(_LINEAR, ("dot_general", dot_general), _general, multiplies=True),
-        nn.Einsum: Kind(_LINEAR, None, _of_einsum, _into_einsum, multiplies=True),
-        nn.Conv: Kind(_LINEAR, ("conv_general_dilated", conv_general_dilated), _last, multiplies=True),
-        nn.ConvTranspose: Kind(_LINEAR, None, _of_transposed, _image, multiplies=True),
-        nn.Embed: Kind(MappingProxyType({"embedding": "weight"}), multiplies=True),
+        nn.Dense: Kind(_LINEAR, ("dot_general", dot_general), _last),
+        nn.DenseGeneral: Kind(_LINEAR, ("dot_general", dot_general), _general),
+        nn.Einsum: Kind(_LINEAR, None, _of_einsum, _into_einsum, (*PRODUCT_FIELDS, "scale_from")),
+        nn.Conv: Kind(_LINEAR, ("conv_general_dilated", conv_general_dilated), _last),
+        nn.ConvTranspose: Kind(_LINEAR, None, _of_transposed, _image, PRODUCT_FIELDS),
+        nn.Embed: Kind(MappingProxyType({"embedding": "weight"}), refuses=PRODUCT_FIELDS),
         nn.BatchNorm: Kind(_NORM),
         nn.LayerNorm: Kind(_NORM),
         nn.RMSNorm: Kind(MappingProxyType({"scale": "weight"})),
         nn.GroupNorm: Kind(_NORM),
         nn.InstanceNorm: Kind(_NORM),
-        nn.MultiHeadDotProductAttention: Kind(MappingProxyType({}), ("attention_fn", attention), multiplies=True),
-        nn.MultiHeadAttention: Kind(MappingProxyType({}), ("attention_fn", attention), multiplies=True),
+        nn.MultiHeadDotProductAttention: Kind(MappingProxyType({}), ("attention_fn", attention)),
+        nn.MultiHeadAttention: Kind(MappingProxyType({}), ("attention_fn", attention)),
     }
 )

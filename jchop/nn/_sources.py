@@ -20,7 +20,20 @@ from jchop.storage import fit_scale
 
 Array = jax.Array
 
-__all__ = ["AmaxHistory", "LearnedScale", "LearnedStep", "MovingRange", "PastMagnitudes", "Source", "source_of"]
+__all__ = [
+    "AmaxHistory",
+    "LearnedScale",
+    "LearnedStep",
+    "MovingRange",
+    "PastMagnitudes",
+    "Source",
+    "moved",
+    "remembered",
+    "round_stepwise",
+    "source_of",
+    "span_of",
+    "step_of",
+]
 
 
 class AmaxHistory(nnx.Variable):
@@ -89,10 +102,7 @@ class MovingRange(_Following):
         self.range[...] = span.astype(jnp.float32)
 
     def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
-        numbers = _numbers(x)
-        found, known = jnp.stack([numbers.min(), numbers.max()]), self.range[...]
-        moved = known if self.use_running_average else self.how.decay * known + (1 - self.how.decay) * found
-        span = jnp.where(jnp.isnan(known), found, moved)
+        span = moved(self.how, self.range[...], x, self.use_running_average)
         if not self.use_running_average:
             self.range[...] = span
         return round_within(x, spec, span, key)
@@ -107,12 +117,10 @@ class PastMagnitudes(_Following):
         self.history = AmaxHistory(jnp.zeros((*stack, how.length)))
 
     def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
-        now, history = jnp.max(jnp.abs(_numbers(x))), self.history[...]
-        past = history[0] if self.how.take == "last" else history.max()
-        most = jnp.where(past > 0, past, now)
+        span, history = remembered(self.how, self.history[...], x)
         if not self.use_running_average:
-            self.history[...] = jnp.concatenate([now[None], history[:-1]])
-        return round_within(x, spec, jnp.stack([-most, most]), key)
+            self.history[...] = history
+        return round_within(x, spec, span, key)
 
 
 class LearnedStep(Source):
@@ -132,7 +140,7 @@ class LearnedStep(Source):
         self.scale: LearnedScale | None = nnx.data(None if scale is None else LearnedScale(scale))
 
     def start(self, span: Array, spec: Spec) -> None:
-        self.scale = nnx.data(LearnedScale(fit_scale(span.astype(jnp.float32), spec)[0].reshape(())))
+        self.scale = nnx.data(LearnedScale(step_of(span, spec)))
 
     def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
         if self.scale is None:
@@ -140,15 +148,7 @@ class LearnedStep(Source):
                 f"activation={str(spec)!r} with scale_from={self.how!r} has no scale yet: run jchop.nn.calibrate, "
                 "which gives it the one to start from"
             )
-        scale = self.scale[...]
-        if self.layout is None:
-            laid, scale = x, scale.reshape((1,) * x.ndim)
-            sharing = x.size // x.shape[0] if x.ndim > 1 else x.size
-        else:
-            laid = self.layout.lay(x)
-            sharing = laid.size // scale.size
-        y = round_learned(laid, spec, scale, key, sharing=sharing if self.how.factor else None)
-        return y if self.layout is None else self.layout.back(y, x.shape)
+        return round_stepwise(self.how, self.layout, x, spec, self.scale[...], key)
 
 
 _MODULES: Mapping[type, Callable[[Any, tuple[int, ...]], Source]] = MappingProxyType(
@@ -159,6 +159,47 @@ _MODULES: Mapping[type, Callable[[Any, tuple[int, ...]], Source]] = MappingProxy
 def source_of(how: ScaleFrom, name: str, spec: Spec | None, stack: tuple[int, ...]) -> Source | None:
     """A new module for one operand, ``"activation"`` or ``"weight"``; None where its scales are those of each array."""
     return None if spec is None or name not in how.fields else _MODULES[type(how)](how, stack)
+
+
+# -- what each kind computes, wherever its state lies ------------------------------------------------------------------
+
+
+def moved(how: MovingAverage, known: Array, x: Array, fixed: bool) -> Array:
+    """The range that `x` is rounded under: the known one, moved unless it is fixed; its own where none is known."""
+    found = span_of(x)
+    span = known if fixed else how.decay * known + (1 - how.decay) * found
+    return jnp.where(jnp.isnan(known), found, span)
+
+
+def remembered(how: History, history: Array, x: Array) -> tuple[Array, Array]:
+    """The range that `x` is rounded under, and the history with it."""
+    now = jnp.max(jnp.abs(_numbers(x)))
+    past = history[0] if how.take == "last" else history.max()
+    most = jnp.where(past > 0, past, now)
+    return jnp.stack([-most, most]), jnp.concatenate([now[None], history[:-1]])
+
+
+def round_stepwise(how: Learned, layout: Layout | None, x: Array, spec: Spec, scale: Array, key: Array | None) -> Array:
+    """`x` rounded under a learned scale: of a kernel in its layout, or (None) of an activation, which has one scale."""
+    if layout is None:
+        laid, scale = x, scale.reshape((1,) * x.ndim)
+        sharing = x.size // x.shape[0] if x.ndim > 1 else x.size
+    else:
+        laid = layout.lay(x)
+        sharing = laid.size // scale.size
+    y = round_learned(laid, spec, scale, key, sharing=sharing if how.factor else None)
+    return y if layout is None else layout.back(y, x.shape)
+
+
+def step_of(span: Array, spec: Spec) -> Array:
+    """The scale that an activation of this range starts with."""
+    return fit_scale(span.astype(jnp.float32), spec)[0].reshape(())
+
+
+def span_of(x: Array) -> Array:
+    """The least and the largest number of an array."""
+    numbers = _numbers(x)
+    return jnp.stack([numbers.min(), numbers.max()])
 
 
 def _numbers(x: Array) -> Array:

@@ -11,12 +11,14 @@ import jax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop.nn._contraction import Roundings
 from jchop.nn._equip import pack
-from jchop.nn._kinds import PRODUCT_FIELDS
 from jchop.nn._layout import Layout, round_in
-from jchop.nn._linen_kinds import KINDS, Kind
-from jchop.nn._rule import FIELDS, Rule, as_rules, is_stochastic, rule_of
+from jchop.nn._linen_cache import CACHE
+from jchop.nn._linen_call import Interceptor
+from jchop.nn._linen_layers import Found, layers_of, params_of
+from jchop.nn._linen_scales import begun, scale_name
+from jchop.nn._rule import Rule, as_rules, is_stochastic
+from jchop.nn._scale_from import History
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
 
@@ -32,7 +34,7 @@ class Packed:
 
     Args:
         stored: the `jchop.QArray`, laid out so that the axes that a product sums over come last.
-        layout: how it is laid out.
+        layout: how it is laid out; axes in front of those are of a stack of layers.
         shape: of the parameter.
     """
 
@@ -42,7 +44,8 @@ class Packed:
 
     def unpack(self) -> Array:
         """The parameter, as the module expects it."""
-        return self.layout.back(dequantize(self.stored), self.shape)
+        stack = len(self.shape) - len(self.layout.kept) - len(self.layout.summed)
+        return _over_stack(stack, lambda q: self.layout.back(dequantize(q), self.shape[stack:]), self.stored)
 
 
 def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
@@ -57,14 +60,15 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
         module: any module; the layers that rules match must be Dense, DenseGeneral, Einsum, Conv, ConvTranspose,
             Embed, a norm, or attention. Cells of recurrent networks made of Dense (LSTMCell, GRUCell, SimpleCell) are
             found by those.
-        rules: as in `jchop.nn.quantize`.
+        rules: as in `jchop.nn.quantize`. Scales that a rule keeps (`scale_from`) are variables, as `start` has them:
+            learned ones parameters, ranges and histories a collection of their own, ``"scale_stats"``. A packed `cache`
+            lies in the collection ``"cache"``.
 
     Returns:
-        A `Quantized` module, with the `init` and `apply` of Linen, and `pack`.
+        A `Quantized` module, with the `init` and `apply` of Linen, `start` and `pack`.
 
     Raises:
         TypeError: for rules that are none, or no module.
-        NotImplementedError: for a rule with `scale_from` or `cache`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -75,9 +79,6 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
         (1, 2)
     """
     given = as_rules(rules)
-    kept = next((rule for rule in given if rule.scale_from is not None or rule.cache is not None), None)
-    if kept is not None:
-        raise NotImplementedError(f"{kept}: scale_from and cache are for Flax NNX, whose layers can hold them")
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} must be a module of Flax Linen; for NNX use jchop.nn.quantize")
     return Quantized(module, given)
@@ -96,131 +97,163 @@ class Quantized:
     rules: tuple[Rule, ...]
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The variables that the module itself has."""
-        return self.module.init(rngs, *args, **kwargs)
+        """The variables that the module itself has, and those that its rules keep.
+
+        Parameters are those of the module, bit for bit. With `scale_from` or `cache` in a rule `start` adds the rest:
+        the module then runs, rounded, once more.
+
+        Args:
+            rngs: a key, or streams of keys by name, with those that stochastic rules name.
+            args: of the module. The learned scale of an activation starts with their range, so let them be data.
+            kwargs: of the module and of Linen's `init`.
+        """
+        variables = self.module.init(rngs, *args, **kwargs)
+        if all(rule.scale_from is None and rule.cache is None for rule in self.rules):
+            return variables
+        more = {name: value for name, value in kwargs.items() if name not in ("mutable", "capture_intermediates")}
+        cache = {name: value for name, value in variables.items() if name == CACHE}
+        unfilled = {name: value for name, value in variables.items() if name != CACHE}
+        return {**cache, **self.start(unfilled, *args, rngs=rngs, **more)}
+
+    def start(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+        """Variables of the plain module, trained for example, with what the rules keep begun beside them.
+
+        What is there already stays. Of each layer that its rule's `scale_from` concerns there come:
+
+        * ``"params"``: with `Learned` ``weight_scale``, as the format's rule gives it for the kernel, and
+          ``activation_scale``, from the range of the layer's input in this call, where such inputs are not rounded, as
+          `calibrate` has it with one batch;
+        * ``"scale_stats"``: with `MovingAverage` ``activation_range``, NaN until the first call that moves it; with
+          `History` ``activation_history`` and ``weight_history``, zeros.
+
+        Args:
+            variables: as those of the module, not packed. Where they have no ``"cache"``, and layers that decode have
+                a rule with `cache`, an empty packed one comes, for sequences as long as those in `args`.
+            args: of the module.
+            rngs: streams of keys by name.
+            kwargs: as of the module.
+
+        Raises:
+            ValueError, NotImplementedError: as `apply`.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jchop as jc
+            >>> from flax import linen
+            >>> trained = linen.Dense(3).init(jax.random.key(0), jnp.ones((1, 8)))
+            >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.Learned())
+            >>> variables = jc.nn.linen.quantize(linen.Dense(3), rule).start(trained, jnp.ones((1, 8)))
+            >>> {name: value.shape for name, value in sorted(variables["params"].items())}
+            {'bias': (3,), 'kernel': (8, 3), 'weight_scale': (3, 2)}
+        """
+        if any(isinstance(leaf, Packed) for leaf in params_of(variables).values()):
+            raise ValueError("variables are packed; start with those that are not")
+        # Layers that decode do so where there is a cache; without one they see whole sequences.
+        kwargs, given = {**kwargs, "mutable": True}, {name: v for name, v in variables.items() if name != CACHE}
+        layers = layers_of(self.module, self.rules, given, args, rngs, kwargs)
+        for name, new in begun(layers, params_of(variables)).items():
+            given[name] = unflatten_dict({**new, **flatten_dict(dict(given.get(name, {})))})
+        result = {**variables, **given}
+        if any(found.needs_run for found in layers.values()):
+            _, after = self._call(given, args, rngs, kwargs, starting=True)
+            result["params"] = unflatten_dict({**params_of(after), **params_of(given)})
+            result |= {CACHE: after[CACHE]} if CACHE in after and CACHE not in variables else {}
+        return result
 
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """What the rounded module computes, with the arguments of Linen's `apply`.
 
+        Ranges and histories (`MovingAverage`, `History`) follow the data in a call with ``mutable=["scale_stats"]``,
+        which returns them as Linen does, and stay in one without: so do those of NNX in training and in evaluation
+        mode. A packed cache takes the new token with ``mutable=["cache"]``.
+
         Args:
-            variables: as those of the module, or packed.
+            variables: as those of the module, or packed, with what the rules keep.
             args: of the module.
             rngs: streams of keys by name, with that which a stochastic rule names.
             kwargs: of the module and of Linen's `apply`.
 
         Raises:
-            ValueError: for a rule that matches no layer, or a stochastic one without its stream.
+            ValueError: for a rule that matches no layer or says nothing there, a stochastic one without its stream, or
+                variables without what the rules keep.
             NotImplementedError: for a module with parameters that is no known layer, or a product out of reach.
         """
-        plain, layers = self._layers(variables, args, rngs, kwargs)
-        packed = {path[:-1] for path, leaf in _flat(variables).items() if isinstance(leaf, Packed)}
-        keys = _Keys(rngs)
-        weights = dict(_flat(plain))
-        for path, (layer, rule) in layers.items():
-            kind = KINDS[type(layer)]
-            for name, role in kind.parameters.items():
-                spec = getattr(rule, role)
-                inside = kind.hook is not None and role == "weight"  # the product rounds it
-                if spec is None or inside or path in packed or (*path, name) not in weights:
-                    continue
-                value = weights[(*path, name)]
-                layout = kind.layout(layer, value.ndim) if kind.layout is not None and role == "weight" else None
-                weights[(*path, name)] = round_in(layout, value, spec, *keys.of(rule, spec))
-        variables = {**variables, "params": unflatten_dict(weights)}
-        with nn.intercept_methods(partial(_intercept, self.rules, packed)):
-            return self.module.apply(variables, *args, rngs=rngs, **kwargs)
+        return self._call(variables, args, rngs, kwargs)
 
     def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """The variables with the weights and biases that rules round stored packed; `apply` takes them.
 
+        A learned scale of a weight goes into the packed one. Ranges of activations, and their learned scales, stay.
+
         Args:
-            variables: as those of the module.
+            variables: as those of the module, with what the rules keep.
             args: example arguments, of which only shapes count.
             rngs: streams of keys by name.
             kwargs: as of `apply`.
+
+        Raises:
+            ValueError, NotImplementedError: as `apply`; and for a rule with a `History`, which is for training.
         """
-        plain, layers = self._layers(variables, args, rngs, kwargs)
-        keys, leaves = _Keys(rngs), dict(_flat(plain))
-        for path, (layer, rule) in layers.items():
-            kind = KINDS[type(layer)]
-            for name, role in kind.parameters.items():
-                spec, value = getattr(rule, role), leaves.get((*path, name))
+        layers = layers_of(self.module, self.rules, _unpacked(variables), args, rngs, kwargs)
+        keys, leaves = _Keys(rngs), dict(params_of(variables))
+        for path, found in layers.items():
+            if isinstance(found.rule.scale_from, History) and found.kind.keeps_scales:
+                raise ValueError(f"{found.rule}: a history of scales is for training; leave scale_from out to pack")
+            for name, role in found.kind.parameters.items():
+                spec, value = getattr(found.rule, role), leaves.get((*path, name))
                 if spec is None or value is None:
                     continue
-                laid = kind.layout(layer, value.ndim) if kind.layout is not None and role == "weight" else None
-                layout = laid or Layout(tuple(range(value.ndim - 1)), (value.ndim - 1,))
-                leaves[(*path, name)] = Packed(
-                    pack(value, layout, 0, spec, keys.of(rule, spec)[0]), layout, value.shape
-                )
+                if isinstance(value, Packed):
+                    raise ValueError(f"{'/'.join((*path, name))!r} is packed already")
+                scale = leaves.pop((*path, scale_name(role)), None) if role == "weight" else None
+                leaves[(*path, name)] = _packed(found, name, spec, value, keys.of(found.rule, spec)[0], scale)
         return {**variables, "params": unflatten_dict(leaves)}
 
-    def _layers(self, variables: Any, args: Any, rngs: Any, kwargs: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
-        """The variables unpacked, and the layers that rules match, each with its rule."""
-        plain = jax.tree.map(
-            lambda leaf: leaf.unpack() if isinstance(leaf, Packed) else leaf,
-            variables,
-            is_leaf=lambda leaf: isinstance(leaf, Packed),
-        )
-        seen: dict[tuple[str, ...], nn.Module] = {}
-
-        def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            seen[context.module.path] = context.module
-            return call(*args, **kwargs)
-
-        def run(plain: Any, rngs: Any, args: Any) -> Any:
-            return self.module.apply(plain, *args, rngs=rngs, **kwargs)
-
-        with nn.intercept_methods(note):
-            jax.eval_shape(run, plain, rngs, args)
-        return plain, self._matched(seen, _flat(plain))
-
-    def _matched(self, seen: Mapping[tuple[str, ...], nn.Module], leaves: Mapping[Any, Any]) -> dict[Any, Any]:
-        owners = dict.fromkeys([path[:-1] for path in leaves] + [path for path, m in seen.items() if type(m) in KINDS])
-        found = {}
-        for path in owners:
-            number = rule_of("/".join(path), self.rules)
-            if number is not None:
-                found[path] = (seen.get(path), self.rules[number])
-        idle = [str(rule) for rule in self.rules if not any(rule is chosen for _, chosen in found.values())]
-        if idle:
-            raise ValueError(f"{', '.join(idle)} matches no layer, or only such as an earlier rule matches; layers: "
-                             f"{['/'.join(path) for path in owners]}")  # fmt: skip
-        found = {path: pair for path, pair in found.items() if _fields(pair[1])}
-        for path, (layer, rule) in found.items():
-            _check(path, layer, rule)
-        return found
+    def _call(self, variables: Any, args: Any, rngs: Any, kwargs: Any, *, starting: bool = False) -> Any:
+        plain = _unpacked(variables)
+        layers = layers_of(self.module, self.rules, plain, args, rngs, kwargs)
+        packed = {path[:-1] for path, leaf in params_of(variables).items() if isinstance(leaf, Packed)}
+        keys = _Keys(rngs)
+        weights = dict(params_of(plain))
+        for path, found in layers.items():
+            for name, role in found.kind.parameters.items():
+                spec = getattr(found.rule, role)
+                inside = found.kind.hook is not None and role == "weight"  # the product rounds it
+                if spec is None or inside or path in packed or (*path, name) not in weights:
+                    continue
+                value, layout = weights[(*path, name)], found.layout(name)
+                weights[(*path, name)] = _over_stack(
+                    found.stacked(name, value), partial(_round_in, layout, spec), value, *keys.of(found.rule, spec)
+                )
+        with nn.intercept_methods(Interceptor(self.rules, packed, starting)):
+            return self.module.apply({**variables, "params": unflatten_dict(weights)}, *args, rngs=rngs, **kwargs)
 
 
-def _flat(variables: Any) -> dict[tuple[str, ...], Any]:
-    return flatten_dict(dict(variables).get("params", {}))
+def _unpacked(variables: Any) -> Any:
+    """Variables as the module itself has them."""
+
+    def of(leaf: Any) -> Any:
+        return leaf.unpack() if isinstance(leaf, Packed) else dequantize(leaf) if isinstance(leaf, QArray) else leaf
+
+    return jax.tree.map(of, variables, is_leaf=lambda leaf: isinstance(leaf, Packed | QArray))
 
 
-def _fields(rule: Rule) -> list[str]:
-    return [name for name in FIELDS if getattr(rule, name) is not None]
+def _round_in(layout: Layout | None, spec: Spec, x: Array, *keys: Array | None) -> Array:
+    return round_in(layout, x, spec, *keys)
 
 
-def _check(path: tuple[str, ...], layer: Any, rule: Rule) -> None:
-    what = f"{type(layer).__name__} at {'/'.join(path)!r}"
-    kind = KINDS.get(type(layer))
-    if kind is None:
-        raise NotImplementedError(
-            f"{what} has parameters and is none of the layers that can be quantized: "
-            f"{', '.join(cls.__name__ for cls in KINDS)}. Give it a rule of its own that rounds nothing"
-        )
-    wrong = [name for name in PRODUCT_FIELDS if getattr(rule, name) is not None]
-    if kind.multiplies and kind.hook is None and wrong:
-        raise NotImplementedError(
-            f"{what}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product; give it a rule "
-            "of its own without that"
-        )
-    hooks = (kind.hook[0], f"{kind.hook[0]}_cls") if kind.hook is not None else ()
-    usual = (None, nn.dot_product_attention)
-    own = [name for name in hooks if not any(getattr(layer, name, None) is function for function in usual)]
-    if own:
-        raise ValueError(f"{what} has a {own[0]} of its own, in whose place the rounding would stand")
+def _over_stack(stack: int, function: Any, value: Any, *keys: Array | None) -> Any:
+    """A function of each layer of a stack, of so many axes in front, with keys of its own."""
+    if not stack:
+        return function(value, *keys)
+    size = jax.tree.leaves(value)[0].shape[0]
+    many = [None if key is None else jax.random.split(key, size) for key in keys]
+    return jax.vmap(lambda value, *keys: _over_stack(stack - 1, function, value, *keys))(value, *many)
 
 
-# -- in a call ---------------------------------------------------------------------------------------------------------
+def _packed(found: Found, name: str, spec: Spec, value: Array, key: Array | None, scale: Array | None) -> Packed:
+    stacked, ndim = found.stacked(name, value), len(found.shapes[name])
+    layout = found.layout(name) or Layout(tuple(range(ndim - 1)), (ndim - 1,))
+    return Packed(pack(found.in_use(value), layout, stacked, spec, key, scale), layout, value.shape)
 
 
 class _Keys:
@@ -238,51 +271,3 @@ class _Keys:
         self.count += 1
         forward, backward = jax.random.split(jax.random.fold_in(self.rngs[name], self.count))
         return forward, backward
-
-
-def _intercept(rules: tuple[Rule, ...], packed: set, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """A method of a layer that a rule matches, its inputs, product and result rounded."""
-    layer, kind = context.module, KINDS.get(type(context.module))
-    number = rule_of("/".join(layer.path), rules)
-    if kind is None or number is None or context.method_name not in ("__call__", "attend"):
-        return call(*args, **kwargs)
-    rule = rules[number]
-
-    def keys(spec: Spec | None) -> tuple[Array | None, Array | None]:
-        if not is_stochastic(spec):
-            return None, None
-        forward, backward = jax.random.split(layer.make_rng(rule.stochastic_stream))
-        return forward, backward
-
-    if kind.hook is not None:
-        _set_product(layer, kind, rule, layer.path in packed)
-    elif rule.activation is not None and not _is_lookup(layer, context.method_name):
-        layout = None if kind.inputs is None else kind.inputs(layer, args[0].ndim)
-        args = (round_in(layout, args[0], rule.activation, *keys(rule.activation)), *args[1:])
-    y = call(*args, **kwargs)
-    return y if rule.output is None or not kind.parameters else round_in(None, y, rule.output, *keys(rule.output))
-
-
-def _is_lookup(layer: nn.Module, method: str) -> bool:
-    return isinstance(layer, nn.Embed) and method == "__call__"
-
-
-def _set_product(layer: Any, kind: Kind, rule: Rule, packed: bool) -> None:
-    """The product of this one call; a layer of Linen is made anew for each."""
-    assert kind.hook is not None
-    name, product = kind.hook
-    right = rule.activation if not kind.parameters else None if packed else rule.weight
-    how = Roundings(rule.activation, right, *(getattr(rule, field) for field in PRODUCT_FIELDS))
-
-    def key() -> Array | None:
-        return layer.make_rng(rule.stochastic_stream) if how.stochastic else None
-
-    def attend(*args: Any, module: Any = None, **kwargs: Any) -> Array:
-        if module is not None:
-            raise NotImplementedError("sow_weights=True: weights of a rounded attention are not sown")
-        return product(*args, **kwargs, how=how, keys=(key(), key()))[0]
-
-    def multiply(*args: Any, **kwargs: Any) -> Array:
-        return product(*args, **kwargs, how=how, key=key())
-
-    object.__setattr__(layer, name, attend if name == "attention_fn" else multiply)

@@ -148,8 +148,24 @@ def test_what_cannot_be_quantized_is_named() -> None:
         run(linen.ConvTranspose(2, (3,)), jc.nn.Rule(gradient="e5m2"))
     with pytest.raises(ValueError, match="dot_general of its own"):
         run(linen.Dense(2, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k)), jc.nn.Rule(weight="e4m3"))
-    for rule in (jc.nn.recipe("float8_delayed"), jc.nn.Rule(cache="int8(group=all)")):
-        with pytest.raises(NotImplementedError, match="scale_from and cache are for Flax NNX"):
-            run(linen.Dense(2), rule)
+    with pytest.raises(ValueError, match=r"Rule\('Dense_0', .*\): cache says nothing .*: Dense"):
+        run(Bare(), [jc.nn.Rule("Dense_0", bias="e4m3", gradient="e5m2", cache="int8(group=all)"), jc.nn.Rule("*")])
     with pytest.raises(TypeError, match="module of Flax Linen"):
         quantized_linen.quantize(Twin(rngs=nnx.Rngs(0)), jc.nn.Rule())  # type: ignore[arg-type]
+
+
+class Told(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any, how: str, double: bool, pair: Any) -> Any:
+        y = {"sin": jnp.sin, "cos": jnp.cos}[how](linen.Dense(2)(x) + pair[0])
+        return 2 * y if double else y
+
+
+def test_arguments_that_are_no_arrays_go_through() -> None:
+    """By position as by name, also within others and beside arrays."""
+    x, pair = np.ones((1, 4), np.float32), (jnp.ones(2), "beside")
+    told = quantized_linen.quantize(Told(), jc.nn.Rule(weight="e4m3"))
+    variables = told.init(jax.random.key(0), x, "sin", True, pair)
+    y = told.apply(variables, x, "cos", False, pair)
+    np.testing.assert_array_equal(y, told.apply(variables, x=x, how="cos", double=False, pair=pair))
+    np.testing.assert_array_equal(told.apply(told.pack(variables, x, "cos", False, pair), x, "cos", True, pair), 2 * y)

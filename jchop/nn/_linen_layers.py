@@ -1,0 +1,176 @@
+"""Which layers a module of Linen has, and which rule each has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax.traverse_util import flatten_dict
+
+from jchop.nn._layout import Layout
+from jchop.nn._linen_kinds import KINDS, Kind
+from jchop.nn._rule import FIELDS, Rule, rule_of
+from jchop.nn._scale_from import Learned
+
+Path = tuple[str, ...]
+
+__all__ = ["Found", "Path", "layers_of", "params_of"]
+
+#: The fields of attention with products of its own.
+_EINSUMS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layer that a rule matches.
+
+    Args:
+        layer: the layer; None where something has parameters and never ran.
+        rule: its rule.
+        shapes: of its parameters in its call, by name.
+    """
+
+    layer: Any
+    rule: Rule
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def kind(self) -> Kind:
+        """Its line in the table."""
+        return KINDS[type(self.layer)]
+
+    def layout(self, name: str) -> Layout | None:
+        """How a parameter is laid out; None: as it lies."""
+        is_weight = self.kind.parameters[name] == "weight"
+        return self.kind.layout(self.layer, len(self.shapes[name])) if self.kind.layout and is_weight else None
+
+    @property
+    def needs_run(self) -> bool:
+        """Whether what its rule keeps begins with a call: from its input, or as long as that."""
+        learned = isinstance(self.rule.scale_from, Learned) and self.rule.activation is not None
+        caches = self.kind.caches and self.rule.cache is not None and self.layer.decode
+        return (learned and self.kind.keeps_scales) or caches
+
+    def in_use(self, value: Any) -> Any:
+        """A parameter in the dtype that the layer computes in."""
+        dtype = getattr(self.layer, "dtype", None)
+        return value if dtype is None else value.astype(dtype)
+
+    def stacked(self, name: str, value: Any) -> int:
+        """How many axes in front a parameter has of a stack of layers, as `flax.linen.scan` makes one.
+
+        Raises:
+            NotImplementedError: for a stack along another axis.
+        """
+        shape = self.shapes[name]
+        extra = value.ndim - len(shape)
+        if value.shape[extra:] != shape:
+            raise NotImplementedError(
+                f"{type(self.layer).__name__} at {'/'.join(self.layer.path)!r}: {name} of shape {value.shape} is a "
+                f"stack of {shape}, and its layers must lie along the first axis: variable_axes={{'params': 0}}"
+            )
+        return extra
+
+
+def params_of(variables: Any) -> dict[Path, Any]:
+    """The parameters by path."""
+    return flatten_dict(dict(variables).get("params", {}))
+
+
+def layers_of(
+    module: nn.Module, rules: Sequence[Rule], variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any
+) -> dict[Path, Found]:
+    """The layers that rules match, by path, from a call that computes nothing.
+
+    Args:
+        module: of Linen.
+        rules: the rules.
+        variables: unpacked.
+        args: of the module; only shapes of arrays count.
+        rngs: streams of keys.
+        kwargs: as of Linen's `apply`.
+
+    Raises:
+        ValueError: for a rule that matches no layer, or has a field that says nothing for any of them.
+        NotImplementedError: for what has parameters and is no known layer, or a product out of reach.
+    """
+    seen: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
+    leaves, structure = jax.tree.flatten(args)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+
+    def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        y = call(*args, **kwargs)
+        own = nn.meta.unbox(dict(context.module.variables).get("params", {}))
+        shapes = {name: value.shape for name, value in own.items() if isinstance(value, jax.Array)}
+        seen[context.module.path] = context.module, shapes
+        return y
+
+    def run(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        whole = [next(given) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        return module.apply(variables, *jax.tree.unflatten(structure, whole), rngs=rngs, **kwargs)
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(run, variables, rngs, arrays)
+    return _matched(rules, seen, variables)
+
+
+def _matched(rules: Sequence[Rule], seen: Mapping[Path, tuple[Any, Any]], variables: Any) -> dict[Path, Found]:
+    held: dict[Path, set[str]] = {}
+    for path in params_of(variables):
+        held.setdefault(path[:-1], set()).add(path[-1])
+    owners = dict.fromkeys([*held, *(path for path, (layer, _) in seen.items() if type(layer) in KINDS)])
+    chosen: dict[Path, tuple[int, Found]] = {}
+    for path in owners:
+        number = rule_of("/".join(path), rules)
+        if number is not None:
+            layer, shapes = seen.get(path, (None, {}))
+            chosen[path] = number, Found(layer, rules[number], shapes)
+    idle = [str(rule) for number, rule in enumerate(rules) if not any(number == n for n, _ in chosen.values())]
+    if idle:
+        raise ValueError(f"{', '.join(idle)} matches no layer, or only such as an earlier rule matches; layers: "
+                         f"{['/'.join(path) for path in owners]}")  # fmt: skip
+    chosen = {path: pair for path, pair in chosen.items() if _fields(pair[1].rule)}
+    for path, (_, found) in chosen.items():
+        _check(path, found)
+    for number, rule in enumerate(rules):
+        mine = {path: found for path, (n, found) in chosen.items() if n == number}
+        used = {name for path, found in mine.items() for name in found.kind.fields(held.get(path, ()))}
+        silent = [name for name in _fields(rule) if name not in used]
+        if silent:
+            raise ValueError(
+                f"{rule}: {', '.join(silent)} says nothing for any of its layers: "
+                f"{', '.join(sorted({type(found.layer).__name__ for found in mine.values()}))}"
+            )
+    return {path: found for path, (_, found) in chosen.items()}
+
+
+def _fields(rule: Rule) -> list[str]:
+    return [name for name in FIELDS if getattr(rule, name) is not None]
+
+
+def _check(path: Path, found: Found) -> None:
+    layer, rule = found.layer, found.rule
+    what = f"{type(layer).__name__} at {'/'.join(path)!r}"
+    kind = KINDS.get(type(layer))
+    if kind is None:
+        raise NotImplementedError(
+            f"{what} has parameters and is none of the layers that can be quantized: "
+            f"{', '.join(cls.__name__ for cls in KINDS)}. Give it a rule of its own that rounds nothing"
+        )
+    wrong = [name for name in kind.refuses if getattr(rule, name) is not None]
+    if wrong:
+        raise NotImplementedError(
+            f"{what}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product; give it a rule "
+            "of its own without that"
+        )
+    hooks = (kind.hook[0], f"{kind.hook[0]}_cls", *_EINSUMS) if kind.hook is not None else ()
+    usual = (None, nn.dot_product_attention)
+    own = [name for name in hooks if not any(getattr(layer, name, None) is function for function in usual)]
+    if own:
+        raise ValueError(f"{what} has a {own[0]} of its own, in whose place the rounding would stand")

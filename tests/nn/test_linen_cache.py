@@ -1,0 +1,109 @@
+"""Attention in Linen: what it is given besides queries and keys, and a packed cache."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jchop as jc
+
+HEADS, DEPTH, LENGTH = 2, 16, 8
+CACHE = jc.nn.Rule(cache="int8(group=all)")
+X = jnp.asarray(np.random.default_rng(2).normal(size=(2, 5, 12)), "float32")
+
+
+def attention(**more: Any) -> Any:
+    return linen.MultiHeadDotProductAttention(HEADS, qkv_features=HEADS * DEPTH, **more)
+
+
+PLAIN = attention(decode=True)
+LAYER = jc.nn.linen.quantize(PLAIN, CACHE)
+
+
+@cache
+def begun() -> Any:
+    """The variables of the quantized module, and of the plain one."""
+    whole = jnp.ones((2, LENGTH, 12))
+    return jax.jit(lambda key: (LAYER.init(key, whole), PLAIN.init(key, whole)))(jax.random.key(0))
+
+
+def test_a_packed_cache_is_that_of_the_twin() -> None:
+    variables, usual = begun()
+    params, kept = variables["params"], variables["cache"]
+    jax.tree.map(np.testing.assert_array_equal, params, usual["params"])
+    twin = jc.nn.quantize(nnx.MultiHeadAttention(HEADS, 12, HEADS * DEPTH, decode=True, rngs=nnx.Rngs(0)), CACHE)
+    nnx.update(twin, params)
+    twin.init_cache((2, LENGTH, 12))
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(v["cache"])) - 4 for v in (variables, usual)]
+    assert sizes == [2 * 2 * LENGTH * HEADS * (DEPTH + 4), 2 * 2 * LENGTH * HEADS * 4 * DEPTH]
+
+    @jax.jit
+    def step(cache: Any, x: Any) -> Any:
+        y, after = LAYER.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+        return after["cache"], y
+
+    of_twin = nnx.jit(lambda twin, x: twin(x))
+    for t in range(X.shape[1]):
+        kept, y = step(kept, X[:, t : t + 1])
+        np.testing.assert_array_equal(y, of_twin(twin, X[:, t : t + 1]))
+    assert int(kept["cache_index"]) == X.shape[1]
+    for name in ("cached_key", "cached_value"):
+        assert isinstance(kept[name], jc.QArray)
+        jax.tree.map(np.testing.assert_array_equal, kept[name], getattr(twin, name).get_value())
+
+
+def test_a_cache_is_begun_and_checked() -> None:
+    variables, usual = begun()
+    params = {"params": usual["params"]}
+    _, after = jax.jit(lambda params: LAYER.apply(params, X, mutable=["cache"]))(params)
+    keys = after["cache"]["cached_key"]
+    assert keys.shape == (2, 5, HEADS, DEPTH) and not np.asarray(jc.dequantize(keys)).any()
+    by_start = jax.eval_shape(lambda params: LAYER.start(params, X), params)
+    assert jax.tree.flatten(jax.eval_shape(lambda: {**after, **params})) == jax.tree.flatten(by_start)
+    assert LAYER.start(variables, X[:, :1])["cache"] is variables["cache"]
+    with pytest.raises(ValueError, match="cache of MultiHeadDotProductAttention at '' is not packed"):
+        LAYER.apply(usual, X[:, :1], mutable=["cache"])
+
+
+def test_masks_and_dropouts_go_through() -> None:
+    """Where nothing is rounded, a rounded attention is Linen's own with all that this is given."""
+    mask = linen.make_causal_mask(jnp.ones(X.shape[:2]))
+    plain = attention(dropout_rate=0.5, broadcast_dropout=False)
+    exact = jc.nn.linen.quantize(plain, jc.nn.Rule(activation="binary32"))
+
+    @jax.jit
+    def run(key: Any) -> Any:
+        variables = plain.init(key, X, deterministic=True)
+        arguments = {"mask": mask, "deterministic": False, "sow_weights": True}
+        return [
+            module.apply(variables, X, **arguments, rngs={"dropout": key}, mutable=["intermediates"])
+            for module in (plain, exact)
+        ]
+
+    (y, sown), (of_exact, sown_exact) = run(jax.random.key(0))
+    np.testing.assert_allclose(of_exact, y, rtol=1e-6, atol=1e-6)
+    (weights,), (of_ours,) = (i["intermediates"]["attention_weights"] for i in (sown, sown_exact))
+    np.testing.assert_allclose(of_ours, weights, rtol=1e-6, atol=1e-6)
+    assert not np.triu(of_ours, 1).any()
+
+
+def test_what_attention_cannot_have_is_named() -> None:
+    for more, error, words in (
+        ({"force_fp32_for_softmax": True}, NotImplementedError, "force_fp32_for_softmax=True"),
+        (
+            {"qk_attn_weights_einsum_cls": lambda: jnp.einsum, "attn_weights_value_einsum_cls": lambda: jnp.einsum},
+            ValueError,
+            "has a qk_attn_weights_einsum_cls of its own",
+        ),
+    ):
+        module = attention(**more)
+        variables = jax.eval_shape(lambda module=module: module.init(jax.random.key(0), X))
+        layer = jc.nn.linen.quantize(module, jc.nn.Rule(activation="e4m3"))
+        with pytest.raises(error, match=words):
+            jax.eval_shape(lambda v, layer=layer: layer.apply(v, X), variables)
