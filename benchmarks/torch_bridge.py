@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import torch
 
 import jchop as jc
 
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], object]
 
 
 def pychop_runs(x: torch.Tensor) -> dict[str, Run]:
@@ -66,6 +68,15 @@ def ours(x: torch.Tensor) -> dict[str, Run]:
     }
 
 
+def on_jax(x: torch.Tensor) -> dict[str, Callable[[], jax.Array]]:
+    """The same on a JAX array, each waited for."""
+    array, key = jnp.asarray(x.numpy()), jax.random.key(1)
+    return {
+        "JAX nearest": lambda: jc.round_to_format(array, "float8_e5m2").block_until_ready(),
+        "JAX stochastic": lambda: jc.round_to_format(array, "float8_e5m2:stochastic", key).block_until_ready(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1 << 22)
@@ -77,9 +88,14 @@ def main() -> None:
     for name, times in seconds(runs, options.repeats, 1).items():
         fastest, median = (options.size / t / 1e6 for t in (min(times), statistics.median(times)))
         print(f"{name:20}{fastest:12.0f}{median:12.0f}")
-    print("a call on 1000 elements, µs")
-    for name, times in seconds(ours(torch.randn(1000)), options.repeats, 100).items():
-        print(f"{name:20}{1e6 * min(times):12.0f}{1e6 * statistics.median(times):12.0f}")
+    small = torch.randn(1000)
+    bridged, direct = ours(small), on_jax(small)
+    together = seconds(bridged | direct, options.repeats, 100)
+    print("a call on 1000 elements, µs: on a tensor, on a JAX array, and the difference: what the bridge takes")
+    for name, other in zip(bridged, direct, strict=True):
+        for what, pick in (("fastest", min), ("median", statistics.median)):
+            whole, without = (1e6 * pick(together[key]) for key in (name, other))
+            print(f"{name:20}{what:10}{whole:10.0f}{without:10.0f}{whole - without:10.0f}")
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ def test_16_bit_dtypes_carry_narrower_formats() -> None:
 SUM = jc.MatmulSpec("e5m3", "e5m3", "e5m3")
 
 
+@pytest.mark.slow
 def test_products_of_matrices_are_those_of_math() -> None:
     a, b = low((2, 3, 5), 0), low((2, 5, 4), 1)
     got = jc.emulate(lambda a, b: jnp.einsum("bik,bkj->bji", a, b), "e5m3", accumulate=SUM)(a, b)
@@ -168,11 +169,14 @@ def test_products_of_matrices_are_those_of_math() -> None:
 
 @pytest.mark.parametrize(
     ("features", "batches", "options"),
-    [
-        (1, 1, {}),
-        (2, 1, {"window_strides": (2, 1), "lhs_dilation": (2, 3)}),
-        (1, 2, {"window_strides": (1, 2), "rhs_dilation": (1, 2)}),
-    ],
+    cases.in_turn(
+        [
+            (2, 1, {"window_strides": (2, 1), "lhs_dilation": (2, 3)}),
+            (1, 2, {"window_strides": (1, 2), "rhs_dilation": (1, 2)}),
+            (1, 1, {}),
+        ],
+        3,
+    ),
 )
 def test_convolutions(features: int, batches: int, options: dict[str, Any]) -> None:
     """In the carrier they are the carrier's but for the order; of small integers exactly so."""

@@ -41,6 +41,7 @@ def substituted(a: np.ndarray, b: np.ndarray, lower: bool, unit: bool) -> np.nda
     return x.astype(np.float32)
 
 
+@pytest.mark.slow
 def test_triangular_systems_of_every_form() -> None:
     """Which side, which triangle, transposed or not, with a diagonal of ones or not; two right-hand sides."""
     a, b = matrix(4), matrix(4, 1)[:, :2]
@@ -90,6 +91,7 @@ def test_solvers_of_other_packages() -> None:
     np.testing.assert_array_equal(exact, jnp.linalg.solve(a, b))
 
 
+@pytest.mark.slow
 def test_matrices_of_a_batch_draw_apart() -> None:
     batch = np.stack([matrix(3)] * 4).reshape(2, 2, 3, 3)
     low = jax.jit(jc.emulate(jnp.linalg.inv, "e5m10:stochastic", key=KEY))
@@ -143,6 +145,7 @@ def test_complex_numbers_are_pairs_of_real_ones(rng: np.random.Generator) -> Non
         np.testing.assert_array_equal(np.imag(value), imag.astype(np.float32), str(i))
 
 
+@pytest.mark.slow
 def test_complex_numbers_draw_and_differentiate() -> None:
     z = jnp.asarray([0.1 + 0.2j, 1.7 - 0.3j], jnp.complex64)
     low = jc.emulate(lambda z: z * z, "bfloat16:stochastic", key=KEY)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import in_turn
 from flax import nnx
 from jax.scipy.sparse.linalg import cg
 
@@ -52,7 +53,7 @@ def assert_low(got: Any, want: Any, atol: float) -> None:
             assert not np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", in_turn(SPECS, 2))
 def test_a_cnn(spec: str) -> None:
     graph, state = nnx.split(Cnn(nnx.Rngs(0)))
     run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
@@ -113,6 +114,7 @@ def test_conjugate_gradients(spec: str) -> None:
         np.testing.assert_allclose(slope, jnp.linalg.solve(a, jnp.ones(4)), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_conjugate_gradients_by_hand() -> None:
     """Two turns of the method, every operation rounded where `jax.scipy` does it."""
     spec = "e5m10"

@@ -96,6 +96,7 @@ def test_rounding_draws_from_the_key_itself() -> None:
     assert 200 < (flipped != rounded).sum() < 300
 
 
+@pytest.mark.slow
 def test_transforms() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 50)), jnp.float32)
     keys = jax.random.split(KEY, 3)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from cases import in_turn
 
 import jchop
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE, ElementFormat, FloatFormat, ScaledFormat
@@ -125,7 +126,7 @@ def test_the_reference_page_has_no_stale_names() -> None:
         assert hasattr(importlib.import_module(module), name), f"docs/api.md names {module}.{name}"
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", in_turn(MODULES, 3))
 def test_docstring_examples_run(module: str) -> None:
     """The examples of a public module stand on their own: they import what they use."""
     finder = doctest.DocTestFinder(exclude_empty=True)

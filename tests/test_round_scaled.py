@@ -117,7 +117,7 @@ def test_every_axis_is_the_last_one_of_the_array_turned(shape):
 # -- transforms --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "mode"), cases.in_turn(itertools.product(TEXTS, [":stochastic", ""]), 3))
+@pytest.mark.parametrize(("text", "mode"), cases.in_turn(itertools.product(TEXTS, [":stochastic", ""]), 5))
 def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
     x = jnp.asarray(numbers((3, 4, 20)))
     keys = jax.random.split(KEY, 3)
@@ -153,7 +153,7 @@ def test_stochastic_rounding_is_unbiased():
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 2))
+@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 5))
 def test_straight_through(text):
     x, g = jnp.asarray(numbers((4, 20))), jnp.asarray(numbers((4, 20), 1))
     out, pull = jax.vjp(lambda x: jc.round_to_format(x, text), x)
@@ -221,7 +221,7 @@ ALIGNED = [
 
 
 @needs_eight
-@pytest.mark.parametrize(("text", "layout", "reduces"), cases.in_turn(ALIGNED, 2))
+@pytest.mark.parametrize(("text", "layout", "reduces"), cases.in_turn(ALIGNED, 4))
 def test_groups_are_rounded_where_they_are(text, layout, reduces):
     x = jnp.asarray(numbers((32, 128)))
     placed = jax.device_put(x, NamedSharding(mesh(), layout))
@@ -243,7 +243,7 @@ SHARDED = (
 
 
 @needs_eight
-@pytest.mark.parametrize("text", cases.in_turn(SHARDED, 2))
+@pytest.mark.parametrize("text", cases.in_turn(SHARDED, 4))
 def test_explicit_sharding_and_shard_map(text):
     x = jnp.asarray(numbers((32, 128)))
     expected = jc.round_to_format(x, text)
@@ -271,6 +271,7 @@ def apply(text: str, x: np.ndarray) -> np.ndarray:
     return np.asarray(compiled(text)(x.astype(np.float32)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(PROPERTIES), ROWS, st.integers(-20, 20))
 def test_powers_of_two_scale_the_result(text, rows, power):

@@ -121,6 +121,7 @@ def test_where_torchao_differs():
         assert np.sum(theirs != codes_of(text)[0]) == 1
 
 
+@pytest.mark.slow
 def test_double_quantized_nf4_is_nearly_nf4():
     x = weights().reshape(-1)[: 1 << 16]
     plain, twice = (np.asarray(compiled(text)(x)) for text in ("nf4", "nf4(scale=uint8(group=256))"))

@@ -89,7 +89,7 @@ FREQUENCIES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mode"), FREQUENCIES)
+@pytest.mark.parametrize(("name", "mode"), cases.in_turn(FREQUENCIES, 2))
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
 def test_observed_frequencies_are_exact(name, carrier, mode):
     fmt = OBSERVED[name]
@@ -160,7 +160,7 @@ def check_given_words(
 @pytest.mark.parametrize(
     ("name", "n", "mode"),
     cases.in_turn(
-        itertools.product(["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"], range(1, 9), PROPORTIONAL), 2
+        itertools.product(["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"], range(1, 9), PROPORTIONAL), 5
     ),
 )
 def test_few_bits_as_defined(name, mode, n):
@@ -172,7 +172,7 @@ def test_few_bits_as_defined(name, mode, n):
 @pytest.mark.parametrize(
     ("name", "carrier", "mode"),
     cases.in_turn(
-        [(n, c, m) for n, f in GIVEN.items() for c in CARRIERS if oracle.held(f, CARRIERS[c]) for m in STOCHASTIC], 3
+        [(n, c, m) for n, f in GIVEN.items() for c in CARRIERS if oracle.held(f, CARRIERS[c]) for m in STOCHASTIC], 7
     ),
 )
 def test_all_bits_as_defined(name, mode, carrier):
@@ -181,12 +181,15 @@ def test_all_bits_as_defined(name, mode, carrier):
 
 @pytest.mark.parametrize(
     ("mode", "n"),
-    [
-        (mode, n)
-        for mode in PROPORTIONAL
-        for n in (1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64)
-        if n <= most_bits(mode, "float64")
-    ],
+    cases.in_turn(
+        [
+            (mode, n)
+            for mode in PROPORTIONAL
+            for n in (1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64)
+            if n <= most_bits(mode, "float64")
+        ],
+        3,
+    ),
 )
 def test_any_number_of_bits_on_float64(mode, n):
     check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
@@ -213,7 +216,7 @@ def test_every_number_of_bits_as_defined(carrier, mode, n):
         check_given_words(GIVEN[name], carrier, mode, n, overflow=overflow, flush=flush, size=20_000)
 
 
-@pytest.mark.parametrize("mode", STOCHASTIC)
+@pytest.mark.parametrize("mode", cases.in_turn(STOCHASTIC, 2))
 @pytest.mark.parametrize("name", ["ternary", "uneven"])
 def test_codebooks_given_the_words(name, mode):
     levels = cases.CODEBOOKS[name]

@@ -65,7 +65,7 @@ def same(got: Any, expected: Any) -> None:
 # --- jit ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases.in_turn(CASES, 2))
 def test_jit_equals_eager_and_keeps_one_entry_for_equal_specs(case):
     text, dtype, shape = CASES[case]
     x = jnp.asarray(numbers(dtype, shape))
@@ -173,7 +173,7 @@ def test_jax_float64_equals_numpy():
 # --- vmap ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases.in_turn(CASES, 2))
 def test_vmap_equals_the_loop(case):
     """With one key shared the draws are the loop's, and so they are over split keys, where equal rows then differ."""
     text, dtype, shape = CASES[case]

@@ -113,7 +113,13 @@ def test_texts_of_named_formats_are_the_names(text, name):
 
 @pytest.mark.parametrize(
     ("carrier", "text", "subnormals"),  # every one on both carriers: below, in the slow run
-    [(carrier, *treated) for carrier, treated in zip(itertools.cycle(["float16", "bfloat16"]), TREATED, strict=False)],
+    cases.in_turn(
+        [
+            (carrier, *treated)
+            for carrier, treated in zip(itertools.cycle(["float16", "bfloat16"]), TREATED, strict=False)
+        ],
+        3,
+    ),
 )
 def test_every_pattern(carrier, text, subnormals):
     fmt, flush = variant(SMALL[text], subnormals)

@@ -59,7 +59,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("row", "platform"), cases.in_turn(itertools.product(EXACT, KERNELS), 5), ids=str)
+@pytest.mark.parametrize(("row", "platform"), cases.in_turn(itertools.product(EXACT, KERNELS), 9), ids=str)
 def test_bit_equal_to_the_body_where_sums_are_exact(platform, row, rng):
     name, dtype, shape = row
     check_exact(platform, name, shape, dtype, rng, scale_dtype=dtype)
@@ -74,7 +74,7 @@ TPU_TILINGS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "tiling"), cases.in_turn(TPU_TILINGS, 2), ids=str)
+@pytest.mark.parametrize(("shape", "tiling"), cases.in_turn(TPU_TILINGS, 3), ids=str)
 def test_tpu_tilings(shape, tiling, rng):
     check_exact("tpu", "int4", shape, "bfloat16", rng, scale_dtype="bfloat16", tiling=tiling)
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _kernels.compile_round import KINDS, MODES
 from _kernels.quickly import compiled
 from jax.experimental.pallas import tpu as pltpu
 
@@ -147,6 +148,46 @@ def test_the_table_rounds_the_sums_of_units() -> None:
     spec = arithmetic("matrix_unit(16)", None, "e5m5")
     a, b = operands(spec, CUT)
     assert np.mean(expected(spec, CUT) != a @ b) > 0.5
+
+
+#: The kernels and the dtypes that they take, and operands of which the sums have the lengths of the table of rounding.
+DTYPES = (("tpu", "float32"), ("gpu", "float32"), ("gpu", "float64"))
+LENGTHS: tuple[Shape, ...] = (
+    (1, 1, 1, 1), (1, 7, 7, 7), (1, 2, 127, 3), (1, 3, 128, 2), (2, 1, 129, 2), (1, 2, 1025, 1), (1, 37, 101, 2),
+    (1, 8, 128, 17), (3, 5, 257, 1), (1, 3, 0, 2),
+)  # fmt: skip
+#: A seventeenth of kernel x dtype x kind x shape, orders in turn; each row has every mode.
+KINDS_IN_TURN = [
+    pytest.param(*pair, kind, shape, ORDERS[(i + j + m) % len(ORDERS)], id=f"{'-'.join(pair)}-{kind}-{shape}")
+    for i, pair in enumerate(DTYPES)
+    for j, kind in enumerate(KINDS)
+    for m, shape in enumerate(LENGTHS)
+    if (7 * i + 3 * j + m) % 17 == 0
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "dtype", "kind", "shape", "order"), KINDS_IN_TURN)
+def test_every_kind_and_mode(kernel: str, dtype: str, kind: str, shape: Shape, order: str) -> None:
+    """Products and sums of one kind of format, in one compiled function for all modes."""
+    specs = [arithmetic(order, f"{kind}:{mode}", f"{kind}:{mode}") for mode in MODES]
+    batch, m, k, n = shape
+    with jax.enable_x64(dtype == "float64"):
+        a, b = (jnp.asarray(spread(s, seed, dtype)) for s, seed in (((batch, m, k), 1), ((batch, k, n), 2)))
+        a, b = (jc.round_to_format(x, "e4m3") for x in (a, b))
+        if order.startswith("matrix_unit"):
+            a, b = jnp.round(a), jnp.round(b)  # sums that are exact in any order
+
+        @compiled
+        def kernels(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+            return [KERNELS[kernel](a, b, *seeds(spec), spec=spec, interpret=True) for spec in specs]
+
+        @compiled
+        def bodies(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+            return [matmul_body(a, b, *seeds(spec), spec=spec) for spec in specs]
+
+        for spec, got, want in zip(specs, kernels(a, b), bodies(a, b), strict=True):
+            assert same_bits(np.asarray(got), np.asarray(want)), spec
 
 
 @pytest.mark.slow

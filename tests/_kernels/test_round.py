@@ -120,7 +120,7 @@ both = pytest.mark.parametrize("kernel", KERNELS)
 PAIRS = [(kernel, dtype) for kernel, (_, dtypes) in KERNELS.items() for dtype in dtypes]
 
 
-@pytest.mark.parametrize(("kind", "kernel"), cases.in_turn(itertools.product(KINDS, KERNELS), 3))
+@pytest.mark.parametrize(("kind", "kernel"), cases.in_turn(itertools.product(KINDS, KERNELS), 5))
 def test_every_kind(kernel: str, kind: str) -> None:
     number = KINDS.index(kind)
     dtypes = KERNELS[kernel][1]
@@ -178,7 +178,7 @@ TILINGS: dict[tuple[str, tuple[int, ...]], list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kernel", "shape"), TILINGS, ids=str)
+@pytest.mark.parametrize(("kernel", "shape"), cases.in_turn(TILINGS, 2), ids=str)
 @pytest.mark.parametrize("dtype", TPU_DTYPES)
 def test_the_tiling_does_not_matter(kernel: str, shape: tuple[int, ...], dtype: str) -> None:
     check(kernel, ["e4m3fn:stochastic"], dtype, [shape], start=2**32 - 1000, tilings=TILINGS[kernel, shape])
@@ -232,7 +232,7 @@ MAPPED: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
 
 
 @both
-@pytest.mark.parametrize("name", cases.in_turn(MAPPED, 2))
+@pytest.mark.parametrize("name", cases.in_turn(MAPPED, 3))
 def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:
     shape, axes = MAPPED[name]
     run = functools.partial(KERNELS[kernel][0], spec=jc.parse("e4m3fn:stochastic"), interpret=True)

@@ -7,6 +7,7 @@ shapes is that of compile_scaled.py, where the same kernels are compiled.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _kernels.compile_round import MODES
 from _kernels.compile_scaled import GPU_DTYPES, SCALINGS, SHAPES, TPU_DTYPES
 from _kernels.quickly import compiled
 
@@ -130,6 +132,28 @@ def test_equals_the_body(platform, operation, name, axis, dtype, shape):
     check(platform, operation, scaling, dtype, shape, tiling=tiling, start=start)
 
 
+#: Every block format under every mode; all combinations of the rest take turns.
+REST = list(itertools.product(KERNELS, ("quantize_blocks", "round_blocks"), (-1, -2), range(4), SHAPES[1:3]))
+EVERY_MODE = [
+    (name, mode, *REST[27 * number % len(REST)])
+    for number, (name, mode) in enumerate(itertools.product(SCALINGS, MODES))
+]
+#: A third of them.
+MODES_IN_TURN = [row for number, row in enumerate(EVERY_MODE) if number % 3 == 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "platform", "operation", "axis", "dtype", "shape"), cases.in_turn(MODES_IN_TURN, 16), ids=str
+)
+def test_every_mode(name, mode, platform, operation, axis, dtype, shape):
+    scaling = replace(SCALINGS[name], axis=axis)
+    scaling = replace(scaling, element=replace(scaling.element, rounding=mode, random_bits=None))
+    dtypes = TPU_DTYPES if platform == "tpu" else GPU_DTYPES
+    dtype = dtypes[dtype % len(dtypes)]
+    dtype = "float32" if refused(platform, operation, scaling, dtype, shape) else dtype
+    check(platform, operation, scaling, dtype, shape)
+
+
 ALL_SHAPES = [*SHAPES, (1, 1), (7,), (127,), (128,), (1025,), (8, 128), (2, 64, 1, 32)]
 #: Platform, operation, format, shape: a twelfth of the product; each format meets each operation on each platform.
 IN_TURN = [
@@ -154,6 +178,7 @@ def test_all_equal_the_body(platform, operation, name, shape):
             check(platform, operation, scaling, dtype, shape, tiling=small(platform, scaling, dtype, shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", KERNELS)
 def test_blocks_of_other_lengths(platform):
     """Lengths that are no power of two, or longer than a row; packed codes of six bits with other axes merged."""
@@ -164,7 +189,7 @@ def test_blocks_of_other_lengths(platform):
 
 
 @pytest.mark.parametrize("platform", KERNELS)
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 32)], ids=str)
+@pytest.mark.parametrize("shape", cases.in_turn([((0,),), ((3, 0),), ((0, 32),)], 3), ids=str)
 def test_empty_arrays(platform, shape):
     for axis in range(-len(shape), 0):
         scaling, x = mx("e2m1fn", axis=axis), jnp.zeros(shape)
@@ -327,6 +352,7 @@ def test_functions_give_what_the_bodies_give(name):
         same_bits(mapped, rounded, f"{name} under vmap")
 
 
+@pytest.mark.slow
 def test_float64_stays_float64():
     """Whatever the flag; scales of the tensor too."""
     with jax.enable_x64(True):

@@ -182,7 +182,7 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize(("text", "shape", "dtype"), cases.in_turn(SOME, 3))
+@pytest.mark.parametrize(("text", "shape", "dtype"), cases.in_turn(SOME, 6))
 def test_against_exact_rationals(text, shape, dtype):
     check(text, shape, dtype)
 

@@ -135,7 +135,7 @@ def apply(
 
 @pytest.mark.parametrize(
     ("text", "carrier"),
-    cases.in_turn([*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)], 2),
+    cases.in_turn([*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)], 4),
 )
 def test_any_operands(text: str, carrier: str, rng: np.random.Generator) -> None:
     """Uncompiled: every primitive is compiled once for all formats and modes, and integers are integers."""
@@ -145,7 +145,7 @@ def test_any_operands(text: str, carrier: str, rng: np.random.Generator) -> None
         check(operation, operands, [carrier_range(CARRIERS[carrier])] * count, specs(text, carrier), fmt, rng)
 
 
-@pytest.mark.parametrize("carrier", ["float32", "float64"])
+@pytest.mark.parametrize("carrier", cases.in_turn(["float32", "float64"], 2))
 def test_exact_form(carrier: str, rng: np.random.Generator) -> None:
     """What integer arithmetic hands to a rounding, bit for bit: t, the W bits after it, and whether more follow."""
     kind, width = oracle.CARRIERS[carrier], CARRIERS[carrier].work_width
@@ -271,7 +271,7 @@ def fast_cases(mode: str, carrier: str, n: int, rng: np.random.Generator) -> Ite
         yield operation, operands, ranges, jc.Spec(result, rounding=mode)
 
 
-@pytest.mark.parametrize("mode", cases.in_turn(ROUNDINGS_OF_FAST, 2))
+@pytest.mark.parametrize("mode", cases.in_turn(ROUNDINGS_OF_FAST, 5))
 def test_known_ranges(mode: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, so that a compiler that contracts or reorders would show; against the exact results."""
     for name in ("add", "multiply", "multiply_add"):

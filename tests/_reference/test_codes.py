@@ -29,7 +29,7 @@ def of_carrier(name: str) -> dict[str, jc.formats.ElementFormat]:
 
 
 #: Arithmetic is done in the wide ones.
-WIDE_FIRST = ["float32", "float64", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float16", "bfloat16"))]
+WIDE_FIRST = cases.in_turn(["float32", "float64", "float16", "bfloat16"], 4)
 
 
 @pytest.mark.parametrize("name", WIDE_FIRST)
@@ -85,7 +85,7 @@ def test_extended_bits_have_a_leading_bit(name):
     np.testing.assert_array_equal(bits, expected)
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits", cases.in_turn(range(1, 9), 3))
 def test_packing_is_a_little_endian_bit_stream(bits, rng):
     for count in (0, 1, 3, 8, 31):
         codes = rng.integers(0, 1 << bits, (2, 3, count)).astype(np.uint8)

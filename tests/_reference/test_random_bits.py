@@ -363,7 +363,7 @@ def report(results: dict[str, np.ndarray]) -> None:
 
 
 FULL = pytest.mark.slow
-SIZES = [pytest.param(4, 1 << 20, id="reduced"), pytest.param(20, 1 << 24, id="full", marks=FULL)]
+SIZES = [pytest.param(2, 1 << 20, id="reduced"), pytest.param(20, 1 << 24, id="full", marks=FULL)]
 
 
 @pytest.mark.parametrize(("keys", "size"), SIZES)

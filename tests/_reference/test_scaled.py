@@ -187,7 +187,7 @@ MORE: list[BlockScaling] = [
 ]
 
 
-@pytest.mark.parametrize(("scaling", "dtype"), SOME, ids=lambda value: str(value))
+@pytest.mark.parametrize(("scaling", "dtype"), cases.in_turn(SOME, 3), ids=lambda value: str(value))
 def test_against_exact_rationals(scaling, dtype):
     check(scaling, dtype, 30)
 
@@ -280,7 +280,9 @@ def along_last(x: np.ndarray, scaling: BlockScaling) -> tuple[np.ndarray, ...]:
     return rounded[..., :size], codes[..., :size], whole["scales"].reshape(*lead, -1)
 
 
-@pytest.mark.parametrize(("shape", "axes"), [((3, 5, 19), (-1, -2, 0)), ((2, 3, 1, 9), (1, 3)), ((13,), (0,))])
+@pytest.mark.parametrize(
+    ("shape", "axes"), cases.in_turn([((2, 3, 1, 9), (1, 3)), ((3, 5, 19), (-1, -2, 0)), ((13,), (0,))], 3)
+)
 def test_axes_and_ragged_tails(shape, axes, rng):
     """Any axis is the last one of the array with that axis moved there, and a tail is a smaller block."""
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-9, 9, shape)).astype(np.float32)

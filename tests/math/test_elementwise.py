@@ -221,7 +221,7 @@ def arguments(name: str, n: int = 40) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("name", ELEMENTARY)
+@pytest.mark.parametrize("name", cases.in_turn(ELEMENTARY, 2))
 def test_elementary_functions_are_rounded_to_the_neighbour_of_the_true_value(name: str) -> None:
     """Rounding is monotone: the result lies between those of the ends of an interval around the true value, and where
     these are one it is that, as it is nearly everywhere. At the edges of the domain it is near NumPy's, or NaN.
@@ -300,13 +300,13 @@ def test_the_table_is_whole() -> None:
 
 
 #: The default run takes the first of these parts of the table.
-PARTS = 3
+PARTS = 9
 IN_PARTS = cases.in_turn(NAMES, PARTS)
 
 
 @cache
 def transformed(part: int) -> dict[str, tuple[Any, Any, Any, Any]]:
-    """Of every third function in one program: itself, itself under vmap, jvp and vjp."""
+    """Of every ninth function in one program: itself, itself under vmap, jvp and vjp."""
 
     def of(name: str, key: jax.Array) -> tuple[Any, Any, Any, Any]:
         function, given = getattr(jc.math, name), example(name)
@@ -447,6 +447,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
         make()
 
 
+@pytest.mark.slow
 def test_every_function_is_documented_and_its_example_runs() -> None:
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []

@@ -323,6 +323,7 @@ def test_the_error_is_that_of_the_format() -> None:
         assert backward_error(a, x, b) < 10 * u and norms[-1] < 30 * u
 
 
+@pytest.mark.slow
 def test_a_zero_column_and_a_zero_right_side() -> None:
     a = np.array([[1.0, 0.0], [0.0, 0.0]])
     q, r = linalg.qr(a, "bfloat16")
@@ -446,6 +447,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
         make()
 
 
+@pytest.mark.slow
 def test_every_function_is_documented_and_its_example_runs() -> None:
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []

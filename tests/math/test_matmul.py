@@ -210,6 +210,7 @@ def drawn(a: jax.Array, b: jax.Array, key: jax.Array) -> jax.Array:
     return jc.math.matmul(a, b, DRAWN, key)
 
 
+@pytest.mark.slow
 def test_jit_scan_remat_and_vmap_give_the_same_bits() -> None:
     a, b = jnp.asarray(normal((4, 3, 8))), jnp.asarray(normal((4, 8, 5), 1))
     keys = jax.random.split(KEY, 4)
@@ -222,7 +223,7 @@ def test_jit_scan_remat_and_vmap_give_the_same_bits() -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", cases.in_turn([AxisType.Explicit, AxisType.Auto], 2))
 def test_a_sharded_product_has_the_same_bits(kind: AxisType) -> None:
     a, b = jnp.asarray(normal((16, 8))), jnp.asarray(normal((8, 8), 1))
     expected = drawn(a, b, KEY)

@@ -124,6 +124,7 @@ def test_reductions_are_exact_operations_rounded_one_by_one(order: str) -> None:
     same(jc.math.std(x, spec, axis=1), oracle_math.array([scalar.std(row) for row in rows]))
 
 
+@pytest.mark.slow
 def test_the_other_reductions_are_parts_of_these() -> None:
     spec, scalar = SPECS["sequential"]
     x = normal(3, 11) * 3 + 1
@@ -253,7 +254,7 @@ def test_float64() -> None:
 NAMES = ["sum", "std", "norm", "prod", "cumsum", "cumprod"]  # mean and var are parts of std
 
 
-@pytest.mark.parametrize("name", cases.in_turn(NAMES, 3))
+@pytest.mark.parametrize("name", cases.in_turn(NAMES, 6))
 def test_jit_vmap_and_derivatives(name: str) -> None:
     function = getattr(jc.math, name)
     real = np.linalg.norm if name == "norm" else getattr(np, name)

@@ -160,6 +160,7 @@ def test_learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator)
     np.testing.assert_array_equal(packed.kernel[...].scale, kernel[...])
 
 
+@pytest.mark.slow
 def test_learned_scales_train(rng: np.random.Generator) -> None:
     """A scale ten times too large is brought back by its gradient alone, in a convolution."""
     rule = jc.nn.Rule(weight="int4(group=all)", scale_from=jc.nn.Learned())

@@ -55,6 +55,7 @@ def test_packed_models_are_split_and_exported() -> None:
     assert sum(leaf.nbytes for leaf in leaves) < 0.35 * 4 * (2 * 16 * 32)
 
 
+@pytest.mark.slow
 def test_checkpoints_bring_packed_models_back(tmp_path: Path) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")
     graph, state = nnx.split(packed())

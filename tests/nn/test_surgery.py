@@ -146,6 +146,7 @@ def test_stochastic_sites_have_streams_of_their_own() -> None:
         jc.nn.quantize(model(), rule)
 
 
+@pytest.mark.slow
 def test_stacks_of_layers_are_packed_layer_by_layer() -> None:
     @nnx.split_rngs(splits=3)
     @nnx.vmap

@@ -58,6 +58,7 @@ def test_a_faulty_step_is_left_out(name: str) -> None:
     assert float(updates["w"].max()) < 0
 
 
+@pytest.mark.slow
 def test_a_state_that_holds_an_infinity_by_right_is_no_fault() -> None:
     plateau = optax.contrib.reduce_on_plateau()
     assert bool(jnp.isinf(plateau.init(PARAMS).best_value))

@@ -221,6 +221,7 @@ def test_a_donated_state_neither_grows_nor_compiles_again(rng: np.random.Generat
     assert step._cache_size() == 1 and optim.state_report(state).nbytes == size
 
 
+@pytest.mark.slow
 def test_seeds_under_vmap_are_those_alone(rng: np.random.Generator) -> None:
     params = params_of(rng)
 
@@ -299,6 +300,7 @@ def test_offloaded_state_stays_on_the_host(rng: np.random.Generator) -> None:
         optim.offload_state(inner, "disk")
 
 
+@pytest.mark.slow
 def test_flax_takes_it(rng: np.random.Generator) -> None:
     nnx, linen = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
     from flax.training.train_state import TrainState

@@ -40,6 +40,7 @@ def test_the_turns_are_the_published_ones() -> None:
     assert np.all(moved > 0) and np.all(moved < 3 * scale)
 
 
+@pytest.mark.slow
 def test_kinds_of_arrays() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 20)), jnp.bfloat16).at[1, 3].set(jnp.inf)
     text = "int4(group=8,zero_point=float,scale=bfloat16)"

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def test_loaded_is_saved(text: str, rows: list[list[float]]) -> None:
     same(loaded, q)
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", in_turn(TEXTS, 3))
 def test_compiled_is_eager(text: str) -> None:
     x = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
     q, numbers, _ = storing(text)(x)

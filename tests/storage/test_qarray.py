@@ -89,7 +89,7 @@ def agrees(q: QArray, wanted: np.ndarray) -> None:
 
 
 # -- as an array -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 3))
+@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 6))
 def test_parts_along_axes_that_no_group_holds(stored: Any, text: str) -> None:
     q, values = stored[text]
     tiles = "(2,8)" in text
@@ -201,7 +201,7 @@ def test_leaves_have_names(stored: Any) -> None:
     assert hash(jax.tree.structure(q)) == hash(jax.tree.structure(again))
 
 
-@pytest.mark.parametrize("text", ["int8(channel=-1)", "nvfp4"])
+@pytest.mark.parametrize("text", cases.in_turn(["int8(channel=-1)", "nvfp4"], 2))
 def test_vmap_puts_an_axis_in_front(text: str) -> None:
     x = numbers()
     q = jax.jit(jax.vmap(lambda x: jc.quantize(x, text)))(x)

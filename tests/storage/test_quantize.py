@@ -148,6 +148,7 @@ def test_stochastic_draws_are_those_of_rounding() -> None:
         jc.quantize(x, "int4(group=16):stochastic")
 
 
+@pytest.mark.slow
 def test_codes_are_the_bits_of_native_dtypes() -> None:
     x = numbers((3, 8))
     x[1, 7] = 3.0

@@ -53,7 +53,7 @@ def same(got: object, wanted: object) -> None:
             ("e3m2fn:stochastic", (7, 9)),
             ("int4(channel=-1):stochastic", (12, 8)),
         ],
-        3,
+        5,
     ),
 )
 def test_pieces_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import in_turn
 
 import jchop as jc
 from jchop.storage import QArray
@@ -85,7 +86,7 @@ def stored() -> Callable[[str], QArray]:
     return quantized
 
 
-@pytest.mark.parametrize(("text", "of_w", "of_y"), RATIOS, ids=[row[0] for row in RATIOS])
+@pytest.mark.parametrize(("text", "of_w", "of_y"), in_turn(RATIOS, 3), ids=[row[0] for row in RATIOS])
 def test_ratios(stored: Callable[[str], QArray], text: str, of_w: float, of_y: float | None) -> None:
     got = jc.dequantize(stored(text))
     assert decibels(W, got) == pytest.approx(of_w, abs=0.05)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cases
 import jax
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_every_format_meets_every_mode_in_order(digits: StudyResult) -> None:
     assert digits.rows[2].spec == "float4_e2m1fn:stochastic"
 
 
-@pytest.mark.parametrize("mode", ["nearest_even", "down", "stochastic"])
+@pytest.mark.parametrize("mode", cases.in_turn(["stochastic", "nearest_even", "down"], 3))
 def test_binary32_parameters_do_not_move(digits: StudyResult, mode: str) -> None:
     row = digits.cell("fp32", mode)
     assert (row.accuracy, row.cross_entropy) == (digits.accuracy, digits.cross_entropy)
@@ -65,6 +66,7 @@ def test_stochastic_runs_differ(digits: StudyResult) -> None:
     assert digits.cell("q43", "down").cross_entropy_std == 0
 
 
+@pytest.mark.slow
 def test_rounded_activations_add_error(wine: StudyResult) -> None:
     plain = study.run("wine", formats=FORMATS, modes=["nearest_even"], epochs=3)
     assert plain.cross_entropy == wine.cross_entropy
@@ -89,6 +91,7 @@ def test_overflow_to_nan_is_reported_as_nan() -> None:
     assert " nan" in study.table(result)
 
 
+@pytest.mark.slow
 def test_a_format_keeps_the_rest_of_its_spec() -> None:
     result = study.run(
         "wine",
