@@ -126,7 +126,7 @@ def test_the_reference_page_has_no_stale_names() -> None:
         assert hasattr(importlib.import_module(module), name), f"docs/api.md names {module}.{name}"
 
 
-@pytest.mark.parametrize("module", in_turn(MODULES, 3))
+@pytest.mark.parametrize("module", in_turn(MODULES, 5))
 def test_docstring_examples_run(module: str) -> None:
     """The examples of a public module stand on their own: they import what they use."""
     finder = doctest.DocTestFinder(exclude_empty=True)

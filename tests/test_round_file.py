@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cases
 import jax
 import numpy as np
 import pytest
@@ -31,17 +32,20 @@ def rounded(folder: Path, x: np.ndarray, spec: Any, **options: Any) -> np.ndarra
 
 @pytest.mark.parametrize(
     ("spec", "x"),
-    [
-        ("e4m3:stochastic", numbers(7, 5, 3)),
-        ("e4m3:stochastic", np.asfortranarray(numbers(7, 5, 3))),
-        ("binary16:stochastic", numbers(41, dtype=np.float64)),
-        ("e5m2:stochastic", numbers(6, 5).astype(np.complex64)),
-        ("e5m2", numbers(6, 5).astype(">f4")),
-        ("e5m2:stochastic", np.float16(1.1)),
-        ("e5m2", numbers(0, 3)),
-        ("int4(group=4):stochastic", np.asfortranarray(numbers(5, 24))),
-        ("int8(channel=1):stochastic", numbers(4, 3, 8)),
-    ],
+    cases.in_turn(
+        [
+            ("e4m3:stochastic", numbers(7, 5, 3)),
+            ("e4m3:stochastic", np.asfortranarray(numbers(7, 5, 3))),
+            ("binary16:stochastic", numbers(41, dtype=np.float64)),
+            ("e5m2:stochastic", numbers(6, 5).astype(np.complex64)),
+            ("e5m2", numbers(6, 5).astype(">f4")),
+            ("e5m2:stochastic", np.float16(1.1)),
+            ("e5m2", numbers(0, 3)),
+            ("int4(group=4):stochastic", np.asfortranarray(numbers(5, 24))),
+            ("int8(channel=1):stochastic", numbers(4, 3, 8)),
+        ],
+        2,
+    ),
     ids=lambda value: value if isinstance(value, str) else f"{value.dtype}{list(value.shape)}",
 )
 def test_chunks_are_the_whole(tmp_path: Path, spec: str, x: np.ndarray) -> None:

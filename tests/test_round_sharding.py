@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,7 +117,7 @@ def test_derivatives_through_shard_map(inside):
 # --- automatic partitioning ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", cases.in_turn(TEXTS, 2))
 @pytest.mark.parametrize("layout", ["rows", "columns", "tiles"])
 def test_automatic_partitioning_communicates_nothing(layout, name):
     mesh, spec = {"rows": (line(), P("a")), "columns": (line(), P(None, "a")), "tiles": (square(), P("a", "b"))}[layout]

@@ -136,7 +136,7 @@ def test_every_pattern_and_overflow(carrier, text, subnormals):
     check(x, fmt, every(FLOAT_OVERFLOWS), flush=flush, kind="numpy" if subnormals == "flushed" else "jax")
 
 
-@pytest.mark.parametrize("text", cases.P3109)
+@pytest.mark.parametrize("text", cases.in_turn(cases.P3109, 2))
 def test_every_pattern_of_p3109(text):
     fmt = cases.P3109[text]
     x = carried(cases.all_patterns("bfloat16"), fmt)
@@ -148,7 +148,7 @@ def fixed_overflows(fmt: oracle.FixedSet) -> tuple[str, ...]:
     return FLOAT_OVERFLOWS if fmt.symmetric else FIXED_OVERFLOWS
 
 
-@pytest.mark.parametrize(("text", "carrier"), cases.in_turn(itertools.product(cases.FIXED, ["float16", "bfloat16"]), 3))
+@pytest.mark.parametrize(("text", "carrier"), cases.in_turn(itertools.product(cases.FIXED, ["float16", "bfloat16"]), 5))
 def test_every_pattern_of_fixed(carrier, text):
     fmt = cases.FIXED[text]
     x = carried(cases.all_patterns(carrier), fmt)
@@ -177,7 +177,7 @@ def hard_values(fmt: oracle.Set, carrier: str, text: str, n: int) -> np.ndarray:
     return cases.adversarial(fmt, carrier, n, np.random.default_rng(sum(map(ord, carrier + text))))
 
 
-@pytest.mark.parametrize(("carrier", "text"), WIDE_CASES[::2])  # all of them below, in the slow run
+@pytest.mark.parametrize(("carrier", "text"), WIDE_CASES[::4])  # all of them below, in the slow run
 def test_adversarial_values(carrier, text):
     subnormals = SUBNORMALS[sum(map(ord, text)) % 3] if FLOAT64[text].zero else "kept"
     fmt, flush = variant(FLOAT64[text], subnormals)
@@ -200,7 +200,7 @@ def test_many_adversarial_values(carrier, text, subnormals):
 
 
 @pytest.mark.parametrize(
-    ("carrier", "text"), list(zip(itertools.cycle(["float32", "float64"]), cases.FIXED, strict=False))
+    ("carrier", "text"), cases.in_turn(zip(itertools.cycle(["float32", "float64"]), cases.FIXED, strict=False), 3)
 )
 def test_adversarial_values_of_fixed(carrier, text):
     fmt = cases.FIXED[text]

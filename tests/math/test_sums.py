@@ -214,6 +214,7 @@ def test_axes_are_those_of_numpy(axis: Any, keepdims: bool) -> None:
         same(jc.math.cumsum(x, "e7m9", axis=axis), np.cumsum(x, axis=axis))
 
 
+@pytest.mark.slow
 def test_norms() -> None:
     x = normal(4, 5)
     for order in (None, 1, 2, np.inf):

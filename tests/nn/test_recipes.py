@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import in_turn
 from flax import nnx
 from jax import lax
 
@@ -104,7 +105,7 @@ def test_a_layer_trains_by_wage() -> None:
     np.testing.assert_array_equal(kernel, quantized(kernel, STEP))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", in_turn(RECIPES, 3))
 def test_every_recipe_is_a_rule(name: str) -> None:
     rule = jc.nn.recipe(name, "blocks")
     assert rule.path == "blocks" and rule.weight is not None and rule.gradient is not None

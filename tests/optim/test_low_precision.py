@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import in_turn
 from oracle import ieee, pow2, round_exact
 
 import jchop as jc
@@ -114,7 +115,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", in_turn(TABLE, 3))
 def test_gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, rng: np.random.Generator) -> None:
     tx = optim.low_precision(
         TABLE[name],

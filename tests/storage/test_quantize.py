@@ -178,6 +178,7 @@ def test_a_nan_that_cannot_be_said() -> None:
     assert jc.dequantize(jc.quantize(x, "int4(group=4)"))[0, 0] == 2.0
 
 
+@pytest.mark.slow
 def test_given_scales_are_used_and_kept() -> None:
     x, other = numbers((4, 32)), 3 * numbers((4, 32))[::-1].copy()
     for text in ("uint4(group=8,zero_point=true)", "nvfp4"):
