@@ -58,9 +58,19 @@ def linear_general(f: Formats, p: Any, x: Any) -> Any:
     return f.end(y + f.small(p["bias"])).reshape(*x.shape[:-2], out)
 
 
+def _gain_by_rows(f: Formats, w: Any) -> Any:
+    """The kernel of an Einsum (h, a, b), a summed over."""
+    return jnp.swapaxes(f.gain(jnp.swapaxes(w, 1, 2)), 1, 2)
+
+
 def einsum(f: Formats, p: Any, x: Any) -> Any:
-    w = jnp.swapaxes(f.gain(jnp.swapaxes(p["kernel"], 1, 2)), 1, 2)  # (h, a, b), a summed over
-    return f.end(jnp.einsum("nha,hab->nhb", f.act(x), w) + f.small(p["bias"]))
+    y = lax.dot_general(f.act(x), _gain_by_rows(f, p["kernel"]), (((2,), (1,)), ((1,), (0,))))  # (h, n, b)
+    return f.end(jnp.swapaxes(y, 0, 1) + f.small(p["bias"]))
+
+
+def linen_einsum(f: Formats, p: Any, x: Any) -> Any:
+    """The product is Flax's own, which multiplies the kernel by the input, and so may take the sums otherwise."""
+    return f.end(jnp.einsum("nha,hab->nhb", f.act(x), _gain_by_rows(f, p["kernel"])) + f.small(p["bias"]))
 
 
 def conv(f: Formats, p: Any, x: Any) -> Any:
@@ -132,10 +142,11 @@ def heads(f: Formats, p: Any, x: Any) -> Any:
 def attention(f: Formats, p: Any, x: Any) -> Any:
     q, k, v = (heads(f, p[name], x) for name in ("query", "key", "value"))
     q = q / jnp.sqrt(q.shape[-1]).astype(q.dtype)
-    q, k = (f.act(jnp.swapaxes(v, 1, 2)) for v in (q, k))  # (n, h, q or k, d), d summed over
-    weights = jax.nn.softmax(jnp.einsum("nhqd,nhkd->nhqk", q, k))
-    v = f.act(jnp.transpose(v, (0, 2, 3, 1)))  # (n, h, d, k), k summed over
-    return linear_general(f, p["out"], jnp.einsum("nhqk,nhdk->nqhd", f.act(weights), v))
+    q, k = f.act(q), f.act(k)  # (n, q or k, h, d), d summed over
+    weights = jax.nn.softmax(lax.dot_general(q, k, (((3,), (3,)), ((0, 2), (0, 2)))))  # (n, h, q, k)
+    v = jnp.moveaxis(f.act(jnp.moveaxis(v, 1, -1)), -1, 1)  # k summed over
+    y = lax.dot_general(f.act(weights), v, (((3,), (1,)), ((0, 1), (0, 2))))  # (n, h, q, d)
+    return linear_general(f, p["out"], jnp.swapaxes(y, 1, 2))
 
 
 # -- cells: of a carry and an input, the new carry and the result ------------------------------------------------------
@@ -283,6 +294,7 @@ LAYERS: dict[str, Layer] = {
         linen.Einsum((2, 6, 5), "nha,hab->nhb"),
         einsum,
         (3, 2, 6),
+        linen_einsum,
     ),
     "Conv1d": Layer(lambda r: nnx.Conv(3, 4, (3,), rngs=r), linen.Conv(4, (3,)), conv, (2, 5, 3)),
     "Conv2d": Layer(lambda r: nnx.Conv(3, 4, (2, 3), rngs=r), linen.Conv(4, (2, 3)), conv, (2, 5, 4, 3)),

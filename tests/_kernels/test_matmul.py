@@ -156,11 +156,13 @@ LENGTHS: tuple[Shape, ...] = (
     (1, 1, 1, 1), (1, 7, 7, 7), (1, 2, 127, 3), (1, 3, 128, 2), (2, 1, 129, 2), (1, 2, 1025, 1), (1, 37, 101, 2),
     (1, 8, 128, 17), (3, 5, 257, 1), (1, 3, 0, 2),
 )  # fmt: skip
-#: A seventeenth of kernel x dtype x kind x shape, orders in turn; each row has every mode.
+#: A seventeenth of kernel x dtype x kind x shape, orders in turn; each row has every mode. No operation has a codebook
+#: for its results.
+SUMMED = [kind for kind in KINDS if not kind.startswith("codebook")]
 KINDS_IN_TURN = [
     pytest.param(*pair, kind, shape, ORDERS[(i + j + m) % len(ORDERS)], id=f"{'-'.join(pair)}-{kind}-{shape}")
     for i, pair in enumerate(DTYPES)
-    for j, kind in enumerate(KINDS)
+    for j, kind in enumerate(SUMMED)
     for m, shape in enumerate(LENGTHS)
     if (7 * i + 3 * j + m) % 17 == 0
 ]
@@ -171,12 +173,8 @@ KINDS_IN_TURN = [
 def test_every_kind_and_mode(kernel: str, dtype: str, kind: str, shape: Shape, order: str) -> None:
     """Products and sums of one kind of format, in one compiled function for all modes."""
     specs = [arithmetic(order, f"{kind}:{mode}", f"{kind}:{mode}") for mode in MODES]
-    batch, m, k, n = shape
     with jax.enable_x64(dtype == "float64"):
-        a, b = (jnp.asarray(spread(s, seed, dtype)) for s, seed in (((batch, m, k), 1), ((batch, k, n), 2)))
-        a, b = (jc.round_to_format(x, "e4m3") for x in (a, b))
-        if order.startswith("matrix_unit"):
-            a, b = jnp.round(a), jnp.round(b)  # sums that are exact in any order
+        a, b = map(jnp.asarray, operands(specs[0], shape, dtype))
 
         @compiled
         def kernels(a: jax.Array, b: jax.Array) -> list[jax.Array]:
