@@ -153,7 +153,7 @@ def _custom(params: Any) -> tuple[int, int]:
     values = [] if params is None else np.asarray(params, float).ravel().tolist()
     if len(values) != 2:
         raise ValueError(f"params={params!r} must be [t, emax], which format 'custom' needs")
-    bits, emax = (check_int(name, _whole(value), 1) for name, value in zip(("t", "emax"), values, strict=True))
+    bits, emax = (check_int(name, whole(value), 1) for name, value in zip(("t", "emax"), values, strict=True))
     if bits > 53:
         raise ValueError(f"params=[{bits}, {emax}] must have t from 1 to 53")
     return bits, emax
@@ -179,19 +179,19 @@ def _options(options: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None and np.size(value) and value != ""}
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """A float that is a whole number, as MATLAB passes them, as an int."""
     return int(value) if isinstance(value, float | np.floating) and float(value).is_integer() else value
 
 
 def _integer(given: Mapping[str, Any], name: str, low: int, high: int | None = None, default: int | None = None) -> Any:
-    return check_int(name, _whole(given[name]), low, high) if name in given else default
+    return check_int(name, whole(given[name]), low, high) if name in given else default
 
 
 def _switch(given: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
     if name not in given:
         return default
-    value = _whole(given[name])
+    value = whole(given[name])
     if not isinstance(value, bool | np.bool_ | int | np.integer) or value not in (0, 1):
         raise ValueError(f"{name}={given[name]!r} must be 0 or 1")
     return bool(value)

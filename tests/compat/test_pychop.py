@@ -17,7 +17,7 @@ import pytest
 
 import jchop as jc
 from jchop.compat import pychop
-from jchop.compat.pychop import Chop, Chopf, Chopi, ChopSTE, Customs, FaultChop, LightChop, float_params
+from jchop.compat.pychop import Chop, Chopf, Chopi, ChopSTE, Customs, FaultChop, LightChop, float_params, ptq
 
 RMODES = {
     1: "nearest_even",
@@ -103,6 +103,28 @@ def test_integers(symmetric: bool) -> None:
     )
 
 
+def test_integers_by_earlier_names() -> None:
+    x = np.array([-3.5, -1.0, 0.0, 0.3, 3.5, 1.75])
+    for bits in (3, 7):
+        most = 2 ** (bits - 1) - 1
+        ch = Chopi(num_bits=bits, symmetric=True)
+        codes = ch.quantize(x)
+        assert codes.dtype == np.int8
+        scale = Fraction(ch.scale.item())
+        assert abs(scale * most / Fraction(3.5) - 1) < 2.0**-24
+        assert codes.tolist() == [oracle.rne(Fraction(v) / scale) for v in x.tolist()]
+        assert (ch.qmin, ch.qmax, ch.bits) == (-most - 1, most, bits)
+        np.testing.assert_array_equal(ch.dequantize(codes), codes * float(scale))
+    shifted = Chopi(5)
+    codes = shifted.quantize(x)
+    assert (shifted.qmin, shifted.qmax) == (0, 31) == (codes.min(), codes.max()) and codes.dtype == np.uint8
+    np.testing.assert_array_equal(shifted.dequantize(codes), shifted(x))
+    rows = np.array([[1.0, 10.0], [-2.0, 20.0]])
+    assert Chopi(8, True, True, channel_dim=1).quantize(rows).tolist() == [[64, 64], [-127, 127]]
+    with pytest.raises(ValueError, match="bits=16"):
+        Chopi(num_bits=16)
+
+
 def test_integers_by_channel_and_calibrated() -> None:
     x = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32) * [[1], [10], [100]]
     x = x.astype(np.float32)
@@ -186,6 +208,67 @@ def test_float_params() -> None:
     assert tuple(float_params("tf32"))[:4] == (2.0**-11, 2.0**-136, 2.0**-126, 2.0**128 - 2.0**117)
     table: Any = float_params()
     assert table["d"][3] == np.finfo(np.float64).max and table["q52"] == table["fp8-e5m2"]
+
+
+def test_weights_of_flax_models(capsys: pytest.CaptureFixture[str]) -> None:
+    x = jnp.asarray(numbers()[:14], jnp.float32)
+    variables = {
+        "params": {"Dense_0": {"kernel": x, "bias": x[:3]}, "Norm_0": {"scale": x}, "Embed_0": {"embedding": x}},
+        "batch_stats": {"Norm_0": {"scale": x}},
+    }
+    got = ptq.post_quantization(variables, Chop(5, 2), verbose=True)
+    wanted = exact.rounded(np.asarray(x), E5M2)
+    exact.assert_same(got["params"]["Dense_0"]["kernel"], wanted)
+    exact.assert_same(got["params"]["Dense_0"]["bias"], wanted[:3])
+    exact.assert_same(got["params"]["Norm_0"]["scale"], wanted)
+    assert got["params"]["Embed_0"]["embedding"] is x and got["batch_stats"]["Norm_0"]["scale"] is x
+    assert "rounded params.Dense_0.kernel, (14,)" in capsys.readouterr().out.splitlines()
+    assert pychop.post_quantization is ptq.post_quantization
+    for call in (ptq.dynamic_post_quantization, lambda v, ch: ptq.static_post_quantization(v, ch, [x])):
+        with pytest.raises(TypeError, match=r"not variables of a Flax model: see jchop\.nn"):
+            call(variables, Chop(5, 2))
+
+
+def test_the_modules_that_scripts_import_from() -> None:
+    from jchop.compat.pychop import math_func as mf
+    from jchop.compat.pychop.chop import Chop as PapersChop
+    from jchop.compat.pychop.lightchop import LightChop as PapersLightChop
+
+    assert PapersChop is Chop and PapersLightChop is LightChop
+    ch, x = LightChop(5, 10, rmode=3), np.random.default_rng(0).standard_normal((3, 3))
+    half = oracle.ieee(5, 10)
+    assert mf.sin(3.2, ch) == float(exact.rounded(np.sin(exact.rounded(3.2, half, "down")), half, "down"))
+    np.testing.assert_array_equal(mf.dot(x, x, ch), mf.matmul(x, x, chop=ch))
+    with pytest.raises(AttributeError, match="no attribute 'fft'"):
+        _ = mf.fft
+
+
+def test_more_exponents_than_the_array_has() -> None:
+    x = exact.numbers(100, -149, 127).astype(np.float32)
+    for rmode in (1, 4, 9):
+        exact.assert_same(Chop(10, 9, rmode=rmode)(x), exact.rounded(x, oracle.ieee(10, 9), RMODES[rmode]))
+    assert Chop(10, 9)(x).dtype == np.float32
+    with pytest.raises(ValueError, match="cannot hold every result of spec='e10m9'"):
+        Chop(10, 9)(jnp.asarray(x))
+
+
+def test_what_matlab_hands_over() -> None:
+    """Doubles for every number, and the memory of matrices, by columns."""
+    x = numbers().reshape(4, 40)
+    matrix = np.asfortranarray(x).data
+    ch = Chop(exp_bits=5.0, sig_bits=2.0, rmode=1.0)  # type: ignore[arg-type]
+    exact.assert_same(ch(matrix), exact.rounded(x, E5M2))
+    assert (ch.exp_bits, ch.sig_bits, float(ch(1.1))) == (5, 2, 1.0)
+    half: list[Any] = [Customs(exp_bits=5.0, sig_bits=10.0), Customs(15.0, 11.0)]  # type: ignore[arg-type]
+    for customs in half:
+        assert float(FaultChop(customs=customs, rmode=3.0)(0.1)) == 0.0999755859375
+    assert float(FaultChop("h", rmode=2.0, explim=1.0)(1e-9)) == 2.0**-24  # type: ignore[arg-type]
+    fixed = x / 1000
+    exact.assert_same(Chopf(4.0, 4.0)(fixed.data), exact.rounded(fixed, oracle.fixed(4, 4)))  # type: ignore[arg-type]
+    codes = Chopi(bits=8.0, symmetric=True).quantize(np.array([[0.5, -1.0]]).data)  # type: ignore[arg-type]
+    assert codes.tolist() == [[64, -127]]
+    with pytest.raises(TypeError, match=r"exp_bits=5\.5"):
+        Chop(exp_bits=5.5, sig_bits=2)  # type: ignore[arg-type]
 
 
 def test_copies() -> None:

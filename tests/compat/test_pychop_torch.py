@@ -71,6 +71,7 @@ def test_every_layer_runs_and_trains() -> None:
     inputs = {"1d": line, "2d": image, "3d": volume}
     ch = Chop(5, 10)
     names = [name.removeprefix("Quantized") for name in layers.__all__ if name.startswith("Quantized")]
+    names = [name for name in names if name not in ("Attention", "AvgPool", "Flatten", "Layer")]
     assert len(names) >= 38
     for name in names:
         args, x = arguments.get(name, ((), inputs.get(name[-2:], image)))
@@ -132,7 +133,7 @@ def test_optimizers() -> None:
     for name in optimizers.__all__:
         weight = nn.Parameter(torch.linspace(-1, 1, 5))
         optimizer = getattr(optimizers, name)([weight], lr=0.01, chop=Chop(4, 3))
-        assert isinstance(optimizer, getattr(torch.optim, name.removeprefix("I").removeprefix("Quantized")))
+        assert isinstance(optimizer, getattr(torch.optim, name.split("Quantized")[1].replace("Prop", "prop")))
         weight.grad = torch.full((5,), 0.3)
         assert optimizer.step(lambda: 5.0) == 5.0
         for value in optimizer.state[weight].values():

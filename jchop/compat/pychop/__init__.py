@@ -1,7 +1,8 @@
 """Pychop's names (arXiv 2504.07835), those of its paper and those of its version 0.6, on NumPy, JAX and torch.
 
 ``from jchop.compat.pychop import Chop`` in place of ``from pychop import Chop``; networks are in
-``jchop.compat.pychop.layers``, optimizers in ``jchop.compat.pychop.optimizers``. What differs from Pychop:
+``jchop.compat.pychop.layers``, optimizers in ``.optimizers``, quantization after training in ``.ptq``, functions in
+``.math_func``. What differs from Pychop:
 
 * Every result is the exact value rounded once. Pychop's is wrong past the overflow threshold (70000 becomes 0 in half
   precision), in ties of negative numbers (rmodes 7 and 8), for values of the format under rmode 9, just below powers of
@@ -18,20 +19,29 @@
 * ``Chop`` with a format's name or ``customs`` is the paper's: `FaultChop`. ``LightChop`` is the other one.
 * ``ChopSTE`` and its kin are the same classes: gradients pass straight through all of them.
 * ``backend`` takes a name and does nothing: the array says what it is. There is no backend for TensorFlow.
+* The paper's layers (``FPQuantized*``, ``IntQuantized*``, ``Quantized*`` with ``exp_bits``) have the shapes of torch's
+  and begin with its parameters; `ptq` and `layers` say what is rounded.
 * ``float_params()`` is a dict of tuples, not a data frame; formats without a binary64 value (``"q"``) are left out.
+
+Not here: arrays that carry their format (``pychop.builtin``; `jchop.emulate` rounds every operation of a function),
+Pychop's classes of MX, block and P3109 formats (`jchop` has these formats by name), CADNA's generator, integers of more
+than 8 bits, layers for Flax and TensorFlow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from jchop._checks import check_choice
+from jchop.compat.pychop import math_func, ptq
 from jchop.compat.pychop._integers import Chopi
-from jchop.compat.pychop._math import FUNCTIONS, method
 from jchop.compat.pychop._params import float_params
 from jchop.compat.pychop._quantizers import Chop, Chopf, Customs, FaultChop
+from jchop.compat.pychop._words import WORDS
+
+#: How the names of layers begin.
+LAYERS = tuple(WORDS)
 
 LightChop = Chop
 ChopSTE = LightChopSTE = Chop
@@ -75,20 +85,12 @@ def get_backend() -> str:
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    if name in FUNCTIONS:
-        return partial(_function, name)
-    if name.startswith(("Quantized", "IQuantized")) or name.endswith("post_quantization"):
+    if name in math_func.__all__:
+        return getattr(math_func, name)
+    if name.startswith(LAYERS):
         from jchop.compat.pychop import layers
 
         return getattr(layers, name)
+    if name in ptq.__all__:
+        return getattr(ptq, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _function(name: str, *args: Any, chop: Any = None, **options: Any) -> Any:
-    """``name(*operands, chop)``: the quantizer follows the operands, by name or place."""
-    if chop is None:
-        place = next((i for i, arg in enumerate(args) if hasattr(arg, "compute")), None)
-        if place is None:
-            raise TypeError(f"{name} needs a quantizer after its operands, or as chop=")
-        chop, args = args[place], (*args[:place], *args[place + 1 :])
-    return method(chop, name, *args, **options)

@@ -9,6 +9,7 @@ import numpy as np
 from jchop._checks import check_bool, check_int
 from jchop.compat._carriers import apply, as_numbers, rounded
 from jchop.formats import ScaledFormat
+from jchop.matlab import whole
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, fit_scale, quantize
 from jchop.storage._codes import raw, spread
@@ -20,10 +21,12 @@ class Chopi:
     """Integers under a scale.
 
     Args:
-        bits: width of a code, to 8.
+        bits: width of a code, 2 to 8.
         symmetric: signed codes under a scale, amax / (2^(bits - 1) - 1); else codes from 0 with a zero point.
         per_channel: a scale for each index of an axis.
         axis: that axis.
+        num_bits: `bits`, as earlier versions call it.
+        channel_dim: `axis`, as they call it.
 
     Example:
         >>> import numpy as np
@@ -36,12 +39,24 @@ class Chopi:
         [[0.1012, -0.2], [0.3012, 0.4]]
     """
 
-    def __init__(self, bits: int = 8, symmetric: bool = False, per_channel: bool = False, axis: int = 0) -> None:
+    def __init__(
+        self,
+        bits: int = 8,
+        symmetric: bool = False,
+        per_channel: bool = False,
+        axis: int = 0,
+        *,
+        num_bits: int | None = None,
+        channel_dim: int | None = None,
+    ) -> None:
+        bits, axis = whole(bits if num_bits is None else num_bits), whole(axis if channel_dim is None else channel_dim)
         self.bits, self.symmetric = check_int("bits", bits, 2, 8), check_bool("symmetric", symmetric)
         self.per_channel, self.axis = check_bool("per_channel", per_channel), axis
+        self.qmin, self.qmax = (-(1 << bits - 1), (1 << bits - 1) - 1) if symmetric else (0, (1 << bits) - 1)
         self.scale: Any = None
         self.zero_point: Any = None
         self._fixed = False
+        self._dtype: Any = None
 
     def spec_for(self, x: Any) -> Spec:
         """The spec of an array; a vector has no channels.
@@ -74,11 +89,12 @@ class Chopi:
     def _codes(self, x: Any) -> Any:
         q = self._quantized(x)
         self.scale, self.zero_point = q.scale, q.zero_point
+        self._dtype = np.promote_types(x.dtype, q.scale.dtype)
         fmt = q.spec.element
         codes = spread(raw(q.qvalue, fmt), fmt, x.shape[-1] if x.ndim else 1)
         if not self.symmetric:
             return codes
-        return (codes ^ (1 << self.bits - 1)).astype("int8") - np.int8(1 << self.bits - 1 if self.bits < 8 else -128)
+        return ((codes.astype("int32") ^ -self.qmin) + self.qmin).astype("int8")
 
     def _quantized(self, x: Any) -> QArray:
         if self._fixed:
@@ -97,7 +113,8 @@ class Chopi:
         if self.scale is None:
             raise ValueError("no array was quantized, so there is no scale to dequantize with")
         shift = 0 if self.zero_point is None else self.zero_point
-        return apply(lambda array: (array.astype("int32") - shift).astype(self.scale.dtype) * self.scale, codes)
+        dtype = self.scale.dtype if self._dtype is None else self._dtype
+        return apply(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)
 
     def __call__(self, x: Any) -> Any:
         """`x` rounded to what its codes stand for.

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jchop._bits import CARRIERS
 from jchop._checks import check_bool
 from jchop._flip import flip_bits
+from jchop._reference.grid import holds
 from jchop.compat._carriers import Draws, apply, as_numbers, dtype_name, is_torch, key_of, rounded
 from jchop.compat.pychop._math import METHODS, method
 from jchop.formats import FixedFormat, FloatFormat
-from jchop.matlab import FORMATS, chop_spec, rounded_by
+from jchop.matlab import FORMATS, chop_spec, rounded_by, whole
 from jchop.spec import Spec
 
 __all__ = ["Chop", "Chopf", "Customs", "FaultChop"]
@@ -61,7 +63,7 @@ class Quantizer:
 
     def __init__(self, spec: Spec, random_state: int, verbose: int = 0) -> None:
         self.spec = spec
-        self._draws = Draws(random_state)
+        self._draws = Draws(whole(random_state))
         if verbose:
             print(f"{spec}: unit roundoff {self.u:e}")
 
@@ -117,6 +119,8 @@ class Chop(Quantizer):
     """Floating point of any size: the ``Chop`` of Pychop 0.6, which its paper calls ``LightChop``.
 
     Called as the paper's ``Chop``, with a format's name or ``customs``, it gives a `FaultChop`.
+    A format with more exponents than the dtype of an array rounds it in float64 (not JAX arrays); what the dtype cannot
+    hold becomes infinite.
 
     Args:
         exp_bits: bits of the exponent.
@@ -155,11 +159,28 @@ class Chop(Quantizer):
         verbose: int = 0,
     ) -> None:
         del chunk_size
-        self.exp_bits, self.sig_bits, self.subnormal = exp_bits, sig_bits, check_bool("subnormal", bool(subnormal))
+        self.exp_bits, self.sig_bits = whole(exp_bits), whole(sig_bits)
+        self.subnormal = check_bool("subnormal", bool(subnormal))
         self.rmode = _rmode(rmode, 10)
-        fmt = FloatFormat(exp_bits, sig_bits, subnormals=self.subnormal)
+        fmt = FloatFormat(self.exp_bits, self.sig_bits, subnormals=self.subnormal)
         self.u = 2.0**-(fmt.precision)
         super().__init__(Spec(fmt, RMODES[self.rmode], flush=not self.subnormal), random_state, verbose)
+
+    def __call__(self, x: Any, *, key: jax.Array | None = None) -> Any:
+        """`x` rounded.
+
+        Args:
+            x: numbers, NumPy, JAX or torch; what comes back is of the same kind.
+            key: a typed key of JAX in place of the object's own random numbers; a traced `x` needs it.
+        """
+        x = as_numbers(x)
+        carrier = CARRIERS.get(dtype_name(x))
+        if carrier is None or isinstance(x, jax.Array) or holds(self.spec_for(carrier.name), carrier):
+            return super().__call__(x, key=key)
+        if is_torch(x):
+            return super().__call__(x.double(), key=key).to(x.dtype)
+        with np.errstate(over="ignore"):
+            return super().__call__(x.astype(np.float64), key=key).astype(x.dtype)
 
 
 @dataclass
@@ -190,8 +211,9 @@ class Customs:
         Raises:
             ValueError: where they are not said, or twice.
         """
-        emax = self.emax if self.exp_bits is None else (1 << self.exp_bits - 1) - 1
-        t = self.t if self.sig_bits is None else self.sig_bits + 1
+        exp_bits, emax, t = whole(self.exp_bits), whole(self.emax), whole(self.t)
+        emax = emax if exp_bits is None else (1 << exp_bits - 1) - 1
+        t = t if self.sig_bits is None else whole(self.sig_bits) + 1
         if emax is None or t is None or self.emax not in (None, emax) or self.t not in (None, t):
             raise ValueError(f"customs={self} must say emax or exp_bits, and t or sig_bits")
         return t, emax
@@ -294,6 +316,6 @@ class Chopf(Quantizer):
     """
 
     def __init__(self, ibits: int = 4, fbits: int = 4, rmode: int | str = 1, *, random_state: int = 42) -> None:
-        self.ibits, self.fbits, self.rmode = ibits, fbits, _rmode(rmode, 6)
-        self.u = 2.0 ** -(fbits + 1)
-        super().__init__(Spec(FixedFormat(ibits, fbits), RMODES[self.rmode]), random_state)
+        self.ibits, self.fbits, self.rmode = whole(ibits), whole(fbits), _rmode(rmode, 6)
+        self.u = 2.0 ** -(self.fbits + 1)
+        super().__init__(Spec(FixedFormat(self.ibits, self.fbits), RMODES[self.rmode]), random_state)

@@ -1,17 +1,28 @@
 """Pychop's layers for torch, and its quantization after training: ``from jchop.compat.pychop.layers import *``.
 
-Each class is the layer of `torch.nn` of that name with ``chop=``: its parameters and its output are rounded in forward,
-gradients pass straight through. Other than Pychop's, layers with parameters in ``forward`` (norms, recurrent layers)
-keep the parameters that an optimizer holds, so that they train. Flax models are quantized by `jchop.nn`.
+``Quantized*`` and ``IQuantized*`` are the layers of `torch.nn` of these names with ``chop=``: their parameters and
+their output are rounded in forward, gradients pass straight through. The paper's classes take bits instead, and round
+their parameters and their input:
+
+* ``QuantizedLinear(10, 5, exp_bits=5, sig_bits=10, rmode=1)``: floating point. Both numbers may follow the sizes, as in
+  ``QuantizedLinear(10, 5, 5, 10)``; in other layers that needs ``rmode=``, else they would be arguments of torch.
+* ``FPQuantizedLinear(10, 5, ibits=8, fbits=8, rmode=1)``: fixed point; ``int_bits`` and ``frac_bits`` are the same.
+* ``IntQuantizedLinear(10, 5, num_bits=8)``: integers under a symmetric scale; the output is rounded too.
+
+Their recurrent layers, and floating-point attention, have the batch first. ``*Attention``, ``*AvgPool`` and ``*Layer``
+are MultiheadAttention, AvgPool2d, and a layer that rounds its input.
+
+Other than Pychop's, layers with parameters in ``forward`` (norms, recurrent layers) keep the parameters that an
+optimizer holds, so that they train; what happens inside recurrent and attention layers is torch's, not rounded; and
+parameters begin as torch's do. Flax models are quantized by `jchop.nn`.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 from jchop._files import require_extra
 
@@ -22,10 +33,16 @@ from torch import nn  # noqa: E402
 
 from jchop.compat.pychop._integers import Chopi  # noqa: E402
 from jchop.compat.pychop._quantizers import Chop, Chopf  # noqa: E402
+from jchop.compat.pychop._words import WORDS  # noqa: E402
+from jchop.compat.pychop.ptq import (  # noqa: E402
+    dynamic_post_quantization,
+    mixed_post_quantization,
+    post_quantization,
+    static_post_quantization,
+)
 
 ChopSTE, ChopfSTE, ChopiSTE = Chop, Chopf, Chopi
 
-_Model = TypeVar("_Model", bound=nn.Module)
 _LAYERS = [
     "AdaptiveAvgPool1d",
     "AdaptiveAvgPool2d",
@@ -67,24 +84,48 @@ _LAYERS = [
     "Softmax",
     "Tanh",
 ]
-_PREFIXES = ("Quantized", "IQuantized")
-_FUNCTIONS = ["dynamic_post_quantization", "mixed_post_quantization", "post_quantization", "static_post_quantization"]
+#: Pychop's other names of layers.
+_OTHER_NAMES = {"Attention": "MultiheadAttention", "AvgPool": "AvgPool2d", "Flatten": "Flatten", "Layer": "Identity"}
+_TORCH = {name: name for name in _LAYERS} | _OTHER_NAMES
+#: After how many arguments the paper's layers take exp_bits and sig_bits.
+_SIZES = {"Identity": 0, "Linear": 2, "RNN": 2, "LSTM": 2, "GRU": 2, "MultiheadAttention": 2, "LayerNorm": 1} | {
+    f"{name}{axes}d": size for name, size in (("Conv", 3), ("BatchNorm", 1)) for axes in (1, 2, 3)
+}
+_RECURRENT = ("RNN", "LSTM", "GRU")
+#: The inputs of a layer by name; its first arguments are the same.
+_INPUTS = {"MultiheadAttention": ("query", "key", "value")}
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "ChopSTE",
     "ChopfSTE",
     "ChopiSTE",
-    *_FUNCTIONS,
-    *(prefix + name for prefix in _PREFIXES for name in _LAYERS),
+    "dynamic_post_quantization",
+    "mixed_post_quantization",
+    "post_quantization",
+    "static_post_quantization",
+    *(prefix + name for prefix in WORDS for name in _TORCH),
+    # Scripts take these from Pychop's layers, too.
+    "nn",
+    "torch",
 ]
 
 
 class _Rounding(nn.Module):
-    """What is put before a layer of torch: parameters and output rounded by ``chop``."""
+    """What is put before a layer of torch: parameters, and inputs or output, rounded by ``chop``."""
+
+    prefix: ClassVar[str]
+    of: ClassVar[str]
 
     def __init__(self, *args: Any, chop: Any = None, **options: Any) -> None:
+        args = _bits_named(self.of, args, options) if self.prefix == "Quantized" else args
+        quantizer = WORDS[self.prefix].quantizer(chop, options)
+        papers = quantizer is not chop
+        if papers and (self.of in _RECURRENT or (self.of, self.prefix) == ("MultiheadAttention", "Quantized")):
+            options.setdefault("batch_first", True)
         super().__init__(*args, **options)
-        self.chop = chop
+        self.chop = quantizer
+        self.rounds_input = papers or self.of == "Identity"
+        self.rounds_output = not self.rounds_input or (self.prefix == "IntQuantized" and self.of != "Identity")
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """The layer's own.
@@ -95,8 +136,32 @@ class _Rounding(nn.Module):
         """
         if self.chop is None:
             return super().forward(*args, **options)
+        if self.rounds_input:
+            names = _INPUTS.get(self.of, ("input",))
+            args = (*(_rounded_floats(arg, self.chop) for arg in args[: len(names)]), *args[len(names) :])
+            options |= {name: _rounded_floats(options[name], self.chop) for name in names if name in options}
         with _rounded_parameters(self, self.chop):
-            return _rounded_output(super().forward(*args, **options), self.chop)
+            output = super().forward(*args, **options)
+        return _rounded_output(output, self.chop) if self.rounds_output else output
+
+
+def _bits_named(of: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of torch's layer, and ``exp_bits, sig_bits[, rmode]``, where they follow its sizes, by name."""
+    sizes = _SIZES.get(of)
+    if sizes is None or "exp_bits" in options or len(args) < sizes + 2:
+        return args
+    last = 2
+    if of in ("Identity", "Linear"):  # torch's own arguments are fewer, or no numbers
+        last = 3
+    elif "rmode" not in options:
+        return args
+    options |= dict(zip(("exp_bits", "sig_bits", "rmode"), args[sizes : sizes + last], strict=False))
+    return args[:sizes] + args[sizes + last :]
+
+
+def _rounded_floats(x: Any, chop: Any) -> Any:
+    """An input rounded, where it has numbers to round."""
+    return chop(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 @contextmanager
@@ -130,149 +195,15 @@ def _rounded_output(output: Any, chop: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    for prefix in _PREFIXES:
-        if name.startswith(prefix) and name.removeprefix(prefix) in _LAYERS:
-            return _layer(name, name.removeprefix(prefix))
+    for prefix in WORDS:
+        if name.startswith(prefix) and name.removeprefix(prefix) in _TORCH:
+            return _layer(name, prefix, _TORCH[name.removeprefix(prefix)])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @cache
-def _layer(name: str, of: str) -> type[nn.Module]:
-    text = f"`torch.nn.{of}` with ``chop=``, a quantizer of its parameters and its output; None (default) for none."
-    return type(name, (_Rounding, getattr(nn, of)), {"__doc__": text, "__module__": __name__})
-
-
-# -- quantization after training ---------------------------------------------------------------------------------------
-
-
-def post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _Model:
-    """A copy of a model with its weights and biases rounded.
-
-    Args:
-        model: a module of torch.
-        chop: a quantizer.
-        eval_mode: whether the copy is put into evaluation mode.
-        verbose: whether to print the names of what is rounded.
-
-    Example:
-        >>> import torch
-        >>> from jchop.compat.pychop import Chop
-        >>> from jchop.compat.pychop.layers import post_quantization
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> rounded = post_quantization(layer, Chop(4, 3))
-        >>> bool((rounded.weight == Chop(4, 3)(layer.weight)).all())
-        True
-    """
-    result = copy.deepcopy(model)
-    if eval_mode:
-        result.eval()
-    with torch.no_grad():
-        for name, parameter in result.named_parameters():
-            if "weight" in name or "bias" in name:
-                parameter.copy_(chop(parameter))
-                if verbose:
-                    print(f"rounded {name}, {tuple(parameter.shape)}")
-    return result
-
-
-def dynamic_post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _Model:
-    """As `post_quantization`, and the outputs of layers are rounded in every forward pass.
-
-    Args:
-        model: a module of torch.
-        chop: a quantizer, of weights and outputs.
-        eval_mode: as in `post_quantization`.
-        verbose: as in `post_quantization`.
-    """
-    return mixed_post_quantization(model, chop, chop, eval_mode=eval_mode, verbose=verbose)
-
-
-def static_post_quantization(
-    model: _Model, chop: Any, calibration_data: Iterable[Any], eval_mode: bool = True, verbose: bool = False
-) -> _Model:
-    """As `dynamic_post_quantization`, with outputs clamped first to the range that they have on data.
-
-    Args:
-        model: a module of torch.
-        chop: a quantizer, of weights and outputs.
-        calibration_data: inputs, or tuples that begin with one.
-        eval_mode: as in `post_quantization`.
-        verbose: as in `post_quantization`.
-    """
-    return mixed_post_quantization(model, chop, chop, calibration_data, False, eval_mode, verbose)
-
-
-def mixed_post_quantization(
-    model: _Model,
-    weight_chop: Any,
-    activation_chop: Any,
-    calibration_data: Iterable[Any] | None = None,
-    dynamic: bool = True,
-    eval_mode: bool = True,
-    verbose: bool = False,
-) -> _Model:
-    """A copy of a model with weights and biases rounded by one quantizer, and the outputs of layers by another.
-
-    Args:
-        model: a module of torch.
-        weight_chop: a quantizer, or None.
-        activation_chop: a quantizer, or None.
-        calibration_data: inputs, or tuples that begin with one; needed without `dynamic`.
-        dynamic: whether outputs are rounded as they are; else they are clamped first to the range that they have on
-            `calibration_data`.
-        eval_mode: as in `post_quantization`.
-        verbose: as in `post_quantization`.
-
-    Raises:
-        ValueError: where outputs are to be clamped and there is no data.
-    """
-    keep = _identity if weight_chop is None else weight_chop
-    result = post_quantization(model, keep, eval_mode, verbose and weight_chop is not None)
-    if activation_chop is None:
-        return result
-    ranges: dict[nn.Module, list[float]] = {}
-    if not dynamic:
-        if calibration_data is None:
-            raise ValueError("calibration_data=None, but dynamic=False clamps outputs to their range on it")
-        ranges = _observed(result, calibration_data)
-    for layer in _leaves(result):
-        if dynamic or layer in ranges:
-            layer.register_forward_hook(_hook(activation_chop, ranges.get(layer)))
-    return result
-
-
-def _identity(x: Any) -> Any:
-    return x
-
-
-def _leaves(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if not list(module.children())]
-
-
-def _hook(chop: Any, ends: list[float] | None) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        del module, args
-        return _rounded_output(output if ends is None else output.clamp(*ends), chop)
-
-    return hook
-
-
-def _observed(model: nn.Module, data: Iterable[Any]) -> dict[nn.Module, list[float]]:
-    """The least and the largest output of each layer that gives a tensor."""
-    ranges: dict[nn.Module, list[float]] = {}
-
-    def see(module: nn.Module, args: Any, output: Any) -> None:
-        del args
-        if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():
-            low, high = ranges.get(module, [float("inf"), float("-inf")])
-            ranges[module] = [min(low, output.min().item()), max(high, output.max().item())]
-
-    handles = [layer.register_forward_hook(see) for layer in _leaves(model)]
-    try:
-        with torch.no_grad():
-            for batch in data:
-                model(batch[0] if isinstance(batch, tuple | list) else batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return ranges
+def _layer(name: str, prefix: str, of: str) -> type[nn.Module]:
+    words = ", ".join(f"``{word}=``" for word in ("chop", *WORDS[prefix].names))
+    text = f"`torch.nn.{of}` with {words}: a quantizer, or what it is made of; without one, nothing is rounded."
+    body = {"__doc__": text, "__module__": __name__, "prefix": prefix, "of": of}
+    return type(name, (_Rounding, getattr(nn, of)), body)

@@ -1,12 +1,13 @@
 """Pychop's optimizers for torch: those of `torch.optim` with ``chop=``, which rounds their moments after each step.
 
-`jchop.torch.OptimLP` rounds gradients, weights and an accumulator too.
+The paper's take ``exp_bits=``, ``sig_bits=`` and ``rmode=`` in place of ``chop=``, and have ``QuantizedRMSProp`` for
+``QuantizedRMSprop``. `jchop.torch.OptimLP` rounds gradients, weights and an accumulator too.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from jchop._files import require_extra
 
@@ -14,7 +15,11 @@ require_extra("jchop.compat.pychop.optimizers", "torch", ("torch",))
 
 import torch  # noqa: E402
 
-_OPTIMIZERS = ["Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD"]
+from jchop.compat.pychop._words import WORDS  # noqa: E402
+
+_OPTIMIZERS = {name: name for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")} | {
+    "RMSProp": "RMSprop"
+}
 _PREFIXES = ("Quantized", "IQuantized")
 
 __all__ = [prefix + name for prefix in _PREFIXES for name in _OPTIMIZERS]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -23,9 +28,11 @@ __all__ = [prefix + name for prefix in _PREFIXES for name in _OPTIMIZERS]  # pyr
 class _RoundingState(torch.optim.Optimizer):
     """What is put before an optimizer of torch: tensors of its state rounded by ``chop`` after each step."""
 
+    prefix: ClassVar[str]
+
     def __init__(self, params: Any, *args: Any, chop: Any = None, **options: Any) -> None:
+        self.chop = WORDS[self.prefix].quantizer(chop, options)
         super().__init__(params, *args, **options)
-        self.chop = chop
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """A step of the optimizer.
@@ -46,11 +53,12 @@ class _RoundingState(torch.optim.Optimizer):
 def __getattr__(name: str) -> Any:
     for prefix in _PREFIXES:
         if name.startswith(prefix) and name.removeprefix(prefix) in _OPTIMIZERS:
-            return _optimizer(name, name.removeprefix(prefix))
+            return _optimizer(name, prefix, _OPTIMIZERS[name.removeprefix(prefix)])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @cache
-def _optimizer(name: str, of: str) -> type[torch.optim.Optimizer]:
+def _optimizer(name: str, prefix: str, of: str) -> type[torch.optim.Optimizer]:
     text = f"`torch.optim.{of}` with ``chop=``, a quantizer of its moments; None (default) for none."
-    return type(name, (_RoundingState, getattr(torch.optim, of)), {"__doc__": text, "__module__": __name__})
+    body = {"__doc__": text, "__module__": __name__, "prefix": prefix}
+    return type(name, (_RoundingState, getattr(torch.optim, of)), body)

@@ -1,0 +1,168 @@
+"""Quantization after training, for modules of torch."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from jchop._checks import check_choice
+from jchop._files import require_extra
+
+require_extra("jchop.compat.pychop.ptq", "torch", ("torch",))
+
+import torch  # noqa: E402
+from torch import fx, nn  # noqa: E402
+from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
+
+from jchop.compat._carriers import apply, dtype_name  # noqa: E402
+from jchop.compat.pychop._integers import Chopi  # noqa: E402
+from jchop.spec import Spec  # noqa: E402
+
+__all__ = ["equip", "fused", "rounded_copy"]
+
+_METHODS = ("minmax", "percentile", "kl_divergence", "mse")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def rounded_copy(model: Any, chop: Any, eval_mode: bool, verbose: bool) -> Any:
+    """A copy with parameters rounded whose names have ``weight`` or ``bias`` in them."""
+    result = copy.deepcopy(model)
+    if eval_mode:
+        result.eval()
+    with torch.no_grad():
+        for name, parameter in result.named_parameters():
+            if "weight" in name or "bias" in name:
+                parameter.copy_(chop(parameter))
+                if verbose:
+                    print(f"rounded {name}, {tuple(parameter.shape)}")
+    return result
+
+
+def equip(model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, percentile: float) -> None:
+    """Makes every layer of `model` round its output, clamped first to the range that it has on `data`, if any."""
+    check_choice("calibration_method", method, _METHODS)
+    if not 0 < percentile <= 100:
+        raise ValueError(f"percentile={percentile} must be more than 0 and at most 100")
+    ranges = None if data is None else _observed(model, data, _method(chop, method, percentile), chop)
+    for layer in _leaves(model):
+        if ranges is None or layer in ranges:
+            layer.register_forward_hook(_hook(chop, None if ranges is None else ranges[layer]))
+
+
+def _method(chop: Any, method: str, percentile: float) -> str:
+    """What `jchop.nn.calibrate` calls a method."""
+    if method == "percentile":
+        return "minmax" if percentile == 100 else f"percentile({percentile})"
+    if isinstance(chop, Chopi):
+        return {"kl_divergence": "entropy"}.get(method, method)
+    if method == "kl_divergence":
+        kind = type(chop).__name__
+        raise ValueError(f"calibration_method='kl_divergence' counts even levels, and {kind} has none; use 'mse'")
+    return "minmax"  # of values that do not move with the range, the whole range leaves the least error
+
+
+def _leaves(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if not list(module.children())]
+
+
+def _hook(chop: Any, ends: list[float] | None) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        del module, args
+        if isinstance(output, tuple):
+            return chop(output[0]), *output[1:]
+        return chop(output if ends is None else output.clamp(*ends))
+
+    return hook
+
+
+class _Ends:
+    """The least and the largest number, in the tensor's own precision."""
+
+    def __init__(self) -> None:
+        self.ends = [float("inf"), float("-inf")]
+
+    def see(self, x: torch.Tensor) -> None:
+        self.ends = [min(self.ends[0], x.min().item()), max(self.ends[1], x.max().item())]
+
+    def range(self) -> list[float]:
+        return self.ends
+
+
+class _ByCalibration:
+    """The range that a method of `jchop.nn.calibrate` finds."""
+
+    def __init__(self, method: str, spec: Spec) -> None:
+        from jchop.nn._observers import observer_of
+
+        self.observer = observer_of(method, "widest")(spec)
+
+    def see(self, x: torch.Tensor) -> None:
+        apply(self.observer.see, x.float())
+
+    def range(self) -> list[float]:
+        ends = self.observer.range()
+        return [] if ends is None else ends.tolist()
+
+
+def _observed(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> dict[nn.Module, list[float]]:
+    """The range of the outputs of each layer that gives a tensor."""
+    observers: dict[nn.Module, _Ends | _ByCalibration] = {}
+
+    def see(module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():
+            if module not in observers:
+                spec = chop.spec_for(output if isinstance(chop, Chopi) else dtype_name(output))
+                observers[module] = _Ends() if method == "minmax" else _ByCalibration(method, spec)
+            observers[module].see(output)
+
+    handles = [layer.register_forward_hook(see) for layer in _leaves(model)]
+    try:
+        with torch.no_grad():
+            for batch in data:
+                model(batch[0] if isinstance(batch, tuple | list) else batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {layer: ends for layer, observer in observers.items() if (ends := observer.range())}
+
+
+# -- batch norms into convolutions -------------------------------------------------------------------------------------
+
+
+def fused(model: Any) -> Any:
+    """A copy in evaluation mode whose batch norms are part of the convolutions before them.
+
+    A norm is fused where it alone reads what a convolution gives, and both are called once.
+    """
+    result = copy.deepcopy(model).eval()
+    if not any(type(module) in _NORMS for module in result.modules()):
+        return result
+    for convolution, norm in _pairs(result):
+        both = fuse_conv_bn_eval(result.get_submodule(convolution), result.get_submodule(norm))  # type: ignore[type-var]
+        for name, module in ((convolution, both), (norm, nn.Identity())):
+            parent, _, own = name.rpartition(".")
+            setattr(result.get_submodule(parent), own, module)
+    return result
+
+
+def _pairs(model: nn.Module) -> list[tuple[str, str]]:
+    try:
+        graph = fx.symbolic_trace(model).graph
+    except Exception as error:  # whatever the model's own code raises when it is traced
+        raise ValueError(f"fuse_bn=True needs a model that torch.fx can trace ({error}); pass fuse_bn=False") from error
+    modules = dict(model.named_modules())
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    times = Counter(modules[str(node.target)] for node in calls)
+    pairs = []
+    for norm in calls:
+        source = next(iter(norm.args), None)
+        if not isinstance(source, fx.Node) or source not in calls or len(source.users) > 1:
+            continue
+        first, second = modules[str(source.target)], modules[str(norm.target)]
+        if type(first) in _CONVOLUTIONS and type(second) in _NORMS and times[first] == times[second] == 1:
+            pairs.append((str(source.target), str(norm.target)))
+    return pairs

@@ -1,0 +1,36 @@
+"""The functions that Pychop has outside of its classes, `pychop.math_func`: ``sin(x, chop)``, ``matmul(a, b, chop)``.
+
+The same names are in `jchop.compat.pychop` itself.
+
+Example:
+    >>> import jchop.compat.pychop.math_func as mf
+    >>> from jchop.compat.pychop import Chop
+    >>> float(mf.sin(3.2, Chop(exp_bits=5, sig_bits=2, rmode=3)))  # sin(3), 0.1411, downward
+    0.125
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jchop.compat.pychop._math import FUNCTIONS, method
+
+__all__ = FUNCTIONS  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name in FUNCTIONS:
+        return partial(_function, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _function(name: str, *args: Any, chop: Any = None, **options: Any) -> Any:
+    """``name(*operands, chop)``: the quantizer follows the operands, by name or place."""
+    if chop is None:
+        place = next((i for i, arg in enumerate(args) if hasattr(arg, "compute")), None)
+        if place is None:
+            raise TypeError(f"{name} needs a quantizer after its operands, or as chop=")
+        chop, args = args[place], (*args[:place], *args[place + 1 :])
+    return method(chop, name, *args, **options)

@@ -1,0 +1,171 @@
+"""Quantization after training by Pychop's names: modules of torch, and the weights of Flax models.
+
+What differs from Pychop: ``"percentile"`` is a percentile of the magnitudes (Pychop cuts a share off the range),
+``"kl_divergence"`` compares with the rounded distribution (Pychop with the clipped one), ``"mse"`` tries ranges down to
+0, and only convolutions are fused whose output the norm alone reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+__all__ = ["dynamic_post_quantization", "mixed_post_quantization", "post_quantization", "static_post_quantization"]
+
+_Model = TypeVar("_Model")
+#: The leaves of a Flax model that are rounded, as in Pychop.
+_WEIGHTS = ("kernel", "weight", "bias", "scale")
+
+
+def post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _Model:
+    """A copy of a model with its weights and biases rounded.
+
+    Args:
+        model: a module of torch, or the variables of a Flax model: of these the leaves named ``kernel``, ``weight``,
+            ``bias`` and ``scale`` outside of ``batch_stats`` are rounded.
+        chop: a quantizer.
+        eval_mode: whether the copy is put into evaluation mode; variables have none.
+        verbose: whether to print the names of what is rounded.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jchop.compat.pychop import Chop
+        >>> from jchop.compat.pychop.ptq import post_quantization
+        >>> variables = post_quantization({"params": {"kernel": jnp.array([1.1, 3.3])}}, Chop(4, 3))
+        >>> variables["params"]["kernel"].tolist()
+        [1.125, 3.25]
+    """
+    if _is_module(model):
+        from jchop.compat.pychop._ptq_torch import rounded_copy
+
+        return rounded_copy(model, chop, eval_mode, verbose)
+
+    def rounded(path: Any, leaf: Any) -> Any:
+        names = [str(getattr(step, "key", step)) for step in path]
+        if "batch_stats" in names or not set(names) & set(_WEIGHTS):
+            return leaf
+        if verbose:
+            print(f"rounded {'.'.join(names)}, {leaf.shape}")
+        return chop(leaf)
+
+    return jax.tree_util.tree_map_with_path(rounded, model)
+
+
+def dynamic_post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _Model:
+    """As `post_quantization`, and the outputs of layers are rounded in every forward pass.
+
+    Args:
+        model: a module of torch.
+        chop: a quantizer, of weights and outputs.
+        eval_mode: as in `post_quantization`.
+        verbose: as in `post_quantization`.
+
+    Raises:
+        TypeError: for variables of a Flax model, which have no layers; `jchop.nn` quantizes these.
+    """
+    return mixed_post_quantization(model, chop, chop, eval_mode=eval_mode, verbose=verbose)
+
+
+def static_post_quantization(
+    model: _Model,
+    chop: Any,
+    calibration_data: Iterable[Any],
+    calibration_method: str = "minmax",
+    percentile: float = 99.99,
+    fuse_bn: bool = True,
+    eval_mode: bool = True,
+    verbose: bool = False,
+) -> _Model:
+    """As `dynamic_post_quantization`, with outputs clamped first to a range that was found on data.
+
+    Args:
+        model: a module of torch.
+        chop: a quantizer, of weights and outputs.
+        calibration_data: inputs, or tuples that begin with one.
+        calibration_method: ``"minmax"``: the range that the outputs have; ``"percentile"``: the range within the
+            magnitude that so many per cent do not exceed; ``"mse"``: the share of the range that leaves the least
+            square error, all of it where `chop` has no scale; ``"kl_divergence"``: the range that loses the least
+            information, for integers.
+        percentile: for ``"percentile"``; more than 0, at most 100.
+        fuse_bn: whether batch norms are first made part of the convolutions before them; in evaluation mode.
+        eval_mode: as in `post_quantization`.
+        verbose: as in `post_quantization`.
+
+    Raises:
+        TypeError: for variables of a Flax model, which have no layers; `jchop.nn` quantizes these.
+        ValueError: for another method, one that `chop` has no use for, and a model that `torch.fx` cannot trace where
+            `fuse_bn` needs it.
+    """
+    model = _module(model)
+    from jchop.compat.pychop._ptq_torch import fused
+
+    return mixed_post_quantization(
+        fused(model) if fuse_bn and eval_mode else model,
+        chop,
+        chop,
+        calibration_data,
+        calibration_method,
+        percentile,
+        dynamic=False,
+        eval_mode=eval_mode,
+        verbose=verbose,
+    )
+
+
+def mixed_post_quantization(
+    model: _Model,
+    weight_chop: Any,
+    activation_chop: Any,
+    calibration_data: Iterable[Any] | None = None,
+    calibration_method: str = "minmax",
+    percentile: float = 99.99,
+    dynamic: bool = True,
+    eval_mode: bool = True,
+    verbose: bool = False,
+) -> _Model:
+    """A copy of a model with weights and biases rounded by one quantizer, and the outputs of layers by another.
+
+    Args:
+        model: a module of torch.
+        weight_chop: a quantizer, or None.
+        activation_chop: a quantizer, or None.
+        calibration_data: inputs, or tuples that begin with one; needed without `dynamic`.
+        calibration_method: as in `static_post_quantization`.
+        percentile: as in `static_post_quantization`.
+        dynamic: whether outputs are rounded as they are; else they are clamped first to the range that was found on
+            `calibration_data`.
+        eval_mode: as in `post_quantization`.
+        verbose: as in `post_quantization`.
+
+    Raises:
+        TypeError: for variables of a Flax model, which have no layers; `jchop.nn` quantizes these.
+        ValueError: where outputs are to be clamped and there is no data; for another method, and one that the quantizer
+            has no use for.
+    """
+    model = _module(model)
+    from jchop.compat.pychop._ptq_torch import equip
+
+    if not dynamic and calibration_data is None and activation_chop is not None:
+        raise ValueError("calibration_data=None, but dynamic=False clamps outputs to their range on it")
+    keep = _identity if weight_chop is None else weight_chop
+    result: Any = post_quantization(model, keep, eval_mode, verbose and weight_chop is not None)
+    if activation_chop is not None:
+        equip(result, activation_chop, None if dynamic else calibration_data, calibration_method, percentile)
+    return result
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+def _is_module(model: Any) -> bool:
+    return hasattr(model, "named_parameters")
+
+
+def _module(model: _Model) -> _Model:
+    if _is_module(model):
+        return model
+    kind = "variables of a Flax model" if isinstance(model, Mapping) else type(model).__name__
+    raise TypeError(f"model must be a module of torch to have its outputs rounded, not {kind}: see jchop.nn")
