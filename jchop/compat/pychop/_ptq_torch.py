@@ -55,7 +55,7 @@ def equip(model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, 
 def _method(chop: Any, method: str, percentile: float) -> str:
     """What `jchop.nn.calibrate` calls a method."""
     if method == "percentile":
-        return "minmax" if percentile == 100 else f"percentile({percentile})"
+        return f"percentile({percentile})"
     if isinstance(chop, Chopi):
         return {"kl_divergence": "entropy"}.get(method, method)
     if method == "kl_divergence":
