@@ -98,9 +98,23 @@ def run(function: Callable[..., Any], tensors: Sequence[Tensor], words: Tensor, 
         else:
             with jax.default_device(_cpu()):
                 result = function(*map(_host_array, tensors), imported_words(words), **how)
-    if isinstance(result, Array):  # of small tensors, walking a tree takes a tenth of the time
-        return as_tensor(result if tensors[0].is_cuda else result.block_until_ready())
-    return jax.tree.map(as_tensor, result if tensors[0].is_cuda else jax.block_until_ready(result))
+    back = as_tensor if tensors[0].is_cuda else _fetched
+    return back(result) if isinstance(result, Array) else jax.tree.map(back, result)  # a tree takes time to walk
+
+
+#: To hand over its memory, JAX wakes a thread, in which time so many bytes are copied.
+_SMALL = 1 << 16
+_OF_NAME = {name: dtype for dtype, name in CARRIERS.items()} | {"uint8": torch.uint8}
+
+
+def _fetched(result: Array) -> Tensor:
+    """A result on the CPU, waited for: a copy where that is sooner had than its memory."""
+    dtype = _OF_NAME.get(result.dtype.name)
+    if dtype is None or result.nbytes > _SMALL:
+        return as_tensor(result.block_until_ready())
+    copied = torch.empty(result.shape, dtype=dtype, device="cpu")
+    _host_array(copied)[...] = np.asarray(result)
+    return copied
 
 
 def _host_array(tensor: Tensor) -> np.ndarray:

@@ -124,6 +124,16 @@ def test_shapes_and_strides_without_a_copy(rng):
         assert same_bits(rounded(torch.full(shape, 1.1), "e5m2"), np.full(shape, 1.0, np.float32))
 
 
+def test_results_can_be_rounded_again():
+    """Small ones, which are copies, and large ones, which are not, lie where JAX can read them in place."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for shape in ((), (1,), (3,), (17,), (2, 0), (129, 1025)):
+            x = torch.full(shape, 1.1, dtype=dtype)
+            again = rounded(rounded(x, "e5m2"), "e4m3")
+            assert again.dtype == dtype and again.shape == x.shape and bool((again == 1).all())
+            assert again.is_contiguous() and again.data_ptr() % 64 == 0
+
+
 def test_what_needs_a_copy_says_so(rng):
     x = tensor(rng.normal(size=(8, 6)).astype(np.float32))
     for view, why in ((x[:, ::2], "gaps"), (x[0].expand(4, 6), "overlaps"), (x.flatten()[1:], "64 bytes")):
