@@ -62,6 +62,7 @@ def test_triangular_systems_of_every_form() -> None:
         np.testing.assert_array_equal(x if left else x.T, np.stack(columns, 1), str((left, lower, transposed, unit)))
 
 
+@pytest.mark.slow
 def test_factorizations_are_those_of_the_library() -> None:
     spec = "e5m10:up"
     a = matrix(4)

@@ -115,6 +115,7 @@ def test_draws_are_fresh_at_every_operation_and_turn() -> None:
     assert float(jc.emulate(lambda x: lax.fori_loop(0, 50, lambda i, c: c + 0.01, x), "e5m2")(1.0)) == 1
 
 
+@pytest.mark.slow
 def test_the_same_key_draws_the_same_again() -> None:
     f = jc.emulate(straight, "e5m2:stochastic")
     one = f(X, Y, key=KEY)

@@ -24,6 +24,8 @@ PAGES = sorted(
 )
 #: Pages whose code needs a package that is no part of the test environment.
 NEEDS = {"docs/torch.md": "torch"}
+#: Pages that train models.
+LONG = {"docs/nn.md", "docs/optim.md"}
 SMALL_STUDY = ["--epochs", "1", "--seeds", "1", "--modes", "nearest_even,stochastic"]
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -67,7 +69,7 @@ def run_python(block: str, namespace: dict[str, Any], where: str) -> None:
             exec(compile(ast.Module([statement], []), where, "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in PAGES])
 def test_python_blocks_run_and_show_what_they_give(page: str) -> None:
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])

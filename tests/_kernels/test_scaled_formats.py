@@ -330,6 +330,7 @@ def test_empty_arrays(shape, text):
     assert back.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_the_blocks_of_an_axis_are_those_of_the_general_body(rng):
     """Both ways through `round_scaled` and `quantize_scaled`: a group of two axes of which one has length 1."""
     x = (rng.standard_normal((1, 6, 40)) * 2.0 ** rng.integers(-9, 9, (1, 6, 40))).astype(np.float32)

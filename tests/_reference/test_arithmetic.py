@@ -135,7 +135,7 @@ def apply(
 
 @pytest.mark.parametrize(
     ("text", "carrier"),
-    cases.in_turn([*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)], 4),
+    cases.in_turn([*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)], 8),
 )
 def test_any_operands(text: str, carrier: str, rng: np.random.Generator) -> None:
     """Uncompiled: every primitive is compiled once for all formats and modes, and integers are integers."""

@@ -130,6 +130,7 @@ def test_axpy_rounds_product_and_sum() -> None:
     assert np.mean(drawn != jc.math.axpy(a, x, y, "e5m3")) > 0.1
 
 
+@pytest.mark.slow
 def test_transforms_and_derivatives() -> None:
     x, w = jnp.asarray(normal(3, 1, 2, 4)), jnp.asarray(normal(2, 2, 3, seed=1))
     keys = jax.random.split(KEY, 3)

@@ -80,6 +80,7 @@ def test_every_layer_computes_what_its_twin_computes() -> None:
     )
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_twin() -> None:
     variables, twin = start()
     rules = [jc.nn.Rule("head", weight="e4m3", activation="e4m3", gradient="e5m2"), jc.nn.Rule("conv", weight="e4m3")]
