@@ -26,9 +26,9 @@ def round_to_format(
 ) -> Tensor:
     """A tensor rounded once, exactly, to the values of a number format: `jchop.round_to_format` for torch.
 
-    JAX reads the tensor where it lies and torch takes the result where JAX put it, without a copy on either way. The
-    result is the same bits as that of `jchop.round_to_format` on the same numbers, with ``jax.random.key(seed)`` where
-    the spec is stochastic.
+    JAX reads the tensor where it lies, and torch takes the result where JAX put it; on the CPU one of at most 64 KiB is
+    copied, which is sooner done. The result is the same bits as that of `jchop.round_to_format` on the same numbers,
+    with ``jax.random.key(seed)`` where the spec is stochastic.
 
     Works under `torch.compile` with ``fullgraph=True`` (as one operator), `torch.func.vmap` and `torch.func.grad`.
     Gradients are straight-through unless the spec says otherwise (``gradient="clipped"``, a format for the cotangent).
