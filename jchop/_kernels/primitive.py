@@ -6,8 +6,8 @@ compiler cannot partition a kernel, so there must be one device, or every mesh a
 the device must be able; and the kernel must take these shapes, dtypes and static arguments. Only the lowering decides,
 so nothing is asked of devices while a function is traced, and an exported program carries a choice for each platform.
 
-On a CPU a body may be compiled apart. XLA fuses what a body does with what stands around it, and where that moves axes
-the whole body becomes scalar code, run anew for each use of its result.
+In a program for one CPU a body may be compiled apart. XLA fuses what a body does with what stands around it, and where
+that moves axes the whole body becomes scalar code, run anew for each use of its result.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def make_op(
     tpu: Kernel | None = None,
     gpu: Kernel | None = None,
     single: bool = True,
-    apart: bool = False,
+    apart: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
 
@@ -92,8 +92,9 @@ def make_op(
         tpu: a kernel for TPUs.
         gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more.
         single: the result is one array; else a tuple of arrays.
-        apart: in programs for one CPU the body is not fused with what stands around it: for bodies that read an array
-            more than once, or whose results are read more than once.
+        apart: what runs in programs for one CPU, not fused with what stands around it; it gives what the body gives,
+            and may branch on values where the body, which is partitioned or runs under vmap, had better not.
+            For bodies that read an array more than once, or whose results are read more than once.
 
     Returns:
         ``op(*arrays, impl="auto", **static)``, the static arguments hashable.
@@ -115,8 +116,8 @@ def make_op(
     primitive.def_impl(partial(_eager, primitive))
     primitive.def_abstract_eval(partial(_abstract, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
-    if apart:
-        mlir.register_lowering(primitive, partial(_lower_apart, op), platform="cpu")
+    if apart is not None:
+        mlir.register_lowering(primitive, partial(_lower_apart, op, apart), platform="cpu")
     for platform, kernel in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, kernel), platform=platform)
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
@@ -167,10 +168,11 @@ def _lower_portable(op: _Op, ctx: Any, *args: Any, impl: str, wide: bool, vmaps:
     return _lower(ctx, _flat(op, op.body, wide, vmaps, static), args)
 
 
-def _lower_apart(op: _Op, ctx: Any, *args: Any, impl: str, **params: Any) -> Any:
+def _lower_apart(op: _Op, apart: Callable[..., Any], ctx: Any, *args: Any, impl: str, **params: Any) -> Any:
     if impl == "pallas" or not _one_device(ctx.module_context.axis_context):
         return _lower_portable(op, ctx, *args, impl=impl, **params)
-    return _lower(ctx, _apart(_flat(op, op.body, **params), params["wide"]), args)
+    # Under vmap both sides of a branch would be worked out.
+    return _lower(ctx, _apart(_flat(op, op.body if params["vmaps"] else apart, **params), params["wide"]), args)
 
 
 @lru_cache(maxsize=4096)

@@ -86,6 +86,16 @@ def _kernel(module: Callable[[], ModuleType], name: str) -> Callable[..., Any]:
     return run
 
 
+def _held(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that quantizes, its codes in a dtype of 8 bits."""
+
+    def run(*arrays: Array, as_dtype: Any = "uint8", **static: Any) -> Any:
+        codes, scales = kernel(*arrays, **static)
+        return lax.bitcast_convert_type(codes, as_dtype), scales
+
+    return run
+
+
 def refuse(x: Any, *arrays: Any, scaling: BlockScaling, place: Place = AT_START, tiling: Any = None) -> str | None:
     """Why no kernel takes these arguments, or None."""
     fmt = scaling.element.format
@@ -152,13 +162,15 @@ round_blocks_op = make_op(
     round_blocks_body,
     tpu=Kernel(_kernel(_tpu, "round_blocks"), refuse_tpu),
     gpu=Kernel(_kernel(_gpu, "round_blocks"), refuse_gpu),
+    apart=partial(round_blocks_body, ask=True),
 )
 quantize_blocks_op = make_op(
     "jchop_quantize_blocks",
     quantize_blocks_body,
-    tpu=Kernel(_kernel(_tpu, "quantize_blocks"), refuse_codes_tpu),
-    gpu=Kernel(_kernel(_gpu, "quantize_blocks"), refuse_codes_gpu),
+    tpu=Kernel(_held(_kernel(_tpu, "quantize_blocks")), refuse_codes_tpu),
+    gpu=Kernel(_held(_kernel(_gpu, "quantize_blocks")), refuse_codes_gpu),
     single=False,
+    apart=partial(quantize_blocks_body, ask=True),
 )
 #: XLA reads codes and scales once and writes once, and fuses with what uses the result: there is nothing for a kernel.
 dequantize_blocks_op = make_op("jchop_dequantize_blocks", dequantize_blocks_body)

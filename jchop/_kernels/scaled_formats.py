@@ -47,8 +47,10 @@ __all__ = [
 
 Array = jax.Array
 
-round_grouped_op = make_op("jchop_round_grouped", round_body, apart=True)
-quantize_grouped_op = make_op("jchop_quantize_grouped", quantize_body, single=False)
+round_grouped_op = make_op("jchop_round_grouped", round_body, apart=partial(round_body, ask=True))
+quantize_grouped_op = make_op(
+    "jchop_quantize_grouped", quantize_body, single=False, apart=partial(quantize_body, ask=True)
+)
 dequantize_grouped_op = make_op("jchop_dequantize_grouped", dequantize_body)
 fit_grouped_op = make_op("jchop_fit_grouped", fit_body, single=False)
 
@@ -156,6 +158,7 @@ def quantize_scaled(
     scale: Stored = None,
     zero_point: Array | None = None,
     impl: str = "auto",
+    as_dtype: Any = "uint8",
 ) -> tuple[Array, Stored, Array | None]:
     """`x` as codes, scales and zero points.
 
@@ -167,10 +170,11 @@ def quantize_scaled(
         scale: the scales, as `fit_scaled` gives them. Default: fitted to `x`.
         zero_point: the zero points, needed with `scale` by a format that has them.
         impl: "auto", "xla" or "pallas".
+        as_dtype: of the codes, 8 bits.
 
     Returns:
-        ``(codes, scale, zero_point)``. The codes are uint8, packed along the last axis (a 0-d array as a row of one).
-        The scales have the shape ``fmt.scale_shape(x.shape)`` and the dtype of their format where it is float16,
+        ``(codes, scale, zero_point)``. The codes are of `as_dtype`, packed along the last axis (a 0-d array as a row of
+        one). The scales have the shape ``fmt.scale_shape(x.shape)`` and the dtype of their format where it is float16,
         bfloat16, float32 or float64, else they are codes (uint8, uint16). Under the rule "two_level" a pair: they and
         the float32 scale of the tensor. Where scales are quantized again their packed codes, and their scales (and
         zero points). Zero points are int32 of the same shape, or of the dtype of the scales where they are numbers;
@@ -183,13 +187,14 @@ def quantize_scaled(
     require_scaled(spec, x.shape, x.dtype.name)
     given = _given(spec, x.shape, scale, zero_point)
     if _empty(x.shape):
-        return _zeros(stored_shapes(spec, x.shape))
+        codes, *rest = _zeros(stored_shapes(spec, x.shape))
+        return codes.astype(as_dtype), *rest
     blocks = None if given else _blocks(spec, x.shape)
     with types_for(x.dtype):
         if blocks is None:
-            codes, *rest = _quantize_grouped(x, given, drawn, spec=spec, place=place, impl=impl)
+            codes, *rest = _quantize_grouped(x, given, drawn, spec=spec, place=place, impl=impl, as_dtype=as_dtype)
             return codes, *unflat(rest, fmt)
-        codes, scales, *tensor = _quantize_blocks(x, drawn, blocks=blocks, place=place, impl=impl)
+        codes, scales, *tensor = _quantize_blocks(x, drawn, blocks=blocks, place=place, impl=impl, as_dtype=as_dtype)
         return codes, (scales, *tensor) if tensor else scales, None
 
 
@@ -253,15 +258,19 @@ def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=("spec", "place", "impl"), inline=True)
-def _quantize_grouped(x: Array, given: tuple, drawn: tuple, *, spec: Spec, place: Place, impl: str) -> tuple:
-    return quantize_grouped_op(x, *given, *drawn, impl=impl, spec=spec, given=len(given), place=place)
+@partial(jax.jit, static_argnames=("spec", "place", "impl", "as_dtype"), inline=True)
+def _quantize_grouped(
+    x: Array, given: tuple, drawn: tuple, *, spec: Spec, place: Place, impl: str, as_dtype: Any
+) -> tuple:
+    more = {"spec": spec, "given": len(given), "place": place, "as_dtype": as_dtype}
+    return quantize_grouped_op(x, *given, *drawn, impl=impl, **more)
 
 
-@partial(jax.jit, static_argnames=("blocks", "place", "impl"), inline=True)
-def _quantize_blocks(x: Array, drawn: tuple, *, blocks: BlockScaling, place: Place, impl: str) -> tuple:
+@partial(jax.jit, static_argnames=("blocks", "place", "impl", "as_dtype"), inline=True)
+def _quantize_blocks(x: Array, drawn: tuple, *, blocks: BlockScaling, place: Place, impl: str, as_dtype: Any) -> tuple:
     tensor = _tensor(x, blocks)
-    out = quantize_blocks_op(x, *tensor, *drawn, impl=impl, scaling=blocks, place=place, tiling=None)
+    more = {"scaling": blocks, "place": place, "tiling": None, "as_dtype": as_dtype}
+    out = quantize_blocks_op(x, *tensor, *drawn, impl=impl, **more)
     return (*out, *tensor)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,12 @@ def split_arrays(scaling: BlockScaling, arrays: Sequence[Array]) -> tuple[Array 
 
 
 def round_blocks_body(
-    x: Array, *arrays: Array, scaling: BlockScaling, place: Place = AT_START, tiling: object = None
+    x: Array,
+    *arrays: Array,
+    scaling: BlockScaling,
+    place: Place = AT_START,
+    tiling: object = None,
+    ask: bool = False,
 ) -> Array:
     """`x` quantized and dequantized in blocks.
 
@@ -39,32 +45,49 @@ def round_blocks_body(
         scaling: blocks, their scales and elements.
         place: where `x` lies in the random stream.
         tiling: for the kernels alone.
+        ask: whether the program may branch on the scales' sizes.
     """
     del tiling
     plan, axis, word, tensor = _prepared(x, arrays, scaling, place)
     blocks = _in_blocks(widen(x, plan.carrier), axis, scaling.block)
     scales = _chosen(blocks, axis + 1, plan, tensor)
-    return _from_blocks(ways.rounded(blocks, scales, plan, word), axis, x.shape[axis])
+
+    def run(plan: Plan) -> Array:
+        return _from_blocks(ways.rounded(blocks, scales, plan, word), axis, x.shape[axis])
+
+    return ways.asked(run, x, scales, plan, ask)
 
 
 def quantize_blocks_body(
-    x: Array, *arrays: Array, scaling: BlockScaling, place: Place = AT_START, tiling: object = None
+    x: Array,
+    *arrays: Array,
+    scaling: BlockScaling,
+    place: Place = AT_START,
+    tiling: object = None,
+    as_dtype: Any = "uint8",
+    ask: bool = False,
 ) -> tuple[Array, Array]:
-    """`x` as packed codes and scales; arguments as for `round_blocks_body`.
+    """`x` as packed codes and scales; arguments as for `round_blocks_body`, and `as_dtype`, 8 bits, of the codes.
 
     Returns:
-        uint8 codes of at most 8 bits, packed along the last axis, and the scales: the shape of `x` with one for each
-        block along the axis, of `scale_dtype`.
+        Codes of at most 8 bits, packed along the last axis, and the scales: the shape of `x` with one for each block
+        along the axis, of `scale_dtype`.
     """
     del tiling
     plan, axis, word, tensor = _prepared(x, arrays, scaling, place)
     blocks = _in_blocks(widen(x, plan.carrier), axis, scaling.block)
     scales = _chosen(blocks, axis + 1, plan, tensor)
-    codes, bits = ways.codes_of(blocks, scales, plan, word), scaling.element.format.bits
-    stored = jnp.squeeze(store_scales(scales, plan), axis + 1)
-    if _packs_blocks(scaling, axis, x.shape):
-        return _from_blocks(pack(codes, bits), axis, x.shape[axis] * bits // 8), stored
-    return pack(_from_blocks(codes, axis, x.shape[axis]), bits), stored
+    bits = scaling.element.format.bits
+
+    def run(plan: Plan) -> Array:
+        codes = ways.codes_of(blocks, scales, plan, word)
+        if _packs_blocks(scaling, axis, x.shape):
+            packed = _from_blocks(pack(codes, bits), axis, x.shape[axis] * bits // 8)
+        else:
+            packed = pack(_from_blocks(codes, axis, x.shape[axis]), bits)
+        return lax.bitcast_convert_type(packed, as_dtype)
+
+    return ways.asked(run, x, scales, plan, ask), jnp.squeeze(store_scales(scales, plan), axis + 1)
 
 
 def _chosen(blocks: Array, axis: int, plan: Plan, tensor: Array | None) -> Scales:

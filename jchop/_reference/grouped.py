@@ -71,7 +71,7 @@ class _Fitted:
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
-def round_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> Array:
+def round_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, ask: bool = False) -> Array:
     """`x` quantized and dequantized.
 
     Args:
@@ -79,15 +79,28 @@ def round_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> 
         drawn: for a stochastic spec the words of `seed_words`, then the traced starts that `place` leaves open.
         spec: of a scaled format.
         place: where `x` lies in the random stream.
+        ask: whether the program may branch on the scales' sizes.
     """
     plan, groups, view, word = _prepared(x, drawn, spec, place)
     fitted = _fit(x, view, groups, plan, spec)
-    if fitted.zero is None:
-        return groups.back(ways.rounded(view, fitted.scales, plan, word))
-    return groups.back(_multiply_back(_elements(view, fitted, plan, word), fitted, plan))
+
+    def run(plan: Plan) -> Array:
+        if fitted.zero is None:
+            return groups.back(ways.rounded(view, fitted.scales, plan, word))
+        return groups.back(_multiply_back(_elements(view, fitted, plan, word), fitted, plan))
+
+    return ways.asked(run, x, fitted.scales, plan, ask)
 
 
-def quantize_body(x: Array, *arrays: Array, spec: Spec, given: int = 0, place: Place = AT_START) -> tuple[Array, ...]:
+def quantize_body(
+    x: Array,
+    *arrays: Array,
+    spec: Spec,
+    given: int = 0,
+    place: Place = AT_START,
+    as_dtype: Any = "uint8",
+    ask: bool = False,
+) -> tuple[Array, ...]:
     """`x` as packed codes, and scales and zero points as they are stored, one after the other.
 
     Args:
@@ -96,14 +109,20 @@ def quantize_body(x: Array, *arrays: Array, spec: Spec, given: int = 0, place: P
         spec: of a scaled format.
         given: how many arrays of scales and zero points there are; 0 where they are to be fitted.
         place: as for `round_body`.
+        as_dtype: of the codes, 8 bits.
+        ask: as for `round_body`.
     """
     plan, groups, view, word = _prepared(x, arrays[given:], spec, place)
     fitted = _loaded(arrays[:given], groups, plan, spec) if given else _fit(x, view, groups, plan, spec)
-    if fitted.zero is None:
-        codes = ways.codes_of(view, fitted.scales, plan, word)
-    else:
-        codes = quanta.encode_whole(_elements(view, fitted, plan, word), plan)
-    return _pack(codes, groups, _format(spec).bits), *flat(*fitted.stored)
+
+    def run(plan: Plan) -> Array:
+        if fitted.zero is None:
+            codes = ways.codes_of(view, fitted.scales, plan, word)
+        else:
+            codes = quanta.encode_whole(_elements(view, fitted, plan, word), plan)
+        return lax.bitcast_convert_type(_pack(codes, groups, _format(spec).bits), as_dtype)
+
+    return ways.asked(run, x, fitted.scales, plan, ask), *flat(*fitted.stored)
 
 
 def dequantize_body(codes: Array, *stored: Array, spec: Spec, shape: tuple[int, ...], dtype: str) -> Array:

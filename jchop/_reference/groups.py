@@ -99,21 +99,26 @@ class Groups:
         return at - 1 - self._within.index(at)
 
 
-#: So many neighbours are compared with so many others at a time.
-_LANES, _OTHERS = 16, (8, 4)
+#: Into how many parts an axis is split at most, a long one into fewer; and how many numbers each has at least.
+_PARTS, _PARTS_OF_LONG, _LONG, _LANES = 32, 16, 1 << 12, 8
 
 
 def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:
-    """`jnp.max` of integers, which XLA's CPU backend compiles to scalar code along a long last axis; in steps instead.
+    """`jnp.max` of integers, which XLA's CPU backend compiles to scalar code along a last axis; in two steps instead.
 
-    An axis that may be split between devices is left whole where shardings are explicit.
+    The first is between the parts of that axis, whose loop is unrolled, so that neighbours make vectors. An axis that
+    may be split between devices is left whole where shardings are explicit.
     """
     axes = (axis,) if isinstance(axis, int) else axis
-    if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None:
-        while others := next((n for n in _OTHERS if x.shape[-1] % (n * _LANES) == 0), 0):
-            steps = x.reshape(*x.shape[:-1], x.shape[-1] // (others * _LANES), others, _LANES)
-            x = lax.optimization_barrier(jnp.max(steps, axis=-2).reshape(*x.shape[:-1], x.shape[-1] // others))
+    if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None and (parts := _parts(x.shape[-1])) > 1:
+        x = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)
+        x = lax.optimization_barrier(x)  # else the two are made one again
     return jnp.max(x, axis=axes, keepdims=keepdims)
+
+
+def _parts(length: int) -> int:
+    most = _PARTS if length <= _LONG else _PARTS_OF_LONG
+    return max((n for n in range(2, most + 1) if length % n == 0 and length // n >= _LANES), default=1)
 
 
 def once(values: Any) -> Any:

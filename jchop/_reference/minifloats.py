@@ -8,7 +8,7 @@ is guessed, and the side of the middle of its step on which the number lies deci
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import jax
@@ -36,7 +36,7 @@ _HALF = 12
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `encode` gives the codes that the exact way gives."""
+    """Whether `encode` and `round_quotients` give what the exact way gives."""
     element, fmt = plan.scaling.element, plan.scaling.element.format
     if not _is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
         return False
@@ -50,9 +50,11 @@ def applies(plan: Plan) -> bool:
 
 
 def multiplies(plan: Plan) -> bool:
-    """Whether `numbers_of` gives the numbers that the exact way gives."""
-    if not _is_plain(plan) or plan.scaling.rule == "two_level":
+    """Whether `multiply_back` gives the numbers that the exact way gives."""
+    if not _is_plain(plan):
         return False
+    if plan.scaling.rule == "two_level":
+        return _multiplies_twice(plan)
     return plan.carrier is _CARRIER or (_is_exact(plan) and _is_multiple(plan))
 
 
@@ -69,14 +71,12 @@ def _is_multiple(plan: Plan) -> bool:
     return smallest >= Fraction(2) ** _CARRIER.tiny_exponent
 
 
-def multiplies_twice(plan: Plan) -> bool:
-    """Whether `numbers_of_two_levels` gives the numbers that the exact way gives."""
+def _multiplies_twice(plan: Plan) -> bool:
     fmt, scaling = plan.scaling.element.format, plan.scaling
-    if not _is_plain(plan) or scaling.rule != "two_level" or plan.carrier is not _CARRIER:
-        return False
     assert isinstance(fmt, FloatFormat)
     ends = (scaling.scale.smallest * fmt.smallest, scaling.scale.max * fmt.max)
-    return _is_exact(plan) and all(2.0**-products.LEAST <= end <= 2.0**products.MOST for end in ends)
+    within = all(2.0**-products.LEAST <= end <= 2.0**products.MOST for end in ends)
+    return plan.carrier is _CARRIER and _is_exact(plan) and within
 
 
 def _is_plain(plan: Plan) -> bool:
@@ -88,7 +88,7 @@ def _is_plain(plan: Plan) -> bool:
     return plain and Fraction(1, 1 << _LEAST) <= Fraction(fmt.smallest) <= Fraction(fmt.max) <= 1 << _MOST
 
 
-# -- codes -------------------------------------------------------------------------------------------------------------
+# -- rounding ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,10 @@ class _Step:
     def code(self, fmt: FloatFormat) -> Array:
         count = word_of(self.total) - word_of(self.shift)
         return count + (self.exponent - _least_exponent(fmt) >> _FRACTION - fmt.sig_bits)
+
+    @property
+    def number(self) -> Array:
+        return self.total - self.shift
 
 
 def _least_exponent(fmt: FloatFormat) -> int:
@@ -120,43 +124,71 @@ def _step(magnitude: Array, fmt: FloatFormat, lowered: bool) -> _Step:
 
 def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     """The codes of the quotients x / s rounded once to the element format."""
-    fmt = plan.scaling.element.format
-    assert isinstance(fmt, FloatFormat)
+    fmt = _format(plan)
     sign, magnitude = _bits.split(x, _CARRIER)
-    code = (_over_power if plan.scaling.is_power else _over_any)(x, magnitude, scales, plan)
-    top = fmt.code_of(fmt.max)
+    top, nan = fmt.code_of(fmt.max), fmt.code_of(math.nan)
     assert top is not None
-    code = jnp.where(magnitude >= _INF, top, jnp.minimum(code, top))
-    nan = fmt.code_of(math.nan)
+    code = _saturated(_nearest(x, magnitude, scales, plan).code(fmt), top, magnitude, plan)
     negative = lax.shift_right_logical(sign, jnp.full_like(sign, _CARRIER.width - fmt.bits))
     code = jnp.where(magnitude > _INF, top if nan is None else nan, code | negative)
     return code.astype(fmt.code_dtype)
 
 
-def _over_power(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> Array:
-    del x
-    fmt, exponent = plan.scaling.element.format, scales.value
+def round_quotients(x: Array, scales: Scales, plan: Plan) -> Array:
+    """The numbers that those codes stand for, without the scales."""
+    fmt = _format(plan)
+    sign, magnitude = _bits.split(x, _CARRIER)
+    number = _saturated(_nearest(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
+    nan = math.nan if fmt.has_nan else float(fmt.max)
+    return jnp.where(magnitude > _INF, nan, number_of(word_of(number) | sign))
+
+
+def _format(plan: Plan) -> FloatFormat:
+    fmt = plan.scaling.element.format
     assert isinstance(fmt, FloatFormat)
+    return fmt
+
+
+def _saturated(value: Array, top: float, magnitude: Array, plan: Plan) -> Array:
+    value = jnp.minimum(value, top)
+    return value if plan.moderate else jnp.where(magnitude >= _INF, top, value)
+
+
+def _nearest(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> _Step:
+    """The quotients' magnitudes on the grid; what is too large for the format, anywhere above its largest number."""
+    if not plan.scaling.is_power:
+        return _over_any(x, scales, plan)
+    return (_over_moderate_power if plan.moderate else _over_power)(magnitude, scales, _format(plan))
+
+
+def _over_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
+    exponent = scales.value
     # Zero, and what is far larger than the scale, are brought to where the field of the quotient does not overflow.
     most = (_INF - 1) + (jnp.minimum(exponent, 0) << _FRACTION)
     within = jnp.minimum(jnp.maximum(extended(magnitude, _CARRIER), -(_LEAST << _FRACTION)), most)
     moved = within - (exponent << _FRACTION)
     low, high = (word_of(jnp.float32(end)) for end in (2.0 ** -(_LEAST + 2), 2.0 ** (_MOST + 2)))
-    return _step(number_of(jnp.clip(moved, low, high)), fmt, lowered=False).code(fmt)
+    return _step(number_of(jnp.clip(moved, low, high)), fmt, lowered=False)
 
 
-def _over_any(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> Array:
-    fmt = plan.scaling.element.format
-    assert isinstance(fmt, FloatFormat)
+def _over_moderate_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
+    """The same where a product with 1 / s is exact, or far too small or too large for the format."""
+    quotient = number_of(magnitude) * once(number_of(_BIAS - scales.value << _FRACTION))
+    return _step(jnp.where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, lowered=False)
+
+
+def _over_any(x: Array, scales: Scales, plan: Plan) -> _Step:
+    fmt = _format(plan)
     divisor, high, low = _halves(scales, plan)
     divisor, inverse, high, low = quanta.held((divisor, 1 / (high + low), high, low))
     moved = number_of(word_of(quanta.move(x, divisor)) & _bits.low_mask(_CARRIER.width - 1))
     guess = moved * inverse
     guess = jnp.where(guess < float(fmt.max), guess, float(fmt.max))
     step = _step(guess, fmt, lowered=True)
-    middle = (step.total - step.shift) + number_of(word_of(step.shift) - (_FRACTION + 1 << _FRACTION))
+    middle = step.number + number_of(word_of(step.shift) - (_FRACTION + 1 << _FRACTION))
     side = word_of((moved - middle * high) - middle * low)
-    return step.code(fmt) + (side + (word_of(step.total) & 1) > 0)
+    up = side + (word_of(step.total) & 1) > 0
+    return replace(step, total=number_of(word_of(step.total) + up))
 
 
 def _halves(scales: Scales, plan: Plan) -> tuple[Quanta, Array, Array]:
@@ -179,22 +211,23 @@ def _upper(x: Array) -> Array:
 
 
 def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
-    """Codes times scales, rounded once; float32. In a narrower carrier they are exact, and rounding them is left."""
-    fmt = plan.scaling.element.format
-    assert isinstance(fmt, FloatFormat)
-    values = _decode(codes.astype(jnp.int32), fmt)
-    if not _is_exact(plan):
+    """Codes times scales, where `multiply_back` applies."""
+    return multiply_back(_decode(codes.astype(jnp.int32), _format(plan)), scales, plan)
+
+
+def multiply_back(values: Array, scales: Scales, plan: Plan) -> Array:
+    """Values of the format times scales, rounded once; float32.
+
+    In a narrower carrier they are exact, and rounding them is left. Where there is a scale of the tensor, the product
+    with that of a block is exact.
+    """
+    if scales.tensor is not None:
+        own = number_of(once(scale_magnitude(scales, plan)))
+        return products.times(values * own, extended(scales.tensor, _CARRIER))
+    if not (_is_exact(plan) or plan.moderate):
         return products.times(values, extended(scale_magnitude(scales, plan), _CARRIER))
     (divisor,) = quanta.held((quanta.quanta_of(scales, plan, huge_too=False),))
     return quanta.times(values, divisor)
-
-
-def numbers_of_two_levels(codes: Array, scales: Scales, plan: Plan) -> Array:
-    """Codes times the scales of blocks, which is exact, times that of the tensor, rounded once; float32."""
-    fmt = plan.scaling.element.format
-    assert isinstance(fmt, FloatFormat) and scales.tensor is not None
-    own = number_of(once(scale_magnitude(scales, plan)))
-    return products.times(_decode(codes.astype(jnp.int32), fmt) * own, extended(scales.tensor, _CARRIER))
 
 
 def _decode(codes: Array, fmt: FloatFormat) -> Array:

@@ -6,7 +6,8 @@ in two halves of 12 bits m s is two exact products. Where the sign is in doubt x
 is exact (Sterbenz), and the second one is rounded, which keeps its sign. Neither a division that a compiler turns into
 something else nor a multiplication and a sum that it contracts change a bit.
 
-Scales far from 1 are moved there, and the numbers with them, so that nothing on the way is subnormal that counts.
+Scales far from 1 are moved there, and the numbers with them, so that nothing on the way is subnormal that counts; a
+plan may say that there are none (`Plan.moderate`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jchop._bits import CARRIERS
 from jchop._reference.codes import extended
 from jchop._reference.groups import once
 from jchop._reference.neighbour import Draw, draw
-from jchop._reference.scales import Plan, Scales, scale_magnitude
+from jchop._reference.scales import MODERATE, Plan, Scales, scale_magnitude
 from jchop.formats import UniformFormat
 from jchop.rounding import Overflow, Rounding
 
@@ -38,6 +39,7 @@ _MOST_BITS = 10
 _MOST_FRACTION = 16
 #: Scales below 2^-_LEAST are multiplied by 2^_TINY, those from 2^_HUGE on divided by that.
 _LEAST, _TINY, _HUGE = 64, 100, 64
+assert MODERATE + _MOST_FRACTION <= _LEAST and MODERATE <= _HUGE
 #: A number plus this one is rounded to a whole one, which then stands in the low bits, in two's complement.
 _SHIFT = 1.5 * 2.0**_FRACTION
 _SHIFT_BITS = int(np.float32(_SHIFT).view(np.int32))
@@ -49,7 +51,7 @@ def applies(plan: Plan) -> bool:
     if plan.compute is not _CARRIER or plan.scaling.rule == "two_level" or not isinstance(fmt, UniformFormat):
         return False
     narrow = fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION
-    known = element.rounding in _STEP or element.rounding in _DRAWN
+    known = element.rounding in {*_NEAREST, *_DIRECTED, *_DRAWN}
     return narrow and known and element.overflow is not Overflow.WRAP and not element.flush
 
 
@@ -84,7 +86,7 @@ def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
     places = fmt.frac_bits if isinstance(fmt, UniformFormat) else 0
     bits = extended(scale_magnitude(scales, plan), _CARRIER) - (places << _FRACTION)
     least = Fraction(scale.smallest) / (1 << places)
-    if Fraction(2) ** -_LEAST <= least and scale.max < 2**_HUGE:
+    if plan.moderate or (Fraction(2) ** -_LEAST <= least and scale.max < 2**_HUGE):
         return Quanta(number_of(bits), None, None)
     return move_bits(bits, huge_too=huge_too)
 
@@ -148,16 +150,16 @@ class _Near:
         return self.side != 0
 
 
-def _above(side: Array, tie: Array) -> Array:
-    """1 beyond the middle, and in it where `tie` is 1."""
-    return (side + tie > 0).astype(jnp.int32)
+def _half(sign: Array) -> Array:
+    """A half with the sign of a number."""
+    return number_of(word_of(sign) & _CARRIER.sign_bit | word_of(jnp.float32(0.5)))
 
 
-#: From `total` and a side of the middle above it.
-_NEAREST: dict[Rounding, Callable[[_Near], Array]] = {
-    Rounding.NEAREST_EVEN: lambda v: v.total + _above(v.side, v.total & 1),
-    Rounding.NEAREST_AWAY: lambda v: v.total + _above(v.side, (v.total >= 0).astype(jnp.int32)),
-    Rounding.NEAREST_ZERO: lambda v: v.total + _above(v.side, (v.total < 0).astype(jnp.int32)),
+#: The step from the middle of two whole numbers to one of them.
+_NEAREST: dict[Rounding, Callable[[Array], Array]] = {
+    Rounding.NEAREST_EVEN: lambda middle: jnp.round(middle) - middle,
+    Rounding.NEAREST_AWAY: _half,
+    Rounding.NEAREST_ZERO: lambda middle: -_half(middle),
 }
 #: From `total` and a side of it.
 _DIRECTED: dict[Rounding, Callable[[_Near], Array]] = {
@@ -166,12 +168,11 @@ _DIRECTED: dict[Rounding, Callable[[_Near], Array]] = {
     Rounding.TOWARD_ZERO: lambda v: v.floor + (v.inexact & (v.floor < 0)),
     Rounding.ODD: lambda v: v.floor + (v.inexact & (v.floor & 1 == 0)),
 }
-_STEP = _NEAREST | _DIRECTED
 _DRAWN = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
 
 
 def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None) -> Array:
-    """X / s + z rounded once, in quanta of the element format and within its ends.
+    """X / s + z rounded once, in quanta of the element format and within its ends: whole numbers, float32 or int32.
 
     Args:
         x: float32; NaN counts as the largest number.
@@ -191,22 +192,26 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     high = number_of(word_of(quanta.value) & ~_bits.low_mask(_FRACTION // 2 + 1))
     # So sums with constants are not rearranged either.
     quanta, top, bottom, inverse, high, low, shift = held(
-        (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _SHIFT)
+        (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift if nearest else shift + _SHIFT)
     )
     moved = move(x, quanta)
     moved = jnp.where(moved < top, moved, top)
     moved = jnp.where(moved > bottom, moved, bottom)
     guess = moved * inverse
-    summed = (guess - 0.5 if nearest else guess) + shift
-    near = summed - shift + 0.5 if nearest else summed - shift
+    if nearest:
+        near = jnp.floor(guess) + 0.5
+        rest = (moved - near * high) - near * low
+        middle = near if zero is None else near + shift
+        rounded = middle + jnp.where(rest == 0, _NEAREST[mode](middle), _half(rest))
+        return rounded if zero is None else jnp.clip(rounded, fmt.min_code, fmt.max_code)
+    summed = guess + shift
+    near = summed - shift
     rest = (moved - near * high) - near * low
-    side = word_of(rest)
-    if not nearest:
-        side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), side)
+    side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
     v = _Near(word_of(summed) - _SHIFT_BITS, side)
     random = draw(word, plan.scaling.element, _CARRIER)
-    rounded = _STEP[mode](v) if random is None else _drawn(v, rest, quanta.value, random, mode)
-    return rounded if nearest and zero is None else jnp.clip(rounded, fmt.min_code, fmt.max_code)
+    rounded = _DIRECTED[mode](v) if random is None else _drawn(v, rest, quanta.value, random, mode)
+    return jnp.clip(rounded, fmt.min_code, fmt.max_code)
 
 
 def _drawn(v: _Near, rest: Array, quantum: Array, random: Draw, mode: Rounding) -> Array:
@@ -268,6 +273,8 @@ def _times(a: Array, b: Array) -> tuple[Array, Array]:
 def encode_whole(whole: Array, plan: Plan) -> Array:
     """Quanta as codes."""
     fmt = plan.scaling.element.format
+    if whole.dtype == jnp.float32:  # a conversion would see to what has no integer
+        whole = word_of(whole + _SHIFT) - _SHIFT_BITS
     return (whole & _bits.low_mask(fmt.bits)).astype(fmt.code_dtype)
 
 

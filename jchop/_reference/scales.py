@@ -34,14 +34,23 @@ Array = jax.Array
 _NUMBERS = {binary16: "float16", bfloat16: "bfloat16", binary32: "float32", binary64: "float64"}
 #: The format of the scale of a whole tensor.
 TENSOR_SCALE = binary32
+#: Moderate scales lie within 2^-MODERATE and 2^MODERATE.
+MODERATE = 48
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static about scaled blocks in arrays of `carrier`."""
+    """Everything static about scaled blocks in arrays of `carrier`.
+
+    Args:
+        scaling: blocks, their scales and elements.
+        carrier: of the numbers.
+        moderate: whether every scale is known to be one, and no NaN: then nothing on the way is subnormal that counts.
+    """
 
     scaling: BlockScaling
     carrier: Carrier
+    moderate: bool = False
 
     @property
     def compute(self) -> Carrier:
@@ -140,6 +149,16 @@ class Scales:
     value: Array
     nan: Array | None = None
     tensor: Array | None = None
+
+
+def all_moderate(scales: Scales, plan: Plan) -> Array:
+    """Whether a plan may say that scales are moderate; for those without a scale of the tensor."""
+    value, compute = scales.value, plan.compute
+    low, high = -MODERATE, MODERATE
+    if not plan.scaling.is_power:
+        low, high = (exponent + compute.bias << compute.fraction for exponent in (low, high))
+    inside = (value >= low) & (value <= high)
+    return jnp.all(inside if scales.nan is None else inside & ~scales.nan)
 
 
 def choose_scales(

@@ -1,26 +1,42 @@
 """Elements of groups as codes and as numbers, by the fastest way that gives them exactly; for XLA.
 
 Where floating-point arithmetic is exact it takes the place of that on bits (`quanta`, `minifloats`, `thresholds`); else
-the bodies of tiles (`scaled`) are run on arrays. Format and dtype decide, before any number is known.
+the bodies of tiles (`scaled`) are run on arrays. Format and dtype decide, before any number is known; but a program may
+ask whether all scales are moderate, which takes fewer operations for each element.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import jax
+from jax import lax
 
 from jchop._reference import lookups, minifloats, quanta, scaled, thresholds
 from jchop._reference.codes import decode_elements, encode_elements
 from jchop._reference.elements import round_elements
 from jchop._reference.groups import once
 from jchop._reference.scaled import narrow, with_nan
-from jchop._reference.scales import Plan, Scales
+from jchop._reference.scales import Plan, Scales, all_moderate
 
 Array = jax.Array
+
+#: For fewer elements nothing is asked: it would cost more than it saves.
+LEAST_ASKED = 1 << 12
 
 
 def held(scales: Scales) -> Scales:
     """Scales that are worked out once for each group."""
     return Scales(*once((scales.value, scales.nan, scales.tensor)))
+
+
+def asked(run: Callable[[Plan], Array], x: Array, scales: Scales, plan: Plan, ask: bool) -> Array:
+    """What `run` makes of `x` under a plan; where it may be asked, of one that knows whether scales are moderate."""
+    gains = quanta.applies(plan) or minifloats.applies(plan)
+    if not ask or not gains or scales.tensor is not None or x.size < LEAST_ASKED:
+        return run(plan)
+    return lax.cond(all_moderate(scales, plan), lambda: run(replace(plan, moderate=True)), lambda: run(plan))
 
 
 def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
@@ -40,8 +56,9 @@ def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
     """The numbers that those codes stand for."""
     if quanta.applies(plan) and quanta.multiplies(plan):
         return times_whole(quanta.round_whole(x, scales, None, plan, word), scales, plan)
-    if minifloats.applies(plan) and (minifloats.multiplies(plan) or minifloats.multiplies_twice(plan)):
-        return numbers_of(minifloats.encode(x, scales, plan), scales, plan)
+    if minifloats.applies(plan) and minifloats.multiplies(plan):
+        values = minifloats.round_quotients(x, scales, plan)
+        return _finished(minifloats.multiply_back(values, scales, plan), scales, plan)
     if thresholds.applies(plan):
         return numbers_of(thresholds.encode(x, scales, plan), scales, plan)
     if lookups.applies(plan):
@@ -57,8 +74,6 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
     if minifloats.multiplies(plan):
         return _finished(minifloats.numbers_of(codes, scales, plan), scales, plan)
     fmt = plan.scaling.element.format
-    if minifloats.multiplies_twice(plan):
-        return _finished(minifloats.numbers_of_two_levels(codes, scales, plan), scales, plan)
     if lookups.multiplies(plan):
         return _finished(lookups.numbers_of(codes, scales, plan), scales, plan)
     if thresholds.has_products(plan):

@@ -22,7 +22,7 @@ from jchop._round import _keys, _place, round_to_format
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage._array import QArray
-from jchop.storage._codes import code_dtype, encode_plain, hold
+from jchop.storage._codes import code_dtype, encode_plain
 from jchop.storage._decode import Form, Scale, decode
 from jchop.storage._layout import from_end
 
@@ -186,11 +186,9 @@ class _How:
 def _quantize(x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point: Any, *, how: _How) -> tuple:
     drawn = () if key is None else (*seed_words(key), *starts)
     x, scale = lax.stop_gradient((jnp.asarray(x), scale))
-    codes, scale, zero_point = quantize_scaled(
-        x, *drawn, spec=how.spec, place=how.place, scale=scale, zero_point=zero_point, impl=how.impl
-    )
     assert how.spec.scaled is not None
-    return hold(codes, how.spec.scaled.element), scale, zero_point
+    more = {"place": how.place, "impl": how.impl, "as_dtype": code_dtype(how.spec.scaled.element)}
+    return quantize_scaled(x, *drawn, spec=how.spec, scale=scale, zero_point=zero_point, **more)
 
 
 @partial(jax.jit, static_argnames="fmt", inline=True)

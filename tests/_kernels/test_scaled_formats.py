@@ -26,7 +26,9 @@ from jchop._kernels.scaled_formats import (
     round_scaled,
     stored_shapes,
 )
+from jchop._reference import ways
 from jchop._reference.codes import unpack
+from jchop._reference.grouped import quantize_body, round_body
 from jchop._reference.random_bits import seed_words
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
@@ -339,6 +341,40 @@ def test_the_blocks_of_an_axis_are_those_of_the_general_body(rng):
         assert fmt is not None
         one, two = every_way(x, Spec(fmt)), every_way(x, Spec(fmt(group=(32, "all"), axis=(2, 0))))
         jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+# -- programs that ask for the sizes of scales -------------------------------------------------------------------------
+
+#: What a row of numbers is multiplied by.
+SIZES = {"plain": 1.0, "tiny": 2.0**-90, "huge": 2.0**90, "zeros": 0.0}
+ASKING = [
+    "int8(channel=0)", "mxfp8_e4m3", "int4(group=32)", "e4m3fn(channel=0):saturate", "uint8(channel=0,zero_point=true)",
+    "int8(channel=0):stochastic",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", cases.in_turn(ASKING, 2))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_asking_changes_no_bit(text, dtype, rng):
+    """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
+    spec = jc.parse(text)
+    drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
+    shape = (64, ways.LEAST_ASKED // 32)
+
+    @jax.jit
+    def both(x):
+        asked = round_scaled(x, *drawn, spec=spec), quantize_scaled(x, *drawn, spec=spec)
+        return asked, (round_body(x, *drawn, spec=spec), quantize_body(x, *drawn, spec=spec))
+
+    assert "conditional(" in both.lower(jnp.zeros(shape, dtype)).compile().as_text()
+    for name, factor in SIZES.items():
+        x = rng.standard_normal(shape).astype(np.float32)
+        x[3] *= factor
+        x[5, :7] = [np.nan, np.inf, -np.inf, -0.0, 1e-42, -3e-39, 0.0]
+        (rounded, stored), (expected, parts) = both(jnp.asarray(x, dtype))
+        np.testing.assert_array_equal(cases.bits(np.asarray(rounded)), cases.bits(np.asarray(expected)), name)
+        for one, other in zip(jax.tree.leaves(stored), parts, strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other), name)
 
 
 @pytest.mark.parametrize(

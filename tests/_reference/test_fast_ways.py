@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import cases
@@ -19,7 +20,7 @@ from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._reference import groups, lookups, minifloats, quanta, scaled, shifted, thresholds, ways
 from jchop._reference.codes import decode_elements, encode_elements, extended
-from jchop._reference.scales import Plan, Scales, make_plan
+from jchop._reference.scales import MODERATE, Plan, Scales, all_moderate, make_plan
 from jchop.formats import ElementFormat
 from jchop.scaling import BlockScaling, mx, nvfp4
 from jchop.spec import Spec
@@ -74,6 +75,10 @@ def exact_codes(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> j
     return encode_elements(elements, plan.scaling.element.format, plan.compute)
 
 
+def exact_rounded(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
+    return scaled.multiply_back(scaled.round_quotients(x, scales, plan, words), scales, plan)
+
+
 def exact_numbers(codes: jax.Array, scales: Scales, plan: Plan) -> jax.Array:
     return scaled.multiply_back(decode_elements(codes, plan.scaling.element.format, plan.compute), scales, plan)
 
@@ -96,18 +101,21 @@ def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -
     assert all(quanta.applies(plan) for plan in plans)
     zero = rng.integers(0, 1 << bits, rows).astype(np.int32)
     words = words_of(rng, (rows, ROW))
-    s = scales_of(rng, rows)
-    x = near(rng.integers(-4, 2 * (4 << bits), (rows, ROW)) / 4 - zero[:, None], s, rng)
 
-    @jax.jit
-    def run(x: jax.Array, s: jax.Array, zero: jax.Array, words: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    @partial(jax.jit, static_argnames="moderate")
+    def run(x: jax.Array, s: jax.Array, zero: jax.Array, words: jax.Array, moderate: bool) -> list[tuple[Any, Any]]:
         scales = Scales(lax.bitcast_convert_type(s, jnp.int32))
-        fast = [quanta.round_whole(x, scales, zero, plan, words) for plan in plans]
+        known = [replace(plan, moderate=moderate) for plan in plans]
+        fast = [quanta.round_whole(x, scales, zero, plan, words).astype(jnp.int32) for plan in known]
         exact = [shifted.clamp(shifted.round_shifted(x, scales, zero, plan, words), plan) for plan in plans]
         return list(zip(fast, exact, strict=True))
 
-    for mode, (fast, exact) in zip(modes, run(x, s[:, None], zero[:, None], words), strict=True):
-        assert_same(fast, exact, x, s, f"{element} {mode}")
+    for moderate in (False, True):
+        s = scales_of(rng, rows)
+        s = moderately(s) if moderate else s
+        x = near(rng.integers(-4, 2 * (4 << bits), (rows, ROW)) / 4 - zero[:, None], s, rng)
+        for mode, (fast, exact) in zip(modes, run(x, s[:, None], zero[:, None], words, moderate), strict=True):
+            assert_same(fast, exact, x, s, f"{element} {mode} {moderate=}")
 
 
 def test_zero_points() -> None:
@@ -124,13 +132,23 @@ def test_zero_points_in_every_mode(bits: int) -> None:
 
 def check(plan: Plan, points: np.ndarray, rows: int, seed: int, tensor: float | None = None) -> None:
     """Codes of numbers near `points` under random scales, and numbers of every code, both ways in one function."""
-    fmt, rng = plan.scaling.element.format, np.random.default_rng(seed)
+    check_scales(plan, points, rows, np.random.default_rng(seed), tensor, False)
+    if tensor is None and (quanta.applies(plan) or minifloats.applies(plan)):
+        check_scales(plan, points, rows, np.random.default_rng(seed + 1), tensor, True)
+
+
+def check_scales(
+    plan: Plan, points: np.ndarray, rows: int, rng: np.random.Generator, tensor: float | None, moderate: bool
+) -> None:
+    fmt = plan.scaling.element.format
     s = scales_of(rng, rows)
+    s = moderately(s) if moderate else s
     if plan.scaling.is_power:
         s = np.ldexp(1.0, np.frexp(np.maximum(s, np.float32(2.0**-127)))[1] - 1)
     elif plan.scaling.scale is not jc.binary32:
         values = plan.scaling.scale.values()
-        s = rng.choice(values[np.isfinite(values) & (values > 0)], rows)
+        values = values[np.isfinite(values) & (values > 0)]
+        s = rng.choice(moderately(values) if moderate else values, rows)
     whole = s.astype(np.float64) * (1 if tensor is None else np.float32(tensor))
     x = near(rng.choice(points, (rows, ROW)), whole, rng)
     codes = rng.integers(0, 1 << fmt.bits, x.shape).astype(fmt.code_dtype)
@@ -140,14 +158,21 @@ def check(plan: Plan, points: np.ndarray, rows: int, seed: int, tensor: float | 
         bits = lax.bitcast_convert_type(s, jnp.int32)
         value = (extended(bits, plan.compute) >> plan.compute.fraction) - plan.compute.bias
         scales = Scales(value if plan.scaling.is_power else bits, None, tensor)
-        coded = [way(x, scales, plan, words) for way in (fast_codes, exact_codes)]
-        return coded, [way(codes, scales, plan) for way in (ways.numbers_of, exact_numbers)]
+        known = replace(plan, moderate=moderate)
+        coded = fast_codes(x, scales, known, words), exact_codes(x, scales, plan, words)
+        rounded = ways.rounded(x, scales, known, words), exact_rounded(x, scales, plan, words)
+        numbers = ways.numbers_of(codes, scales, known), exact_numbers(codes, scales, plan)
+        return all_moderate(scales, plan), (coded, rounded, numbers)
 
     word = None if tensor is None else np.full((rows, 1), np.float32(tensor).view(np.int32))
-    for (fast, exact), data in zip(
-        run(x, words_of(rng, x.shape), codes, s.astype(np.float32)[:, None], word), (x, codes), strict=True
-    ):
-        assert_same(fast, exact, data, whole, f"{plan.scaling} in {plan.carrier.name}")
+    inside, found = run(x, words_of(rng, x.shape), codes, s.astype(np.float32)[:, None], word)
+    assert bool(inside) or not moderate
+    for (fast, exact), data in zip(found, (x, x, codes), strict=True):
+        assert_same(fast, exact, data, whole, f"{plan.scaling} in {plan.carrier.name} {moderate=}")
+
+
+def moderately(scales: np.ndarray) -> np.ndarray:
+    return np.clip(scales, 2.0**-MODERATE, 2.0**MODERATE).astype(scales.dtype)
 
 
 def halves(fmt: ElementFormat) -> np.ndarray:
@@ -202,8 +227,7 @@ def test_minifloats(cases: list[tuple[BlockScaling, str, float | None]]) -> None
     for i, (scaling, carrier, tensor) in enumerate(cases):
         plan = make_plan(scaling, CARRIERS[carrier])
         assert minifloats.applies(plan)
-        multiplies = minifloats.multiplies if tensor is None else minifloats.multiplies_twice
-        assert multiplies(plan) or carrier != "float32"
+        assert minifloats.multiplies(plan) or carrier != "float32"
         check(plan, halves(scaling.element.format), ROWS if len(cases) == 2 else 10_000, i, tensor)
 
 
@@ -316,7 +340,7 @@ def test_many_levels_that_take_the_exact_way() -> None:
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, 1024), (2, 5, 64), (7,), (4096,), (2, 48)])
+@pytest.mark.parametrize("shape", [(3, 1024), (2, 5, 64), (7,), (4096,), (12288,), (2, 50)])
 def test_maximum_in_steps(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(1).integers(0, 1 << 30, shape).astype(np.int32)
     for axes in ((len(shape) - 1,), tuple(range(len(shape)))):
