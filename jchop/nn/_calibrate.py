@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 from flax import nnx
 
+from jchop.nn._layers import layers_of
 from jchop.nn._observers import Observer, observer_of
 from jchop.nn._scale_from import is_tensor_scaled
-from jchop.nn._sites import Product
+from jchop.nn._sites import Product, site_in
 from jchop.nn._sources import PastMagnitudes
 from jchop.spec import Gradient
 
@@ -61,7 +62,7 @@ def calibrate(
     """
     make = observer_of(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    sites: list[Any] = [site for _, site in nnx.iter_modules(result) if _concerned(site)]
+    sites = [*_sites_of(result)]
     if not sites:
         raise ValueError(
             "model has no layer whose activation has one scale for the whole array, such as 'int8(group=tensor)', "
@@ -86,8 +87,20 @@ def calibrate(
     return result
 
 
-def _concerned(site: Any) -> bool:
-    if not isinstance(site, Product) or not site.calibrates or isinstance(site.left, PastMagnitudes):
+def _sites_of(model: Any) -> Iterator[Any]:
+    """The sites of products that are concerned; a static one becomes a part of the model, of its own."""
+    for _, layer, kind in layers_of(model):
+        site = None if kind is None or kind.product is None else site_in(layer, kind.product[0])
+        if kind is None or kind.product is None or not isinstance(site, Product) or not _concerned(site):
+            continue
+        if site is not getattr(layer, kind.product[0]):
+            site = nnx.clone(site)
+            setattr(layer, kind.product[0], nnx.data(site))
+        yield site
+
+
+def _concerned(site: Product) -> bool:
+    if not site.calibrates or isinstance(site.left, PastMagnitudes):
         return False
     how = site.how
     return is_tensor_scaled(how.left) and how.keeps_left and how.left is not None and how.left.gradient == Gradient()

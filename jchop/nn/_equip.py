@@ -74,16 +74,16 @@ def equip(
         made = site(how, stream(how.stochastic), left, None if packed else right)
         if before is not None and before.how.left == rule.activation and left is None and how.keeps_left:
             made.keep(before.range)
-        setattr(layer, attribute, nnx.data(made))
+        setattr(layer, attribute, made.as_attribute())
     if kind.slots:
         specs = tuple(_promoted(layer, kind, rule, packed))
         draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
         if specs or stored:
-            layer.promote_dtype = nnx.data(Promote(layer.promote_dtype, kind.slots, specs, stored, draws))
+            layer.promote_dtype = Promote(layer.promote_dtype, kind.slots, specs, stored, draws).as_attribute()
     if kind.caches:
         layer.cache = rule.cache
     if kind.output and rule.output is not None:
-        layer.output = nnx.data(Output(rule.output, stream(is_stochastic(rule.output))))
+        layer.output = Output(rule.output, stream(is_stochastic(rule.output))).as_attribute()
 
 
 def equip_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None) -> None:
@@ -95,9 +95,9 @@ def equip_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs
     stream = _fork(rule, rngs, path) if draws else None
     as_spec(rule.activation, "activation")  # a scaled format has no single numbers
     if kind.parameters:
-        layer.emulation = nnx.data(Emulation(rule.activation, rule.matmul, stream))
+        layer.emulation = Emulation(rule.activation, rule.matmul, stream).as_attribute()
     else:
-        layer.attention_fn = nnx.data(EmulatedAttention(rule.activation, rule.matmul, stream))
+        layer.attention_fn = EmulatedAttention(rule.activation, rule.matmul, stream).as_attribute()
 
 
 def _promoted(layer: Any, kind: Kind, rule: Rule, packed: bool) -> Any:

@@ -189,10 +189,10 @@ def _strip(layer: Any, kind: Kind) -> Any:
     if type(layer) in KINDS:
         return None
     before = None
-    if kind.slots and isinstance(layer.promote_dtype, _sites.Promote):
-        layer.promote_dtype = nnx.static(layer.promote_dtype.base)
-    if kind.product is not None and isinstance(getattr(layer, kind.product[0], None), _sites.Product):
-        before = getattr(layer, kind.product[0])
+    if kind.slots and isinstance(promote := _sites.site_in(layer, "promote_dtype"), _sites.Promote):
+        layer.promote_dtype = nnx.static(promote.base)
+    if kind.product is not None and isinstance(site := _sites.site_in(layer, kind.product[0]), _sites.Product):
+        before = site
         setattr(layer, kind.product[0], nnx.static(kind.product[2][0]))
     for name in ("output", "emulation", "cache"):
         if name in vars(layer):

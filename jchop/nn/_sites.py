@@ -1,7 +1,8 @@
 """The places in a layer where something is rounded: small modules that Flax's layers call in place of its functions.
 
 A site holds what it rounds to, and where that draws random bits a stream of its own, which is state of the model like
-that of a dropout. Sites that draw nothing have no state, so a checkpoint fits the model with and without them.
+that of a dropout. Sites that draw nothing have no state, so a checkpoint fits the model with and without them; their
+layers hold them as static attributes, which costs `flax.nnx.jit` less than parts of the model do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jchop.storage import QArray, dequantize
 Array = jax.Array
 Stream = nnx.RngStream | None
 
-__all__ = ["Attention", "Convolution", "DotGeneral", "Einsum", "Output", "Promote", "Site"]
+__all__ = ["Attention", "Convolution", "DotGeneral", "Einsum", "Output", "Promote", "Site", "site_in"]
 
 
 class Site(nnx.Module):
@@ -37,6 +38,10 @@ class Site(nnx.Module):
     def __init__(self, stream: Stream) -> None:
         self._hold(stream=stream)
 
+    def as_attribute(self) -> Any:
+        """What a layer is given: the site as a part of the model where it has state, else as a static attribute."""
+        return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticSite(self))
+
     def _hold(self, **values: Any) -> None:
         """Attributes for those that are there; the others stay the None of the class."""
         for name, value in values.items():
@@ -46,6 +51,37 @@ class Site(nnx.Module):
     def key(self) -> Array | None:
         """A key for one call."""
         return None if self.stream is None else self.stream()
+
+
+class StaticSite:
+    """A site without state, which does what the site does. Static attributes are compared: by what sites are told."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        told = ((name, value) for name, value in vars(site).items() if not name.startswith("_pytree"))
+        self._told = (type(site), *sorted(told))
+        self._hash = hash(self._told)  # worked out once: it is asked for in every call of `flax.nnx.jit`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.site(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "site":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.site, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StaticSite) and self._told == other._told
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def site_in(layer: Any, attribute: str) -> Site | None:
+    """The site that a layer has in an attribute, if it is one."""
+    value = getattr(layer, attribute, None)
+    value = value.site if isinstance(value, StaticSite) else value
+    return value if isinstance(value, Site) else None
 
 
 def keys_for(spec: Spec | None, key: Array | None) -> tuple[Array | None, Array | None]:
