@@ -48,11 +48,10 @@ def round_blocks_body(
         ask: whether the program may branch on the scales' sizes.
     """
     del tiling
-    plan, axis, word, tensor = _prepared(x, arrays, scaling, place)
-    blocks = _in_blocks(widen(x, plan.carrier), axis, scaling.block)
-    scales = _chosen(blocks, axis + 1, plan, tensor)
+    plan, axis, scales = _chosen(x, arrays, scaling)
 
     def run(plan: Plan) -> Array:
+        blocks, word = _numbers(x, axis, plan), _words(x, arrays, axis, scaling, place)
         return _from_blocks(ways.rounded(blocks, scales, plan, word), axis, x.shape[axis])
 
     return ways.asked(run, x, scales, plan, ask)
@@ -74,12 +73,11 @@ def quantize_blocks_body(
         along the axis, of `scale_dtype`.
     """
     del tiling
-    plan, axis, word, tensor = _prepared(x, arrays, scaling, place)
-    blocks = _in_blocks(widen(x, plan.carrier), axis, scaling.block)
-    scales = _chosen(blocks, axis + 1, plan, tensor)
+    plan, axis, scales = _chosen(x, arrays, scaling)
     bits = scaling.element.format.bits
 
     def run(plan: Plan) -> Array:
+        blocks, word = _numbers(x, axis, plan), _words(x, arrays, axis, scaling, place)
         codes = ways.codes_of(blocks, scales, plan, word)
         if _packs_blocks(scaling, axis, x.shape):
             packed = _from_blocks(pack(codes, bits), axis, x.shape[axis] * bits // 8)
@@ -88,10 +86,6 @@ def quantize_blocks_body(
         return lax.bitcast_convert_type(packed, as_dtype)
 
     return ways.asked(run, x, scales, plan, ask), jnp.squeeze(store_scales(scales, plan), axis + 1)
-
-
-def _chosen(blocks: Array, axis: int, plan: Plan, tensor: Array | None) -> Scales:
-    return ways.held(choose_scales(blocks, axis, plan, tensor, maximum))
 
 
 def dequantize_blocks_body(
@@ -118,14 +112,22 @@ def dequantize_blocks_body(
     return _from_blocks(ways.numbers_of(blocks, ways.held(loaded), plan), axis, shape[axis])
 
 
-def _prepared(
-    x: Array, arrays: Sequence[Array], scaling: BlockScaling, place: Place
-) -> tuple[Plan, int, Array | None, Array | None]:
-    """Plan, axis, random words in blocks, and the bits of the tensor's scale."""
-    axis = block_axis(scaling, x.ndim)
-    tensor, drawn = split_arrays(scaling, arrays)
-    word = _in_blocks(words_like(x, drawn, place), axis, scaling.block) if drawn else None
-    return make_plan(scaling, CARRIERS[x.dtype.name]), axis, word, tensor
+def _chosen(x: Array, arrays: Sequence[Array], scaling: BlockScaling) -> tuple[Plan, int, Scales]:
+    """Plan, axis, and the scales of the blocks."""
+    plan, axis = make_plan(scaling, CARRIERS[x.dtype.name]), block_axis(scaling, x.ndim)
+    tensor = split_arrays(scaling, arrays)[0]
+    return plan, axis, ways.held(choose_scales(_numbers(x, axis, plan), axis + 1, plan, tensor, maximum))
+
+
+def _numbers(x: Array, axis: int, plan: Plan) -> Array:
+    """The numbers in blocks, those of 16 bits in float32."""
+    return _in_blocks(widen(x, plan.carrier), axis, plan.scaling.block)
+
+
+def _words(x: Array, arrays: Sequence[Array], axis: int, scaling: BlockScaling, place: Place) -> Array | None:
+    """The random words in blocks. A branch draws its own: else they would all be written to memory for it."""
+    drawn = split_arrays(scaling, arrays)[1]
+    return _in_blocks(words_like(x, drawn, place), axis, scaling.block) if drawn else None
 
 
 def block_axis(scaling: BlockScaling, ndim: int) -> int:

@@ -81,10 +81,11 @@ def round_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, ask
         place: where `x` lies in the random stream.
         ask: whether the program may branch on the scales' sizes.
     """
-    plan, groups, view, word = _prepared(x, drawn, spec, place)
-    fitted = _fit(x, view, groups, plan, spec)
+    plan, groups = _planned(x, spec)
+    fitted = _fit(x, _view(x, groups, plan, spec), groups, plan, spec)
 
     def run(plan: Plan) -> Array:
+        view, word = _view(x, groups, plan, spec), _words(x, drawn, groups, place)
         if fitted.zero is None:
             return groups.back(ways.rounded(view, fitted.scales, plan, word))
         return groups.back(_multiply_back(_elements(view, fitted, plan, word), fitted, plan))
@@ -112,10 +113,14 @@ def quantize_body(
         as_dtype: of the codes, 8 bits.
         ask: as for `round_body`.
     """
-    plan, groups, view, word = _prepared(x, arrays[given:], spec, place)
-    fitted = _loaded(arrays[:given], groups, plan, spec) if given else _fit(x, view, groups, plan, spec)
+    plan, groups = _planned(x, spec)
+    if given:
+        fitted = _loaded(arrays[:given], groups, plan, spec)
+    else:
+        fitted = _fit(x, _view(x, groups, plan, spec), groups, plan, spec)
 
     def run(plan: Plan) -> Array:
+        view, word = _view(x, groups, plan, spec), _words(x, arrays[given:], groups, place)
         if fitted.zero is None:
             codes = ways.codes_of(view, fitted.scales, plan, word)
         else:
@@ -138,13 +143,14 @@ def dequantize_body(codes: Array, *stored: Array, spec: Spec, shape: tuple[int, 
 
 def fit_body(x: Array, *, spec: Spec) -> tuple[Array, ...]:
     """The scales and zero points of `x` as they are stored, one after the other."""
-    plan, groups, view, _ = _prepared(x, (), spec, AT_START)
-    return flat(*_fit(x, view, groups, plan, spec).stored)
+    plan, groups = _planned(x, spec)
+    return flat(*_fit(x, _view(x, groups, plan, spec), groups, plan, spec).stored)
 
 
 def overflowed_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> Array:
     """Where the rounded x / s + z lies beyond the ends of the element format; NaN counts as inside."""
-    plan, groups, view, word = _prepared(x, drawn, spec, place)
+    plan, groups = _planned(x, spec)
+    view, word = _view(x, groups, plan, spec), _words(x, drawn, groups, place)
     fitted = _fit(x, view, groups, plan, spec)
     if fitted.zero is not None:
         return groups.back(shifted.beyond_ends(view, _shifted(view, fitted, plan, word), plan))
@@ -162,14 +168,20 @@ def unflat(arrays: Sequence[Array], fmt: ScaledFormat) -> tuple[Stored, Array | 
     return tuple(arrays[:count]) if count > 1 else arrays[0], arrays[-1] if fmt.zero_point else None
 
 
-def _prepared(x: Array, drawn: Sequence[Array], spec: Spec, place: Place) -> tuple[Plan, Groups, Array, Array | None]:
-    """Plan, groups, and views of the numbers and of the random words."""
-    plan, fmt = plan_of(spec, x.dtype.name), _format(spec)
-    groups = Groups(x.shape, fmt.group_shape(x.shape))
+def _planned(x: Array, spec: Spec) -> tuple[Plan, Groups]:
+    return plan_of(spec, x.dtype.name), Groups(x.shape, _format(spec).group_shape(x.shape))
+
+
+def _view(x: Array, groups: Groups, plan: Plan, spec: Spec) -> Array:
+    """The numbers, those of 16 bits in float32."""
     # What fills up a group is none of its numbers: to rules that look at more than the largest magnitude it shows.
-    no_number = fmt.percentile is not None or fmt.zero_point == "float"
-    view = groups.view(scaled.widen(x, plan.carrier), float("nan") if no_number else 0)
-    return plan, groups, view, groups.view(words_like(x, drawn, place)) if drawn else None
+    no_number = _format(spec).percentile is not None or _format(spec).zero_point == "float"
+    return groups.view(scaled.widen(x, plan.carrier), float("nan") if no_number else 0)
+
+
+def _words(x: Array, drawn: Sequence[Array], groups: Groups, place: Place) -> Array | None:
+    """The random words of the numbers. A branch draws its own: else they would all be written to memory for it."""
+    return groups.view(words_like(x, drawn, place)) if drawn else None
 
 
 # -- elements ----------------------------------------------------------------------------------------------------------
@@ -287,7 +299,8 @@ def _load(stored: Stored, groups: Groups, plan: Plan, fmt: ScaledFormat) -> Scal
 def _quantize_scales(scales: Array, fmt: ScaledFormat) -> tuple[Array, ...]:
     """binary32 scales under a format of their own, none of them zero: codes, scales, and zero points if any."""
     spec = Spec(fmt)
-    plan, groups, view, _ = _prepared(scales, (), spec, AT_START)
+    plan, groups = _planned(scales, spec)
+    view = _view(scales, groups, plan, spec)
     fitted = _fit(scales, view, groups, plan, spec)
     elements = _elements(view, fitted, plan, None)
     if fitted.zero is None:
