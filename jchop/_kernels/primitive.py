@@ -26,7 +26,7 @@ from jax.interpreters import batching, mlir
 
 from jchop._checks import check_choice
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "make_op"]
+__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "make_op", "one_device_at_hand"]
 
 Array = jax.Array
 Impl = Literal["auto", "xla", "pallas"]
@@ -274,6 +274,14 @@ def _one_device(axis_context: Any) -> bool:
         mesh = axis_context.mesh
         return set(axis_context.manual_axes) | set(getattr(mesh, "manual_axes", ())) >= set(mesh.axis_names)
     return False
+
+
+def one_device_at_hand() -> bool:
+    """Whether this process has one device, so that what it traces is hardly going to be partitioned.
+
+    For choices that cost a partitioned program something, and never change what is computed but for the order of sums.
+    """
+    return jax.device_count() == 1
 
 
 def _compute_capability() -> float | None:

@@ -23,7 +23,7 @@ from jchop._reference.scales import Plan, Scales, all_moderate
 Array = jax.Array
 
 #: For fewer elements nothing is asked: it would cost more than it saves.
-LEAST_ASKED = 1 << 12
+LEAST_ASKED = 1 << 14
 
 
 def held(scales: Scales) -> Scales:

@@ -66,9 +66,12 @@ class StaticSite:
         return self.site(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "site":  # while it is being copied
+        if name.startswith("__"):  # what copying and its like ask for is not the site's
             raise AttributeError(name)
         return getattr(self.site, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StaticSite, (self.site,)  # a hash holds in one process
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StaticSite) and self._told == other._told

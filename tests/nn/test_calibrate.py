@@ -135,6 +135,11 @@ def test_gradients_pass_and_the_range_is_state() -> None:
         assert jc.nn.quantize(static, jc.nn.Rule(**fields)).dot_general.range is None
     again = jc.nn.calibrate(static, [10 * BATCHES[0]])
     np.testing.assert_allclose(range_of(again), [10 * LOW[0], 10 * HIGH[0]], rtol=1e-6)
+    untouched = jc.nn.quantize(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), jc.nn.Rule(activation="int8(group=tensor)"))
+    before, graph = untouched(BATCHES[0]), nnx.graphdef(untouched)
+    assert range_of(jc.nn.calibrate(untouched, [10 * BATCHES[0]])).max() > 0
+    assert untouched.dot_general.range is None and nnx.graphdef(untouched) == graph
+    np.testing.assert_array_equal(untouched(BATCHES[0]), before)
 
 
 @pytest.mark.parametrize(

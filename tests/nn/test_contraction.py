@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 
 import jchop as jc
+from jchop.nn import _product
 from jchop.nn._contraction import Roundings, conv_general_dilated, dot_general, einsum
 from jchop.spec import as_spec
 
@@ -108,6 +109,31 @@ def test_a_batch_of_products_is_rounded_product_by_product() -> None:
     (y, dx, dw), one = both()
     for got, expected in zip((y[1, 2], dx[1, :, 2], dw[1, :, 2]), one, strict=True):
         near(got, expected)
+
+
+ROWS = (((2, 3), (0, 1)), ((), ()))
+
+
+def test_rows_become_one_axis_where_there_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, g = normal(2, 5, 3, 4), normal(3, 4, 7, seed=1), normal(2, 5, 7, seed=2)
+    rounded = how(left="e4m3", right="e4m3")
+
+    def run(x: Any, w: Any, g: Any) -> Any:
+        y, pull = jax.vjp(lambda x, w: dot_general(x, w, ROWS, how=rounded), x, w)
+        return y, jax.jvp(lambda w: dot_general(x, w, ROWS, how=rounded), (w,), (w,))[1], *pull(g)
+
+    found, ranks = [], []
+    for alone in (False, True):
+        monkeypatch.setattr(_product, "one_device_at_hand", lambda alone=alone: alone)
+        found.append(jax.jit(lambda *args: run(*args))(x, w, g))
+        program = jax.make_jaxpr(lambda x: dot_general(x, w, ROWS, how=rounded))(x)
+        (product,) = (eqn for eqn in program.eqns if eqn.primitive is lax.dot_general_p)
+        ranks.append(product.invars[0].aval.ndim)
+    assert ranks == [4, 3]
+    y, *others = zip(*found, strict=True)
+    np.testing.assert_array_equal(*y)
+    for one, other in others:
+        near(one, other)
 
 
 def test_convolutions_round_their_backward_products_too() -> None:

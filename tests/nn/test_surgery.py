@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -130,6 +131,28 @@ def test_weight_only_rounds_no_more_than_weights() -> None:
     assert packed.kernel[...].nbytes == 12
     with pytest.raises(ValueError, match=r"activation.*mode='weight_only'"):
         jc.nn.quantize(plain, BLOCKS, mode="weight_only")
+
+
+def test_sites_without_state_are_no_part_of_the_model() -> None:
+    traced = []
+
+    @nnx.jit
+    def run(layer: Any, x: Any) -> Any:
+        traced.append(layer)
+        return layer(x)
+
+    one, two = (jc.nn.quantize(model(), BLOCKS) for _ in range(2))
+    modules = [type(module) for _, module in nnx.iter_modules(one)]
+    assert len(modules) == len([*nnx.iter_modules(model())])
+    assert one.head.dot_general == two.head.dot_general and one.head.dot_general is not two.head.dot_general
+    assert one.head.dot_general != jc.nn.quantize(model(), jc.nn.Rule(weight="e4m3")).head.dot_general
+    assert one.head.dot_general != one.head.promote_dtype
+    np.testing.assert_array_equal(run(one, X), run(two, X))
+    assert len(traced) == 1  # they are equal, so nothing is compiled again
+    run(jc.nn.quantize(model(), jc.nn.Rule(weight="e4m3")), X)
+    assert len(traced) == 2
+    for again in (pickle.loads(pickle.dumps(one.head.dot_general)), copy.deepcopy(one.head.dot_general)):
+        assert again == one.head.dot_general and hash(again) == hash(one.head.dot_general)
 
 
 def test_stochastic_sites_have_streams_of_their_own() -> None:
