@@ -3,8 +3,9 @@
 Each operation is one JAX primitive. Its default lowering is the portable body, which XLA compiles for any device and
 partitions over any mesh. Where a program is lowered for TPU or CUDA, a Pallas kernel takes its place if it may: the
 compiler cannot partition a kernel, so there must be one device, or every mesh axis must be manual (inside `shard_map`);
-the device must be able; and the kernel must take these shapes, dtypes and static arguments. Only the lowering decides,
-so nothing is asked of devices while a function is traced, and an exported program carries a choice for each platform.
+the device must be able; and the kernel must take these shapes, dtypes and static arguments. Only the lowering decides
+that, so an exported program carries a choice for each platform; while a function is traced nothing is asked of devices
+but whether there are several.
 
 In a program for one CPU a body may be compiled apart. XLA fuses what a body does with what stands around it, and where
 that moves axes the whole body becomes scalar code, run anew for each use of its result.
@@ -277,9 +278,9 @@ def _one_device(axis_context: Any) -> bool:
 
 
 def one_device_at_hand() -> bool:
-    """Whether this process has one device, so that what it traces is hardly going to be partitioned.
+    """Whether JAX has one device, so that what is traced is hardly going to be partitioned.
 
-    For choices that cost a partitioned program something, and never change what is computed but for the order of sums.
+    For choices that would cost a partitioned program something, and change nothing but the order of sums.
     """
     return jax.device_count() == 1
 
