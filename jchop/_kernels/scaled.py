@@ -162,7 +162,8 @@ round_blocks_op = make_op(
     round_blocks_body,
     tpu=Kernel(_kernel(_tpu, "round_blocks"), refuse_tpu),
     gpu=Kernel(_kernel(_gpu, "round_blocks"), refuse_gpu),
-    apart=partial(round_blocks_body, ask=True),
+    alone=partial(round_blocks_body, ask=True),
+    apart=True,
 )
 quantize_blocks_op = make_op(
     "jchop_quantize_blocks",
@@ -170,7 +171,7 @@ quantize_blocks_op = make_op(
     tpu=Kernel(_held(_kernel(_tpu, "quantize_blocks")), refuse_codes_tpu),
     gpu=Kernel(_held(_kernel(_gpu, "quantize_blocks")), refuse_codes_gpu),
     single=False,
-    apart=partial(quantize_blocks_body, ask=True),
+    alone=partial(quantize_blocks_body, ask=True),
 )
 #: XLA reads codes and scales once and writes once, and fuses with what uses the result: there is nothing for a kernel.
 dequantize_blocks_op = make_op("jchop_dequantize_blocks", dequantize_blocks_body)

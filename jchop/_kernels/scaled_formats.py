@@ -47,9 +47,9 @@ __all__ = [
 
 Array = jax.Array
 
-round_grouped_op = make_op("jchop_round_grouped", round_body, apart=partial(round_body, ask=True))
+round_grouped_op = make_op("jchop_round_grouped", round_body, alone=partial(round_body, ask=True), apart=True)
 quantize_grouped_op = make_op(
-    "jchop_quantize_grouped", quantize_body, single=False, apart=partial(quantize_body, ask=True)
+    "jchop_quantize_grouped", quantize_body, single=False, alone=partial(quantize_body, ask=True)
 )
 dequantize_grouped_op = make_op("jchop_dequantize_grouped", dequantize_body)
 fit_grouped_op = make_op("jchop_fit_grouped", fit_body, single=False)

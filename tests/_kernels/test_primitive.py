@@ -250,7 +250,7 @@ def test_several_results_come_as_a_tuple():
 
 
 def test_a_body_apart_is_a_call_in_the_program_of_one_cpu():
-    op = make_op("toy_apart", body, apart=body)
+    op = make_op("toy_apart", body, apart=True)
     for program, _ in PROGRAMS.values():
         np.testing.assert_array_equal(jax.jit(program(op))(X), X * 3 + 1)
     run = jax.jit(lambda x: times(op)(x * 2).T)
@@ -263,7 +263,7 @@ def test_a_body_apart_is_a_call_in_the_program_of_one_cpu():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_partitioned_body_is_not_apart(kind):
-    op = make_op("toy_apart", body, apart=body)
+    op = make_op("toy_apart", body, apart=True)
     sharding = NamedSharding(mesh(kind), P("a"))
     x = jax.device_put(X, sharding)
     with jax.set_mesh(mesh(kind)):
@@ -276,7 +276,7 @@ def test_a_body_that_branches_runs_in_the_program_of_one_cpu_alone():
     def branches(x: jax.Array, scale: jax.Array, *, shift: int) -> jax.Array:
         return lax.cond(scale > 0, lambda: body(x, scale, shift=shift), lambda: jnp.zeros_like(x))
 
-    op = make_op("toy_branches", body, apart=branches)
+    op = make_op("toy_branches", body, alone=branches)
     run, x = times(op), jax.device_put(X, NamedSharding(mesh(), P("a")))
     np.testing.assert_array_equal(run(X), X * 3 + 1)
     assert "stablehlo.case" in lowered_for("cpu", run, X)
@@ -290,7 +290,7 @@ def test_a_64_bit_body_apart_stays_so_when_lowered_without_x64():
     def wide(x: jax.Array, *, by: int) -> jax.Array:
         return lax.bitcast_convert_type(x, jnp.int64) + by
 
-    op = make_op("toy_wide_apart", wide, apart=wide)
+    op = make_op("toy_wide_apart", wide, apart=True)
     with jax.enable_x64(True):
         traced = jax.jit(lambda x: op(x, by=2)).trace(jnp.ones(3, jnp.float64))
     text = traced.lower().as_text()
