@@ -14,7 +14,7 @@ import numpy as np
 from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._reference.groups import once
-from jchop._reference.quanta import number_of, word_of
+from jchop._reference.quanta import number_of, sealed, word_of
 
 Array = jax.Array
 
@@ -34,7 +34,7 @@ def times(numbers: Array, scales: Array) -> Array:
     tiny = scales < _BIAS - _TINY << _FRACTION
     lifted = scales - (_CARRIER.tiny_exponent << _FRACTION)
     scale, tiny = once((number_of(jnp.where(tiny, lifted, scales)), tiny))
-    product = numbers * scale
+    product = sealed(numbers * scale, scale)
     return jnp.where(tiny, _lowered(numbers, scale, product), product)
 
 

@@ -63,9 +63,14 @@ def multiplies(plan: Plan) -> bool:
     if not (fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION):
         return False
     # Rounded once: a product is exact but for the subnormal range, or a multiple of the smallest number.
-    exact = plan.scaling.is_power or fmt.bits + scale.sig_bits + 1 < _FRACTION
+    exact = _has_room(plan)
     multiple = Fraction(scale.smallest) / (1 << fmt.frac_bits) >= Fraction(2) ** _CARRIER.tiny_exponent
     return (exact and multiple) or (plan.carrier is _CARRIER and (exact or multiple))
+
+
+def _has_room(plan: Plan) -> bool:
+    """Whether products of elements and scales have no more bits than a number of the normal range."""
+    return plan.scaling.is_power or plan.scaling.element.format.bits + plan.scaling.scale.sig_bits + 1 < _FRACTION
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
@@ -122,6 +127,15 @@ def word_of(x: Array) -> Array:
 def number_of(bits: Array) -> Array:
     """The inverse of `word_of`."""
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def sealed(product: Array, factor: Array) -> Array:
+    """A product with a factor that is not negative, so that no compiler contracts it with a sum behind it.
+
+    XLA's CPU backend does, and the sum is then of what was not rounded. Between the two there is an operation on
+    integers here, which changes nothing; what is read from memory does not tell a compiler so.
+    """
+    return number_of(word_of(product) | word_of(factor) & _CARRIER.sign_bit)
 
 
 def held(values: tuple) -> tuple:
@@ -296,15 +310,17 @@ def multiply_back(whole: Array, scales: Scales, plan: Plan) -> Array:
     In a narrower carrier the products are exact, and rounding them is left.
     """
     (quanta,) = held((quanta_of(scales, plan, huge_too=False),))
-    return times(whole.astype(jnp.float32), quanta)
+    return times(whole.astype(jnp.float32), quanta, exact=_has_room(plan))
 
 
-def times(elements: Array, quanta: Quanta) -> Array:
+def times(elements: Array, quanta: Quanta, *, exact: bool) -> Array:
     """Elements from 2^-30 on times quanta, rounded once to nearest even.
 
-    A product that is subnormal has to be exact but for that, or a multiple of the smallest number.
+    A product that is subnormal has to be exact but for that, or a multiple of the smallest number; `exact` says that
+    all are the former.
     """
     product = elements * quanta.value
+    product = product if exact else sealed(product, quanta.value)
     if quanta.tiny is None:
         return product
     # Of 2^-_TINY times the product what is subnormal is whole multiples of the smallest number.

@@ -377,6 +377,42 @@ def test_asking_changes_no_bit(text, dtype, rng):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other), name)
 
 
+# -- what stands around an operation -----------------------------------------------------------------------------------
+
+#: With few scales, which a compiler takes out of its loops.
+INEXACT = [
+    "int8(group=all)", "nf4(group=all)", "int8(group=tensor)", "int8(channel=0)", "e4m3fn(group=all)",
+    "uint8(group=tensor,zero_point=true)", "nvfp4", "int4(group=32,scale=bfloat16)", "int4(group=all,zero_point=float)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", cases.in_turn(INEXACT, 2))
+def test_products_are_rounded_before_they_are_summed(text, devices, rng):
+    """XLA's CPU backend contracts a product with a sum that follows it, unless it cannot see the product."""
+    if devices > jax.device_count():
+        pytest.skip("needs eight (forced host) devices")
+    spec, shape = jc.parse(text), (8, 128)
+    mesh = jax.make_mesh((devices,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("rows",), ()))
+    x, y = (jax.device_put(rng.standard_normal(shape).astype(np.float32), split) for _ in range(2))
+    stored = jax.device_put(quantize_scaled(np.asarray(x), spec=spec), whole)
+
+    def back(stored):
+        return dequantize_scaled(*stored, spec=spec, shape=shape, dtype="float32")
+
+    def sums(number, y):
+        return number + y, 1.0 - number
+
+    def fused(x, y, stored):
+        again = quantize_scaled(x, spec=spec)
+        return [sums(number, y) for number in (round_scaled(x, spec=spec), back(stored), back(again))]
+
+    expected = [np.asarray(v) for v in sums(np.asarray(back(stored)), np.asarray(y))]
+    for found in jax.jit(fused)(x, y, stored):
+        jax.tree.map(np.testing.assert_array_equal, list(found), expected)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

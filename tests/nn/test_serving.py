@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import in_turn
 from flax import nnx
 from jax import export
 from jax.sharding import NamedSharding
@@ -118,3 +119,29 @@ def test_training_packing_and_plain_arrays_agree_bit_for_bit(dtype: str) -> None
     assert trained.dtype == dtype and len(np.unique(np.asarray(trained, np.float32))) > 500
     np.testing.assert_array_equal(stored, trained)
     np.testing.assert_array_equal(expected, trained)
+
+
+LAYERS = {
+    "BatchNorm": lambda rngs: nnx.BatchNorm(64, rngs=rngs),
+    "LayerNorm": lambda rngs: nnx.LayerNorm(64, rngs=rngs),
+    "GroupNorm": lambda rngs: nnx.GroupNorm(64, num_groups=4, rngs=rngs),
+    "Linear": lambda rngs: nnx.Linear(64, 64, rngs=rngs),
+    "Conv": lambda rngs: nnx.Conv(64, 64, (3,), rngs=rngs),
+}
+FORMATS = ["int8(group=all)", "int8(group=tensor)", "nf4(group=all)"]
+
+
+@pytest.mark.parametrize(("name", "text"), in_turn([(name, text) for name in LAYERS for text in FORMATS], 4))
+def test_packed_biases_are_those_of_training(name: str, text: str) -> None:
+    """As arguments of a compiled function, a product of a bias and its scale might be contracted with the sum."""
+    rule, compiled = jc.nn.Rule(weight=text, bias=text), nnx.jit(lambda layer, x: layer(x))
+    for seed in range(12):
+        draw = np.random.default_rng(seed)
+        layer = LAYERS[name](nnx.Rngs(0))
+        for _, value in nnx.iter_graph(layer):
+            if isinstance(value, nnx.Param):
+                value[...] = jnp.asarray(draw.normal(size=value[...].shape), "float32")
+        x = jnp.asarray(draw.normal(size=(2, 16, 64)), "float32")
+        trained = compiled(jc.nn.quantize(layer, rule), x)
+        np.testing.assert_array_equal(compiled(jc.nn.quantize(layer, rule, mode="ptq"), x), trained)
+        assert not np.array_equal(trained, compiled(layer, x))
