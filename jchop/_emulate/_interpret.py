@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 
 from jchop._emulate import _control
 from jchop._emulate._accumulate import accumulated
+from jchop._emulate._chain import Chain, parts_of, run_chain
 from jchop._emulate._complex import by_parts
 from jchop._emulate._known import constant_of, is_float
 from jchop._emulate._linear import factored
@@ -42,10 +43,15 @@ def interpret(
     def read(v: Any) -> Any:
         return constant_of(v) if isinstance(v, Literal) else env[v]
 
-    for step in plan.steps:
-        with step.eqn.ctx.manager:
-            out = run_step(step, seeds, [read(v) for v in step.eqn.invars])
-        env.update(zip(step.eqn.outvars, out, strict=True))
+    for part in parts_of(plan):
+        if isinstance(part, Chain):
+            with part.steps[0].eqn.ctx.manager:
+                out = run_chain(part, seeds, [read(v) for v in part.operands])
+            env.update(zip(part.results, out, strict=True))
+            continue
+        with part.eqn.ctx.manager:
+            out = run_step(part, seeds, [read(v) for v in part.eqn.invars])
+        env.update(zip(part.eqn.outvars, out, strict=True))
     return [read(v) for v in plan.jaxpr.outvars]
 
 
@@ -85,7 +91,7 @@ def _performed(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 
 def _drawn(step: Step, seeds: Seeds) -> list[Array]:
     """A word array for each rounding of the results."""
-    first = step.number + len(step.eqn.invars)
+    first = step.result_number
     outs = [v.aval for v in step.eqn.outvars if is_float(v.aval)]
     if step.kind == "power":
         outs = outs * power_draws(step.eqn.params["y"])

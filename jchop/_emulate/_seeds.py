@@ -15,7 +15,7 @@ from jchop._reference.operations import fold_seeds, words
 
 Array = jax.Array
 
-__all__ = ["Seeds"]
+__all__ = ["Seeds", "varying"]
 
 #: The numbers from here on belong to shards, those below to the equations of a program.
 _SHARDS = 1 << 31
@@ -38,8 +38,8 @@ class Seeds:
 
     def of(self, *like: Any) -> tuple[Array, ...]:
         """The six words for what varies as these arrays do."""
-        varying = {axis for x in like for axis in _varying(x)}
-        axes = tuple(axis for axis in self.axes if axis in varying)
+        found = {axis for x in like for axis in varying(x)}
+        axes = tuple(axis for axis in self.axes if axis in found)
         return fold_seeds(self.six, _SHARDS, lax.axis_index(axes)) if axes else self.six
 
     def words(self, like: Any, number: int) -> Array:
@@ -48,7 +48,7 @@ class Seeds:
         return words(self.of(like), array, number)
 
 
-def _varying(x: Any) -> Sequence[str]:
+def varying(x: Any) -> Sequence[str]:
     """The axes of a mesh over which a value is known to vary; JAX has moved where it says so."""
     kind = jax.typeof(x) if isinstance(x, Array) else x
     return tuple(getattr(getattr(kind, "mat", kind), "varying", None) or getattr(kind, "vma", ()))

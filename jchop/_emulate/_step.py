@@ -31,6 +31,11 @@ class Step:
         """The primitive."""
         return self.eqn.primitive.name
 
+    @property
+    def result_number(self) -> int:
+        """The number of the rounding of its first result."""
+        return self.number + len(self.eqn.invars)
+
 
 @dataclass(frozen=True)
 class Plan:

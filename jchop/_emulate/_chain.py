@@ -1,0 +1,137 @@
+"""Stretches of a plan that become one operation: elementwise equations one after the other under one spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jchop._emulate._known import within
+from jchop._emulate._perform import Task, perform
+from jchop._emulate._rules import EXACT
+from jchop._emulate._seeds import Seeds, varying
+from jchop._emulate._step import Plan, Step
+from jchop._kernels.chain import LEAST_TRIED, chain_op
+from jchop._reference.chain import ELEMENTWISE, Link, gains, words_of
+from jchop._reference.operations import draws
+from jchop.spec import Spec
+
+__all__ = ["Chain", "parts_of", "run_chain"]
+
+Array = jax.Array
+
+#: Fewer operations are left as they are.
+_LEAST_LINKS = 3
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Equations one after the other, what they take, and which of their results are wanted after them."""
+
+    steps: tuple[Step, ...]
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Static:
+    """Everything static about a chain; equal ones are traced once."""
+
+    tasks: tuple[Task, ...]
+    links: tuple[Link, ...]
+    shape: tuple[int, ...]
+    results: tuple[int, ...]
+    spec: Spec
+
+
+def parts_of(plan: Plan) -> Iterator[Step | Chain]:
+    """The steps of a plan, some of them as chains."""
+    done = 0
+    for kind, steps in groupby(plan.steps, _kind):
+        found = tuple(steps)
+        done += len(found)
+        chain = None if kind is None or len(found) < _LEAST_LINKS else _chain(found, plan, done)
+        if chain is not None and chain.results:
+            yield chain
+        else:
+            yield from found
+
+
+def _kind(step: Step) -> Any:
+    """What a step has in common with those that it may be in a chain with; None for one that may be in none."""
+    spec = step.choice.spec
+    if step.kind != "exact" or spec is None or any(step.rounds) or EXACT[step.name] not in ELEMENTWISE:
+        return None
+    (out,) = step.eqn.outvars
+    fits = all(v.aval.dtype == jnp.float32 and v.aval.shape in ((), out.aval.shape) for v in step.eqn.invars)
+    if not fits or out.aval.dtype != jnp.float32 or prod(out.aval.shape) < LEAST_TRIED or not gains(spec):
+        return None
+    known = all(k is not None and within(k, spec) for k in step.known)
+    return (spec, out.aval.shape, varying(out.aval), id(step.eqn.ctx)) if known else None
+
+
+def _chain(steps: tuple[Step, ...], plan: Plan, done: int) -> Chain:
+    made = [step.eqn.outvars[0] for step in steps]
+    later = [v for step in plan.steps[done:] for v in step.eqn.invars] + list(plan.jaxpr.outvars)
+    wanted = {id(v) for v in later}
+    own = {id(v) for v in made}
+    operands: dict[int, Any] = {id(v): v for step in steps for v in step.eqn.invars if id(v) not in own}
+    return Chain(steps, tuple(operands.values()), tuple(v for v in made if id(v) in wanted))
+
+
+def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> list[Any]:
+    """The results of a chain, given its operands."""
+    made = [step.eqn.outvars[0] for step in chain.steps]
+    place = {id(v): i for i, v in enumerate((*chain.operands, *made))}
+    spec = chain.steps[0].choice.spec
+    assert spec is not None
+    tasks, links = [], []
+    for step in chain.steps:
+        params = tuple(sorted(step.eqn.params.items()))
+        tasks.append(Task(step.eqn.primitive, params, step.kind, spec, step.known))
+        known = tuple(k for k in step.known if k is not None)
+        places = tuple(place[id(v)] for v in step.eqn.invars)
+        links.append((EXACT[step.name], places, known, step.result_number))
+    results = tuple(place[id(v)] for v in chain.results)
+    static = _Static(tuple(tasks), tuple(links), made[0].aval.shape, results, spec)
+    drawn = list(seeds.of(made[0].aval)) if seeds is not None and draws(spec) else []
+    return _run(static, [jnp.asarray(x) for x in operands], drawn)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _run(static: _Static, operands: list[Array], drawn: list[Array]) -> list[Array]:
+    @jax.custom_jvp
+    def run(operands: list[Array], drawn: list[Array]) -> list[Array]:
+        more = {"links": static.links, "shape": static.shape, "results": static.results, "spec": static.spec}
+        return list(chain_op(*operands, *drawn, **more))
+
+    def tangents(primals: Any, tangents: Any) -> Any:
+        """As if the equations stood alone: their derivatives are taken at every result on the way."""
+        operands, drawn = primals
+        moved = [i for i, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
+
+        def of_moved(*values: Array) -> list[Array]:
+            every = list(operands)
+            for i, value in zip(moved, values, strict=True):
+                every[i] = value
+            return _one_by_one(static, every, drawn)
+
+        return jax.jvp(of_moved, [operands[i] for i in moved], [tangents[0][i] for i in moved])
+
+    run.defjvp(tangents, symbolic_zeros=True)
+    return run(operands, drawn)
+
+
+def _one_by_one(static: _Static, operands: Sequence[Array], seeds: Sequence[Array]) -> list[Array]:
+    values = list(operands)
+    for task, (_, places, _, number) in zip(static.tasks, static.links, strict=True):
+        words = [words_of(seeds, static.shape, number)] if seeds else []
+        values += perform(task, [values[place] for place in places], words)
+    return [values[place] for place in static.results]

@@ -1,0 +1,36 @@
+"""Chains of elementwise operations as one operation, which in a program for one CPU tries what is faster first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._kernels.primitive import make_op
+from jchop._reference.chain import chain_body, try_chain
+
+__all__ = ["LEAST_TRIED", "chain_op"]
+
+Array = jax.Array
+
+#: For fewer elements nothing is tried: it would cost more than it saves.
+LEAST_TRIED = 1 << 14
+
+#: Apart, so that what asks for NaN reads what was written and does not work it out anew.
+_try_op = make_op("jchop_try_chain", try_chain, single=False, apart=True)
+
+
+def _tried(*arrays: Array, **static: Any) -> tuple[Array, ...]:
+    """The results of a chain. A loop of no turn or one, unlike a branch, leaves in place what it does not change."""
+    out = _try_op(*arrays, **static)
+    failed = jnp.any(jnp.stack([jnp.any(jnp.isnan(x)) for x in out]))
+
+    def again(state: Any) -> Any:
+        return jnp.zeros_like(failed), chain_body(*arrays, **static)
+
+    return lax.while_loop(lambda state: state[0], again, (failed, out))[1]
+
+
+chain_op = make_op("jchop_chain", chain_body, single=False, alone=_tried)

@@ -1,0 +1,178 @@
+"""Chains: elementwise operations that `jc.emulate` makes one operation of, tried among moderate numbers first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_matmul
+import oracle_program
+import pytest
+from emulate_cases import KEY
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+from jchop._emulate import _chain
+from jchop._emulate._emulate import trace
+from jchop._emulate._rules import make_settings
+from jchop._kernels.chain import LEAST_TRIED
+from jchop._reference.chain import chain_body, try_chain
+from jchop._reference.operations import fold_seeds, words
+from jchop._reference.random_bits import seed_words
+
+#: Those that make chains under a format with the carrier's exponents.
+MODES = [mode for mode in (*oracle.DETERMINISTIC, *oracle.STOCHASTIC) if mode != "stochastic_c"]
+SHAPE = (128, LEAST_TRIED // 128)
+
+
+def chain(x: Any, y: Any) -> Any:
+    """Twelve operations, numbers among the operands, and two results, one of them on the way."""
+    x = jnp.abs((x + y) * y - x) * 0.5
+    x = 1.5 - jnp.square(-x) * y
+    return x, jnp.abs(x - y) + x
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of any size, in programs that nobody else has compiled."""
+    monkeypatch.setattr(_chain, "LEAST_TRIED", 1)
+
+
+@pytest.fixture
+def never(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(_chain, "LEAST_TRIED", 1 << 40)
+
+
+def numbers(kind: str, seed: int = 0) -> np.ndarray:
+    draw = np.random.default_rng(seed)
+    x = draw.standard_normal(SHAPE)
+    if kind == "wild":
+        x = x * 2.0 ** draw.integers(-140, 120, SHAPE)
+    if kind == "odd":
+        x[3, :6] = [np.nan, np.inf, -np.inf, -0.0, 2.0**-130, -(2.0**-149)]
+    if kind == "zeros":
+        x[draw.random(SHAPE) < 0.25] = 0
+    return (x * {"tiny": 2.0**-100, "huge": 2.0**120}.get(kind, 1)).astype(np.float32)
+
+
+def bits(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf).view(np.int32) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["plain", "wild"])
+@pytest.mark.parametrize("mode", cases.in_turn(MODES, 3))
+def test_every_mode_against_exact_rationals(mode: str, kind: str) -> None:
+    spec = jc.Spec("bfloat16", rounding=mode)
+    x, y = (numbers(kind, seed).ravel()[:40] for seed in (1, 2))
+    x[:2], y[:2] = [2.0**-126, 3.0], [-(2.0**-127), 0.0]
+    machine = oracle_program.Machine(
+        oracle_matmul.How(oracle.ieee(8, 7), mode),
+        lambda seeds, shape, number: np.asarray(words(seeds, jnp.zeros(shape, jnp.float32), number)),
+        fold_seeds,
+    )
+    program = trace(chain, make_settings(spec, None, None, "raise"), (x, y), {})
+    parts = list(_chain.parts_of(program.plan))
+    assert [type(part) for part in parts] == [_chain.Chain] and len(parts[0].steps) == 12
+    entry = fold_seeds(seed_words(KEY), 0)
+    entered = [machine.rounded(oracle_program.values(v), v.shape, entry, i) for i, v in enumerate(program.values)]
+    want = machine.run(program.plan, fold_seeds(seed_words(KEY), 1), entered)
+    got = jax.jit(jc.emulate(chain, spec, key=KEY))(x, y)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "text", ["bfloat16", *cases.in_turn(["e8m10:up", "bfloat16:stochastic", "e8m4:saturate:odd", "bfloat16:down"], 2)]
+)
+def test_what_is_tried_is_what_stands_alone(text: str, never: Callable[[], None]) -> None:
+    """Where all numbers are moderate, and where one is not: in each case the bits of the operations one by one."""
+    kinds = ["plain", "zeros", "odd", "tiny", "huge", "wild"]
+    run = lambda: jax.jit(jc.emulate(chain, text, key=KEY))  # noqa: E731
+    tried = run()
+    assert "while(" in str(tried.lower(numbers("plain"), numbers("plain")).compile().as_text())
+    got = {kind: bits(tried(numbers(kind, 1), numbers("plain", 2))) for kind in kinds}
+    never()
+    alone = run()
+    for kind in kinds:
+        want = bits(alone(numbers(kind, 1), numbers("plain", 2)))
+        for one, other in zip(got[kind], want, strict=True):
+            np.testing.assert_array_equal(one, other, kind)
+
+
+def test_derivatives_are_those_of_the_operations(never: Callable[[], None]) -> None:
+    x, y = numbers("plain", 1), numbers("plain", 2)
+
+    def run() -> list[np.ndarray]:
+        low = jc.emulate(lambda x, y: chain(x, y)[1], "bfloat16")
+        total = lambda x: jnp.sum(low(x, y) * y)  # noqa: E731
+        of_both = jax.jvp(low, (x, y), (y, x))
+        mapped = jax.vmap(low, (0, None))(jnp.stack([x, y]), y)
+        return bits(
+            [jax.jit(jax.value_and_grad(total))(x), of_both, jax.grad(lambda x: total(jax.grad(total)(x)))(x), mapped]
+        )
+
+    got = run()
+    never()
+    for one, other in zip(got, run(), strict=True):
+        np.testing.assert_allclose(one.view(np.float32), other.view(np.float32), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+@pytest.mark.parametrize("text", ["bfloat16", pytest.param("bfloat16:stochastic", marks=pytest.mark.slow)])
+def test_partitioned_programs_do_not_try(text: str) -> None:
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+    x, y = numbers("wild", 1), numbers("plain", 2)
+    run = jax.jit(jc.emulate(chain, text, key=KEY))
+    split = [jax.device_put(v, NamedSharding(mesh, P("rows"))) for v in (x, y)]
+    program = str(run.lower(*split).compile().as_text())
+    assert "while(" not in program and "all-" not in program
+    got, want = run(*split), run(x, y)
+    assert got[0].sharding.is_equivalent_to(split[0].sharding, 2)
+    jax.tree.map(np.testing.assert_array_equal, bits(got), bits(want))
+    # Where every axis is manual each device tries its own part; stochastic ones draw otherwise there.
+    if ":" not in text:
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
+        jax.tree.map(np.testing.assert_array_equal, bits(jax.jit(mapped)(*split)), bits(want))
+
+
+def test_a_try_says_where_it_may_be_wrong() -> None:
+    """NaN where what enters or a product is neither zero nor moderate, and nowhere else."""
+    spec = jc.Spec("bfloat16")
+    x = np.asarray(jc.round_to_format(numbers("wild", 1), spec)).copy()
+    y = np.asarray(jc.round_to_format(numbers("zeros", 2), spec))
+    x[0, :4], y[0, :4] = [2.0**-56, 2.0**-57, 2.0**45, 2.0**44], [1.0, 1.0, 1.0, 1.0]
+    known = (spec, spec)
+    links = (
+        ("mul", (0, 1), known, 0),
+        ("sub", (2, 1), known, 0),
+        ("neg", (3,), known[:1], 0),
+        ("add", (1, 1), known, 0),
+        *(("add", (5 + i, 5 + i), known, 0) for i in range(60)),
+    )
+    more = {"links": links, "shape": SHAPE, "spec": spec}
+
+    @jax.jit
+    def run(x: Any, y: Any) -> Any:
+        return try_chain(x, y, results=(4, 5, 65), **more), chain_body(x, y, results=(2, 4, 5, 65), **more)
+
+    (one, two, three), (product, exact, double, many) = run(x, y)
+
+    def moderate(*values: Any) -> np.ndarray:
+        sizes = [np.abs(np.asarray(v, np.float64)) for v in values]
+        return np.all([(v == 0) | ((v >= 2.0**-56) & (v < 2.0**45)) for v in sizes], axis=0)
+
+    expected = np.where(moderate(x, y, product), exact, np.float32(np.nan))
+    assert np.isnan(expected[0, :4]).tolist() == [False, True, True, False]
+    assert 0.05 < np.isnan(expected).mean() < 0.95 and not np.isnan(exact).any()
+    np.testing.assert_array_equal(one, expected)
+    np.testing.assert_array_equal(two, np.where(moderate(y), double, np.nan))
+    # Sixty sums lead beyond: on the way there it is looked at again.
+    many, three = np.abs(np.asarray(many)), np.asarray(three)
+    assert (many >= 2.0**56).mean() > 0.5 and np.isnan(three[many >= 2.0**56]).all() and (three[many == 0] == 0).all()
