@@ -33,11 +33,11 @@ _LEAST_LINKS = 3
 
 @dataclass(frozen=True)
 class Chain:
-    """Equations one after the other, what they take, and which of their results are wanted after them."""
+    """Equations one after the other, what they take, and the one result that is wanted after them."""
 
     steps: tuple[Step, ...]
     operands: tuple[Any, ...]
-    results: tuple[Any, ...]
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,27 @@ class _Static:
     tasks: tuple[Task, ...]
     links: tuple[Link, ...]
     shape: tuple[int, ...]
-    results: tuple[int, ...]
+    result: int
     spec: Spec
 
 
 def parts_of(plan: Plan) -> Iterator[Step | Chain]:
-    """The steps of a plan, some of them as chains."""
-    done = 0
-    for kind, steps in groupby(plan.steps, _kind):
-        found = tuple(steps)
-        done += len(found)
-        chain = None if kind is None or len(found) < _LEAST_LINKS else _chain(found, plan, done)
-        if chain is not None and chain.results:
-            yield chain
+    """The steps of a plan, some of them as chains.
+
+    All equations that stand together are one chain or none. Of several results each would be worked out from the start,
+    and a chain among others would keep a compiler from fusing those.
+    """
+    last = {id(v): i for i, step in enumerate(plan.steps) for v in step.eqn.invars}
+    last |= {id(v): len(plan.steps) for v in plan.jaxpr.outvars}
+    end = 0
+    for kind, together in groupby(plan.steps, _kind):
+        steps = tuple(together)
+        end += len(steps)
+        wanted = [v for step in steps for v in step.eqn.outvars if last.get(id(v), -1) >= end]
+        if kind is not None and len(steps) >= _LEAST_LINKS and len(wanted) == 1:
+            yield _chain(steps, wanted[0])
         else:
-            yield from found
+            yield from steps
 
 
 def _kind(step: Step) -> Any:
@@ -77,17 +83,14 @@ def _kind(step: Step) -> Any:
     return (spec, out.aval.shape, varying(out.aval), id(step.eqn.ctx)) if known else None
 
 
-def _chain(steps: tuple[Step, ...], plan: Plan, done: int) -> Chain:
-    made = [step.eqn.outvars[0] for step in steps]
-    later = [v for step in plan.steps[done:] for v in step.eqn.invars] + list(plan.jaxpr.outvars)
-    wanted = {id(v) for v in later}
-    own = {id(v) for v in made}
-    operands: dict[int, Any] = {id(v): v for step in steps for v in step.eqn.invars if id(v) not in own}
-    return Chain(steps, tuple(operands.values()), tuple(v for v in made if id(v) in wanted))
+def _chain(steps: tuple[Step, ...], result: Any) -> Chain:
+    made = {id(step.eqn.outvars[0]) for step in steps}
+    operands = {id(v): v for step in steps for v in step.eqn.invars if id(v) not in made}
+    return Chain(steps, tuple(operands.values()), result)
 
 
-def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> list[Any]:
-    """The results of a chain, given its operands."""
+def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Array:
+    """The result of a chain, given its operands."""
     made = [step.eqn.outvars[0] for step in chain.steps]
     place = {id(v): i for i, v in enumerate((*chain.operands, *made))}
     spec = chain.steps[0].choice.spec
@@ -99,25 +102,24 @@ def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> lis
         known = tuple(k for k in step.known if k is not None)
         places = tuple(place[id(v)] for v in step.eqn.invars)
         links.append((EXACT[step.name], places, known, step.result_number))
-    results = tuple(place[id(v)] for v in chain.results)
-    static = _Static(tuple(tasks), tuple(links), made[0].aval.shape, results, spec)
+    static = _Static(tuple(tasks), tuple(links), made[0].aval.shape, place[id(chain.result)], spec)
     drawn = list(seeds.of(made[0].aval)) if seeds is not None and draws(spec) else []
     return _run(static, [jnp.asarray(x) for x in operands], drawn)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _run(static: _Static, operands: list[Array], drawn: list[Array]) -> list[Array]:
+def _run(static: _Static, operands: list[Array], drawn: list[Array]) -> Array:
     @jax.custom_jvp
-    def run(operands: list[Array], drawn: list[Array]) -> list[Array]:
-        more = {"links": static.links, "shape": static.shape, "results": static.results, "spec": static.spec}
-        return list(chain_op(*operands, *drawn, **more))
+    def run(operands: list[Array], drawn: list[Array]) -> Array:
+        more = {"links": static.links, "shape": static.shape, "result": static.result, "spec": static.spec}
+        return chain_op(*operands, *drawn, **more)
 
     def tangents(primals: Any, tangents: Any) -> Any:
         """As if the equations stood alone: their derivatives are taken at every result on the way."""
         operands, drawn = primals
         moved = [i for i, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
 
-        def of_moved(*values: Array) -> list[Array]:
+        def of_moved(*values: Array) -> Array:
             every = list(operands)
             for i, value in zip(moved, values, strict=True):
                 every[i] = value
@@ -129,9 +131,9 @@ def _run(static: _Static, operands: list[Array], drawn: list[Array]) -> list[Arr
     return run(operands, drawn)
 
 
-def _one_by_one(static: _Static, operands: Sequence[Array], seeds: Sequence[Array]) -> list[Array]:
+def _one_by_one(static: _Static, operands: Sequence[Array], seeds: Sequence[Array]) -> Array:
     values = list(operands)
     for task, (_, places, _, number) in zip(static.tasks, static.links, strict=True):
         words = [words_of(seeds, static.shape, number)] if seeds else []
         values += perform(task, [values[place] for place in places], words)
-    return [values[place] for place in static.results]
+    return values[static.result]

@@ -46,8 +46,7 @@ def interpret(
     for part in parts_of(plan):
         if isinstance(part, Chain):
             with part.steps[0].eqn.ctx.manager:
-                out = run_chain(part, seeds, [read(v) for v in part.operands])
-            env.update(zip(part.results, out, strict=True))
+                env[part.result] = run_chain(part, seeds, [read(v) for v in part.operands])
             continue
         with part.eqn.ctx.manager:
             out = run_step(part, seeds, [read(v) for v in part.eqn.invars])

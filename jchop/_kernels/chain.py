@@ -19,13 +19,13 @@ Array = jax.Array
 LEAST_TRIED = 1 << 14
 
 #: Apart, so that what asks for NaN reads what was written and does not work it out anew.
-_try_op = make_op("jchop_try_chain", try_chain, single=False, apart=True)
+_try_op = make_op("jchop_try_chain", try_chain, apart=True)
 
 
-def _tried(*arrays: Array, **static: Any) -> tuple[Array, ...]:
-    """The results of a chain. A loop of no turn or one, unlike a branch, leaves in place what it does not change."""
+def _tried(*arrays: Array, **static: Any) -> Array:
+    """The result of a chain. A loop of no turn or one, unlike a branch, leaves in place what it does not change."""
     out = _try_op(*arrays, **static)
-    failed = jnp.any(jnp.stack([jnp.any(jnp.isnan(x)) for x in out]))
+    failed = jnp.any(jnp.isnan(out))
 
     def again(state: Any) -> Any:
         return jnp.zeros_like(failed), chain_body(*arrays, **static)
@@ -33,4 +33,4 @@ def _tried(*arrays: Array, **static: Any) -> tuple[Array, ...]:
     return lax.while_loop(lambda state: state[0], again, (failed, out))[1]
 
 
-chain_op = make_op("jchop_chain", chain_body, single=False, alone=_tried)
+chain_op = make_op("jchop_chain", chain_body, alone=_tried)

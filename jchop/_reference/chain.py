@@ -49,17 +49,15 @@ def gains(spec: Spec) -> bool:
     return full
 
 
-def chain_body(
-    *arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], results: tuple[int, ...], spec: Spec
-) -> tuple[Array, ...]:
-    """The results of a chain.
+def chain_body(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
+    """The result of a chain.
 
     Args:
         arrays: float32, of one shape, or 0-d; values of their specs, infinities or NaN. For a stochastic spec the six
             words of `seed_words` follow.
         links: the operations in their order.
-        shape: of the results.
-        results: where what is wanted stands among the arrays and the results of all operations.
+        shape: of every result.
+        result: where what is wanted stands among the arrays and the results of all operations.
         spec: what every result is rounded to.
     """
     values, seeds = _parted(arrays, spec)
@@ -67,7 +65,7 @@ def chain_body(
         ranges = [range_of(known, _CARRIER) for known in knowns]
         word = words_of(seeds, shape, number) if seeds else None
         values.append(operation(name, [values[place] for place in places], spec, word, ranges=ranges))
-    return tuple(values[place] for place in results)
+    return values[result]
 
 
 def words_of(seeds: Sequence[Array], shape: tuple[int, ...], number: int) -> Array:
@@ -81,9 +79,7 @@ def _parted(arrays: Sequence[Array], spec: Spec) -> tuple[list[Array], Sequence[
     return list(arrays[:count]), arrays[count:]
 
 
-def try_chain(
-    *arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], results: tuple[int, ...], spec: Spec
-) -> tuple[Array, ...]:
+def try_chain(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
     """What `chain_body` gives, but NaN where a number on the way was not moderate: no number is wrong."""
     precision = range_of(spec, _CARRIER).precision
     values, seeds = _parted(arrays, spec)
@@ -94,8 +90,7 @@ def try_chain(
         ranges = [Range(_QUANTUM, precision, each.top) for each in past]
         values.append(operation(name, [values[place] for place in places], spec, word, ranges=ranges))
         history.append(_after(name, past, values[-1]))
-    least = _QUANTUM + precision - 1
-    return tuple(_where_moderate(values[place], history[place], least) for place in results)
+    return _where_moderate(values[result], history[result], least=_QUANTUM + precision - 1)
 
 
 @dataclass(frozen=True)
