@@ -215,7 +215,7 @@ def _rounded(value: Array, r: Range, spec: Spec | None, carrier: Carrier, word: 
         return value
     # With one bit of precision a tie goes by the parity of the exponent.
     if adds_to_round(spec, r, carrier) and spec.format.precision != 1:
-        return round_by_adding(value, spec, carrier, r)
+        return round_by_adding(value, spec, carrier)
     return round_elements(value, spec, carrier, word)
 
 

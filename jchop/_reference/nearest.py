@@ -37,8 +37,8 @@ def adds_to_round(spec: Spec, result: Range, carrier: Carrier) -> bool:
     return plain and drop > 0 and in_range and carrier.magnitude_bits(fmt.exact_max) is not None
 
 
-def round_by_adding(x: Array, spec: Spec, carrier: Carrier, result: Range | None = None) -> Array:
-    """`x` rounded under `spec`; see `adds_to_round`. Of a `result` within the format's ends none goes beyond."""
+def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
+    """`x` rounded under `spec`; see `adds_to_round`."""
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
     kind, fraction = carrier.work.type, carrier.fraction
@@ -47,8 +47,6 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier, result: Range | None
     exponent = jnp.maximum(magnitude & kind(carrier.inf), kind(fmt.emin + carrier.bias << fraction))
     power = _float(exponent + kind(fraction - fmt.sig_bits << fraction), x)
     rounded = (_float(magnitude, x) + power) - power
-    if result is not None and result.top <= fmt.emax and fmt.has_inf and spec.overflow is Overflow.IEEE:
-        return _bits.join(sign, lax.bitcast_convert_type(rounded, carrier.work), carrier)
     top = np.dtype(carrier.name).type(fmt.max)
     beyond = top if spec.overflow is Overflow.SATURATE else np.inf if fmt.has_inf else np.nan if fmt.has_nan else top
     rounded = jnp.where(rounded > top, x.dtype.type(beyond), rounded)
