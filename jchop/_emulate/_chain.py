@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Literal
 
 from jchop._emulate._known import within
 from jchop._emulate._perform import Task, perform
@@ -19,7 +20,7 @@ from jchop._emulate._rules import EXACT
 from jchop._emulate._seeds import Seeds, varying
 from jchop._emulate._step import Plan, Step
 from jchop._kernels.chain import LEAST_TRIED, chain_op
-from jchop._reference.chain import ELEMENTWISE, Link, gains, words_of
+from jchop._reference.chain import ELEMENTWISE, Link, gains, is_moderate, words_of
 from jchop._reference.operations import draws
 from jchop.spec import Spec
 
@@ -79,8 +80,11 @@ def _kind(step: Step) -> Any:
     fits = all(v.aval.dtype == jnp.float32 and v.aval.shape in ((), out.aval.shape) for v in step.eqn.invars)
     if not fits or out.aval.dtype != jnp.float32 or prod(out.aval.shape) < LEAST_TRIED or not gains(spec):
         return None
+    constants = [v for v in step.eqn.invars if isinstance(v, Literal)]
     known = all(k is not None and within(k, spec) for k in step.known)
-    return (spec, out.aval.shape, varying(out.aval), id(step.eqn.ctx)) if known else None
+    if not known or not all(is_moderate(float(v.val), spec) for v in constants):
+        return None
+    return spec, out.aval.shape, varying(out.aval), id(step.eqn.ctx)
 
 
 def _chain(steps: tuple[Step, ...], result: Any) -> Chain:

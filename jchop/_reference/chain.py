@@ -27,7 +27,7 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-__all__ = ["ELEMENTWISE", "Link", "chain_body", "gains", "try_chain", "words_of"]
+__all__ = ["ELEMENTWISE", "Link", "chain_body", "gains", "is_moderate", "try_chain", "words_of"]
 
 #: What a chain may consist of: NaN in an operand is NaN in the result, whatever the others are.
 ELEMENTWISE = frozenset({"add", "sub", "mul", "square", "neg", "abs"})
@@ -45,8 +45,17 @@ _QUANTUM, _TOP, _SEEN = -63, 55, 45
 def gains(spec: Spec) -> bool:
     """Whether a chain under a spec is faster tried."""
     whole = range_of(spec, _CARRIER)
-    full = full_range.adds(spec, _CARRIER) and full_range.multiplies(spec, _CARRIER, whole, whole)
-    return full
+    return full_range.adds(spec, _CARRIER) and full_range.multiplies(spec, _CARRIER, whole, whole)
+
+
+def is_moderate(value: float, spec: Spec) -> bool:
+    """Whether a constant, rounded under a spec already, does not make every try vain."""
+    return value == 0 or 2.0 ** _least(spec) <= abs(value) < 2.0**_SEEN
+
+
+def _least(spec: Spec) -> int:
+    """From 2^this on numbers of the spec's format are multiples of 2^_QUANTUM."""
+    return _QUANTUM + range_of(spec, _CARRIER).precision - 1
 
 
 def chain_body(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
@@ -90,7 +99,7 @@ def try_chain(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], r
         ranges = [Range(_QUANTUM, precision, each.top) for each in past]
         values.append(operation(name, [values[place] for place in places], spec, word, ranges=ranges))
         history.append(_after(name, past, values[-1]))
-    return _where_moderate(values[result], history[result], least=_QUANTUM + precision - 1)
+    return _where_moderate(values[result], history[result], _least(spec))
 
 
 @dataclass(frozen=True)
