@@ -396,7 +396,7 @@ def test_products_are_rounded_before_they_are_summed(text, devices, rng):
     mesh = jax.make_mesh((devices,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("rows",), ()))
     x, y = (jax.device_put(rng.standard_normal(shape).astype(np.float32), split) for _ in range(2))
-    stored = jax.device_put(quantize_scaled(np.asarray(x), spec=spec), whole)
+    stored = jax.device_put(quantize_scaled(jnp.asarray(np.asarray(x)), spec=spec), whole)
 
     def back(stored):
         return dequantize_scaled(*stored, spec=spec, shape=shape, dtype="float32")
