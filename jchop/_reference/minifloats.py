@@ -227,7 +227,7 @@ def multiply_back(values: Array, scales: Scales, plan: Plan) -> Array:
     if not (_is_exact(plan) or plan.moderate):
         return products.times(values, extended(scale_magnitude(scales, plan), _CARRIER))
     (divisor,) = quanta.held((quanta.quanta_of(scales, plan, huge_too=False),))
-    return quanta.times(values, divisor, exact=_is_exact(plan))
+    return quanta.times(values, divisor, seal=not (_is_exact(plan) or plan.moderate))
 
 
 def _decode(codes: Array, fmt: FloatFormat) -> Array:

@@ -310,17 +310,17 @@ def multiply_back(whole: Array, scales: Scales, plan: Plan) -> Array:
     In a narrower carrier the products are exact, and rounding them is left.
     """
     (quanta,) = held((quanta_of(scales, plan, huge_too=False),))
-    return times(whole.astype(jnp.float32), quanta, exact=_has_room(plan))
+    return times(whole.astype(jnp.float32), quanta, seal=not (_has_room(plan) or plan.moderate))
 
 
-def times(elements: Array, quanta: Quanta, *, exact: bool) -> Array:
+def times(elements: Array, quanta: Quanta, *, seal: bool) -> Array:
     """Elements from 2^-30 on times quanta, rounded once to nearest even.
 
-    A product that is subnormal has to be exact but for that, or a multiple of the smallest number; `exact` says that
-    all are the former.
+    A product that is subnormal has to be exact but for that, or a multiple of the smallest number. `seal` them unless
+    all are the former, or they are written to memory as what a branch gives.
     """
     product = elements * quanta.value
-    product = product if exact else sealed(product, quanta.value)
+    product = sealed(product, quanta.value) if seal else product
     if quanta.tiny is None:
         return product
     # Of 2^-_TINY times the product what is subnormal is whole multiples of the smallest number.
