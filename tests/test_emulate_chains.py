@@ -100,7 +100,7 @@ def test_what_is_tried_is_what_stands_alone(text: str, never: Callable[[], None]
     kinds = ["plain", "zeros", "odd", "tiny", "huge", "wild"]
     run = lambda: jax.jit(jc.emulate(chain, text, key=KEY))  # noqa: E731
     tried = run()
-    assert "while(" in str(tried.lower(numbers("plain"), numbers("plain")).compile().as_text())
+    assert "conditional(" in str(tried.lower(numbers("plain"), numbers("plain")).compile().as_text())
     got = {kind: bits(tried(numbers(kind, 1), numbers("plain", 2))) for kind in kinds}
     never()
     alone = run()
@@ -160,7 +160,7 @@ def test_partitioned_programs_do_not_try(text: str) -> None:
     run = jax.jit(jc.emulate(chain, text, key=KEY))
     split = [jax.device_put(v, NamedSharding(mesh, P("rows"))) for v in (x, y)]
     program = str(run.lower(*split).compile().as_text())
-    assert "while(" not in program and "all-" not in program
+    assert "conditional(" not in program and "all-" not in program
     got, want = run(*split), run(x, y)
     assert got.sharding.is_equivalent_to(split[0].sharding, 2)
     jax.tree.map(np.testing.assert_array_equal, bits(got), bits(want))

@@ -23,14 +23,8 @@ _try_op = make_op("jchop_try_chain", try_chain, apart=True)
 
 
 def _tried(*arrays: Array, **static: Any) -> Array:
-    """The result of a chain. A loop of no turn or one, unlike a branch, leaves in place what it does not change."""
     out = _try_op(*arrays, **static)
-    failed = jnp.any(jnp.isnan(out))
-
-    def again(state: Any) -> Any:
-        return jnp.zeros_like(failed), chain_body(*arrays, **static)
-
-    return lax.while_loop(lambda state: state[0], again, (failed, out))[1]
+    return lax.cond(jnp.any(jnp.isnan(out)), lambda: chain_body(*arrays, **static), lambda: out)
 
 
 chain_op = make_op("jchop_chain", chain_body, alone=_tried)
