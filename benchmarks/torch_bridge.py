@@ -1,8 +1,9 @@
 """Speed of `jchop.torch.round_to_format` on the CPU, beside pychop's, QPyTorch's and a copy, and its overhead.
 
-    python benchmarks/torch_bridge.py [--size 4194304] [--repeats 9]
+    python benchmarks/torch_bridge.py [--size 4194304] [--repeats 9] [--pause 0.05]
 
-All are run in turn in one process; figures are of the fastest call, which says most on a busy machine, and of the
+All are run in turn in one process, each after a pause: threads of the one before, which wait for more to do by asking
+again and again, would take its cores. Figures are of the fastest call, which says most on a busy machine, and of the
 median. pychop and qtorch are left out where they are not installed; qtorch compiles its extension when it is imported,
 which takes a C++ compiler and ninja.
 """
@@ -47,13 +48,14 @@ def qtorch_runs(x: torch.Tensor) -> dict[str, Run]:
     }
 
 
-def seconds(runs: dict[str, Run], repeats: int, calls: int) -> dict[str, list[float]]:
-    """The times of a call, each taken as the mean of several."""
+def seconds(runs: dict[str, Run], repeats: int, calls: int, pause: float) -> dict[str, list[float]]:
+    """The times of a call, each taken as the mean of several after a pause."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for _ in range(repeats):
         for name, run in runs.items():
+            time.sleep(pause)
             start = time.perf_counter()
             for _ in range(calls):
                 run()
@@ -81,16 +83,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1 << 22)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--pause", type=float, default=0.05, help="seconds before each measurement")
     options = parser.parse_args()
     x = torch.randn(options.size)
     runs = {"copy": x.clone} | ours(x) | pychop_runs(x) | qtorch_runs(x)
     print(f"{options.size} float32 elements, {torch.get_num_threads()} threads, Melem/s")
-    for name, times in seconds(runs, options.repeats, 1).items():
+    for name, times in seconds(runs, options.repeats, 1, options.pause).items():
         fastest, median = (options.size / t / 1e6 for t in (min(times), statistics.median(times)))
         print(f"{name:20}{fastest:12.0f}{median:12.0f}")
     small = torch.randn(1000)
     bridged, direct = ours(small), on_jax(small)
-    together = seconds(bridged | direct, options.repeats, 100)
+    together = seconds(bridged | direct, options.repeats, 100, options.pause)
     print("a call on 1000 elements, µs: on a tensor, on a JAX array, and the difference: what the bridge takes")
     for name, other in zip(bridged, direct, strict=True):
         for what, pick in (("fastest", min), ("median", statistics.median)):
