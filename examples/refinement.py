@@ -1,15 +1,17 @@
 """Iterative refinement in three precisions: which condition numbers can low-precision factors bear?
 
-    python examples/refinement.py                     # the table of docs/math.md
+    python examples/refinement.py                     # the first table of docs/math.md, some eight minutes
+    python examples/refinement.py --working binary64  # the second one
     python examples/refinement.py --small --plot refinement.png
 
-Random matrices of order n have singular values that fall geometrically; the rows go by their condition number in the
-maximum norm. Factors are computed in one format, of the matrix scaled by a power of two into its range (N. J. Higham,
-S. Pranesh and M. Zounon, SIAM J. Sci. Comput. 41 (2019) A2536-A2551); x is held in binary32, residuals are in binary64.
-The corrections come from the factors ("lu") or from so many steps of GMRES preconditioned by them ("gmres"). Shown is
-the backward error ‖b - A x‖ / (‖A‖ ‖x‖ + ‖b‖) in the maximum norm after the last step, the largest over some matrices.
-The unit roundoff of binary32 is 6.0e-08. The theory (E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40 (2018), table
-5.1) has limits for κ in the maximum norm: 10^4 with factors in binary16, 10^8 with GMRES.
+Random matrices of order n have singular values that fall geometrically, from 1 to 10^-1 ... 10^-9; the rows go by their
+condition number in the maximum norm. Factors are computed in one format, of the matrix scaled by a power of two into
+its range (N. J. Higham, S. Pranesh and M. Zounon, SIAM J. Sci. Comput. 41 (2019) A2536-A2551); x is held in binary32 or
+binary64, residuals are in binary64. The corrections come from the factors ("lu") or from so many steps of GMRES
+preconditioned by them ("gmres"). Shown is the backward error ‖b - A x‖ / (‖A‖ ‖x‖ + ‖b‖) in the maximum norm after the
+last step, the largest over some matrices. The unit roundoffs of binary32 and binary64 are 6.0e-08 and 1.1e-16. The
+theory (E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40 (2018), table 5.1) has limits for κ in the maximum norm:
+10^4 with factors in binary16, 10^8 with GMRES.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ import numpy as np
 import jchop as jc
 
 FACTORS = ("binary16", "bfloat16", "float8_e4m3")
-LIMIT = 2.0**-23  # a backward error of a few binary32 roundings counts as convergence
 
 
 class Sizes(NamedTuple):
@@ -37,9 +38,10 @@ class Sizes(NamedTuple):
     steps: int
     inner: tuple[int, ...]  # steps of GMRES; 0 for the factors alone
     factors: tuple[str, ...] = FACTORS
+    working: str = "binary32"  # of x
 
 
-FULL = Sizes(tuple(10.0**power for power in range(1, 9)), 100, 2, 10, (0, 20, 100))
+FULL = Sizes(tuple(10.0**power for power in range(1, 10)), 100, 2, 10, (0, 20, 100))
 SMALL = Sizes((10.0, 1e5), 6, 1, 4, (0, 6), FACTORS[:1])
 
 
@@ -65,15 +67,15 @@ def scale_into(factor: str, a: np.ndarray) -> float:
     return 2.0 ** np.floor(np.log2(room))
 
 
-def solutions(systems: np.ndarray, b: np.ndarray, factor: str, inner: int, steps: int) -> np.ndarray:
+def solutions(systems: np.ndarray, b: np.ndarray, factor: str, inner: int, sizes: Sizes) -> np.ndarray:
     """The last iterates for some matrices."""
     solve = partial(
         jc.math.linalg.refine,
         factor=factor,
-        working="binary32",
+        working=sizes.working,
         residual="binary64",
         method="gmres" if inner else "lu",
-        steps=steps,
+        steps=sizes.steps,
         inner=max(inner, 1),
     )
     with jax.enable_x64(True):
@@ -88,7 +90,7 @@ def table(sizes: Sizes) -> tuple[np.ndarray, dict[tuple[str, int], np.ndarray]]:
     for factor in sizes.factors:
         scale = scale_into(factor, flat)
         for inner in sizes.inner:
-            x = solutions(flat * scale, b * scale, factor, inner, sizes.steps)
+            x = solutions(flat * scale, b * scale, factor, inner, sizes)
             errors[factor, inner] = backward_errors(flat, x, b).reshape(systems.shape[:2]).max(1)
     return np.linalg.cond(systems, np.inf).max(1), errors
 
@@ -98,7 +100,14 @@ def label(factor: str, inner: int) -> str:
     return f"{factor}, gmres({inner})" if inner else f"{factor}, lu"
 
 
-def draw(conditions: np.ndarray, errors: dict[tuple[str, int], np.ndarray], path: Path) -> None:
+def converged(working: str) -> float:
+    """Two unit roundoffs: a backward error that counts as convergence."""
+    fmt = jc.parse(working).format
+    assert isinstance(fmt, jc.FloatFormat)
+    return 2.0**-fmt.sig_bits
+
+
+def draw(conditions: np.ndarray, errors: dict[tuple[str, int], np.ndarray], working: str, path: Path) -> None:
     """The errors against the condition number, in a PNG."""
     from matplotlib.figure import Figure
 
@@ -106,8 +115,8 @@ def draw(conditions: np.ndarray, errors: dict[tuple[str, int], np.ndarray], path
     axes = figure.subplots()
     for (factor, inner), values in errors.items():
         axes.loglog(conditions, np.minimum(values, 1e2), "-o" if inner else ":s", label=label(factor, inner))
-    axes.axhline(2.0**-24, color="black", linewidth=0.5)
-    axes.set(title="Refinement: binary32 solutions", xlabel="condition number", ylabel="backward error")
+    axes.axhline(converged(working) / 2, color="black", linewidth=0.5)
+    axes.set(title=f"Refinement: {working} solutions", xlabel="condition number", ylabel="backward error")
     axes.legend()
     figure.savefig(path, dpi=150)
 
@@ -115,16 +124,18 @@ def draw(conditions: np.ndarray, errors: dict[tuple[str, int], np.ndarray], path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="few and small systems")
+    parser.add_argument("--working", default="binary32", choices=("binary32", "binary64"), help="the precision of x")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the errors into")
     options = parser.parse_args()
-    conditions, errors = table(SMALL if options.small else FULL)
+    conditions, errors = table((SMALL if options.small else FULL)._replace(working=options.working))
+    limit = converged(options.working)
     print("| κ | " + " | ".join(label(*column) for column in errors) + " |")
     print("|---" * (1 + len(errors)) + "|")
     for i, condition in enumerate(conditions):
-        cells = (f"{e[i]:.0e}" if e[i] > LIMIT else f"**{e[i]:.0e}**" for e in errors.values())
+        cells = (f"{e[i]:.0e}" if e[i] > limit else f"**{e[i]:.0e}**" for e in errors.values())
         print(f"| {condition:.0e} | " + " | ".join(cells) + " |")
     if options.plot:
-        draw(conditions, errors, options.plot)
+        draw(conditions, errors, options.working, options.plot)
         print(f"wrote {options.plot}")
 
 

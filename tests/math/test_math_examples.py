@@ -40,6 +40,17 @@ def test_refinement_needs_gmres_at_condition_1e5(lines: list[list[str]]) -> None
     assert good == [True, True, False, True]
 
 
+def test_refinement_in_double_precision(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["refinement.py", "--small", "--working", "binary64"])
+    load("refinement").main()
+    _, _, easy, hard = (line.replace("|", " ").split() for line in capsys.readouterr().out.splitlines())
+    assert [cells[2].startswith("**") and float(cells[2].strip("*")) < 2.0**-52 for cells in (easy, hard)] == [
+        True,
+        True,
+    ]
+    assert float(easy[1].strip("*")) < 1e-9 < 1e-7 < float(hard[1])
+
+
 @pytest.mark.parametrize("lines", ["summation"], indirect=True)
 def test_a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically(lines: list[list[str]]) -> None:
     errors = {" ".join(line[:-1]): float(line[-1]) for line in lines[1:]}
