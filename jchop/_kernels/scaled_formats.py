@@ -52,7 +52,7 @@ quantize_grouped_op = make_op(
     "jchop_quantize_grouped", quantize_body, single=False, alone=partial(quantize_body, ask=True)
 )
 dequantize_grouped_op = make_op("jchop_dequantize_grouped", dequantize_body)
-fit_grouped_op = make_op("jchop_fit_grouped", fit_body, single=False)
+fit_grouped_op = make_op("jchop_fit_grouped", fit_body, single=False, alone=partial(fit_body, ask=True))
 
 
 # -- what is static ----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def quantize_blocks_body(
         along the axis, of `scale_dtype`.
     """
     del tiling
-    plan, axis, scales = _chosen(x, arrays, scaling)
+    plan, axis, scales = _chosen(x, arrays, scaling, ask)
     bits = scaling.element.format.bits
 
     def run(plan: Plan) -> Array:
@@ -112,11 +112,11 @@ def dequantize_blocks_body(
     return _from_blocks(ways.numbers_of(blocks, ways.held(loaded), plan), axis, shape[axis])
 
 
-def _chosen(x: Array, arrays: Sequence[Array], scaling: BlockScaling) -> tuple[Plan, int, Scales]:
+def _chosen(x: Array, arrays: Sequence[Array], scaling: BlockScaling, ask: bool = False) -> tuple[Plan, int, Scales]:
     """Plan, axis, and the scales of the blocks."""
     plan, axis = make_plan(scaling, CARRIERS[x.dtype.name]), block_axis(scaling, x.ndim)
     tensor = split_arrays(scaling, arrays)[0]
-    return plan, axis, ways.held(choose_scales(_numbers(x, axis, plan), axis + 1, plan, tensor, maximum))
+    return plan, axis, ways.held(choose_scales(_numbers(x, axis, plan), axis + 1, plan, tensor, maximum, ask))
 
 
 def _numbers(x: Array, axis: int, plan: Plan) -> Array:

@@ -90,7 +90,7 @@ def round_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, ask
             return groups.back(ways.rounded(view, fitted.scales, plan, word))
         return groups.back(_multiply_back(_elements(view, fitted, plan, word), fitted, plan))
 
-    return ways.asked(run, x, fitted.scales, plan, ask)
+    return ways.asked(run, x, fitted.scales, plan, ask, fitted.zero)
 
 
 def quantize_body(
@@ -117,7 +117,7 @@ def quantize_body(
     if given:
         fitted = _loaded(arrays[:given], groups, plan, spec)
     else:
-        fitted = _fit(x, _view(x, groups, plan, spec), groups, plan, spec)
+        fitted = _fit(x, _view(x, groups, plan, spec), groups, plan, spec, ask)
 
     def run(plan: Plan) -> Array:
         view, word = _view(x, groups, plan, spec), _words(x, arrays[given:], groups, place)
@@ -127,7 +127,7 @@ def quantize_body(
             codes = quanta.encode_whole(_elements(view, fitted, plan, word), plan)
         return lax.bitcast_convert_type(_pack(codes, groups, _format(spec).bits), as_dtype)
 
-    return ways.asked(run, x, fitted.scales, plan, ask), *flat(*fitted.stored)
+    return ways.asked(run, x, fitted.scales, plan, ask, fitted.zero), *flat(*fitted.stored)
 
 
 def dequantize_body(codes: Array, *stored: Array, spec: Spec, shape: tuple[int, ...], dtype: str) -> Array:
@@ -141,10 +141,10 @@ def dequantize_body(codes: Array, *stored: Array, spec: Spec, shape: tuple[int, 
     return groups.back(_multiply_back(quanta.decode_whole(view, plan)[0].astype(plan.compute.work), fitted, plan))
 
 
-def fit_body(x: Array, *, spec: Spec) -> tuple[Array, ...]:
-    """The scales and zero points of `x` as they are stored, one after the other."""
+def fit_body(x: Array, *, spec: Spec, ask: bool = False) -> tuple[Array, ...]:
+    """The scales and zero points of `x` as they are stored, one after the other; `ask` as for `round_body`."""
     plan, groups = _planned(x, spec)
-    return flat(*_fit(x, _view(x, groups, plan, spec), groups, plan, spec).stored)
+    return flat(*_fit(x, _view(x, groups, plan, spec), groups, plan, spec, ask).stored)
 
 
 def overflowed_body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> Array:
@@ -242,18 +242,18 @@ def _multiply_back(elements: Array, fitted: _Fitted, plan: Plan) -> Array:
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-def _fit(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec) -> _Fitted:
+def _fit(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec, ask: bool = False) -> _Fitted:
     """Scales and zero points of the groups of `x`, worked out once for each group.
 
     Else a compiler may work them out anew for every element, or take minutes over the fused program.
     """
-    found = _fit_groups(x, view, groups, plan, spec)
+    found = _fit_groups(x, view, groups, plan, spec, ask)
     scales = found.scales
     values, zero, stored = once(((scales.value, scales.nan, scales.tensor), found.zero, found.stored))
     return _Fitted(Scales(*values), zero, stored)
 
 
-def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec) -> _Fitted:
+def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec, ask: bool) -> _Fitted:
     fmt, zero = _format(spec), None
     if fmt.rule == "two_level":
         whole = tensor_scale(scaled.widen(x, plan.carrier), plan)
@@ -267,7 +267,7 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec) -
     elif fmt.rule == "mse":
         scales = fitting.fit_squares(view, groups.axes, plan)
     else:
-        scales = choose_scales(view, groups.axes, plan, maximum=maximum)
+        scales = choose_scales(view, groups.axes, plan, maximum=maximum, ask=ask)
     stored = groups.squeeze(store_scales(scales, plan))
     zeros = None if zero is None else groups.squeeze(zero)
     if zeros is not None and fmt.zero_point == "float":

@@ -37,6 +37,8 @@ _FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
 #: The most bits of elements: two more than them and the 12 of half a scale fit into a significand.
 _MOST_BITS = 10
 _MOST_FRACTION = 16
+#: How far from zero zero points may lie.
+MOST_SHIFT = 1 << 10
 #: Scales below 2^-_LEAST are multiplied by 2^_TINY, those from 2^_HUGE on divided by that.
 _LEAST, _TINY, _HUGE = 64, 100, 64
 assert MODERATE + _MOST_FRACTION <= _LEAST and MODERATE <= _HUGE
@@ -164,16 +166,11 @@ class _Near:
         return self.side != 0
 
 
-def _half(sign: Array) -> Array:
-    """A half with the sign of a number."""
-    return number_of(word_of(sign) & _CARRIER.sign_bit | word_of(jnp.float32(0.5)))
-
-
-#: The step from the middle of two whole numbers to one of them.
-_NEAREST: dict[Rounding, Callable[[Array], Array]] = {
-    Rounding.NEAREST_EVEN: lambda middle: jnp.round(middle) - middle,
-    Rounding.NEAREST_AWAY: _half,
-    Rounding.NEAREST_ZERO: lambda middle: -_half(middle),
+#: Whether the middle of two whole numbers goes up, 1 or 0; from the lower one.
+_NEAREST: dict[Rounding, Callable[[Array], Array | int]] = {
+    Rounding.NEAREST_EVEN: lambda floor: floor & 1,
+    Rounding.NEAREST_AWAY: lambda floor: 1 + (floor >> 31),
+    Rounding.NEAREST_ZERO: lambda floor: -(floor >> 31),
 }
 #: From `total` and a side of it.
 _DIRECTED: dict[Rounding, Callable[[_Near], Array]] = {
@@ -186,13 +183,13 @@ _DRAWN = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
 
 
 def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None) -> Array:
-    """X / s + z rounded once, in quanta of the element format and within its ends: whole numbers, float32 or int32.
+    """X / s + z rounded once, in quanta of the element format and within its ends: whole numbers, int32.
 
     Args:
         x: float32; NaN counts as the largest number.
         scales: of the groups.
-        zero: integer zero points of the shape of the scales, or None. Exact for those within 2^10 of zero, far beyond
-            the ends of elements; others, which nothing fits, may give the neighbour.
+        zero: integer zero points of the shape of the scales, or None. Exact for those within MOST_SHIFT of zero, far beyond
+            the ends of elements; others, which nothing fits and no plan calls moderate, may give the neighbour.
         plan: which `applies` let pass.
         word: for a stochastic element, a word for each number.
     """
@@ -205,40 +202,48 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     top, bottom = ((end - shift) * quanta.value for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
     high = number_of(word_of(quanta.value) & ~_bits.low_mask(_FRACTION // 2 + 1))
     # So sums with constants are not rearranged either.
-    quanta, top, bottom, inverse, high, low, shift = held(
-        (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift if nearest else shift + _SHIFT)
+    # Held, the last one too, so that sums with constants are not rearranged either.
+    quanta, top, bottom, inverse, high, low, lifted = held(
+        (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _SHIFT)
     )
     moved = move(x, quanta)
     moved = jnp.where(moved < top, moved, top)
     moved = jnp.where(moved > bottom, moved, bottom)
     guess = moved * inverse
-    if nearest:
-        near = jnp.floor(guess) + 0.5
-        rest = (moved - near * high) - near * low
-        middle = near if zero is None else near + shift
-        rounded = middle + jnp.where(rest == 0, _NEAREST[mode](middle), _half(rest))
-        return rounded if zero is None else jnp.clip(rounded, fmt.min_code, fmt.max_code)
-    summed = guess + shift
-    near = summed - shift
+    # Beside a whole number, or beside the middle of two.
+    summed = (guess - 0.5 if nearest else guess) + lifted
+    total = word_of(summed) - _SHIFT_BITS
+    near = summed - lifted + 0.5 if nearest else summed - lifted
     rest = (moved - near * high) - near * low
+    if nearest:
+        # The bits of what is below zero are, as an integer, too; there is no -0.
+        rounded = total + 1 + (word_of(rest) + _NEAREST[mode](total) - 1 >> 31)
+        # What was within the ends of elements stays there.
+        return rounded if zero is None or plan.moderate else jnp.clip(rounded, fmt.min_code, fmt.max_code)
     side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
-    v = _Near(word_of(summed) - _SHIFT_BITS, side)
+    v = _Near(total, side)
     random = draw(word, plan.scaling.element, _CARRIER)
-    rounded = _DIRECTED[mode](v) if random is None else _drawn(v, rest, quanta.value, random, mode)
+    if random is None:
+        rounded = _DIRECTED[mode](v)
+    elif plan.moderate:
+        rounded = _drawn(v, random, mode, lambda word: _compare_wide(rest, high, low, word))
+    else:
+        rounded = _drawn(v, random, mode, lambda word: _compare(rest, quanta.value, word))
     return jnp.clip(rounded, fmt.min_code, fmt.max_code)
 
 
-def _drawn(v: _Near, rest: Array, quantum: Array, random: Draw, mode: Rounding) -> Array:
+def _drawn(v: _Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:
     """A stochastic mode: of the two neighbours the one away from zero where nu >= 1 - R 2^-N.
 
-    `rest`, exact and at most about half a quantum, is nu, or 1 - nu, times the quantum, or minus that.
+    What is left beside `v`, exact and at most about half a quantum, is nu, or 1 - nu, times the quantum, or minus that;
+    `compare` tells whether its size, in quanta, is more than a word times 2^-32, or equal.
     """
     outside = v.floor >= 0
     if mode is Rounding.STOCHASTIC_EQUAL:
         return v.floor + (v.inexact & (_bits.top_bit(random.word) == outside))
     towards = outside == (v.side >= 0)
     word = jnp.where(towards, jnp.uint32(0) - random.word, random.word)
-    more, equal = _compare(rest, quantum, word)
+    more, equal = compare(word)
     more = more | (word == 0) & v.inexact
     away = jnp.where(towards, (more | equal) & (word != 0), ~more)
     return v.floor + (away == outside)
@@ -259,6 +264,17 @@ def _compare(rest: Array, quantum: Array, word: Array) -> tuple[Array, Array]:
     same = (whole == high) & (of_rest == low)
     more = (whole > high) | (whole == high) & (of_rest > low) | same & (fraction > 0)
     return more, same & (fraction == 0)
+
+
+def _compare_wide(rest: Array, high: Array, low: Array, word: Array) -> tuple[Array, Array]:
+    """The same for a moderate quantum in two halves, in float64, for processors that have it.
+
+    A word times a half is exact. Where the sign is in doubt so is the first difference, which then has few bits.
+    """
+    with jax.enable_x64(True):
+        rest, high, low, share = (value.astype(jnp.float64) for value in (jnp.abs(rest), high, low, word))
+        difference = (rest * 2.0**32 - share * high) - share * low
+        return difference > 0, difference == 0
 
 
 def _floor(x: Array) -> tuple[Array, Array]:

@@ -5,10 +5,11 @@ Integer arithmetic on bits: the exponents of scales come from exponent bits, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,10 @@ _NUMBERS = {binary16: "float16", bfloat16: "bfloat16", binary32: "float32", bina
 TENSOR_SCALE = binary32
 #: Moderate scales lie within 2^-MODERATE and 2^MODERATE.
 MODERATE = 48
+#: For fewer numbers nothing is asked: it would cost more than it saves.
+LEAST_ASKED = 1 << 14
+#: As many rows XLA's CPU backend compares well as integers too.
+_MANY = 32
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,7 @@ def choose_scales(
     plan: Plan,
     tensor: Array | None = None,
     maximum: Callable[..., Array] = jnp.max,
+    ask: bool = False,
 ) -> Scales:
     """The scales of blocks.
 
@@ -176,10 +182,11 @@ def choose_scales(
         plan: says by which rule.
         tensor: for "two_level", the bits of the tensor's scale, int32.
         maximum: takes what `jnp.max` takes. Default: that.
+        ask: whether the program may branch on the sizes of numbers, which pays on a CPU. Default False.
     """
     compute, scaling = plan.compute, plan.scaling
     sign, magnitude = _bits.split(x, compute)
-    largest = _largest(magnitude, axis, compute, maximum)
+    largest = _asked(x, partial(_largest, axis=axis, carrier=compute, maximum=maximum), axis, compute, ask)
     tensor = None if tensor is None else tensor_bits(tensor, largest, plan)
     if scaling.rule in POWERS:
         value, beyond = power_of_two(largest, plan)
@@ -192,6 +199,28 @@ def choose_scales(
     if not scaling.nan_block:
         return Scales(value, None, tensor)
     return Scales(value, beyond | (maximum(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
+
+
+def _asked(
+    x: Array, largest: Callable[[Array], Array], axis: int | tuple[int, ...], carrier: Carrier, ask: bool
+) -> Array:
+    """What `largest` finds, by a maximum of numbers where in each block that is a normal one.
+
+    Between many rows XLA's CPU backend writes integers to memory before it finds the largest, on fresh pages where no
+    result of that size is about. It does not so with numbers, but may lose what comes before a NaN: that there is none,
+    and no infinity, the sum of all numbers tells.
+    """
+    axes = (axis,) if isinstance(axis, int) else axis
+
+    def exactly() -> Array:  # from the numbers: what a branch is given would be written to memory
+        return largest(_bits.split(x, carrier)[1])
+
+    long = x.size >= LEAST_ASKED and math.prod(x.shape[i] for i in axes) > _MANY
+    if not (ask and long) or carrier.name != "float32" or x.ndim - 1 in axes:
+        return exactly()
+    found = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=axes, keepdims=True), carrier.work)
+    normal = (found >= 1 << carrier.fraction) & (found < carrier.inf)
+    return lax.cond(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: found, exactly)
 
 
 def _largest(

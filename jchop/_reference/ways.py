@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jchop._reference import lookups, minifloats, quanta, scaled, thresholds
@@ -18,12 +19,9 @@ from jchop._reference.codes import decode_elements, encode_elements
 from jchop._reference.elements import round_elements
 from jchop._reference.groups import once
 from jchop._reference.scaled import narrow, with_nan
-from jchop._reference.scales import Plan, Scales, all_moderate
+from jchop._reference.scales import LEAST_ASKED, Plan, Scales, all_moderate
 
 Array = jax.Array
-
-#: For fewer elements nothing is asked: it would cost more than it saves.
-LEAST_ASKED = 1 << 14
 
 
 def held(scales: Scales) -> Scales:
@@ -31,12 +29,26 @@ def held(scales: Scales) -> Scales:
     return Scales(*once((scales.value, scales.nan, scales.tensor)))
 
 
-def asked(run: Callable[[Plan], Array], x: Array, scales: Scales, plan: Plan, ask: bool) -> Array:
-    """What `run` makes of `x` under a plan; where it may be asked, of one that knows whether scales are moderate."""
+def asked(
+    run: Callable[[Plan], Array], x: Array, scales: Scales, plan: Plan, ask: bool, zero: Array | None = None
+) -> Array:
+    """What `run` makes of `x` under a plan; where it may be asked, of one that knows whether scales are moderate.
+
+    Args:
+        run: takes a plan.
+        x: numbers.
+        scales: of their groups.
+        plan: that says nothing.
+        ask: whether it may be asked.
+        zero: integer zero points, which have to lie within 2^10 of zero.
+    """
     gains = quanta.applies(plan) or minifloats.applies(plan)
     if not ask or not gains or scales.tensor is not None or x.size < LEAST_ASKED:
         return run(plan)
-    return lax.cond(all_moderate(scales, plan), lambda: run(replace(plan, moderate=True)), lambda: run(plan))
+    moderate = all_moderate(scales, plan)
+    if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):
+        moderate &= jnp.all((zero >= -quanta.MOST_SHIFT) & (zero <= quanta.MOST_SHIFT))
+    return lax.cond(moderate, lambda: run(replace(plan, moderate=True)), lambda: run(plan))
 
 
 def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:

@@ -28,7 +28,7 @@ from jchop._kernels.scaled_formats import (
 )
 from jchop._reference import ways
 from jchop._reference.codes import unpack
-from jchop._reference.grouped import quantize_body, round_body
+from jchop._reference.grouped import fit_body, quantize_body, round_body
 from jchop._reference.random_bits import seed_words
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
@@ -375,6 +375,51 @@ def test_asking_changes_no_bit(text, dtype, rng):
         np.testing.assert_array_equal(cases.bits(np.asarray(rounded)), cases.bits(np.asarray(expected)), name)
         for one, other in zip(jax.tree.leaves(stored), parts, strict=True):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other), name)
+
+
+def test_zero_points_far_outside_are_not_called_moderate(rng):
+    """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
+    spec = jc.parse("uint8(channel=0,zero_point=true)")
+    shape = (64, ways.LEAST_ASKED // 32)
+    x = jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+    scale, zero = jnp.full((64, 1), 0.01, jnp.float32), jnp.full((64, 1), 128, jnp.int32)
+    for far in (-(2**31), -70_000, -1025, 1025, 70_000, 2**31 - 1):
+        given = (scale, zero.at[7].set(far))
+        found = quantize_scaled(x, spec=spec, scale=given[0], zero_point=given[1])
+        expected = quantize_body(x, *given, spec=spec, given=2)
+        np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(expected[0]), str(far))
+
+
+#: A column of numbers for each, within plain ones.
+COLUMNS = {
+    "plain": lambda x: x,
+    "zeros": lambda x: 0 * x,
+    "subnormal": lambda x: x * 1e-41,
+    "next to normal": lambda x: np.where(np.arange(x.size) == 9, 2.0**-126, np.clip(x, -1, 1) * 2.0**-127),
+    "huge": lambda x: np.where(np.arange(x.size) == 9, -np.finfo(np.float32).max, x),
+    "NaN": lambda x: np.where(np.arange(x.size) % 3 == 0, np.nan, x),
+    "all NaN": lambda x: x * np.nan,
+    "infinity": lambda x: np.where(np.arange(x.size) == 9, -np.inf, x),
+}
+
+
+@pytest.mark.parametrize("text", ["int8(channel=1)", "int4(group=64,axis=0)", "float8_e4m3fn(channel=1,scale=e8m0fnu)"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_largest_number_of_a_column(text, dtype, rng):
+    """A program of one CPU looks for it among numbers first; the body that does not ask, among integers."""
+    spec, shape = jc.parse(text), (ways.LEAST_ASKED // 64, 65)
+
+    @jax.jit
+    def both(x):
+        return fit_scaled(x, spec=spec), fit_body(x, spec=spec)
+
+    assert "conditional(" in str(both.lower(jnp.zeros(shape, dtype)).compile().as_text())
+    for name, change in COLUMNS.items():
+        x = rng.standard_normal(shape).astype(np.float32)
+        x[:, 3] = change(x[:, 3])
+        found, expected = both(jnp.asarray(x, dtype))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(cases.bits(np.asarray(one)), cases.bits(np.asarray(other)), name)
 
 
 # -- what stands around an operation -----------------------------------------------------------------------------------

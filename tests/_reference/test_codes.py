@@ -87,7 +87,7 @@ def test_extended_bits_have_a_leading_bit(name):
 
 @pytest.mark.parametrize("bits", cases.in_turn(range(1, 9), 3))
 def test_packing_is_a_little_endian_bit_stream(bits, rng):
-    for count in (0, 1, 3, 8, 31):
+    for count in (0, 1, 3, 8, 31, 64):
         codes = rng.integers(0, 1 << bits, (2, 3, count)).astype(np.uint8)
         packed = np.asarray(pack(jnp.asarray(codes), bits))
         assert packed.shape == (2, 3, -(-count * bits // 8)) and packed.dtype == np.uint8

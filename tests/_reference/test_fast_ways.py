@@ -99,7 +99,8 @@ def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -
     element, rng = jc.IntegerFormat(bits, signed=False), np.random.default_rng(seed)
     plans = [plan_of(element, mode) for mode in modes]
     assert all(quanta.applies(plan) for plan in plans)
-    zero = rng.integers(0, 1 << bits, rows).astype(np.int32)
+    far = rng.integers(-quanta.MOST_SHIFT, quanta.MOST_SHIFT + 1, rows)
+    zero = np.where(rng.random(rows) < 0.2, far, rng.integers(0, 1 << bits, rows)).astype(np.int32)
     words = words_of(rng, (rows, ROW))
 
     @partial(jax.jit, static_argnames="moderate")
