@@ -35,6 +35,12 @@ def test_tensors() -> None:
     codes = (ch := Chopi(8, symmetric=True)).quantize(x)
     assert codes.dtype == torch.int8 and codes.tolist() == [0, -1, 2, 127]
     np.testing.assert_array_equal(ch.dequantize(codes).numpy(), of(ch(x)).astype(np.float32))
+    for symmetric in (False, True):
+        kept, alike = Chopi(8, symmetric=symmetric), Chopi(8, symmetric=symmetric)
+        kept.calibrate(torch.tensor([-1.0, 1.55]))
+        alike.calibrate(np.array([-1.0, 1.55], np.float32))
+        assert torch.equal(kept(x), alike(x)) and torch.equal(kept.quantize(x), alike.quantize(x))
+        assert torch.equal(kept.dequantize(kept.quantize(x)), kept(x)) and abs(kept(x)[3].item() - 1.55) < 0.01
     assert pychop.add(torch.ones(2), torch.ones(2) / 64, Chop(4, 3)).tolist() == [1, 1]
     assert Chop(4, 3).sum(torch.ones(40)).item() == 16
     flipped = FaultChop("q43", flip=True, p=1)(torch.ones(8))

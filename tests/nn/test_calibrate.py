@@ -76,7 +76,8 @@ def test_the_divergence_is_that_of_the_definition() -> None:
     expected = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a)
     assert divergence(counts, 4, 2) == pytest.approx(expected, rel=1e-12)
     assert divergence(counts, 3, 2) == np.inf  # numbers beyond are put where none was
-    losses = [divergence(counts, kept, 2) for kept in range(2, 8)]
+    evened = np.array([2, 2, 0, 2, 1, 3, 2])  # the first bin as the second
+    losses = [divergence(evened, kept, 2) for kept in range(2, 8)]
     assert entropy_threshold(counts, 2) == 2 + int(np.argmin(losses)) + 0.5
     assert entropy_threshold(np.array([5, 0, 1, 3]), 4) == 4.5  # nothing is lost with a level for each
 
@@ -91,6 +92,16 @@ def test_entropy_cuts_outliers_of_all_batches() -> None:
     np.testing.assert_array_equal(nothing, [0, 0])
     one_sign = jc.nn.calibrate(layer("uint4(group=tensor,zero_point=true)"), [jnp.abs(batches[0])], method="entropy")
     assert range_of(one_sign)[0] == 0 < range_of(one_sign)[1] <= float(jnp.abs(batches[0]).max())
+
+
+def test_zeros_do_not_shorten_the_range_of_least_entropy() -> None:
+    """Behind a ReLU half of the numbers are zeros, which every range rounds to themselves."""
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(20_000, 4)), "float32")
+    ends = [range_of(jc.nn.calibrate(layer(), [part], method="entropy"))[1] for part in (jax.nn.relu(x), jnp.abs(x))]
+    assert min(ends) > 3.3  # of a largest number above 4; with the zeros counted 2.0
+    for end, part in zip(ends, (jax.nn.relu(x), jnp.abs(x)), strict=True):
+        cut = jnp.clip(part, 0, end)
+        assert float(jnp.mean((part - cut) ** 2)) < 1e-4
 
 
 @pytest.mark.parametrize("activation", ["int8(group=tensor)", "uint8(group=tensor,zero_point=true)"])

@@ -25,7 +25,8 @@
 
 Not here: arrays that carry their format (``pychop.builtin``; `jchop.emulate` rounds every operation of a function),
 Pychop's classes of MX, block and P3109 formats (`jchop` has these formats by name), CADNA's generator, integers of more
-than 8 bits, layers for Flax and TensorFlow.
+than 8 bits, layers and quantization after training for Flax (`jchop.nn` has both) and TensorFlow, ``Simulate`` (a
+`jchop.FloatFormat` has its ``values()``), ``Bitchop``, ``Options``, and the lower-case names of before the paper.
 """
 
 from __future__ import annotations

@@ -74,9 +74,13 @@ class Chopi:
         Args:
             x: numbers.
         """
-        x = as_numbers(x)
-        self.scale, self.zero_point = apply(lambda array: fit_scale(array, self.spec_for(array)), x)
+        apply(self._fit, as_numbers(x))
         self._fixed = True
+
+    def _fit(self, x: Any) -> Any:
+        # Kept as they come, not as tensors, like those of `quantize`.
+        self.scale, self.zero_point = fit_scale(x, self.spec_for(x))
+        return self.scale
 
     def quantize(self, x: Any) -> Any:
         """The codes of `x`, as int8 or uint8, under its own scale unless `calibrate` has chosen one.
