@@ -224,7 +224,7 @@ def unpack(packed: Array, bits: int, count: int) -> Array:
         return packed
     if 8 % bits == 0 and packed.shape[-1] % 4 == 0 and packed.shape[-1] * 8 == count * bits:
         # As many codes of a word side by side as fill a vector: faster than the two of a byte.
-        words = lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 4), jnp.int32)
+        words = lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4), jnp.int32)
         shifts = np.arange(0, 32, bits, dtype=np.int32)
         return _flat(words[..., None] >> shifts & _bits.low_mask(bits)).astype(jnp.uint8)
     groups = _in_groups(packed, _bytes_together(bits))

@@ -188,8 +188,8 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     Args:
         x: float32; NaN counts as the largest number.
         scales: of the groups.
-        zero: integer zero points of the shape of the scales, or None. Exact for those within MOST_SHIFT of zero, far beyond
-            the ends of elements; others, which nothing fits and no plan calls moderate, may give the neighbour.
+        zero: integer zero points of the shape of the scales, or None. Exact for those within MOST_SHIFT of zero, far
+            beyond the ends of elements; others, which nothing fits and no plan calls moderate, may give the neighbour.
         plan: which `applies` let pass.
         word: for a stochastic element, a word for each number.
     """
