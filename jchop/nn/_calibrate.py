@@ -42,6 +42,7 @@ def calibrate(
             ``"mse"``, the share of that range, in hundredths, under which rounding to nearest leaves the least square
             error. Or of all batches: ``"entropy"``, the range within the magnitude where a histogram of 2048 bins loses
             the least information (Kullback-Leibler) when it is rounded to the integers of the format, as TensorRT does.
+            Numbers that are not finite do not count.
         combine: the range of all batches: ``"widest"`` (default), or the ``"mean"`` of both ends (not of entropy).
         run: calls the model on a batch. Default ``model(batch)``.
         progress: is told the number of each batch that is done.

@@ -41,14 +41,14 @@ class Observer(Protocol):
 
 
 class _OfBatches:
-    """A range for each batch, and of those the widest or the mean."""
+    """A range for each batch, and of those the widest or the mean; of numbers that are not finite each counts as 0."""
 
     def __init__(self, find: Callable[[Array], Array], combine: str) -> None:
         self.find, self.combine = find, combine
         self.found: list[Array] = []
 
     def see(self, x: Array) -> None:
-        self.found.append(self.find(x))
+        self.found.append(self.find(jnp.where(jnp.isfinite(x), x, 0)))
 
     def range(self) -> Array | None:
         if not self.found:

@@ -225,6 +225,14 @@ def test_norms() -> None:
     assert jc.math.norm([3.0, -4.6], "e5m2", ord=np.inf) == 5
 
 
+def test_the_largest_of_a_row_with_a_nan_is_nan() -> None:
+    """XLA's CPU backend may lose a NaN of a long row."""
+    x = normal(5, 5000)
+    x[1, 3], x[2, 2500], x[3, 4999], x[4, 0] = np.nan, np.nan, np.nan, -np.inf
+    got = np.asarray(jc.math.norm(x, MatmulSpec(), ord=np.inf, axis=-1))
+    np.testing.assert_array_equal(got, [np.abs(x[0]).max(), np.nan, np.nan, np.nan, np.inf])
+
+
 def test_of_nothing() -> None:
     nothing = np.zeros((2, 0), np.float32)
     same(jc.math.sum(nothing, "e5m2", axis=1), np.zeros(2, np.float32))

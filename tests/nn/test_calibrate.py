@@ -94,6 +94,19 @@ def test_entropy_cuts_outliers_of_all_batches() -> None:
     assert range_of(one_sign)[0] == 0 < range_of(one_sign)[1] <= float(jnp.abs(batches[0]).max())
 
 
+@pytest.mark.parametrize("method", ["minmax", "mse", "percentile(100)", "entropy"])
+def test_what_is_not_finite_does_not_count(method: str) -> None:
+    x = np.random.default_rng(4).normal(size=(4096, 4)).astype(np.float32)
+    faulty = np.where(np.arange(x.size).reshape(x.shape) % 4001 == 7, np.nan, x)
+    faulty[1000, 2] = np.inf
+    found, wanted = (
+        range_of(jc.nn.calibrate(layer(), [jnp.asarray(b)], method=method))
+        for b in (faulty, np.where(np.isfinite(faulty), faulty, 0))
+    )
+    np.testing.assert_array_equal(found, wanted)
+    assert found[0] < -2.5 and found[1] > 2.5
+
+
 def test_zeros_do_not_shorten_the_range_of_least_entropy() -> None:
     """Behind a ReLU half of the numbers are zeros, which every range rounds to themselves."""
     x = jnp.asarray(np.random.default_rng(2).normal(size=(20_000, 4)), "float32")

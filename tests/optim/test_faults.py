@@ -15,6 +15,7 @@ import pytest
 
 import jchop as jc
 from jchop import optim
+from jchop.optim._leaves import all_finite
 
 GROUPS = "mxfp8_e4m3"
 PARAMS = {"w": jnp.ones((2, 64)), "b": jnp.ones(3)}
@@ -31,6 +32,31 @@ WRAPPERS = {
 
 def faulty(number: float) -> dict[str, jax.Array]:
     return SOUND | {"w": SOUND["w"].at[1, 40].set(number)}
+
+
+LARGE = jnp.asarray(np.random.default_rng(3).standard_normal((128, 256)), "float32")
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("at", [(0, 3), (63, 200), (127, 255)])
+def test_one_nan_among_many_numbers_leaves_a_step_out(at: tuple[int, int], pieces: int) -> None:
+    """XLA's CPU backend may lose a NaN on the way to the largest number of a large array."""
+    tx = optim.adamw8bit(0.1, pieces=pieces)
+    state = jax.jit(tx.init)(LARGE)
+    updates, after = jax.jit(tx.update)(LARGE.at[at].set(jnp.nan), state, LARGE)
+    assert float(jnp.abs(updates).sum()) == 0 and int(after.skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, unkeyed(after), unkeyed(state))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_all_finite_of_many_numbers(dtype: str, stored: bool) -> None:
+    sound = jax.jit(lambda x: all_finite({"x": x, "count": jnp.asarray(3)}, stored))
+    largest = jnp.full((64, 256), jnp.finfo(dtype).max, dtype)  # their sum is infinite
+    assert bool(sound(largest)) and bool(sound(-largest)) and bool(sound(LARGE.astype(dtype)))
+    for number in (jnp.nan, jnp.inf, -jnp.inf):
+        for place in (0, 5_000, largest.size - 1):
+            assert not bool(sound(largest.ravel().at[place].set(number).reshape(largest.shape))), (number, place)
 
 
 def unkeyed(state: Any) -> Any:
