@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +168,7 @@ class _Near:
 
 
 #: Whether the middle of two whole numbers goes up, 1 or 0; from the lower one.
-_NEAREST: dict[Rounding, Callable[[Array], Array | int]] = {
+_NEAREST: dict[Rounding, Callable[[Array], Array]] = {
     Rounding.NEAREST_EVEN: lambda floor: floor & 1,
     Rounding.NEAREST_AWAY: lambda floor: 1 + (floor >> 31),
     Rounding.NEAREST_ZERO: lambda floor: -(floor >> 31),
@@ -201,7 +202,6 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     # One step further, what is rounded in a direction is clamped afterwards.
     top, bottom = ((end - shift) * quanta.value for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
     high = number_of(word_of(quanta.value) & ~_bits.low_mask(_FRACTION // 2 + 1))
-    # So sums with constants are not rearranged either.
     # Held, the last one too, so that sums with constants are not rearranged either.
     quanta, top, bottom, inverse, high, low, lifted = held(
         (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _SHIFT)
@@ -223,12 +223,8 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
     v = _Near(total, side)
     random = draw(word, plan.scaling.element, _CARRIER)
-    if random is None:
-        rounded = _DIRECTED[mode](v)
-    elif plan.moderate:
-        rounded = _drawn(v, random, mode, lambda word: _compare_wide(rest, high, low, word))
-    else:
-        rounded = _drawn(v, random, mode, lambda word: _compare(rest, quanta.value, word))
+    compare = partial(_compare_wide, rest, high, low) if plan.moderate else partial(_compare, rest, quanta.value)
+    rounded = _DIRECTED[mode](v) if random is None else _drawn(v, random, mode, compare)
     return jnp.clip(rounded, fmt.min_code, fmt.max_code)
 
 
@@ -303,8 +299,6 @@ def _times(a: Array, b: Array) -> tuple[Array, Array]:
 def encode_whole(whole: Array, plan: Plan) -> Array:
     """Quanta as codes."""
     fmt = plan.scaling.element.format
-    if whole.dtype == jnp.float32:  # a conversion would see to what has no integer
-        whole = word_of(whole + _SHIFT) - _SHIFT_BITS
     return (whole & _bits.low_mask(fmt.bits)).astype(fmt.code_dtype)
 
 
