@@ -7,12 +7,11 @@ packages, which then are not needed to run.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jchop"
 
@@ -105,9 +104,19 @@ def absolute(module: str, node: ast.ImportFrom) -> str:
     return ".".join([*parents[: len(parents) - up], *([node.module] if node.module else [])])
 
 
-def imported_names(module: str) -> Iterator[tuple[int, str]]:
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imported_names(module: str) -> list[tuple[int, str]]:
     """(line, absolute dotted name) of every import in a file, the names of `from` imports included."""
-    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
+    return list(_imported_names(module))
+
+
+def _imported_names(module: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -144,9 +153,7 @@ def annotation_lines(module: str) -> set[int]:
     """The lines under `if TYPE_CHECKING:`, which never run."""
     tests = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
     blocks = [
-        node
-        for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8")))
-        if isinstance(node, ast.If) and ast.unparse(node.test) in tests
+        node for node in ast.walk(tree_of(module)) if isinstance(node, ast.If) and ast.unparse(node.test) in tests
     ]
     return {line for node in blocks for line in range(node.lineno, (node.body[-1].end_lineno or 0) + 1)}
 
@@ -177,15 +184,15 @@ def fault_of(source: str, target: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_every_file_has_a_place(module: str) -> None:
-    assert place_of(module) in PLACES, f"{FILES[module]} has no line in FLOORS: say on which floor it stands"
+def test_every_file_has_a_place() -> None:
+    homeless = [str(path) for module, path in FILES.items() if place_of(module) not in PLACES]
+    assert not homeless, f"no line in FLOORS says on which floor these stand: {homeless}"
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_imports_point_down(module: str) -> None:
+def test_imports_point_down() -> None:
     faults = [
         f"{where(module, line)} imports {target}: {fault}"
+        for module in FILES
         for line, target in arrows(module)
         if place_of(target) != place_of(module) and (fault := fault_of(module, target))
     ]
@@ -220,10 +227,11 @@ def reached(module: str) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if place_of(module) in NO_JAX])
-def test_formats_do_not_need_jax(module: str) -> None:
+def test_formats_do_not_need_jax() -> None:
     faults = [
         f"{where(other, line)} imports {package}"
+        for module in FILES
+        if place_of(module) in NO_JAX
         for other in reached(module)
         for line, package in outer(other)
         if package in {"jax", "jaxlib"}
@@ -231,28 +239,29 @@ def test_formats_do_not_need_jax(module: str) -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_other_packages_stay_in_their_place(module: str) -> None:
+def test_other_packages_stay_in_their_place() -> None:
     faults = [
         f"{where(module, line)} imports {package}"
+        for module in FILES
         for line, package in outer(module)
         if package not in EVERYWHERE and place_of(module) not in ONLY_IN.get(package, set())
     ]
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if module != DEVICE_FILE])
-def test_one_file_asks_for_devices(module: str) -> None:
-    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+def test_one_file_asks_for_devices() -> None:
+    others = [module for module in FILES if module != DEVICE_FILE]
     faults = [
         f"{where(module, node.lineno)}: {ast.unparse(node)}"
-        for node in ast.walk(tree)
+        for module in others
+        for node in ast.walk(tree_of(module))
         if isinstance(node, ast.Attribute)
         and node.attr in DEVICE_NAMES
         and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "sys"})
     ]
     faults += [
         f"{where(module, line)}: {name}"
+        for module in others
         for line, name in imported_names(module)
         if name.split(".")[0] in {"jax", "jaxlib"} and name.split(".")[-1] in DEVICE_NAMES
     ]
