@@ -246,7 +246,8 @@ def matmul_calls() -> Iterator[Call]:
 
 
 UNARY = ("abs", "arctan", "cbrt", "ceil", "cos", "erf", "exp", "exp2", "expm1", "floor", "log1p", "negative",
-         "reciprocal", "round", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "trunc", "log", "log2")  # fmt: skip
+         "reciprocal", "round", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "trunc", "log",
+         "log2")  # fmt: skip
 BINARY = ("add", "subtract", "multiply", "divide", "maximum", "minimum", "mod", "hypot", "arctan2", "power")
 
 
