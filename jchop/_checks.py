@@ -1,22 +1,43 @@
-"""Argument checks: one sentence that names the argument, its value and what is allowed."""
+"""Argument checks: one sentence that names the argument, its value and what is allowed. Texts of formats and specs."""
 
 from __future__ import annotations
 
+import difflib
 import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 
 
-def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """`value` as an int within [low, high]; booleans are refused."""
-    span = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    span = "an integer"
+    if low is not None:
+        span += f" >= {low}" if high is None else f" from {low} to {high}"
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{name}={value!r} must be {span}") from None
     if isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be {span}")
-    if number < low or (high is not None and number > high):
+    if (low is not None and number < low) or (high is not None and number > high):
         raise ValueError(f"{name}={value!r} must be {span}")
     return number
+
+
+def as_numpy(name: str, value: Any) -> np.ndarray:
+    """`value` as a NumPy array in the machine's byte order.
+
+    Raises:
+        TypeError: for a masked array, whose mask the result would not have.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost; pass {name}.filled(number), and mask the result again"
+        )
+    array = np.asarray(value)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def check_bool(name: str, value: object) -> bool:
@@ -31,3 +52,61 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
     return value
+
+
+# -- texts of formats and specs ----------------------------------------------------------------------------------------
+
+#: Characters of a text that are no levels of codebooks, characters in all, and brackets within brackets.
+LONGEST, LONGEST_TABLE, DEEPEST = 1 << 12, 1 << 22, 8
+
+
+def check_text(what: str, text: str) -> str:
+    """`text` in lower case and without spaces at its ends; ValueError where no text of the grammar is like it."""
+    if len(text) > LONGEST_TABLE or _beside_tables(text) > LONGEST:
+        raise ValueError(
+            f"{what} {quoted(text)} is too long: at most {LONGEST} characters, and {LONGEST_TABLE} with the levels of "
+            "codebooks"
+        )
+    if not text.isascii():
+        raise ValueError(f"{what} {quoted(text)} is not known: only ASCII characters are allowed")
+    depth = 0
+    for char in text:
+        depth += (char in "([") - (char in ")]")
+        if depth > DEEPEST:
+            raise ValueError(f"{what} {quoted(text)} has more than {DEEPEST} brackets within each other")
+    return text.strip().lower()
+
+
+def _beside_tables(text: str) -> int:
+    """How many characters stand outside ``codebook(...)``."""
+    if len(text) <= LONGEST:
+        return len(text)
+    first, *tables = text.lower().split("codebook(")
+    return len(first) + sum(len(rest) for _, _, rest in (table.partition(")") for table in tables))
+
+
+def quoted(value: object) -> str:
+    """A value as errors show it, the beginning alone of a long text."""
+    if not isinstance(value, str) or len(value) <= 1 << 10:
+        return repr(value)
+    return f"{value[:80]!r}... of {len(value)} characters"
+
+
+def split_outside(text: str, separators: str) -> list[str]:
+    """The parts of a text between separators that stand in no brackets."""
+    parts, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        if char in separators and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+        else:
+            depth += (char in "([") - (char in ")]")
+    return [*parts, text[start:]]
+
+
+def close_to(text: str, names: Iterable[str]) -> str:
+    """The part of an error that gives up to three `names` a misspelt `text` may have meant; empty if none is close."""
+    text, names = text.strip()[:64], list(dict.fromkeys(names))
+    holding = [name for name in names if len(text) > 2 and text in name]
+    near = dict.fromkeys([*holding, *difflib.get_close_matches(text, names, n=3)])
+    return f"; close: {', '.join(list(near)[:3])}" if near else ""

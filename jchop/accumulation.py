@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jchop._checks import check_bool, check_choice, check_int
+from jchop._checks import check_bool, check_choice, check_int, check_text, quoted
 from jchop.formats import ElementFormat
 from jchop.spec import Gradient, Spec, as_spec
 
@@ -68,13 +68,13 @@ class Order:
     @staticmethod
     def parse(text: str) -> Order:
         """The order that a text says, such as ``"matrix_unit(16)"``."""
-        found = _TEXT.fullmatch(text.strip().lower())
+        found = _TEXT.fullmatch(check_text("order", text))
         if found is None or found["kind"] not in _KINDS:
-            raise ValueError(f"order={text!r} is not known; allowed: {_ORDERS}")
+            raise ValueError(f"order={quoted(text)} is not known; allowed: {_ORDERS}")
         return Order(found["kind"], None if found["block"] is None else int(found["block"]))
 
 
-_TEXT = re.compile(r"(?P<kind>[a-z_]+)(?:\(\s*(?P<block>\d+)\s*\))?")
+_TEXT = re.compile(r"(?P<kind>[a-z_]+)(?:\(\s*(?P<block>[0-9]{1,20})\s*\))?")
 _ORDERS = "'sequential', 'blocked(b)', 'pairwise', 'matrix_unit(b)' with a block length b >= 1"
 
 

@@ -3,8 +3,9 @@
 *Simulating Low Precision Floating-Point Arithmetic*, SIAM J. Sci. Comput. 41(5), 2019; the function of MATLAB is at
 https://github.com/higham/chop. docs/matlab.md shows how MATLAB calls this one. What differs, each on purpose:
 
-* A number is rounded once. MATLAB's function rounds twice between 0 and the smallest subnormal number, so that what
-  lies just below half of it may come out as the number itself.
+* A number is rounded once. MATLAB's function rounds to nearest twice between 0 and the smallest number, the smallest
+  subnormal one or with ``subnormal`` 0 the smallest normal one: first as if smaller numbers existed, then to 0 or that
+  number. So what lies just below half of it may come out as the number itself.
 * Ties at half the smallest number go to the even neighbour, 0, with ``subnormal`` 0 as well; MATLAB's goes to the
   smallest normal number there. The stochastic modes round up there as often as they should; MATLAB's never do.
 * -0 stays -0, and NaN NaN.
@@ -27,10 +28,11 @@ import jax
 import numpy as np
 
 from jchop._bits import CARRIERS
-from jchop._checks import check_int
+from jchop._checks import as_numpy, check_int
 from jchop._flip import flip_bits
 from jchop._reference.elements import round_elements
 from jchop._round import round_to_format
+from jchop._settings import compiled
 from jchop.formats import FloatFormat
 from jchop.spec import Spec
 
@@ -201,7 +203,7 @@ def _switch(given: Mapping[str, Any], name: str, default: bool | None) -> bool |
 
 
 def _numbers(x: Any) -> np.ndarray:
-    array = np.asarray(x)
+    array = as_numpy("x", x)
     if array.dtype.name not in _EXPONENT_BITS:
         raise TypeError(f"x has dtype {array.dtype}, and must be of single or double precision")
     return array
@@ -209,7 +211,7 @@ def _numbers(x: Any) -> np.ndarray:
 
 def rounded_by(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.ndarray:
     """`x` rounded with the numbers of `randfunc` in place of the random bits."""
-    drawn = np.asarray(randfunc(x.size), np.float64).ravel(order="F")
+    drawn = as_numpy(f"randfunc({x.size})", randfunc(x.size)).astype(np.float64).ravel(order="F")
     if drawn.size != x.size or not ((drawn >= 0) & (drawn < 1)).all():
         raise ValueError(f"randfunc({x.size}) must give {x.size} numbers in [0, 1)")
     width = 8 * x.dtype.itemsize
@@ -219,6 +221,6 @@ def rounded_by(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.
         return np.array(_round_with(x, word.reshape(x.shape, order="F"), spec))
 
 
-@partial(jax.jit, static_argnums=2)
+@partial(compiled, static_argnums=2)
 def _round_with(x: jax.Array, word: jax.Array, spec: Spec) -> jax.Array:
     return round_elements(x, spec, CARRIERS[x.dtype.name], word)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from typing import TypeVar
 
+from jchop._checks import close_to, quoted
+
 __all__ = ["Overflow", "Rounding"]
 
 
@@ -62,10 +64,12 @@ class Overflow(enum.Enum):
     """
 
     #: inf where the mode rounds outward (NaN where F has no inf), the largest finite value where it rounds inward
+    #: (P3109 SatNone for the formats of `p3109`, which without inf take the largest finite value)
     IEEE = "ieee"
     #: always the largest finite value, infinities included (OCP saturating, P3109 SatFinite)
     SATURATE = "saturate"
-    #: finite values saturate, infinities stay (P3109 SatPropagate)
+    #: finite values saturate, infinities stay, or are NaN where F has no inf (P3109 SatPropagate for the formats of
+    #: `p3109`, which without inf take the largest finite value)
     PROPAGATE = "propagate"
     #: two's complement wrap-around; fixed point and integers only
     WRAP = "wrap"
@@ -96,7 +100,8 @@ def _member(kind: type[_Member], value: object, argument: str, aliases: dict[str
     names = {member.value: member for member in kind} | aliases
     if isinstance(value, str) and value in names:
         return names[value]
-    raise ValueError(f"{argument}={value!r} is not known; allowed: {', '.join(names)}")
+    hint = close_to(value, names) if isinstance(value, str) else ""
+    raise ValueError(f"{argument}={quoted(value)} is not known; allowed: {', '.join(names)}{hint}")
 
 
 def as_rounding(value: object) -> Rounding:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from jchop._checks import check_bool, check_int
+from jchop._checks import check_bool, check_int, check_text, close_to, quoted, split_outside
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
 
@@ -164,7 +164,8 @@ def parse(text: str) -> Spec:
 
     Raises:
         TypeError: where `text` is no text.
-        ValueError: for a part that is not known, or given twice.
+        ValueError: for a part that is not known, or given twice, and for a text of more than 4096 characters beside the
+            levels of codebooks.
 
     Example:
         >>> import jchop as jc
@@ -178,12 +179,12 @@ def parse(text: str) -> Spec:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Spec:
-    name, *parts = re.split(r":(?![^\[]*\])", text.strip().lower())
+    name, *parts = split_outside(check_text("spec text", text), ":")
     fields: dict[str, object] = {}
     for part in map(str.strip, parts):
         field, value = _field(text, part)
         if field in fields:
-            raise ValueError(f"spec text {text!r} gives {field} twice")
+            raise ValueError(f"spec text {quoted(text)} gives {field} twice")
         fields[field] = value
     return Spec(parse_format(name), **fields)  # type: ignore[arg-type]
 
@@ -200,10 +201,11 @@ def _field(text: str, part: str) -> tuple[str, object]:
         return name, int(value)
     if name == "gradient":
         return name, value
+    roundings, overflows = ([member.value for member in kind] for kind in (Rounding, Overflow))
+    hint = close_to(name, [*roundings, *ROUNDING_ALIASES, *overflows, "random_bits", "flush", "gradient"])
     raise ValueError(
-        f"spec text {text!r}: part {part!r} is not known; allowed after the format: a rounding "
-        f"({', '.join(mode.value for mode in Rounding)}), an overflow rule "
-        f"({', '.join(rule.value for rule in Overflow)}), random_bits=N, flush, "
+        f"spec text {quoted(text)}: part {quoted(part)} is not known{hint}; allowed after the format: a rounding "
+        f"({', '.join(roundings)}), an overflow rule ({', '.join(overflows)}), random_bits=N, flush, "
         "gradient=straight_through|clipped|[SPEC]"
     )
 
@@ -227,12 +229,12 @@ def _as_gradient(value: object) -> Gradient:
         return Gradient()
     found = _GRADIENT.fullmatch(value)
     if found is None:
-        raise ValueError(f"gradient={value!r} must be {_GRADIENTS}")
+        raise ValueError(f"gradient={quoted(value)} must be {_GRADIENTS}")
     text = found["inside"] or found["plain"]
     try:
         return Gradient(bool(found["clipped"] or found["both"]), _parse(text) if text else None)
     except ValueError as error:
-        raise ValueError(f"gradient={value!r} must be {_GRADIENTS}: {error}") from None
+        raise ValueError(f"gradient={quoted(value)} must be {_GRADIENTS}: {error}") from None
 
 
 _GRADIENT = re.compile(

@@ -96,3 +96,23 @@ def ranges(levels: int, block: int, dtype: str, count: int, rng: np.random.Gener
     x[which == 5] = np.where(rng.random(tiny) < 0.5, bits, bits | carrier.words.type(carrier.sign)).view(kind)
     x[which == 6] = (rng.standard_normal((int(np.sum(which == 6)), block)) * unit[which == 6, None]).astype(kind)
     return x
+
+
+def extreme(dtype: str) -> list[np.ndarray]:
+    """Arrays whose rows of four are groups at the ends of a carrier: all of them together, and each by itself."""
+    carrier, kind = CARRIERS[dtype], cases.DTYPES[dtype]
+    fraction = 1 << carrier.m
+    patterns = {
+        "tiny": [1, 0, 3, 2],
+        "subnormal": [fraction - 1, 5, fraction // 2 + 1, 1],
+        "normal": [fraction, fraction - 1, fraction + 1, 2 * fraction + 3],
+        "huge": [carrier.infinity - 1, carrier.infinity - 2, carrier.infinity - fraction, 1],
+        "zero": [0, 0, 0, 0],
+        "infinite": [carrier.infinity, 1, carrier.infinity - 1, carrier.infinity],
+        "nan": [carrier.infinity + 1, carrier.infinity, carrier.infinity + 1, carrier.infinity + 1],
+    }
+    signs = np.array([0, carrier.sign, 0, carrier.sign], carrier.words)
+    rows = [(np.array(row, carrier.words) | signs).view(kind) for row in patterns.values()]
+    rows += [np.array(row, kind) for row in ((1, 0.3, -0.7, 0.01), (1, -1e-4, 6e4, -0.0))]
+    rows.append(np.concatenate([rows[0][:1], rows[3][1:2], rows[2][2:3], rows[-1][:1]]))  # mixed
+    return [np.stack(rows), *(np.stack([row] * len(rows)) for row in rows)]

@@ -60,6 +60,7 @@ class FloatSet:
     signed: bool = True
     zero: bool = True
     emax: int | None = None  # of the largest finite value, where it is not the field that ends it
+    p3109: bool = False  # overflows as IEEE P3109 says
 
     def code(self, index: Any) -> Any:
         if self.subnormals or not self.zero:
@@ -150,7 +151,7 @@ def fnuz(e: int, m: int, bias: int) -> FloatSet:
 def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True) -> FloatSet:
     e = bits - precision + (not signed)
     nan = "negative_zero" if signed else "top"
-    return FloatSet(e, precision - 1, 2 ** (e - 1), inf=extended, nan=nan, signed=signed)
+    return FloatSet(e, precision - 1, 2 ** (e - 1), inf=extended, nan=nan, signed=signed, p3109=True)
 
 
 def fixed(i: int, f: int, signed: bool = True, symmetric: bool = False) -> FixedSet:
@@ -169,7 +170,7 @@ def describe(fmt: Any) -> Set:
     """The parameters of a format object, read from its public fields."""
     if hasattr(fmt, "exp_bits"):
         names = ("exp_bits", "sig_bits", "bias", "subnormals", "infinities", "nans", "signed", "zero", "max_exponent")
-        return FloatSet(*(getattr(fmt, name) for name in names))
+        return FloatSet(*(getattr(fmt, name) for name in names), p3109=getattr(fmt, "p3109", False))
     if hasattr(fmt, "int_bits"):
         return fixed(fmt.int_bits, fmt.frac_bits, fmt.signed, fmt.symmetric)
     if hasattr(fmt, "levels"):
@@ -252,7 +253,13 @@ def overflowed(fmt: FloatSet | FixedSet, negative: bool, mode: str, overflow: st
         return sign * largest(fmt, negative)
     outward = infinite or mode in (*NEAREST, *STOCHASTIC) or mode == ("down" if negative else "up")
     if negative and not fmt.signed:
-        return Special.NAN if overflow != "saturate" and fmt.has_nan else fmt.value(0)
+        if mode in ("up", "toward_zero", "odd"):  # the smallest value is the neighbour that they point to
+            return fmt.value(0)
+        return Special.NAN if overflow == "ieee" and fmt.has_nan else fmt.value(0)
+    if fmt.p3109:
+        # SatNone: what is finite becomes infinite under "odd" too; a finite format has its largest value instead.
+        outward = fmt.inf and (outward or mode == "odd")
+        infinite = fmt.inf and infinite
     if {"ieee": outward, "propagate": infinite, "saturate": False}[overflow]:
         if fmt.inf:
             return Special.NEG_INF if negative else Special.INF

@@ -35,6 +35,14 @@ def test_formats_and_directions(name: str, values: oracle.FloatSet, reach: int) 
         exact.assert_same(matlab.chop(x, {"format": name, "round": float(number)}), exact.rounded(x, values, mode))
 
 
+@pytest.mark.parametrize("subnormal", [0, 1])
+def test_a_number_below_half_of_the_smallest_is_rounded_once(subnormal: int) -> None:
+    """MATLAB's rounds it to half of the smallest number first, and then up."""
+    smallest = 2.0**-14 if subnormal == 0 else 2.0**-24
+    x = np.array([0.5, 1 - 2.0**-40, 1 + 2.0**-40]) * smallest * [1, 0.5, 0.5]
+    np.testing.assert_array_equal(matlab.chop(x, {"subnormal": subnormal}), [0, 0, smallest])
+
+
 def test_other_options() -> None:
     x = exact.numbers(120, -20, 20)
     flushed = oracle.ieee(5, 10, subnormals=False)

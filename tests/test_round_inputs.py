@@ -271,6 +271,31 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], list[str]]] = {
         ValueError,
         ["offset=18446744073709551616", "integer from 0 to 18446744073709551615"],
     ),
+    "offset whose last index is too large": (
+        lambda x: jc.round_to_format(x, "e5m2:sr", KEY, offset=(1 << 64) - 2),
+        ValueError,
+        ["offset=18446744073709551614", "index 18446744073709551616", "end at index 18446744073709551615"],
+    ),
+    "offset of complex numbers, which draw twice": (
+        lambda x: jc.round_to_format(x + 1j, "e5m2:sr", KEY, offset=(1 << 63) - 2),
+        ValueError,
+        ["offset=9223372036854775806", "end at index 9223372036854775807"],
+    ),
+    "offset of words beyond the last": (
+        lambda x: jc.random_bits(KEY, (3,), offset=(1 << 64) - 1),
+        ValueError,
+        ["offset=18446744073709551615", "index 18446744073709551617"],
+    ),
+    "offset of codes beyond the last": (
+        lambda x: jc.quantize(x, "e5m2:sr", KEY, offset=(1 << 64) - 1),
+        ValueError,
+        ["offset=18446744073709551615", "index 18446744073709551617"],
+    ),
+    "whole of too many elements": (
+        lambda x: jc.random_bits(KEY, (1, 1, 1), offset=((0, 0, 0), (1 << 32, 1 << 32, 2))),
+        ValueError,
+        ["offset=((0, 0, 0)", "end at index 18446744073709551615"],
+    ),
     "offset as text": (
         lambda x: jc.round_to_format(x, "e5m2:sr", KEY, offset="0"),
         TypeError,

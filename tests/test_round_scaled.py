@@ -179,6 +179,8 @@ def test_clipped_where_an_element_overflows():
         ("e2m1fn(group=4,scale=e8m0fnu,rule=floor)", [7.5, -6.9, 7.0, 1.0], [0, 1, 0, 1]),
         ("uint4(group=tensor,rule=percentile(50))", [1.0, 15.0, 20.0, -3.0, 15.4], [1, 1, 0, 0, 1]),
         ("codebook(-1,0,1,group=tensor,rule=percentile(50))", [1.0, -1.0, 1.5, -1.01], [1, 1, 0, 0]),
+        ("codebook(-0.5,0,0.5,group=tensor,rule=percentile(50))", [1.0, -1.0, 1.5, -1.01], [1, 1, 0, 0]),
+        ("codebook(-0.5,0,0.25,group=tensor,rule=percentile(50))", [1.0, -1.0, 1.5, -1.5], [1, 1, 0, 1]),
         ("uint4(group=tensor,zero_point=true)", [0.0, 15.0, 3.0], [1, 1, 1]),
     ],
 )

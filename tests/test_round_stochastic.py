@@ -17,6 +17,8 @@ from oracle import CARRIERS, PROPORTIONAL, STOCHASTIC
 from test_round_values import build, round_as
 
 import jchop as jc
+from jchop import _bits
+from jchop._reference.elements import round_elements
 
 DRAWS = 1 << 13
 POSITIONS = 64
@@ -214,6 +216,37 @@ def test_every_number_of_bits_as_defined(carrier, mode, n):
         flush = name == "float8_e5m2" and n % 2 == 0
         overflow = cases.FLOAT_OVERFLOWS[n % 3]
         check_given_words(GIVEN[name], carrier, mode, n, overflow=overflow, flush=flush, size=20_000)
+
+
+@pytest.mark.parametrize("carrier", ["float32", "float64"])
+def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> None:
+    """rne(nu 2^N) of mode C below the smallest value, where nu has more bits than a word.
+
+    Only the largest R tells it from a tie; a stream would have to be drawn from 2^N times to meet it.
+    """
+    fmt, width = cases.NAMED["float8_e4m3fn"], width_of(carrier)
+    kind, n = cases.DTYPES[carrier], width - 8
+    least = float(fmt.value(1))
+    tie, last = least * 2.0 ** -(n + 1), np.finfo(kind).eps
+    x = np.array([tie, tie * (1 + last), tie * (1 - last / 2), 3 * tie, 5 * tie, 2 * tie * (1 + last), tie / 2], kind)
+    words = np.array([*((1 << width) - (r << 8) | 255 for r in (1, 2, 3)), 0], f"uint{width}")
+    spec = jc.Spec(build(fmt), "stochastic_c", random_bits=n)
+    with jax.enable_x64(True):
+        for word in words:
+            got = round_elements(jnp.asarray(x), spec, _bits.CARRIERS[carrier], jnp.full(x.shape, word))
+            drawn = np.full(x.shape, word >> np.uint64(8))
+            cases.assert_bits(x, np.asarray(got), cases.batch(x).round_drawn(fmt, "stochastic_c", n, drawn))
+
+
+@pytest.mark.parametrize("mode", PROPORTIONAL)
+def test_every_draw_of_a_few_bits(mode: str) -> None:
+    """As many random bits as are dropped, more and fewer: each number meets every R, where one alone may decide."""
+    fmt, n = oracle.ieee(4, 6), 5
+    some = np.random.default_rng(3).integers(3 << 10, 17 << 10, 1500).astype(np.uint16).view(np.float16)
+    x, drawn = np.repeat(some, 1 << n), np.tile(np.arange(1 << n, dtype=np.uint32), len(some))
+    spec = jc.Spec(build(fmt), mode, random_bits=n)
+    got = round_elements(jnp.asarray(x), spec, _bits.CARRIERS["float16"], jnp.asarray(drawn << 32 - n | 1))
+    cases.assert_bits(x, np.asarray(got), cases.batch(x).round_drawn(fmt, mode, n, drawn))
 
 
 @pytest.mark.parametrize("mode", cases.in_turn(STOCHASTIC, 2))

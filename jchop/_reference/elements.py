@@ -91,17 +91,20 @@ _INWARD = {
     Rounding.UP: (False, True),
     Rounding.DOWN: (True, False),
 }
+#: Modes that take a negative number to the smallest value of an unsigned format.
+_TO_SMALLEST = frozenset({Rounding.UP, Rounding.TOWARD_ZERO, Rounding.ODD})
 
 
 def _at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid: Grid) -> Array:
     """`rounded` with the overflow rule applied; `magnitude` tells infinities from finite values."""
     carrier = grid.carrier
     limit = _limit(negative, grid) if grid.signed else grid.top_bits
-    beyond = carrier.inf if grid.has_inf else carrier.nan if grid.has_nan else limit
+    beyond = limit if grid.saturates else carrier.inf if grid.has_inf else carrier.nan
     infinity = limit if spec.overflow is Overflow.SATURATE else beyond
     finite = limit
     if spec.overflow is Overflow.IEEE:
-        inward = _INWARD.get(spec.rounding, (False, False))
+        to_odd = grid.p3109 and spec.rounding is Rounding.ODD
+        inward = (False, False) if to_odd else _INWARD.get(spec.rounding, (False, False))
         finite = limit if all(inward) else beyond
         if inward[0] != inward[1]:
             kind = carrier.work.type
@@ -115,10 +118,10 @@ def _at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid
         result = jnp.where(magnitude == carrier.inf, infinity, result)
     if grid.signed:
         return result
-    # An unsigned format has no value below zero but NaN; the nearest end is its smallest value.
-    below = (
-        carrier.nan if grid.has_nan and spec.overflow is not Overflow.SATURATE else 0 if grid.zero else grid.tiny_bits
-    )
+    # Below zero an unsigned format has nothing; the modes that point upward, or to zero, point to its smallest value.
+    smallest = 0 if grid.zero else grid.tiny_bits
+    finds_none = spec.overflow is Overflow.IEEE and spec.rounding not in _TO_SMALLEST
+    below = carrier.nan if grid.has_nan and finds_none else smallest
     return jnp.where(_below(magnitude, rounded, negative, grid), below, result)
 
 

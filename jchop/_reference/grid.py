@@ -42,6 +42,8 @@ class Grid:
     has_inf: bool
     has_nan: bool
     negative_zero: bool
+    saturates: bool
+    p3109: bool
 
 
 @lru_cache(maxsize=1024)
@@ -77,6 +79,8 @@ def make_grid(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> Grid:
         has_inf=fmt.has_inf,
         has_nan=fmt.has_nan,
         negative_zero=fmt.has_negative_zero,
+        saturates=fmt.saturates,
+        p3109=isinstance(fmt, FloatFormat) and fmt.p3109,
     )
 
 
@@ -119,7 +123,7 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
     # A finer and wider format than the carrier moves no finite value; what is left is infinity, which must not
     # saturate.
     finer = isinstance(fmt, FloatFormat) and fmt.sig_bits >= carrier.fraction and fmt.max > carrier.max
-    return finer and spec.overflow is not Overflow.SATURATE and (fmt.has_inf or fmt.has_nan)
+    return finer and spec.overflow is not Overflow.SATURATE and not fmt.saturates
 
 
 @lru_cache(maxsize=1024)

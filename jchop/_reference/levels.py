@@ -68,15 +68,15 @@ def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _Le
     """The table, if its thresholds can be told apart.
 
     Raises:
-        ValueError: for levels that are too close to each other, or have too many bits between them.
+        ValueError: if a middle of two levels has too many bits.
     """
     levels = [Fraction(level) for level in fmt.levels]
     thresholds = [_threshold(mode, index, *pair) for index, pair in enumerate(itertools.pairwise(levels))]
     if mode is Rounding.ODD:
         return _odd_levels(levels, thresholds, carrier)
     parts = [_parts(value, carrier) for value, _ in thresholds]
-    floors = [floor for floor, _ in parts]
-    if len(set(floors)) < len(floors) or any(rest.denominator != 1 for _, rest in parts):
+    floors = [floor for floor, _ in parts]  # no two alike: between two thresholds lies a level, a value of the carrier
+    if any(rest.denominator != 1 for _, rest in parts):
         raise ValueError(
             f"rounding={mode.value!r}: {carrier.name} cannot tell quotients between the levels of {fmt} apart"
         )

@@ -24,6 +24,7 @@ from jchop._reference.quanta import Quanta, number_of, word_of
 from jchop._reference.scales import TENSOR_SCALE, Plan, Scales, scale_magnitude
 from jchop.formats import FloatFormat
 from jchop.rounding import Overflow, Rounding
+from jchop.scaling import BlockScaling
 
 Array = jax.Array
 
@@ -33,6 +34,8 @@ _FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
 _LEAST, _MOST = 30, 20
 #: Bits of the upper half of a significand.
 _HALF = 12
+#: Half of 2^-_SMALLEST times the last bit of a number from 2^-64 on is a normal number.
+_SMALLEST = 38
 
 
 def applies(plan: Plan) -> bool:
@@ -41,12 +44,22 @@ def applies(plan: Plan) -> bool:
     if not _is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
         return False
     assert isinstance(fmt, FloatFormat)
-    saturates = element.overflow is Overflow.SATURATE or not (fmt.has_inf or fmt.has_nan)
+    saturates = element.overflow is Overflow.SATURATE or fmt.saturates
     if plan.scaling.is_power:
         return saturates
     # The middle of a step, times the scale of a block where there is one of the tensor, times half of the other.
-    other = plan.scaling.scale.sig_bits + 1 if plan.scaling.rule == "two_level" else 0
-    return saturates and fmt.sig_bits + 2 + other + _HALF <= _FRACTION + 1
+    two_level = plan.scaling.rule == "two_level"
+    other = plan.scaling.scale.sig_bits + 1 if two_level else 0
+    fits = fmt.sig_bits + 2 + other + _HALF <= _FRACTION + 1
+    return saturates and fits and (not two_level or _is_near_one(plan.scaling))
+
+
+def _is_near_one(scaling: BlockScaling) -> bool:
+    """Whether scales, and elements times scales, may be multiplied by any that is moved, and by its last bit."""
+    fmt, scale = scaling.element.format, scaling.scale
+    least = Fraction(scale.smallest) * min(Fraction(fmt.smallest or 1), 1)
+    most = Fraction(scale.max) * max(Fraction(fmt.max), 1)
+    return least >= Fraction(1, 1 << _SMALLEST) and most <= 1 << products.MOST
 
 
 def multiplies(plan: Plan) -> bool:

@@ -48,7 +48,8 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     power = _float(exponent + kind(fraction - fmt.sig_bits << fraction), x)
     rounded = (_float(magnitude, x) + power) - power
     top = np.dtype(carrier.name).type(fmt.max)
-    beyond = top if spec.overflow is Overflow.SATURATE else np.inf if fmt.has_inf else np.nan if fmt.has_nan else top
+    saturates = spec.overflow is Overflow.SATURATE or fmt.saturates
+    beyond = top if saturates else np.inf if fmt.has_inf else np.nan
     rounded = jnp.where(rounded > top, x.dtype.type(beyond), rounded)
     return _bits.join(sign, lax.bitcast_convert_type(rounded, carrier.work), carrier)
 

@@ -71,7 +71,7 @@ def has_short_way(plan: Plan) -> bool:
         return fmt.signed and fmt.bits <= 16
     if not isinstance(fmt, FloatFormat):
         return False
-    saturates = element.overflow is not Overflow.IEEE or not (fmt.has_inf or fmt.has_nan)
+    saturates = element.overflow is not Overflow.IEEE or fmt.saturates
     return saturates and fmt.has_negative_zero and fmt.subnormals and 0 < fmt.sig_bits <= _MOST
 
 

@@ -2,8 +2,8 @@
 
 A quotient's digits come from a floating-point guess that exact integer remainders correct, a dozen bits at a time, so a
 division that is off by many units in the last place, or that a compiler turns into a multiplication by a reciprocal,
-changes nothing. `wide.divide` does the same for any two operands; here the divisor is prepared once, may have a few
-bits more than a number of the carrier, and quotients below the carrier's normal range need not be told from its end.
+changes nothing. `wide.divide` does the same for any two operands; here the divisor is prepared once, and may have a few
+bits more than a number of the carrier.
 """
 
 from __future__ import annotations
@@ -77,21 +77,32 @@ def divisor_of_product(
     return Divisor.of(jnp.where(small, product << 1, product), field, carrier)
 
 
-def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier) -> Array:
+def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: bool = False) -> Array:
     """Magnitude bits of finite nonzero magnitudes over divisors, rounded to odd.
 
-    What falls below the carrier's normal range becomes its smallest value: to every format whose values are far larger
-    the two are alike.
+    With `ends` over the whole range of the carrier, whose largest number stands for all beyond. Without, what falls
+    below the normal range becomes its smallest value, and what lies beyond it some number of its largest binade: to
+    formats whose values are far larger and smaller they are alike.
     """
     field, count, _, following, remainder = _digits(magnitude, divisor, carrier)
-    bits = jnp.maximum((field - 1 << carrier.fraction) + count, 1 << carrier.fraction)
-    return bits | following | (remainder != 0).astype(following.dtype)
+    lost = following | (remainder != 0).astype(following.dtype)
+    if not ends:
+        return _within(field, count, carrier) | lost
+    down = jnp.clip(1 - field, 0, carrier.fraction + 2)
+    bits = (jnp.clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
+    return jnp.minimum(bits | lost | (count & _bits.low_mask(down) != 0), carrier.inf - 1)
+
+
+def _within(field: Array, count: Array, carrier: Carrier) -> Array:
+    """Magnitude bits of a field and a significand, held within the normal range."""
+    bits = (jnp.minimum(field, 2 * carrier.bias) - 1 << carrier.fraction) + count
+    return jnp.maximum(bits, 1 << carrier.fraction)
 
 
 def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor, carrier: Carrier) -> Exact:
-    """The same with a word of bits that follow, for a stochastic mode; where not `plain` the magnitude itself."""
+    """The same without `ends`, with a word of bits that follow; where not `plain` the magnitude itself."""
     field, count, more, following, remainder = _digits(magnitude, divisor, carrier)
-    bits = jnp.maximum((field - 1 << carrier.fraction) + count, 1 << carrier.fraction)
+    bits = _within(field, count, carrier)
     width, unsigned = carrier.work_width, jnp.dtype(f"uint{carrier.work_width}")
     rest, place = jnp.zeros(bits.shape, unsigned), width
     while place:
@@ -115,6 +126,5 @@ def _digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array
         digit, remainder = wide._digit(remainder, divisor.significand, divisor.inverse, step, carrier)
         count = (count << step) + digit
     more = count >> fraction + 1  # where the dividend has the larger significand, so that a bit is left over
-    # At most the largest finite binade, beyond all elements: under a scale that was given a quotient may be any number.
-    field = jnp.minimum((bits >> fraction) - divisor.field + carrier.bias - 1 + more, 2 * carrier.bias)
+    field = (bits >> fraction) - divisor.field + carrier.bias - 1 + more
     return field, count >> more, more, count & more, remainder

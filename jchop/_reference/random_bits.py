@@ -47,6 +47,8 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
+from jchop._settings import compiled
+
 _WORD = 0xFFFF_FFFF
 _DOMAIN = 0x6A63_686F
 _GOLDEN = 0x9E37_79B9
@@ -72,7 +74,7 @@ def _threefry(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, Any]:
     return a, b
 
 
-@jax.jit
+@compiled
 def _seeds(data: Array) -> tuple[Array, ...]:
     d = [data[i] for i in range(data.shape[0])] + [jnp.zeros((), jnp.uint32)] * (data.shape[0] % 2)
     h = (d[0], d[1])

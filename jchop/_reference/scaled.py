@@ -16,6 +16,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
+from jchop._reference import wide
 from jchop._reference.arithmetic import multiply, range_of
 from jchop._reference.codes import decode_elements, encode_elements, extended
 from jchop._reference.elements import overflowed, round_elements
@@ -23,6 +24,7 @@ from jchop._reference.exact import overflowed_exact, round_exact
 from jchop._reference.levels import round_to_levels
 from jchop._reference.quotient import (
     Divisor,
+    divisor_bits,
     divisor_of,
     divisor_of_product,
     exact_quotient,
@@ -155,16 +157,16 @@ def with_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
 
 
 def _times(elements: Array, scales: Scales, spec: Spec | None, plan: Plan) -> Array:
-    compute, element = plan.compute, range_of(plan.scaling.element, plan.compute)
-    own = range_of(Spec(plan.scaling.scale), compute)
+    compute = plan.compute
+    if scales.tensor is not None:
+        # The product of the two scales may lie beyond the numbers of the carrier, at either end.
+        whole = _divisor(scales, plan)
+        up = compute.work_width - 1 - divisor_bits(compute)
+        v = wide.multiply_by(elements, whole.significand << up, whole.field - compute.bias, compute)
+        return round_exact(v, spec, compute, None)
     scale = jnp.broadcast_to(positive(scale_magnitude(scales, plan), compute), elements.shape)
-    if scales.tensor is None:
-        return multiply(elements, scale, spec, compute, None, element, own)
-    # Few bits times few bits are exact, and then one rounding is left.
-    product = multiply(elements, scale, None, compute, None, element, own)
-    tensor = jnp.broadcast_to(positive(scales.tensor, compute), elements.shape)
-    all_numbers = range_of(None, compute)
-    return multiply(product, tensor, spec, compute, None, all_numbers, all_numbers)
+    ranges = range_of(plan.scaling.element, compute), range_of(Spec(plan.scaling.scale), compute)
+    return multiply(elements, scale, spec, compute, None, *ranges)
 
 
 def _times_power(x: Array, exponent: Array, carrier: Carrier) -> Array:

@@ -17,14 +17,15 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
-from jchop._reference import groups
+from jchop._reference import groups, wide
 from jchop._reference.arithmetic import divide, range_of, require_operation
 from jchop._reference.codes import decode_elements, encode_elements, extended
 from jchop._reference.elements import round_elements
+from jchop._reference.exact import round_exact
 from jchop._reference.grid import require_carrier
 from jchop._reference.levels import require_levels
 from jchop._reference.quotient import divisor_bits, divisor_of_product, odd_quotient
-from jchop.formats import CodebookFormat, bfloat16, binary16, binary32, binary64
+from jchop.formats import CodebookFormat, ElementFormat, bfloat16, binary16, binary32, binary64
 from jchop.rounding import Overflow
 from jchop.scaling import POWERS, BlockScaling, divisor_parts
 from jchop.spec import Spec
@@ -95,9 +96,8 @@ def make_plan(scaling: BlockScaling, carrier: Carrier) -> Plan:
     plan = Plan(scaling, carrier)
     compute, element, scale = plan.compute, scaling.element, Spec(scaling.scale, overflow=Overflow.SATURATE)
     require_carrier(element, compute)
-    reach = 3 * compute.bias // 4
-    smallest, largest = Fraction(element.format.smallest or 1), Fraction(element.format.max)
-    if not Fraction(2) ** -reach <= smallest <= largest <= Fraction(2) ** reach:
+    reach = _reach(compute)
+    if not _is_within_reach(element.format, compute):
         raise ValueError(
             f"element={element} has values beyond 2^-{reach} ... 2^{reach}, which is all that scaled elements may have "
             f"in {compute.name}"
@@ -118,6 +118,16 @@ def make_plan(scaling: BlockScaling, carrier: Carrier) -> Plan:
     if scaling.rule == "two_level":
         _require_two_level(plan)
     return plan
+
+
+def _reach(carrier: Carrier) -> int:
+    """The magnitudes of formats that lie far from both ends of a carrier are within 2^-reach and 2^reach."""
+    return 3 * carrier.bias // 4
+
+
+def _is_within_reach(fmt: ElementFormat, carrier: Carrier) -> bool:
+    reach = Fraction(2) ** _reach(carrier)
+    return 1 / reach <= Fraction(fmt.smallest or 1) <= Fraction(fmt.max) <= reach
 
 
 def _require_two_level(plan: Plan) -> None:
@@ -301,7 +311,8 @@ def _over_tensor(largest: Array, tensor: Array, plan: Plan) -> Array:
     compute, (count, exponent) = plan.compute, divisor_parts(*plan.scaling.divisors)
     whole = jnp.full_like(largest, count)
     divisor = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.sig_bits, compute)
-    odd = jnp.where(largest == 0, 0, odd_quotient(largest, divisor, compute))
+    ends = not _is_within_reach(plan.scaling.scale, compute)
+    odd = jnp.where(largest == 0, 0, odd_quotient(largest, divisor, compute, ends))
     return _bits.split(round_elements(positive(odd, compute), _rounding(plan), compute), compute)[1]
 
 
@@ -323,10 +334,9 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
         return jnp.ones((), jnp.float32)
     magnitude = _bits.split(x, compute)[1]
     largest = _largest(magnitude, tuple(range(x.ndim)), compute, groups.maximum).reshape(())
-    whole = range_of(None, compute)
-    divisor = jnp.full((), float(plan.scaling.tensor_divisor), compute.name)
-    spec = Spec(TENSOR_SCALE, overflow=Overflow.SATURATE)
-    quotient = divide(positive(largest, compute), divisor, spec, compute, None, whole, whole)
+    count, exponent = divisor_parts(plan.scaling.tensor_divisor)  # it may be no number of the carrier
+    exact = wide.divide(positive(largest, compute), jnp.full((), float(count), compute.name), compute, 2, -exponent)
+    quotient = round_exact(exact, Spec(TENSOR_SCALE, overflow=Overflow.SATURATE), compute, None)
     codes = encode_elements(quotient, TENSOR_SCALE, compute).astype(jnp.int32)
     result = lax.bitcast_convert_type(jnp.maximum(codes, 1), jnp.float32)
     return jnp.where(largest == 0, jnp.float32(1), result)

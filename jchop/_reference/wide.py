@@ -34,10 +34,27 @@ def multiply(x: Array, y: Array, carrier: Carrier) -> Exact:
     """The exact product."""
     (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
     product = _product(xs, xm, ys, ym, carrier)
-    v = _pack(_lifted(product, 1), jnp.zeros_like(product.low), carrier)
+    v = _whole(product, carrier)
     zero = (xm == 0) | (ym == 0)
     infinite = (xm == carrier.inf) | (ym == carrier.inf)
     return _special(v, infinite, infinite & zero | _any_nan(carrier, xm, ym), product.sign, carrier)
+
+
+def multiply_by(x: Array, significand: Array, exponent: Array, carrier: Carrier) -> Exact:
+    """The exact product with a positive number that need not be one of the carrier.
+
+    Args:
+        x: values of `carrier`.
+        significand: of the other factor: words whose top bit but one is its leading bit.
+        exponent: what that bit stands for.
+        carrier: of `x`.
+    """
+    sign, magnitude = _bits.split(x, carrier)
+    up = carrier.work_width - 1 - carrier.fraction
+    e, count = _normalised(magnitude, carrier)
+    factor = significand.astype(_unsigned(carrier)) << 1
+    v = _whole(_product_of(sign, e + exponent, count.astype(factor.dtype) << up, factor), carrier)
+    return _special(v, magnitude == carrier.inf, magnitude > carrier.inf, sign, carrier)
 
 
 def add(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
@@ -64,8 +81,8 @@ def multiply_add(x: Array, y: Array, z: Array, carrier: Carrier, zero_sign: int 
     return _special(v, infinite | z_infinite, nan, jnp.where(infinite, product.sign, zs), carrier)
 
 
-def divide(x: Array, y: Array, carrier: Carrier, bits: int) -> Exact:
-    """The exact quotient, of whose `rest` `bits` bits are worked out."""
+def divide(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -> Exact:
+    """The exact quotient times 2^exponent, of whose `rest` `bits` bits are worked out."""
     (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
     (xe, dividend), (ye, divisor) = _normalised(xm, carrier), _normalised(ym, carrier)
     smaller = dividend < divisor
@@ -75,6 +92,8 @@ def divide(x: Array, y: Array, carrier: Carrier, bits: int) -> Exact:
     top, rest, remainder = (jnp.where(zero, 0, word) for word in (top, rest, remainder))
     lift = carrier.work_width - 2 - carrier.fraction
     high = top.astype(rest.dtype) << lift | rest >> carrier.work_width - lift
+    if exponent:
+        xe = xe + exponent
     quotient = Wide(xs ^ ys, xe - ye - smaller.astype(xe.dtype), high, rest << lift)
     v = _pack(_lifted(quotient, 1), remainder.astype(rest.dtype), carrier)
     infinite = (xm == carrier.inf) | (ym == 0)
@@ -153,10 +172,16 @@ def _shifted_right(high: Array, low: Array, count: Array) -> tuple[Array, Array,
 def _product(xs: Array, xm: Array, ys: Array, ym: Array, carrier: Carrier) -> Wide:
     (xe, a), (ye, b) = _normalised(xm, carrier), _normalised(ym, carrier)
     word, up = _unsigned(carrier), carrier.work_width - 1 - carrier.fraction
-    high, low = _full_product(a.astype(word) << up, b.astype(word) << up)  # the leading bit at 2W - 1 or 2W - 2
-    carry = high >> carrier.work_width - 1
-    low = jnp.where(carry != 0, low >> 1 | high << carrier.work_width - 1, low)
-    return Wide(xs ^ ys, xe + ye + carry.astype(xe.dtype), high >> carry, low)
+    return _product_of(xs ^ ys, xe + ye, a.astype(word) << up, b.astype(word) << up)
+
+
+def _product_of(sign: Array, exponent: Array, a: Array, b: Array) -> Wide:
+    """Of words whose top bit is the leading one, which stand for 2^exponent together."""
+    high, low = _full_product(a, b)  # the leading bit at 2W - 1 or 2W - 2
+    top = high.dtype.itemsize * 8 - 1
+    carry = high >> top
+    low = jnp.where(carry != 0, low >> 1 | high << top, low)
+    return Wide(sign, exponent + carry.astype(exponent.dtype), high >> carry, low)
 
 
 def _sum(a: Wide, b: Wide, zero_sign: int) -> tuple[Wide, Array]:
@@ -241,6 +266,11 @@ def _pack(v: Wide, lost: Array, carrier: Carrier) -> Exact:
     least = 1 - carrier.bias
     high, low, more = _shifted_right(v.high, v.low, jnp.clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
     return _cut(Wide(v.sign, jnp.maximum(v.exponent, least), high, low), lost | more, carrier)
+
+
+def _whole(product: Wide, carrier: Carrier) -> Exact:
+    """A product, which two words hold."""
+    return _pack(_lifted(product, 1), jnp.zeros_like(product.low), carrier)
 
 
 def _leading_zeros(word: Array, carrier: Carrier) -> Array:

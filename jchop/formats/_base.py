@@ -10,6 +10,8 @@ from typing import Self
 
 import numpy as np
 
+from jchop._checks import as_numpy
+
 #: A value of a format: a float where binary64 holds it exactly, else a Fraction.
 Number = float | Fraction
 
@@ -86,6 +88,11 @@ class ElementFormat(abc.ABC):
     def has_nan(self) -> bool:
         """Whether F has a NaN code."""
         return False
+
+    @property
+    def saturates(self) -> bool:
+        """Whether F has nothing beyond its largest value that a number could overflow to."""
+        return True
 
     @property
     def has_negative_zero(self) -> bool:
@@ -167,7 +174,7 @@ class ElementFormat(abc.ABC):
             >>> jc.float8_e4m3fn.decode([0x38, 0x7E, 0x7F]).tolist()
             [1.0, 448.0, nan]
         """
-        array = np.asarray(codes)
+        array = as_numpy("codes", codes)
         if array.dtype.kind not in "ui" and array.size:
             raise TypeError(f"codes={codes!r} must be integers")
         if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << self.bits):
@@ -190,7 +197,7 @@ class ElementFormat(abc.ABC):
             >>> jc.float8_e4m3fn.encode([1.0, 448.0]).tolist()
             [56, 126]
         """
-        array = np.asarray(values)
+        array = as_numpy("values", values)
         if array.dtype.kind in "bcSUmM":
             raise TypeError(f"values of dtype {array.dtype} must be real numbers")
         exact = array.astype(np.float64) if array.dtype.kind not in "iuO" else array

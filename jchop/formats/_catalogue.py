@@ -69,7 +69,8 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True) -> FloatFormat:
     """The format ``Binary{K}p{P}{s,u}{e,f}`` of the IEEE P3109 draft (version 4.0).
 
-    One NaN, no -0; infinities where extended; bias 2^(K-P-1) signed, 2^(K-P) unsigned.
+    One NaN, no -0; infinities where extended; bias 2^(K-P-1) signed, 2^(K-P) unsigned. `Overflow.IEEE`, `SATURATE` and
+    `PROPAGATE` are SatNone, SatFinite and SatPropagate: a format without infinities overflows to its largest value.
 
     Args:
         bits: width K of a code, 2 to 16.
@@ -97,5 +98,6 @@ def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True)
         infinities=extended,
         nans="negative_zero" if signed else "top",
         signed=signed,
+        p3109=True,
     )
     return fmt.named(f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}")

@@ -35,6 +35,8 @@ class FloatFormat(ElementFormat):
         max_exponent: exponent of the largest finite value, where that is lower than the codes allow, as in MATLAB's
             chop, whose formats have any emax: the codes above infinity are then NaN. Only with ``nans="ieee"``. Default
             None: what the fields give. `emax` has it either way.
+        p3109: whether F overflows as IEEE P3109 says: without infinities to its largest value, never to NaN; with them
+            to infinity under `Rounding.ODD` too. Only where one code is NaN and -0 is none, as `p3109` makes formats.
 
     Raises:
         TypeError, ValueError: for a field out of range or a combination that leaves no finite value.
@@ -54,11 +56,12 @@ class FloatFormat(ElementFormat):
     signed: bool = field(default=True, kw_only=True)
     zero: bool = field(default=True, kw_only=True)
     max_exponent: int | None = field(default=None, kw_only=True)
+    p3109: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exp_bits", check_int("exp_bits", self.exp_bits, 1, 16))
         object.__setattr__(self, "sig_bits", check_int("sig_bits", self.sig_bits, 0, 52))
-        for name in ("subnormals", "infinities", "signed", "zero"):
+        for name in ("subnormals", "infinities", "signed", "zero", "p3109"):
             check_bool(name, getattr(self, name))
         check_choice("nans", self.nans, NAN_CODES)
         bias = (
@@ -79,6 +82,9 @@ class FloatFormat(ElementFormat):
             )
         if self.max_exponent is not None:
             self._check_max_exponent(self.max_exponent)
+        nans = "negative_zero" if self.signed else "top"
+        if self.p3109 and self.nans != nans:
+            raise ValueError(f"p3109=True needs nans={nans!r} if signed={self.signed}, not nans={self.nans!r}")
         if self.max_code < self._first_code:
             raise ValueError(
                 f"exp_bits={self.exp_bits}, sig_bits={self.sig_bits}, nans={self.nans!r} leave no positive finite value"
@@ -219,6 +225,11 @@ class FloatFormat(ElementFormat):
         return self._nan_code is not None
 
     @property
+    def saturates(self) -> bool:
+        """Whether F has nothing beyond its largest value that a number could overflow to."""
+        return not self.has_inf and (self.p3109 or not self.has_nan)
+
+    @property
     def has_negative_zero(self) -> bool:
         """Whether F tells -0 from +0."""
         return self.signed and self.zero and self.nans != "negative_zero"
@@ -281,6 +292,7 @@ _OPTIONS = {
     "signed": True,
     "zero": True,
     "max_exponent": None,
+    "p3109": False,
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from types import MappingProxyType
 
-from jchop._checks import check_int
+from jchop._checks import check_int, quoted
 
 #: A size, or "all" of an axis.
 Group = int | str
@@ -30,7 +30,7 @@ SCALE_RULES = MappingProxyType(
         "percentile(q)": "as absmax, after a became the smallest magnitude that q % of the finite x do not exceed",
     }
 )
-PERCENTILE = re.compile(r"percentile\((\d{1,3}(?:\.\d{1,2})?)\)")
+PERCENTILE = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,2})?)\)")
 
 
 def as_zero_point(value: object) -> bool:
@@ -49,7 +49,7 @@ def as_rule(rule: object, zero_point: bool) -> str:
         return rule  # type: ignore[return-value]
     if found or rule == "percentile(q)" or rule not in SCALE_RULES:
         raise ValueError(
-            f"rule={rule!r} must be one of {', '.join(map(repr, SCALE_RULES))}, with 0 < q <= 100 of at most two "
+            f"rule={quoted(rule)} must be one of {', '.join(map(repr, SCALE_RULES))}, with 0 < q <= 100 of at most two "
             "decimals"
         )
     return rule  # type: ignore[return-value]

@@ -13,7 +13,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jchop._checks import check_bool
+from jchop._checks import check_bool, check_text
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
 from jchop.formats._combinations import check_fields
@@ -327,7 +327,8 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
 
     Raises:
         TypeError: where `text` is no text.
-        ValueError: for text that names no format, with the closest names.
+        ValueError: for text that names no format, with the closest names, and for one of more than 4096 characters
+            beside the levels of codebooks.
 
     Example:
         >>> import jchop as jc
@@ -338,7 +339,8 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
     """
     if not isinstance(text, str):
         raise TypeError(f"text={text!r} must be a format's text such as 'e5m10'")
-    return _parse(re.sub(r"\s", "", text).lower() if "(" in text else text.strip().lower())
+    text = check_text("format text", text)
+    return _parse(re.sub(r"\s", "", text) if "(" in text else text)
 
 
 @functools.lru_cache(maxsize=256)
@@ -347,6 +349,6 @@ def _parse(text: str) -> ElementFormat | ScaledFormat:
 
 
 def _base(stem: str) -> ScaledFormat | None:
-    if found := re.fullmatch(r"bfp(\d{1,2})", stem):
+    if found := re.fullmatch(r"bfp([0-9]{1,2})", stem):
         return bfp(int(found[1]))
     return SCALED_CATALOGUE.get(stem)

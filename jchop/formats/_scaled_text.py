@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jchop._checks import quoted
 from jchop.formats._base import ElementFormat
-from jchop.formats._text import CALL, options_of, parse_element, split_options, truth_of, unknown
+from jchop.formats._text import CALL, integer_of, options_of, parse_element, split_options, truth_of, unknown
 
 
 def _sizes(value: str) -> Any:
     """``128``, ``all``, ``tensor``, or several in parentheses."""
     if value.startswith("(") and value.endswith(")"):
         return tuple(_sizes(item) for item in value[1:-1].split(",") if item)
-    return value if value in ("all", "tensor") else int(value)
+    return value if value in ("all", "tensor") else integer_of(value)
 
 
 def _zero_point(value: str) -> Any:
-    return value if value == "float" else truth_of(value)
+    return {"true": True, "false": False}.get(value, value)  # the format says what it may be
 
 
 #: The options that make a format scaled, each with what reads its value.
@@ -60,8 +61,10 @@ def parse_any(
     if match is None:
         raise unknown(text, names)
     stem, items = match[1], split_options(match[2])
-    ours = [item for item in items if item.partition("=")[0] in _OPTIONS]
-    base, rest = named(stem), [item for item in items if item not in ours]
+    ours, rest = (
+        [item for item in items if (item.partition("=")[0] in _OPTIONS) is wanted] for wanted in (True, False)
+    )
+    base = named(stem)
     if base is None and not ours:
         return parse_element(text, names)
     options = options_of(text, ",".join(ours if base is None else items), _OPTIONS)
@@ -70,4 +73,4 @@ def parse_any(
     try:
         return base(**options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"format text {text!r}: {error}") from None
+        raise ValueError(f"format text {quoted(text)}: {error}") from None

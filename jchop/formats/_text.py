@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jchop._checks import close_to, quoted, split_outside
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import ALIASES, CATALOGUE, p3109
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
+from jchop.rounding import Overflow, Rounding
 
 CALL = re.compile(r"([a-z0-9_.-]+)(?:\((.*)\))?")
 _Options = dict[str, Callable[[str], object]]
@@ -69,42 +70,47 @@ def _integer(unsigned: str, bits: str, **options) -> IntegerFormat:
     return IntegerFormat(int(bits), not unsigned, **options)
 
 
+def integer_of(value: str) -> int:
+    """A decimal integer; `int` also takes underscores and digits of other scripts."""
+    if not _INTEGER.fullmatch(value):
+        raise ValueError
+    return int(value)
+
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+_LEVEL = re.compile(r"[+-]?(?:(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf|nan)")
+
+
 def truth_of(value: str) -> bool:
     return {"true": True, "false": False}[value]
 
 
 #: The options in parentheses, each with what reads its value.
 _FLOAT_OPTIONS: _Options = {
-    "bias": int,
+    "bias": integer_of,
     "subnormals": truth_of,
     "infinities": truth_of,
     "nans": str,
     "signed": truth_of,
     "zero": truth_of,
-    "max_exponent": int,
+    "max_exponent": integer_of,
+    "p3109": truth_of,
 }
 
 _PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (
-    (rf"e(\d{{1,2}})m(\d{{1,2}})({'|'.join(_SUFFIXES)})?", _float, _FLOAT_OPTIONS),
-    (r"binary(\d{1,2})p(\d{1,2})([su])([ef])", _p3109, {}),
-    (r"(u?)fixed(-?\d{1,4})\.(-?\d{1,4})", _fixed, {"symmetric": truth_of}),
-    (r"(u?)int(\d{1,2})", _integer, {"narrow": truth_of}),
+    (rf"e([0-9]{{1,2}})m([0-9]{{1,2}})({'|'.join(_SUFFIXES)})?", _float, _FLOAT_OPTIONS),
+    (r"binary([0-9]{1,2})p([0-9]{1,2})([su])([ef])", _p3109, {}),
+    (r"(u?)fixed(-?[0-9]{1,4})\.(-?[0-9]{1,4})", _fixed, {"symmetric": truth_of}),
+    (r"(u?)int([0-9]{1,2})", _integer, {"narrow": truth_of}),
 )
 
 
-_KINDS: dict[object, str] = {int: "an integer", truth_of: "true or false"}
+_KINDS: dict[object, str] = {integer_of: "an integer", truth_of: "true or false"}
 
 
 def split_options(inside: str | None) -> list[str]:
     """What stands in parentheses, split at the commas that stand in no further ones."""
-    items, depth = [""], 0
-    for char in inside or "":
-        depth += (char == "(") - (char == ")")
-        if char == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += char
-    return [item for item in items if item]
+    return [item for item in split_outside(inside or "", ",") if item]
 
 
 def options_of(text: str, inside: str | None, allowed: _Options) -> dict[str, Any]:
@@ -112,30 +118,34 @@ def options_of(text: str, inside: str | None, allowed: _Options) -> dict[str, An
     for item in split_options(inside):
         name, equals, value = item.partition("=")
         if not equals or name in options:
-            raise ValueError(f"format text {text!r}: option {item!r} must be name=value, each name once")
+            raise ValueError(f"format text {quoted(text)}: option {item!r} must be name=value, each name once")
         if name not in allowed:
             known = f"allowed: {', '.join(allowed)}" if allowed else "there are none for it"
-            raise ValueError(f"format text {text!r}: unknown option {name!r}; {known}")
+            raise ValueError(f"format text {quoted(text)}: unknown option {name!r}; {known}")
         try:
             options[name] = allowed[name](value)
         except (ValueError, KeyError):
             what = _KINDS.get(allowed[name], "integers, several in parentheses")
-            raise ValueError(f"format text {text!r}: option {name}={value!r} must be {what}") from None
+            raise ValueError(f"format text {quoted(text)}: option {name}={value!r} must be {what}") from None
     return options
 
 
 def _levels(text: str, inside: str | None) -> tuple[float, ...]:
-    try:
-        return tuple(float(item) for item in (inside or "").split(","))
-    except ValueError:
-        raise ValueError(f"format text {text!r}: levels must be numbers, as in codebook(-1,0,1)") from None
+    items = (inside or "").split(",")
+    if not all(map(_LEVEL.fullmatch, items)):
+        raise ValueError(f"format text {quoted(text)}: levels must be numbers, as in codebook(-1,0,1)")
+    return tuple(map(float, items))
 
 
 def unknown(text: str, more: Iterable[str] = ()) -> ValueError:
     """The error of a text that names no format."""
-    near = difflib.get_close_matches(text, [*CATALOGUE, *ALIASES, *more], n=3)
-    hint = f"; close: {', '.join(near)}" if near else ""
+    stem = text.partition("(")[0]
+    modes = [member.value for member in (*Rounding, *Overflow)]
+    if stem in modes:
+        hint = f"; {stem} belongs after a format, as in e5m2:{stem}"
+    else:
+        hint = close_to(stem, [*CATALOGUE, *ALIASES, *more]) or close_to(stem, modes)
     return ValueError(
-        f"format text {text!r} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or a "
-        "pattern e5m10, e5m3fn, fixed4.4, ufixed4.4, int8, uint4, binary8p3se, codebook(-1,0,1)"
+        f"format text {quoted(text)} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or "
+        "a pattern e5m10, e5m3fn, fixed4.4, ufixed4.4, int8, uint4, binary8p3se, codebook(-1,0,1)"
     )

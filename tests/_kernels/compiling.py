@@ -119,7 +119,7 @@ def _unfit(package: str) -> str | None:
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
-        return f"{package} is not installed (pip install 'jchop[aot]')"
+        return f'{package} is not installed (pip install ".[aot]")'
     wanting = [text for source in ("jax", "jax-cuda13-plugin") for text in _requires(source)]
     for requirement in map(Requirement, wanting):
         fits = requirement.specifier.contains(version, prereleases=True)

@@ -33,6 +33,7 @@ from jchop._reference.place import AT_START, Place
 from jchop._reference.random_bits import seed_words
 from jchop._reference.scales import make_plan
 from jchop.scaling import BlockScaling, integer_groups, mx, nvfp4
+from jchop.spec import Spec
 
 Array = jax.Array
 
@@ -176,6 +177,28 @@ def test_all_equal_the_body(platform, operation, name, shape):
         dtype = dtypes[(axis + len(name)) % len(dtypes)]
         if refused(platform, operation, scaling, dtype, shape) is None:
             check(platform, operation, scaling, dtype, shape, tiling=small(platform, scaling, dtype, shape))
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "scale", "element"),
+    cases.in_turn(
+        [
+            (platform, dtype, scale, element)
+            for scale, element in (
+                ("e8m0fnu", "e2m1fn"),
+                ("e8m3", "codebook(-1,-0.30000001192092896,0,0.699999988079071,1)"),
+            )
+            for platform, dtypes in (("tpu", TPU_DTYPES), ("gpu", GPU_DTYPES))
+            for dtype in dtypes[:2]
+        ],
+        3,
+    ),
+)
+def test_two_levels_of_wide_scales(platform, dtype, scale, element):
+    """The product of the two scales is no number of float32; numbers of every magnitude, to the ends of the carrier."""
+    scaling = BlockScaling(Spec(element, overflow="saturate"), 16, scale=scale, rule="two_level")
+    for operation in ("round_blocks", "quantize_blocks"):
+        check(platform, operation, scaling, dtype, (3, 5, 64))
 
 
 @pytest.mark.slow

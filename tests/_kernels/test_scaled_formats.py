@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import oracle
 import oracle_scaled
 import pytest
-from cases_scaled import adversarial, ranges, value_of, values_of
+from cases_scaled import adversarial, extreme, ranges, value_of, values_of
 from oracle import CARRIERS
 from oracle_scaled import Blocks, Scheme
 
@@ -56,7 +58,8 @@ def scheme_of(spec: Spec) -> Scheme:
     return Scheme(blocks, fmt.group, fmt.axis, fmt.channel, fmt.zero_point, fmt.percentile, again)
 
 
-def every_way(x: np.ndarray, spec: Spec, drawn: tuple = ()) -> dict[str, Any]:
+@functools.lru_cache(maxsize=1)
+def compiled(spec: Spec) -> Any:
     """Rounded, quantized and dequantized, in one compiled function."""
 
     @jax.jit
@@ -69,8 +72,12 @@ def every_way(x: np.ndarray, spec: Spec, drawn: tuple = ()) -> dict[str, Any]:
         unpacked = unpack(codes, spec.element.bits, x.shape[-1] if x.ndim else 1).reshape(x.shape)
         return result | {"codes": unpacked, "stored": (codes, scale, zero), "dequantized": back}
 
+    return run
+
+
+def every_way(x: np.ndarray, spec: Spec, drawn: tuple = ()) -> dict[str, Any]:
     with jax.enable_x64(x.dtype.itemsize == 8):
-        return jax.tree.map(np.asarray, run(x, *drawn))
+        return jax.tree.map(np.asarray, compiled(spec)(x, *drawn))
 
 
 def fill(shape: tuple[int, ...], spec: Spec, dtype: str, seed: int) -> np.ndarray:
@@ -104,14 +111,18 @@ def drawn(spec: Spec, x: np.ndarray) -> tuple[tuple, int, list[int]]:
 
 def check(text: str, shape: tuple[int, ...], dtype: str, seed: int = 0) -> None:
     spec = jc.parse(text)
-    fmt, carrier = spec.scaled, CARRIERS[dtype]
+    check_array(spec, fill(shape, spec, dtype, seed))
+
+
+def check_array(spec: Spec, x: np.ndarray) -> None:
+    fmt, shape, dtype = spec.scaled, x.shape, x.dtype.name
+    carrier = CARRIERS[dtype]
     assert fmt is not None
-    x = fill(shape, spec, dtype, seed)
     seeds, n, draws = drawn(spec, x)
     expected = oracle_scaled.quantize_array(values_of(x.ravel()), shape, scheme_of(spec), carrier, n, draws)
     got = every_way(x, spec, seeds)
     numbers = np.array([oracle.to_bits(value, carrier) for value in expected.numbers], carrier.words)
-    cases.assert_bits(x.ravel(), got["rounded"].ravel(), numbers, f"{text} of {dtype}{shape}")
+    cases.assert_bits(x.ravel(), got["rounded"].ravel(), numbers, f"{spec} of {dtype}{shape}")
     if "stored" not in got:
         return
     np.testing.assert_array_equal(cases.bits(got["dequantized"]), cases.bits(got["rounded"]))
@@ -218,6 +229,41 @@ def in_turn(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str,
 def test_every_rule_of_every_grouping(rule, grouping, dtype):
     scale = "e4m3fn" if rule == "two_level" else "float32" if rule in RULES[4:] else "e8m0fnu"
     check(f"int4({grouping},rule={rule},scale={scale})", GROUPINGS[grouping], dtype)
+
+
+#: Scale formats as wide as there are, few and many bits, with and without subnormals and zero.
+SCALES = (
+    "e8m0fnu", "e8m2", "e8m3", "e4m3fn", "e5m2", "e4m3fn(subnormals=false)", "binary16", "bfloat16", "binary32",
+)  # fmt: skip
+EXTREME_GROUPS = ("group=4", "channel=0", "group=(1,4)")
+EXTREME_ELEMENTS = ("e2m1fn", "int4", "nf4", "e4m3fn", "int8")
+EXTREME_MODES = ("nearest_even", "stochastic", "up", "odd")
+
+
+def extremes() -> list[Any]:
+    """Every rule with every scale format, of which the default run takes all two-level ones and a diagonal."""
+    pairs = itertools.product(enumerate(RULES), enumerate(SCALES), range(2))
+    return [
+        pytest.param(rule, scale, 2 * (i * len(SCALES) + j) + turn, marks=[] if default else [pytest.mark.slow])
+        for (i, rule), (j, scale), turn in pairs
+        for default in [turn == 0 and (rule == "two_level" or (i + j) % len(SCALES) == 0)]
+    ]
+
+
+@pytest.mark.parametrize(("rule", "scale", "turn"), extremes())
+def test_products_with_scales_of_extreme_groups(rule, scale, turn):
+    """Neither a product of two scales nor that of a scale and an element need be a number of the carrier."""
+    rest = list(itertools.product(EXTREME_GROUPS, EXTREME_ELEMENTS, EXTREME_MODES, CARRIERS))
+    for at in range(turn, turn + len(rest)):  # the first ones that go with rule and scale
+        grouping, element, mode, dtype = rest[7 * at % len(rest)]
+        try:
+            spec = jc.parse(f"{element}({grouping},rule={rule},scale={scale}):{mode}")
+            require_scaled(spec, (10, 4), dtype)
+        except ValueError:
+            continue
+        break
+    for x in extreme(dtype):
+        check_array(spec, x)
 
 
 #: Every named format and kind of element; the rules, modes, groupings and carriers come to each in turn.

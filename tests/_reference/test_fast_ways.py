@@ -204,6 +204,23 @@ def test_uniform(case: Any) -> None:
         check(plan, halves(element), ROWS if isinstance(case, tuple) else 20_000, i)
 
 
+def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
+    """A mode that first rounds to the random bits, of which there are few, to nearest."""
+    element = Spec(jc.IntegerFormat(4), rounding="stochastic_c", random_bits=2, overflow="saturate")
+    plan = make_plan(BlockScaling(element, ROW, -1, jc.binary32, "absmax"), CARRIERS["float32"])
+    assert not quanta.applies(plan) and quanta.multiplies(plan)
+    s, words = np.array([[1.0], [3.0]], np.float32), words_of(rng, (2, 64))
+    x = (rng.integers(-64, 64, (2, 64)) / 8 * s).astype(np.float32)
+
+    @jax.jit
+    def run(x: jax.Array, words: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scales = Scales(lax.bitcast_convert_type(s, jnp.int32))
+        return ways.rounded(x, scales, plan, words), exact_rounded(x, scales, plan, words)
+
+    got, expected = run(x, words, s)
+    assert_same(got, expected, x, s[:, 0], "stochastic_c")
+
+
 # -- floating-point elements -------------------------------------------------------------------------------------------
 
 
@@ -230,6 +247,13 @@ def test_minifloats(cases: list[tuple[BlockScaling, str, float | None]]) -> None
         assert minifloats.applies(plan)
         assert minifloats.multiplies(plan) or carrier != "float32"
         check(plan, halves(scaling.element.format), ROWS if len(cases) == 2 else 10_000, i, tensor)
+
+
+def test_products_of_as_many_bits_as_the_carrier_has() -> None:
+    """What float32 holds exactly is rounded once, to 16 bits; products with a bit more would be rounded twice."""
+    for bits, exact in ((15, True), (16, False)):
+        scaling = BlockScaling("e4m7:saturate", ROW, -1, f"e5m{bits}", "absmax")
+        assert minifloats.multiplies(make_plan(scaling, CARRIERS["bfloat16"])) is exact
 
 
 # -- codebooks ---------------------------------------------------------------------------------------------------------
@@ -327,6 +351,22 @@ def test_many_levels_and_many_numbers() -> None:
 def test_many_levels_in_every_mode(mode: str) -> None:
     for fmt in (element_of(jc.dynamic8), EVEN):
         check_many_levels(fmt, mode, 3_000)
+
+
+@pytest.mark.parametrize("mode", ["nearest_away", "nearest_zero", "toward_zero"])
+def test_ties_of_many_levels(mode: str) -> None:
+    """Numbers on the middles of levels and next to them, on both sides of zero, where a mode decides by the sign."""
+    levels, scale = oracle.codebook(EVEN.levels), np.array([[1.0], [3.0]], np.float32)
+    points = np.unique(np.concatenate([np.arange(-82, 62) / 64, np.nextafter(np.float32(5 / 64), [0, 1])]))
+    x = (points * scale).astype(np.float32)
+    plan = plan_of(EVEN, mode)
+    assert lookups.applies(plan)
+    codes = jax.jit(lambda x, s: lookups.encode(x, Scales(lax.bitcast_convert_type(s, jnp.int32)), plan))(x, scale)
+    expected = [
+        [oracle.round_exact(levels, Fraction(v) / int(s), mode, "saturate") for v in row.tolist()]
+        for row, (s,) in zip(x, scale, strict=True)
+    ]
+    assert [[EVEN.levels[code] for code in row] for row in np.asarray(codes)] == expected
 
 
 def test_many_levels_that_take_the_exact_way() -> None:

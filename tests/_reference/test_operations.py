@@ -227,6 +227,27 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(got.view(np.uint64), np.array(want, np.uint64))
 
 
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
+    """The leading bits, the word after them and whether more follow, of squares too."""
+    carrier, kind = CARRIERS[name], oracle.CARRIERS[name]
+    width, one = carrier.work_width, 1 << carrier.fraction
+    whole = rng.integers(1, 1 << carrier.fraction // 2, 200).astype(name)
+    x = np.concatenate([whole * whole, rng.integers(1, carrier.inf, 400).astype(kind.words).view(name)])
+    v = jax.jit(lambda x: vars(root.square_root(x, carrier, True)) | {"quantum": 0})(x)
+    columns = (np.asarray(v[part]).tolist() for part in ("magnitude", "rest", "sticky", "inexact"))
+    for bits, *got in zip(x.view(kind.words).tolist(), *columns, strict=True):
+        square = oracle.from_bits(bits, kind)
+        assert isinstance(square, Fraction)
+        top = square.numerator.bit_length() - square.denominator.bit_length()
+        exponent = top - (square < oracle.pow2(top)) >> 1
+        count = square * oracle.pow2(2 * (carrier.fraction + width - exponent))
+        digits = isqrt(int(count))
+        low, rest = divmod(digits, 1 << width)
+        expected = [(exponent + carrier.bias << carrier.fraction) + low - one, rest, digits * digits != count]
+        assert got == [*expected, bool(rest) or expected[2]], bits
+
+
 def test_a_root_corrects_a_bad_guess(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """A device's root may be off by many units in the last place."""
     x = (rng.random(2000) * 100).astype(np.float32)
@@ -273,6 +294,26 @@ def test_the_other_operations(name: str, rng: np.random.Generator) -> None:
         return
     plain = {"max": np.maximum, "min": np.minimum, "neg": np.negative, "abs": np.abs}[name]
     assert not np.any((got != plain(*args)) & ~(np.isnan(got) & np.isnan(plain(*args))))
+
+
+def test_signs_of_formats_that_are_not_symmetric() -> None:
+    """Two's complement has no 128, float8_e4m3fnuz no -0, and unsigned numbers no negative ones."""
+    least = jnp.array([-128.0, 5.0, 0.0])
+    assert operation("abs", [least], jc.parse("int8")).tolist() == [127, 5, 0]
+    assert operation("neg", [least], jc.parse("int8")).tolist() == [127, -5, 0]
+    zeros = operation("neg", [jnp.array([0.0, 1.0])], jc.parse("float8_e4m3fnuz"))
+    assert zeros.tolist() == [0, -1] and not np.signbit(zeros[0])
+    assert operation("neg", [jnp.array([3.0])], jc.parse("uint8")).tolist() == [0]
+    assert np.signbit(operation("neg", [jnp.array(0.0)], jc.parse("bfloat16")))
+
+
+def test_a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
+    """Where overflow becomes the largest value, but infinities stay."""
+    largest = np.finfo(np.float32).max
+    x, y = jnp.array([largest, np.inf, largest], jnp.float32), jnp.array([1 - 2.0**-24, 1, 1], jnp.float32)
+    got = operation("div", [x, y], jc.Spec("binary32", overflow="propagate"))
+    assert got.tolist() == [largest, np.inf, largest]
+    assert operation("div", [x, y], jc.Spec("binary32")).tolist() == [np.inf, np.inf, largest]
 
 
 def test_operands_broadcast_and_16_bit_ones_stay_so() -> None:

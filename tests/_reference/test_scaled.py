@@ -28,8 +28,8 @@ from jchop._reference import scales as chosen
 from jchop._reference.blocks import dequantize_blocks_body, quantize_blocks_body, round_blocks_body
 from jchop._reference.codes import unpack
 from jchop._reference.random_bits import seed_words
-from jchop._reference.scaled import narrow, round_quotients, widen
-from jchop._reference.scales import choose_scales, make_plan, scale_magnitude, store_scales, tensor_scale
+from jchop._reference.scaled import multiply_back, narrow, round_quotients, widen
+from jchop._reference.scales import Scales, choose_scales, make_plan, scale_magnitude, store_scales, tensor_scale
 from jchop.scaling import POWERS, BlockScaling, integer_groups, mx, nvfp4
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -237,6 +237,28 @@ def test_scales_are_read_back():
         np.testing.assert_array_equal(nan, np.isnan(expected))
         bits = np.asarray(scale_magnitude(loaded, plan))
         np.testing.assert_array_equal(bits[~nan], cases.bits(expected[~nan].astype(np.float32)).astype(np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_elements_times_powers_of_two_below_the_normal_range(dtype):
+    """The exact way: ties of every depth, either neighbour even."""
+    carrier, plan = CARRIERS[dtype], make_plan(mx("e4m3fn"), _bits.CARRIERS[dtype])
+    elements = np.arange(1, 128, dtype=np.uint8)
+    values = plan.scaling.element.format.decode(elements).astype(dtype)[:, None]
+    values = np.concatenate([values[np.isfinite(values)], [0.0, -1.125, -np.inf, np.nan]]).reshape(-1, 1)
+    powers = np.arange(-carrier.bias - carrier.m - 9, 8 - carrier.bias)
+    with jax.enable_x64(True):
+        exponents = jnp.asarray(powers, plan.compute.work)[None]
+        x = jnp.broadcast_to(jnp.asarray(values, dtype), (len(values), len(powers)))
+        got = np.asarray(jax.jit(lambda x, e: multiply_back(x, Scales(e), plan))(x, exponents))
+    wide = oracle.ieee(carrier.e, carrier.m)
+    exact = [
+        v if isinstance(v, Special) else v * oracle.pow2(int(k))
+        for v in values_of(values.ravel().astype(dtype))
+        for k in powers
+    ]
+    expected = [oracle.to_bits(oracle.round_exact(wide, v, "nearest_even"), carrier) for v in exact]
+    cases.assert_bits(np.asarray(x).ravel(), got.ravel(), np.array(expected, carrier.words), dtype)
 
 
 @functools.cache

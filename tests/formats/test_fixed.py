@@ -160,3 +160,8 @@ def test_each_field_counts_in_equality():
 def test_formats_cannot_be_changed(fmt, field):
     with pytest.raises(AttributeError):
         setattr(fmt, field, 3)
+
+
+def test_nothing_lies_beyond_the_largest_value() -> None:
+    for fmt in (FixedFormat(4, 4), IntegerFormat(8)):
+        assert fmt.saturates and not fmt.has_inf and not fmt.has_nan

@@ -65,6 +65,8 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
     ("text", "fmt"),
     [
         ("int8(channel=0,rule=half_range)", ScaledFormat("int8", channel=0, rule="half_range")),
+        ("int4(group=(4,8),axis=(0,-1),scale=bfloat16)", jc.int4(group=(4, 8), axis=(0, -1), scale="bfloat16")),
+        ("int4(group=8,scale=int8(channel=0),rule=no_clip)", jc.int4(group=8, scale="int8(channel=0)", rule="no_clip")),
         ("int4(group=128,axis=0,scale=bfloat16)", jc.int4(group=128, axis=0, scale="bfloat16")),
         ("int8(group=tensor)", jc.int8),
         ("mxfp8_e4m3(rule=rceil)", jc.mxfp8_e4m3(rule="rceil")),
@@ -103,6 +105,7 @@ def test_plain_names_stay_plain():
         ("mxfp4(foo=1)", "unknown option 'foo'; allowed: group, axis"),
         ("int8(grup=3)", "unknown option 'grup'"),
         ("int8(group=x)", "group='x' must be integers"),
+        ("int8(group=(84)", "group='(84' must be integers"),
         ("int8(group=0)", "group=0 must be an integer >= 1"),
         ("int8(group=4,channel=0)", "exclude each other"),
         ("int8(group=tensor,axis=1)", "without group= it says nothing"),
@@ -139,6 +142,18 @@ def test_texts_that_name_no_format(text, message):
     with pytest.raises(ValueError) as caught:
         parse_format(text)
     assert message in str(caught.value)
+
+
+def test_one_axis_is_itself_however_it_is_given():
+    assert jc.int8(channel=(1,)) == jc.int8(channel=1) and jc.int8(channel=(1,)).channel == 1
+    assert jc.int4(group=(8,), axis=(0,)) == jc.int4(group=8, axis=0)
+
+
+def test_zero_points_as_numbers_need_a_scale_format_that_holds_them():
+    for scale in ("e5m0", "e8m0fnu", "e4m3(signed=false)", "e4m3(zero=false)"):
+        with pytest.raises(ValueError, match="with a sign, a zero and fraction bits"):
+            jc.uint4(group=8, zero_point="float", scale=scale)
+    assert jc.uint4(group=8, zero_point="float", scale="e5m1").scale == jc.FloatFormat(5, 1)
 
 
 def test_other_refusals():
@@ -183,6 +198,33 @@ def test_rules_follow_zero_points():
     assert jc.uint8(zero_point="float").rule == jc.uint8(zero_point=True)(zero_point="float").rule == "minmax"
     with pytest.raises(TypeError, match="zero_point=1 must be True, False or 'float'"):
         jc.uint8(zero_point=1)
+
+
+def test_named_formats_are_those_of_their_sources():
+    """OCP MX 1.0; NVIDIA's NVFP4; NormalFloat4 (arXiv 2305.14314); the maps of 8-bit optimizers (arXiv 2110.02861)."""
+    mx = {"group": 32, "axis": -1, "scale": jc.float8_e8m0fnu, "rule": "floor"}
+    for fmt, element in (
+        (jc.mxfp8_e4m3, jc.float8_e4m3fn),
+        (jc.mxfp8_e5m2, jc.float8_e5m2),
+        (jc.mxfp6_e3m2, jc.float6_e3m2fn),
+        (jc.mxfp6_e2m3, jc.float6_e2m3fn),
+        (jc.mxfp4, jc.float4_e2m1fn),
+        (jc.mxint8, jc.FixedFormat(2, 6, symmetric=True)),
+    ):
+        assert fmt == ScaledFormat(element, **mx)
+    e4m3 = jc.FloatFormat(4, 3, infinities=False, nans="top", subnormals=False)
+    assert jc.nvfp4 == ScaledFormat(jc.float4_e2m1fn, group=16, scale=e4m3, rule="two_level")
+    for name, group, levels in (
+        ("nf4", 64, 16),
+        ("dynamic8", 256, 256),
+        ("dynamic4", 256, 16),
+        ("udynamic8", 256, 256),
+    ):
+        fmt = parse_format(name)
+        assert isinstance(fmt, ScaledFormat) and isinstance(fmt.element, jc.CodebookFormat)
+        assert (fmt.group, fmt.axis, fmt.scale, fmt.rule) == (group, -1, jc.binary32, "absmax")
+        assert (len(fmt.element.levels), fmt.element.max) == (levels, 1)
+        assert (fmt.element.min < 0) == (name != "udynamic8")
 
 
 def test_another_element_is_not_the_named_format():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given, settings
@@ -26,7 +29,8 @@ def floats(draw: st.DrawFn) -> FloatFormat:
     bias = draw(st.none() | st.integers(-(1 << 16), 1 << 16))
     try:
         fmt = FloatFormat(exp_bits, sig_bits, bias=bias, nans=nans, **flags)  # type: ignore[arg-type]
-        if nans != "ieee" or draw(st.booleans()):
+        # One whose codes are all of subnormals has no exponent to choose.
+        if nans != "ieee" or fmt.emax < fmt.emin or draw(st.booleans()):
             return fmt
         largest = draw(st.integers(fmt.emin, fmt.emax))
         return FloatFormat(exp_bits, sig_bits, bias=bias, nans=nans, max_exponent=largest, **flags)  # type: ignore[arg-type]
@@ -157,3 +161,119 @@ def test_reading_twice_gives_the_same(text):
 def test_every_alias_reads():
     for alias, name in ALIASES.items():
         assert parse_format(alias) is CATALOGUE[name]
+
+
+# -- texts from elsewhere ----------------------------------------------------------------------------------------------
+
+LONG = 10**6
+#: Texts of a million characters, each long in another part of the grammar.
+TOO_LONG = {
+    "parts": "e5m2:" * (LONG // 5),
+    "options": "e5m2(" + "bias=1," * (LONG // 7) + "bias=1)",
+    "name": "x" * LONG,
+    "open": "(" * LONG,
+    "gradients": "e5m2:gradient=" * (LONG // 14),
+    "digits": "e5m2:random_bits=" + "9" * LONG,
+    "sizes": f"int8(group=({'1,' * (LONG // 2)}))",
+    "spaces": "e5m2" + " " * LONG + ":up",
+}
+DOORS: dict[str, Callable[[str], object]] = {
+    "parse": jc.parse,
+    "parse_format": parse_format,
+    "format": jc.Spec,
+    "rounding": lambda text: jc.Spec("e5m2", rounding=text),
+    "overflow": lambda text: jc.Spec("e5m2", overflow=text),
+    "gradient": lambda text: jc.Spec("e5m2", gradient=text),
+    "scale": lambda text: jc.int8(scale=text),
+    "rule": lambda text: jc.int8(rule=text),
+    "element": jc.ScaledFormat,
+    "order": jc.Order.parse,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_long_texts_are_refused_at_once(door):
+    """By their length, before anything looks at their parts; and the error shows their beginning alone."""
+    for what, text in TOO_LONG.items():
+        with pytest.raises(ValueError) as caught:
+            DOORS[door](text)
+        assert len(str(caught.value)) < 3000, what
+        if door in ("parse", "parse_format", "order"):
+            assert "is too long: at most 4096 characters" in str(caught.value), what
+
+
+class Counted(str):
+    """A text that counts how many of its characters are looked at, one by one."""
+
+    looked = 0
+
+    def __iter__(self):
+        for char in str.__iter__(self):
+            Counted.looked += 1
+            yield char
+
+
+def test_parts_are_split_in_one_pass():
+    from jchop._checks import split_outside
+
+    for count in (10, 1000):
+        Counted.looked = 0
+        assert len(split_outside(Counted("e5m2:" * count), ":")) == count + 1
+        assert Counted.looked == 5 * count
+
+
+def test_brackets_within_brackets_are_limited():
+    deep = "nf4(scale=" * 300 + "nf4" + ")" * 300
+    for door in ("parse", "parse_format", "scale", "element"):
+        with pytest.raises(ValueError, match="more than 8 brackets within each other"):
+            DOORS[door](deep)
+
+
+def test_tables_of_levels_may_be_long():
+    """Whatever is printed reads back: a codebook has up to 2^16 levels."""
+    fmt = CodebookFormat(tuple(1.1 * level for level in range(-(1 << 15), 1 << 15)))
+    assert len(str(fmt)) > LONG / 2
+    assert jc.parse(f"{fmt}:up") == jc.Spec(fmt, rounding="up")
+    for text in (f"codebook({'axis=1,' * 50_000}{'0,' * 50_000}scale=e4m3)", f"codebook({'1' * LONG}x)"):
+        with pytest.raises(ValueError):
+            parse_format(text)
+    with pytest.raises(ValueError, match="is too long"):
+        parse_format("codebook(" + "0," * (1 << 21) + "1)")
+
+
+@pytest.mark.parametrize("digits", ["٣", "３", "²", "1_0", "३"])
+def test_digits_are_ascii(digits):
+    for text in (
+        f"e{digits}m2", f"fixed{digits}.1", f"int{digits}", f"int8(group={digits})", f"e5m2(bias={digits})",
+        f"codebook(-{digits},100)", f"int8(group=4,rule=percentile({digits}))", f"bfp{digits}",
+        f"binary{digits}p1se", f"e5m2:sr:random_bits={digits}",
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            jc.parse(text)
+    with pytest.raises(ValueError):
+        jc.Order.parse(f"blocked({digits})")
+    with pytest.raises(ValueError):
+        jc.int8(rule=f"percentile({digits})")
+
+
+def test_letters_are_ascii():
+    for text in ("bloc\u212aed(8)", "e5m2:nearest_\u017fero", "bfloat16\u00a0"):
+        for door in ("parse", "parse_format", "order"):
+            with pytest.raises(ValueError, match="only ASCII characters"):
+                DOORS[door](text)
+
+
+PIECES = [
+    "e5m2", "int8", "nf4", "mxfp4", "codebook", "fixed4.4", "binary8p3se", "bfp8", "blocked", ":", ",", "(", ")", "[",
+    "]", "=", "-", "+", ".", "1", "32", "1e999", "nan", "gradient", "clipped", "up", "sr", "random_bits", "flush",
+    "group", "channel", "axis", "scale", "rule", "percentile", "bias", "narrow", "true", "tensor", "all", " ", "\n",
+    "é",
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join) | st.text(max_size=20))
+def test_any_text_is_read_or_is_a_value_error(text):
+    for read in (jc.parse, parse_format, jc.Order.parse):
+        with contextlib.suppress(ValueError):
+            read(text)
