@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._checks import as_numpy
 from jchop.formats import ScaledFormat
 
 __all__ = ["is_dask", "round_blocks"]
@@ -56,7 +57,7 @@ def _round_block(
     block: Any,
     block_info: Any = None,
 ) -> np.ndarray:
-    block = np.asarray(block)
+    block = as_numpy("x", block)
     if words is None:
         return rounder(block)
     place = block_info[0]

@@ -19,6 +19,7 @@ from jchop._reference.codes import decode_elements, encode_elements
 from jchop._reference.random_bits import random_bits, seed_words
 from jchop._reference.scaled import narrow, widen
 from jchop._round import _check_key, round_to_format
+from jchop._settings import compiled
 from jchop.formats import ElementFormat, FloatFormat, UniformFormat
 from jchop.spec import Spec, as_spec
 
@@ -136,7 +137,7 @@ def _last_word(p: float) -> int | None:
     return math.ceil(Fraction(float(p)) * 2**64) - 1 if p else None
 
 
-@partial(jax.jit, static_argnames=("fmt", "where", "count"))
+@partial(compiled, static_argnames=("fmt", "where", "count"))
 def _flip(x: Array, key: Array, ends: Array, *, fmt: ElementFormat, where: str, count: int) -> Array:
     whether, which = (seed_words(jax.random.fold_in(key, number)) for number in (_WHETHER, _WHICH))
     high, low = random_bits(whether, x.shape, width=64)

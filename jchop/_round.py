@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jchop._bits import CARRIERS, Carrier
-from jchop._checks import check_choice, check_int
+from jchop._checks import as_numpy, check_choice, check_int
 from jchop._dask import is_dask, round_blocks
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.round import round_op, round_with_hardware_bits_op
@@ -24,6 +25,7 @@ from jchop._reference.elements import overflowed
 from jchop._reference.grid import require_carrier
 from jchop._reference.place import AT_START, Place, draw, words_like
 from jchop._reference.random_bits import SEEDS, seed_words
+from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.gradients import on_cotangent
 from jchop.spec import Gradient, Spec, as_spec
@@ -50,7 +52,8 @@ def round_to_format(
     dtype of `x`.
 
     Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through
-    unless the spec says otherwise, in forward and reverse mode; second derivatives are zero.
+    unless the spec says otherwise, in forward and reverse mode; second derivatives are zero. Under ``jax_debug_nans`` a
+    NaN in the result is an error, as in every function of JAX, also where the format overflows to NaN.
 
     Args:
         x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX
@@ -75,10 +78,11 @@ def round_to_format(
         An array of the shape and dtype of `x`.
 
     Raises:
-        TypeError: for a dtype that is no carrier (integers, booleans, float8 ...), or a key that is not a typed key.
-        ValueError: for an unknown text, a stochastic spec without a key, a carrier that cannot hold every result
-            of the spec (float16 data to bfloat16, say; the message names a carrier that can), or an array without the
-            axes that a scaled format names.
+        TypeError: for a dtype that is no carrier (integers, booleans, float8 ...), a masked array, or a key that is not
+            a typed key.
+        ValueError: for an unknown text, a stochastic spec without a key, one key given as both, a carrier that cannot
+            hold every result of the spec (float16 data to bfloat16, say; the message names a carrier that can), an
+            array without the axes that a scaled format names, or an `offset` that is no place for `x`, below 2^64.
         NotImplementedError: when compiled, where ``impl="pallas"`` or ``generator="hardware"`` cannot run; it says why.
 
     Example:
@@ -114,7 +118,8 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
         uint32 (or uint64) words.
 
     Raises:
-        TypeError, ValueError: for a key that is not a typed key, or another width.
+        TypeError, ValueError: for a key that is not a typed key, another width, a shape that is none, or words beyond
+            the index 2^64 - 1.
 
     Example:
         >>> import jax, jchop as jc
@@ -127,8 +132,11 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
     if width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError("width=64 needs 64-bit integers: set jax_enable_x64, or use jax.enable_x64(True) as a context")
     _check_key("key", key)
-    place, starts = _place(offset, tuple(shape))
-    return draw(seed_words(key), tuple(shape), place, starts, width)
+    if not isinstance(shape, Sequence):
+        raise TypeError(f"shape={shape!r} must be a tuple of integers >= 0")
+    shape = tuple(check_int("shape", size, 0) for size in shape)
+    place, starts = _place(offset, shape)
+    return draw(seed_words(key), shape, place, starts, width)
 
 
 # -- what is static ----------------------------------------------------------------------------------------------------
@@ -170,7 +178,7 @@ def _round_array(x: Array | np.ndarray, how: _How, key: Array | None, offset: An
     if spec.gradient.round is not None:
         _require(spec.gradient.round, x, carrier)
     keys = _keys(spec, key, gradient_key)
-    place, starts = _place(offset, x.shape)
+    place, starts = _place(offset, x.shape, 2 if x.dtype.kind == "c" else 1)
     if carrier.width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         with jax.enable_x64(True):
             return _round(x, keys, starts, how=how, place=place)
@@ -178,9 +186,7 @@ def _round_array(x: Array | np.ndarray, how: _How, key: Array | None, offset: An
 
 
 def _round_numpy(x: Any, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
-    array = np.asarray(x)
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
+    array = as_numpy("x", x)
     carrier = _carrier(array.dtype)
     for name, value in (("key", key), ("gradient_key", gradient_key), ("offset", offset)):
         if isinstance(value, Array | tuple) and any(
@@ -214,21 +220,35 @@ def _round_block(how: _How, block: np.ndarray, key: Array | None = None, offset:
 # -- where x lies in the random stream ---------------------------------------------------------------------------------
 
 
-def _place(offset: Any, shape: tuple[int, ...]) -> tuple[Place, tuple]:
-    """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew."""
+def _place(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[Place, tuple]:
+    """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew.
+
+    `words` is how many words an element draws. Those of known indexes from 2^64 on, which there are not, are refused.
+    """
     if type(offset) is int and offset == 0:
         return AT_START, ()
     if not isinstance(offset, tuple):
         start, high = _start(offset)
+        if not isinstance(offset, Array):
+            _check_last(offset, int(offset) + math.prod(shape), words)
         return Place((None,), base=high), (start,)
     pair = len(offset) == 2 and all(isinstance(entry, tuple | list) for entry in offset)
     if not pair or not len(offset[0]) == len(offset[1]) == len(shape):
         raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
     whole = tuple(check_int("offset: shape of the whole", size, 0, 1 << 32) for size in offset[1])
     for start, size, total in zip(offset[0], shape, whole, strict=True):
-        if size > total or (not isinstance(start, Array) and start + size > total):
+        if size > total or (not isinstance(start, jax.core.Tracer) and start + size > total):
             raise ValueError(f"offset={offset!r}: a part of shape {shape} does not lie within the whole")
+    _check_last(offset, math.prod(whole), words)
     return Place((None,) * len(shape), whole), tuple(_start(start)[0] for start in offset[0])
+
+
+def _check_last(offset: Any, end: int, words: int) -> None:
+    if end * words > 1 << 64:
+        raise ValueError(
+            f"offset={offset!r}: the last element would have index {end - 1}, and random bits end at index "
+            f"{(1 << 64) // words - 1}"
+        )
 
 
 def _start(start: Any) -> tuple[Any, int]:
@@ -238,7 +258,8 @@ def _start(start: Any) -> tuple[Any, int]:
             raise TypeError(
                 f"offset has an entry of shape {start.shape} and dtype {start.dtype}; allowed: integer scalars"
             )
-        return start, 0
+        if isinstance(start, jax.core.Tracer):
+            return start, 0
     start = check_int("offset", start, 0, (1 << 64) - 1)
     low, high = start % (1 << 32), start >> 32 << 32
     return (np.int32(low) if low < 1 << 31 else np.uint32(low)), high
@@ -247,11 +268,10 @@ def _start(start: Any) -> tuple[Any, int]:
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=("how", "place"), inline=True)
+@partial(compiled, static_argnames=("how", "place"), inline=True)
 def _round(x: Array | np.ndarray, keys: _Keys, starts: tuple, *, how: _How, place: Place) -> Array:
     seeds = tuple(None if key is None else seed_words(key) for key in keys)
-    assert isinstance(x, Array)  # jit has made it one
-    return _with_gradient(how, place, x, seeds, starts)
+    return _with_gradient(how, place, jnp.asarray(x), seeds, starts)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -290,7 +310,7 @@ class _RoundCotangent:
         return _rounded(self.how, self.place, cotangent, (seeds, None), starts)
 
 
-_rounded = jax.jit(_with_gradient, static_argnums=(0, 1), inline=True)
+_rounded = compiled(_with_gradient, static_argnums=(0, 1), inline=True)
 
 
 def _forward(op: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: Place, starts: tuple) -> Array:
@@ -360,7 +380,21 @@ def _keys(spec: Spec, key: Array | None, gradient_key: Array | None) -> _Keys:
                 f"{name}=None, but spec={str(spec)!r} rounds{what} stochastically: pass a typed key, for example "
                 f"{name}=jax.random.key(0)"
             )
+    if all(draws) and _same_key(key, gradient_key):
+        raise ValueError(
+            "gradient_key is the same as key, so x and its cotangent would be rounded by the same random bits; pass "
+            "two keys, for example key, gradient_key = jax.random.split(key)"
+        )
     return key if draws[0] else None, gradient_key if draws[1] else None
+
+
+def _same_key(key: Any, other: Any) -> bool:
+    """Whether two keys are one; traced keys are, when they are the same object."""
+    if key is other:
+        return True
+    if isinstance(key, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
+        return False
+    return key.dtype == other.dtype and np.array_equal(jax.random.key_data(key), jax.random.key_data(other))
 
 
 _KEY_NAMES = ("key", "gradient_key")

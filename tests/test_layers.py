@@ -18,11 +18,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jchop"
 # One line for each file or folder at the root of the package: (floor, name). Within a floor a line may import from the
 # lines before it, except on SIBLING_FLOOR. A new file has to be given its place here.
 FLOORS: list[tuple[int, str]] = [
-    (1, "rounding"),
     (1, "_checks"),
+    (1, "rounding"),
     (1, "_files"),
     (1, "_paths"),
     (1, "_bits"),
+    (1, "_settings"),
     (2, "formats"),
     (2, "spec"),
     (2, "accumulation"),

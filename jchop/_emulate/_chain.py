@@ -22,6 +22,7 @@ from jchop._emulate._step import Plan, Step
 from jchop._kernels.chain import LEAST_TRIED, chain_op
 from jchop._reference.chain import ELEMENTWISE, Link, gains, is_moderate, words_of
 from jchop._reference.operations import draws
+from jchop._settings import compiled
 from jchop.spec import Spec
 
 __all__ = ["Chain", "parts_of", "run_chain"]
@@ -111,7 +112,7 @@ def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Arr
     return _run(static, [jnp.asarray(x) for x in operands], drawn)
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
+@partial(compiled, static_argnums=0, inline=True)
 def _run(static: _Static, operands: list[Array], drawn: list[Array]) -> Array:
     @jax.custom_jvp
     def run(operands: list[Array], drawn: list[Array]) -> Array:

@@ -104,7 +104,8 @@ class Emulated:
         """`fun` of the arguments; `key` takes the place of the key that `emulate` was given."""
         seeds = seeds_of(self.settings, self.key if key is None else key)
         program = trace(self.fun, self.settings, args, kwargs)
-        return jax.tree.unflatten(program.tree, run(program, self.settings.spec, seeds))
+        with jax.disable_jit(False):
+            return jax.tree.unflatten(program.tree, run(program, self.settings.spec, seeds))
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def trace(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -
         return fun(*args, **kwargs)
 
     values = [leaves[i] for i in moved]
-    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
+    with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
     planner = Planner(settings)
     known = tuple(settings.spec if is_float(v.aval) else None for v in jaxpr_of(closed)[0].invars)
     plan = planner.plan(closed, known, constants=settings.spec)

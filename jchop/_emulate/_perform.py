@@ -23,6 +23,7 @@ from jchop._emulate._rules import EXACT
 from jchop._reference.arithmetic import Range, range_of
 from jchop._reference.elements import round_elements
 from jchop._reference.operations import draws, operation, operation_carrier
+from jchop._settings import compiled
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -99,7 +100,7 @@ def perform(task: Task, args: Sequence[Array], drawn: Sequence[Array] = ()) -> l
     return list(out) if task.primitive.multiple_results else [out]
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
+@partial(compiled, static_argnums=0, inline=True)
 def _perform(task: Task, args: list[Array], drawn: list[Array]) -> Any:
     return straight_through(task.run, task.plain, args, drawn)
 
@@ -198,7 +199,7 @@ def _round(x: Array, spec: Spec, word: Array | None) -> Array:
     return round_elements(x, spec, CARRIERS[x.dtype.name], word)
 
 
-@partial(jax.jit, static_argnums=1, inline=True)
+@partial(compiled, static_argnums=1, inline=True)
 def round_value(x: Array, spec: Spec, word: Array | None = None) -> Array:
     """`x` rounded, its derivative that of the identity."""
     return straight_through(lambda args, word: _round(args[0], spec, word), lambda x: x, [x], word)

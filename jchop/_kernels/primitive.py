@@ -20,12 +20,14 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 import jax
+import jax.core
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jchop._checks import check_choice
+from jchop._settings import compiled, own_settings
 
 __all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "make_op", "one_device_at_hand"]
 
@@ -116,7 +118,7 @@ def make_op(
     op = _Op(name, body, kernels, single)
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(partial(_eager, primitive))
+    primitive.def_impl(partial(_eager, op, primitive))
     primitive.def_abstract_eval(partial(_abstract, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
     if apart or alone is not None:
@@ -147,16 +149,19 @@ def _flat(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _
 
     def flat(*args: Any) -> list:
         # A lowering may come after the context in which 64-bit data was traced.
-        with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
+        with own_settings(), jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
             out = mapped(*args)
         return [out] if op.single else list(out)
 
     return flat
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("impl", "wide", "vmaps", "static"))
-def _eager(primitive: Primitive, *args: Any, **params: Any) -> list:
-    return primitive.bind(*args, **params)
+@partial(compiled, static_argnums=(0, 1), static_argnames=("impl", "wide", "vmaps", "static"))
+def _eager(op: _Op, primitive: Primitive, *args: Any, impl: str, **params: Any) -> list:
+    if any(isinstance(arg, jax.core.Tracer) for arg in args):
+        return primitive.bind(*args, impl=impl, **params)
+    # Under jax_debug_nans JAX calls what it compiled, to find the origin of a NaN; the primitive would come back here.
+    return _flat(op, op.body, **params)(*args)
 
 
 def _abstract(op: _Op, *avals: Any, impl: str, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
@@ -184,7 +189,7 @@ def _lower_alone(
 @lru_cache(maxsize=4096)
 def _apart(fun: Callable[..., list], wide: bool) -> Callable[..., Any]:
     """`fun` as a call that XLA leaves one."""
-    called = jax.jit(fun)
+    called = compiled(fun)
 
     def apart(*args: Any) -> Any:
         with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]

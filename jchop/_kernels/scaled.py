@@ -32,6 +32,7 @@ from jchop._reference.place import AT_START, Place
 from jchop._reference.random_bits import seed_words
 from jchop._reference.scaled import widen
 from jchop._reference.scales import make_plan, scale_dtype
+from jchop._settings import compiled
 from jchop.formats import CodebookFormat
 from jchop.scaling import BlockScaling
 
@@ -322,7 +323,7 @@ def fit_tensor_scale(x: Array, scaling: BlockScaling) -> Array:
         return _fit_tensor_scale(x, scaling=scaling)
 
 
-@partial(jax.jit, static_argnames="scaling", inline=True)
+@partial(compiled, static_argnames="scaling", inline=True)
 def _fit_tensor_scale(x: Array, *, scaling: BlockScaling) -> Array:
     carrier = CARRIERS[x.dtype.name]
     return _scales.tensor_scale(widen(x, carrier), make_plan(scaling, carrier))

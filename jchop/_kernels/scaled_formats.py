@@ -31,6 +31,7 @@ from jchop._reference.grouped import (
 )
 from jchop._reference.place import AT_START, Place
 from jchop._reference.scales import scale_dtype
+from jchop._settings import compiled
 from jchop.formats import ScaledFormat
 from jchop.scaling import RULES, BlockScaling
 from jchop.spec import Spec
@@ -258,7 +259,7 @@ def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=("spec", "place", "impl", "as_dtype"), inline=True)
+@partial(compiled, static_argnames=("spec", "place", "impl", "as_dtype"), inline=True)
 def _quantize_grouped(
     x: Array, given: tuple, drawn: tuple, *, spec: Spec, place: Place, impl: str, as_dtype: Any
 ) -> tuple:
@@ -266,7 +267,7 @@ def _quantize_grouped(
     return quantize_grouped_op(x, *given, *drawn, impl=impl, **more)
 
 
-@partial(jax.jit, static_argnames=("blocks", "place", "impl", "as_dtype"), inline=True)
+@partial(compiled, static_argnames=("blocks", "place", "impl", "as_dtype"), inline=True)
 def _quantize_blocks(x: Array, drawn: tuple, *, blocks: BlockScaling, place: Place, impl: str, as_dtype: Any) -> tuple:
     tensor = _tensor(x, blocks)
     more = {"scaling": blocks, "place": place, "tiling": None, "as_dtype": as_dtype}
@@ -274,7 +275,7 @@ def _quantize_blocks(x: Array, drawn: tuple, *, blocks: BlockScaling, place: Pla
     return (*out, *tensor)
 
 
-@partial(jax.jit, static_argnames=("spec", "shape", "dtype"), inline=True)
+@partial(compiled, static_argnames=("spec", "shape", "dtype"), inline=True)
 def _dequantize(codes: Array, stored: tuple, *, spec: Spec, shape: tuple[int, ...], dtype: str) -> Array:
     blocks = _blocks(spec, shape)
     if blocks is None:
@@ -282,7 +283,7 @@ def _dequantize(codes: Array, stored: tuple, *, spec: Spec, shape: tuple[int, ..
     return dequantize_blocks_op(codes, *stored, scaling=blocks, size=shape[-1], dtype=dtype)
 
 
-@partial(jax.jit, static_argnames="spec", inline=True)
+@partial(compiled, static_argnames="spec", inline=True)
 def _fit(x: Array, *, spec: Spec) -> tuple:
     return fit_grouped_op(x, spec=spec)
 

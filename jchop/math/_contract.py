@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +15,7 @@ from jchop._checks import check_bool, check_int
 from jchop._reference.grid import require_carrier
 from jchop._reference.operations import check_operation
 from jchop._round import round_to_format
+from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec
 from jchop.math._door import (
     Array,
@@ -183,9 +183,9 @@ def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fu
     return run(partial(_axpy, spec, fused), arrays, checked_key(key, spec.rounding.stochastic, spec))
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
+@partial(compiled, static_argnums=(0, 1), inline=True)
 def _axpy(spec: Spec, fused: bool, a: Array, x: Array, y: Array, key: Array | None) -> Array:
-    keys = (None,) * 5 if key is None else tuple(jax.random.split(key, 5))
+    keys = (None,) * 5 if key is None else tuple(split(key, 5))
     dtype = a.dtype
     a, x, y = (widened(round_to_format(jnp.asarray(v), spec, k)) for v, k in zip((a, x, y), keys[:3], strict=True))
     if fused:
@@ -200,7 +200,7 @@ def _operands(spec: MatmulSpec, keys: Sequence[Array | None], *arrays: Any) -> l
 
 
 def _split(key: Array | None) -> tuple[Array | None, ...]:
-    return (None,) * 4 if key is None else tuple(jax.random.split(key, 4))
+    return (None,) * 4 if key is None else tuple(split(key, 4))
 
 
 # -- einsum ------------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def _of_one(x: Any, term: str, result: str, spec: SumSpecLike, key: Array | None
     return _sum(x.transpose(order), spec, key, axis=tuple(range(len(result), len(term))))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+@partial(compiled, static_argnums=(0, 1, 2), inline=True)
 def _einsum(spec: MatmulSpec, terms: tuple[str, str], result: str, a: Any, b: Any, key: Array | None) -> Array:
     keys = _split(key)
     (x, left), (y, right) = (_diagonals(v, term) for v, term in zip(_operands(spec, keys, a, b), terms, strict=True))
@@ -324,14 +324,15 @@ def _padding(
             for size, span, step in zip(sizes, spans, strides, strict=True)
         ]
         return tuple((total // 2, total - total // 2) for total in totals)
-    if isinstance(padding, str) or len(padding) != len(sizes) or any(len(pair) != 2 for pair in padding):
+    pairs = [] if isinstance(padding, str) or np.ndim(padding) != 2 else [tuple(pair) for pair in padding]
+    if len(pairs) != len(sizes) or any(len(pair) != 2 for pair in pairs):
         raise ValueError(
             f"padding={padding!r} must be 'VALID', 'SAME' or (before, after) for each of {len(sizes)} axes"
         )
-    return tuple((check_int("padding", low, 0), check_int("padding", high, 0)) for low, high in padding)
+    return tuple((check_int("padding", low, 0), check_int("padding", high, 0)) for low, high in pairs)
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
+@partial(compiled, static_argnums=(0, 1), inline=True)
 def _conv(spec: MatmulSpec, window: _Window, x: Any, kernel: Any, key: Array | None) -> Array:
     keys = _split(key)
     a, w = _operands(spec, keys, x, kernel)

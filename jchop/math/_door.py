@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._bits import CARRIERS, Carrier
+from jchop._checks import as_numpy
 from jchop._reference.arithmetic import carrier_range, range_of, require_operation
 from jchop._reference.grid import require_carrier
 from jchop._round import _check_key
@@ -30,12 +32,9 @@ _PARTS = {"complex64": "float32", "complex128": "float64"}
 # -- operands ----------------------------------------------------------------------------------------------------------
 
 
-def as_array(value: Any) -> Array | np.ndarray:
+def as_array(name: str, value: Any) -> Array | np.ndarray:
     """A JAX array as it is, anything else as a NumPy array in the machine's byte order."""
-    if isinstance(value, Array):
-        return value
-    array = np.asarray(value)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return value if isinstance(value, Array) else as_numpy(name, value)
 
 
 def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: bool = False) -> list[Array | np.ndarray]:
@@ -43,11 +42,12 @@ def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: boo
 
     Raises:
         TypeError: for a dtype that is no carrier, or two dtypes.
+        ValueError: for a finite Python number beyond the range of the dtype.
     """
     number = [type(value) in (int, float) for value in values]
-    given = [None if plain else as_array(value) for plain, value in zip(number, values, strict=True)]
+    given = [None if plain else as_array(n, v) for plain, n, v in zip(number, names, values, strict=True)]
     dtype = next((array.dtype for array in given if array is not None), np.dtype("float64"))
-    arrays: list[Any] = [np.asarray(v, dtype) if a is None else a for a, v in zip(given, values, strict=True)]
+    arrays = [_number(n, v, dtype) if a is None else a for n, a, v in zip(names, given, values, strict=True)]
     for name, array in zip(names, arrays, strict=True):
         _check_dtype(name, array.dtype, complex_too)
         if array.dtype != dtype:
@@ -56,6 +56,15 @@ def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: boo
                 "of them"
             )
     return arrays
+
+
+def _number(name: str, value: float, dtype: Any) -> np.ndarray:
+    """A Python number in a dtype, whose range it must not leave."""
+    with np.errstate(over="ignore"), contextlib.suppress(OverflowError):
+        array = np.asarray(value, dtype)
+        if value in (math.inf, -math.inf) or not np.isinf(array):
+            return array
+    raise ValueError(f"{name}={value!r} is beyond the range of {dtype}")
 
 
 def _check_dtype(name: str, dtype: Any, complex_too: bool) -> None:

@@ -16,6 +16,7 @@ from jchop._reference.operations import check_operation, operation, words
 from jchop._reference.random_bits import seed_words
 from jchop._reference.ranges import Range
 from jchop._round import round_to_format
+from jchop._settings import compiled, split
 from jchop.math._door import Array, SpecLike, as_operands, checked_key, own_carrier, run, widened
 from jchop.spec import Spec, as_spec
 
@@ -91,11 +92,11 @@ def check_backward(spec: Spec) -> None:
         )
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
+@partial(compiled, static_argnums=(0, 1), inline=True)
 def _apply(row: Row, spec: Spec, *operands_and_key: Any) -> Any:
     *operands, key = operands_and_key
     count = len(operands)
-    keys = [None] * (count + 1) if key is None else list(jax.random.split(key, count + 1))
+    keys = [None] * (count + 1) if key is None else list(split(key, count + 1))
     rounded = (widened(round_to_format(jnp.asarray(x), spec, k)) for x, k in zip(operands, keys, strict=False))
     return as_dtype(result(row, spec, tuple(rounded), keys[-1]), operands[0].dtype)
 

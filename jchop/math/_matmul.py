@@ -18,6 +18,7 @@ from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._reference.matmul import Plan
 from jchop._reference.random_bits import seed_words
 from jchop._round import round_to_format
+from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec
 from jchop.math._door import (
     SumSpecLike,
@@ -98,9 +99,9 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=("spec", "impl"), inline=True)
+@partial(compiled, static_argnames=("spec", "impl"), inline=True)
 def _matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
-    keys = None if key is None else jax.random.split(key, 4)
+    keys = None if key is None else split(key, 4)
     x, y = (_operand(v, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((a, b)))
     x, y = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
     product = partial(_product, spec, impl, a.dtype, seeds=None if keys is None else _seeds(keys, spec))

@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jchop._checks import check_int
 from jchop._reference.grid import require_carrier
 from jchop._reference.operations import check_operation, words
 from jchop._reference.random_bits import seed_words
 from jchop._round import round_to_format
+from jchop._settings import compiled, split
 from jchop.math import _carrier, _exact
 from jchop.math._door import Array, SpecLike, as_array, as_operands, checked_key, own_carrier, run, widened
 from jchop.math._family import Row, as_dtype, call, check_backward, exactly
@@ -103,18 +105,20 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
         0.009765625
     """
     spec = as_spec(spec)
-    (array,), exponent = as_operands("x", (x,)), as_array(n)
+    (array,), exponent = as_operands("x", (x,)), as_array("n", n)
     if not jnp.issubdtype(exponent.dtype, jnp.integer):
         raise TypeError(f"n has dtype {exponent.dtype}; allowed: integers")
     require_carrier(spec, own_carrier(array.dtype))
     check_operation(spec, array.dtype)
     check_backward(spec)
+    if isinstance(exponent, np.ndarray):  # 64-bit integers would lose their high words; beyond these all is 0 or inf
+        exponent = np.clip(exponent, -(1 << 30), 1 << 30).astype(np.int32)
     return run(partial(_ldexp, spec), (array, exponent), checked_key(key, spec.rounding.stochastic, spec))
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
+@partial(compiled, static_argnums=0, inline=True)
 def _ldexp(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
-    keys = [None] * 2 if key is None else list(jax.random.split(key))
+    keys = [None] * 2 if key is None else list(split(key))
     rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
     return as_dtype(_scaled(spec, *jnp.broadcast_arrays(rounded, n), keys[1]), x.dtype)
 
@@ -165,9 +169,9 @@ def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: 
     return run(partial(_diff, spec, n, axis), (array,), key)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+@partial(compiled, static_argnums=(0, 1, 2), inline=True)
 def _diff(spec: Spec, n: int, axis: int, x: Array, key: Array | None) -> Array:
-    keys = [None] * (n + 1) if key is None else list(jax.random.split(key, n + 1))
+    keys = [None] * (n + 1) if key is None else list(split(key, n + 1))
     d = jnp.moveaxis(widened(round_to_format(jnp.asarray(x), spec, keys[0])), axis, 0)
     for each in keys[1:]:
         d = exactly("sub", (d[1:], d[:-1]), spec, each)

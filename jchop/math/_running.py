@@ -15,6 +15,7 @@ from jchop._reference.operations import check_operation, draws
 from jchop._reference.random_bits import seed_words
 from jchop._reference.sums import cumulative, product_along
 from jchop._round import round_to_format
+from jchop._settings import compiled, split
 from jchop.math._door import (
     Array,
     SpecLike,
@@ -118,11 +119,11 @@ def _stepped(function: Callable[..., Array], x: Any, spec: SpecLike, key: Any, a
     return run(partial(_steps, function, spec, axes, keepdims), (array,), key)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
 def _steps(
     function: Callable[..., Array], spec: Spec, axes: Axes | None, keepdims: bool, x: Array, key: Array | None
 ) -> Array:
-    keys = (None, None) if key is None else tuple(jax.random.split(key))
+    keys = (None, None) if key is None else tuple(split(key))
     rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
     result = function(spec, axes, rounded, keys[1])
     return (jnp.expand_dims(result, axes or tuple(range(x.ndim))) if keepdims else result).astype(x.dtype)

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jchop._bits import CARRIERS
-from jchop._checks import check_bool
+from jchop._checks import check_bool, check_int
 from jchop._kernels.matmul import matmul_op
 from jchop._reference.arithmetic import carrier_range
 from jchop._reference.operations import draws
 from jchop._reference.random_bits import seed_words
 from jchop._reference.sums import sum_along
 from jchop._round import round_to_format
+from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec
 from jchop.math._door import (
     Array,
@@ -110,21 +111,21 @@ def var(
             products and of the sums; the mean draws as in `jchop.math.mean` with the first and `jax.random.fold_in` of
             the last with 1 as its own first and last, the quotient from ``fold_in`` with 0. Default None.
         axis: as in `jchop.math.sum`.
-        ddof: what is taken from n, as in `jax.numpy.var`. Default 0.
+        ddof: what is taken from n, an integer below it. Default 0.
         keepdims: as in `jchop.math.sum`.
 
     Returns:
         Of the dtype of `x`. The derivative is that of the formula in the carrier, at rounded values.
 
     Raises:
-        TypeError, ValueError: as for `jchop.math.sum`.
+        TypeError, ValueError: as for `jchop.math.sum`, or for `ddof` >= n.
 
     Example:
         >>> import jchop as jc
         >>> float(jc.math.var([1.0, 2.0, 4.0], "bfloat16"))
         1.5625
     """
-    return _reduced(partial(_var, ddof), x, as_matmul_spec(spec), key, axis, keepdims)
+    return _reduced(partial(_var, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims)
 
 
 def std(
@@ -151,7 +152,7 @@ def std(
         >>> float(jc.math.std([1.0, 2.0, 4.0], "bfloat16"))
         1.25
     """
-    return _reduced(partial(_std, ddof), x, as_matmul_spec(spec), key, axis, keepdims)
+    return _reduced(partial(_std, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims)
 
 
 def norm(
@@ -189,7 +190,7 @@ def norm(
     if ord not in _NORMS:
         raise ValueError(f"ord={ord!r} must be one of None, 1, 2, inf")
     several = axis is None or isinstance(axis, Sequence)
-    if ord is not None and several and as_array(x).ndim > 1:
+    if ord is not None and several and as_array("x", x).ndim > 1:
         raise ValueError(f"ord={ord!r} with axis={axis!r} is a norm of matrices; give one axis, or ord=None")
     mspec = _as_sum_spec(spec) if ord == 1 else as_matmul_spec(spec)
     return _reduced(_NORMS[ord], x, mspec, key, axis, keepdims)
@@ -216,12 +217,12 @@ def _reduced(function: Callable[..., Array], x: Any, spec: MatmulSpec, key: Any,
     return run(partial(_over_rows, function, spec, as_axes(axis, array.ndim), keepdims), (array,), key)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
 def _over_rows(
     function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, x: Array, key: Array | None
 ) -> Array:
     """`function` of rows, a matrix of float32 or float64, in C order of the reduced axes."""
-    keys = (None,) * 4 if key is None else tuple(jax.random.split(key, 4))
+    keys = (None,) * 4 if key is None else tuple(split(key, 4))
     x = jnp.asarray(x)
     wide = widened(x)
     wide = wide if spec.operands is None else round_to_format(wide, spec.operands, keys[0])
@@ -274,11 +275,14 @@ def _divided(total: Array, count: int, spec: MatmulSpec, keys: _Keys) -> Array:
 
 
 def _var(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    n = rows.shape[1]
+    if ddof >= max(n, 1):
+        raise ValueError(f"ddof={ddof} must be less than the number of elements, {n}")
     centre = _mean(rows, spec, (keys[0], None, None, _fold(keys[3], 1)))
     anything = (carrier_range(CARRIERS[rows.dtype.name]),) * 2
     key = keys[1] if draws(spec.operands) else None
     d = exactly("sub", (rows, jnp.broadcast_to(centre[:, None], rows.shape)), spec.operands, key, anything)
-    return _divided(_squares(d, spec, keys), rows.shape[1] - ddof, spec, keys)
+    return _divided(_squares(d, spec, keys), n - ddof, spec, keys)
 
 
 def _squares(d: Array, spec: MatmulSpec, keys: _Keys) -> Array:

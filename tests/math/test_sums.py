@@ -21,6 +21,7 @@ import jchop as jc
 from jchop import MatmulSpec
 from jchop._reference.operations import fold_seeds
 from jchop._reference.random_bits import random_words, seed_words
+from jchop._reference.sums import _with_start
 
 KEY = jax.random.key(5)
 F32 = oracle.CARRIERS["float32"]
@@ -167,6 +168,40 @@ def test_draws_are_those_of_the_split_key(name: str) -> None:
         scalar = Scalar(how(text), how(text), how(text), "blocked", 3, word)
         want = getattr(scalar, name)(oracle_math.values(own[row]))
         same(got[row : row + 1], oracle_math.array([want]))
+
+
+@pytest.mark.parametrize("name", ["std", "norm"])
+def test_a_root_draws_from_a_part_of_the_key_of_its_own(name: str) -> None:
+    """The root of rows whose other operations are exact, whatever they draw."""
+    spec = MatmulSpec(accumulate="e5m2:stochastic", order="pairwise")
+    x = np.tile(np.array([2, -2, 0, 0] if name == "std" else [1, -1, 0, 0], np.float32), (64, 1))
+    word = np.asarray(jc.random_bits(jax.random.fold_in(jax.random.split(KEY, 4)[3], 2), (64,)))
+    root = oracle_math.sqrt(Fraction(2))
+    want = [rounded(root, how("e5m2:stochastic"), F32, int(w)) for w in word]
+    assert len(set(want)) == 2
+    same(getattr(jc.math, name)(x, spec, KEY, axis=1), oracle_math.array(want))
+
+
+def test_a_centre_draws_from_a_part_of_the_key_of_its_own() -> None:
+    """The variance of rows whose squares are added exactly, whatever they draw; their mean is 16 or 17."""
+    x = np.tile(np.array([17, 16, 16, 16], np.float32), (64, 1))
+    key = jax.random.fold_in(jax.random.split(KEY, 4)[3], 1)
+    words = np.array([jc.random_bits(key, (64,), offset=step << 32) for step in range(8)])
+    own, drawn = how("binary32"), how("e5m4:stochastic")
+    rows = [Scalar(own, None, drawn, "pairwise", 0, lambda _, __, step, each=each: int(each[step])) for each in words.T]
+    want = [scalar.var(oracle_math.values(row)) for scalar, row in zip(rows, x, strict=True)]
+    assert len(set(want)) == 2
+    spec = MatmulSpec(accumulate="e5m4:stochastic", order="pairwise")
+    same(jc.math.var(x, spec, KEY, axis=1), oracle_math.array(want))
+
+
+def test_the_range_of_what_a_product_runs_through_holds_its_start() -> None:
+    """It is the format's where 1 lies in it: a multiple of the last place, and not above the largest value."""
+    for text, held in (("e4m3", True), ("e3m2(bias=-1)", True), ("e3m2(bias=-2)", False), ("e3m2(bias=6)", True)):
+        first, own = _with_start(jc.parse(text), np.float32)
+        assert first.quantum <= 0 < first.top
+        assert (first == own) is held, text
+    assert _with_start(jc.parse("e3m2(bias=6)"), np.float32)[0].top == 1
 
 
 def test_a_sum_stops_where_the_next_number_is_too_far() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from jchop._checks import check_bool
 from jchop._linalg.direct import eliminate, factor_orthogonal, factor_symmetric, substitute, through_factors
 from jchop._linalg.steps import Steps
 from jchop.math._door import SpecLike, as_array
-from jchop.math.linalg._steps import evaluate, right_side, square
+from jchop.math.linalg._steps import evaluate, permutation, right_side, square
 
 Array = jax.Array
 
@@ -44,7 +45,7 @@ def solve_triangular(
     """
     check_bool("lower", lower)
     check_bool("unit_diagonal", unit_diagonal)
-    a, b = as_array(a), as_array(b)
+    a, b = as_array("a", a), as_array("b", b)
     right_side(b, square(a))
     return evaluate(partial(substitute, lower=lower, unit=unit_diagonal), "ab", (a, b), spec, key)
 
@@ -71,7 +72,7 @@ def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
         >>> factors.tolist(), p.tolist()
         ([[3.0, 4.0], [0.333984375, 0.6640625]], [1, 0])
     """
-    a = as_array(a)
+    a = as_array("a", a)
     square(a)
     return evaluate(_lu, "a", (a,), spec, key)
 
@@ -93,7 +94,8 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
         x, shape (n,).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`.
+        TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`, or for factors[1] that is no
+            permutation of the rows; within a trace it is not known, and has to be one.
 
     Example:
         >>> import jchop as jc
@@ -101,9 +103,13 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
         >>> jc.math.linalg.lu_solve(factors, [1.0, 1.0], "bfloat16").tolist()
         [-1.0, 1.0]
     """
-    packed, p = as_array(factors[0]), as_array(factors[1])
-    b = as_array(b)
-    right_side(b, square(packed, "factors[0]"))
+    if not isinstance(factors, Sequence) or len(factors) != 2:
+        raise TypeError("factors must be the two arrays that jchop.math.linalg.lu gave")
+    packed, p = (as_array(f"factors[{i}]", factors[i]) for i in (0, 1))
+    b = as_array("b", b)
+    n = square(packed, "factors[0]")
+    right_side(b, n)
+    permutation(p, n, "factors[1]")
     if isinstance(p, jax.Array) and not isinstance(b, jax.Array):
         b = jnp.asarray(b)
     return evaluate(through_factors, ("factors[0]", "b"), (packed, b[p]), spec, key)
@@ -129,7 +135,7 @@ def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
         >>> jc.math.linalg.cholesky([[2.0, 1.0], [1.0, 2.0]], "bfloat16").tolist()
         [[1.4140625, 0.0], [0.70703125, 1.2265625]]
     """
-    a = as_array(a)
+    a = as_array("a", a)
     square(a)
     return evaluate(factor_symmetric, "a", (a,), spec, key)
 
@@ -158,7 +164,7 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
         >>> r.tolist()
         [[-5.0, -2.203125], [0.0, -0.3984375]]
     """
-    a = as_array(a)
+    a = as_array("a", a)
     if a.ndim != 2 or a.shape[0] < a.shape[1]:
         raise ValueError(f"a has shape {tuple(a.shape)}; it must be (m, n) with m >= n (jax.vmap takes many)")
     return evaluate(factor_orthogonal, "a", (a,), spec, key)

@@ -47,7 +47,7 @@ def cg(a: Any, b: Any, spec: SpecLike, key: Array | None = None, *, steps: int) 
         ([1.0, 1.0], [18.0, 0.0])
     """
     check_int("steps", steps, 0)
-    a, b = as_array(a), as_array(b)
+    a, b = as_array("a", a), as_array("b", b)
     right_side(b, square(a))
     return evaluate(partial(_cg, steps), "ab", (a, b), spec, key)
 
@@ -98,7 +98,7 @@ def gmres(a: Any, b: Any, spec: SpecLike, key: Array | None = None, *, steps: in
         [0.99609375, 1.9921875]
     """
     check_int("steps", steps, 1)
-    a, b = as_array(a), as_array(b)
+    a, b = as_array("a", a), as_array("b", b)
     right_side(b, square(a))
     return evaluate(partial(_gmres, steps), "ab", (a, b), spec, key)
 

@@ -17,6 +17,7 @@ from jchop._linalg.steps import Steps
 from jchop._reference.operations import draws
 from jchop._reference.random_bits import seed_words
 from jchop._round import round_to_format
+from jchop._settings import compiled, split
 from jchop.math._carrier import frexp
 from jchop.math._door import SpecLike, as_array, as_operands, checked_key, run, widened
 from jchop.math._family import as_dtype
@@ -90,7 +91,7 @@ def refine(
         [1.0, 2.0]
     """
     check_choice("method", method, ("lu", "gmres"))
-    a, b = as_array(a), as_array(b)
+    a, b = as_array("a", a), as_array("b", b)
     right_side(b, square(a))
     names = ("factor", "working", "residual")
     specs = [as_spec(spec, name) for spec, name in zip((factor, working, residual), names, strict=True)]
@@ -101,9 +102,9 @@ def refine(
     return run(partial(_refine, plan), arrays, checked_key(key, stochastic is not None, stochastic))
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
+@partial(compiled, static_argnums=0, inline=True)
 def _refine(plan: _Plan, a: Array, b: Array, key: Array | None) -> Array:
-    keys = [None] * 5 if key is None else list(jax.random.split(key, 5))
+    keys = [None] * 5 if key is None else list(split(key, 5))
     rounded = [widened(round_to_format(jnp.asarray(x), plan.working, k)) for x, k in zip((a, b), keys, strict=False)]
     return as_dtype(without_derivative(partial(_iterates, plan), rounded, keys[2:]), a.dtype)
 

@@ -7,13 +7,16 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from jchop._linalg.steps import Steps
 from jchop._reference.grid import require_carrier
 from jchop._reference.operations import check_operation, draws
 from jchop._reference.random_bits import seed_words
 from jchop._round import round_to_format
+from jchop._settings import compiled, split
 from jchop.math._door import SpecLike, as_operands, checked_key, own_carrier, run, widened
 from jchop.math._family import as_dtype
 from jchop.spec import Spec, as_spec
@@ -41,10 +44,10 @@ def check_specs(specs: Sequence[Spec], dtype: Any, names: Sequence[str] = ("spec
             raise ValueError(f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+@partial(compiled, static_argnums=(0, 1, 2), inline=True)
 def _evaluate(function: Callable[..., Any], spec: Spec, count: int, *operands_and_key: Any) -> Any:
     *operands, key = operands_and_key
-    keys = [None] * (count + 1) if key is None else list(jax.random.split(key, count + 1))
+    keys = [None] * (count + 1) if key is None else list(split(key, count + 1))
     rounded = [widened(round_to_format(jnp.asarray(x), spec, k)) for x, k in zip(operands, keys, strict=False)]
     return as_dtype(without_derivative(partial(_in_steps, function, spec), rounded, keys[-1]), operands[0].dtype)
 
@@ -74,6 +77,14 @@ def square(a: Any, name: str = "a") -> int:
     if len(shape) != 2 or shape[0] != shape[1]:
         raise ValueError(f"{name} has shape {tuple(shape)}; it must be a square matrix (jax.vmap takes many)")
     return shape[0]
+
+
+def permutation(p: Any, n: int, name: str) -> None:
+    """Refuse an array that is no permutation of n rows; the numbers of a traced one are not known."""
+    if p.shape != (n,) or not jnp.issubdtype(p.dtype, jnp.integer):
+        raise ValueError(f"{name} has shape {p.shape} and dtype {p.dtype}; it must be {n} integers")
+    if not isinstance(p, jax.core.Tracer) and sorted(np.asarray(p).tolist()) != list(range(n)):
+        raise ValueError(f"{name}={np.asarray(p).tolist()} must be a permutation of 0 to {n - 1}")
 
 
 def right_side(b: Any, n: int) -> None:
