@@ -1,31 +1,94 @@
-"""Writing files whole or not at all, and naming the extra that a missing package belongs to."""
+"""Opening files that may be anything, writing files whole or not at all, and naming the extra of a missing package."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
+import stat
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Lets `write` fill a file beside `path`, then puts it in the place of `path` in one step.
+def open_regular(path: Path) -> BufferedReader:
+    """A regular file, open for reading. It never waits, as opening a FIFO would.
 
-    Whatever goes wrong on the way, `path` keeps its old content and nothing is left behind.
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if `path` is a folder, a FIFO, a device or a socket.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    descriptor = os.open(path, os.O_RDONLY | _flags("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
     try:
-        with part.open("wb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is no regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Lets `write` fill a new file in the folder of `path`, then renames it to `path`.
+
+    Other programs see the old content or the new, never a part. After an error `path` keeps its old content, and the
+    new file is removed. A killed process leaves it behind, as ``.NAME.RANDOM.part``.
+
+    Each call has a file of its own, so that the last of several threads or processes wins with a whole file. Only its
+    owner may read it until it is complete. Then it gets the permissions of the file that it replaces, or those of any
+    new file. A symbolic link at `path` is replaced; the file that it leads to stays, and lends its permissions.
+
+    Args:
+        path: of the file.
+        write: called with the new file, open for writing and seekable.
+
+    Raises:
+        OSError: if the file cannot be written.
+        ValueError: if `path` is a folder, a FIFO, a device or a socket.
+    """
+    old = path.stat().st_mode if path.exists() else None
+    if old is not None and not stat.S_ISREG(old):
+        raise ValueError(f"{path} is no regular file, and cannot be replaced by one")
+    part = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.part")  # a name has at most 255 bytes
+    fresh = os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
+    try:
+        # Only making a file tells the umask without changing it for other threads. It is empty as long as it is open
+        # to others.
+        descriptor = os.open(part, fresh, 0o666 if old is None else 0o600)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            mode = os.fstat(descriptor).st_mode if old is None else old
+            _set_mode(descriptor, 0o600)
             write(file)
+            file.flush()
+            _set_mode(descriptor, mode & 0o777)
+            os.fsync(descriptor)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
+def _flags(*names: str) -> int:
+    """Flags of `os.open`; those that the system lacks are 0."""
+    return sum(getattr(os, name, 0) for name in names)
+
+
+def _set_mode(descriptor: int, mode: int) -> None:
+    if hasattr(os, "fchmod"):  # Windows has no such permissions
+        os.fchmod(descriptor, mode)
+
+
+#: How an extra is installed, in a clone of the repository: jchop is on no package index yet.
+INSTALL_EXTRA = 'pip install ".[{extra}]"'
+
+
 def require_extra(purpose: str, extra: str, packages: tuple[str, ...]) -> None:
-    """Raises ModuleNotFoundError, naming the extra that would bring them, where one of `packages` is missing."""
+    """Raises ModuleNotFoundError, naming the extra that would bring them, if one of `packages` is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
-        raise ModuleNotFoundError(f'{purpose} needs {names}: pip install "jchop[{extra}]"', name=missing[0])
+        how = INSTALL_EXTRA.format(extra=extra)
+        raise ModuleNotFoundError(f"{purpose} needs {names}: {how} in a clone of jchop", name=missing[0])

@@ -18,10 +18,14 @@ from jchop._round import round_to_format
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec, as_spec
 from jchop.storage._layout import from_end
+from jchop.storage._npy import NpyFile
 from jchop.storage._pieces import Extremes, Piece, pieces, plan_cut
 from jchop.storage._quantize import dequantize, quantize
 
 __all__ = ["round_file"]
+
+#: Called with the elements done and in all.
+Tell = Callable[[int, int], object]
 
 
 def round_file(
@@ -35,9 +39,9 @@ def round_file(
 ) -> None:
     """Rounds the array of a .npy file into another one, in bounded memory.
 
-    The file is read through a memory map and rounded chunk by chunk, each with the random bits of its place, so that
-    the result is what `round_to_format` gives of the whole array, bit for bit, however it is cut. Where chunks share a
-    scale (``"int8(group=tensor)"``), the file is read twice.
+    The file is read and rounded chunk by chunk, each with the random bits of its place, so that the result is what
+    `round_to_format` gives of the whole array, bit for bit, however it is cut. When chunks share a scale
+    (``"int8(group=tensor)"``), the file is read twice.
 
     `dst` appears in one step, when all of it is written: whatever goes wrong on the way, a kill included, `src` stays
     as it is and `dst` has its old content or none. A killed process may leave a file ``.NAME.PID.part`` beside it.
@@ -53,8 +57,10 @@ def round_file(
         chunk: about how many bytes are rounded at once, where the groups of a scaled format allow. Default 32 MiB.
 
     Raises:
-        OSError: where a file cannot be read or written.
-        TypeError, ValueError: for what is no .npy file of numbers, and as `round_to_format` for `spec` and `key`.
+        OSError: if a file cannot be read or written.
+        ValueError: if `src` is no .npy file of numbers, its size is not what its header says, or it becomes shorter
+            meanwhile.
+        TypeError, ValueError: as `round_to_format` for the dtype, `spec` and `key`.
 
     Example:
         >>> import os, tempfile, numpy as np, jchop as jc
@@ -71,15 +77,9 @@ def round_file(
     if target.suffix != ".npy":
         raise ValueError(f"dst={str(dst)!r} must be the name of a .npy file")
     tell = _teller(progress, target.name)
-    array = _mapped(source)
-    write_atomically(target, lambda file: _write(file, _Plan.of(array, spec, chunk), spec, key, tell))
-
-
-def _mapped(source: Path) -> np.ndarray:
-    try:
-        return np.load(source, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"src={str(source)!r} is no .npy file that can be mapped: {error}") from None
+    with NpyFile(source, f"src={str(src)!r}") as file:
+        rounded = Rounded.of(file, spec, key, chunk, tell)
+        write_atomically(target, lambda out: rounded.write(out, lambda x, y: None))
 
 
 def _teller(progress: bool | Callable[[int, int], object], name: str) -> Callable[[int, int], object]:
@@ -93,71 +93,73 @@ def _teller(progress: bool | Callable[[int, int], object], name: str) -> Callabl
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """How a file is cut.
+class Rounded:
+    """The array of a file, piece by piece as it is and rounded.
 
     Args:
-        array: the mapped array.
+        file: where it lies.
+        spec: what it is rounded to.
+        key: of the stochastic modes.
         turned: whether axes are cut in reverse, as the elements of a file in Fortran order lie.
-        listed: the pieces, in the order of the new file.
-        extremes: of what pieces share scales by; None where none do.
+        listed: the pieces, in the order of a new file.
+        extremes: of what pieces share scales by; None if none do.
+        tell: progress.
     """
 
-    array: np.ndarray
+    file: NpyFile
+    spec: Spec
+    key: Any
     turned: bool
     listed: tuple[Piece, ...]
     extremes: Extremes | None
+    tell: Tell
 
     @classmethod
-    def of(cls, array: np.ndarray, spec: Spec, chunk: int) -> _Plan:
-        turned = spec.scaled is None and array.flags.f_contiguous and not array.flags.c_contiguous
-        fmt = None if spec.scaled is None else from_end(spec.scaled, array.ndim)
-        shape = array.shape[::-1] if turned else array.shape
-        cut = plan_cut(shape, array.dtype.itemsize, fmt, chunk)
+    def of(cls, file: NpyFile, spec: Spec, key: Any, chunk: int, tell: Tell) -> Rounded:
+        turned = spec.scaled is None and file.fortran_order
+        fmt = None if spec.scaled is None else from_end(spec.scaled, len(file.shape))
+        shape = file.shape if file.size else (0,) * len(file.shape)  # scales of nothing may be long
+        cut = plan_cut(shape[::-1] if turned else shape, file.dtype.itemsize, fmt, chunk)
+        listed = tuple(_placed(piece, turned) for piece in pieces(shape[::-1] if turned else shape, cut))
         extremes = None
         if fmt is not None and cut.needs_extremes:
             extremes = Extremes.of(shape, cut, fmt)
-            for piece in pieces(shape, cut):
-                extremes.see(_read(array, piece), piece)
-        return cls(array, turned, tuple(pieces(shape, cut)), extremes)
+            for piece in listed:
+                extremes.see(file.read(piece.starts, piece.shape), piece)
+        return cls(file, spec, key, turned, listed, extremes, tell)
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, Piece]]:
-        """Each piece of the array, as the array has its axes, and where it lies."""
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each piece and what it is rounded to, as the array has its axes."""
+        done, total = 0, self.file.size
+        self.tell(done, total)
         for piece in self.listed:
-            if self.turned:
-                piece = replace(piece, starts=piece.starts[::-1], shape=piece.shape[::-1])
-            yield _read(self.array, piece), piece
+            x = self.file.read(piece.starts, piece.shape)
+            yield x, self._round(x, piece)
+            done += x.size
+            self.tell(done, total)
+
+    def _round(self, x: np.ndarray, piece: Piece) -> np.ndarray:
+        drawn = self.spec.rounding.stochastic and x.ndim and x.size  # else no element has a place of its own
+        offset = (piece.starts, self.file.shape) if drawn else 0
+        if self.extremes is None:
+            return round_to_format(x, self.spec, self.key, offset=offset)
+        # The scales are those of the piece with the extremes in front; the elements are rounded without them, in place.
+        plain = replace(self.spec, rounding="nearest_even", random_bits=None)
+        seen = self.extremes.drop(quantize(self.extremes.add(x, piece), plain))
+        codes = quantize(x, self.spec, self.key, scale=seen.scale, zero_point=seen.zero_point, offset=offset)
+        return dequantize(codes)
+
+    def write(self, file: IO[bytes], see: Callable[[np.ndarray, np.ndarray], object]) -> None:
+        """Writes the rounded array as a .npy file; `see` is called with each piece and what it is rounded to."""
+        descr = np.lib.format.dtype_to_descr(self.file.dtype)
+        header = {"descr": descr, "fortran_order": self.turned, "shape": self.file.shape}
+        np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
+        for x, rounded in self:
+            see(x, rounded)
+            file.write(np.ascontiguousarray(rounded.T if self.turned else rounded).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _read(array: np.ndarray, piece: Piece) -> np.ndarray:
-    """A copy in memory, of native byte order."""
-    place = tuple(slice(start, start + n) for start, n in zip(piece.starts, piece.shape, strict=True))
-    return np.array(array[place], array.dtype.newbyteorder("="))
-
-
-def _write(file: IO[bytes], plan: _Plan, spec: Spec, key: Any, tell: Callable[[int, int], object]) -> None:
-    array = plan.array
-    header = {
-        "descr": np.lib.format.dtype_to_descr(array.dtype.newbyteorder("=")),
-        "fortran_order": plan.turned,
-        "shape": array.shape,
-    }
-    np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
-    done = 0
-    tell(done, array.size)
-    for x, piece in plan:
-        rounded = _rounded(x, spec, key, (piece.starts, array.shape), piece, plan.extremes)
-        file.write(np.ascontiguousarray(rounded.T if plan.turned else rounded).data)
-        done += rounded.size
-        tell(done, array.size)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _rounded(x: np.ndarray, spec: Spec, key: Any, offset: Any, piece: Piece, extremes: Extremes | None) -> np.ndarray:
-    if extremes is None:
-        return round_to_format(x, spec, key, offset=offset if x.ndim else 0)
-    # The scales are those of the piece with the extremes in front; the elements are rounded without them, in place.
-    plain = replace(spec, rounding="nearest_even", random_bits=None)
-    seen = extremes.drop(quantize(extremes.add(x, piece), plain))
-    return dequantize(quantize(x, spec, key, scale=seen.scale, zero_point=seen.zero_point, offset=offset))
+def _placed(piece: Piece, turned: bool) -> Piece:
+    return replace(piece, starts=piece.starts[::-1], shape=piece.shape[::-1]) if turned else piece

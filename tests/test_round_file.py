@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -43,6 +44,9 @@ def rounded(folder: Path, x: np.ndarray, spec: Any, **options: Any) -> np.ndarra
             ("e5m2", numbers(0, 3)),
             ("int4(group=4):stochastic", np.asfortranarray(numbers(5, 24))),
             ("int8(channel=1):stochastic", numbers(4, 3, 8)),
+            ("int8(channel=1):stochastic", np.asfortranarray(numbers(4, 3, 8))),
+            ("nvfp4", np.asfortranarray(numbers(3, 4, 32))),
+            ("int4(group=4)", numbers(0, 24)),
         ],
         2,
     ),
@@ -53,7 +57,7 @@ def test_chunks_are_the_whole(tmp_path: Path, spec: str, x: np.ndarray) -> None:
     got = rounded(tmp_path, x, spec, chunk=100)
     assert got.dtype == x.dtype.newbyteorder("=")
     np.testing.assert_array_equal(got, jc.round_to_format(x, spec, KEY))
-    if "int4" not in spec and x.ndim == 3:
+    if jc.parse(spec).scaled is None and x.ndim == 3:
         assert got.flags.f_contiguous == x.flags.f_contiguous
 
 
@@ -79,7 +83,8 @@ def test_refused(tmp_path: Path) -> None:
         (ValueError, "chunk=0", lambda: jc.round_file(source, target, "e5m2", chunk=0)),
         (TypeError, "progress=3", lambda: jc.round_file(source, target, "e5m2", progress=3)),  # type: ignore[arg-type]
         (TypeError, "int64", lambda: jc.round_file(tmp_path / "integers.npy", target, "e5m2")),
-        (ValueError, "is no .npy file", lambda: jc.round_file(tmp_path / "text.npy", target, "e5m2")),
+        (ValueError, "src=.*is no .npy file", lambda: jc.round_file(tmp_path / "text.npy", target, "e5m2")),
+        (ValueError, "src=.*is a folder", lambda: jc.round_file(tmp_path, target, "e5m2")),
         (FileNotFoundError, "nothing", lambda: jc.round_file(tmp_path / "nothing.npy", target, "e5m2")),
     ):
         with pytest.raises(error, match=said):
@@ -103,3 +108,34 @@ jc.round_file({str(source)!r}, {str(target)!r}, "e5m2", progress=tell, chunk=400
     assert killed.returncode == -signal.SIGKILL
     assert source.read_bytes() == before and not target.exists()
     assert len(list(tmp_path.glob(".out.npy.*.part"))) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a FIFO")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.npy")
+    code = f"import jchop as jc; jc.round_file({str(tmp_path / 'pipe.npy')!r}, {str(tmp_path / 'out.npy')!r}, 'e5m2')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1].endswith(
+        "is no regular file, but a pipe or a device: it cannot be read in parts"
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be truncated")
+@pytest.mark.parametrize("order", "CF")
+def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path, order: Any) -> None:
+    """Mapped memory would end the process with SIGBUS."""
+    source, target = tmp_path / "in.npy", tmp_path / "out.npy"
+    np.save(source, np.asarray(numbers(256, 256), order=order))
+    code = f"""
+import os, jchop as jc
+def tell(done, total):
+    os.truncate({str(source)!r}, 20_000)
+try:
+    jc.round_file({str(source)!r}, {str(target)!r}, "int8(channel=0)", progress=tell, chunk=8192)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip().endswith("it became shorter while it was read")
+    assert list(tmp_path.iterdir()) == [source]

@@ -5,6 +5,7 @@ from jchop.storage._half_quadratic import fit_half_quadratic
 from jchop.storage._quantize import dequantize, fit_scale, quantize
 from jchop.storage._qwix import from_qwix, to_qwix
 from jchop.storage._save import load_safetensors, save_safetensors
+from jchop.storage._sharding import shardings
 from jchop.storage._tree import dequantize_params
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "load_safetensors",
     "quantize",
     "save_safetensors",
+    "shardings",
     "to_qwix",
 ]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from jchop._checks import check_int
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec, parse
 from jchop.storage._codes import gather, hold, is_packed, raw, spread
@@ -192,7 +193,8 @@ class QArray:
         Along an axis in groups only a slice of whole groups, of step 1, can be taken.
 
         Raises:
-            IndexError, TypeError: for an index of another kind, or outside.
+            IndexError, TypeError: for an index of another kind, or outside. A traced index outside is moved to the
+                end, as JAX does.
             ValueError: where a group would be cut.
         """
         entries = normalized(index, self.shape)
@@ -279,17 +281,16 @@ def _removes(entry: Index) -> bool:
 
 
 def _axis(axis: int, ndim: int) -> int:
-    if not -ndim <= axis < ndim:
-        raise ValueError(f"axis {axis} is none of an array of {ndim} axes")
-    return axis % ndim
+    return check_int("axes", axis, -ndim, ndim - 1) % ndim
 
 
 def _complete(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
     """A shape with its -1, if any, worked out."""
+    new = tuple(check_int("shape", n, -1) for n in new)
     total, known = math.prod(old), math.prod(n for n in new if n != -1)
     if new.count(-1) == 1 and known and total % known == 0:
         new = tuple(total // known if n == -1 else n for n in new)
-    if math.prod(new) != total or any(n < 0 for n in new):
+    if math.prod(new) != total or -1 in new:
         raise ValueError(f"shape={new} does not have the {total} elements of an array of shape {old}")
     return new
 

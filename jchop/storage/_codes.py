@@ -13,6 +13,7 @@ from jchop._bits import CARRIERS, Carrier
 from jchop._reference.codes import decode_elements, encode_elements, pack, unpack
 from jchop._reference.elements import round_elements
 from jchop._reference.scaled import narrow, widen
+from jchop._settings import compiled
 from jchop.formats import (
     ElementFormat,
     UniformFormat,
@@ -93,8 +94,8 @@ def gather(entries: Codes, fmt: ElementFormat) -> Codes:
     return _like(_pack(entries, fmt.bits), entries) if is_packed(fmt) else entries
 
 
-_unpack = jax.jit(unpack, static_argnums=(1, 2), inline=True)
-_pack = jax.jit(pack, static_argnums=1, inline=True)
+_unpack = compiled(unpack, static_argnums=(1, 2), inline=True)
+_pack = compiled(pack, static_argnums=1, inline=True)
 
 
 def _bits_as(codes: Codes, dtype: np.dtype) -> Codes:

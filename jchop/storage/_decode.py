@@ -13,10 +13,11 @@ from jax import lax
 
 from jchop._bits import CARRIERS
 from jchop._kernels.scaled_formats import dequantize_scaled, stored_shapes
+from jchop._reference.codes import packed_size
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec
-from jchop.storage._codes import decode_plain, raw
-from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of
+from jchop.storage._codes import code_dtype, decode_plain, is_packed, raw
+from jchop.storage._layout import OWN, WHOLE, Kind, from_end, kinds_of
 
 Array = jax.Array
 #: The scales: an array; two where a scale has two parts; None for a plain format.
@@ -62,6 +63,31 @@ def batch_axes(spec: Spec, shape: Sequence[int], scale: Scale) -> int:
         f"scale has the shape {' and '.join(map(str, found))}, which does not fit an array of shape {tuple(shape)} "
         f"quantized to {spec}"
     )
+
+
+def check_parts(q: Any) -> None:
+    """Sees that the leaves of a QArray have the shapes and dtypes that its spec says; nothing is computed.
+
+    Raises:
+        ValueError: for other ones, or axes of a format that are not counted from the end.
+    """
+    spec, shape = q.spec, shape_of(q.qvalue, q.size)
+    count = 1 if q.size is None else q.size
+    if is_packed(spec.element):
+        count = packed_size(count, spec.element.bits)
+    if not q.qvalue.shape or (q.size is None and len(q.qvalue.shape) != 1):
+        raise ValueError(f"qvalue of shape {list(q.qvalue.shape)} does not fit size={q.size}")
+    wanted = [((*q.qvalue.shape[:-1], count), code_dtype(spec.element))]
+    if spec.scaled is not None:
+        batch = batch_axes(spec, shape, q.scale)
+        if from_end(spec.scaled, len(shape) - batch) != spec.scaled:
+            raise ValueError(f"the axes of {spec} are not counted from the end")
+        parts = jax.tree.leaves(stored_shapes(spec, shape[batch:])[1:])
+        wanted += [((*shape[:batch], *part.shape), part.dtype) for part in parts]
+    found = [(tuple(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(q)]
+    if found != wanted:
+        texts = (" and ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves) for leaves in (found, wanted))
+        raise ValueError("the leaves are {}, and its spec has {}".format(*texts))
 
 
 def _parts(scale: Scale) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,9 @@ from typing import IO, Any, Self
 import ml_dtypes
 import numpy as np
 
+from jchop._files import open_regular
+from jchop.storage._json import MOST_ENTRIES, Reader, read_object, shown, small, strings
+
 #: The dtypes of the format by the names that it gives them.
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -28,6 +32,8 @@ DTYPES: dict[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "U16": np.dtype("<u2"),
     "I16": np.dtype("<i2"),
@@ -43,11 +49,12 @@ DTYPES: dict[str, np.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
-#: The longest header that is read, as in the reference implementation.
-_LONGEST = 100_000_000
+#: The longest header, in bytes, and the most axes of a tensor, as NumPy has them.
+_LONGEST = 1 << 24
+_MOST_AXES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a file.
 
@@ -81,17 +88,21 @@ class Entry:
 class TensorFile:
     """A safetensors file open for reading: its header now, the bytes of each tensor when they are asked for.
 
+    A file is refused if the reference implementation refuses it, and if a key stands twice. The header is checked as a
+    whole before memory is taken for a tensor.
+
     Args:
         path: of the file.
 
     Raises:
-        OSError: where it cannot be read.
-        ValueError: where it is no safetensors file; the message says what is wrong.
+        OSError: if it cannot be read.
+        ValueError: if it is no safetensors file; the message says what is wrong. Headers of more than 16 MiB, arrays of
+            more than 64 axes and dtypes that JAX lacks are refused, too.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file = self.path.open("rb")
+        self._file = open_regular(self.path)
         try:
             self.entries, self.metadata, self._data = _read_header(self._file, self.path)
         except BaseException:
@@ -105,9 +116,17 @@ class TensorFile:
         self._file.close()
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> np.ndarray:
-        """A whole tensor, or `count` of its elements from `start` on in C order, as a vector."""
+        """A whole tensor, or `count` of its elements from `start` on in C order, as a vector.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it has become shorter, or the tensor does not fit in memory.
+        """
         entry = self.entries[name]
-        array = np.empty(entry.shape if count is None else (count,), entry.dtype)
+        try:
+            array = np.empty(entry.shape if count is None else (count,), entry.dtype)
+        except MemoryError:
+            raise ValueError(f"{self.path}: tensor {name!r} of {entry.nbytes} bytes does not fit in memory") from None
         view = array.reshape(-1).view(np.uint8).data
         self._file.seek(self._data + entry.start + start * entry.dtype.itemsize)
         if self._file.readinto(view) != len(view):
@@ -117,26 +136,63 @@ class TensorFile:
 
 def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Entry], dict[str, str], int]:
     total = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if total < 8 or length > min(total - 8, _LONGEST):
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > total - 8:
         raise ValueError(f"{path} is no safetensors file: its first eight bytes are no length of a header")
+    if length > _LONGEST:
+        raise ValueError(f"{path} is no safetensors file: its header would take {length} bytes, and at most {_LONGEST}")
     try:
-        header = json.loads(file.read(length).decode("utf-8"))
+        # Each entry is checked as it is read: what JSON makes of it takes more memory than its text.
+        header = read_object(file.read(length).decode("utf-8"), partial(_reader, total - 8 - length))
         metadata = header.pop(_METADATA, {})
-        entries = {name: _entry(fields, total - 8 - length) for name, fields in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _check_places(header, total - 8 - length)
+    except ValueError as error:
         raise ValueError(f"{path} is no safetensors file: bad header ({error})") from None
-    return entries, metadata, 8 + length
+    return header, metadata, 8 + length
 
 
-def _entry(fields: Mapping[str, Any], size: int) -> Entry:
-    if fields["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {fields['dtype']!r} is not known")
-    start, end = fields["data_offsets"]
-    entry = Entry(DTYPES[fields["dtype"]], tuple(map(int, fields["shape"])), int(start))
-    if end - start != entry.nbytes or not 0 <= start <= end <= size:
-        raise ValueError(f"data_offsets {[start, end]} do not fit shape {list(entry.shape)} and the file")
+def _reader(size: int, name: str) -> Reader[Any]:
+    """What reads the value of a header's key, in a file of `size` bytes of data."""
+
+    def read(text: str, at: int) -> tuple[Entry, int]:
+        fields, end = small(text, at)
+        return _entry(name, fields, size), end
+
+    return strings if name == _METADATA else read
+
+
+def _entry(name: str, fields: Any, size: int) -> Entry:
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
+        raise ValueError(f"tensor {shown(name)} must be an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"tensor {shown(name)}: dtype {shown(dtype)} is not known")
+    if not are_counts(shape) or len(shape) > _MOST_AXES or math.prod(n or 1 for n in shape) >> 58:
+        allowed = f"a list of integers >= 0, at most {_MOST_AXES} and of a product below 2^58"
+        raise ValueError(f"tensor {shown(name)}: shape {shown(shape)} must be {allowed}")
+    if not are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor {shown(name)}: data_offsets {shown(offsets)} do not fit: they are no two integers")
+    entry = Entry(DTYPES[dtype], tuple(shape), offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes or offsets[1] > size:
+        raise ValueError(f"tensor {shown(name)}: data_offsets {offsets} do not fit shape {shown(shape)} and the file")
     return entry
+
+
+def are_counts(numbers: Any) -> bool:
+    """Whether they are a list of integers >= 0; booleans are none."""
+    return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
+
+
+def _check_places(entries: Mapping[str, Entry], size: int) -> None:
+    """Sees that the tensors fill the data, without gaps and overlaps, as the reference implementation does."""
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start != at:
+            raise ValueError(f"tensor {shown(name)} begins at byte {entry.start} of the data, and must at {at}")
+        at += entry.nbytes
+    if at != size:
+        raise ValueError(f"the tensors fill {at} bytes, and the file has {size}")
 
 
 def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -160,7 +216,7 @@ class TensorWriter:
 
     Raises:
         TypeError: for a dtype that the format does not have.
-        ValueError: for a tensor named as the metadata.
+        ValueError: for a tensor named as the metadata, or a header that is too long to be read again.
     """
 
     def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
@@ -175,6 +231,11 @@ class TensorWriter:
             }
         header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
         header += b" " * (-len(header) % 8)
+        if len(header) > _LONGEST or max(len(entries), len(metadata)) > MOST_ENTRIES:
+            raise ValueError(
+                f"{len(entries)} tensors and {len(metadata)} metadata make a header of {len(header)} bytes; a file has "
+                f"at most {MOST_ENTRIES} of each and a header of {_LONGEST}"
+            )
         self._file, self._entries, self._data = file, entries, 8 + len(header)
         self._written = dict.fromkeys(entries, 0)
         file.write(len(header).to_bytes(8, "little") + header)
@@ -191,13 +252,11 @@ class TensorWriter:
         self._written[name] = at + len(data)
 
     def finish(self) -> None:
-        """Sees that every byte was written and has left the program's and the system's buffers.
+        """Sees that every byte was written.
 
         Raises:
-            ValueError: where a tensor lacks bytes.
+            ValueError: if a tensor lacks bytes.
         """
         short = [name for name in self._entries if self._written[name] != self._entries[name].nbytes]
         if short:
             raise ValueError(f"tensors not wholly written: {', '.join(short)}")
-        self._file.flush()
-        os.fsync(self._file.fileno())

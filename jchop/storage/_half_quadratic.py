@@ -15,12 +15,17 @@ from jax import lax
 from jchop._bits import types_for
 from jchop._checks import check_bool, check_int
 from jchop._reference.groups import Groups
-from jchop.formats import ScaledFormat
+from jchop._settings import compiled
+from jchop.formats import ScaledFormat, bfloat16, binary16, binary32, binary64
+from jchop.rounding import Rounding
 from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage._layout import from_end
 from jchop.storage._quantize import _as_array, dequantize, fit_scale, quantize
 
 Array = jax.Array
+
+#: The formats of scales that are arrays of a carrier dtype.
+_SCALES = (binary16, bfloat16, binary32, binary64)
 
 
 def fit_half_quadratic(
@@ -43,7 +48,8 @@ def fit_half_quadratic(
 
     Args:
         x: the array, as in `quantize`.
-        spec: of a format with ``zero_point="float"`` whose scales are float16, bfloat16, float32 or float64.
+        spec: of a format with ``zero_point="float"`` whose scales are float16, bfloat16, float32 or float64, as
+            ``"uint4(group=64,zero_point=float)"``. A stochastic rounding counts as one to nearest in the search.
         iterations: turns, at least 1. Default 20.
         norm: p, from 0 to 1, both excluded. Default 0.7.
         weight: b in the first turn, above 0. Default 10.
@@ -55,7 +61,7 @@ def fit_half_quadratic(
         ``(scale, zero_point)``, as `fit_scale` returns them and `quantize` takes them.
 
     Raises:
-        ValueError: for another format, or a number out of range.
+        TypeError, ValueError: for another format, or a number out of range.
 
     Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
 
@@ -69,24 +75,46 @@ def fit_half_quadratic(
     spec = as_spec(spec, scaled=True)
     fmt = spec.scaled
     if fmt is None or fmt.zero_point != "float":
-        raise ValueError(f"spec={str(spec)!r} has no zero points that are numbers; zero_point='float' makes some")
+        raise ValueError(
+            f"spec={str(spec)!r} has zero_point={fmt.zero_point if fmt else False}; the search moves zero points that "
+            "are numbers: zero_point='float', in text 'uint4(group=64,zero_point=float)'"
+        )
+    if fmt.scale not in _SCALES:
+        raise ValueError(
+            f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "
+            "float16, bfloat16, float32 and float64"
+        )
     check_int("iterations", iterations, 1)
     check_bool("whole_start", whole_start)
-    for name, value, most in (("norm", norm, 1.0), ("weight", weight, math.inf), ("growth", growth, math.inf)):
-        if not 0 < value < most:
-            raise ValueError(f"{name}={value!r} must lie between 0 and {most}")
+    settings = (
+        _between("norm", norm, 1.0),
+        _between("weight", weight, math.inf),
+        _between("growth", growth, math.inf),
+    )
     array, numpy = _as_array(x)
-    spec = replace(spec, format=from_end(fmt, array.ndim), gradient=Gradient())
+    nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # a search has nothing to draw
+    spec = replace(spec, format=from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
     scale, zero_point = fit_scale(array, spec)
-    if not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise ValueError(f"spec={str(spec)!r} keeps scales as codes; they must be numbers for a search")
     with types_for(array.dtype):
         if whole_start:
             zero_point = ((zero_point / scale).round() * scale).astype(scale.dtype)
-        settings = (norm, weight, growth)
         if array.size:
             zero_point = _search(jnp.asarray(array), scale, zero_point, settings, spec=spec, iterations=iterations)
         return scale, np.asarray(zero_point) if numpy else zero_point
+
+
+def _between(name: str, value: Any, most: float) -> float:
+    """A number above 0 and below `most`."""
+    allowed = "a finite number above 0" if most == math.inf else f"a number between 0 and {most:g}, both excluded"
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError
+        number = float(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} must be {allowed}") from None
+    if not 0 < number < most:
+        raise ValueError(f"{name}={value!r} must be {allowed}")
+    return number
 
 
 class _State(NamedTuple):
@@ -97,7 +125,7 @@ class _State(NamedTuple):
     improves: Array
 
 
-@partial(jax.jit, static_argnames=("spec", "iterations"))
+@partial(compiled, static_argnames=("spec", "iterations"))
 def _search(x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *, spec: Spec, iterations: int) -> Array:
     fmt = spec.scaled
     assert fmt is not None

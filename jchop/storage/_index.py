@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._checks import as_numpy
 from jchop.storage._layout import OWN, WHOLE, Kind
 
 #: An integer or scalar array, a slice, or a vector of integers.
@@ -20,7 +22,7 @@ def normalized(index: Any, shape: Sequence[int]) -> list[Index]:
     """One entry for each axis: slices that take a whole axis as ``slice(None)``, static integers from 0 on.
 
     Raises:
-        IndexError: for too many entries, or a static integer outside.
+        IndexError: for too many entries, or a known integer outside.
         TypeError: for an entry of another kind.
     """
     given = list(index) if isinstance(index, tuple) else [index]
@@ -44,8 +46,9 @@ def _entry(axis: int, entry: Any, n: int) -> Index:
         start, stop, step = entry.indices(n)
         return slice(None) if (start, stop, step) == (0, n, 1) else slice(start, None if stop < 0 else stop, step)
     if isinstance(entry, jax.Array | np.ndarray | list):
-        entry = jnp.asarray(entry) if not isinstance(entry, jax.Array) else entry
+        entry = entry if isinstance(entry, jax.Array) else jnp.asarray(as_numpy("index", entry))
         if entry.ndim <= 1 and jnp.issubdtype(entry.dtype, jnp.integer):
+            _require_inside(axis, entry, n)
             return entry
     elif not isinstance(entry, bool) and hasattr(entry, "__index__"):
         number = operator.index(entry)
@@ -53,6 +56,16 @@ def _entry(axis: int, entry: Any, n: int) -> Index:
             raise IndexError(f"index {number} is outside axis {axis} of length {n}")
         return number % n
     raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or a vector of integers")
+
+
+def _require_inside(axis: int, entry: jax.Array, n: int) -> None:
+    """Refuse known indexes beyond an end, which JAX would move to it."""
+    if isinstance(entry, jax.core.Tracer):
+        return
+    values = np.asarray(entry)
+    outside = values[(values < -n) | (values >= n)]
+    if outside.size:
+        raise IndexError(f"index {outside.flat[0]} is outside axis {axis} of length {n}")
 
 
 def scale_entry(axis: int, entry: Index, kind: Kind, n: int) -> Index:

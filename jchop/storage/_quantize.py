@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,16 +14,17 @@ import numpy as np
 from jax import lax
 
 from jchop._bits import CARRIERS, types_for
-from jchop._checks import check_choice
+from jchop._checks import as_numpy, check_choice
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled_formats import fit_scaled, quantize_scaled, stored_shapes
 from jchop._reference.place import Place
 from jchop._reference.random_bits import seed_words
 from jchop._round import _keys, _place, round_to_format
+from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage._array import QArray
-from jchop.storage._codes import code_dtype, encode_plain
+from jchop.storage._codes import code_dtype, encode_plain, hold
 from jchop.storage._decode import Form, Scale, decode
 from jchop.storage._layout import from_end
 
@@ -51,9 +53,11 @@ def quantize(
             gradient says nothing here.
         key: a typed key, needed by the stochastic modes.
         scale: scales to use in place of those that the format's rule gives, in the form that `fit_scale` returns:
-            numbers above zero, which are kept as they are. Under a scale of 0 every number becomes 0 again, and its
-            code says nothing. Default: fitted to `x`.
-        zero_point: zero points, along with `scale`, for a format that has them; integers lie within its codes.
+            finite numbers above zero, which are kept as they are. Within jit their values are not known and not
+            checked: a NaN then gives NaN, a negative scale numbers of the other sign, a scale of 0 gives 0, and its
+            codes say nothing. Default: fitted to `x`.
+        zero_point: zero points, along with `scale`, for a format that has them; integers lie within its codes, floats
+            are finite.
         offset: as in `round_to_format`: where `x` lies in a larger array, for the random bits. Default 0.
         impl: as in `round_to_format`.
 
@@ -63,7 +67,7 @@ def quantize(
     Raises:
         TypeError: for a dtype that is no carrier, or a key that is no typed key.
         ValueError: for codes of more than 8 bits (16 under a plain format), a stochastic spec without a key, scales of
-            another form, a carrier that cannot hold the results, or an axis that `x` does not have.
+            another form or value, a carrier that cannot hold the results, or an axis that `x` does not have.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -182,7 +186,7 @@ class _How:
     impl: str
 
 
-@partial(jax.jit, static_argnames="how", inline=True)
+@partial(compiled, static_argnames="how", inline=True)
 def _quantize(x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point: Any, *, how: _How) -> tuple:
     drawn = () if key is None else (*seed_words(key), *starts)
     x, scale = lax.stop_gradient((jnp.asarray(x), scale))
@@ -191,17 +195,17 @@ def _quantize(x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point
     return quantize_scaled(x, *drawn, spec=how.spec, scale=scale, zero_point=zero_point, **more)
 
 
-@partial(jax.jit, static_argnames="fmt", inline=True)
+@partial(compiled, static_argnames="fmt", inline=True)
 def _encode(rounded: Array, *, fmt: ElementFormat) -> Array:
     return encode_plain(rounded.reshape(rounded.shape or (1,)), fmt)
 
 
-@partial(jax.jit, static_argnames="spec", inline=True)
+@partial(compiled, static_argnames="spec", inline=True)
 def _fit(x: Any, *, spec: Spec) -> tuple[Scale, Any]:
     return fit_scaled(lax.stop_gradient(jnp.asarray(x)), spec=spec)
 
 
-@partial(jax.jit, static_argnames="form", inline=True)
+@partial(compiled, static_argnames="form", inline=True)
 def _dequantize(qvalue: Any, scale: Scale, zero_point: Any, add_to: Any, *, form: Form) -> Array:
     scale = jax.tree.map(jnp.asarray, scale)
     numbers = decode(form, jnp.asarray(qvalue), scale, None if zero_point is None else jnp.asarray(zero_point))
@@ -214,9 +218,7 @@ def _dequantize(qvalue: Any, scale: Scale, zero_point: Any, add_to: Any, *, form
 def _as_array(x: Any) -> tuple[Array | np.ndarray, bool]:
     """`x` as an array of a carrier, and whether the result is to be NumPy."""
     numpy = not isinstance(x, Array)
-    array = np.asarray(x) if numpy else x
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
+    array = as_numpy("x", x) if numpy else x
     if array.dtype.name not in CARRIERS:
         raise TypeError(
             f"x has dtype {array.dtype}, which cannot be quantized; allowed: {', '.join(CARRIERS)}. Convert it first, "
@@ -238,14 +240,45 @@ def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, An
                 f"{name} is {_described(value)}; for x of shape {x.shape} and spec={str(spec)!r} it must be "
                 f"{_described(wanted)}"
             )
+    _check_scale(scale, spec, x.shape)
     _check_zero_point(zero_point, spec)
     return scale, zero_point
 
 
+def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
+    """Refuses scales that no fit gives. Within a trace they are not known, and have to be right."""
+    if _is_traced(scale):
+        return
+    fmt = spec.scaled
+    assert fmt is not None
+    values = list(scale) if isinstance(scale, tuple) else [scale]
+    if isinstance(fmt.scale, ScaledFormat):
+        codes, inner = scale[:2]
+        zero = scale[2] if fmt.scale.zero_point else None
+        counts = fmt.scale_shape(shape)
+        size = counts[-1] if counts else None
+        stored = QArray(hold(codes, fmt.scale.element), inner, zero, Spec(fmt.scale), size, np.dtype("f4"))
+        values = [dequantize(stored), inner]
+        fmt = fmt.scale
+    for kept in values:
+        assert isinstance(fmt.scale, ElementFormat)
+        numbers = _values(kept, fmt.scale)
+        wrong = numbers[~(np.isfinite(numbers) & (numbers > 0))]
+        if wrong.size:
+            raise ValueError(f"scale has {wrong[0]}; for spec={str(spec)!r} scales must be finite and above zero")
+
+
 def _check_zero_point(zero_point: Any, spec: Spec) -> None:
-    """Refuses integer zero points that no fit gives. Within a trace they are not known, and have to be right."""
+    """Refuses zero points that no fit gives. Within a trace they are not known, and have to be right."""
     fmt = spec.element
-    if spec.scaled is None or spec.scaled.zero_point is not True or isinstance(zero_point, jax.core.Tracer):
+    if spec.scaled is None or not spec.scaled.zero_point or _is_traced(zero_point):
+        return
+    if spec.scaled.zero_point == "float":
+        assert isinstance(spec.scaled.scale, ElementFormat)
+        numbers = _values(zero_point, spec.scaled.scale)
+        if not np.isfinite(numbers).all():
+            wrong = numbers[~np.isfinite(numbers)][0]
+            raise ValueError(f"zero_point has {wrong}; for spec={str(spec)!r} zero points must be finite")
         return
     values = np.asarray(zero_point)
     assert isinstance(fmt, UniformFormat)
@@ -255,6 +288,19 @@ def _check_zero_point(zero_point: Any, spec: Spec) -> None:
             f"zero_point has {outside.flat[0]}; for spec={str(spec)!r} it must lie between {fmt.min_code} and "
             f"{fmt.max_code}"
         )
+
+
+def _is_traced(parts: Any) -> bool:
+    return any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(parts))
+
+
+def _values(stored: Any, fmt: ElementFormat) -> np.ndarray:
+    """The distinct numbers that stored scales are: themselves if of a float dtype, else what their codes stand for."""
+    distinct = np.unique(np.asarray(stored).astype(np.float64))
+    if jnp.issubdtype(stored.dtype, jnp.floating):
+        return distinct
+    values = (fmt.value_of(int(code) % (1 << fmt.bits)) for code in distinct)
+    return np.array([math.nan if value is None else float(value) for value in values])
 
 
 def _described(parts: Any) -> str:

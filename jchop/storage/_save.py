@@ -12,15 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._bits import CARRIERS
+from jchop._checks import check_bool
 from jchop._files import write_atomically
 from jchop.formats import ScaledFormat
 from jchop.spec import parse
 from jchop.storage._array import QArray
+from jchop.storage._decode import check_parts
 from jchop.storage._file import Entry, TensorFile, TensorWriter, lay_out
+from jchop.storage._json import read_object, shown, small
+from jchop.storage._nested import TREE, nest, paths_in, tree_metadata
 
 #: Under this name the metadata of a file say which tensors are the leaves of QArrays: JSON, for the name of each its
 #: spec as text, the length of its last axis and its dtype.
 QARRAYS = "jchop.qarrays"
+#: The most differing leaves that an error tells.
+_MOST_TOLD = 3
 
 
 def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -33,13 +40,15 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     own.
 
     Args:
-        path: of the file.
-        tree: a container (dict, list, NNX state ...) of JAX and NumPy arrays and QArrays.
+        path: of the file. A symbolic link is replaced; the file that it leads to stays.
+        tree: a container (dict, list, NNX state ...) of JAX and NumPy arrays and QArrays. The data of each array must
+            be on this process.
         metadata: texts to store beside. Default: none.
 
     Raises:
-        TypeError: for a leaf that is no array, or of a dtype that a file cannot have.
-        ValueError: for two leaves of one name, or metadata named as jchop's own.
+        TypeError: for a leaf that is no array, or of a dtype that a file cannot have, and metadata that is no text.
+        ValueError: for two leaves of one name, metadata named as jchop's own, or an array spread over several
+            processes.
         OSError: where the file cannot be written.
 
     Example:
@@ -49,20 +58,21 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
         >>> jc.load_safetensors(path)["kernel"].bits_per_element
         5.0
     """
-    if metadata and QARRAYS in metadata:
-        raise ValueError(f"metadata has an entry {QARRAYS!r}, which is jchop's own")
+    texts = _checked_metadata(metadata)
     tensors: dict[str, Any] = {}
     described: dict[str, dict[str, Any]] = {}
-    for name, leaf in _named_leaves(tree):
+    leaves = _named_leaves(tree)
+    used: set[str] = set()
+    for name, _, leaf in leaves:
         parts = {name: leaf}
         if isinstance(leaf, QArray):
             parts, described[name] = parts_of(name, leaf), description(leaf)
-        for part, array in parts.items():
-            if part in tensors:
-                raise ValueError(f"tree has two leaves of the name {part!r}")
-            tensors[part] = array
+        if twice := used & {name, *parts}:
+            raise ValueError(f"tree has two leaves of the name {min(twice)!r}")
+        used |= {name, *parts}
+        tensors |= parts
     entries = lay_out({name: _entry(name, array) for name, array in tensors.items()})
-    texts = dict(metadata or {}) | qarray_metadata(described)
+    texts |= qarray_metadata(described) | tree_metadata({name: path for name, path, _ in leaves})
 
     def write(file: Any) -> None:
         writer = TensorWriter(file, entries, texts)
@@ -73,47 +83,76 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     write_atomically(Path(path), write)
 
 
-def load_safetensors(path: str | os.PathLike[str], *, like: Any = None) -> Any:
+def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: bool = False) -> Any:
     """Reads what `save_safetensors` wrote, or any other safetensors file.
 
     Args:
         path: of the file.
-        like: a pytree of the structure that is wanted; its leaves (and QArrays) give names alone. Default: none.
+        like: a pytree of the structure that is wanted. Its arrays, QArrays and `jax.ShapeDtypeStruct` (as
+            `jax.eval_shape` gives them) must have the shapes, dtypes and specs of the file. A leaf without a shape and
+            a dtype, such as 0, stands for any array. Default: none.
+        nested: gives the dicts and lists that were saved, from the record that `save_safetensors` makes of them.
+            Default: False.
 
     Returns:
-        JAX arrays and QArrays of them: in a dict by name, or in the structure of `like`. 64-bit data stays so, whatever
-        the state of ``jax_enable_x64``.
+        JAX arrays and QArrays of them: in a dict by name, in the saved dicts and lists, or in the structure of `like`.
+        64-bit data stays so, whatever the state of ``jax_enable_x64``. Tuples and other sequences come back as lists,
+        other containers as dicts; those without arrays do not come back.
 
     Raises:
-        ValueError: for what is no such file, or one whose names are not those of `like`.
+        ValueError: for what is no such file, or is damaged; for arrays other than those of `like`; if `nested` is given
+            along with `like`, or for a file without a record.
         OSError: where it cannot be read.
 
     Example:
-        >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
+        >>> import tempfile, pathlib, jax, jax.numpy as jnp, jchop as jc
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
         >>> jc.save_safetensors(path, {"layers": [{"bias": jnp.arange(3.0)}]})
         >>> jc.load_safetensors(path)
         {'layers.0.bias': Array([0., 1., 2.], dtype=float32)}
-        >>> jc.load_safetensors(path, like={"layers": [{"bias": 0}]})
+        >>> jc.load_safetensors(path, nested=True)
+        {'layers': [{'bias': Array([0., 1., 2.], dtype=float32)}]}
+        >>> jc.load_safetensors(path, like={"layers": [{"bias": jax.ShapeDtypeStruct((3,), "float32")}]})
         {'layers': [{'bias': Array([0., 1., 2.], dtype=float32)}]}
     """
+    check_bool("nested", nested)
+    if nested and like is not None:
+        raise ValueError("nested=True says nothing beside like=, which gives the structure")
     with TensorFile(path) as file, jax.enable_x64(True):
         described = described_in(file)
-        owners = {part: name for name, fields in described.items() for part in part_names(name, fields)}
-        missing = sorted(set(owners) - set(file.entries))
-        if missing:
-            raise ValueError(f"{file.path} lacks tensors of its QArrays: {', '.join(missing)}")
+        owners = {part for name, fields in described.items() for part in part_names(name, fields)}
+        paths = paths_in(file, {*described, *file.entries} - owners) if nested else {}
         found: dict[str, Any] = {name: jnp.asarray(file.read(name)) for name in file.entries if name not in owners}
         for name, fields in described.items():
-            arrays = [jnp.asarray(file.read(part)) for part in part_names(name, fields)]
-            found[name] = _joined(arrays, fields)
+            found[name] = _joined([jnp.asarray(file.read(part)) for part in part_names(name, fields)], fields)
+    if nested:
+        return nest([(paths[name], found[name]) for name in found])
     if like is None:
         return found
-    names = [name for name, _ in _named_leaves(like)]
-    if set(names) != set(found):
-        lacking, more = sorted(set(names) - set(found)), sorted(set(found) - set(names))
+    wanted = {name: leaf for name, _, leaf in _named_leaves(like)}
+    if set(wanted) != set(found):
+        lacking, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
         raise ValueError(f"{path} and like= differ: not in the file {lacking}, in the file alone {more}")
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [found[name] for name in names])
+    _check_like(path, wanted, found)
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [found[name] for name in wanted])
+
+
+def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Sees that arrays are as those of `like`."""
+    pairs = {name: (_facts(found[name]), _facts(leaf)) for name, leaf in wanted.items()}
+    other = [f"{name!r} is {got}, and {want} in like" for name, (got, want) in pairs.items() if want not in (None, got)]
+    if other:
+        more = f"; and {len(other) - _MOST_TOLD} more" if len(other) > _MOST_TOLD else ""
+        raise ValueError(f"{path} and like= differ: {'; '.join(other[:_MOST_TOLD])}{more}")
+
+
+def _facts(leaf: Any) -> str | None:
+    """The spec, dtype and shape of a leaf, and for a QArray those of its parts; None where it has none."""
+    arrays = jax.tree.leaves(leaf) if _is_qarray(leaf) else [leaf]
+    if not all(hasattr(array, "dtype") and hasattr(array, "shape") for array in arrays):
+        return None
+    parts = " and ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+    return f"{leaf.spec} of {leaf.dtype}{list(leaf.shape)} ({parts})" if _is_qarray(leaf) else parts
 
 
 # -- QArrays as tensors ------------------------------------------------------------------------------------------------
@@ -157,15 +196,46 @@ def qarray_metadata(described: Mapping[str, Mapping[str, Any]]) -> dict[str, str
 
 
 def described_in(file: TensorFile) -> dict[str, dict[str, Any]]:
-    """What a file says of the QArrays in it.
+    """What a file says of the QArrays in it: for the name of each its spec, the length of its last axis and its dtype.
 
     Raises:
-        ValueError: where that cannot be read.
+        ValueError: where that cannot be read, or the tensors of a QArray are not as its spec has them.
     """
+    found = _own_metadata(file, QARRAYS)
+    for name, fields in found.items():
+        try:
+            _check_described(file, name, fields)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"{file.path}: bad metadata {QARRAYS!r} for {shown(name)}: {error}") from None
+    return found
+
+
+def _own_metadata(file: TensorFile, key: str) -> dict[str, Any]:
+    """A JSON object in the metadata of a file; empty where there is none."""
     try:
-        return json.loads(file.metadata.get(QARRAYS, "{}"))
+        return read_object(file.metadata.get(key, "{}"), lambda _: small)
     except ValueError as error:
-        raise ValueError(f"{file.path}: bad metadata {QARRAYS!r} ({error})") from None
+        raise ValueError(f"{file.path}: bad metadata {key!r} ({error})") from None
+
+
+def _check_described(file: TensorFile, name: str, fields: Any) -> None:
+    """Sees that a QArray can be made of the tensors that a file has for it."""
+    if not isinstance(fields, dict) or set(fields) != {"spec", "size", "dtype"}:
+        raise ValueError(f"{shown(fields)} must be an object of spec, size and dtype")
+    spec, size, dtype = fields["spec"], fields["size"], fields["dtype"]
+    if not isinstance(spec, str):
+        raise ValueError(f"spec={shown(spec)} must be a text")
+    if not (size is None or (type(size) is int and size >= 0)):
+        raise ValueError(f"size={shown(size)} must be an integer >= 0, or null")
+    if not isinstance(dtype, str) or dtype not in CARRIERS:
+        raise ValueError(f"dtype={shown(dtype)} must be one of {', '.join(CARRIERS)}")
+    parts = part_names(name, fields)
+    if missing := [part for part in parts if part not in file.entries]:
+        raise ValueError(f"the file lacks tensors of its QArrays: {', '.join(missing)}")
+    if name in file.entries:
+        raise ValueError("a tensor has this name, too")
+    entries = [file.entries[part] for part in parts]
+    check_parts(_joined([jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in entries], fields))
 
 
 def _joined(arrays: list[Any], fields: Mapping[str, Any]) -> QArray:
@@ -185,11 +255,12 @@ def _is_qarray(node: Any) -> bool:
     return isinstance(node, QArray)
 
 
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def _named_leaves(tree: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """The name, path and value of each leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_qarray)[0]
     if leaves and not leaves[0][0]:
         raise ValueError("a single array has no name; put it into a dict: {'name': array}")
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), path, leaf) for path, leaf in leaves]
 
 
 def _entry(name: str, leaf: Any) -> Entry:
@@ -197,9 +268,26 @@ def _entry(name: str, leaf: Any) -> Entry:
         raise TypeError(f"leaf {name!r} is {leaf!r}, and only arrays and QArrays are saved")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise TypeError(f"leaf {name!r} is a typed key; save jax.random.key_data of it")
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        raise ValueError(
+            f"leaf {name!r} is spread over several processes, and one process writes a file: gather the tree in all of "
+            "them with jax.experimental.multihost_utils.process_allgather(tree, tiled=True), and save it in one"
+        )
     entry = Entry(np.dtype(leaf.dtype), tuple(leaf.shape))
     try:
         entry.dtype_name  # noqa: B018
     except TypeError as error:
         raise TypeError(f"leaf {name!r}: {error}") from None
     return entry
+
+
+def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """Metadata of the caller, which must be texts under other names than jchop's."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata={metadata!r} must be a mapping of texts to texts")
+    for key, text in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise TypeError(f"metadata has the entry {key!r}: {text!r}, and both must be texts")
+        if key in (QARRAYS, TREE):
+            raise ValueError(f"metadata has an entry {key!r}, which is jchop's own")
+    return dict(metadata or {})

@@ -54,12 +54,26 @@ def test_kinds_of_arrays() -> None:
 def test_refused() -> None:
     x = np.ones((2, 8), np.float32)
     for said, text, options in (
-        ("zero_point='float' makes some", "uint4(group=8,zero_point=true)", {}),
-        ("zero_point='float' makes some", "e4m3", {}),
-        ("keeps scales as codes", "int4(group=8,zero_point=float,scale=e4m3fn)", {}),
+        ("has zero_point=True.*'uint4.*zero_point=float", "uint4(group=8,zero_point=true)", {}),
+        ("has zero_point=False.*'uint4.*zero_point=float", "e4m3", {}),
+        ("must be True, False or 'float'", "uint4(group=8,zero_point=floats)", {}),
+        (
+            "has scale='float8_e4m3fn'; the search needs one of float16",
+            "int4(group=8,zero_point=float,scale=e4m3fn)",
+            {},
+        ),
         ("iterations=0", "int4(group=8,zero_point=float)", {"iterations": 0}),
         ("norm=1.0", "int4(group=8,zero_point=float)", {"norm": 1.0}),
         ("weight=0", "int4(group=8,zero_point=float)", {"weight": 0}),
     ):
         with pytest.raises(ValueError, match=said):
             FIT(x, text, **options)  # type: ignore[arg-type]
+    for name, value in (("norm", "a"), ("norm", None), ("weight", True), ("growth", np.ones(2))):
+        with pytest.raises(TypeError, match=f"{name}=.* must be a"):
+            FIT(x, "int4(group=8,zero_point=float)", **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_stochastic_rounding_is_one_to_nearest_in_the_search() -> None:
+    x = np.random.default_rng(5).normal(size=(2, 8)).astype(np.float32)
+    text = "int4(group=8,zero_point=float)"
+    np.testing.assert_array_equal(FIT(x, f"{text}:stochastic"), FIT(x, text))

@@ -110,6 +110,24 @@ def test_the_size_of_scales_that_are_quantized_again_in_memory(text: str, shape:
     test_sizes_are_those_of_the_arrays(text, shape, bits)
 
 
+def test_the_largest_of_scales_that_are_quantized_again_stays_finite() -> None:
+    """255 steps from the smallest scale lie half a unit above the largest number, and would round to infinity."""
+    top, other = np.finfo(np.float32).max, np.float32(float.fromhex("0x1.66f0dp+119"))
+    x = np.repeat(np.array([[top, other]], np.float32), 8, axis=1)
+    q = jc.quantize(x, "nf4(group=8,scale=uint8(group=2,zero_point=float))")
+    same(jc.dequantize(q), x)
+
+
+def test_codes_of_scales_that_say_zero_are_the_smallest_scale() -> None:
+    """No fit gives them, and within jit they cannot be refused."""
+    tiny = np.float32(2.0**-149)
+    x = np.array([[3.0, -5.0, 0.0, tiny] * 2], np.float32)
+    text = "int4(group=8,scale=int8(channel=0))"
+    (codes, outer), _ = jc.fit_scale(x, text)
+    given = jax.jit(lambda x, codes: jc.dequantize(jc.quantize(x, text, scale=(codes, outer))))
+    same(given(x, 0 * codes), np.array([[7 * tiny, -8 * tiny, 0.0, tiny] * 2], np.float32))
+
+
 def test_odd_rows_waste_less_than_a_byte() -> None:
     x = jnp.ones((3, 37))
     for bits in (3, 4, 5, 8):
@@ -220,6 +238,41 @@ def test_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_scales_that_no_fit_gives_are_refused(bad: float) -> None:
+    x = numbers((2, 32))
+    scale = np.array([[1.0], [bad]], np.float32)
+    with pytest.raises(ValueError, match=f"scale has {bad}; .*finite and above zero"):
+        jc.quantize(x, "int8(channel=0)", scale=scale)
+    (groups, _), _ = jc.fit_scale(x, "nvfp4")
+    with pytest.raises(ValueError, match=f"scale has {bad}"):
+        jc.quantize(x, "nvfp4", scale=(groups, np.float32(bad)))
+    text = "int4(group=8,scale=int8(channel=0))"
+    (codes, outer), _ = jc.fit_scale(x, text)
+    with pytest.raises(ValueError, match="scale has"):
+        jc.quantize(x, text, scale=(codes, np.full_like(outer, bad)))
+    # Within jit the values are not known; shapes and dtypes are.
+    given = jax.jit(lambda x, scale: jc.dequantize(jc.quantize(x, "int8(channel=0)", scale=scale)))
+    assert given(x, scale).shape == x.shape
+    with pytest.raises(ValueError, match=r"must be float32\[2, 1\]"):
+        given(x, scale[:, 0])
+
+
+def test_codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None:
+    x = numbers((2, 32))
+    for text, code, value in (("mxfp4", 255, "nan"), ("int4(group=32,scale=e4m3fn)", 0x80, "0.0")):
+        with pytest.raises(ValueError, match=f"scale has -?{value}"):
+            jc.quantize(x, text, scale=np.array([[1], [code]], np.uint8))
+    scale, zero = jc.fit_scale(x, "uint4(channel=0,zero_point=float)")
+    with pytest.raises(ValueError, match="zero_point has nan"):
+        jc.quantize(x, "uint4(channel=0,zero_point=float)", scale=scale, zero_point=np.full_like(zero, np.nan))
+    texts = ("nvfp4", "mxfp4", "int4(group=8,scale=int8(channel=0))", "uint4(group=8,zero_point=float)")
+    for text in (*texts, "nf4(group=8,scale=uint8(group=2,zero_point=float))", "int4(group=8,scale=float16)"):
+        for y in (x, 0 * x, np.float32(1e-45) * x, np.float32(1e38) * np.sign(x)):
+            scale, zero = jc.fit_scale(y, text)
+            jax.tree.map(same, jc.quantize(y, text, scale=scale, zero_point=zero).scale, scale)
 
 
 def test_other_dtypes_are_rounded_once() -> None:

@@ -77,5 +77,5 @@ def test_where_qwix_is_missing_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "qwix" else find(name, *more))
     q = jc.quantize(np.ones(4, np.float32), "int8(group=tensor)")
     for convert in (jc.to_qwix, jc.from_qwix):
-        with pytest.raises(ModuleNotFoundError, match=r"needs qwix: pip install .jchop\[qwix\]"):
+        with pytest.raises(ModuleNotFoundError, match=r"needs qwix: pip install .\.\[qwix\]"):
             convert(q)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ import jchop as jc
 from jchop.storage import QArray
 from jchop.storage import _save as save
 from jchop.storage._file import DTYPES, Entry, TensorFile, TensorWriter, lay_out
+from jchop.storage._stream import Rule, quantize_file
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def same(got: Any, wanted: Any) -> None:
@@ -155,6 +161,134 @@ def test_refused_files(tmp_path: Path) -> None:
     with path.open("wb") as out:
         TensorWriter(out, lay_out(entries), metadata).write("w.qvalue", np.zeros((2, 4), np.uint8))
     loaded("lacks tensors of its QArrays: w.scale")
+
+
+def test_like_says_which_leaf_differs(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    q = jc.quantize(jnp.ones((2, 32)), "mxfp4")
+    saved = {"a": {"kernel": q, "bias": jnp.ones(3)}, "b": jnp.zeros((2, 2), jnp.int32)}
+    jc.save_safetensors(path, saved)
+    same(jc.load_safetensors(path, like=jax.eval_shape(lambda: saved)), saved)
+    same(jc.load_safetensors(path, like={"a": {"kernel": 0, "bias": 0}, "b": 0}), saved)
+    other = jax.eval_shape(lambda: jc.quantize(jnp.ones((2, 32)), "mxfp4(group=16)"))
+    short = jax.eval_shape(lambda: jc.quantize(jnp.ones((1, 32)), "mxfp4"))
+    half = jax.eval_shape(lambda: jc.quantize(jnp.ones((2, 32), jnp.bfloat16), "mxfp4"))
+    for name, leaf, said in (
+        ("kernel", other, r"'a\.kernel' is mxfp4 of float32\[2, 32\].*, and mxfp4\(group=16\)"),
+        ("kernel", short, r"'a\.kernel' is .*, and mxfp4 of float32\[1, 32\]"),
+        ("kernel", half, r"'a\.kernel' is .*, and mxfp4 of bfloat16\[2, 32\]"),
+        ("kernel", jnp.ones((2, 32)), r"'a\.kernel' is mxfp4 .*, and float32\[2, 32\] in like"),
+        ("bias", q, r"'a\.bias' is float32\[3\], and mxfp4"),
+        ("bias", jax.ShapeDtypeStruct((4,), jnp.float32), r"'a\.bias' is float32\[3\], and float32\[4\] in like"),
+        ("bias", np.ones(3, np.float16), r"'a\.bias' is float32\[3\], and float16\[3\] in like"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            jc.load_safetensors(path, like={"a": saved["a"] | {name: leaf}, "b": saved["b"]})
+    many = {str(i): jnp.zeros(i) for i in range(1, 6)}
+    jc.save_safetensors(path, many)
+    with pytest.raises(ValueError, match=r"'3' is float32\[3\].*; and 2 more"):
+        jc.load_safetensors(path, like={name: jnp.zeros(9) for name in many})
+
+
+def test_dicts_and_lists_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    q = jc.quantize(jnp.ones((2, 32)), "nvfp4")
+    saved = {
+        "layers": [{"kernel": q}, {"kernel": jnp.ones(2), "with.dots": jnp.ones(3)}],
+        "blocks": {0: jnp.ones(1), 10: {"": jnp.zeros(2)}},
+        "0": [[jnp.ones(1)], [jnp.ones(2), jnp.ones(3)]],
+        'ä \n"': jnp.ones(4),
+    }
+    jc.save_safetensors(path, saved)
+    same(jc.load_safetensors(path, nested=True), saved)
+    jc.save_safetensors(path, {"pair": (jnp.ones(1), jnp.ones(2))})
+    same(jc.load_safetensors(path, nested=True), {"pair": [jnp.ones(1), jnp.ones(2)]})
+    jc.save_safetensors(path, {})
+    assert jc.load_safetensors(path, nested=True) == {}
+    for unsaid in ({"a": [None, jnp.ones(1)]}, {(1, 2): jnp.ones(1)}, {True: jnp.ones(1)}):
+        jc.save_safetensors(path, unsaid)
+        same(jc.load_safetensors(path, like=unsaid), unsaid)
+        with pytest.raises(ValueError, match="no record of dicts and lists"):
+            jc.load_safetensors(path, nested=True)
+    with pytest.raises(ValueError, match="beside like="):
+        jc.load_safetensors(path, nested=True, like=saved)
+    with pytest.raises(TypeError, match="nested=1"):
+        jc.load_safetensors(path, nested=1)  # type: ignore[arg-type]
+
+
+def test_the_record_stays_when_a_file_is_quantized(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    x = np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32)
+    jc.save_safetensors(source, {"layers": [{"kernel": x}, {"bias": x[0]}]})
+    quantize_file(source, target, [Rule(".*kernel", jc.parse("mxfp4"))])
+    wanted = {"layers": [{"kernel": jax.tree.map(jnp.asarray, jc.quantize(x, "mxfp4"))}, {"bias": x[0]}]}
+    same(jc.load_safetensors(target, nested=True), wanted)
+
+
+def test_metadata_must_be_texts(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for metadata in ({"step": 3}, {3: "step"}, {"step": None}, {"step": b"3"}, [("step", "3")]):
+        with pytest.raises(TypeError, match="metadata"):
+            jc.save_safetensors(path, {"x": jnp.ones(1)}, metadata=metadata)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="jchop's own"):
+        jc.save_safetensors(path, {"x": jnp.ones(1)}, metadata={"jchop.tree": "{}"})
+    with pytest.raises(ValueError, match="make a header of"):
+        jc.save_safetensors(path, {"x": jnp.ones(1)}, metadata={"long": "x" * (1 << 24)})
+    assert not path.exists()
+
+
+PROCESSES = """
+import sys
+from pathlib import Path
+import jax, numpy as np, jchop as jc
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+port, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+mesh = jax.make_mesh((2,), ("a",))
+x = np.arange(8, dtype=np.float32).reshape(2, 4)
+put = lambda *names: jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(*names)), lambda index: x[index])
+tree = {"whole": put(), "layers": [{"kernel": put("a")}]}
+try:
+    jc.save_safetensors(folder / f"bad{rank}", tree)
+    raise SystemExit("it was saved")
+except ValueError as error:
+    assert "leaf 'layers.0.kernel' is spread over several processes" in str(error), error
+gathered = multihost_utils.process_allgather(tree, tiled=True)
+if rank == 0:
+    jc.save_safetensors(folder / "gathered", gathered)
+    loaded = jc.load_safetensors(folder / "gathered")
+    assert (loaded["layers.0.kernel"] == x).all() and (loaded["whole"] == x).all()
+multihost_utils.sync_global_devices("saved")
+"""
+
+
+@pytest.mark.slow
+def test_arrays_spread_over_processes(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESSES, port, str(rank), str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [run.communicate(timeout=180)[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert [path.name for path in tmp_path.iterdir()] == ["gathered"]
 
 
 def test_the_writer_counts_bytes(tmp_path: Path) -> None:

@@ -79,6 +79,40 @@ def test_each_leaf_is_placed() -> None:
     same(jc.dequantize(rows), jc.dequantize(q)[8:])
 
 
+@pytest.mark.parametrize(
+    ("text", "where", "scales"),
+    [
+        ("nvfp4", P("a", None), [P("a", None), P()]),
+        ("int4(group=8,scale=int8(channel=0))", P(("a", "b")), [P(("a", "b"), None)] * 2),
+    ],
+)
+def test_every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]) -> None:
+    q = jc.quantize(numbers(), text)
+    places = jc.storage.shardings(q, NamedSharding(mesh(), where))
+    placed = jax.device_put(q, places)
+    assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)[1:]] == scales
+    assert placed.qvalue.sharding.is_equivalent_to(NamedSharding(mesh(), where), 2)
+    same(jax.jit(jc.dequantize, in_shardings=(places,))(placed), jc.dequantize(q))
+
+
+def test_shardings_of_stacks_and_what_is_refused() -> None:
+    stack = jax.vmap(lambda x: jc.quantize(x, "nvfp4"))(numbers((8, 4, 32)))
+    places = jc.storage.shardings(stack, NamedSharding(mesh(), P("a")))
+    assert tuple(places.scale[1].spec) == ("a",)
+    same(jc.dequantize(jax.device_put(stack, places)), jc.dequantize(stack))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    assert set(jax.tree.leaves(jc.storage.shardings(stack, one))) == {one}
+    q = jc.quantize(numbers((4, 4)), "int4(group=4)")
+    for error, said, call in (
+        (ValueError, "names 3 axes", lambda: jc.storage.shardings(q, NamedSharding(mesh(), P(None, None, "a")))),
+        (ValueError, "codes of shape", lambda: jc.storage.shardings(q, NamedSharding(mesh(), P(None, "a")))),
+        (TypeError, "q=3", lambda: jc.storage.shardings(3, one)),  # type: ignore[arg-type]
+        (TypeError, "sharding=3", lambda: jc.storage.shardings(q, 3)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(error, match=said):
+            call()
+
+
 def test_explicit_meshes() -> None:
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(numbers(), P("a", None))

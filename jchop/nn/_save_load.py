@@ -1,0 +1,185 @@
+"""`save` and `load`: quantized models in safetensors files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jchop.nn._layout import Layout
+from jchop.nn.linen import Packed
+from jchop.storage import QArray, load_safetensors, save_safetensors
+from jchop.storage._file import TensorFile, are_counts
+from jchop.storage._json import read_object, shown, small
+
+__all__ = ["load", "save"]
+
+#: Under this name the metadata of a file say how the packed parameters of a Linen module are laid out: JSON, for the
+#: name of each the axes that are kept, those that are summed over, and its shape.
+PACKED = "jchop.packed"
+
+
+def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes the arrays of a Flax model, quantized or not, to a safetensors file; `load` reads them.
+
+    Packed parameters stay packed. Tensors have the names of the model's paths (``layers.0.kernel.qvalue``,
+    ``params.Dense_0.bias``), as `jchop.save_safetensors` gives them.
+
+    Args:
+        path: of the file, which appears in one step.
+        model: a module of Flax NNX, or the variables of a Linen module, as `jchop.nn.linen.Quantized.pack` gives them.
+        metadata: texts to store beside. Default: none.
+
+    Raises:
+        TypeError: for another model, or metadata that is no text.
+        ValueError, OSError: as `jchop.save_safetensors`.
+
+    Example:
+        >>> import tempfile, pathlib, jax, jax.numpy as jnp, jchop as jc
+        >>> from flax import linen
+        >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.nn.Rule(weight="int4(group=all)"))
+        >>> x = jnp.ones((1, 8))
+        >>> variables = dense.pack(dense.init(jax.random.key(0), x), x)
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> jc.nn.save(path, variables)
+        >>> bool((dense.apply(jc.nn.load(path), x) == dense.apply(variables, x)).all())
+        True
+    """
+    if isinstance(model, nnx.Module):
+        model = nnx.to_pure_dict(nnx.state(model))
+    elif not isinstance(model, Mapping):
+        raise TypeError(f"model={shown(model)} must be a module of Flax NNX, or variables of a Linen module")
+    if metadata is not None and PACKED in metadata:
+        raise ValueError(f"metadata has an entry {PACKED!r}, which is jchop's own")
+    layouts = {
+        _name(keys): {"kept": leaf.layout.kept, "summed": leaf.layout.summed, "shape": leaf.shape}
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_stored)[0]
+        if isinstance(leaf, Packed)
+    }
+    if layouts:
+        metadata = {**(metadata or {}), PACKED: json.dumps(layouts)}
+    save_safetensors(path, _plain(model), metadata=metadata)
+
+
+def load(path: str | os.PathLike[str], like: Any = None) -> Any:
+    """The model that `save` wrote.
+
+    Args:
+        path: of the file.
+        like: a module of Flax NNX with the structure, specs, shapes and dtypes of the saved one: the same code makes
+            it, and under `flax.nnx.eval_shape` that costs no arrays. Or variables of Linen, likewise compared.
+            Default: none, for variables of Linen, which need no pattern.
+
+    Returns:
+        A new module with the arrays of the file, or variables in nested dicts. Typed keys of random streams come back
+        in a module; without `like` they are arrays of integers.
+
+    Raises:
+        ValueError: for what is no such file, or one that differs from `like`; the message names the array.
+        OSError: if it cannot be read.
+
+    Example:
+        >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> def quantized():
+        ...     return jc.nn.quantize(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=all)"), "ptq")
+        >>> path, model = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors", quantized()
+        >>> jc.nn.save(path, model)
+        >>> loaded = jc.nn.load(path, nnx.eval_shape(quantized))
+        >>> bool((loaded(jnp.ones((1, 8))) == model(jnp.ones((1, 8)))).all()), loaded.kernel[...].nbytes
+        (True, 32)
+    """
+    if like is not None and not isinstance(like, nnx.Module | Mapping):
+        raise TypeError(f"like={shown(like)} must be a module of Flax NNX, or variables of a Linen module")
+    if isinstance(like, nnx.Module):
+        graph, state = nnx.split(nnx.merge(*nnx.split(like), copy=True))  # with variables of its own
+        wanted = nnx.to_pure_dict(state)
+        found = load_safetensors(path, like=_plain(wanted))
+        nnx.replace_by_pure_dict(state, jax.tree.map(_as_in, wanted, found, is_leaf=_is_stored))
+        return nnx.merge(graph, state)
+    if like is not None:
+        found = load_safetensors(path, like=_plain(like))
+        return jax.tree.map(_as_in, like, found, is_leaf=_is_stored)
+    with TensorFile(path) as file:
+        described = file.metadata.get(PACKED, "{}")
+    found = load_safetensors(path, nested=True)
+    try:
+        layouts = read_object(described, lambda _: small)
+        named, tree = jax.tree_util.tree_flatten_with_path(found, is_leaf=_is_stored)
+        leaves = {_name(keys): leaf for keys, leaf in named}
+        if unknown := set(layouts) - set(leaves):
+            raise ValueError(f"there is no array {shown(min(unknown))}")
+        leaves |= {name: _packed(leaves[name], fields) for name, fields in layouts.items()}
+    except ValueError as error:
+        raise ValueError(f"{path}: bad metadata {PACKED!r} ({error})") from None
+    return jax.tree.unflatten(tree, leaves.values())
+
+
+# -- leaves that a file cannot hold as they are ------------------------------------------------------------------------
+
+
+def _plain(tree: Any) -> Any:
+    """A tree of arrays and QArrays: what is packed without its layout, typed keys as the integers that they are."""
+    return jax.tree.map(_plain_leaf, tree, is_leaf=_is_stored)
+
+
+def _plain_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Packed):
+        return leaf.stored
+    if _is_key(leaf):
+        return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
+    return leaf
+
+
+def _as_in(like: Any, leaf: Any) -> Any:
+    """A leaf that `_plain` gave, as it is in a tree like the one given to that."""
+    if isinstance(like, Packed):
+        return replace(like, stored=leaf)
+    if _is_key(like):
+        kinds: list[Any] = []
+        jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
+        return jax.random.wrap_key_data(leaf, impl=kinds[0])
+    return leaf
+
+
+def _packed(stored: Any, fields: Any) -> Packed:
+    """A packed parameter, laid out as a file says.
+
+    Raises:
+        ValueError: if that is no layout of the stored array.
+    """
+    names = {"kept", "summed", "shape"}
+    if not isinstance(fields, dict) or set(fields) != names or not all(map(are_counts, fields.values())):
+        raise ValueError(f"{shown(fields)} must be an object of {', '.join(sorted(names))}: lists of integers >= 0")
+    kept, summed, shape = (tuple(fields[name]) for name in ("kept", "summed", "shape"))
+    axes = len(kept) + len(summed)
+    if sorted(kept + summed) != list(range(axes)) or axes > len(shape):
+        raise ValueError(f"kept={list(kept)} and summed={list(summed)} are not the axes of shape {list(shape)}")
+    stack, own = shape[: len(shape) - axes], shape[len(shape) - axes :]
+    laid = (*stack, *(own[axis] for axis in kept), math.prod(own[axis] for axis in summed))
+    if not isinstance(stored, QArray) or stored.shape != laid:
+        raise ValueError(f"{_described(stored)} is stored, and {shown(fields)} needs a QArray of shape {list(laid)}")
+    return Packed(stored, Layout(kept, summed), shape)
+
+
+def _described(stored: Any) -> str:
+    return f"{type(stored).__name__} of shape {list(stored.shape)}"
+
+
+def _name(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator=".")
+
+
+def _is_stored(leaf: Any) -> bool:
+    return isinstance(leaf, Packed | QArray)
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,115 @@
+"""JSON objects in files of unknown origin, read entry by entry: in little memory, not deep, and no key twice."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+#: Reads the value that begins at a place of a text; gives it, and where it ends.
+Reader = Callable[[str, int], tuple[T, int]]
+
+#: The most entries of an object, and the most characters of a dict or list within one.
+MOST_ENTRIES = 1 << 18
+LONGEST_VALUE = 1 << 16
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def read_object(text: str, reader: Callable[[str], Reader[Any]]) -> dict[str, Any]:
+    """The JSON object that a text is.
+
+    Args:
+        text: the object, and white space around it.
+        reader: the reader of the value of a key: `small` or `strings`.
+
+    Raises:
+        ValueError: if the text is no such object, has a key twice, or has too many entries.
+    """
+    found, end = _members(text, _skip(text, 0), reader)
+    if _skip(text, end) != len(text):
+        raise ValueError(f"text after the object, at character {end}")
+    return found
+
+
+def strings(text: str, at: int) -> tuple[dict[str, str], int]:
+    """An object whose values are strings; None counts as an empty one."""
+    if text.startswith("null", at):
+        return {}, at + 4
+    return _members(text, at, lambda _: _string)
+
+
+def _string(text: str, at: int) -> tuple[str, int]:
+    """A string."""
+    if text[at : at + 1] != '"':
+        raise ValueError(f"no string at character {at}")
+    return _DECODER.raw_decode(text, at)
+
+
+def small(text: str, at: int) -> tuple[Any, int]:
+    """A dict or a list of at most `LONGEST_VALUE` characters."""
+    if text[at : at + 1] not in ("{", "["):
+        raise ValueError(f"no object and no list at character {at}")
+    for window in (1 << 10, LONGEST_VALUE):
+        try:
+            value, end = _DECODER.raw_decode(text[at : at + window])
+            return value, at + end
+        except RecursionError:
+            raise ValueError(f"lists and objects nested too deep at character {at}") from None
+        except ValueError as error:
+            reason = str(error)  # the error itself would keep this frame, and the text
+    raise ValueError(f"at character {at}: {reason}")
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _members(text: str, at: int, reader: Callable[[str], Reader[T]]) -> tuple[dict[str, T], int]:
+    found: dict[str, T] = {}
+    at, mark = _mark(text, at, "{"), ","
+    if text[at : at + 1] == "}":
+        return found, at + 1
+    while mark == ",":
+        key, at = _string(text, at)
+        if key in found:
+            raise ValueError(f"the key {shown(key)} stands twice")
+        if len(found) == MOST_ENTRIES:
+            raise ValueError(f"an object has more than {MOST_ENTRIES} entries")
+        found[key], at = reader(key)(text, _mark(text, _skip(text, at), ":"))
+        at = _skip(text, at)
+        mark = text[at : at + 1]
+        at = _mark(text, at, ",}")
+    return found, at
+
+
+def _mark(text: str, at: int, marks: str) -> int:
+    """Where the text goes on after one of some marks."""
+    if at >= len(text) or text[at] not in marks:
+        raise ValueError(f"no {' or '.join(marks)} at character {at}")
+    return _skip(text, at + 1) if text[at] != "}" else at + 1
+
+
+def _skip(text: str, at: int) -> int:
+    """Where the text goes on after white space."""
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)

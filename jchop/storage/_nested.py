@@ -1,0 +1,111 @@
+"""A record of the dicts and lists that held the arrays of a file, and the way back to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from jchop.storage._file import TensorFile
+from jchop.storage._json import LONGEST_VALUE, read_object, shown, small
+
+#: Under this name the metadata of a file say where in the saved tree each array was: JSON, for the name of each the
+#: steps to it. A string is a key of a dict, an integer the index in a list, a list of one integer a key that is one.
+TREE = "jchop.tree"
+#: The most steps to an array.
+_DEEPEST = 200
+
+Step = str | int | list[int]
+
+
+def tree_metadata(paths: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """The metadata of a file that records a tree: empty where dicts and lists of arrays cannot tell it.
+
+    Args:
+        paths: of each array, by its name, as JAX has them.
+    """
+    steps = {name: [_step(key) for key in path] for name, path in paths.items()}
+    try:
+        nest([(path, None) for path in steps.values()])
+    except ValueError:  # a list that has entries without arrays, or a key that is neither text nor integer
+        return {}
+    if max((len(json.dumps(path)) for path in steps.values()), default=0) > LONGEST_VALUE:
+        return {}
+    return {TREE: json.dumps(steps, separators=(",", ":"))} if steps else {}
+
+
+def paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[Step]]:
+    """The recorded steps to each array of a file.
+
+    Raises:
+        ValueError: if the file has no record, or one that is damaged or of other arrays than `names`.
+    """
+    names = set(names)
+    if TREE not in file.metadata and names:
+        raise ValueError(
+            f"{file.path} has no record of dicts and lists, which save_safetensors makes: leave nested out to have the "
+            "arrays by name, or give like="
+        )
+    try:
+        found = read_object(file.metadata.get(TREE, "{}"), lambda _: small)
+        if set(found) != names:
+            raise ValueError(f"it is of other arrays: {shown(sorted(set(found) ^ names))}")
+        for name, path in found.items():
+            if not isinstance(path, list) or ".".join(map(_text, path)) != name:
+                raise ValueError(f"{shown(path)} does not lead to {shown(name)}")
+        nest([(path, None) for path in found.values()])
+    except ValueError as error:
+        raise ValueError(f"{file.path}: bad metadata {TREE!r} ({error})") from None
+    return found
+
+
+def nest(leaves: Sequence[tuple[Sequence[Step], Any]], depth: int = 0) -> Any:
+    """The dicts and lists that hold leaves, from the steps to each.
+
+    Raises:
+        ValueError: for steps that contradict each other, leave an entry of a list out, or are too many.
+    """
+    if len(leaves) == 1 and len(leaves[0][0]) == depth:
+        return leaves[0][1]
+    if depth == _DEEPEST:
+        raise ValueError(f"more than {_DEEPEST} steps")
+    groups: dict[tuple[type, Any], list[tuple[Sequence[Step], Any]]] = {}
+    for path, leaf in leaves:
+        if len(path) == depth:
+            raise ValueError(f"{shown(path)} leads to an array and to a container")
+        _text(step := path[depth])
+        groups.setdefault((type(step), step[0] if isinstance(step, list) else step), []).append((path, leaf))
+    nested = {key: nest(group, depth + 1) for key, group in groups.items()}
+    if all(kind is not int for kind, _ in nested):
+        return {key: value for (_, key), value in nested.items()}
+    if set(nested) != {(int, index) for index in range(len(nested))}:
+        raise ValueError(f"a list has the entries {shown([key for _, key in nested])}")
+    return [nested[int, index] for index in range(len(nested))]
+
+
+def _step(key: Any) -> Any:
+    """A step of a path of JAX, as it is recorded; None for one that cannot be."""
+    match key:
+        case SequenceKey(idx=int(index)) | FlattenedIndexKey(key=int(index)):
+            return index
+        case DictKey(key=str(text)) | GetAttrKey(name=str(text)):
+            return text
+        case DictKey(key=int(number)) if not isinstance(number, bool):
+            return [number]
+    return None
+
+
+def _text(step: Any) -> str:
+    """A step within a name.
+
+    Raises:
+        ValueError: for what is no step.
+    """
+    number = step[0] if isinstance(step, list) and len(step) == 1 else step
+    if type(number) is int:
+        return str(number)
+    if not isinstance(step, str):
+        raise ValueError(f"{shown(step)} is no step to an array")
+    return step

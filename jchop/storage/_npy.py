@@ -1,0 +1,233 @@
+"""A .npy file read in parts: its header is checked against its size before anything is allocated.
+
+Only the header that NumPy writes for an array of numbers is known here (the NEP 1 format, versions 1 to 3). It is
+matched by a regular expression, not evaluated. Nothing is mapped into memory, since a file that another process
+truncates would then end this one with a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+_MAGIC = b"\x93NUMPY"
+_LONGEST_HEADER = 1 << 16
+_MOST_AXES = 64  # of an array of NumPy 2
+
+_STRING = r"(?:'[^'\\]*'|\"[^\"\\]*\")"
+_SPACES = " \n"  # all that NumPy writes
+_ENTRY = re.compile(
+    rf"(?P<key>{_STRING}) *: *"
+    rf"(?:(?P<text>{_STRING})|(?P<truth>True|False)|\((?P<sizes>[0-9L, \n]*)\))[ \n]*(?:,[ \n]*|$)"
+)
+_SIZE = re.compile(r"(0|[1-9][0-9]{0,18})L?")  # Python 2 wrote an L behind long integers
+
+#: Bytes of a row up to which whole rows are read, and of the rows that are read at once.
+_SHORT_ROW, _BLOCK = 1 << 14, 1 << 20
+
+
+class NpyFile:
+    """The array of a .npy file, as a context manager.
+
+    Args:
+        path: the file.
+        name: what it is called in errors.
+        dtype: of what `read` gives; a number that it cannot hold is an error then. Default: that of the file.
+
+    Attributes:
+        shape: of the array.
+        dtype: of what `read` gives, in native byte order.
+        stored: the dtype of the file.
+        fortran_order: whether the first axis varies fastest.
+
+    Raises:
+        OSError: if the file cannot be opened or read.
+        ValueError: if it is no .npy file of numbers, or its size is not what the header says.
+    """
+
+    def __init__(self, path: Path, name: str, dtype: np.dtype | None = None):
+        self._path, self._name = path, name
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO would block
+        self._file = os.fdopen(_opened(path, name, flags), "rb", buffering=0)
+        try:
+            self._size = os.fstat(self._file.fileno()).st_size
+            self.stored, self.fortran_order, self.shape = self._header()
+        except BaseException:
+            self._file.close()
+            raise
+        self.dtype = self.stored.newbyteorder("=") if dtype is None else dtype
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def size(self) -> int:
+        """How many elements the array has."""
+        return math.prod(self.shape)
+
+    # -- the header ----------------------------------------------------------------------------------------------------
+
+    def _header(self) -> tuple[np.dtype, bool, tuple[int, ...]]:
+        """dtype, order and shape; where the elements start is noted."""
+        start = self._bytes(min(10, self._size))
+        if not start:
+            raise self._fault("it is empty")
+        if start[:2] == b"PK":
+            raise self._fault("it is a zip archive, as .npz files are: save one of its arrays with numpy.save")
+        if start[: len(_MAGIC)] != _MAGIC:
+            raise self._fault("it does not begin as one")
+        if len(start) < 10:
+            raise self._fault("it ends within its header")
+        version = start[6:8]
+        if version not in (b"\1\0", b"\2\0", b"\3\0"):
+            raise self._fault(f"its version is {'.'.join(map(str, version))}; known are 1.0, 2.0 and 3.0")
+        count = 2 if version == b"\1\0" else 4
+        field = start[8:] + self._bytes(min(count - 2, self._size - len(start)))
+        length, begin = int.from_bytes(field, "little"), 8 + count
+        if length > _LONGEST_HEADER or begin + length > self._size:
+            raise self._fault(f"a header of {length} bytes, in a file of {self._size}")
+        text = self._bytes(length).decode("utf-8" if version == b"\3\0" else "latin-1", errors="replace")
+        entries = _entries(text)
+        if entries is None:
+            raise self._fault("its header is not that of an array of numbers")
+        dtype, shape = self._dtype(entries["text"]), _shape(entries["sizes"])
+        if shape is None:
+            raise self._fault(f"its shape ({_shown(entries['sizes'])}) is not known; {_MOST_AXES} axes at most")
+        if math.prod(n for n in shape if n) * dtype.itemsize > 2**63 - 1:
+            raise self._fault(f"its shape {_shown(str(shape))} is too large for an array")
+        need, self._begin = math.prod(shape) * dtype.itemsize, begin + length
+        if self._size - self._begin != need:
+            raise self._fault(
+                f"shape {_shown(str(shape))} of {dtype} needs {need} bytes; it has {self._size - self._begin}"
+            )
+        return dtype, entries["truth"] == "True", shape
+
+    def _dtype(self, text: str) -> np.dtype:
+        if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", text):
+            raise self._fault(f"it holds {_shown(text)!r}, which is no type of numbers (bfloat16 is saved so, too)")
+        try:
+            return np.dtype(text)
+        except TypeError:
+            raise self._fault(f"it holds {text!r}, which NumPy does not know") from None
+
+    def _fault(self, reason: str) -> ValueError:
+        return ValueError(f"{self._name} is no .npy file that can be read: {reason}")
+
+    # -- the elements --------------------------------------------------------------------------------------------------
+
+    def read(self, starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+        """A part of the array, in memory of its own: from `starts` on, `shape` elements along each axis.
+
+        Raises:
+            ValueError: if the file has become shorter, or holds a number that `dtype` cannot hold.
+        """
+        order = -1 if self.fortran_order else 1
+        part = np.empty(tuple(shape)[::order], self.stored)
+        if part.size:
+            self._fill(part, self.shape[::order], tuple(starts)[::order], 0)
+        return self._converted(part.T if self.fortran_order else part)
+
+    def _fill(self, part: np.ndarray, whole: tuple[int, ...], starts: tuple[int, ...], base: int) -> None:
+        """Reads `part` of an array in C order, of shape `whole`, that begins `base` elements into the file."""
+        if part.shape[1:] == whole[1:]:  # so its elements lie together
+            first = starts[0] * math.prod(whole[1:]) if whole else 0
+            return self._read_into(part, base + first)
+        row = math.prod(whole[1:])
+        if row * part.itemsize > _SHORT_ROW:
+            for i in range(len(part)):
+                self._fill(part[i], whole[1:], starts[1:], base + (starts[0] + i) * row)
+            return None
+        wanted = tuple(slice(at, at + n) for at, n in zip(starts[1:], part.shape[1:], strict=True))
+        step = max(1, _BLOCK // (row * part.itemsize))
+        for i in range(0, len(part), step):
+            rows = np.empty((min(step, len(part) - i), *whole[1:]), self.stored)
+            self._read_into(rows, base + (starts[0] + i) * row)
+            part[i : i + step] = rows[(slice(None), *wanted)]
+        return None
+
+    def _read_into(self, part: np.ndarray, first: int) -> None:
+        """Fills a part that is contiguous with the elements of the file from `first` on."""
+        self._file.seek(self._begin + first * part.itemsize)
+        view = part.reshape(-1).view(np.uint8).data
+        while view:
+            count = self._file.readinto(view)
+            if not count:
+                raise self._fault("it became shorter while it was read")
+            view = view[count:]
+
+    def _bytes(self, count: int) -> bytes:
+        """The next bytes of the header."""
+        got = b""
+        while len(got) < count:
+            more = self._file.read(count - len(got))
+            if not more:
+                raise self._fault("it became shorter while it was read")
+            got += more
+        return got
+
+    def _converted(self, part: np.ndarray) -> np.ndarray:
+        if self.dtype == self.stored.newbyteorder("="):
+            return part.astype(self.dtype, copy=False)
+        if part.dtype.kind in "biuf":
+            with np.errstate(over="ignore", invalid="ignore"):
+                converted = part.astype(self.dtype)
+                same = np.array_equal(converted.astype(part.dtype), part, equal_nan=part.dtype.kind == "f")
+            if same:
+                return converted
+        raise ValueError(
+            f"{self._name} holds {self.stored} values that {self.dtype} cannot hold: they would be rounded twice"
+        )
+
+
+def _opened(path: Path, name: str, flags: int) -> int:
+    """The descriptor of a regular file."""
+    if path.is_dir():  # Windows opens no folder
+        raise ValueError(f"{name} is a folder, not a .npy file")
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        raise ValueError(f"{name} is no regular file, but a pipe or a device: it cannot be read in parts")
+    return descriptor
+
+
+def _entries(text: str) -> dict[str, str] | None:
+    """The three values of a header by their kind; None unless all three are there, once each, and nothing else."""
+    inside = re.fullmatch(r"\{([^{}]*)\}", text.strip(_SPACES))
+    kinds = {"descr": "text", "fortran_order": "truth", "shape": "sizes"}
+    entries: dict[str, str] = {}
+    rest = inside[1].strip(_SPACES) if inside else ""
+    while rest:
+        found = _ENTRY.match(rest)
+        kind = kinds.pop(found["key"][1:-1], None) if found else None
+        if found is None or kind is None or found[kind] is None:
+            return None
+        entries[kind] = found[kind][1:-1] if kind == "text" else found[kind]
+        rest = rest[found.end() :]
+    return None if kinds else entries
+
+
+def _shape(text: str) -> tuple[int, ...] | None:
+    """What stands in the parentheses of a tuple of sizes; None if that is no such tuple."""
+    items = [item.strip(_SPACES) for item in text.split(",")]
+    if not items[-1]:
+        items.pop()
+    elif len(items) == 1:
+        return None  # an integer in parentheses
+    found = [_SIZE.fullmatch(item) for item in items]
+    return None if len(found) > _MOST_AXES or not all(found) else tuple(int(size[1]) for size in found if size)
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,70 @@
+"""Where the leaves of a QArray lie, when its array is spread over devices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jchop.storage._array import QArray
+
+
+def shardings(q: QArray, sharding: Sharding) -> QArray:
+    """The sharding of each leaf of a QArray, for an array that is sharded as said.
+
+    Codes are cut as the array is. Scales and zero points are cut along with them; an axis on which they are too few
+    for that is not cut, and each device has the whole of it. So ``jax.device_put(q, shardings(q, sharding))`` places
+    every format, and the result fits `in_shardings` and `out_shardings` of `jax.jit`.
+
+    Args:
+        q: a QArray, of arrays or of `jax.ShapeDtypeStruct`.
+        sharding: of an array of the shape of `q`. A `jax.sharding.NamedSharding` is fitted to each leaf; any other
+            must suit them all.
+
+    Returns:
+        A QArray with shardings for leaves.
+
+    Raises:
+        TypeError: if `q` is no QArray, or `sharding` no sharding.
+        ValueError: if `sharding` names more axes than `q` has, or cuts bytes of packed codes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> q = jc.quantize(jnp.ones((4, 32)), "nvfp4")
+        >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
+        >>> where = jc.storage.shardings(q, rows)
+        >>> tuple(where.scale[0].spec), tuple(where.scale[1].spec)
+        (('data', None), ())
+        >>> jax.device_put(q, where).shape
+        (4, 32)
+    """
+    if not isinstance(q, QArray):
+        raise TypeError(f"q={q!r} must be a QArray, as jchop.quantize gives")
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding={sharding!r} must be a sharding of JAX")
+    if not isinstance(sharding, NamedSharding):
+        return jax.tree.map(lambda _: sharding, q)
+    if len(sharding.spec) > q.ndim:
+        raise ValueError(f"sharding={sharding} names {len(sharding.spec)} axes, and q has {q.ndim}")
+    names = (*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
+    counts = [_count(sharding, name) for name in names]
+
+    def of(leaf: Any) -> NamedSharding:
+        # The scale of a tensor has no axes but those that vmap put in front.
+        fits = (name if n % count == 0 else None for name, count, n in zip(names, counts, leaf.shape, strict=False))
+        spec = PartitionSpec(*fits)
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+    placed = jax.tree.map(of, q)
+    if tuple(placed.qvalue.spec) != names[: len(q.qvalue.shape)]:
+        raise ValueError(f"sharding={sharding} does not cut codes of shape {list(q.qvalue.shape)} into equal parts")
+    return placed
+
+
+def _count(sharding: NamedSharding, name: Any) -> int:
+    """Into how many parts an entry of a `PartitionSpec` cuts an axis."""
+    axes = name if isinstance(name, tuple) else (name,)
+    return math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None)

@@ -1,0 +1,151 @@
+"""Quantized Flax models in files: one call each way, the same bits in a new process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jchop as jc
+from jchop.storage._file import TensorFile
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, jchop as jc
+from flax import linen, nnx
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 6, rngs=rngs), nnx.Linear(6, 4, rngs=rngs)])
+        self.conv = nnx.Conv(4, 3, (3,), rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.conv(self.layers[1](self.drop(self.norm(self.layers[0](x)))))
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.BatchNorm(use_running_average=True)(linen.Conv(6, (3,))(x))
+        return linen.Dense(4)(x)
+
+rules = [jc.nn.Rule(weight="int4(group=4,scale=bfloat16)", activation="int8(group=all)")]
+x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 8)), jnp.float32)
+
+def model(seed=0):
+    plain = Model(nnx.Rngs(seed))
+    return jc.nn.quantize(plain, [jc.nn.Rule("norm"), *rules], mode="ptq")
+
+net = jc.nn.linen.quantize(Net(), [jc.nn.Rule("BatchNorm_0"), *rules])
+"""
+NEW = """
+path, net_path, out = sys.argv[1:]
+loaded = jc.nn.load(path, nnx.eval_shape(model))
+variables = jc.nn.load(net_path)
+np.savez(out, nnx=nnx.jit(lambda model, x: model(x))(loaded, x), linen=jax.jit(net.apply)(variables, x))
+"""
+HERE: dict[str, Any] = {}
+exec(MODELS, HERE)  # the models that the new process makes, too
+model, net, x = HERE["model"], HERE["net"], HERE["x"]
+
+
+def same(got: Any, wanted: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def packed() -> Any:
+    return net.pack(net.init(jax.random.key(0), x), x)
+
+
+def test_a_new_process_computes_the_same(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("nnx.safetensors", "linen.safetensors", "out.npz")]
+    given, variables = model(seed=3), packed()
+    jc.nn.save(paths[0], given)
+    jc.nn.save(paths[1], variables)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", MODELS + NEW, *paths], check=True, env=environment)
+    out = np.load(paths[2])
+    np.testing.assert_array_equal(out["nnx"], nnx.jit(lambda model, x: model(x))(given, x))
+    np.testing.assert_array_equal(out["linen"], jax.jit(net.apply)(variables, x))
+    for path, name, count in ((paths[0], "layers.0.kernel.qvalue", 24), (paths[1], "params.Dense_0.kernel.qvalue", 12)):
+        with TensorFile(path) as file:
+            assert file.entries[name].nbytes == count  # two codes a byte
+    with TensorFile(paths[0]) as file:
+        assert "drop.rngs.key" in file.entries and file.entries["norm.mean"].shape == (6,)
+
+
+def test_modules_come_back_whole_and_the_pattern_stays(tmp_path: Path) -> None:
+    path, given = tmp_path / "x.safetensors", model(seed=3)
+    jc.nn.save(path, given, metadata={"step": "7"})
+    like = model(seed=0)
+    before = jax.tree.map(lambda leaf: leaf, nnx.state(like))
+    loaded = jc.nn.load(path, like)
+    same(nnx.state(loaded), nnx.state(given))
+    same(nnx.state(like), before)
+    assert type(loaded.layers[0].kernel) is jc.nn.QuantizedParam
+    assert jax.random.key_impl(loaded.drop.rngs.key[...]) == jax.random.key_impl(jax.random.key(0))
+    with TensorFile(path) as file:
+        assert file.metadata["step"] == "7"
+    plain = nnx.Linear(2, 3, rngs=nnx.Rngs(0))  # not quantized
+    jc.nn.save(path, plain)
+    same(nnx.state(jc.nn.load(path, nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(1))))), nnx.state(plain))
+    with pytest.raises(ValueError, match=r"'kernel' is float32\[2, 3\], and int8\(group=all\) of float32\[3, 2\]"):
+        jc.nn.load(path, jc.nn.quantize(plain, jc.nn.Rule(weight="int8(group=all)"), "ptq"))
+
+
+def test_variables_need_no_pattern(tmp_path: Path) -> None:
+    path, variables = tmp_path / "x.safetensors", packed()
+    jc.nn.save(path, variables)
+    same(jc.nn.load(path), variables)
+    same(jc.nn.load(path, jax.eval_shape(lambda: variables)), variables)
+    other = jax.eval_shape(lambda: {**variables, "batch_stats": {"BatchNorm_0": {"mean": x, "var": x}}})
+    with pytest.raises(ValueError, match=r"'batch_stats\.BatchNorm_0\.mean' is float32\[6\]"):
+        jc.nn.load(path, other)
+
+
+def test_refused(tmp_path: Path) -> None:
+    path, variables = tmp_path / "x.safetensors", packed()
+    for value in (jnp.ones(3), [variables], None):
+        with pytest.raises(TypeError, match="must be a module of Flax NNX, or variables"):
+            jc.nn.save(path, value)
+    with pytest.raises(ValueError, match="jchop's own"):
+        jc.nn.save(path, variables, metadata={"jchop.packed": "{}"})
+    jc.nn.save(path, variables)
+    with pytest.raises(TypeError, match="like=3"):
+        jc.nn.load(path, 3)
+    good = {"kept": [1], "summed": [0], "shape": [6, 4]}
+    name = "params.Dense_0.kernel"
+    for texts, said in (
+        ({"nothing": good}, "no array 'nothing'"),
+        ({"params.Dense_0.bias": good}, "ArrayImpl of shape"),
+        ({name: good | {"kept": [0]}}, "are not the axes"),
+        ({name: good | {"kept": [True]}}, "lists of integers"),
+        ({name: good | {"shape": [4, 6]}}, r"needs a QArray of shape \[6, 4\]"),
+        ({name: good | {"shape": 24}}, "lists of integers"),
+        ({name: {"kept": [1]}}, "must be an object of"),
+        ({name: []}, "must be an object of"),
+    ):
+        plain = {"params": {"Dense_0": {key: getattr(leaf, "stored", leaf) for key, leaf in _dense(variables).items()}}}
+        jc.save_safetensors(path, plain, metadata={"jchop.packed": json.dumps(texts)})
+        with pytest.raises(ValueError, match=f"jchop.packed.*{said}"):
+            jc.nn.load(path)
+
+
+def _dense(variables: Any) -> Any:
+    return variables["params"]["Dense_0"]

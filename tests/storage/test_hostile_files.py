@@ -1,0 +1,246 @@
+"""Safetensors files that nobody vouches for: an error that says what is wrong, and no memory, wait or crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hostile_files import packed, search
+
+import jchop as jc
+from jchop.__main__ import main
+from jchop.storage._file import TensorFile
+from jchop.storage._stream import Rule, quantize_file
+
+ROOT = Path(__file__).resolve().parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc of Linux")
+
+
+def u8(shape: Any, offsets: Any, dtype: Any = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+TWICE = json.dumps({"x": u8([4], [0, 4])})[:-1]
+#: (what the message says, header, data) of files that every reader refuses.
+REFUSED: list[tuple[str, Any, bytes]] = [
+    ("nested too deep", b'{"x":' + b"[" * 10_000 + b"]" * 10_000 + b"}", b""),
+    ("no object and no list", {"x": 3}, b""),
+    ("must be an object with dtype", {"x": []}, b""),
+    ("must be an object with dtype", {"x": {"dtype": "U8"}}, b""),
+    ("no { at character 0", [], b""),
+    ("is not known", {"x": u8([1], [0, 1], ["U8"])}, b"0"),
+    ("must be a list of integers", b'{"x":{"dtype":"U8","shape":[1e999],"data_offsets":[0,1]}}', b"0"),
+    ("must be a list of integers", {"x": u8([True], [0, 1])}, b"0"),
+    ("must be a list of integers", {"x": u8([1.0], [0, 1])}, b"0"),
+    ("must be a list of integers", {"x": u8([-1], [0, 1])}, b"0"),
+    ("must be a list of integers", {"x": u8("1", [0, 1])}, b"0"),
+    ("must be a list of integers", {"x": u8([1] * 65, [0, 1])}, b"0"),
+    ("must be a list of integers", {"x": u8([0, 2**62, 2**62], [0, 0])}, b""),
+    ("do not fit", {"x": u8([1], [False, True])}, b"0"),
+    ("do not fit", {"x": u8([1], [0])}, b"0"),
+    ("do not fit", {"x": u8([2], [0, 1])}, b"0"),
+    ("do not fit", {"x": u8([10**12], [0, 10**12])}, b"0"),
+    ("begins at byte 3 .* must at 2", {"x": u8([2], [0, 2]), "y": u8([1], [3, 4])}, b"0000"),
+    ("begins at byte 2 .* must at 3", {"x": u8([3], [0, 3]), "y": u8([2], [2, 4])}, b"0000"),
+    ("fill 4 bytes, and the file has 5", {"x": u8([4], [0, 4])}, b"00000"),
+    ("the key 'x' stands twice", f"{TWICE}, {TWICE[1:]}}}".encode(), b"0000"),
+    ("a key stands twice", b'{"x":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"0"),
+    ("no string", {"__metadata__": {"a": 1}}, b""),
+    ("no {", {"__metadata__": "a"}, b""),
+    ("text after the object", b"{}{}", b""),
+    ("invalid start byte", b'{"\xff":1}', b""),
+]
+
+
+@pytest.mark.parametrize(("said", "header", "data"), REFUSED)
+def test_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, header: Any, data: bytes) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(packed(header, data))
+    with pytest.raises(ValueError, match=f"is no safetensors file: bad header .*{said}"):
+        jc.load_safetensors(path)
+    with pytest.raises(ValueError, match=said):
+        quantize_file(path, tmp_path / "out.safetensors", [Rule(".*", jc.parse("bfloat16"))])
+    assert main(["inspect", str(path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("jchop: error: ")
+
+
+def test_what_the_reference_implementation_reads_is_read(tmp_path: Path) -> None:
+    reference = pytest.importorskip("safetensors")
+    path = tmp_path / "x.safetensors"
+    last = {"y": u8([2], [2, 4]), "x": u8([2], [0, 2])}
+    good = [
+        (last, b"0123"),
+        (last | {"z": u8([0], [2, 2])}, b"0123"),
+        ({"__metadata__": None, "x": u8([4], [0, 4]) | {"more": {"a": [1]}}}, b"0123"),
+        (b" {} \n\t", b""),
+        ({"x": u8([], [0, 8], "C64")}, bytes(8)),
+    ]
+    for header, data in good:
+        path.write_bytes(content := packed(header, data))
+        names = {name for name, _ in reference.deserialize(content)}
+        assert set(jc.load_safetensors(path)) == names
+    short = packed({}, b"")
+    for content in (b"", short[:7], short[:9], (1 << 63).to_bytes(8, "little") + b"{}"):
+        path.write_bytes(content)
+        with pytest.raises(reference.SafetensorError):
+            reference.deserialize(content)
+        with pytest.raises(ValueError, match="no length of a header"):
+            jc.load_safetensors(path)
+
+
+def test_long_headers_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(packed(b"{}" + b" " * (1 << 24), b""))
+    with pytest.raises(ValueError, match="would take 16777218 bytes, and at most 16777216"):
+        jc.load_safetensors(path)
+    path.write_bytes(packed(b"{}" + b" " * ((1 << 24) - 2), b""))
+    assert jc.load_safetensors(path) == {}
+    many = ",".join(f'"{i}":""' for i in range((1 << 18) + 1))
+    path.write_bytes(packed(b'{"__metadata__":{' + many.encode() + b"}}", b""))
+    with pytest.raises(ValueError, match="more than 262144 entries"):
+        jc.load_safetensors(path)
+
+
+GOOD = {"spec": "int4(group=4)", "size": 8, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("said", "fields"),
+    [
+        ("must be an object of spec", []),
+        ("must be an object of spec", {"spec": "mxfp4"}),
+        ("must be an object of spec", GOOD | {"more": 1}),
+        ("spec=3 must be a text", GOOD | {"spec": 3}),
+        ("int4x", GOOD | {"spec": "int4x"}),
+        ("size=True", GOOD | {"size": True}),
+        ("size=8.0", GOOD | {"size": 8.0}),
+        ("size=-8", GOOD | {"size": -8}),
+        ("do(es)? not fit|the leaves are", GOOD | {"size": 10**18}),
+        ("the leaves are", GOOD | {"size": 6}),
+        ("does not fit size=None", GOOD | {"size": None}),
+        ("dtype='int32' must be one of", GOOD | {"dtype": "int32"}),
+        ("dtype=\\['float32'\\]", GOOD | {"dtype": ["float32"]}),
+        ("lacks tensors of its QArrays: w.tensor_scale", GOOD | {"spec": "nvfp4"}),
+        ("does not fit an array", GOOD | {"spec": "int4(group=2)"}),
+        ("names axis|does not fit", GOOD | {"spec": "int4(group=4,axis=-3)"}),
+        ("not counted from the end", GOOD | {"spec": "int4(group=4,axis=1)"}),
+        ("the leaves are", GOOD | {"spec": "int8(group=4)"}),
+        ("the leaves are", GOOD | {"spec": "int4(group=4,scale=bfloat16)"}),
+        ("at most|the leaves are", GOOD | {"spec": "binary32"}),
+    ],
+)
+def test_metadata_of_qarrays(tmp_path: Path, said: str, fields: Any) -> None:
+    path = tmp_path / "x.safetensors"
+    jc.save_safetensors(path, {"w": jc.quantize(np.ones((2, 8), np.float32), "int4(group=4)")})
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert json.loads(header["__metadata__"]["jchop.qarrays"]) == {"w": GOOD}
+    header["__metadata__"]["jchop.qarrays"] = json.dumps({"w": fields})
+    path.write_bytes(packed(header, data[8 + length :]))
+    for read in (
+        lambda: jc.load_safetensors(path),
+        lambda: quantize_file(path, tmp_path / "out.safetensors", [Rule(".*", jc.parse("bfloat16"))]),
+    ):
+        with pytest.raises(ValueError, match=f"bad metadata 'jchop.qarrays' .*({said})"):
+            read()
+    assert main(["inspect", str(path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "record"),
+    [
+        ("other arrays", {"a.0": ["a", 0]}),
+        ("does not lead to", {"a.0": ["a", 0], "b": ["c"]}),
+        ("is no step", {"a.0": ["a", True], "b": ["b"]}),
+        ("is no step", {"a.0": ["a", [0, 1]], "b": ["b"]}),
+        ("no object and no list", {"a.0": "a.0", "b": ["b"]}),
+        ("does not lead to", {"a.0": {}, "b": ["b"]}),
+        ("no object and no list", {"a.0": 1, "b": ["b"]}),
+        ("no {", []),
+    ],
+)
+def test_records_of_trees(tmp_path: Path, said: str, record: Any) -> None:
+    path = tmp_path / "x.safetensors"
+    text = json.dumps(
+        {"__metadata__": {"jchop.tree": json.dumps(record)}, "a.0": u8([1], [0, 1]), "b": u8([1], [1, 2])}
+    )
+    path.write_bytes(packed(text.encode(), b"12"))
+    with pytest.raises(ValueError, match=f"bad metadata 'jchop.tree' .*({said})"):
+        jc.load_safetensors(path, nested=True)
+    assert set(jc.load_safetensors(path)) == {"a.0", "b"}
+
+
+def test_lists_with_gaps_and_steps_that_contradict(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    deep = ".".join(["a"] * 300)
+    for said, names in (
+        ("a list has the entries", {"a.1": ["a", 1], "a.2": ["a", 2]}),
+        ("a list has the entries", {"a.0": ["a", 0], "a.b": ["a", "b"]}),
+        ("to an array and to a container", {"a": ["a"], "a.b": ["a", "b"]}),
+        ("more than 200 steps", {deep: ["a"] * 300, "b": ["b"]}),
+    ):
+        tensors = {name: u8([1], [i, i + 1]) for i, name in enumerate(names)}
+        path.write_bytes(packed({"__metadata__": {"jchop.tree": json.dumps(names)}, **tensors}, b"12"))
+        with pytest.raises(ValueError, match=said):
+            jc.load_safetensors(path, nested=True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs FIFOs")
+def test_what_is_no_file_does_not_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(fifo := tmp_path / "x.safetensors")
+    for path in (fifo, tmp_path):
+        with pytest.raises(ValueError, match="no regular file"):
+            jc.load_safetensors(path)
+        assert main(["inspect", str(path)]) == 2
+        assert main(["quantize", str(path), str(tmp_path / "y.safetensors"), "--rule", ".*=bfloat16"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 4
+
+
+def test_more_than_memory_holds_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file takes no room on the disk, and its header is right."""
+    path = tmp_path / "x.safetensors"
+    jc.save_safetensors(path, {"x": jnp.ones(4)})
+
+    def full(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("jchop.storage._file.np.empty", full)
+    with pytest.raises(ValueError, match="tensor 'x' of 16 bytes does not fit in memory"):
+        jc.load_safetensors(path)
+
+
+def test_a_source_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    path, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    jc.save_safetensors(path, {"x": jnp.ones((64, 1024))})
+
+    def shrink(name: str, done: int, total: int) -> None:
+        os.truncate(path, 5000)
+
+    with pytest.raises(ValueError, match="ends within tensor 'x'"):
+        quantize_file(path, target, [Rule("x", jc.parse("bfloat16"))], progress=shrink, chunk=1 << 14)
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(ValueError, match="no safetensors file"):
+        TensorFile(path)
+
+
+def test_some_mutants(tmp_path: Path) -> None:
+    assert search(tmp_path, 100, 100) == []
+
+
+@linux
+@pytest.mark.slow
+def test_thousands_of_mutants_in_little_memory(tmp_path: Path) -> None:
+    argv = [sys.executable, str(ROOT / "tests/hostile_files.py"), str(tmp_path), "3000"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=1800, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.splitlines()[-1] == "0 faults", run.stdout[-4000:]

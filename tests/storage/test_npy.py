@@ -1,0 +1,68 @@
+"""Parts of .npy files: the numbers that NumPy reads, in either order and from files of other types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jchop.storage._npy import NpyFile
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+def test_parts_are_read_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any box of an array in either order, by whole rows, by pieces of them, and by single elements."""
+    rng = np.random.default_rng(0)
+    for row, block in ((1 << 14, 1 << 20), (0, 1 << 20), (40, 64)):
+        monkeypatch.setattr("jchop.storage._npy._SHORT_ROW", row)
+        monkeypatch.setattr("jchop.storage._npy._BLOCK", block)
+        for x in (numbers(5), numbers(4, 6).astype(">f8"), numbers(3, 4, 5), numbers(2, 3, 4, 5).astype(np.complex64)):
+            for stored in (x, np.asfortranarray(x)):
+                np.save(tmp_path / "x.npy", stored)
+                with NpyFile(tmp_path / "x.npy", "x") as file:
+                    for _ in range(20):
+                        starts = [int(rng.integers(n)) for n in x.shape]
+                        shape = [int(rng.integers(n - at + 1)) for n, at in zip(x.shape, starts, strict=True)]
+                        box = tuple(slice(at, at + n) for at, n in zip(starts, shape, strict=True))
+                        got = file.read(starts, shape)
+                        np.testing.assert_array_equal(got, x[box])
+                        assert got.dtype == x.dtype.newbyteorder("=") and got.dtype.isnative
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize(
+    "x", [np.float64(1.5), numbers(3, 4), numbers(0, 3), np.arange(3)], ids=["0d", "2d", "none", "1d"]
+)
+def test_every_version_is_read(tmp_path: Path, x: np.ndarray, version: Any) -> None:
+    with (tmp_path / "x.npy").open("wb") as out:
+        np.lib.format.write_array(out, np.asarray(x), version)
+    with NpyFile(tmp_path / "x.npy", "x") as file:
+        assert (file.shape, file.dtype, file.fortran_order) == (np.shape(x), x.dtype, False)
+        np.testing.assert_array_equal(file.read((0,) * x.ndim, x.shape), x)
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype", "held"),
+    [
+        (np.array([0, 2**24, -5]), np.float32, True),
+        (np.array([2**24 + 1]), np.float32, False),
+        (np.array([1.5, np.nan, np.inf]), ml_dtypes.bfloat16, True),
+        (np.array([0.1]), np.float32, False),
+        (np.array([1e10]), np.float16, False),
+        (np.array([1j], np.complex64), np.float64, False),
+    ],
+)
+def test_numbers_are_converted_only_without_loss(tmp_path: Path, x: np.ndarray, dtype: Any, held: bool) -> None:
+    np.save(tmp_path / "x.npy", x)
+    with NpyFile(tmp_path / "x.npy", "x", np.dtype(dtype)) as file:
+        if held:
+            np.testing.assert_array_equal(file.read((0,), x.shape).astype(x.dtype), x)
+        else:
+            with pytest.raises(ValueError, match="cannot hold: they would be rounded twice"):
+                file.read((0,), x.shape)
