@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jchop._cli._info import run_formats, run_info
 from jchop._cli._quantize import add_commands
 from jchop._cli._round import CARRIERS, run_round
 from jchop._cli._study import run_study
+from jchop._cli._text import printable, seed
 from jchop.rounding import Overflow, Rounding
 from jchop.study._run import DATASETS, FORMATS, MODES
 
@@ -38,34 +41,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = _parser().parse_args([_shield(argument) for argument in arguments])
-        options.run(options)
+        if sys.stdout is None:
+            raise ValueError("standard output is closed")
+        try:
+            options = _parser().parse_args([_shield(argument) for argument in arguments])
+            options.run(options)
+        except SystemExit as stop:  # --help and --version
+            if stop.code:
+                raise
         sys.stdout.flush()
         return 0
-    except SystemExit as stop:  # --help and --version
-        return int(stop.code or 0)
     except BrokenPipeError:
-        # The reader, such as head, has gone. What Python still holds for it must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader, such as head, has gone
         return 141  # 128 + SIGPIPE, as the shell reports it
     except KeyboardInterrupt:
-        print("\njchop: interrupted", file=sys.stderr)
+        _say("\njchop: interrupted")
         return 130
     except OSError as error:
+        _drop_output()
         where = f"{error.filename}: " if error.filename else ""
-        print(f"jchop: error: {where}{error.strerror or error}", file=sys.stderr)
-    except (ValueError, ModuleNotFoundError) as error:
-        print("jchop: error: " + " ".join(str(error).split()), file=sys.stderr)
+        _say(_error(f"{where}{error.strerror or error}"))
+    except MemoryError as error:
+        _say(_error(f"not enough memory. {error}"))
+    except (ValueError, TypeError, OverflowError, RecursionError, ModuleNotFoundError) as error:
+        _say(_error(str(error)))
     return 2
 
 
-def _shield(argument: str) -> str:
-    """A space before a negative number: argparse would take -1e9 or -inf for an option."""
+def _error(message: str) -> str:
+    return "jchop: error: " + printable(" ".join(message.split()))
+
+
+def _say(line: str) -> None:
+    """A line on standard error, unless that is closed: print would take standard output then."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr)
+
+
+def _drop_output() -> None:
+    """Nothing that Python still holds for a standard output that cannot be written may raise again at exit."""
     try:
-        float(argument)
-    except ValueError:
-        return argument
-    return f" {argument}" if argument.startswith("-") else argument
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # it is no file of the system
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _shield(argument: str) -> str:
+    """A space before a negative number: argparse would take -1e9, -inf or -0x1p3 for an option."""
+    return f" {argument}" if re.match(r"-(\.?[0-9]|inf|nan)", argument, re.IGNORECASE) else argument
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,11 +98,15 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see {self.prog} --help)")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Writes help or version; argparse's own ignores an output that cannot be written."""
+        print(message, end="", file=file)
+
 
 def _parser() -> argparse.ArgumentParser:
     description = "What happens to numbers, and to a neural network, in a low-precision format."
     parser = _Parser(prog="jchop", description=description)
-    parser.add_argument("--version", action="version", version=f"jchop {_version()}")
+    parser.add_argument("-V", "--version", action="version", version=f"jchop {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     plain = argparse.RawDescriptionHelpFormatter
 
@@ -107,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounding", metavar="MODE", help=", ".join(mode.value for mode in Rounding))
     command.add_argument("--overflow", metavar="RULE", help=", ".join(rule.value for rule in Overflow))
     command.add_argument("--random-bits", metavar="N", type=int, help="random bits for each stochastic rounding")
-    command.add_argument("--seed", metavar="N", type=int, help="of the random bits; stochastic modes need it")
+    command.add_argument("--seed", metavar="N", type=seed, help="of the random bits; stochastic modes need it")
     command.add_argument(
         "--carrier",
         choices=CARRIERS,
@@ -132,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seeds", type=int, metavar="N", default=10, help="draws of each stochastic mode; default 10")
     command.add_argument("--epochs", type=int, metavar="N", help="passes over the training data; default by data set")
     command.add_argument("--activations", action="store_true", help="round the activations, too")
-    command.add_argument("--seed", type=int, metavar="N", default=0, help="of split, training and rounding; default 0")
+    command.add_argument("--seed", type=seed, metavar="N", default=0, help="of split, training and rounding; default 0")
     command.add_argument("--out", metavar="DIR", type=Path, default=Path("jchop-study"), help="default jchop-study")
     command.set_defaults(run=run_study)
     return parser

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +79,14 @@ def test_info_knows_every_kind_of_format(capsys: pytest.CaptureFixture[str], nam
     assert any(line.endswith("largest") or "largest," in line for line in text)
 
 
+def test_info_shows_every_digit_of_an_integer(capsys: pytest.CaptureFixture[str]) -> None:
+    text = lines(capsys, "info", "int64")
+    assert "  max                 9223372036854775807" in text
+    assert "  min                 -9223372036854775808  = -2^63" in text
+    ends = [line.split()[2:] for line in text if line.startswith("0x")]
+    assert ends[-2:] == [["9223372036854775807", "largest"], ["-9223372036854775808", "lowest"]]
+
+
 def test_info_draws_the_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "grid.png"
     assert lines(capsys, "info", "e2m1fn", "--plot", str(file))[-1] == f"wrote {file}"
@@ -100,9 +110,25 @@ def test_round_shows_value_code_and_error(capsys: pytest.CaptureFixture[str]) ->
 
 def test_round_takes_fields_from_the_spec_and_from_options(capsys: pytest.CaptureFixture[str]) -> None:
     spec = lines(capsys, "round", "1e9", "--to", "e5m2:up:saturate")
-    options = lines(capsys, "round", "1e9", "--to", "e5m2:down", "--rounding", "up", "--overflow", "saturate")
-    assert spec == options
+    assert spec == lines(capsys, "round", "1e9", "--to", "e5m2", "--rounding", "up", "--overflow", "saturate")
+    assert spec == lines(capsys, "round", "1e9", "--to", "e5m2:saturate", "--rounding", "ru")
     assert spec[-1].split()[1] == "57344"
+
+
+@pytest.mark.parametrize(
+    ("spec", "option", "said"),
+    [
+        ("e4m3:up", "--rounding=down", "'e4m3:up:down' gives rounding twice"),
+        ("e4m3:nearest_even", "--rounding=down", "gives rounding twice"),
+        ("e4m3:saturate", "--overflow=ieee", "gives overflow twice"),
+        ("e4m3:sr:random_bits=4", "--random-bits=8", "gives random_bits twice"),
+        ("e4m3", "--rounding=saturate", "rounding='saturate' is not known"),
+    ],
+)
+def test_round_takes_a_field_from_one_place(
+    capsys: pytest.CaptureFixture[str], spec: str, option: str, said: str
+) -> None:
+    assert said in error(capsys, "round", "1", "--to", spec, option, "--seed", "0")
 
 
 def test_round_starts_from_the_carrier(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +137,32 @@ def test_round_starts_from_the_carrier(capsys: pytest.CaptureFixture[str]) -> No
     assert lines(capsys, "round", value, "--to", "e4m3")[-1].split()[1] == "1.125"
     assert lines(capsys, "round", value, "--to", "e4m3", "--carrier", "float32")[-1].split()[1] == "1"
     assert lines(capsys, "round", value, "--to", "e4m3", "--carrier", "bfloat16")[0].endswith("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("word", "options", "row"),
+    [
+        ("70000", "--to e5m10 --carrier float16", "70000 inf 0x7c00 inf inf"),
+        ("1e400", "--to e5m2", "1e400 inf 0x7c inf inf"),
+        ("-1e400", "--to e5m2:saturate", "-1e400 -57344 0xfb 1e+400 1"),
+        ("1e-400", "--to e5m2", "1e-400 0 0x00 1e-400 1"),
+        ("0.1", "--to binary64", "0.1 0.1 0x3fb999999999999a 5.551e-18 5.551e-17"),
+        ("0.1", "--to binary64 --carrier float16", "0.1 0.1 0x3fb9980000000000 2.441e-05 0.0002441"),
+        ("0x1.00000000000008p0", "--to binary64", "0x1.00000000000008p0 1 0x3ff0000000000000 1.11e-16 1.11e-16"),
+        # 1 + 2^-8 + 2^-56 is above a tie of bfloat16; its float64 is the tie.
+        ("0x1.01000000000001p0", "--to bf16 --carrier bfloat16", "0x1.01000000000001p0 1.00781 0x3f81 0.003906 0.003891"),  # noqa: E501
+        ("-0", "--to e5m2", "-0 -0 0x80 0 0"),
+        ("-0x1.8p3", "--to e5m2", "-12 -12 0xca 0 0"),
+        ("0", "--to e8m0fnu", "0 5.877471754111438e-39 0x00 5.877e-39 inf"),
+        (".5", "--to e5m2", "0.5 0.5 0x38 0 0"),
+        ("5.", "--to e5m2", "5 5 0x45 0 0"),
+    ],
+)  # fmt: skip
+def test_round_shows_the_error_of_the_number_typed(
+    capsys: pytest.CaptureFixture[str], word: str, options: str, row: str
+) -> None:
+    value, rounded, code, *rest = lines(capsys, "round", word, *options.split())[-1].split()
+    assert " ".join([value, rounded, code, *rest[-2:]]) == row
 
 
 def test_round_draws_the_same_for_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +235,39 @@ def test_a_failed_write_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [target]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="measures a process")
+def test_round_takes_a_file_in_pieces(tmp_path: Path) -> None:
+    """Progress is shown, the whole is never in memory, and the bytes are those of the array rounded whole."""
+    x = np.random.default_rng(0).standard_normal(1 << 24).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    code = (
+        "import resource, sys; from jchop.__main__ import main\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
+        "assert main(['round', '1.1', '--to', 'bf16', '--carrier', 'float32']) == 0\n"
+        "before = peak(); assert main(sys.argv[1:]) == 0; print(peak() - before)"
+    )
+    argv = ("round", str(tmp_path / "x.npy"), "--to", "bf16", "--out", str(tmp_path / "y.npy"))
+    done = python("-c", code, *argv, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1].split()[:4] == ["round", f"[{'#' * 24}]", "100/100", "x.npy"]
+    assert int(done.stdout.splitlines()[-1]) < 192  # MiB; the array has 64
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), round_to_format(x, "bf16"))
+    assert f"  elements            {1 << 24}, shape ({1 << 24},)" in done.stdout.splitlines()
+
+
+def test_a_summary_is_of_all_pieces(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    x = np.random.default_rng(0).standard_normal((70, 30)).astype(np.complex64) * 1e3
+    x[3, 4], x[50, 2], x[69, 29] = np.nan, np.inf, 1e-9
+    np.save(tmp_path / "x.npy", np.asfortranarray(x))
+    argv = ("round", str(tmp_path / "x.npy"), "--to", "e4m3")
+    whole = lines(capsys, *argv)
+    monkeypatch.setattr("jchop._cli._round._CHUNK", 512)
+    assert main(argv) == 0
+    assert capsys.readouterr().out.splitlines() == whole
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("argv", "said"),
@@ -204,6 +289,24 @@ def test_a_failed_write_leaves_the_old_file(
         (["round", "no-such-file.npy", "--to", "e5m2"], "no-such-file.npy: No such file"),
         (["round", "a.npy", "1", "--to", "e5m2"], "stands alone"),
         (["round", "1", "--to", "e5m2", "--out", "y.txt"], "must end in .npy"),
+        (
+            ["round", "1", "--to", "e5m2:sr", "--seed", str(2**63)],
+            f"'{2**63}' must be an integer from -2^63 to 2^63 - 1",
+        ),
+        (["round", "1", "--to", "e5m2:sr", "--seed", "9" * 30], "must be an integer from"),
+        (["study", "--seed", "1.5"], "must be an integer from"),
+        (["round", "1e99999", "--to", "e5m2"], "'1e99999' is too long: 1000 characters, an exponent to 20000"),
+        (["round", "1" * 2000, "--to", "e5m2"], "is too long"),
+        (["round", "0x1p999999999999", "--to", "e5m2"], "is too long"),
+        (["round", "\u0661", "--to", "e5m2"], "bad number"),
+        (["round", "{tmp}", "--to", "e5m2"], "is a folder"),
+        (["round", "a.npz", "--to", "e5m2"], "holds several arrays, as .npz files do"),
+        (["round", "{tmp}/numbers.txt", "--to", "e5m2"], "numbers in a text file are read from standard input"),
+        (["round", "1", "--to", "fp8"], "close: mxfp8_e4m3, mxfp8_e5m2;"),
+        (["round", "1", "--to", "stochastic"], "stochastic belongs after a format, as in e5m2:stochastic"),
+        (["round", "1", "--to", "e5m2:neerest_even"], "close: nearest_even"),
+        (["round", "1", "--to", "e5m2", "--rounding", "neerest"], "close: nearest"),
+        (["info", "e4m3fm"], "close: e4m3fn"),
         (["study", "--dataset", "mnist"], "mnist"),
         (["study", "--formats", "e9x", "--out", "{tmp}"], "e9x"),
         (["study", "--formats", "e9m10", "--out", "{tmp}"], "float64"),
@@ -215,13 +318,44 @@ def test_a_failed_write_leaves_the_old_file(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[str], said: str) -> None:
+    (tmp_path / "numbers.txt").write_text("1 2 3")
     assert said in error(capsys, *[word.replace("{tmp}", str(tmp_path)) for word in argv])
 
 
+def test_a_seed_may_be_as_large_as_jax_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (2**63 - 1, -(2**63), -1):
+        lines(capsys, "round", "1.1", "--to", "e5m2:sr", "--seed", str(seed))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (MemoryError("no room"), "not enough memory. no room"),
+        (MemoryError(), "not enough memory."),
+        (OverflowError("too large"), "too large"),
+        (TypeError("no such type\x1b[2J"), r"no such type\x1b[2J"),
+    ],
+)
+def test_other_faults_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: Exception, said: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("jchop._cli._round._carried", broken)
+    assert error(capsys, "round", "1", "--to", "e5m2") == said
+
+
 def test_a_file_that_is_no_array_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for content in (b"", b"not an array"):
-        (tmp_path / "x.npy").write_bytes(content)
-        assert "x.npy" in error(capsys, "round", str(tmp_path / "x.npy"), "--to", "e5m2")
+    path = tmp_path / "x.npy"
+    contents = {b"": "it is empty", b"not an array": "does not begin as one", b"PK\3\4rest": "it is a zip archive"}
+    for content, said in contents.items():
+        path.write_bytes(content)
+        assert f"{path} is no .npy file that can be read: " in error(capsys, "round", str(path), "--to", "e5m2")
+        assert said in error(capsys, "round", str(path), "--to", "e5m2")
+    path.unlink()
+    path.mkdir()
+    assert error(capsys, "round", str(path), "--to", "e5m2") == f"{path} is a folder, not a .npy file"
 
 
 def test_no_values_on_a_terminal_is_an_error(
@@ -231,6 +365,14 @@ def test_no_values_on_a_terminal_is_an_error(
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
     assert "no values" in error(capsys, "round", "--to", "e5m2")
+
+
+def test_no_values_in_standard_input_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("", " \n\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        assert error(capsys, "round", "--to", "e5m2") == "no values: standard input is empty"
 
 
 @pytest.mark.parametrize(
@@ -251,8 +393,51 @@ def test_a_missing_extra_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
     said = error(capsys, *argv)
-    assert package in said and f'pip install "jchop[{extra}]"' in said
+    assert package in said and f'pip install ".[{extra}]"' in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_python_names_a_missing_extra_in_one_line() -> None:
+    cases = {
+        "jc.nn": ("flax", "flax"),
+        "jc.optim": ("optax", "optax"),
+        "jc.torch": ("torch", "torch"),
+        "jc.plot.value_grid('e4m3')": ("matplotlib", "plot"),
+        "jc.plot.heat_map([], [], [], title='')": ("matplotlib", "plot"),
+        "jc.plot.report(None)": ("matplotlib", "plot"),
+        "jc.study.run()": ("flax, optax, sklearn", "study"),
+        "jc.to_qwix(None)": ("qwix", "qwix"),
+    }
+    program = "import sys, jchop as jc\n"
+    program += "sys.modules |= dict.fromkeys(('flax', 'optax', 'torch', 'matplotlib', 'sklearn', 'qwix'))\n"
+    for code in cases:
+        program += f"try: {code}\nexcept ModuleNotFoundError as error: print(error)\n"
+    done = python("-c", program, text=True)
+    for said, (packages, extra) in zip(done.stdout.splitlines(), cases.values(), strict=True):
+        assert f'needs {packages}: pip install ".[{extra}]" in a clone of jchop' in said
+
+
+def test_modules_with_extras_load_on_first_use() -> None:
+    heavy = "{'flax', 'optax', 'matplotlib', 'sklearn', 'torch'}"
+    code = f"import sys, jchop as jc; print({heavy} & set(sys.modules), jc.plot.Panel.__name__, jc.study.Row.__name__)"
+    assert python("-c", code, text=True).stdout == "set() Panel Row\n"
+
+
+def test_every_page_installs_extras_in_the_same_way() -> None:
+    """From a clone: an index has no jchop yet. The extras named are those of pyproject.toml."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    pages = [
+        ROOT / "README.md",
+        *(path for kind in ("docs/*.md", "examples/*.py", "jchop/**/*.py") for path in ROOT.glob(kind)),
+    ]
+    named = set()
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert "jchop[" not in text, page
+        named |= {
+            name for found in re.findall(r'pip install (?:-e )?"\.\[([a-z,]+)\]"', text) for name in found.split(",")
+        }
+    assert {"flax", "optax", "plot", "study", "test", "torch"} <= named <= set(extras)
 
 
 # -- as a process ----------------------------------------------------------------------------------------------------
@@ -264,6 +449,41 @@ def test_as_a_process() -> None:
     assert (bad.returncode, bad.stdout) == (2, b"")
     assert bad.stderr.startswith(b"jchop: error: bad number 'abc'") and bad.stderr.count(b"\n") == 1
     assert b"{formats" not in python("-m", "jchop", "--help").stdout
+
+
+@pytest.mark.parametrize("option", ["-V", "--version"])
+def test_the_version(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert lines(capsys, option)[0].startswith("jchop ")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize(
+    ("command", "redirection", "said"),
+    [
+        ("formats", ">&-", b"standard output is closed"),
+        ("--help", "1</dev/null", b"Bad file descriptor"),
+        ("formats", ">/dev/full", b"No space left on device"),
+        ("-V", ">/dev/full", b"No space left on device"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_line(command: str, redirection: str, said: bytes) -> None:
+    if redirection.endswith("full") and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    shell = f"{sys.executable} -m jchop {command} {redirection}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for more in ({}, {"PYTHONUNBUFFERED": "1"}):
+        environment |= more | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(shell, shell=True, capture_output=True, env=environment, timeout=120)
+        assert (done.returncode, done.stderr) == (2, b"jchop: error: " + said + b"\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+def test_a_closed_standard_error_changes_nothing(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(3 << 20, np.float32))  # more than one piece, so there is progress to show
+    for command, status in ((f"round {tmp_path / 'x.npy'} --to e5m2", 0), ("round abc --to e5m2", 2)):
+        shell = f"{sys.executable} -m jchop {command} 2>&-"
+        done = subprocess.run(shell, shell=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        assert (done.returncode, done.stderr, b"error" in done.stdout) == (status, b"", status == 0)
 
 
 def test_light_commands_load_no_extra() -> None:

@@ -158,3 +158,14 @@ def test_a_kill_leaves_the_old_file(source: Path) -> None:
         assert (was_killed, content) == (True, old) or (name == "time" and content in (old, whole)), name
     assert not last_killed and whole != old
     assert jc.load_safetensors(target)["mlp.bias"].dtype.name == "bfloat16"
+
+
+def test_names_are_printed_without_their_control_characters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    jc.save_safetensors(source, {"a\x1b[2J\x07": np.ones(64, np.float32), "b\u202ec\nd": np.ones(8, np.float32)})
+    listed, _ = run(capsys, "inspect", source)
+    report, progress = run(capsys, "quantize", source, target, "--rule", ".*a.*=int8(group=tensor)")
+    quantized, _ = run(capsys, "inspect", target)
+    for text in (listed, report, quantized):
+        assert any(r"a\x1b[2J\x07" in line for line in text) and any(r"b\u202ec\nd" in line for line in text)
+    assert all(line.isprintable() for line in [*listed, *report, *quantized, *progress.splitlines()])

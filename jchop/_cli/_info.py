@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+from fractions import Fraction
 
-from jchop._cli._text import binary, check_suffix, fact, hexadecimal, short, table, yes
+from jchop._cli._text import binary, check_suffix, fact, hexadecimal, printable, short, table, whole, yes
 from jchop._files import require_extra, write_atomically
 from jchop.formats import (
     ALIASES,
@@ -57,7 +58,7 @@ def run_info(options: argparse.Namespace) -> None:
     print(table([("code", "binary", "value", "which"), *_notable(fmt)], "<<><"))
     if options.plot:
         write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
-        print(f"\nwrote {options.plot}")
+        print(f"\nwrote {printable(str(options.plot))}")
 
 
 def _layout(fmt: ElementFormat) -> str:
@@ -103,6 +104,10 @@ def _scaled_facts(fmt: ScaledFormat) -> list[tuple[str, str]]:
     return [("  " + name, value) for name, value in facts.items()]
 
 
+def _value(value: float | Fraction | None) -> str:
+    return short(value) if value is None else whole(value) or short(value)
+
+
 def _or_none(value: object) -> str:
     return "none" if value is None else str(value)
 
@@ -126,6 +131,6 @@ def _notable(fmt: ElementFormat) -> list[tuple[str, str, str, str]]:
         if code is not None:
             names.setdefault(code, []).append(name)
     return [
-        (hexadecimal(fmt, code), binary(fmt, code), short(fmt.value_of(code)), ", ".join(which))
+        (hexadecimal(fmt, code), binary(fmt, code), _value(fmt.value_of(code)), ", ".join(which))
         for code, which in names.items()
     ]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jchop._cli._text import check_suffix, table
+from jchop._cli._text import Percents, check_suffix, printable, seed, table
 from jchop.spec import as_spec
 from jchop.storage._file import TensorFile
 from jchop.storage._save import described_in, part_names
 from jchop.storage._stream import Report, Rule, quantize_file
-from jchop.study._progress import ProgressBar
 
 _SUFFIX = ".safetensors"
 
@@ -24,9 +22,9 @@ def run_quantize(options: argparse.Namespace) -> None:
     rules = [_rule(text) for text in options.rule]
     if options.target.exists() and not options.force:
         raise ValueError(f"{options.target} exists; --force writes a new file in its place")
-    reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=_Progress())
+    reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=Percents("quantize"))
     print(_report(reports))
-    print(f"\nwrote {options.target}")
+    print(f"\nwrote {printable(str(options.target))}")
 
 
 def run_inspect(options: argparse.Namespace) -> None:
@@ -52,19 +50,6 @@ def _rule(text: str) -> Rule:
             raise ValueError(f"--rule {text!r}: {text[:at]!r} is no regular expression ({error})") from None
         return Rule(text[:at], spec)
     raise ValueError(f"--rule {text!r} must be REGEX=SPEC, as '.*kernel=int4(group=128)': {reason}")
-
-
-class _Progress:
-    """Percents of the bytes that are done, on standard error."""
-
-    def __init__(self) -> None:
-        self._bar, self._percent = ProgressBar(sys.stderr), 0
-
-    def __call__(self, name: str, done: int, total: int) -> None:
-        now = 100 * done // total if total else 100
-        for percent in range(self._percent + 1, now + 1):
-            self._bar("quantize", percent, 100, name)
-        self._percent = max(now, self._percent)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -140,7 +125,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         required=True,
         help="names of tensors, and the format or spec they are quantized to; may be repeated",
     )
-    command.add_argument("--seed", metavar="N", type=int, help="of the random bits; stochastic modes need it")
+    command.add_argument("--seed", metavar="N", type=seed, help="of the random bits; stochastic modes need it")
     command.add_argument("--force", action="store_true", help="replace OUT where it exists")
     command.set_defaults(run=run_quantize)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import re
 import sys
+from dataclasses import dataclass
+from decimal import Context
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jchop._cli._text import binary, check_suffix, hexadecimal, short, shortest, table
+from jchop._cli._text import Percents, binary, check_suffix, hexadecimal, printable, short, shortest, table
 from jchop._files import write_atomically
 from jchop.formats import ElementFormat
+from jchop.rounding import as_overflow, as_rounding
 from jchop.spec import Spec, parse
 
 CARRIERS = {
@@ -26,27 +28,39 @@ CARRIERS = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
+#: Bytes of a file that are rounded at once.
+_CHUNK = 1 << 22
+#: Digits of a typed number, and the largest exponent of ten or two: exact arithmetic on it stays fast.
+_DIGITS, _EXPONENT = 1000, 20_000
+
 
 def run_round(options: argparse.Namespace) -> None:
     spec = _spec_of(options)
+    key = _key(options, spec)
     if options.out:
         check_suffix("--out", options.out, ".npy")
-    array, from_file = _input(options)
-    from jchop._round import round_to_format
-
-    rounded = round_to_format(array, spec, _key(options, spec))
-    print(f"to {spec}, carrier {array.dtype}")
-    fmt = spec.format if spec.scaled is None else None  # codes and ends belong to elements under their scales
-    print(_summary(array, rounded, fmt) if from_file else _comparison(array, rounded, fmt))
+    if any(word.lower().endswith(".npy") for word in options.values):
+        _round_file(options, spec, key)
+    else:
+        _round_numbers(options, spec, key)
     if options.out:
-        write_atomically(options.out, lambda file: np.save(file, rounded, allow_pickle=False))
-        print(f"wrote {options.out}")
+        print(f"wrote {printable(str(options.out))}")
 
 
 def _spec_of(options: argparse.Namespace) -> Spec:
-    """--to, with the fields that options of their own replace."""
-    given = {name: getattr(options, name) for name in ("rounding", "overflow", "random_bits")}
-    return dataclasses.replace(parse(options.to), **{name: value for name, value in given.items() if value is not None})
+    """--to, with the fields that options of their own add."""
+    parts = [options.to]
+    if options.rounding is not None:
+        parts.append(as_rounding(options.rounding).value)
+    if options.overflow is not None:
+        parts.append(as_overflow(options.overflow).value)
+    if options.random_bits is not None:
+        parts.append(f"random_bits={options.random_bits}")
+    try:
+        return parse(":".join(parts))
+    except ValueError as error:
+        parse(options.to)  # its own fault comes first
+        raise ValueError(f"--to {options.to!r} together with the other options: {error}") from None
 
 
 def _key(options: argparse.Namespace, spec: Spec) -> Any:
@@ -59,94 +73,216 @@ def _key(options: argparse.Namespace, spec: Spec) -> Any:
     return jax.random.key(options.seed)
 
 
-def _input(options: argparse.Namespace) -> tuple[np.ndarray, bool]:
-    """The numbers to round, and whether they come from a .npy file."""
-    words = options.values
-    if any(word.endswith(".npy") for word in words):
-        if len(words) > 1:
-            raise ValueError(f"a .npy file stands alone; got {len(words)} values")
-        return _load(Path(words[0]), options.carrier), True
+def _element(spec: Spec) -> ElementFormat | None:
+    """The format whose codes and ends are shown; None for a scaled one, whose elements have them under their scales."""
+    return spec.format if spec.scaled is None else None
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """A number as it is typed, and its value: a float if it is not finite."""
+
+    word: str
+    exact: Fraction | float
+
+
+def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
+    from jchop._round import round_to_format
+
+    numbers = [_typed(word.strip()) for word in _words(options.values)]
+    values = _carried([number.exact for number in numbers], options.carrier or "float64")
+    rounded = round_to_format(values, spec, key)
+    if options.out:
+        write_atomically(options.out, lambda file: np.save(file, rounded, allow_pickle=False))
+    print(f"to {spec}, carrier {values.dtype}")
+    print(_comparison(numbers, values, rounded, _element(spec)))
+
+
+def _words(words: list[str]) -> list[str]:
     if words in ([], ["-"]):
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no values: give numbers or a .npy file, or pipe numbers in")
         words = sys.stdin.read().split()
-    numbers = np.array([_number(word) for word in words], np.float64)
-    with np.errstate(over="ignore"):
-        return numbers.astype(CARRIERS[options.carrier or "float64"]), False
+        if not words:
+            raise ValueError("no values: standard input is empty")
+    return words
 
 
-def _number(word: str) -> float:
-    word = word.strip()
-    try:
-        return float.fromhex(word) if re.match(r"[+-]?0x", word, re.IGNORECASE) else float(word)
-    except (ValueError, OverflowError):
+def _typed(word: str) -> _Typed:
+    """The exact value of a decimal or hexadecimal number."""
+    decimal = re.fullmatch(r"[+-]?(?=\.?[0-9])([0-9]*)\.?([0-9]*)(?:e([+-]?[0-9]+))?", word, re.IGNORECASE)
+    hexa = re.fullmatch(r"([+-]?)0x(?=\.?[0-9a-f])([0-9a-f]*)\.?([0-9a-f]*)(?:p([+-]?[0-9]+))?", word, re.IGNORECASE)
+    if re.fullmatch(r"[+-]?(inf|infinity|nan)", word, re.IGNORECASE):
+        return _Typed(word, float(word))
+    if not (decimal or hexa):
+        raise _bad_number(word)
+    exponent = (decimal[3] if decimal else hexa[4] if hexa else None) or "0"
+    if len(word) > _DIGITS or len(exponent.lstrip("+-0")) > len(str(_EXPONENT)) or abs(int(exponent)) > _EXPONENT:
         raise ValueError(
-            f"bad number {word!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3"
-        ) from None
+            f"number {_brief(word)!r} is too long: {_DIGITS} characters, an exponent to {_EXPONENT} at most"
+        )
+    if hexa:
+        scale = Fraction(2) ** (int(exponent) - 4 * len(hexa[3]))
+        value = int(hexa[2] + hexa[3], 16) * scale * (-1 if hexa[1] == "-" else 1)
+    else:
+        value = Fraction(word)
+    return _Typed(word, -0.0 if value == 0 and word.startswith("-") else value)
 
 
-def _load(path: Path, carrier: str | None) -> np.ndarray:
+def _bad_number(word: str) -> ValueError:
+    """What a word is that is no number: perhaps a file that should have another name, or come another way."""
+    path = Path(word)
     try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no readable .npy file: {error}") from None
-    if carrier is None:
-        if array.dtype not in CARRIERS.values() and array.dtype.kind != "c":
-            raise ValueError(f"{path} holds {array.dtype}; say --carrier float64 to convert it")
-        return array
-    if array.dtype.kind in "biuf":
-        converted = array.astype(CARRIERS[carrier])
-        if np.array_equal(converted.astype(array.dtype), array, equal_nan=array.dtype.kind == "f"):
-            return converted
-    raise ValueError(f"{path} holds {array.dtype} values that {carrier} cannot hold: they would be rounded twice")
+        if path.is_dir():
+            return ValueError(f"{word!r} is a folder; allowed are numbers, or one .npy file")
+        if path.suffix.lower() == ".npz":
+            return ValueError(f"{word!r} holds several arrays, as .npz files do; save one of them with numpy.save")
+        if path.is_file():
+            return ValueError(f"{word!r} is no .npy file; numbers in a text file are read from standard input")
+    except (OSError, ValueError):
+        pass  # no name of a file
+    return ValueError(f"bad number {_brief(word)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3")
 
 
-def _errors(values: np.ndarray, rounded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Absolute and relative errors as float64; 0 where nothing moved, infinities and zeros included."""
-    exact, result = values.astype(np.float64), rounded.astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        absolute = np.where(exact == result, 0.0, np.abs(result - exact))
-        return absolute, np.where(absolute == 0, 0.0, absolute / np.abs(exact))
+def _brief(word: str) -> str:
+    return word if len(word) <= 60 else f"{word[:60]}..."
 
 
-def _comparison(values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None) -> str:
+def _carried(exact: list[Fraction | float], carrier: str) -> np.ndarray:
+    """Numbers rounded once to the carrier, to nearest with ties to even."""
+    from jchop._round import round_to_format
+
+    narrow = carrier != "float64"
+    wide = np.array([_float(value, odd=narrow) for value in exact], np.float64)
+    return round_to_format(wide, carrier).astype(CARRIERS[carrier]) if narrow else wide
+
+
+def _float(value: Fraction | float, *, odd: bool) -> float:
+    """The float nearest a number; with `odd` the neighbour whose last bit is 1, so that it may be rounded again."""
+    if isinstance(value, float):
+        return value
+    try:
+        near = float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    if odd and Fraction(near) != value and not int(np.float64(near).view(np.uint64)) & 1:
+        return math.nextafter(near, math.inf if value > near else -math.inf)
+    return near
+
+
+def _comparison(typed: list[_Typed], values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None) -> str:
     rows: list[tuple[str, ...]] = [("value", "rounded", "code", "binary", "abs. error", "rel. error")]
-    for value, result, absolute, relative in zip(values, rounded, *_errors(values, rounded), strict=True):
+    for number, value, result in zip(typed, values, rounded, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
         bits = ("-", "-") if fmt is None or code is None else (hexadecimal(fmt, code), binary(fmt, code))
-        rows.append((shortest(value), shortest(result), *bits, short(float(absolute)), short(float(relative))))
+        errors = map(_decimal, _exact_errors(number.exact, float(result)))
+        rows.append((_as_typed(number, value), shortest(result), *bits, *errors))
     return table(rows, "<<<<>>")
 
 
-def _summary(values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None) -> str:
-    parts, results = _real_parts(values), _real_parts(rounded)
-    exact, result = parts.astype(np.float64), results.astype(np.float64)
-    finite = np.isfinite(exact)
-    absolute, relative = (error[finite & np.isfinite(result)] for error in _errors(parts, results))
-    lost = finite & ~np.isfinite(result)
-    outside = finite & ((exact > _near(fmt.max)) | (exact < _near(fmt.min))) if fmt else np.zeros_like(finite)
-    rows = [
-        ("elements", f"{values.size}, shape {values.shape}"),
-        ("changed", str(np.count_nonzero((exact != result) & ~np.isnan(exact)))),
-        ("largest abs. error", short(float(absolute.max(initial=0.0))) + _but(lost)),
-        ("largest rel. error", short(float(relative[np.isfinite(relative)].max(initial=0.0))) + _but(lost)),
-        ("overflows", f"{np.count_nonzero(lost)} to inf or nan, {np.count_nonzero(outside & ~lost)} to a finite value"),
-        ("underflows", f"{np.count_nonzero((exact != 0) & (result == 0))} to zero"),
-        ("nan in the input", str(np.count_nonzero(np.isnan(exact)))),
-    ]
-    return table([("  " + name, value) for name, value in rows], "<<", rule=False)
+def _as_typed(number: _Typed, value: np.generic) -> str:
+    """The carrier's number where its shortest decimal is the number that was typed; else what was typed."""
+    text = shortest(value)
+    if isinstance(number.exact, float):
+        return text
+    return text if np.isfinite(value) and Fraction(text) == number.exact else _brief(number.word)
 
 
-def _near(value: float | Fraction) -> float:
-    """The float nearest a bound that binary64 may not hold."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | float, Fraction | float]:
+    """Absolute and relative error; 0 if nothing moved, infinities and zeros included."""
+    if exact == result:
+        return 0.0, 0.0
+    if isinstance(exact, float) and not math.isfinite(exact):
+        return abs(result - exact), math.nan
+    if not math.isfinite(result):
+        return abs(result), abs(result)
+    absolute = abs(Fraction(result) - Fraction(exact))
+    return absolute, absolute / abs(Fraction(exact)) if exact else math.inf
 
 
-def _but(lost: np.ndarray) -> str:
-    return " (overflows apart)" if lost.any() else ""
+def _decimal(value: Fraction | float) -> str:
+    """Four digits of a number that may lie beyond every float."""
+    near = _float(value, odd=False)
+    if not isinstance(value, Fraction) or sys.float_info.min <= near < math.inf:
+        return short(near)
+    exact = Context(prec=30, Emin=-(10**6), Emax=10**6)
+    quotient = exact.divide(exact.create_decimal(value.numerator), exact.create_decimal(value.denominator))
+    return f"{quotient.normalize(Context(prec=4, Emin=-(10**6), Emax=10**6)):g}"
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
+    if len(options.values) > 1:
+        raise ValueError(f"a .npy file stands alone; got {len(options.values)} values")
+    from jchop._round_file import Rounded
+    from jchop.storage._npy import NpyFile
+
+    path = Path(options.values[0])
+    with NpyFile(path, str(path), CARRIERS.get(options.carrier)) as file:
+        if file.dtype not in CARRIERS.values() and file.dtype.kind != "c":
+            raise ValueError(f"{path} holds {file.dtype}; say --carrier float64 to convert it")
+        summary = _Summary(_element(spec))
+        bar = Percents("round") if file.size * file.dtype.itemsize > _CHUNK else lambda *_: None
+        rounded = Rounded.of(file, spec, key, _CHUNK, lambda done, total: bar(path.name, done, total))
+        if options.out:
+            write_atomically(options.out, lambda out: rounded.write(out, summary.see))
+        else:
+            for pair in rounded:
+                summary.see(*pair)
+        print(f"to {spec}, carrier {file.dtype}")
+        print(summary.text(file.shape))
+
+
+@dataclass
+class _Summary:
+    """What became of an array that is seen piece by piece; the parts of complex numbers count by themselves."""
+
+    fmt: ElementFormat | None
+    changed: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+    lost: int = 0
+    saturated: int = 0
+    underflows: int = 0
+    nans: int = 0
+
+    def see(self, values: np.ndarray, rounded: np.ndarray) -> None:
+        """Takes in a piece."""
+        exact, result = (_real_parts(x).astype(np.float64) for x in (values, rounded))
+        finite, nan = np.isfinite(exact), np.isnan(exact)
+        lost = finite & ~np.isfinite(result)
+        self.changed += int(np.count_nonzero((exact != result) & ~nan))
+        self.lost += int(np.count_nonzero(lost))
+        if self.fmt is not None:
+            outside = finite & ((exact > _float(self.fmt.max, odd=False)) | (exact < _float(self.fmt.min, odd=False)))
+            self.saturated += int(np.count_nonzero(outside & ~lost))
+        self.underflows += int(np.count_nonzero((exact != 0) & (result == 0)))
+        self.nans += int(np.count_nonzero(nan))
+        exact, result = exact[finite & ~lost], result[finite & ~lost]
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            absolute = np.abs(result - exact)
+            relative = absolute / np.abs(exact)
+        self.absolute = max(self.absolute, float(absolute.max(initial=0.0)))
+        self.relative = max(self.relative, float(relative.max(initial=0.0, where=np.isfinite(relative))))
+
+    def text(self, shape: tuple[int, ...]) -> str:
+        """The table of what was seen."""
+        but = " (overflows apart)" if self.lost else ""
+        rows = [
+            ("elements", f"{math.prod(shape)}, shape {shape}"),
+            ("changed", str(self.changed)),
+            ("largest abs. error", short(self.absolute) + but),
+            ("largest rel. error", short(self.relative) + but),
+            ("overflows", f"{self.lost} to inf or nan, {self.saturated} to a finite value"),
+            ("underflows", f"{self.underflows} to zero"),
+            ("nan in the input", str(self.nans)),
+        ]
+        return table([("  " + name, value) for name, value in rows], "<<", rule=False)
 
 
 def _real_parts(array: np.ndarray) -> np.ndarray:

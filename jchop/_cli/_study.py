@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 
-from jchop._cli._text import check_folder
+from jchop._checks import split_outside
+from jchop._cli._text import check_folder, printable
 from jchop._files import require_extra
 
 
@@ -25,14 +25,13 @@ def run_study(options: argparse.Namespace) -> None:
         epochs=options.epochs,
         activations=options.activations,
         seed=options.seed,
-        progress=ProgressBar(sys.stderr),
+        progress=ProgressBar(sys.stderr) if sys.stderr is not None else None,
     )
     paths = study.save(result, options.out)
     print(study.table(result))
-    print(f"\nFiles: {', '.join(map(str, paths))} ({result.seconds:.0f} s)")
+    print(f"\nFiles: {printable(', '.join(map(str, paths)))} ({result.seconds:.0f} s)")
 
 
 def _items(words: Sequence[str]) -> list[str]:
     """Texts between commas and spaces, except where those stand in parentheses or brackets."""
-    items = re.split(r"[,\s]+(?![^()\[\]]*[)\]])", " ".join(words))
-    return [item for item in items if item]
+    return [item for item in split_outside(" ".join(words), ", \t\n\r") if item]

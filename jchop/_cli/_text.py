@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,16 +14,45 @@ from typing import Any
 import numpy as np
 
 from jchop.formats import ElementFormat, FloatFormat
+from jchop.study._progress import ProgressBar
 
 
 def table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
-    """Columns aligned as `align` says, one of < and > for each, with a rule under the first row."""
+    """Columns aligned as `align` says, one of < and > for each, with a rule under the first row.
+
+    Cells may hold names from files: they are made printable.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
         for row in rows
     ]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]] if rule else lines)
+
+
+def printable(text: str) -> str:
+    """The text with control characters, and what else is not printed, as escapes: a terminal would obey them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+class Percents:
+    """Shows the percents that are done on standard error.
+
+    Args:
+        stage: what is done.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._stage, self._percent = stage, 0
+        self._bar = ProgressBar(sys.stderr) if sys.stderr is not None else None  # None: the shell has closed it
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        now = 100 * done // total if total else 100
+        for percent in range(self._percent + 1, now + 1):
+            if self._bar is not None:
+                self._bar(self._stage, percent, 100, printable(name))
+        self._percent = max(now, self._percent)
 
 
 def short(value: float | Fraction | None) -> str:
@@ -39,13 +71,18 @@ def shortest(value: Any) -> str:
     return text.removesuffix(".0")
 
 
+def whole(value: float | Fraction) -> str:
+    """All digits of an integer of at most 64 bits; nothing for another value."""
+    return str(int(value)) if abs(value) < 2**64 and value % 1 == 0 else ""
+
+
 def _power(value: float | Fraction) -> str:
     """The value as c * 2^k with an odd integer c."""
     exact = Fraction(value)
     exponent = _two_exponent(exact.numerator) - _two_exponent(exact.denominator)
     odd = exact / Fraction(2) ** exponent
     sign = "-" if odd < 0 else ""
-    return f"{sign}2^{exponent}" if abs(odd) == 1 else f"{odd} * 2^{exponent}"
+    return f"{sign}2^{exponent}" if abs(odd) == 1 else f"{odd} * 2^{exponent}" if exponent else str(odd)
 
 
 def _two_exponent(number: int) -> int:
@@ -56,10 +93,10 @@ def _two_exponent(number: int) -> int:
 def fact(value: float | Fraction | None) -> str:
     if value is None:
         return "none"
-    if value == 0 or isinstance(value, Fraction):
-        return _power(value) if value else "0"
-    exact = shortest(value)
-    return exact if value % 1 == 0 and abs(value) < 1e6 else f"{exact}  = {_power(value)}"
+    exact = whole(value) or ("" if isinstance(value, Fraction) else shortest(value))
+    if exact and value % 1 == 0 and (abs(value) < 1e6 or value % 2 == 1):
+        return exact
+    return f"{exact}  = {_power(value)}" if exact else _power(value)
 
 
 def yes(fact: bool) -> str:
@@ -77,6 +114,14 @@ def binary(fmt: ElementFormat, code: int) -> str:
 
 def hexadecimal(fmt: ElementFormat, code: int) -> str:
     return f"0x{code:0{-(-fmt.bits // 4)}x}"
+
+
+def seed(text: str) -> int:
+    """The seed that an option gives: what `jax.random.key` takes, whatever jax_enable_x64 says."""
+    text = text.strip()  # a negative number comes with a space
+    if not re.fullmatch(r"-?[0-9]{1,19}", text) or not -(2**63) <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from -2^63 to 2^63 - 1")
+    return int(text)
 
 
 def check_suffix(option: str, path: Path, suffix: str) -> None:
