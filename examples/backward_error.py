@@ -5,12 +5,13 @@
 Every operation is rounded. Printed is ‖A - product of the factors‖ / ‖A‖ in the maximum norm, in units of the format's
 unit roundoff u, the largest over some random matrices of order n. The theory bounds it by a multiple of n u times the
 growth of the elements (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorems 9.3, 10.3 and
-19.4); in practice it is a few u in every format.
+19.4); here it is at most some twenty u in every format.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def errors(n: int, count: int, formats: dict[str, float]) -> dict[str, list[floa
     with jax.enable_x64(True):
         for name, factor in FACTORIZATIONS.items():
             for text in formats:
+                print(f"{name} of {count} matrices of order {n} in {text}", file=sys.stderr, flush=True)
                 rounded = jc.round_to_format(a, text)
                 exact, product = jax.jit(jax.vmap(lambda a, f=factor, text=text: f(a, text)))(jnp.asarray(rounded))
                 relative = jnp.abs(exact - product).max((1, 2)) / jnp.abs(exact).max((1, 2))
@@ -79,7 +81,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="few and small matrices")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the errors into")
     options = parser.parse_args()
-    formats = {"bfloat16": FORMATS["bfloat16"]} if options.small else FORMATS
+    formats = {text: FORMATS[text] for text in ("float8_e4m3", "binary16")} if options.small else FORMATS
     table = errors(*((4, 2) if options.small else (30, 5)), formats)
     print(f"{'':10}" + "".join(f"{text:>14}" for text in formats))
     for name, values in table.items():

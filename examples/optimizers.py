@@ -10,6 +10,7 @@ optimizer state for each parameter, counted on the arrays, the last loss, and by
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,13 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a smaller network, fewer steps and optimizers")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the losses into")
     options = parser.parse_args()
-    names = ("optax.adamw", "adamw_fp8") if options.small else tuple(OPTIMIZERS)
+    names = ("optax.adamw", "adamw_fp8", "adamw4bit") if options.small else tuple(OPTIMIZERS)
     params = start(64, 128) if options.small else start(256, 1024)
     count = sum(p.size for p in params.values())
-    found = {name: train(OPTIMIZERS[name], params, 20 if options.small else 100) for name in names}
+    steps, found = 20 if options.small else 100, {}
+    for name in names:
+        print(f"training {steps} steps by {name}", file=sys.stderr, flush=True)
+        found[name] = train(OPTIMIZERS[name], params, steps)
     reference = found["optax.adamw"][0]
     print(f"{'optimizer':12}  bytes a parameter   last loss  strays by at most")
     for name, (losses, size) in found.items():

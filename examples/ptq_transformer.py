@@ -1,6 +1,6 @@
 """What few-bit weights cost a trained transformer: perplexity and bytes, format by format, without further training.
 
-    python examples/ptq_transformer.py [--steps 300] [--plot ptq.png]
+    python examples/ptq_transformer.py [--small] [--steps 300] [--plot ptq.png]
 
 The network and text are those of transformer_training.py. Every weight of a layer or an embedding is packed.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from typing import Any
 
 import jax
@@ -32,13 +33,15 @@ def bytes_of(model: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def run(*, steps: int, width: int, depth: int) -> dict[str, tuple[float, int]]:
+def run(formats: tuple[str, ...] = FORMATS, *, steps: int, width: int, depth: int) -> dict[str, tuple[float, int]]:
     """Perplexity and bytes of each format, float32 first."""
     tokens, letters = text()
     model = make(letters, width=width, depth=depth)
+    print(f"training {steps} steps in float32", file=sys.stderr, flush=True)
     train(model, tokens, steps=steps)
     table = {"float32": (perplexity(model, tokens), bytes_of(model))}
-    for fmt in FORMATS:
+    for fmt in formats:
+        print(f"packing the weights in {fmt}", file=sys.stderr, flush=True)
         packed = jc.nn.quantize(model, [jc.nn.Rule("*norm*"), jc.nn.Rule(weight=fmt)], mode="weight_only")
         table[fmt] = (perplexity(packed, tokens), bytes_of(packed))
     return table
@@ -57,12 +60,15 @@ def draw(table: dict[str, tuple[float, int]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--small", action="store_true", help="fewer steps, a smaller network, two formats")
+    parser.add_argument("--steps", type=int, help="default 300, with --small 60")
+    parser.add_argument("--width", type=int, help="default 64, with --small 32")
+    parser.add_argument("--depth", type=int, help="default 2, with --small 1")
     parser.add_argument("--plot", help="where to draw the table")
     chosen = parser.parse_args()
-    table = run(steps=chosen.steps, width=chosen.width, depth=chosen.depth)
+    steps, width, depth = (60, 32, 1) if chosen.small else (300, 64, 2)
+    formats = ("mxfp8_e4m3", "mxfp4") if chosen.small else FORMATS
+    table = run(formats, steps=chosen.steps or steps, width=chosen.width or width, depth=chosen.depth or depth)
     print(f"{'weights':32}{'perplexity':>12}{'bytes':>10}")
     for name, (value, size) in table.items():
         print(f"{name:32}{value:12.3f}{size:10d}")

@@ -1,14 +1,15 @@
 """Quantization-aware training of a small network on scikit-learn's digits: what two bits cost, and how training helps.
 
-    python examples/qat_digits.py [--steps 600] [--tuning 300] [--plot digits.png]
+    python examples/qat_digits.py [--small] [--steps 600] [--tuning 300] [--plot digits.png]
 
 A network of three layers is trained in float32, its weights are rounded to a few bits as they are (PTQ), and then the
-rounded network is trained on for some steps (QAT) and packed. Needs `pip install "jchop[flax,optax,study]"`.
+rounded network is trained on for some steps (QAT) and packed. Needs `pip install ".[flax,optax,study]"`.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from typing import Any
 
@@ -77,14 +78,18 @@ def accuracy(model: Any, x: Any, y: Any) -> float:
     return float((nnx.jit(lambda model, x: model(x))(model, x).argmax(-1) == y).mean())
 
 
-def run(*, steps: int, tuning: int, hidden: int = 256, seed: int = 0) -> dict[str, tuple[float, float, int]]:
+def run(
+    formats: tuple[str, ...] = FORMATS, *, steps: int, tuning: int, hidden: int = 256, seed: int = 0
+) -> dict[str, tuple[float, float, int]]:
     """For each format the accuracy after PTQ and after QAT, and the bytes of the parameters; float32 first."""
     x, y, test_x, test_y = data()
     model = Network(hidden, rngs=nnx.Rngs(seed))
+    print(f"training {steps} steps in float32", file=sys.stderr, flush=True)
     train(model, x, y, steps=steps, rate=1e-3, seed=seed)
     exact = accuracy(model, test_x, test_y)
     table = {"float32": (exact, exact, _bytes(model))}
-    for fmt in FORMATS:
+    for fmt in formats:
+        print(f"training {tuning} more steps, weights in {fmt}", file=sys.stderr, flush=True)
         rule = jc.nn.Rule(weight=fmt)
         tuned = jc.nn.quantize(model, rule)
         before = accuracy(tuned, test_x, test_y)
@@ -116,12 +121,15 @@ def draw(table: dict[str, tuple[float, float, int]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="of training in float32")
-    parser.add_argument("--tuning", type=int, default=300, help="of training with rounded weights")
-    parser.add_argument("--hidden", type=int, default=256, help="width of the hidden layers")
+    parser.add_argument("--small", action="store_true", help="fewer steps, a smaller network, two formats")
+    parser.add_argument("--steps", type=int, help="of training in float32; default 600, with --small 300")
+    parser.add_argument("--tuning", type=int, help="of training with rounded weights; default 300, with --small 150")
+    parser.add_argument("--hidden", type=int, help="width of the hidden layers; default 256, with --small 64")
     parser.add_argument("--plot", help="where to draw the table")
     chosen = parser.parse_args()
-    table = run(steps=chosen.steps, tuning=chosen.tuning, hidden=chosen.hidden)
+    steps, tuning, hidden = (300, 150, 64) if chosen.small else (600, 300, 256)
+    formats = (FORMATS[0], FORMATS[-1]) if chosen.small else FORMATS
+    table = run(formats, steps=chosen.steps or steps, tuning=chosen.tuning or tuning, hidden=chosen.hidden or hidden)
     print(f"{'weights':34}{'PTQ':>8}{'QAT':>8}{'bytes':>10}")
     for name, (before, after, size) in table.items():
         print(f"{name:34}{before:8.3f}{after:8.3f}{size:10d}")

@@ -1,8 +1,8 @@
 """Iterative refinement in three precisions: which condition numbers can low-precision factors bear?
 
-    python examples/refinement.py                     # the first table of docs/math.md, some eight minutes
-    python examples/refinement.py --working binary64  # the second one
-    python examples/refinement.py --small --plot refinement.png
+    python examples/refinement.py --plot refinement.png
+    python examples/refinement.py --full                     # the first table of docs/math.md, some eight minutes
+    python examples/refinement.py --full --working binary64  # the second one
 
 Random matrices of order n have singular values that fall geometrically, from 1 to 10^-1 ... 10^-9; the rows go by their
 condition number in the maximum norm. Factors are computed in one format, of the matrix scaled by a power of two into
@@ -17,6 +17,7 @@ theory (E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40 (2018), table 5.1) h
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class Sizes(NamedTuple):
 
 
 FULL = Sizes(tuple(10.0**power for power in range(1, 10)), 100, 2, 10, (0, 20, 100))
+DEFAULT = Sizes((1e1, 1e3, 1e5, 1e7, 1e9), 24, 2, 10, (0, 24), FACTORS)
 SMALL = Sizes((10.0, 1e5), 6, 1, 4, (0, 6), FACTORS[:1])
 
 
@@ -90,6 +92,7 @@ def table(sizes: Sizes) -> tuple[np.ndarray, dict[tuple[str, int], np.ndarray]]:
     for factor in sizes.factors:
         scale = scale_into(factor, flat)
         for inner in sizes.inner:
+            print(f"solving {len(flat)} systems: {label(factor, inner)}", file=sys.stderr, flush=True)
             x = solutions(flat * scale, b * scale, factor, inner, sizes)
             errors[factor, inner] = backward_errors(flat, x, b).reshape(systems.shape[:2]).max(1)
     return np.linalg.cond(systems, np.inf).max(1), errors
@@ -123,11 +126,14 @@ def draw(conditions: np.ndarray, errors: dict[tuple[str, int], np.ndarray], work
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="few and small systems")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--small", action="store_true", help="few and small systems")
+    sizes.add_argument("--full", action="store_true", help="the systems of docs/math.md: some eight minutes")
     parser.add_argument("--working", default="binary32", choices=("binary32", "binary64"), help="the precision of x")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the errors into")
     options = parser.parse_args()
-    conditions, errors = table((SMALL if options.small else FULL)._replace(working=options.working))
+    size = SMALL if options.small else FULL if options.full else DEFAULT
+    conditions, errors = table(size._replace(working=options.working))
     limit = converged(options.working)
     print("| κ | " + " | ".join(label(*column) for column in errors) + " |")
     print("|---" * (1 + len(errors)) + "|")

@@ -1,4 +1,4 @@
-"""Training in bfloat16 at a small learning rate: nearest rounding stands still, stochastic rounding follows float32.
+"""Training in bfloat16 at a small learning rate: nearest rounding hardly moves, stochastic rounding follows float32.
 
     python examples/stagnation.py --plot stagnation.png
 
@@ -10,6 +10,7 @@ lost; rounded stochastically they count on average; compensated (Kahan) they wai
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,11 @@ def train(last: Any, hidden: int, steps: int, learning_rate: float) -> np.ndarra
 def curves(hidden: int, steps: int, learning_rate: float) -> dict[str, np.ndarray]:
     """The losses by the way in which parameters are kept."""
     kept = {"float32": None} | LAST
-    return {name: train(last, hidden, steps, learning_rate) for name, last in kept.items()}
+    losses = {}
+    for name, last in kept.items():
+        print(f"training {steps} steps, parameters in {name}", file=sys.stderr, flush=True)
+        losses[name] = train(last, hidden, steps, learning_rate)
+    return losses
 
 
 def draw(losses: dict[str, np.ndarray], file: Path) -> None:

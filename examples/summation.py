@@ -4,13 +4,14 @@
 
 n numbers, uniform in [0, 1), are added in bfloat16 (u = 2^-8). Printed is the relative error, as a root mean square
 over some sums. One after the other with rounding to nearest, the sum stagnates: it stops at 256, where half the gap to
-the next number is 1. Stochastic rounding keeps the error near √n u (M. P. Connolly, N. J. Higham and T. Mary, SIAM J.
-Sci. Comput. 43 (2021) A566-A585); blocks and pairs keep it small with rounding to nearest.
+the next number is 1. Stochastic rounding keeps the error below √n u (M. P. Connolly, N. J. Higham and T. Mary, SIAM
+J. Sci. Comput. 43 (2021) A566-A585); blocks and pairs keep it small with rounding to nearest.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import jax
@@ -32,6 +33,7 @@ def errors(lengths: list[int], count: int) -> dict[str, list[float]]:
     """By way of adding: the relative error for each length."""
     table: dict[str, list[float]] = {name: [] for name in WAYS}
     for n in lengths:
+        print(f"adding {n} numbers in {len(WAYS)} ways, {count} times", file=sys.stderr, flush=True)
         x = jc.round_to_format(np.random.default_rng(n).uniform(size=(count, n)).astype(np.float32), "bfloat16")
         exact = x.astype(np.float64).sum(1)
         for name, (accumulate, order) in WAYS.items():
@@ -61,9 +63,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="short sums")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the errors into")
     options = parser.parse_args()
-    lengths = [2**k for k in ((12,) if options.small else range(6, 15, 2))]
+    lengths = [2**k for k in ((6, 12) if options.small else range(6, 15, 2))]
     table = errors(lengths, 10 if options.small else 30)
     print(f"{'n':22}" + "".join(f"{n:>10}" for n in lengths))
+    print(f"{'√n u':22}" + "".join(f"{n**0.5 * 2.0**-8:10.1e}" for n in lengths))
     for name, values in table.items():
         print(f"{name:22}" + "".join(f"{e:10.1e}" for e in values))
     if options.plot:

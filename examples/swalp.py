@@ -10,6 +10,7 @@ float32, where the weights are in few bits (Yang et al., arXiv 1904.11943).
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a short run")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the errors into")
     options = parser.parse_args()
-    names = ("float32", "FP8 recipe") if options.small else tuple(RECIPES)
-    errors = {name: train(RECIPES[name], 4 if options.small else 30) for name in names}
+    names = ("float32", "FP8 recipe", "bfp5, stochastic") if options.small else tuple(RECIPES)
+    epochs, errors = 4 if options.small else 30, {}
+    for name in names:
+        print(f"training {epochs} epochs, rounded to {name}", file=sys.stderr, flush=True)
+        errors[name] = train(RECIPES[name], epochs)
     print(f"{'rounded to':18}  error  average")
     for name, each in errors.items():
         print(f"{name:18}  {each[-1, 0]:5.1%}  {each[-1, 1]:7.1%}")

@@ -1,16 +1,17 @@
 """A PyTorch network trained in 8 bits by a published recipe, and what is lost where the recipe is cut short.
 
-    python examples/torch_training.py [--epochs 20] [--hidden 128]
+    python examples/torch_training.py [--small] [--epochs 20] [--hidden 128]
 
 The recipe is that of Wang et al. (arXiv 1812.08011) as QPyTorch has it: weights, activations, errors and gradients in
 e5m2, momentum and an accumulator of the weights in e6m9 with stochastic rounding, the loss multiplied by 1000. Without
 the accumulator small updates are rounded away from e5m2 weights, unless these are rounded stochastically. The data are
-scikit-learn's digits. Needs `pip install "jchop[torch,study]"`.
+scikit-learn's digits. Needs `pip install ".[torch,study]"`.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,11 +77,15 @@ def train(recipe: dict[str, Any] | None, epochs: int, hidden: int, seed: int = 0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--hidden", type=int, default=128, help="width of the hidden layer")
+    parser.add_argument("--small", action="store_true", help="fewer epochs and a smaller network")
+    parser.add_argument("--epochs", type=int, help="default 20, with --small 6")
+    parser.add_argument("--hidden", type=int, help="width of the hidden layer; default 128, with --small 32")
     options = parser.parse_args()
+    epochs = options.epochs if options.epochs is not None else 6 if options.small else 20
+    hidden = options.hidden or (32 if options.small else 128)
     for name, recipe in RECIPES.items():
-        print(f"{name:28}{train(recipe, options.epochs, options.hidden):8.3f}")
+        print(f"training {epochs} epochs: {name}", file=sys.stderr, flush=True)
+        print(f"{name:28}{train(recipe, epochs, hidden):8.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """A small transformer that learns to continue source code, letter by letter, in arithmetics of 8 bits.
 
-    python examples/transformer_training.py [--steps 300] [--plot training.png]
+    python examples/transformer_training.py [--small] [--steps 300] [--plot training.png]
 
 The same network is trained in float32, with all products in mxfp8, and with e4m3 forward and stochastic e5m2 gradients.
-The text is the source of a few modules of Python's library. Needs `pip install "jchop[flax,optax]"`.
+The text is the source of a few modules of Python's library. Needs `pip install ".[flax,optax]"`.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 import textwrap
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -114,12 +116,13 @@ def make(letters: int, *, width: int, depth: int) -> Transformer:
     return Transformer(letters, width, depth, rngs=nnx.Rngs(0))
 
 
-def run(*, steps: int, width: int, depth: int) -> dict[str, np.ndarray]:
+def run(names: Iterable[str] = ARITHMETICS, *, steps: int, width: int, depth: int) -> dict[str, np.ndarray]:
     """The losses of each arithmetic, from the same start on the same pieces."""
     tokens, letters = text()
     losses = {}
-    for name, rule in ARITHMETICS.items():
-        model = make(letters, width=width, depth=depth)
+    for name in names:
+        print(f"training {steps} steps in {name}", file=sys.stderr, flush=True)
+        model, rule = make(letters, width=width, depth=depth), ARITHMETICS[name]
         if rule is not None:
             model = jc.nn.quantize(model, rule, rngs=nnx.Rngs(rounding=1))
         losses[name] = train(model, tokens, steps=steps)
@@ -141,12 +144,15 @@ def draw(losses: dict[str, np.ndarray], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--small", action="store_true", help="fewer steps, a smaller network, without mxfp8")
+    parser.add_argument("--steps", type=int, help="default 300, with --small 60")
+    parser.add_argument("--width", type=int, help="default 64, with --small 16")
+    parser.add_argument("--depth", type=int, help="default 2, with --small 1")
     parser.add_argument("--plot", help="where to draw the curves")
     chosen = parser.parse_args()
-    losses = run(steps=chosen.steps, width=chosen.width, depth=chosen.depth)
+    steps, width, depth = (60, 16, 1) if chosen.small else (300, 64, 2)
+    names = [name for name in ARITHMETICS if not (chosen.small and name == "mxfp8")]
+    losses = run(names, steps=chosen.steps or steps, width=chosen.width or width, depth=chosen.depth or depth)
     for name, values in losses.items():
         print(f"{name:24} first {values[0]:.3f}  last {values[-20:].mean():.3f}")
     if chosen.plot:

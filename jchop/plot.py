@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jchop._files import require_extra
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, parse_format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    require_extra("jchop.plot", "plot", ("matplotlib",))
     from matplotlib.figure import Figure
 
     from jchop._emulate import Report, Row
 
 __all__ = ["Panel", "heat_map", "report", "value_grid"]
 
-_NORMAL, _SUBNORMAL, _INK = "#31688e", "#d95f02", "#333333"
+_NORMAL, _SUBNORMAL, _INK, _LOST = "#31688e", "#d95f02", "#333333", "#b2182b"
+_BARS = (_NORMAL, _SUBNORMAL, _LOST, "#7b3294")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Panel:
         log: colours on a logarithmic scale (positive values); default False.
         low_is_good: the bright end of the colours belongs to low values; default False.
         ceiling: where the colours end; higher values share the last one. Default: the largest value.
+        spread: numbers written below the values, as "±"; of the shape of `values`, NaN for nothing. Default None.
 
     Example:
         >>> from jchop import plot
@@ -51,9 +56,12 @@ class Panel:
     log: bool = False
     low_is_good: bool = False
     ceiling: float = math.inf
+    spread: Any = None
 
 
-def heat_map(panels: Sequence[Panel], rows: Sequence[str], columns: Sequence[str], *, title: str) -> Figure:
+def heat_map(
+    panels: Sequence[Panel], rows: Sequence[str], columns: Sequence[str], *, title: str, note: str = ""
+) -> Figure:
     """Tables side by side as heat maps, with the numbers written in the cells.
 
     Args:
@@ -61,9 +69,10 @@ def heat_map(panels: Sequence[Panel], rows: Sequence[str], columns: Sequence[str
         rows: names of the rows, top to bottom, shared by all panels.
         columns: names of the columns, left to right.
         title: the title above the panels.
+        note: a line below them. Default: none.
 
     Raises:
-        ValueError: for a panel whose values have another shape.
+        ValueError: for a panel whose values or spread have another shape.
 
     Example:
         >>> from jchop import plot
@@ -72,17 +81,22 @@ def heat_map(panels: Sequence[Panel], rows: Sequence[str], columns: Sequence[str
         >>> len(figure.axes)
         2
     """
+    require_extra("jchop.plot", "plot", ("matplotlib",))
     from matplotlib.figure import Figure
 
     for panel in panels:
-        if np.shape(panel.values) != (len(rows), len(columns)):
-            raise ValueError(
-                f"panels: {panel.title!r} has shape {np.shape(panel.values)}; rows and columns ask for "
-                f"{(len(rows), len(columns))}"
-            )
+        for what, table in (("values", panel.values), ("spread", panel.spread)):
+            if table is not None and np.shape(table) != (len(rows), len(columns)):
+                raise ValueError(
+                    f"panels: {what} of {panel.title!r} has shape {np.shape(table)}; rows and columns ask for "
+                    f"{(len(rows), len(columns))}"
+                )
+    tall = 0.36 if all(panel.spread is None for panel in panels) else 0.42
     width = 2.0 + len(panels) * (1.2 + 0.78 * len(columns))
-    figure = Figure(figsize=(max(width, 6.0), 2.3 + 0.36 * len(rows)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(max(width, 6.0), 2.3 + tall * len(rows)), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=15, fontweight="bold", color=_INK)
+    if note:
+        figure.supxlabel(note, fontsize=11, color=_INK)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
         _draw_panel(figure, axes, panel, rows, columns)
     return figure
@@ -92,6 +106,7 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     from matplotlib import colormaps
 
     values = np.asarray(panel.values, np.float64)
+    spread = np.full(values.shape, np.nan) if panel.spread is None else np.asarray(panel.spread, np.float64)
     colours = colormaps["viridis_r" if panel.low_is_good else "viridis"].with_extremes(bad="#d9d9d9")
     scale = _scale(panel, values)
     image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, norm=scale, aspect="auto")
@@ -107,7 +122,10 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     for (row, column), value in np.ndenumerate(values):
         bright = not np.isfinite(value) or _luminance(colours(scale(value))) > 0.45
         text = format(value, panel.text) if np.isfinite(value) else str(value)
-        axes.text(column, row, text, ha="center", va="center", fontsize=9.5, color="black" if bright else "white")
+        if np.isfinite(spread[row, column]):
+            text += f"\n±{spread[row, column]:{panel.text}}"
+        size = 8.5 if "\n" in text else 9.5
+        axes.text(column, row, text, ha="center", va="center", fontsize=size, color="black" if bright else "white")
     beyond = "max" if (values[np.isfinite(values)] > panel.ceiling).any() else "neither"
     bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=34, extend=beyond)
     bar.outline.set_visible(False)  # type: ignore[operator]
@@ -149,6 +167,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
         >>> plot.value_grid("e4m3fn").get_suptitle()
         'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
     """
+    require_extra("jchop.plot", "plot", ("matplotlib",))
     from matplotlib.figure import Figure
 
     fmt = _element(fmt)
@@ -281,11 +300,12 @@ def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
 
 
 def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
-    """The operations of an emulated program as bars: their errors, and what overflowed or became zero.
+    """The operations of an emulated program as bars: their errors, and what was lost.
 
-    One pair of bars for each row of the report, in the order of the program. On the left, logarithmic, the largest
-    relative error of one operation and of the program so far; an operation without an error has no bar. On the right,
-    how many results overflowed and how many became zero.
+    One group of bars for each row of the report, in the order of the program, with its file and line. On the left,
+    logarithmic, the largest relative error of one operation and of the program so far; an operation without an error
+    has no bar. An operation without a finite result to compare, after an overflow, has a hatched bar of full length. On
+    the right, how many results overflowed, became zero, are infinite and are NaN.
 
     Args:
         seen: what ``jchop.emulate.report(..., trace_values=True)`` returned.
@@ -300,9 +320,10 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
         >>> from jchop import plot
         >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
         >>> figure = plot.report(jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True))
-        >>> [label.get_text().split() for label in figure.axes[0].get_yticklabels()]
+        >>> [label.get_text().split()[:2] for label in figure.axes[0].get_yticklabels()]
         [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
     """
+    require_extra("jchop.plot", "plot", ("matplotlib",))
     from matplotlib.figure import Figure
 
     rows, traced = getattr(seen, "rows", None), getattr(seen, "traced", False)
@@ -311,7 +332,7 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
     if not traced or not rows:
         raise ValueError("seen must hold what was seen: pass trace_values=True to jchop.emulate.report, for a program "
                          "with at least one operation")  # fmt: skip
-    figure = Figure(figsize=(10, 1.9 + 0.46 * len(rows)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(10, 1.9 + 0.68 * len(rows)), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=15, fontweight="bold", color=_INK)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_errors(left, rows)
@@ -323,33 +344,47 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
 
 def _operation(row: Row) -> str:
     name = f"{row.scope} {row.primitive}".strip()
-    return f"{name}\n{row.spec}" + (f", sums {row.sums}" if row.sums else "")
+    return "\n".join((name, row.spec + (f", sums {row.sums}" if row.sums else ""), row.place))
 
 
 def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
     bars = {"of the operation": [row.error for row in rows], "of the program so far": [row.deviation for row in rows]}
-    shown = [value for values in bars.values() for value in values if 0 < value < math.inf]
-    low = min(shown, default=1e-3) / 4
-    _draw_pairs(axes, bars, low, lambda value: f" {value:.1e}")
+    shown = [value for values in bars.values() for value in values if value > 0]
+    low, high = min(shown, default=1e-3) / 4, 8 * max(shown, default=1.0)  # room for the numbers
+    _draw_bars(axes, bars, low, lambda value: f" {value:.1e}")
+    lost = [place for place, row in enumerate(rows) if math.isnan(row.deviation) and row.infinities + row.nans]
+    if lost:
+        name = "no finite result to compare"
+        axes.barh(lost, [high - low] * len(lost), 0.76, low, color="white", edgecolor=_LOST, hatch="///", label=name)
     axes.set_xscale("log")
-    axes.set_xlim(low, 8 * max(shown, default=1.0))  # room for the numbers
-    axes.set_xlabel("largest relative error", fontsize=10)
+    axes.set_xlim(low, high)
+    axes.set_xlabel("largest relative error, of finite results", fontsize=10)
+    _draw_legend(axes)
 
 
 def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
-    bars = {"overflowed": [row.overflows for row in rows], "became zero": [row.underflows for row in rows]}
-    _draw_pairs(axes, bars, 0.0, lambda value: f" {value:.0f}")
+    names = {"overflows": "overflowed", "underflows": "became zero", "infinities": "infinite", "nans": "NaN"}
+    bars = {name: [getattr(row, field) for row in rows] for field, name in names.items()}
+    _draw_bars(axes, bars, 0.0, lambda value: f" {value:.0f}")
     axes.set_xlim(0, 1.25 * max(1, *(value for values in bars.values() for value in values)))
     axes.set_xlabel("number of results", fontsize=10)
+    _draw_legend(axes)
 
 
-def _draw_pairs(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> None:
-    """Two bars for each row, each with its number; none where it is zero or not known."""
-    for shift, colour, (name, values) in zip((-0.19, 0.19), (_NORMAL, _SUBNORMAL), bars.items(), strict=True):
-        known = [(place + shift, value) for place, value in enumerate(values) if 0 < value < math.inf]
-        axes.barh([y for y, _ in known], [v - low for _, v in known], 0.36, low, color=colour, label=name)
+def _draw_bars(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> None:
+    """A bar for each name in each row, with its number; none where it is zero or not known."""
+    height = 0.76 / len(bars)
+    for index, (name, values) in enumerate(bars.items()):
+        shift = (index + 0.5) * height - 0.38
+        known = [(place + shift, value) for place, value in enumerate(values) if value > 0]
+        # Bars of length zero for the others: without any bar, the legend's colour would be Matplotlib's own.
+        lengths = [max(value - low, 0.0) if value > 0 else 0.0 for value in values]
+        axes.barh(np.arange(len(values)) + shift, lengths, 0.95 * height, low, color=_BARS[index], label=name)
         for y, value in known:
             axes.text(value, y, text(value), va="center", fontsize=8, color=_INK)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9, frameon=False)
+
+
+def _draw_legend(axes: Axes) -> None:
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=9, frameon=False)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -204,3 +204,15 @@ def test_a_try_says_where_it_may_be_wrong() -> None:
     # Sixty sums lead beyond: on the way there it is looked at again.
     many, three = np.abs(np.asarray(many)), np.asarray(three)
     assert (many >= 2.0**56).mean() > 0.5 and np.isnan(three[many >= 2.0**56]).all() and (three[many == 0] == 0).all()
+
+
+def test_a_sum_is_as_deep_as_the_deeper_of_its_terms() -> None:
+    """Twice a number and one more, again and again: of sums of so many turns one is looked at."""
+    spec, links, last = jc.Spec("bfloat16"), [], 0
+    for turn in range(6):
+        links += [("add", (last, last), (spec, spec), 0), ("add", (2 + 2 * turn, 1), (spec, spec), 0)]
+        last = 3 + 2 * turn
+    x, y = jnp.array([1, 2.0**44], jnp.float32), jnp.ones(2, jnp.float32)
+    run = partial(chain_body, x, y, links=tuple(links), shape=(2,), result=last, spec=spec)
+    got = try_chain(*run.args, **run.keywords)
+    assert got.tolist()[0] == run().tolist()[0] == 127 and np.isnan(got[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,24 @@ def test_rules_say_how_sums_are_formed() -> None:
     fun = lambda x: (jnp.sum(x), x @ x)  # noqa: E731
     total, dot = jc.emulate(fun, "e5m2", rules={"dot_general": jc.MatmulSpec(accumulate="e5m2")})(ones)
     assert (float(total), float(dot)) == (96, 8)
+
+
+def test_a_part_in_the_carrier_has_its_sums_too() -> None:
+    """Unless a rule says how they are formed; a rule of another arithmetic leaves the sums as they are."""
+
+    def fun(x: jax.Array) -> jax.Array:
+        with jax.named_scope("norm"):
+            return jnp.sum(x)
+
+    ones, low, pairs = jnp.ones(100), jc.MatmulSpec(accumulate="e5m2"), jc.MatmulSpec("e5m2", None, "e5m2", "pairwise")
+
+    def total(rules: dict[str, Any]) -> float:
+        return float(jc.emulate(fun, "e5m2", accumulate=low, rules=rules)(ones))
+
+    assert total({}) == 8
+    assert total({"norm": None}) == 100
+    assert total({"norm": "e5m2"}) == 8
+    assert total({"norm": None, "reduce_sum": pairs}) == total({"reduce_sum": pairs, "norm": None}) == 96
 
 
 def test_a_loop_carries_what_both_its_turns_give() -> None:
@@ -122,6 +141,67 @@ def test_the_report_lists_what_is_rounded() -> None:
     assert found["exp"].spec == "carrier" and found["reduce_sum"].sums == "carrier"
     assert report.operations == sum(row.results for row in report.rows)
     assert "turns  mul" in str(report) and "overflows" not in str(report)
+
+
+@jax.jit
+def halved(x: jax.Array) -> jax.Array:
+    return jnp.exp(x) * 0.5
+
+
+def lined(x: jax.Array) -> Any:
+    y = halved(x)
+    y = lax.fori_loop(0, 2, lambda i, c: c * 1.1, y)
+    y = lax.cond(x[0] > 0, jnp.sqrt, lambda v: v - 1.0, y)
+    y = lax.while_loop(lambda c: c[0] < 3, lambda c: c + 1, y)
+    y = y * jax.checkpoint(jnp.tanh)(y)
+    return jnp.var(y), jnp.var(y[:1]), jc.math.add(y, y, "e5m10")
+
+
+#: Lines below the head of `lined`, or of `halved`.
+LINED = {"exp": 2, "sqrt": 3, "tanh": 5, "square": 6, "div": 6}
+
+
+def test_every_row_of_the_report_names_its_line() -> None:
+    """Of the user, not of JAX or jchop, also within calls, loops, branches and functions of JAX."""
+    head, inner = lined.__code__.co_firstlineno, inspect.unwrap(halved).__code__.co_firstlineno
+    report = jc.emulate.report(jc.emulate(lined, "e5m2"), X)
+    assert {row.source.rpartition(":")[0] for row in report.rows} == {__file__}
+    lines = {(row.primitive, int(row.source.rpartition(":")[2])) for row in report.rows}
+    firsts = {name: head + n for name, n in LINED.items()} | {"exp": inner + 2}
+    assert lines >= set(firsts.items()) | {("mul", n) for n in (inner + 2, head + 2, head + 5)}
+    assert lines >= {("sub", head + 3), ("add", head + 4)}
+    assert {line for _, line in lines} <= {inner + 2, *range(head, head + 7)}
+    table = str(report).splitlines()
+    assert table[0].split()[-1] == "source"
+    assert [line.split()[-1] for line in table[1:]] == [
+        f"test_emulate_rules.py:{r.source.split(':')[-1]}" for r in report.rows
+    ]
+    gradient = jc.emulate.report(jc.emulate(jax.grad(lambda x: halved(x).sum()), "e5m2"), X)
+    assert {row.place for row in gradient.rows} <= {
+        f"test_emulate_rules.py:{n}" for n in (inner + 2, head + 1, *range(head + 20, head + 60))
+    }
+
+
+def test_a_report_of_a_function_of_jax_names_the_line_that_asks() -> None:
+    (row,) = jc.emulate.report(jc.emulate(jnp.exp, "e5m2"), X).rows
+    assert row.place.startswith("test_emulate_rules.py:")
+
+
+def test_the_report_counts_infinities_and_nans() -> None:
+    """In loops, branches and inner functions, too, and whether or not the carrier has them."""
+
+    def fun(x: jax.Array) -> Any:
+        y = halved(x)
+        z = lax.fori_loop(0, 3, lambda i, c: c * 2.0, y)
+        return lax.cond(x[0] > 0, lambda v: v - y, jnp.sqrt, z), x + jnp.inf
+
+    report = jc.emulate.report(jc.emulate(fun, "e4m3"), jnp.array([8.0, 8.0, 1.0]), trace_values=True)
+    counts = [(row.primitive, row.overflows, row.infinities, row.nans) for row in report.rows]
+    assert counts == [
+        ("exp", 2, 2, 0), ("mul", 0, 2, 0), ("mul", 0, 6, 0), ("sqrt", 0, 0, 0), ("sub", 0, 0, 2), ("add", 0, 3, 0),
+    ]  # fmt: skip
+    table = [line.split() for line in str(report).splitlines()]
+    assert table[0][6:10] == ["overflows", "underflows", "infinities", "nans"]
 
 
 def test_the_report_sees_what_is_lost() -> None:

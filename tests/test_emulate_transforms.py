@@ -12,6 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+from jchop._emulate._seeds import Seeds
+from jchop._reference.random_bits import seed_words
 
 # -- derivatives and transformations -----------------------------------------------------------------------------------
 
@@ -98,6 +100,37 @@ def test_shards(text: str) -> None:
     else:
         parts = np.asarray(got).reshape(4, 16)
         assert any(not np.array_equal(parts[0], part) for part in parts[1:])
+
+
+def test_shards_draw_by_the_axes_that_a_value_varies_over() -> None:
+    """Shards of unlike values draw unlike words; what is the same on several shards stays so."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+    def fun(one: jax.Array, row: jax.Array, each: jax.Array) -> tuple[jax.Array, ...]:
+        return one / 3, row / 3, each / 3
+
+    specs = P(), P("x"), P(("x", "y"))
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=specs)
+    given = [jnp.ones(64 * n) for n in (1, 2, 4)]
+    results = jax.jit(jc.emulate(mapped, "e5m2:stochastic", key=KEY))(*given)
+    for result, count in zip(results, (1, 2, 4), strict=True):
+        parts = {str(shard.index): set[bytes]() for shard in result.addressable_shards}
+        for shard in result.addressable_shards:
+            parts[str(shard.index)].add(np.asarray(shard.data).tobytes())
+        assert len(parts) == count and all(len(found) == 1 for found in parts.values())
+        assert len(set.union(*parts.values())) == count
+
+
+def test_seeds_of_shards_are_not_those_of_turns() -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    seeds = Seeds(tuple(seed_words(KEY)), ("x",))
+    own = jax.shard_map(
+        lambda x: x + jnp.stack(seeds.of(x))[:, None], mesh=mesh, in_specs=P("x"), out_specs=P(None, "x")
+    )
+    found = {tuple(column) for column in np.asarray(jax.jit(own)(jnp.zeros(2, jnp.uint32))).T.tolist()}
+    turns = jax.vmap(jax.vmap(lambda number, turn: jnp.stack(seeds.turn(number, turn).six), (None, 0)), (0, None))
+    others = np.asarray(turns(jnp.arange(64, dtype=jnp.uint32), jnp.arange(2, dtype=jnp.uint32))).reshape(-1, 6)
+    assert len(found) == 2 and not found & {tuple(six) for six in others.tolist()}
 
 
 # -- random bits -------------------------------------------------------------------------------------------------------

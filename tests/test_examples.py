@@ -1,10 +1,43 @@
-"""The examples run, and show what they say."""
+"""The examples run, and show what they say; those of one topic have tests beside those of the topic, too."""
 
+import io
 import sys
+import time
 
 import numpy as np
 import pytest
-from example_cases import load
+from example_cases import EXAMPLES, load
+
+
+class Said(Exception):
+    """Ends an example at the first words that it says."""
+
+
+class Listener(io.StringIO):
+    def write(self, text: str) -> int:
+        raise Said(text)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_it_says_at_once_what_it_does(name, monkeypatch):
+    """Within ten seconds, as "training 40 steps in float32"; run no further than that."""
+    if name == "torch_training":
+        pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = load(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small"])
+    monkeypatch.setattr(sys, "stderr", Listener())
+    start = time.process_time()
+    with pytest.raises(Said, match=r"^(adding|integrating|solving|training|LU of) \d+ "):
+        example.main()
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_its_first_lines_name_the_command_and_small_is_documented(name):
+    source = (EXAMPLES / f"{name}.py").read_text()
+    assert f"python examples/{name}.py" in source.split('"""')[1]
+    assert '"--small"' in source
 
 
 def test_harmonic_prints_and_draws(monkeypatch, capsys, tmp_path):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 
 import jchop as jc
@@ -70,8 +71,17 @@ def test_heat_map_draws_whatever_comes(panel: Panel) -> None:
 
 
 def test_heat_map_refuses_another_shape() -> None:
-    with pytest.raises(ValueError, match=r"'accuracy' has shape \(3, 2\).*\(2, 3\)"):
+    with pytest.raises(ValueError, match=r"values of 'accuracy' has shape \(3, 2\).*\(2, 3\)"):
         heat_map([Panel(VALUES.T, "accuracy")], ROWS, COLUMNS, title="t")
+    with pytest.raises(ValueError, match=r"spread of 'accuracy' has shape \(3, 2\).*\(2, 3\)"):
+        heat_map([Panel(VALUES, "accuracy", spread=VALUES.T)], ROWS, COLUMNS, title="t")
+
+
+def test_heat_map_writes_the_spread_below() -> None:
+    spread = np.array([[0.25, np.nan, 0.5], [0.0, 12.0, np.nan]])
+    figure = heat_map([Panel(VALUES, "accuracy (%)", spread=spread)], ROWS, COLUMNS, title="t", note="of 9 samples")
+    assert texts(figure) == ["90.0\n±0.2", "50.0", "nan\n±0.5", "98.0\n±0.0", "97.5\n±12.0", "98.2"]
+    assert figure.get_supxlabel() == "of 9 samples"
 
 
 def drawn(figure: Figure) -> np.ndarray:
@@ -158,16 +168,51 @@ def test_report_draws_what_was_seen() -> None:
     figure = report(seen, title="a program")
     left, right = figure.axes
     names = [label.get_text() for label in left.get_yticklabels()]
-    assert names == ["squares mul\nfloat8_e4m3", "exp\nfloat8_e4m3", "add\nfloat8_e4m3"]
+    lines = [line.rsplit("\n", 1) for line in names]
+    assert [line[0] for line in lines] == ["squares mul\nfloat8_e4m3", "exp\nfloat8_e4m3", "add\nfloat8_e4m3"]
+    first = squares_and_sums.__code__.co_firstlineno
+    assert [line[1] for line in lines] == [f"test_plot.py:{first + n}" for n in (2, 3, 3)]
     errors = [value for name in ("error", "deviation") for row in seen.rows if (value := getattr(row, name))]
     assert texts(figure, 0) == [f" {value:.1e}" for value in errors] and len(errors) >= 4
-    lost = [[r.overflows for r in seen.rows if r.overflows], [r.underflows for r in seen.rows if r.underflows]]
-    assert texts(figure, 1) == [f" {count}" for counts in lost for count in counts] and all(lost)
-    widths = [bar.get_path().get_extents(bar.get_patch_transform()).x1 for bar in left.patches]
+    fields = ("overflows", "underflows", "infinities", "nans")
+    lost = [[count for row in seen.rows if (count := getattr(row, field))] for field in fields]
+    assert texts(figure, 1) == [f" {count}" for counts in lost for count in counts] and all(lost[:3])
+    bars = [bar for bar in left.patches if isinstance(bar, Rectangle) and bar.get_width()]
+    widths = [bar.get_x() + bar.get_width() for bar in bars]
     assert np.allclose(widths, errors)
     legend = right.get_legend()
-    assert legend is not None and {text.get_text() for text in legend.get_texts()} == {"overflowed", "became zero"}
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["overflowed", "became zero", "infinite", "NaN"]
     assert figure.get_suptitle() == "a program" and png(figure).startswith(b"\x89PNG")
+
+
+def colours(figure: Figure, index: int) -> tuple[dict[str, object], dict[str, object]]:
+    """Of the legend and of the bars, by name."""
+    axes = figure.axes[index]
+    legend = axes.get_legend()
+    assert legend is not None
+    named = {
+        text.get_text(): patch.get_facecolor()
+        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
+    }
+    return named, {bars.get_label(): bars[0].get_facecolor() for bars in axes.containers}  # type: ignore[misc, index]
+
+
+def test_report_after_an_overflow() -> None:
+    """Infinities and NaN have bars of their own, and an operation without any finite result is not left empty."""
+    low = jc.emulate(lambda x: (y := jnp.exp(x * 8.0)) - y, "e4m3")
+    seen = jc.emulate.report(low, jnp.array([9.0, 8.0]), trace_values=True)
+    assert [(row.overflows, row.infinities, row.nans) for row in seen.rows] == [(0, 0, 0), (2, 2, 0), (0, 0, 2)]
+    figure = report(seen)
+    assert texts(figure, 1) == [" 2", " 2", " 2"]
+    hatched = [bar for bar in figure.axes[0].patches if bar.get_hatch()]
+    low_end, high_end = figure.axes[0].get_xlim()
+    assert [round(bar.get_y() + bar.get_height() / 2, 6) for bar in hatched] == [1, 2]  # type: ignore[attr-defined]
+    assert all((bar.get_x(), bar.get_x() + bar.get_width()) == (low_end, high_end) for bar in hatched)  # type: ignore[attr-defined]
+    for index, count in enumerate((3, 4)):
+        named, drawn = colours(figure, index)
+        assert named == drawn and len(set(named.values())) == len(named) == count
+    assert png(figure).startswith(b"\x89PNG")
 
 
 def test_report_without_losses() -> None:

@@ -66,7 +66,13 @@ def holds_all(spec: Spec | None, value: Any) -> bool:
         return True
     if np.size(value) != 1:
         return False
-    return _holds(spec, float(np.asarray(value, np.float64).item()))
+    number = float(np.asarray(value, np.float64).item())
+    return _holds(spec, number) if number else _holds_zero(spec.format, number)  # a cache takes -0 for 0
+
+
+def _holds_zero(fmt: ElementFormat, zero: float) -> bool:
+    has = not isinstance(fmt, FloatFormat) or fmt.zero
+    return has and (math.copysign(1.0, zero) > 0 or fmt.has_negative_zero)
 
 
 @lru_cache(maxsize=4096)
@@ -76,9 +82,6 @@ def _holds(spec: Spec, value: float) -> bool:
         return True
     if math.isinf(value):
         return fmt.has_inf and (value > 0 or fmt.signed)
-    if value == 0:
-        zero = not isinstance(fmt, FloatFormat) or fmt.zero
-        return zero and (math.copysign(1.0, value) > 0 or fmt.has_negative_zero)
     exact = Fraction(value)
     if isinstance(fmt, UniformFormat):
         count = exact * Fraction(2) ** fmt.frac_bits

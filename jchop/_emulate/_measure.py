@@ -30,6 +30,8 @@ class Measure:
 
     overflows: int = 0
     underflows: int = 0
+    infinities: int = 0
+    nans: int = 0
     smallest: float = math.inf
     largest: float = -math.inf
     error: float = -math.inf
@@ -43,8 +45,8 @@ class Measure:
         """What another one saw, too."""
         if other is None:
             return
-        self.overflows += other.overflows
-        self.underflows += other.underflows
+        for name in ("overflows", "underflows", "infinities", "nans"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.smallest = min(self.smallest, other.smallest)
         for name in ("largest", "error", "deviation"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
@@ -57,6 +59,8 @@ class Measure:
         return cls(
             int(np.sum(~np.isfinite(low) & np.isfinite(same))),
             int(np.sum((low == 0) & (same != 0))),
+            int(np.sum(np.isinf(low))),
+            int(np.sum(np.isnan(low))),
             float(magnitude.min(initial=math.inf)),
             float(magnitude.max(initial=-math.inf)),
             _relative(low, same),

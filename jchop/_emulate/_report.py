@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
+from jax.extend import source_info_util
 
 from jchop._checks import check_bool
 from jchop._emulate._emulate import Emulated, enter, seeds_of, trace
@@ -22,11 +25,13 @@ __all__ = ["Report", "Row", "report"]
 Array = jax.Array
 #: The kinds of equations that round nothing.
 _SILENT = frozenset({"structural", "extremum", "untouched", "control"})
+#: Folders whose lines are not the user's.
+_LIBRARIES = (f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """The equations of one primitive, scope and arithmetic.
+    """The equations of one primitive, scope, arithmetic and line of source.
 
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
@@ -35,11 +40,16 @@ class Row:
         sums: how sums are formed, as text; ``"carrier"`` for the carrier's own, empty where there are none.
         equations: how many there are in the program.
         results: numbers that they give in a run; of a `while` loop, in one turn.
+        source: file and line that the equations come from, as ``"folder/model.py:12"``: the innermost line outside of
+            JAX and jchop. Inside a function of JAX, the line that calls it.
         overflows: finite results of the carrier that became infinite or NaN; this and what follows, where traced.
         underflows: results that became zero.
+        infinities: results that are infinite, for whatever reason; this and ``nans``, too, where traced.
+        nans: results that are NaN, for whatever reason.
         smallest: the smallest magnitude but zero.
         largest: the largest finite magnitude.
-        error: the largest relative error of one operation, against the carrier's on the same operands.
+        error: the largest relative error of one operation, against the carrier's on the same operands. This and
+            ``deviation`` are of results that are finite in both, and NaN when there are none.
         deviation: the largest relative error against the program run in the carrier from the start.
     """
 
@@ -49,12 +59,20 @@ class Row:
     sums: str
     equations: int
     results: int
+    source: str = ""
     overflows: int = 0
     underflows: int = 0
+    infinities: int = 0
+    nans: int = 0
     smallest: float = math.nan
     largest: float = math.nan
     error: float = math.nan
     deviation: float = math.nan
+
+    @property
+    def place(self) -> str:
+        """The source without its folders: ``"model.py:12"``."""
+        return os.path.basename(self.source)
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,7 @@ class Report:
     """The rows of a program in the order in which they first come; as text, a table.
 
     Args:
-        rows: a `Row` for each primitive, scope and arithmetic.
+        rows: a `Row` for each primitive, scope, arithmetic and line of source.
         traced: whether values were looked at.
     """
 
@@ -76,9 +94,9 @@ class Report:
 
     def __str__(self) -> str:
         head = ("scope", "primitive", "spec", "sums", "equations", "results")
-        more = ("overflows", "underflows", "smallest", "largest", "error", "deviation")
+        more = ("overflows", "underflows", "infinities", "nans", "smallest", "largest", "error", "deviation")
         names = head + more * self.traced
-        lines = [names, *(tuple(_text(getattr(row, name)) for name in names) for row in self.rows)]
+        lines = [(*names, "source"), *((*(_text(getattr(row, n)) for n in names), row.place) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
@@ -94,9 +112,9 @@ def report(fun: Emulated, *args: Any, trace_values: bool = False, key: Array | N
         fun: what `jchop.emulate` returned.
         *args: arguments of the function.
         trace_values: run the program, loops turn by turn, beside the same program in the carrier, and compare: ranges,
-            overflows, underflows and errors of each operation. Branches and numbers of turns are those of the emulated
-            program. Inside `jax.shard_map` nothing is looked at. Needs arguments that are not traced. Default False:
-            nothing is computed.
+            overflows, underflows, infinities, NaN and errors of each operation. Branches and numbers of turns are those
+            of the emulated program. Inside `jax.shard_map` nothing is looked at. Needs arguments that are not traced.
+            Default False: nothing is computed.
         key: a typed key, where values are traced and anything rounds stochastically.
         **kwargs: keyword arguments of the function.
 
@@ -110,18 +128,18 @@ def report(fun: Emulated, *args: Any, trace_values: bool = False, key: Array | N
         >>> import jax.numpy as jnp, jchop as jc
         >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
         >>> print(jc.emulate.report(low, jnp.array([1.0, 8.0])))
-        scope  primitive  spec         sums  equations  results
-               exp        float8_e4m3        1          2
-               mul        float8_e4m3        1          2
+        scope  primitive  spec         sums  equations  results  source
+               exp        float8_e4m3        1          2        ...:1
+               mul        float8_e4m3        1          2        ...:1
         >>> seen = jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True)
-        >>> [(row.primitive, row.overflows, row.largest) for row in seen.rows]
-        [('exp', 1, 2.75), ('mul', 0, 2.75)]
+        >>> [(row.primitive, row.overflows, row.infinities, row.largest) for row in seen.rows]
+        [('exp', 1, 1, 2.75), ('mul', 0, 1, 2.75)]
     """
     if not isinstance(fun, Emulated):
         raise TypeError(f"fun={fun!r} must be a function that jchop.emulate returned")
     check_bool("trace_values", trace_values)
     program = trace(fun.fun, fun.settings, args, kwargs)
-    steps = list(_walk(program.plan, 1))
+    steps = list(_walk(program.plan, 1, _source(source_info_util.current(), "")))
     found: dict[int, Measure] = {}
     if trace_values:
         if any(isinstance(v, jax.core.Tracer) for v in program.values):
@@ -132,29 +150,37 @@ def report(fun: Emulated, *args: Any, trace_values: bool = False, key: Array | N
     return Report(tuple(_rows(steps, found)), trace_values)
 
 
-def _walk(plan: Plan, times: int) -> Iterator[tuple[Step, int]]:
-    """The steps that round, and how often they run."""
+def _walk(plan: Plan, times: int, outer: str) -> Iterator[tuple[Step, int, str]]:
+    """The steps that round, how often they run, and their source; `outer` is that of the call around them."""
     for step in plan.steps:
+        source = _source(step.eqn.source_info, outer)
         if step.kind not in _SILENT:
-            yield step, times
+            yield step, times, source
         turns = step.eqn.params["length"] if step.name == "scan" else 1
         for inner in step.inner:
-            yield from _walk(inner, times * turns)
+            yield from _walk(inner, times * turns, source)
 
 
-def _rows(steps: Sequence[tuple[Step, int]], found: dict[int, Measure]) -> Iterator[Row]:
-    groups: dict[tuple[str, str, str, str], list[tuple[Step, int]]] = {}
-    for step, times in steps:
+def _source(info: Any, outer: str) -> str:
+    """File and line of the innermost frame outside of JAX and jchop, or `outer`."""
+    frames = () if info.traceback is None else info.traceback.frames
+    lines = (f"{f.file_name}:{f.line_num}" for f in frames if not f.file_name.startswith(_LIBRARIES))
+    return next(lines, outer)
+
+
+def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> Iterator[Row]:
+    groups: dict[tuple[str, str, str, str, str], list[tuple[Step, int]]] = {}
+    for step, times, source in steps:
         choice = step.choice
         sums = str(choice.accumulate or "carrier") if step.kind == "accumulating" else ""
         spec = "carrier" if choice.spec is None or step.kind == "carrier" else str(choice.spec)
-        groups.setdefault((step.scope, step.name, spec, sums), []).append((step, times))
-    for names, members in groups.items():
+        groups.setdefault((step.scope, step.name, spec, sums, source), []).append((step, times))
+    for (scope, name, spec, sums, source), members in groups.items():
         results = sum(_size(step) * times for step, times in members)
         seen = Measure()
         for step, _ in members:
             seen.add(found.get(id(step)))
-        yield Row(*names, len(members), results, **seen.facts())
+        yield Row(scope, name, spec, sums, len(members), results, source, **seen.facts())
 
 
 def _size(step: Step) -> int:

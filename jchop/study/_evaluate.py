@@ -27,7 +27,8 @@ class Evaluator:
     """
 
     def __init__(self, graph: Any, params: Any, data: Data):
-        self.flat, self._unravel = ravel_pytree(params)
+        self.flat, unravel = ravel_pytree(jax.tree.map(_outputs_first, params))
+        self._unravel = lambda flat: jax.tree.map(_outputs_last, unravel(flat))
         self._graph, self._x, self._y = graph, jnp.asarray(data.test_x), jnp.asarray(data.test_y)
         self._plain = jax.jit(lambda flat: self._measure(flat, None, None))
 
@@ -60,6 +61,15 @@ class Evaluator:
         logits = model(self._x) if spec is None else model(self._x, _rounding_of(spec, key))
         right = (logits.argmax(-1) == self._y) & ~jnp.isnan(logits).any(-1)
         return right.sum(), cross_entropy(logits, self._y)
+
+
+def _outputs_first(parameter: Array) -> Array:
+    """The weights of each output one after the other, as the groups of a scaled format want them."""
+    return jnp.moveaxis(parameter, -1, 0)
+
+
+def _outputs_last(parameter: Array) -> Array:
+    return jnp.moveaxis(parameter, 0, -1)
 
 
 def _rounding_of(spec: Spec, key: Any) -> Callable[[Array], Array]:

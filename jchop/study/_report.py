@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 #: What `save` writes.
 NAMES = ("study.csv", "study.json", "study.png")
+_FIGURES = ("accuracy", "accuracy_std", "cross_entropy", "cross_entropy_std")
 
 
 def table(result: StudyResult) -> str:
-    """The study as text: accuracy in per cent, mean cross-entropy in nats, and one line that reads them.
+    """The study as text: accuracy in per cent, mean cross-entropy in nats, the size of the test set, and a conclusion.
 
-    Both tables have a row for each format and a column for each mode; ``±`` is the standard deviation over
-    the rounding seeds of a stochastic mode.
+    Both tables have a row for each format, in the order of bits, and a column for each mode; ``±`` is the standard
+    deviation over the rounding seeds of a stochastic mode. Names of one format stand in one row, with ``=`` between
+    them; so do formats of equal bits that have the same figures in every mode, with a comma.
 
     Args:
         result: from `jchop.study.run`.
@@ -48,6 +50,7 @@ def table(result: StudyResult) -> str:
             f"Mean cross-entropy (nats); unrounded {result.cross_entropy:.3g}",
             *entropy,
             "",
+            f"{_sample(result)}.",
             reading(result),
         ]
     )
@@ -59,12 +62,27 @@ def _mean(mean: float, deviation: float, runs: int, form: str) -> str:
 
 def _grid(result: StudyResult, text: Any) -> list[str]:
     cells = [["format", "bits", *result.modes]]
-    for name in result.formats:
-        rows = [result.cell(name, mode) for mode in result.modes]
-        cells.append([name, str(rows[0].bits), *map(text, rows)])
+    cells += [[name, f"{rows[0].bits:g}", *map(text, rows)] for name, rows in _lines(result)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def _lines(result: StudyResult) -> list[tuple[str, list[Row]]]:
+    """Names and cells of each row: formats of the same bits and figures share one."""
+    lines: dict[Any, tuple[list[str], list[Row]]] = {}
+    for name in result.formats:
+        rows = [result.cell(name, mode) for mode in result.modes]
+        figures = str([(row.bits, *(getattr(row, field) for field in _FIGURES)) for row in rows])  # a NaN equals a NaN
+        lines.setdefault(figures, ([], rows))[0].append(" = ".join((name, *rows[0].also)))
+    return [(", ".join(names), rows) for names, rows in lines.values()]
+
+
+def _sample(result: StudyResult) -> str:
+    """How much data the figures are of."""
+    runs = max(row.runs for row in result.rows)
+    spread = f"; ± is the standard deviation over {runs} rounding seeds" if runs > 1 else ""
+    return f"{result.test_samples} test samples, so one is {100 / result.test_samples:.2g} %{spread}"
 
 
 def reading(result: StudyResult) -> str:
@@ -74,7 +92,7 @@ def reading(result: StudyResult) -> str:
     worst = min(result.rows, key=lambda row: row.accuracy)
     if kept:
         best = min(kept, key=lambda row: row.bits)
-        first = f"{best.format} ({best.bits} bits) is the narrowest format within one point of it under {mode}"
+        first = f"{best.format} ({best.bits:g} bits) is the narrowest format within one point of it under {mode}"
     else:
         first = f"no format stays within one point of it under {mode}"
     return (
@@ -84,7 +102,9 @@ def reading(result: StudyResult) -> str:
 
 
 def figure(result: StudyResult) -> Figure:
-    """The study as two heat maps, accuracy and mean cross-entropy.
+    """The study as two heat maps, accuracy and mean cross-entropy, with the rows of `table`.
+
+    The colours of the cross-entropy are logarithmic and end at 10 nats.
 
     Args:
         result: from `jchop.study.run`.
@@ -101,13 +121,17 @@ def figure(result: StudyResult) -> Figure:
     require_extra("the heat map", "study", ("matplotlib",))
     from jchop.plot import Panel, heat_map
 
-    def values(field: str) -> np.ndarray:
-        rows = [[getattr(result.cell(name, mode), field) for mode in result.modes] for name in result.formats]
-        return np.array(rows)
-
-    accuracy, entropy = 100 * values("accuracy"), values("cross_entropy")
+    lines = _lines(result)
+    accuracy, accuracy_std, entropy, entropy_std = (
+        np.array([[getattr(row, field) for row in rows] for _, rows in lines]) for field in _FIGURES
+    )
+    drawn = np.array([[row.runs > 1 for row in rows] for _, rows in lines])
     panels = [
-        Panel(accuracy, f"test accuracy (%); unrounded {100 * result.accuracy:.1f}"),
+        Panel(
+            100 * accuracy,
+            f"test accuracy (%); unrounded {100 * result.accuracy:.1f}",
+            spread=np.where(drawn, 100 * accuracy_std, np.nan) if drawn.any() else None,
+        ),
         Panel(
             entropy,
             f"mean cross-entropy (nats); unrounded {result.cross_entropy:.3g}",
@@ -115,12 +139,13 @@ def figure(result: StudyResult) -> Figure:
             log=True,
             low_is_good=True,
             ceiling=10.0,
+            spread=np.where(drawn, entropy_std, np.nan) if drawn.any() else None,
         ),
     ]
     what = "parameters and activations" if result.settings.get("activations") else "parameters"
-    names = [f"{name} ({result.cell(name, result.modes[0]).bits} bits)" for name in result.formats]
+    names = [f"{name} ({rows[0].bits:g} bits)" for name, rows in lines]
     title = f"{result.settings.get('dataset', 'study')}: {what} rounded to a format"
-    return heat_map(panels, names, result.modes, title=title)
+    return heat_map(panels, names, result.modes, title=title, note=_sample(result))
 
 
 def save(result: StudyResult, folder: str | os.PathLike[str]) -> list[Path]:
@@ -149,7 +174,7 @@ def save(result: StudyResult, folder: str | os.PathLike[str]) -> list[Path]:
         ['study.csv', 'study.json', 'study.png']
     """
     picture = io.BytesIO()
-    figure(result).savefig(picture, format="png")
+    figure(result).savefig(picture, format="png", dpi=100)
     contents = (_csv(result).encode(), _json(result).encode(), picture.getvalue())
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +188,7 @@ def _csv(result: StudyResult) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(dataclasses.asdict(row) for row in result.rows)
+    writer.writerows(dataclasses.asdict(row) | {"also": " ".join(row.also)} for row in result.rows)
     return text.getvalue()
 
 

@@ -11,15 +11,16 @@ class Row:
     """One cell of the study: one format in one rounding mode.
 
     Args:
-        format: the format's text as it was asked for.
+        format: the format's text as it was asked for, the first one if it was asked for under several names.
         rounding: the mode's text.
         spec: the whole specification used, in the text grammar.
-        bits: width of the format's codes.
+        bits: width of the format's codes; of a scaled format, with a number's share of the scales.
         runs: evaluations averaged: 1 for a deterministic mode, one for each rounding seed else.
         accuracy: mean share of the test samples classified rightly, 0 to 1; a sample with a NaN output counts as wrong.
         accuracy_std: standard deviation of the accuracy over the runs (population), 0 for one run.
         cross_entropy: mean cross-entropy of the test samples in nats; NaN where an output is NaN or infinities cancel.
         cross_entropy_std: its standard deviation over the runs.
+        also: other names that the same format was asked for by.
 
     Example:
         >>> from jchop import study
@@ -30,12 +31,13 @@ class Row:
     format: str
     rounding: str
     spec: str
-    bits: int
+    bits: float
     runs: int
     accuracy: float
     accuracy_std: float
     cross_entropy: float
     cross_entropy_std: float
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class StudyResult:
     """A whole study: its rows, formats outermost, and what they were made from.
 
     Args:
-        rows: a `Row` for each format and mode.
+        rows: a `Row` for each format and mode, formats of few bits first.
         settings: the arguments of `jchop.study.run`, all of them.
         accuracy: test accuracy of the trained network as it is, unrounded binary32.
         cross_entropy: its mean cross-entropy in nats.
@@ -86,6 +88,6 @@ class StudyResult:
     def cell(self, fmt: str, rounding: str) -> Row:
         """The row of one format and mode; KeyError where the study has none."""
         for row in self.rows:
-            if (row.format, row.rounding) == (fmt, rounding):
+            if row.rounding == rounding and fmt in (row.format, *row.also):
                 return row
         raise KeyError((fmt, rounding))

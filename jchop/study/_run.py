@@ -16,7 +16,7 @@ import numpy as np
 from jchop._checks import check_bool, check_choice, check_int
 from jchop._files import require_extra
 from jchop._round import round_to_format
-from jchop.formats import ElementFormat
+from jchop.formats import ElementFormat, ScaledFormat
 from jchop.rounding import Rounding, as_rounding
 from jchop.spec import Spec, as_spec
 from jchop.study._result import Row, StudyResult
@@ -28,10 +28,10 @@ Progress = Callable[[str, int, int, str], None]
 #: The data sets, and the epochs that each is trained for by default.
 DATASETS = {"digits": 30, "breast-cancer": 60, "wine": 100}
 
-#: Table 8 of arXiv 2504.07835 (q43 q52 e5m5 e5m7 e8m4 half bfloat16 tf32 fp32) and OCP's formats, narrow ones first.
+#: Table 8 of arXiv 2504.07835 (q43 q52 e5m5 e5m7 e8m4 half bfloat16 tf32 fp32), OCP's formats, and scaled ones.
 FORMATS = (
-    "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "q43", "q52",
-    "e5m5", "e5m7", "e8m4", "half", "bfloat16", "tf32", "fp32",
+    "float4_e2m1fn", "mxfp4", "nvfp4", "nf4(group=64)", "int4(group=32,scale=bfloat16)", "float6_e2m3fn",
+    "float6_e3m2fn", "float8_e4m3fn", "q43", "q52", "e5m5", "e5m7", "e8m4", "half", "bfloat16", "tf32", "fp32",
 )  # fmt: skip
 
 #: The six modes of Table 8.
@@ -44,7 +44,7 @@ _VERSIONS = ("jchop", "jax", "jaxlib", "numpy", "flax", "optax", "scikit-learn",
 def run(
     dataset: str = "digits",
     *,
-    formats: Iterable[str | ElementFormat | Spec] = FORMATS,
+    formats: Iterable[str | ElementFormat | ScaledFormat | Spec] = FORMATS,
     modes: Iterable[str | Rounding] = MODES,
     seeds: int = 10,
     epochs: int | None = None,
@@ -55,13 +55,16 @@ def run(
     """Trains a classifier, then evaluates it rounded to each format in each rounding mode.
 
     The network is trained once, in binary32. Its parameters are rounded as one vector, and the test set is evaluated in
-    binary32 arithmetic: what is studied is storage in a format, not arithmetic. With `activations` the inputs and each
-    layer's outputs are rounded too. Every format and mode sees the same rounding keys, so their draws are comparable.
+    binary32 arithmetic: what is studied is storage in a format, not arithmetic. In that vector the weights of one
+    output are consecutive, so the groups of a scaled format lie along the inputs of a layer. With `activations` the
+    inputs and each layer's outputs are rounded too. Every format and mode sees the same rounding keys, so their draws
+    are comparable.
 
     Args:
         dataset: ``"digits"`` (a convolutional network), ``"breast-cancer"`` or ``"wine"`` (a multilayer perceptron).
         formats: formats, Specs or texts. Overflow rule, flush and random bits of a Spec are kept; its rounding is for
-            `modes` to say.
+            `modes` to say. A scaled format has groups of one length, or one scale for all. Results come in the order of
+            bits; names of one format share a row.
         modes: rounding modes or their texts.
         seeds: rounding seeds that each stochastic mode is averaged over; a deterministic mode is evaluated once.
         epochs: passes over the training data; default by data set, see `jchop.study.DATASETS`.
@@ -71,8 +74,8 @@ def run(
 
     Raises:
         ModuleNotFoundError: where Flax, Optax or scikit-learn is missing.
-        TypeError, ValueError: for an argument out of range, a format that binary32 cannot hold, or one that names a
-            rounding.
+        TypeError, ValueError: for an argument out of range, a format that binary32 cannot hold, one that names a
+            rounding, or a scaled format with channels or several axes.
 
     Example:
         >>> from jchop import study
@@ -106,12 +109,12 @@ def run(
     accuracy, entropy = evaluator.evaluate(evaluator.flat)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), seeds)
     rows = []
-    for done, (label, spec) in enumerate(specs, start=1):
-        rows.append(_row(label, spec, evaluator.cell(spec, keys, activations)))
-        report("rounding", done, len(specs), f"{label} {spec.rounding.value}")
+    for done, (names, spec) in enumerate(specs, start=1):
+        rows.append(_row(names, spec, evaluator.cell(spec, keys, activations)))
+        report("rounding", done, len(specs), f"{names[0]} {spec.rounding.value}")
     settings = {
         "dataset": dataset,
-        "formats": list(dict.fromkeys(label for label, _ in specs)),
+        "formats": list(dict.fromkeys(name for names, _ in specs for name in names)),
         "modes": list(dict.fromkeys(spec.rounding.value for _, spec in specs)),
         "seeds": seeds,
         "epochs": epochs,
@@ -132,22 +135,39 @@ def run(
     )
 
 
-def _specs(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tuple[str, Spec]]:
-    """(label, Spec) of every cell, formats outermost; each is traced, so that a bad one is refused before training."""
+def _specs(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tuple[tuple[str, ...], Spec]]:
+    """(names, Spec) of every cell, formats outermost and narrow ones first, names of one format together.
+
+    Each is traced, so that a bad one is refused before training.
+    """
     roundings = list(dict.fromkeys(as_rounding(mode) for mode in modes))
-    labels: dict[str, Spec] = {}
+    names: dict[Spec, list[str]] = {}
     for value in formats:
-        spec = as_spec(value, "formats")
+        spec = as_spec(value, "formats", scaled=True)
         if spec.rounding is not Rounding.NEAREST_EVEN and not spec.random_bits:
             raise ValueError(f"formats: {value} names a rounding, which is for modes= (--modes) to say")
-        labels[value if isinstance(value, str) else str(value)] = spec
-    if not labels or not roundings:
+        if spec.scaled is not None and (spec.scaled.channel is not None or isinstance(spec.scaled.group, tuple)):
+            raise ValueError(
+                f"formats: {value} has channels or tiles, but the parameters are rounded as one vector; allowed are "
+                "scaled formats with group=N, or with one scale for all"
+            )
+        same = names.setdefault(spec, [])
+        label = value if isinstance(value, str) else str(value)
+        if label not in same:
+            same.append(label)
+    if not names or not roundings:
         raise ValueError("formats and modes must each name at least one")
-    specs = [(label, _with_rounding(spec, mode)) for label, spec in labels.items() for mode in roundings]
+    ordered = sorted(names.items(), key=lambda item: _bits(item[0]))
+    specs = [(tuple(same), _with_rounding(spec, mode)) for spec, same in ordered for mode in roundings]
     one, key = jax.ShapeDtypeStruct((1,), jnp.float32), jax.random.key(0)
     for _, spec in specs:
         jax.eval_shape(lambda x, spec=spec: round_to_format(x, spec, key if spec.rounding.stochastic else None), one)
     return specs
+
+
+def _bits(spec: Spec) -> float:
+    """Bits for each number, with its share of the scales."""
+    return spec.format.bits if spec.scaled is None else spec.scaled.bits_per_element()
 
 
 def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
@@ -155,19 +175,21 @@ def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
     return dataclasses.replace(spec, rounding=mode, random_bits=spec.random_bits if counted else None)
 
 
-def _row(label: str, spec: Spec, runs: np.ndarray) -> Row:
+def _row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
     with np.errstate(invalid="ignore"):
-        (accuracy, entropy), (accuracy_std, entropy_std) = runs.mean(axis=1), runs.std(axis=1)
+        # About the first run, so that equal runs have a deviation of exactly 0.
+        (accuracy, entropy), (accuracy_std, entropy_std) = runs.mean(axis=1), (runs - runs[:, :1]).std(axis=1)
     return Row(
-        format=label,
+        format=names[0],
         rounding=spec.rounding.value,
         spec=str(spec),
-        bits=spec.format.bits,
+        bits=_bits(spec),
         runs=runs.shape[1],
         accuracy=float(accuracy),
         accuracy_std=float(accuracy_std),
         cross_entropy=float(entropy),
         cross_entropy_std=float(entropy_std),
+        also=names[1:],
     )
 
 

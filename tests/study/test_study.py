@@ -14,13 +14,16 @@ import cases
 import jax
 import numpy as np
 import pytest
+from matplotlib.colors import LogNorm
 
-from jchop import study
+from jchop import parse, study
 from jchop.__main__ import main
 from jchop._files import write_atomically
 from jchop.rounding import Rounding
 from jchop.study import StudyResult
 from jchop.study._data import load
+from jchop.study._evaluate import Evaluator
+from jchop.study._model import make_model
 from jchop.study._progress import ProgressBar
 from jchop.study._report import NAMES, reading
 
@@ -91,6 +94,69 @@ def test_overflow_to_nan_is_reported_as_nan() -> None:
     assert " nan" in study.table(result)
 
 
+def test_formats_come_by_bits_and_names_of_one_format_share_a_row() -> None:
+    asked = ["fp32", "half", "nvfp4", "e2m1fn", "binary16", "fp16"]
+    result = study.run("wine", formats=asked, modes=["rne", "sr"], epochs=1, seeds=2)
+    assert result.formats == ("e2m1fn", "nvfp4", "half", "fp32")
+    assert [row.bits for row in result.rows[::2]] == [4, 4.5, 16, 32]
+    assert result.cell("half", "stochastic").also == ("binary16", "fp16")
+    assert result.cell("fp16", "stochastic") is result.cell("half", "stochastic")
+    lines = study.table(result).splitlines()
+    assert [line.split("  ")[0] for line in lines[3:7]] == ["e2m1fn", "nvfp4", "half = binary16 = fp16", "fp32"]
+    assert "53 test samples, so one is 1.9 %; ± is the standard deviation over 2 rounding seeds." in lines
+
+
+def stored(
+    name: str, bits: float, accuracy: float, accuracy_std: float, entropy: float, entropy_std: float, runs: int = 1
+) -> study.Row:
+    return study.Row(name, "down", f"{name}:down", bits, runs, accuracy, accuracy_std, entropy, entropy_std)
+
+
+def test_formats_with_the_same_figures_share_a_row() -> None:
+    rows = (
+        stored("a", 4, 0.5, 0.0, math.nan, math.nan),
+        stored("b", 4, 0.5, 0.0, math.nan, math.nan),
+        stored("c", 4, 0.5, 0.0, 0.7, 0.0),
+        stored("d", 8, 0.5, 0.0, 0.7, 0.0),
+    )
+    result = StudyResult(rows, {"dataset": "wine"}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})
+    lines = study.table(result).splitlines()
+    assert [line.split("  ")[0] for line in lines[3:6]] == ["a, b", "c", "d"]
+    labels = [label.get_text() for label in study.figure(result).axes[0].get_yticklabels()]
+    assert labels == ["a, b (4 bits)", "c (4 bits)", "d (8 bits)"]
+
+
+def test_the_picture_says_what_its_figures_are_of() -> None:
+    rows = (stored("a", 4.25, 0.5, 0.125, 0.7, 0.5, runs=3), stored("b", 8, 0.25, 0.0, 90.0, 0.0))
+    result = StudyResult(rows, {"dataset": "wine"}, 0.5, 0.7, (), 9, 3, 200, 0.1, {})
+    figure = study.figure(result)
+    assert figure.get_supxlabel() == (
+        "200 test samples, so one is 0.5 %; ± is the standard deviation over 3 rounding seeds"
+    )
+    accuracy, entropy = (axes for axes in figure.axes if axes.texts)
+    assert [text.get_text() for text in accuracy.texts] == ["50.0\n±12.5", "25.0"]
+    assert [text.get_text() for text in entropy.texts] == ["0.7\n±0.5", "90"]
+    assert [isinstance(axes.images[0].norm, LogNorm) for axes in (accuracy, entropy)] == [False, True]
+    assert entropy.images[0].norm.vmax == 10
+
+
+def test_groups_of_scaled_formats_lie_along_the_inputs() -> None:
+    evaluator = Evaluator(*make_model(load("wine", 0), 0), load("wine", 0))
+    numbers = jax.numpy.arange(evaluator.flat.size, dtype=np.float32)
+    kernels = [np.asarray(x) for x in jax.tree.leaves(evaluator._unravel(numbers)) if x.ndim == 2]
+    assert [kernel.shape for kernel in kernels] == [(13, 64), (64, 32), (32, 3)]
+    for kernel in kernels:
+        np.testing.assert_array_equal(np.diff(kernel, axis=0), 1)
+
+
+def test_default_formats_are_in_order_and_scaled_ones_among_them() -> None:
+    specs = [parse(text) for text in study.FORMATS]
+    bits = [s.format.bits if s.scaled is None else s.scaled.bits_per_element() for s in specs]
+    assert bits == sorted(bits) and len(set(specs)) == len(specs)
+    scaled = {text for text, spec in zip(study.FORMATS, specs, strict=True) if spec.scaled is not None}
+    assert scaled == {"mxfp4", "nvfp4", "nf4(group=64)", "int4(group=32,scale=bfloat16)"}
+
+
 @pytest.mark.slow
 def test_a_format_keeps_the_rest_of_its_spec() -> None:
     result = study.run(
@@ -131,6 +197,8 @@ def test_data_is_split_and_standardised_by_its_training_part(dataset: str) -> No
         ({"formats": ["e9x"]}, "e9x"),
         ({"formats": ["e5m2:up"]}, "names a rounding"),
         ({"formats": ["e9m10"]}, "float64"),
+        ({"formats": ["int8(channel=0)"]}, "channels or tiles"),
+        ({"formats": ["int8(group=(2,2))"]}, "channels or tiles"),
         ({"modes": ["sideways"]}, "sideways"),
         ({"seeds": 0}, "seeds=0"),
         ({"epochs": 0}, "epochs=0"),
@@ -156,6 +224,7 @@ def test_files_agree_with_the_result(wine: StudyResult, tmp_path: Path) -> None:
     assert len(rows) == len(stored["rows"]) == len(wine.rows)
     for text, entry, row in zip(rows, stored["rows"], wine.rows, strict=True):
         assert (text["format"], text["rounding"], text["spec"]) == (row.format, row.rounding, row.spec)
+        assert text["also"] == "" and entry["also"] == []
         for name in ("accuracy", "accuracy_std", "cross_entropy", "cross_entropy_std", "bits", "runs"):
             assert float(text[name]) == entry[name] == getattr(row, name)
     assert stored["settings"] == dict(wine.settings)
@@ -168,7 +237,7 @@ def test_nan_is_nan_in_csv_and_null_in_json(tmp_path: Path) -> None:
     row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, math.nan, math.nan)
     result = StudyResult((row,), {"dataset": "wine"}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})
     table, data, _ = study.save(result, tmp_path)
-    assert table.read_text().splitlines()[1].endswith(",nan,nan")
+    assert table.read_text().splitlines()[1].endswith(",nan,nan,")
     assert json.loads(data.read_text())["rows"][0]["cross_entropy"] is None
     assert reading(result).startswith("Unrounded accuracy 50.0 %; half (16 bits) is the narrowest")
 
@@ -193,10 +262,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     words = "study --dataset wine --epochs 2 --seeds 2 --modes rne,sr --formats q43 fp32, codebook(-1,0,1)"
     assert main([*words.split(), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
-    assert [line.split()[0] for line in printed.out.splitlines()[3:6]] == ["q43", "fp32", "codebook(-1,0,1)"]
+    assert [line.split()[0] for line in printed.out.splitlines()[3:6]] == ["codebook(-1,0,1)", "q43", "fp32"]
     assert "Mean cross-entropy" in printed.out and "±" in printed.out
     assert str(tmp_path / "out" / "study.png") in printed.out
-    assert "training" in printed.err and "6/6  codebook(-1,0,1) stochastic" in printed.err
+    assert "training" in printed.err and "6/6  fp32 stochastic" in printed.err
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(NAMES)
 
 

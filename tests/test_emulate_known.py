@@ -1,0 +1,88 @@
+"""What is known of values before they are computed: `jchop._emulate._known`, by the values of small formats."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop._emulate._known import common, holds_all, within
+
+TEXTS = [
+    "e4m3",
+    "e5m2",
+    "float8_e4m3fn",
+    "float8_e5m2fnuz",
+    "e4m2",
+    "e5m3",
+    "e4m3(infinities=false,nans=none)",
+    "e4m3(subnormals=false)",
+    "e3m0",
+    "binary8p4ue",
+    "float8_e8m0fnu",
+    "fixed4.4",
+    "ufixed4.4",
+    "int4(narrow=true)",
+]
+
+
+def key(value: float) -> tuple[float, float]:
+    """A number with the sign of its zero."""
+    return value, math.copysign(1.0, value)
+
+
+def values_of(text: str) -> set[tuple[float, float]]:
+    fmt = jc.parse(text).format
+    found = {key(v) for v in np.asarray(fmt.values(), np.float64).tolist() if not math.isnan(v)}
+    infinities = [math.inf, -math.inf][: 1 + fmt.signed] if fmt.has_inf else []
+    return found | set(map(key, infinities)) | set(map(key, [-0.0] * fmt.has_negative_zero))
+
+
+def test_formats_within_formats() -> None:
+    """Never where a value is missing, and always among floating-point formats that have all that they may have."""
+    for small, large in itertools.product(TEXTS, TEXTS):
+        subset = values_of(small) <= values_of(large)
+        found = within(jc.parse(small), jc.parse(large))
+        assert subset or not found, (small, large)
+        if small == large or (large in ("e4m3", "e5m2", "e5m3") and small.startswith(("e", "float8_e4", "float8_e5"))):
+            assert found == subset, (small, large)
+    assert within(jc.parse("e4m2fnuz"), jc.parse("e5m3fnuz"))  # neither has -0
+    e5m2 = jc.parse("e5m2")
+    assert within(None, None) and within(e5m2, None) and not within(None, e5m2)
+    flushed = jc.parse("e5m2:flush")
+    assert not within(e5m2, flushed) and within(flushed, e5m2) and within(flushed, flushed)
+
+
+def test_what_is_known_of_one_of_several() -> None:
+    e4m2, e4m3, e5m2 = (jc.parse(text) for text in ("e4m2", "e4m3", "e5m2"))
+    assert common([e4m2, e4m3]) == common([e4m3, e4m2]) == e4m3
+    assert common([e4m3, e5m2]) is common([e4m3, None]) is None
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_constants_that_are_values(text: str) -> None:
+    spec, values = jc.parse(text), values_of(text)
+    finite = sorted(v for v, _ in values if math.isfinite(v))
+    between = [(a + b) / 2 for a, b in itertools.pairwise(finite)]
+    others = [0.0, math.inf, -math.inf, finite[-1] * 2, finite[0] * 2, 2.0**-30, -finite[1]]
+    for value in (*finite, *between, *others):
+        assert holds_all(spec, value) == (key(value) in values), value
+    assert holds_all(spec, math.nan) and holds_all(None, 0.1) and not holds_all(spec, [1.0, 1.0])
+
+
+def test_a_zero_with_a_sign() -> None:
+    for text, held in (("e5m2", True), ("float8_e4m3fnuz", False), ("fixed3.5", False)):
+        assert holds_all(jc.parse(text), -0.0) is held
+
+
+def test_a_zero_with_a_sign_after_one_without() -> None:
+    spec = jc.parse("fixed5.3")
+    assert holds_all(spec, 0.0) and not holds_all(spec, -0.0)
+
+
+def test_constants_that_a_flush_leaves() -> None:
+    spec = jc.parse("e4m3:flush")
+    assert holds_all(spec, 2.0**-6) and holds_all(spec, 0.0) and not holds_all(spec, 2.0**-7)
