@@ -1,4 +1,10 @@
-"""Quantized models of Flax: rules that say which tensor is rounded to what."""
+"""Quantized models of Flax: rules that say which tensor is rounded to what. Needs Flax (`pip install ".[flax]"`)."""
+
+# ruff: noqa: E402
+
+from jchop._files import require_extra
+
+require_extra("jchop.nn", "flax", ("flax",))
 
 from jchop.nn import linen
 from jchop.nn._bias import correct_biases
@@ -29,6 +35,7 @@ from jchop.nn._params import quantize_params
 from jchop.nn._recipes import recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._rule import Rule
+from jchop.nn._save_load import load, save
 from jchop.nn._scale_from import History, Learned, MovingAverage
 from jchop.nn._sources import AmaxHistory, LearnedScale
 from jchop.nn._static import ActivationRange
@@ -68,8 +75,10 @@ __all__ = [
     "correct_biases",
     "fold_batch_norms",
     "linen",
+    "load",
     "quantize",
     "quantize_params",
     "recipe",
     "report",
+    "save",
 ]

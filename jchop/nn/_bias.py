@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jchop.nn._calibrate import check_calls
 from jchop.nn._equip import QuantizedParam
 from jchop.nn._folding import give_bias
 from jchop.nn._layers import CLASSES, layers_of
@@ -50,8 +51,9 @@ def correct_biases(
         The new model.
 
     Raises:
-        ValueError: for no batch, no such layer in `quantized`, or models of other layers; for layers that are called
-            within `jax.jit`, scan or the like, where nothing can be noted.
+        TypeError: for what is no model, or no batches.
+        ValueError: for no batch, a mean that is not finite, no such layer in `quantized`, or models of other layers;
+            for layers that are called within `jax.jit`, scan or the like, where nothing can be noted.
         NotImplementedError: for a packed bias; correct the model before it is packed, or leave biases unrounded.
 
     Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
@@ -67,6 +69,10 @@ def correct_biases(
         >>> bool(jnp.allclose(better(x).mean(0), exact(x).mean(0), atol=1e-6))
         True
     """
+    for name, value in (("model", model), ("quantized", quantized)):
+        if not isinstance(value, nnx.Module):
+            raise TypeError(f"{name}={value!r} must be a module of Flax NNX")
+    check_calls(batches, run, progress)
     data = list(batches)
     if not data:
         raise ValueError("batches has no batch")
@@ -80,6 +86,11 @@ def correct_biases(
             "Linear, Conv and ConvTranspose, at least one"
         )
     for path, layer in layers.items():
+        if layer.out_features != of_exact[path].out_features:
+            raise ValueError(
+                f"{type(layer).__name__} at {path!r} has {layer.out_features} output channels in quantized, and "
+                f"{of_exact[path].out_features} in model"
+            )
         if isinstance(layer.bias, QuantizedParam):
             raise NotImplementedError(f"{type(layer).__name__} at {path!r} has a packed bias; correct before packing")
     wanted = _means(model, of_exact, data, call)
@@ -130,4 +141,8 @@ def _means(model: Any, layers: dict[str, Any], data: list[Any], call: Callable[[
     missed = [path for path in noted if path not in order]
     if missed:
         raise ValueError(f"batches reach no layer at {', '.join(map(repr, missed))}")
-    return {path: noted[path].total / noted[path].count for path in order}
+    means = {path: noted[path].total / max(noted[path].count, 1) for path in order}
+    for path, mean in means.items():
+        if not noted[path].count or not np.isfinite(mean).all():
+            raise ValueError(f"batches give the layer at {path!r} no finite mean: {mean.tolist()}")
+    return means

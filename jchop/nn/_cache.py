@@ -87,6 +87,11 @@ def attend(
 
 def with_token(cache: QArray, token: QArray, index: Array) -> QArray:
     """A cache with one token of all heads put in its place."""
+    if cache.spec != token.spec:
+        raise ValueError(
+            f"the cache is packed as {cache.spec}, and the rule of its layer has cache={token.spec}: it belongs to a "
+            "model with another rule"
+        )
     expected = (*cache.shape[:-3], 1, *cache.shape[-2:])
     if token.shape != expected:
         raise ValueError(f"inputs have keys of shape {token.shape}; with this cache they must have {expected}")

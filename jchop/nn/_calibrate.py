@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal, TypeVar
 
+import jax
+import jax.core
+import jax.numpy as jnp
 from flax import nnx
 
 from jchop.nn._layers import layers_of
 from jchop.nn._observers import Observer, observer_of
+from jchop.nn._rule import Place
 from jchop.nn._scale_from import is_tensor_scaled
 from jchop.nn._sites import Product, site_in
 from jchop.nn._sources import PastMagnitudes
@@ -16,7 +21,7 @@ from jchop.spec import Gradient
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "check_calls"]
 
 
 def calibrate(
@@ -51,7 +56,8 @@ def calibrate(
         The new model.
 
     Raises:
-        TypeError, ValueError: for another method, no batch, or a model without such a layer.
+        TypeError, ValueError: for another method, no batch, an input without a finite number, or a model without such a
+            layer.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -61,6 +67,9 @@ def calibrate(
         >>> static.dot_general.range[...].tolist()
         [-1.0, 2.0]
     """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={model!r} must be a module of Flax NNX that jchop.nn.quantize returned")
+    check_calls(batches, run, progress)
     make = observer_of(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     sites = [*_sites_of(result)]
@@ -72,7 +81,7 @@ def calibrate(
     observers: list[Observer] = [make(site.how.left) for site in sites]
     for site, observer in zip(sites, observers, strict=True):
         site.range = nnx.data(None)
-        site.observe = nnx.static(observer.see)
+        site.observe = nnx.static(partial(_see, observer, site.how.place))
     count = 0
     for count, batch in enumerate(batches, start=1):
         _ = result(batch) if run is None else run(result, batch)
@@ -86,6 +95,22 @@ def calibrate(
         if span is not None:
             site.start(span)
     return result
+
+
+def check_calls(batches: Any, run: Any, progress: Any) -> None:
+    """Refuse what no model can be run with."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches={batches!r} must be inputs of the model, one after the other, as in a list")
+    for name, value in (("run", run), ("progress", progress)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}={value!r} must be a function, or None")
+
+
+def _see(observer: Observer, place: Place, x: Any) -> None:
+    """Note an input of a layer that has a range."""
+    if not isinstance(x, jax.core.Tracer) and not bool(jnp.isfinite(x).any()):
+        raise ValueError(f"batches give the {place} an input of shape {x.shape} without a finite number")
+    observer.see(x)
 
 
 def _sites_of(model: Any) -> Iterator[Any]:

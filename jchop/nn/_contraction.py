@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax import lax
 
+from jchop._settings import split
 from jchop.accumulation import MatmulSpec
-from jchop.formats import ScaledFormat
-from jchop.nn._layout import round_in
+from jchop.nn._layout import check_axes, round_in, same_transposed
 from jchop.nn._product import Conv, Dot, Product
-from jchop.nn._rule import is_stochastic
+from jchop.nn._rule import NOWHERE, Place, is_stochastic
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -24,13 +24,14 @@ __all__ = ["Roundings", "contract", "conv_general_dilated", "dot_general", "eins
 
 @dataclass(frozen=True)
 class Roundings:
-    """What a product rounds: the fields of a rule, by operand."""
+    """What a product rounds: the fields of a rule, by operand; and where it stands."""
 
     left: Spec | None = None
     right: Spec | None = None
     gradient: Spec | None = None
     weight_gradient: Spec | None = None
     matmul: MatmulSpec | None = None
+    place: Place = NOWHERE
 
     @property
     def stochastic(self) -> bool:
@@ -62,6 +63,7 @@ def contract(product: Product, x: Array, w: Array, how: Roundings, key: Array | 
     Returns:
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
     """
+    check_operands(product, how)
     keys = _Keys.of(key if how.stochastic else None)
     left = round_in(product.forward.left, x, how.left, keys.left, keys.left_gradient)
     right = round_in(product.forward.right, w, how.right, keys.right, keys.right_gradient)
@@ -71,17 +73,32 @@ def contract(product: Product, x: Array, w: Array, how: Roundings, key: Array | 
     return _product(product, how, left, right, full, keys)
 
 
+def check_operands(product: Product, how: Roundings) -> None:
+    """Refuse formats that name axes which an operand has not, in any of the three products."""
+    forward, for_input, for_weight = product.forward, product.for_input, product.for_weight
+    rule = how.place.rule
+    right = "activation" if rule is not None and rule.weight is None else "weight"  # attention has no weight
+    operands = [("activation", how.left, forward.left), (right, how.right, forward.right)]
+    operands += [("gradient", how.gradient, for_input.left)]
+    if _anew_right(how):
+        operands += [(right, how.right, for_input.right)]
+    if how.weight_gradient is not None:
+        operands += [("weight_gradient", how.weight_gradient, v) for v in (for_weight.left, for_weight.right)]
+    else:
+        left = how.left if _anew_left(how) else None
+        operands += [("activation", left, for_weight.left), ("gradient", how.gradient, for_weight.right)]
+    for field, spec, layout in operands:
+        check_axes(field, spec, layout.ndim, how.place)
+
+
 def _anew_left(how: Roundings) -> bool:
     """Whether dw takes an x that is rounded otherwise than the forward product's."""
-    return how.weight_gradient is not None or (how.gradient is not None and _grouped(how.left))
+    return how.weight_gradient is not None or (how.gradient is not None and not same_transposed(how.left))
 
 
 def _anew_right(how: Roundings) -> bool:
-    return how.gradient is not None and _grouped(how.right)
-
-
-def _grouped(spec: Spec | None) -> bool:
-    return spec is not None and isinstance(spec.format, ScaledFormat)
+    """Whether dx takes a w that is rounded otherwise than the forward product's."""
+    return how.gradient is not None and not same_transposed(how.right)
 
 
 @partial(
@@ -110,7 +127,7 @@ class _Keys:
 
     @staticmethod
     def of(key: Array | None) -> _Keys:
-        return _Keys() if key is None else _Keys(*jax.random.split(key, 11))
+        return _Keys() if key is None else _Keys(*split(key, 11))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jchop._settings import split
 from jchop.nn._contraction import Roundings
 from jchop.nn._emulation import EmulatedAttention, Emulation
 from jchop.nn._kinds import PRODUCT_FIELDS, Kind
-from jchop.nn._layout import Layout
-from jchop.nn._rule import Rule, is_stochastic
+from jchop.nn._layout import Layout, check_axes
+from jchop.nn._rule import Place, Rule, is_stochastic, left_alone
 from jchop.nn._scale_from import History, Learned, ScaleFrom
 from jchop.nn._sites import Output, Promote
 from jchop.nn._sources import LearnedStep, Source, source_of
@@ -21,7 +24,16 @@ from jchop.storage import QArray, fit_scale, quantize
 
 Array = jax.Array
 
-__all__ = ["QuantizedParam", "equip", "equip_emulated", "fitted", "pack", "packed_shape"]
+__all__ = [
+    "QuantizedParam",
+    "check_finite",
+    "check_parameters",
+    "equip",
+    "equip_emulated",
+    "fitted",
+    "pack",
+    "packed_shape",
+]
 
 
 class QuantizedParam(nnx.Variable):
@@ -59,7 +71,9 @@ def equip(
         rngs: for streams of keys.
         before: the site that stood in the layer's product, whose scales go on where they are of the same kind.
     """
+    place = Place(type(layer).__name__, path, rule)
     _check(layer, kind, rule, path)
+    check_parameters(layer, kind, place)
     left, right = sources(layer, kind, rule, packed, before)
     stored = _pack(layer, kind, rule, path, rngs, right) if packed else ()
 
@@ -70,7 +84,7 @@ def equip(
     if kind.product is not None:
         attribute, site, _ = kind.product
         taken = weight if kind.parameters else rule.activation
-        how = Roundings(rule.activation, taken, *(getattr(rule, name) for name in PRODUCT_FIELDS))
+        how = Roundings(rule.activation, taken, *(getattr(rule, name) for name in PRODUCT_FIELDS), place=place)
         made = site(how, stream(how.stochastic), left, None if packed else right)
         if before is not None and before.how.left == rule.activation and left is None and how.keeps_left:
             made.keep(before.range)
@@ -79,11 +93,11 @@ def equip(
         specs = tuple(_promoted(layer, kind, rule, packed))
         draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
         if specs or stored:
-            layer.promote_dtype = Promote(layer.promote_dtype, kind.slots, specs, stored, draws).as_attribute()
+            layer.promote_dtype = Promote(layer.promote_dtype, kind.slots, specs, stored, draws, place).as_attribute()
     if kind.caches:
         layer.cache = rule.cache
     if kind.output and rule.output is not None:
-        layer.output = Output(rule.output, stream(is_stochastic(rule.output))).as_attribute()
+        layer.output = Output(rule.output, stream(is_stochastic(rule.output)), place).as_attribute()
 
 
 def equip_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None) -> None:
@@ -104,7 +118,7 @@ def _promoted(layer: Any, kind: Kind, rule: Rule, packed: bool) -> Any:
     """What `promote_dtype` rounds: (name, spec, layout)."""
     layout = None if kind.layout is None else kind.layout(layer)
     for name, role in kind.parameters.items():
-        spec = getattr(rule, role)
+        spec = kind.spec(rule, name)
         if spec is not None and not packed and any(name in slots for slots in kind.slots):
             yield name, spec, layout if role == "weight" else None
     if rule.activation is not None and any("inputs" in slots for slots in kind.slots):
@@ -149,19 +163,37 @@ def fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
 
 def _pack(
     layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None, right: Any
-) -> tuple[tuple[str, Layout, tuple[int, ...]], ...]:
+) -> tuple[tuple[str, Spec, Layout, tuple[int, ...]], ...]:
     """Store the parameters that the rule rounds as QArrays; how to get each back."""
-    layouts = []
+    stored = []
     for name, role in kind.parameters.items():
-        variable, spec = getattr(layer, name), getattr(rule, role)
+        variable, spec = getattr(layer, name), kind.spec(rule, name)
         if variable is None or spec is None:
             continue
         layout, stacked = _layout_of(layer, kind, name)
-        layouts.append((name, layout, tuple(variable.get_value().shape[stacked:])))
+        shape = tuple(variable.get_value().shape[stacked:])
+        check_finite(variable.get_value(), name, Place(type(layer).__name__, path, rule))
         key = _fork(rule, rngs, path)() if spec.rounding.stochastic else None
         scale = right.scale[...] if right is not None and role == "weight" else None
-        setattr(layer, name, QuantizedParam(_packed(layer, kind, name, spec, key, scale)))
-    return tuple(layouts)
+        codes = _packed(layer, kind, name, spec, key, scale)
+        stored.append((name, codes.spec, layout, shape))
+        setattr(layer, name, QuantizedParam(codes))
+    return tuple(stored)
+
+
+def check_finite(value: Array, name: str, place: Place) -> None:
+    """Refuse to pack infinities and NaN, most of which codes have no place for; a tracer is let through.
+
+    Raises:
+        ValueError: that counts them.
+    """
+    if isinstance(value, jax.core.Tracer) or bool(jnp.isfinite(value).all()):
+        return
+    nan, infinite = int(jnp.isnan(value).sum()), int(jnp.isinf(value).sum())
+    raise ValueError(
+        f"{name} of the {place} holds {nan} NaN and {infinite} infinities among its {value.size} numbers; what is "
+        "packed must be finite"
+    )
 
 
 def _layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
@@ -193,7 +225,7 @@ def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
 def pack(value: Array, layout: Layout, stacked: int, spec: Spec, key: Array | None, scale: Any = None) -> QArray:
     """A parameter in its layout, quantized, under scales of its own or given ones; each of a stack by itself."""
     if stacked:
-        keys = None if key is None else jax.random.split(key, value.shape[0])
+        keys = None if key is None else split(key, value.shape[0])
         return jax.vmap(lambda v, k, s: pack(v, layout, stacked - 1, spec, k, s))(value, keys, scale)
     return quantize(layout.lay(value), spec, key, scale=scale)
 
@@ -211,6 +243,14 @@ def _axes_of_bias(layer: Any) -> int:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
+def check_parameters(layer: Any, kind: Kind, place: Place) -> None:
+    """Refuse formats of parameters that name axes which those have not, before anything runs."""
+    assert place.rule is not None
+    for name, role in kind.parameters.items():
+        if getattr(layer, name) is not None:
+            check_axes(role, kind.spec(place.rule, name), _layout_of(layer, kind, name)[0].ndim, place)
+
+
 def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False) -> None:
     what = f"{type(layer).__name__} at {path!r}"
     if kind.slots and layer.promote_dtype is not dtypes.promote_dtype:
@@ -225,7 +265,7 @@ def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False
             if getattr(rule, name) is not None:
                 raise NotImplementedError(
                     f"{what}: {name}={str(getattr(rule, name))!r} cannot be had, since Flax gives no access to its "
-                    "product; give it a rule of its own without that"
+                    f"product. {left_alone([path], rule, ', ...')}"
                 )
     for name, role in kind.parameters.items():
         if role in ("weight", "bias") and isinstance(getattr(layer, name), QuantizedParam):
@@ -238,4 +278,10 @@ def _fork(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
             f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "
             f"rngs=nnx.Rngs({rule.stochastic_stream}=0)"
         )
-    return getattr(rngs, rule.stochastic_stream).fork()
+    stream = getattr(rngs, rule.stochastic_stream, None)  # that of the name, or "default"
+    if stream is None:
+        raise ValueError(
+            f"rngs has no stream {rule.stochastic_stream!r}, which {rule} draws from in the layer {path!r}: it has "
+            f"{', '.join(map(repr, rngs)) or 'none'}"
+        )
+    return stream.fork()

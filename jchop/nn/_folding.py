@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop.nn._layers import path_of
+from jchop.nn._modules import Keys, Placed, modules_of, path_of
 
 Array = jax.Array
 Model = TypeVar("Model", bound=nnx.Module)
@@ -59,7 +59,9 @@ def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
         The new model. Arrays that did not change are shared with the given one.
 
     Raises:
-        ValueError: for a path of nothing, one that stands twice, a norm of other axes or another number of channels.
+        TypeError: for what is no model, or pairs that are no mapping.
+        ValueError: for a path of nothing, one that stands twice, a layer that several modules hold, a norm of other
+            axes or another number of channels.
         NotImplementedError: for another layer, quantized ones among them.
 
     Source: Jacob et al., "Quantization and training of neural networks", 2018, section 3.2.
@@ -74,8 +76,12 @@ def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
         >>> bool(jnp.allclose(folded(jnp.ones((1, 3))), model(jnp.ones((1, 3))), atol=1e-6))
         True
     """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+    if not isinstance(pairs, Mapping):
+        raise TypeError(f"pairs={pairs!r} must map the path of a layer to that of the batch norm behind it")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    modules = {path_of(keys): (keys, module) for keys, module in nnx.iter_modules(result)}
+    modules = {path_of(keys): (keys, placed) for placed in modules_of(result) for keys in placed.keys}
     named = [*pairs, *pairs.values()]
     for path in named:
         if path not in modules:
@@ -83,14 +89,27 @@ def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
         if named.count(path) > 1:
             raise ValueError(f"pairs has {path!r} {named.count(path)} times")
     for layer, norm in pairs.items():
-        _fold(layer, modules[layer][1], norm, modules[norm][1])
+        _check_alone(pairs, layer, modules)
+        _fold(layer, modules[layer][1].module, norm, modules[norm][1].module)
         *parent, last = modules[norm][0]
         _put(modules, parent, last)
     return result
 
 
+def _check_alone(pairs: Mapping[str, str], path: str, modules: Mapping[str, tuple[Keys, Placed]]) -> None:
+    """Refuse a layer that stands twice in `pairs`, or in several places of which some have no norm behind it."""
+    placed = modules[path][1]
+    holders = [modules.get(path_of(keys[:-1]), (keys, None))[1] for keys in placed.keys]
+    places = {(id(holder), keys[-1:]) for holder, keys in zip(holders, placed.keys, strict=True)}
+    if len(places) > 1 or sum(modules[layer][1] is placed for layer in pairs) > 1:
+        raise ValueError(
+            f"pairs has {path!r}, a layer that is reached as {', '.join(map(repr, placed.paths))}: folded, it would "
+            "change in all of these places; name a layer that stands in one, once"
+        )
+
+
 def _put(modules: Mapping[str, Any], parent: list[Any], last: Any) -> None:
-    holder = modules[path_of(parent)][1] if path_of(parent) in modules else None
+    holder = modules[path_of(parent)][1].module if path_of(parent) in modules else None
     if holder is None:
         raise NotImplementedError(f"the batch norm at {path_of([*parent, last])!r} is held by no module")
     if isinstance(last, int):

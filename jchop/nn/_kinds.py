@@ -13,7 +13,9 @@ from jax import lax
 
 from jchop.nn import _sites
 from jchop.nn._contraction import letters_of
-from jchop.nn._layout import Layout
+from jchop.nn._layout import Layout, as_gain
+from jchop.nn._rule import Rule
+from jchop.spec import Spec
 
 Array = jax.Array
 
@@ -62,6 +64,11 @@ class Kind:
             *["scale_from"] * self.keeps_scales,
             *["cache"] * self.caches,
         )
+
+    def spec(self, rule: Rule, name: str) -> Spec | None:
+        """What a rule says for a parameter."""
+        spec = getattr(rule, self.parameters[name])
+        return as_gain(spec) if name == "scale" else spec
 
     @property
     def caches(self) -> bool:

@@ -13,14 +13,15 @@ from jchop._checks import check_choice
 from jchop.nn import _cache, _sites
 from jchop.nn._equip import QuantizedParam, equip, equip_emulated
 from jchop.nn._kinds import KINDS, Kind
-from jchop.nn._rule import FIELDS, Rule, as_rules, rule_of
+from jchop.nn._modules import Placed, modules_of
+from jchop.nn._rule import FIELDS, Rule, as_rules, left_alone, rules_of
 from jchop.nn._sources import Source
 
 Array = jax.Array
 Mode = Literal["qat", "ptq", "weight_only", "emulate"]
 MODES = ("qat", "ptq", "weight_only", "emulate")
 
-__all__ = ["CLASSES", "MODES", "Mode", "apply", "layers_of", "path_of"]
+__all__ = ["CLASSES", "MODES", "Mode", "apply", "layers_of", "own_parameters", "placed_layers"]
 
 
 # What a quantized layer adds to one of Flax stands in the class itself: a class with one more parent could not become
@@ -127,19 +128,20 @@ RMSNorm: Any = CLASSES[nnx.RMSNorm]
 SimpleCell: Any = CLASSES[nnx.SimpleCell]
 
 
-def path_of(keys: Sequence[Any]) -> str:
-    """The path of a module as text."""
-    return "/".join(map(str, keys))
+def placed_layers(model: nnx.Module) -> Iterator[tuple[Placed, Kind | None]]:
+    """Every module with parameters of its own or a line in the table, with its paths, and that line."""
+    for placed in modules_of(model):
+        kind = KINDS.get(type(placed.module)) or KINDS.get(_base(type(placed.module)))
+        if isinstance(placed.module, _sites.Site | Source):
+            continue
+        if kind is not None or own_parameters(placed):
+            yield placed, kind
 
 
 def layers_of(model: nnx.Module) -> Iterator[tuple[str, Any, Kind | None]]:
-    """Every module with parameters of its own or a line in the table, its path, and that line."""
-    for keys, module in nnx.iter_modules(model):
-        kind = KINDS.get(type(module)) or KINDS.get(_base(type(module)))
-        if isinstance(module, _sites.Site | Source):
-            continue
-        if kind is not None or _has_parameters(module):
-            yield path_of(keys), module, kind
+    """As `placed_layers`: the first path of each, the module itself, and its line."""
+    for placed, kind in placed_layers(model):
+        yield placed.paths[0], placed.module, kind
 
 
 def _base(cls: type) -> Any:
@@ -147,30 +149,31 @@ def _base(cls: type) -> Any:
     return next((base for base, made in CLASSES.items() if made is cls), None)
 
 
-def _has_parameters(module: nnx.Module) -> bool:
-    return any(isinstance(value, nnx.Param | QuantizedParam) for value in vars(module).values())
+def own_parameters(placed: Placed) -> dict[str, nnx.Variable]:
+    """The parameters of a module by name, without those of modules below it."""
+    return {name: value for name, value in placed.own.items() if isinstance(value, nnx.Param | QuantizedParam)}
 
 
 def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
     """Quantize every layer of a model that a rule matches, in place."""
     check_choice("mode", mode, MODES)
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
     for rule in rules:
         _check_mode(rule, mode)
     chosen = []
-    for path, layer, kind in layers_of(model):
-        number = rule_of(path, rules)
-        if number is None:
+    for placed, kind in placed_layers(model):
+        chosen.append((rules_of(placed.paths, rules), placed, kind))
+    check_rules(rules, [(number, placed.module, kind) for numbers, placed, kind in chosen for number in numbers])
+    for numbers, placed, kind in chosen:
+        if not numbers or not rules[number := numbers[0]].rounds:
             continue
-        chosen.append((number, path, layer, kind))
-    check_rules(rules, [(number, layer, kind) for number, _, layer, kind in chosen])
-    for number, path, layer, kind in chosen:
-        if not any(getattr(rules[number], name) is not None for name in FIELDS):
-            continue
+        layer, path = placed.module, placed.paths[0]
         if kind is None:
             raise NotImplementedError(
-                f"{type(layer).__name__} at {path!r} has parameters and is none of the layers that can be quantized: "
-                f"{', '.join(sorted(cls.__name__ for cls in KINDS))}. Give it a rule of its own that rounds nothing, "
-                f"Rule({path!r}), before {rules[number]}"
+                f"{type(layer).__name__} at {path!r} has parameters ({', '.join(own_parameters(placed))}) and is "
+                f"none of the layers that can be quantized: {', '.join(sorted(cls.__name__ for cls in KINDS))}. "
+                f"{left_alone(placed.paths, rules[number])}"
             )
         before = _strip(layer, kind)
         layer.__class__ = CLASSES.get(type(layer), type(layer))

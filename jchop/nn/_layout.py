@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from jchop._round import round_to_format
 from jchop.formats import ScaledFormat
+from jchop.formats._grouping import axis_indexes
+from jchop.nn._rule import Place
 from jchop.scaling import RULES
 from jchop.spec import Spec
 
 Array = jax.Array
 
-__all__ = ["Layout", "round_in"]
+__all__ = ["Layout", "as_gain", "check_axes", "round_in", "same_transposed", "with_nan"]
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,21 @@ class Layout:
         return Layout(tuple(kept), tuple(summed))
 
     @property
+    def ndim(self) -> int:
+        """How many axes an array has in this layout."""
+        return len(self.kept) + 1
+
+    @property
     def _order(self) -> tuple[int, ...]:
         return (*self.kept, *self.summed)
 
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape that an array of `shape` has in this layout."""
+        return (*(shape[axis] for axis in self.kept), math.prod(shape[axis] for axis in self.summed))
+
     def lay(self, x: Array) -> Array:
         """`x` in this layout."""
-        moved = x.transpose(self._order)
-        return moved.reshape(*moved.shape[: len(self.kept)], math.prod(moved.shape[len(self.kept) :]))
+        return x.transpose(self._order).reshape(self.shape(x.shape))
 
     def back(self, laid: Array, shape: Sequence[int]) -> Array:
         """An array of `shape` from its layout."""
@@ -71,8 +81,7 @@ class Layout:
             return None
         last = len(self.kept)
         if fmt.channel is not None:
-            named = fmt.channel if isinstance(fmt.channel, tuple) else (fmt.channel,)
-            apart = {axis % (last + 1) for axis in named}
+            apart = set(axis_indexes("channel", fmt.channel, range(last + 1)))
         elif fmt.group == "all" and fmt.axis in (-1, last):
             apart = set(range(last))
         else:
@@ -88,7 +97,61 @@ def round_in(
     if spec is None:
         return x
     if layout is None or not layout.concerns(spec):
-        return round_to_format(x, spec, key, gradient_key=gradient_key)
-    if (same := layout.as_it_lies(spec)) is not None:
-        return round_to_format(jnp.asarray(x), same, key, gradient_key=gradient_key)
-    return layout.back(round_to_format(layout.lay(jnp.asarray(x)), spec, key, gradient_key=gradient_key), x.shape)
+        y = round_to_format(x, spec, key, gradient_key=gradient_key)
+    elif (same := layout.as_it_lies(spec)) is not None:
+        y = round_to_format(jnp.asarray(x), same, key, gradient_key=gradient_key)
+    else:
+        y = layout.back(round_to_format(layout.lay(jnp.asarray(x)), spec, key, gradient_key=gradient_key), x.shape)
+    return with_nan(x, y, spec)
+
+
+def with_nan(x: Array, y: Array, spec: Spec) -> Array:
+    """`y`, which is `x` rounded, with the NaN of `x`.
+
+    Elements without a code for NaN give their largest value for it, so a model would hide that it has diverged.
+    """
+    return y if spec.scaled is None or spec.element.has_nan else _select(x, y)
+
+
+@jax.custom_jvp
+def _select(x: Array, y: Array) -> Array:
+    return jnp.where(jnp.isnan(x), x, y)
+
+
+@_select.defjvp
+def _select_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _select(*primals), tangents[1]  # the rounding has its own derivative, of NaN too
+
+
+def same_transposed(spec: Spec | None) -> bool:
+    """Whether a matrix and its transpose are rounded to the same: no groups, one of the tensor, or square tiles."""
+    fmt = None if spec is None else spec.scaled
+    if fmt is None or (fmt.group is None and fmt.channel is None):
+        return True
+    return isinstance(fmt.group, tuple) and len(set(fmt.group)) == 1 and fmt.axis == (-2, -1)
+
+
+def as_gain(spec: Spec | None) -> Spec | None:
+    """What the gain of a norm is rounded to by the spec of a weight: it is one row, of which tiles are blocks."""
+    fmt = None if spec is None else spec.scaled
+    if spec is None or fmt is None or not isinstance(fmt.group, tuple) or fmt.axis != tuple(range(-len(fmt.group), 0)):
+        return spec
+    return replace(spec, format=fmt(group=fmt.group[-1]))
+
+
+def check_axes(field: str, spec: Spec | None, ndim: int, place: Place) -> None:
+    """Refuse a scaled format that names an axis which its array, of `ndim` axes in its layout, has not.
+
+    Raises:
+        ValueError: that names the field of the rule, the layer and the axes that are allowed.
+    """
+    if spec is None or spec.scaled is None:
+        return
+    try:
+        spec.scaled.group_shape((1,) * ndim)
+    except ValueError as error:
+        allowed = f"axes from {-ndim} to {ndim - 1}" if ndim else "group='tensor' alone"
+        raise ValueError(
+            f"{field}={str(spec)!r} of the {place}: {error}. As it is laid out there, with what a product sums over "
+            f"as its last axis, it may name {allowed}"
+        ) from None

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 from flax import linen as nn
 
+from jchop._settings import split
 from jchop.nn._contraction import Roundings
 from jchop.nn._kinds import PRODUCT_FIELDS
-from jchop.nn._layout import round_in
+from jchop.nn._layout import check_axes, round_in
 from jchop.nn._linen_cache import Decoding, is_filled, pack_fresh
 from jchop.nn._linen_kinds import KINDS, Kind
 from jchop.nn._linen_scales import prepared
-from jchop.nn._rule import Rule, is_stochastic, rule_of
+from jchop.nn._rule import Place, Rule, is_stochastic, rule_of
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -48,7 +49,7 @@ class Interceptor:
         def keys(spec: Spec | None) -> tuple[Array | None, Array | None]:
             if not is_stochastic(spec):
                 return None, None
-            forward, backward = jax.random.split(layer.make_rng(rule.stochastic_stream))
+            forward, backward = split(layer.make_rng(rule.stochastic_stream))
             return forward, backward
 
         cache = rule.cache if kind.caches and layer.decode else None
@@ -58,18 +59,25 @@ class Interceptor:
             self._set_product(layer, kind, rule, decoding)
         elif rule.activation is not None and not _is_lookup(layer, context.method_name):
             layout = None if kind.inputs is None else kind.inputs(layer, args[0].ndim)
+            check_axes(
+                "activation", rule.activation, args[0].ndim if layout is None else layout.ndim, place(layer, rule)
+            )
             args = (round_in(layout, args[0], rule.activation, *keys(rule.activation)), *args[1:])
         y = call(*args, **kwargs)
         if cache is not None and not filled:
             pack_fresh(layer, cache)
-        return y if rule.output is None or not kind.parameters else round_in(None, y, rule.output, *keys(rule.output))
+        if rule.output is None or not kind.parameters:
+            return y
+        check_axes("output", rule.output, y.ndim, place(layer, rule))
+        return round_in(None, y, rule.output, *keys(rule.output))
 
     def _set_product(self, layer: Any, kind: Kind, rule: Rule, decoding: Decoding | None) -> None:
         """The product of this one call; a layer of Linen is made anew for each."""
         assert kind.hook is not None
         name, product = kind.hook
         right = rule.activation if not kind.parameters else None if layer.path in self.packed else rule.weight
-        how = Roundings(rule.activation, right, *(getattr(rule, field) for field in PRODUCT_FIELDS))
+        fields = (getattr(rule, field) for field in PRODUCT_FIELDS)
+        how = Roundings(rule.activation, right, *fields, place=place(layer, rule))
 
         def key() -> Array | None:
             return layer.make_rng(rule.stochastic_stream) if how.stochastic else None
@@ -82,6 +90,11 @@ class Interceptor:
 
         attend = _attend(product, how, key, decoding)
         object.__setattr__(layer, name, multiply if kind.parameters else attend)
+
+
+def place(layer: nn.Module, rule: Rule) -> Place:
+    """Where a layer stands, for errors."""
+    return Place(type(layer).__name__, "/".join(layer.path), rule)
 
 
 def _is_lookup(layer: nn.Module, method: str) -> bool:

@@ -12,7 +12,9 @@ from flax import linen as nn
 from jchop.nn._attention import attention
 from jchop.nn._contraction import conv_general_dilated, dot_general
 from jchop.nn._kinds import PRODUCT_FIELDS, einsum_layouts
-from jchop.nn._layout import Layout
+from jchop.nn._layout import Layout, as_gain
+from jchop.nn._rule import Rule
+from jchop.spec import Spec
 
 __all__ = ["KINDS", "Kind"]
 
@@ -46,6 +48,11 @@ class Kind:
     def keeps_scales(self) -> bool:
         """Whether its product is of an input and a kernel, whose scales can be kept."""
         return self.hook is not None and bool(self.parameters)
+
+    def spec(self, rule: Rule, name: str) -> Spec | None:
+        """What a rule says for a parameter."""
+        spec = getattr(rule, self.parameters[name])
+        return as_gain(spec) if name == "scale" else spec
 
     @property
     def caches(self) -> bool:

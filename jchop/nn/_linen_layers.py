@@ -9,16 +9,23 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen as nn
+from flax.core import Scope
 from flax.traverse_util import flatten_dict
 
-from jchop.nn._layout import Layout
+from jchop.nn._equip import pack
+from jchop.nn._layout import Layout, check_axes
 from jchop.nn._linen_kinds import KINDS, Kind
-from jchop.nn._rule import FIELDS, Rule, rule_of
+from jchop.nn._rule import FIELDS, Place, Rule, left_alone, rule_of
 from jchop.nn._scale_from import Learned
+from jchop.spec import Spec
+from jchop.storage import QArray
 
 Path = tuple[str, ...]
 
-__all__ = ["Found", "Path", "layers_of", "params_of"]
+__all__ = ["Found", "Path", "Seen", "held_by", "layers_of", "params_of", "seen_in"]
+
+#: The modules that ran, by path, each with the shapes of its parameters by name.
+Seen = Mapping[Path, tuple[nn.Module, Mapping[str, tuple[int, ...]]]]
 
 #: The fields of attention with products of its own.
 _EINSUMS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
@@ -48,6 +55,30 @@ class Found:
         """How a parameter is laid out; None: as it lies."""
         is_weight = self.kind.parameters[name] == "weight"
         return self.kind.layout(self.layer, len(self.shapes[name])) if self.kind.layout and is_weight else None
+
+    @property
+    def place(self) -> Place:
+        """Where it stands, for errors."""
+        return Place(type(self.layer).__name__, "/".join(self.layer.path), self.rule)
+
+    def spec(self, name: str) -> Spec | None:
+        """What its rule says for a parameter."""
+        return self.kind.spec(self.rule, name)
+
+    def check_axes(self) -> None:
+        """Refuse formats of parameters that name axes which those have not."""
+        for name, role in self.kind.parameters.items():
+            if name in self.shapes:
+                layout = self.layout(name)
+                check_axes(role, self.spec(name), layout.ndim if layout else len(self.shapes[name]), self.place)
+
+    def packed(self, name: str, value: Any, key: Any = None, scale: Any = None) -> tuple[QArray, Layout]:
+        """A parameter as its rule packs it, and the layout it has then."""
+        spec = self.spec(name)
+        assert spec is not None
+        ndim = len(self.shapes[name])
+        layout = self.layout(name) or Layout(tuple(range(ndim - 1)), (ndim - 1,))
+        return pack(self.in_use(value), layout, self.stacked(name, value), spec, key, scale), layout
 
     @property
     def needs_run(self) -> bool:
@@ -99,6 +130,11 @@ def layers_of(
         ValueError: for a rule that matches no layer, or has a field that says nothing for any of them.
         NotImplementedError: for what has parameters and is no known layer, or a product out of reach.
     """
+    return _matched(rules, seen_in(module, variables, args, rngs, kwargs), variables)
+
+
+def seen_in(module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any) -> Seen:
+    """What runs in a call that computes nothing; arguments as those of `layers_of`."""
     seen: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
     leaves, structure = jax.tree.flatten(args)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
@@ -107,7 +143,9 @@ def layers_of(
         y = call(*args, **kwargs)
         own = nn.meta.unbox(dict(context.module.variables).get("params", {}))
         shapes = {name: value.shape for name, value in own.items() if isinstance(value, jax.Array)}
-        seen[context.module.path] = context.module, shapes
+        # The module itself holds tracers, which would outlive their trace.
+        path = context.module.path
+        seen[path] = context.module.clone(parent=Scope({}, path=path)), shapes
         return y
 
     def run(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
@@ -117,14 +155,19 @@ def layers_of(
 
     with nn.intercept_methods(note):
         jax.eval_shape(run, variables, rngs, arrays)
-    return _matched(rules, seen, variables)
+    return seen
 
 
-def _matched(rules: Sequence[Rule], seen: Mapping[Path, tuple[Any, Any]], variables: Any) -> dict[Path, Found]:
-    held: dict[Path, set[str]] = {}
-    for path in params_of(variables):
-        held.setdefault(path[:-1], set()).add(path[-1])
-    owners = dict.fromkeys([*held, *(path for path, (layer, _) in seen.items() if type(layer) in KINDS)])
+def held_by(seen: Seen, variables: Any) -> dict[Path, dict[str, Any]]:
+    """The parameters by name of everything that has some, and of every layer that ran."""
+    held: dict[Path, dict[str, Any]] = {}
+    for path, value in params_of(variables).items():
+        held.setdefault(path[:-1], {})[path[-1]] = value
+    return held | {path: {} for path, (layer, _) in seen.items() if type(layer) in KINDS and path not in held}
+
+
+def _matched(rules: Sequence[Rule], seen: Seen, variables: Any) -> dict[Path, Found]:
+    held = owners = held_by(seen, variables)
     chosen: dict[Path, tuple[int, Found]] = {}
     for path in owners:
         number = rule_of("/".join(path), rules)
@@ -161,14 +204,15 @@ def _check(path: Path, found: Found) -> None:
     if kind is None:
         raise NotImplementedError(
             f"{what} has parameters and is none of the layers that can be quantized: "
-            f"{', '.join(cls.__name__ for cls in KINDS)}. Give it a rule of its own that rounds nothing"
+            f"{', '.join(cls.__name__ for cls in KINDS)}. {left_alone(['/'.join(path)], rule)}"
         )
     wrong = [name for name in kind.refuses if getattr(rule, name) is not None]
     if wrong:
         raise NotImplementedError(
-            f"{what}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product; give it a rule "
-            "of its own without that"
+            f"{what}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product. "
+            f"{left_alone(['/'.join(path)], rule, ', ...')}"
         )
+    found.check_axes()
     hooks = (kind.hook[0], f"{kind.hook[0]}_cls", *_EINSUMS) if kind.hook is not None else ()
     usual = (None, nn.dot_product_attention)
     own = [name for name in hooks if not any(getattr(layer, name, None) is function for function in usual)]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._settings import split
 from jchop.nn._contraction import Roundings
 from jchop.nn._equip import fitted
 from jchop.nn._layout import Layout
@@ -56,7 +57,7 @@ def prepared(
         spec = getattr(how, side)
         if spec is None or role not in source.fields:
             continue
-        mine, key = (None, None) if key is None else jax.random.split(key)
+        mine, key = (None, None) if key is None else split(key)
         laid = layout if role == "weight" else None
         operands[i] = _rounded(layer, source, role, spec, laid, operands[i], mine, starting)
         how = replace(how, **{side: None})
@@ -73,15 +74,16 @@ def _rounded(
             if not layer.has_variable("params", name):
                 layer.put_variable("params", name, step_of(span_of(x), spec))
             return x  # as `calibrate` runs a layer: its input is seen, not rounded
-        return round_stepwise(source, layout, x, spec, _held(layer, "params", name), key)
+        shape = () if layout is None else None  # that of a kernel is for `quantize` to see
+        return round_stepwise(source, layout, x, spec, _held(layer, "params", name, shape), key)
     fixed = starting or not layer.is_mutable_collection(STATE)
     if isinstance(source, MovingAverage):
         name = f"{role}_range"
-        span = after = moved(source, _held(layer, STATE, name), x, fixed)
+        span = after = moved(source, _held(layer, STATE, name, (2,)), x, fixed)
     else:
         assert isinstance(source, History)
         name = f"{role}_history"
-        span, after = remembered(source, _held(layer, STATE, name), x)
+        span, after = remembered(source, _held(layer, STATE, name, (source.length,)), x)
     if not fixed:
         layer.put_variable(STATE, name, after)
     return round_within(x, spec, span, key)
@@ -120,11 +122,17 @@ def _begin(found: Found, kernel: Array) -> Iterator[tuple[str, str, Array]]:
             yield "params", scale_name(role), fitted(found.in_use(kernel), layout, stack, spec)
 
 
-def _held(layer: Any, collection: str, name: str) -> Array:
+def _held(layer: Any, collection: str, name: str, shape: tuple[int, ...] | None) -> Array:
     if not layer.has_variable(collection, name):
         raise ValueError(
             f"{type(layer).__name__} at {'/'.join(layer.path)!r} has no {name!r} in variables[{collection!r}]: take "
             "the variables that `init` returns, or `start` for those that are there; in flax.linen.scan, vmap and RNN "
             "that collection must have its place, as in variable_axes"
         )
-    return layer.get_variable(collection, name)
+    value = layer.get_variable(collection, name)
+    if shape is not None and value.shape != shape:
+        raise ValueError(
+            f"{name!r} in variables[{collection!r}] of {type(layer).__name__} at {'/'.join(layer.path)!r} has shape "
+            f"{value.shape}, and its rule needs {shape}: it belongs to a model with another rule"
+        )
+    return value

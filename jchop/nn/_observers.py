@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._checks import check_choice
+from jchop._settings import compiled
 from jchop.formats import UniformFormat
 from jchop.nn._histogram import Histogram, add, entropy_threshold
 from jchop.nn._static import round_within
@@ -23,7 +24,7 @@ Array = jax.Array
 
 __all__ = ["Observer", "observer_of"]
 
-_PERCENTILE = re.compile(r"percentile\((\d{1,3}(?:\.\d+)?)\)")
+_PERCENTILE = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,99})?)\)")
 #: So many ranges are tried, each a share of that of the data; as torchao does.
 _STEPS = 100
 
@@ -117,7 +118,7 @@ def _within(x: Array, share: float) -> Array:
     return jnp.clip(_minmax(x), -most, most)
 
 
-@partial(jax.jit, static_argnames="spec")
+@partial(compiled, static_argnames="spec")
 def _least_error(x: Any, spec: Spec) -> Array:
     """The share of the range of `x` under which rounding to nearest leaves the least square error."""
     nearest = replace(spec, rounding=Rounding.NEAREST_EVEN) if spec.rounding.stochastic else spec

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop.nn._rule import FIELDS, Rule, as_rules, rule_of
+from jchop._settings import split
+from jchop.nn._equip import check_finite
+from jchop.nn._rule import FIELDS, Place, Rule, as_rules, rule_of
 from jchop.storage import quantize
 
 Array = jax.Array
@@ -36,7 +38,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     Raises:
         TypeError: for rules that are none, or a matched leaf that is no array of a carrier dtype.
         ValueError: for a rule that matches no leaf or has another field than a weight; a stochastic one without a key;
-            an array without the axes that its format names.
+            infinities or NaN in what is to be packed; an array without the axes that its format names.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -51,7 +53,9 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
         if wrong:
             raise ValueError(f"{rule}: parameters have a weight alone, and {', '.join(wrong)} says nothing for them")
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    keys = [None] * len(leaves) if key is None else list(jax.random.split(key, len(leaves)))
+    if key is not None and not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(f"key={key!r} must be a typed key, as jax.random.key(0) gives")
+    keys = [None] * len(leaves) if key is None else list(split(key, len(leaves)))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     numbers = [rule_of(path, given) for path in paths]
     idle = [str(rule) for number, rule in enumerate(given) if number not in numbers]
@@ -70,6 +74,9 @@ def _quantized(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
     if rule.weight is None:
         return leaf
     try:
-        return quantize(leaf if isinstance(leaf, Array) else jnp.asarray(leaf), rule.weight, key)
+        array = leaf if isinstance(leaf, Array) else jnp.asarray(leaf)
+        packed = quantize(array, rule.weight, key)
     except (TypeError, ValueError) as error:
         raise type(error)(f"the leaf {path!r}, by {rule}: {error}") from None
+    check_finite(array, "weight", Place("leaf", path, rule))
+    return packed

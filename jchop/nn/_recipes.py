@@ -35,8 +35,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "float8_delayed": _all("float8_e4m3fn(group=tensor)", "float8_e5m2(group=tensor)", scale_from=History()),
         # OCP Microscaling: blocks of 32 along the sum of each of the three products, scales rounded up.
         "mxfp8": _all(_MX),
-        # NVIDIA, arXiv 2509.25149: two-level scales, gradients rounded stochastically.
-        "nvfp4": _all("nvfp4", "nvfp4:stochastic"),
+        # NVIDIA, arXiv 2509.25149: two-level scales, weights in tiles, gradients rounded stochastically.
+        "nvfp4": _all("nvfp4", "nvfp4:stochastic", weight="nvfp4(group=(16,16))"),
         # Three int8 products, a scale for each row of each operand.
         "int8": _all("int8(group=all)"),
         # Wang et al., NeurIPS 2018: e5m2 operands, sums in e6m9, in chunks of 64.
@@ -58,6 +58,11 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     """The rule of an arithmetic that is known by a name.
 
+    The weight is the same in the forward product and in that of the inputs' gradient, Q(W^T) = Q(W)^T, under
+    ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"`` and ``"wage"``. It
+    is not, by design, under ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``, ``"mxfp8"`` and ``"int8"``, whose
+    scales are those of rows or blocks along the sum of each product.
+
     A rule is about products. What an arithmetic says of the update of the weights is for `jchop.optim`; docs/nn.md has
     both halves of ``"ibm_fp8"`` and ``"wage"``. Three things of WAGE are otherwise here. Errors keep their power of
     two, which an update that takes each gradient by its own power of two cannot tell. That power is the nearest to the
@@ -67,9 +72,10 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     Args:
         name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with
             scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `History`; longer or
-            shorter by ``scale_from=``), ``"mxfp8"``, ``"nvfp4"`` (gradients stochastic), ``"int8"``,
-            ``"ibm_fp8"`` (Wang et al., NeurIPS 2018: sums in e6m9 in chunks of 64), ``"ibm_hybrid_fp8"`` (Sun et al.,
-            NeurIPS 2019) or ``"wage"`` (Wu et al., ICLR 2018: 2-8-8-8 bits of weights, activations, gradients, errors).
+            shorter by ``scale_from=``), ``"mxfp8"``, ``"nvfp4"`` (weights in tiles of 16 x 16, gradients
+            stochastic), ``"int8"``, ``"ibm_fp8"`` (Wang et al., NeurIPS 2018: sums in e6m9 in chunks of 64),
+            ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"`` (Wu et al., ICLR 2018: 2-8-8-8 bits of
+            weights, activations, gradients, errors).
         path: as of a `Rule`. Default ``"*"``.
         changes: fields of the rule in place of the recipe's.
 

@@ -9,12 +9,16 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jchop.nn._equip import QuantizedParam, packed_shape
+from jchop.nn._equip import check_parameters, packed_shape
 from jchop.nn._kinds import Kind
-from jchop.nn._layers import layers_of
-from jchop.nn._rule import FIELDS, Rule, as_rules, rule_of
+from jchop.nn._layers import own_parameters, placed_layers
+from jchop.nn._modules import Placed
+from jchop.nn._rule import FIELDS, Place, Rule, as_rules, rules_of
 
-__all__ = ["LayerRow", "ModelReport", "report"]
+__all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
+
+#: A parameter that stays as it is: its path, its shape, and why.
+Wide = tuple[str, tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class LayerRow:
         bytes_before: of its own parameters.
         bytes_after: of those with what the rule rounds stored packed.
         supported: whether the layer can be quantized.
+        also: the other paths that lead to it. Rules see them all, and its bytes count once.
+        wide: (path, shape, why) of each of its own parameters that stays in full precision.
     """
 
     path: str
@@ -38,11 +44,13 @@ class LayerRow:
     bytes_before: int
     bytes_after: int
     supported: bool = True
+    also: tuple[str, ...] = ()
+    wide: tuple[Wide, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """The layers of a model; as text, a table.
+    """The layers of a model; as text, a table, and a line for each parameter that rules leave in full precision.
 
     Args:
         rows: a `LayerRow` for each layer.
@@ -60,20 +68,32 @@ class ModelReport:
         """Of all parameters, with what rules round stored packed."""
         return sum(row.bytes_after for row in self.rows)
 
+    @property
+    def wide(self) -> tuple[Wide, ...]:
+        """The path, the shape and the reason of each parameter that rules leave in full precision."""
+        return tuple(wide for row in self.rows for wide in row.wide)
+
     def __str__(self) -> str:
         head = ("path", "layer", "rounds", "bytes", "packed")
         body = [
-            (row.path or "(the model)", row.layer, _described(row), str(row.bytes_before), str(row.bytes_after))
+            (
+                ", ".join([row.path or "(the model)", *row.also]),
+                row.layer,
+                _described(row),
+                str(row.bytes_before),
+                str(row.bytes_after),
+            )
             for row in self.rows
         ]
         total = ("", "", "", str(self.bytes_before), str(self.bytes_after))
         table = [head, *body, total]
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         right = (False, False, False, True, True)
-        return "\n".join(
+        lines = [
             "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True))
             for line in table
-        )
+        ]
+        return "\n".join([*lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)])
 
 
 def _described(row: LayerRow) -> str:
@@ -91,11 +111,12 @@ def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> Mod
 
     Returns:
         A `ModelReport`, whose text is a table: path, layer, what is rounded to what, and the bytes of parameters as
-        they are and packed. Layers that no rule matches are there, too. A product that the model itself writes has no
-        line.
+        they are and packed. Layers that no rule matches are there, too. Under rules, a line for each parameter that
+        stays in full precision follows, with its shape and why. A product that the model itself writes has no line.
 
     Raises:
-        TypeError, ValueError: for rules that are none, and specs that a parameter cannot be packed in.
+        TypeError, ValueError: for rules that are none, rules that disagree about one module, and specs that a parameter
+            cannot be packed in.
 
     Example:
         >>> import jchop as jc
@@ -106,27 +127,63 @@ def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> Mod
         layers/0  Linear     weight=int4(group=all)            144      48
         layers/1  LayerNorm  nothing                            32      32
                                                                176      80
+        stays wide: layers/0/bias (4,): Rule('layers/0', weight=int4(group=all)) has no bias
+        stays wide: layers/1/bias (4,): no rule matches
+        stays wide: layers/1/scale (4,): no rule matches
     """
     given = () if rules is None else as_rules(rules)
-    return ModelReport(tuple(_row(path, layer, kind, given) for path, layer, kind in layers_of(model)))
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model={model!r} must be a module of Flax NNX; one of Linen has jchop.nn.linen.Quantized.report"
+        )
+    return ModelReport(tuple(_row(placed, kind, given) for placed, kind in placed_layers(model)))
 
 
-def _row(path: str, layer: Any, kind: Kind | None, rules: tuple[Rule, ...]) -> LayerRow:
-    number = rule_of(path, rules)
-    rule = None if number is None else rules[number]
-    name, shown = type(layer).__name__, "" if rule is None else str(rule)
-    before = sum(_bytes(value) for value in vars(layer).values() if isinstance(value, nnx.Param | QuantizedParam))
+def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -> str | None:
+    """Why a parameter of a layer stays in full precision; None where it does not.
+
+    Args:
+        layer: its class.
+        supported: whether that can be quantized.
+        rule: the rule of the layer.
+        role: the field of a rule that is for the parameter; None: none is.
+    """
+    if rule is None:
+        return "no rule matches"
+    if not rule.rounds:
+        return f"{rule} rounds nothing"
+    if not supported:
+        return f"{layer} cannot be quantized"
+    if role is None:
+        return f"no field of a rule is for this parameter of {layer}"
+    return None if getattr(rule, role) is not None else f"{rule} has no {role}"
+
+
+def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...]) -> LayerRow:
+    (path, *also), layer = placed.paths, placed.module
+    numbers = rules_of(placed.paths, rules)
+    rule = rules[numbers[0]] if numbers else None
+    name, shown, own = type(layer).__name__, "" if rule is None else str(rule), own_parameters(placed)
+    before = sum(map(bytes_of, own.values()))
+    wide = []
+    for key, value in own.items() if rules else ():
+        why = why_wide(name, kind is not None, rule, None if kind is None else kind.parameters.get(key))
+        if why is not None and isinstance(value, nnx.Param):
+            wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
+    more = {"also": tuple(also), "wide": tuple(wide)}
     if kind is None or rule is None:
-        return LayerRow(path, name, shown, (), before, before, kind is not None)
+        return LayerRow(path, name, shown, (), before, before, kind is not None, **more)
     fields = kind.fields(layer)
     specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
+    check_parameters(layer, kind, Place(name, path, rule))
     after = before
-    for parameter, role in kind.parameters.items():
-        value, spec = getattr(layer, parameter), getattr(rule, role)
+    for parameter in kind.parameters:
+        value, spec = getattr(layer, parameter), kind.spec(rule, parameter)
         if isinstance(value, nnx.Param) and spec is not None:
-            after += _bytes(packed_shape(layer, kind, parameter, spec)) - _bytes(value)
-    return LayerRow(path, name, shown, specs, before, after)
+            after += bytes_of(packed_shape(layer, kind, parameter, spec)) - bytes_of(value)
+    return LayerRow(path, name, shown, specs, before, after, **more)
 
 
-def _bytes(tree: Any) -> int:
+def bytes_of(tree: Any) -> int:
+    """The bytes of all arrays of a tree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from jchop._paths import matches_path
@@ -12,7 +13,7 @@ from jchop.formats import ElementFormat, ScaledFormat
 from jchop.nn._scale_from import ScaleFrom, check_scale_from
 from jchop.spec import Spec, as_spec
 
-__all__ = ["FIELDS", "SPECS", "Rule", "as_rules", "rule_of"]
+__all__ = ["FIELDS", "NOWHERE", "SPECS", "Place", "Rule", "as_rules", "left_alone", "rule_of", "rules_of"]
 
 #: The fields of a rule that are specs.
 SPECS = ("weight", "activation", "output", "bias", "gradient", "weight_gradient", "cache")
@@ -35,14 +36,18 @@ class Rule:
 
     Args:
         path: a pattern (`fnmatch`) for a piece of the path of a layer, its parts joined by slashes: ``"head"``,
-            ``"blocks/*/mlp"``, ``"*norm*"``; the layers below such a piece match too. Default ``"*"``: every layer.
+            ``"blocks/*/mlp"``, ``"*norm*"``; the layers below such a piece match too. With a slash at its end the
+            pattern is for that module alone, without those below, each part for one part: ``"block/"``; ``"/"`` is the
+            model itself. Default ``"*"``: every layer.
         weight: of the kernel, the embedding, or the gain of a norm: a `Spec`, a format, a scaled format, or text.
         activation: of what enters the layer; in attention of queries, keys, values and of the attention weights.
         output: of the layer's result.
         bias: of the bias.
         gradient: of the incoming gradient g in both backward products, dx = g w and dw = x g. Where it is given, each
             product of the three rounds its operands in its own layout: x and w are rounded anew, from their full
-            precision. Default None: backward products take the operands as the forward product rounded them.
+            precision, except where the format gives a matrix and its transpose the same numbers (no groups, one scale,
+            square tiles): then as the forward product rounded them. Default None: backward products take the operands
+            as the forward product rounded them.
         weight_gradient: of both operands of the product dw = x g, in place of `activation` and `gradient`;
             ``"binary32"`` keeps it in float32.
         cache: of the keys and values that MultiHeadAttention keeps for decoding, stored packed: a plain format, or one
@@ -129,8 +134,18 @@ class Rule:
             >>> import jchop as jc
             >>> jc.nn.Rule("attention").matches("blocks/0/attention/query"), jc.nn.Rule("att").matches("attention")
             (True, False)
+            >>> jc.nn.Rule("block/").matches("net/block"), jc.nn.Rule("block/").matches("net/block/dense")
+            (True, False)
         """
+        if self.path.endswith("/"):
+            parts, wanted = path.split("/"), self.path[:-1].split("/")
+            return len(wanted) <= len(parts) and all(map(fnmatchcase, parts[-len(wanted) :], wanted))
         return matches_path(self.path, path)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any field says something."""
+        return any(getattr(self, name) is not None for name in FIELDS)
 
     @property
     def stochastic(self) -> bool:
@@ -163,6 +178,12 @@ def _by_rows(spec: Spec) -> bool:
     return rows and not is_stochastic(spec)
 
 
+def left_alone(paths: Iterable[str], before: Rule, fields: str = "") -> str:
+    """What an error advises for a module that a rule cannot treat, so that the layers below it keep their rule."""
+    mine = ", ".join(f"Rule({f'{path}/'!r}{fields})" for path in paths)
+    return f"Put {mine} before {before}: it is for that module alone, and the layers below it keep their rule"
+
+
 def as_rules(rules: Any) -> tuple[Rule, ...]:
     """One rule, or several in their order.
 
@@ -179,3 +200,47 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
 def rule_of(path: str, rules: Sequence[Rule]) -> int | None:
     """The number of the first rule that matches a path; None where none does."""
     return next((number for number, rule in enumerate(rules) if rule.matches(path)), None)
+
+
+def rules_of(paths: Iterable[str], rules: Sequence[Rule]) -> list[int]:
+    """The numbers of the rules of one module with several paths: of each path the first that matches.
+
+    Raises:
+        ValueError: for rules that say different things.
+    """
+    chosen = {path: number for path in paths if (number := rule_of(path, rules)) is not None}
+    numbers = sorted(set(chosen.values()))
+    if len({replace(rules[number], path="*") for number in numbers}) > 1:
+        given = ", ".join(f"{path!r} by {rules[number]}" for path, number in chosen.items())
+        raise ValueError(
+            f"rules disagree about one module that is reached by several paths: {given}. Give all of these paths "
+            "the same"
+        )
+    return numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a rounding stands, for errors alone: all places are equal, so that jit compiles layers of one kind once.
+
+    Args:
+        layer: the class of the layer.
+        path: of the layer.
+        rule: its rule.
+    """
+
+    layer: str = ""
+    path: str = ""
+    rule: Rule | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place)
+
+    def __hash__(self) -> int:
+        return hash(Place)
+
+    def __str__(self) -> str:
+        return f"{self.layer} at {self.path!r} by {self.rule}" if self.layer else "product"
+
+
+NOWHERE = Place()

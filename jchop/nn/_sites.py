@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop._settings import split
 from jchop.nn._attention import attention
 from jchop.nn._contraction import Roundings, conv_general_dilated, dot_general, einsum
-from jchop.nn._layout import Layout, round_in
-from jchop.nn._rule import is_stochastic
+from jchop.nn._layout import Layout, check_axes, round_in
+from jchop.nn._rule import Place, is_stochastic
 from jchop.nn._sources import Source
 from jchop.nn._static import ActivationRange, round_within
 from jchop.spec import Spec
@@ -91,7 +92,7 @@ def keys_for(spec: Spec | None, key: Array | None) -> tuple[Array | None, Array 
     """A key of the rounding and one of its cotangent."""
     if not is_stochastic(spec) or key is None:
         return None, None
-    forward, backward = jax.random.split(key)
+    forward, backward = split(key)
     return forward, backward
 
 
@@ -131,20 +132,31 @@ class Product(Site):
 
     def prepared(self, x: Array, w: Array) -> tuple[Array, Array, dict[str, Any]]:
         """The operands, rounded already where scales are not their own, and what the product is told."""
+        self._check_state()
         key, how = self.key(), self.how
         if self.observe is not None:
             self.observe(x)
             how = replace(how, left=None)
         elif self.range is not None or self.left is not None:
             assert how.left is not None
-            mine, key = (None, None) if key is None else jax.random.split(key)
+            mine, key = (None, None) if key is None else split(key)
             x = self._rounded(x, how.left, mine)
             how = replace(how, left=None)
         if self.right is not None:
             assert how.right is not None
-            mine, key = (None, None) if key is None else jax.random.split(key)
+            mine, key = (None, None) if key is None else split(key)
             w, how = self.right(w, how.right, mine), replace(how, right=None)
         return x, w, {"how": how, "key": key}
+
+    def _check_state(self) -> None:
+        """Refuse what another rule has left, as a checkpoint of another model brings it."""
+        held = [(self.range, (2,))] + [source.state() for source in (self.left, self.right) if source is not None]
+        for variable, shape in held:
+            if variable is not None and variable.shape != shape:
+                raise ValueError(
+                    f"{type(variable).__name__} of the {self.how.place} has shape {variable.shape}, and that rule "
+                    f"needs {shape}: it belongs to a model with another rule"
+                )
 
     def _rounded(self, x: Array, spec: Spec, key: Array | None) -> Array:
         if self.range is not None:
@@ -180,11 +192,12 @@ class Einsum(Product):
 class Output(Site):
     """Rounds the result of a layer."""
 
-    def __init__(self, spec: Spec, stream: Stream) -> None:
+    def __init__(self, spec: Spec, stream: Stream, place: Place) -> None:
         super().__init__(stream)
-        self.spec = spec
+        self.spec, self.place = spec, place
 
     def __call__(self, y: Array) -> Array:
+        check_axes("output", self.spec, y.ndim, self.place)
         key, gradient_key = keys_for(self.spec, self.key())
         return round_in(None, y, self.spec, key, gradient_key)
 
@@ -196,8 +209,9 @@ class Promote(Site):
         base: what it stands for.
         slots: the names of the arrays, as in a `Kind`.
         specs: what arrays are rounded to, and their layouts.
-        packed: layouts and shapes of those that are stored in a layout.
+        packed: specs, layouts and shapes of those that are stored in a layout.
         stream: of keys.
+        place: for errors.
     """
 
     def __init__(
@@ -205,14 +219,17 @@ class Promote(Site):
         base: Callable[..., Any],
         slots: tuple[tuple[str, ...], ...],
         specs: tuple[tuple[str, Spec, Layout | None], ...],
-        packed: tuple[tuple[str, Layout, tuple[int, ...]], ...],
+        packed: tuple[tuple[str, Spec, Layout, tuple[int, ...]], ...],
         stream: Stream,
+        place: Place,
     ) -> None:
         super().__init__(stream)
-        self.base, self.slots, self.specs, self.packed = base, slots, specs, packed
+        self.base, self.slots, self.specs, self.packed, self.place = base, slots, specs, packed, place
 
     def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
         names = next(names for names in self.slots if len(names) == len(args))
+        for name, arg in zip(names, args, strict=True):
+            self._check_stored(name.strip("*"), arg)
         plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, QArray) else arg for arg in args)
         promoted = [
             self._unpacked(name, arg, new.dtype) if isinstance(arg, QArray) else new
@@ -220,13 +237,31 @@ class Promote(Site):
         ]
         key = self.key()
         for i, (name, spec, layout) in enumerate(self.specs):
-            if name in names and promoted[names.index(name)] is not None:
+            if name in names and (x := promoted[names.index(name)]) is not None:
+                field = "activation" if name == "inputs" else "bias" if name == "bias" else "weight"
+                check_axes(field, spec, x.ndim if layout is None else layout.ndim, self.place)
                 keys = keys_for(spec, None if key is None else jax.random.fold_in(key, i))
-                promoted[names.index(name)] = round_in(layout, promoted[names.index(name)], spec, *keys)
+                promoted[names.index(name)] = round_in(layout, x, spec, *keys)
         return tuple(promoted)
 
+    def _check_stored(self, name: str, arg: Any) -> None:
+        """Refuse a parameter that is not packed as here, as a checkpoint of another model brings it."""
+        known = next(((spec, layout, shape) for packed, spec, layout, shape in self.packed if packed == name), None)
+        if arg is None or (known is None and not isinstance(arg, QArray)):
+            return
+        held = f"{arg.spec} of {arg.shape}" if isinstance(arg, QArray) else f"an array of {arg.shape}"
+        if known is None:
+            raise ValueError(f"{name} of the {self.place} is packed as {held}, and this model packs none there")
+        spec, layout, shape = known
+        laid = layout.shape(shape)
+        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, laid):
+            raise ValueError(
+                f"{name} of the {self.place} is {held}, and this model holds it packed as {spec} of {laid}: it belongs "
+                "to a model with another rule or shape"
+            )
+
     def _unpacked(self, name: str, stored: QArray, dtype: Any) -> Array:
-        layout, shape = next((layout, shape) for packed, layout, shape in self.packed if packed == name.strip("*"))
+        layout, shape = next((layout, shape) for packed, _, layout, shape in self.packed if packed == name.strip("*"))
         return layout.back(dequantize(stored, dtype), shape)
 
 

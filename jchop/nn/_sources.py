@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jchop.nn._layout import Layout
+from jchop.nn._layout import Layout, with_nan
 from jchop.nn._learned import round_learned
 from jchop.nn._scale_from import History, Learned, MovingAverage, ScaleFrom
 from jchop.nn._static import ActivationRange, round_within
@@ -71,6 +71,10 @@ class Source(nnx.Module):
 
     how: Any  # the value of the rule that it was made for
 
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        """What it holds, and the shape that this has to have; None where that is seen elsewhere."""
+        raise NotImplementedError
+
     def start(self, span: Array, spec: Spec) -> None:
         raise NotImplementedError
 
@@ -98,6 +102,9 @@ class MovingRange(_Following):
         self.how = how
         self.range = ActivationRange(jnp.full((*stack, 2), jnp.nan))
 
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        return self.range, (2,)
+
     def start(self, span: Array, spec: Spec) -> None:
         self.range[...] = span.astype(jnp.float32)
 
@@ -115,6 +122,9 @@ class PastMagnitudes(_Following):
         super().__init__()
         self.how = how
         self.history = AmaxHistory(jnp.zeros((*stack, how.length)))
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        return self.history, (self.how.length,)
 
     def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
         span, history = remembered(self.how, self.history[...], x)
@@ -138,6 +148,9 @@ class LearnedStep(Source):
     ) -> None:
         self.how, self.layout = how, layout
         self.scale: LearnedScale | None = nnx.data(None if scale is None else LearnedScale(scale))
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        return (self.scale if self.layout is None else None), ()  # those of a kernel are for `quantize` to see
 
     def start(self, span: Array, spec: Spec) -> None:
         self.scale = nnx.data(LearnedScale(step_of(span, spec)))
@@ -188,7 +201,7 @@ def round_stepwise(how: Learned, layout: Layout | None, x: Array, spec: Spec, sc
         laid = layout.lay(x)
         sharing = laid.size // scale.size
     y = round_learned(laid, spec, scale, key, sharing=sharing if how.factor else None)
-    return y if layout is None else layout.back(y, x.shape)
+    return with_nan(x, y if layout is None else layout.back(y, x.shape), spec)
 
 
 def step_of(span: Array, spec: Spec) -> Array:

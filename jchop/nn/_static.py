@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop.nn._layout import with_nan
 from jchop.spec import Gradient, Spec
 from jchop.storage import dequantize, fit_scale, quantize
 
@@ -45,7 +46,7 @@ def _rounded(spec: Spec, x: Array, span: Array, key: Array | None) -> Array:
     # The scale of an array has as many axes as the array.
     ends = span.astype(x.dtype).reshape(*(1,) * (x.ndim - 1), 2) if x.ndim else jnp.max(jnp.abs(span)).astype(x.dtype)
     scale, zero_point = fit_scale(ends, spec)
-    return dequantize(quantize(x, spec, key, scale=scale, zero_point=zero_point))
+    return with_nan(x, dequantize(quantize(x, spec, key, scale=scale, zero_point=zero_point)), spec)
 
 
 def _forward(spec: Spec, x: Array, span: Array, key: Array | None) -> tuple[Array, None]:

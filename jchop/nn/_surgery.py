@@ -40,7 +40,7 @@ def quantize(model: Model, rules: Rule | Iterable[Rule], mode: Mode = "qat", *, 
         The new model. Arrays that did not change are shared with the given one.
 
     Raises:
-        TypeError: for rules that are none.
+        TypeError: for rules that are none, or `rngs` that are no `flax.nnx.Rngs`.
         ValueError: for a rule that matches no layer, or has a field that says nothing for those it matches; a layer
             with functions of its own where Flax's are expected; a stochastic rule without `rngs`.
         NotImplementedError: for a module with parameters that is no known layer, or a product that is out of reach.

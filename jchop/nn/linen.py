@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,16 +11,20 @@ import jax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop.nn._equip import pack
+from jchop._settings import split
+from jchop.nn._equip import check_finite
 from jchop.nn._layout import Layout, round_in
 from jchop.nn._linen_cache import CACHE
 from jchop.nn._linen_call import Interceptor
-from jchop.nn._linen_layers import Found, layers_of, params_of
+from jchop.nn._linen_layers import Found, Path, layers_of, params_of, seen_in
+from jchop.nn._linen_report import report_of
 from jchop.nn._linen_scales import begun, scale_name
+from jchop.nn._report import ModelReport
 from jchop.nn._rule import Rule, as_rules, is_stochastic
 from jchop.nn._scale_from import History
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
+from jchop.storage._layout import from_end
 
 Array = jax.Array
 
@@ -65,7 +69,7 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
             lies in the collection ``"cache"``.
 
     Returns:
-        A `Quantized` module, with the `init` and `apply` of Linen, `start` and `pack`.
+        A `Quantized` module, with the `init` and `apply` of Linen, `start`, `pack` and `report`.
 
     Raises:
         TypeError: for rules that are none, or no module.
@@ -199,24 +203,45 @@ class Quantized:
             if isinstance(found.rule.scale_from, History) and found.kind.keeps_scales:
                 raise ValueError(f"{found.rule}: a history of scales is for training; leave scale_from out to pack")
             for name, role in found.kind.parameters.items():
-                spec, value = getattr(found.rule, role), leaves.get((*path, name))
+                spec, value = found.spec(name), leaves.get((*path, name))
                 if spec is None or value is None:
                     continue
                 if isinstance(value, Packed):
                     raise ValueError(f"{'/'.join((*path, name))!r} is packed already")
                 scale = leaves.pop((*path, scale_name(role)), None) if role == "weight" else None
-                leaves[(*path, name)] = _packed(found, name, spec, value, keys.of(found.rule, spec)[0], scale)
+                leaves[(*path, name)] = _packed(found, name, value, keys.of(found.rule, spec)[0], scale)
         return {**variables, "params": unflatten_dict(leaves)}
+
+    def report(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> ModelReport:
+        """What becomes of each layer under the rules, as `jchop.nn.report` has it, before anything is done.
+
+        Args:
+            variables: as those of the module, not packed.
+            args: example arguments, of which only shapes count.
+            rngs: streams of keys by name.
+            kwargs: as of `apply`.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jchop as jc
+            >>> from flax import linen
+            >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.nn.Rule(weight="e4m3"))
+            >>> print(dense.report(dense.init(jax.random.key(0), jnp.ones((1, 4))), jnp.ones((1, 4))))
+            path         layer  rounds              bytes  packed
+            (the model)  Dense  weight=float8_e4m3     40      16
+                                                       40      16
+            stays wide: bias (2,): Rule('*', weight=float8_e4m3) has no bias
+        """
+        return report_of(seen_in(self.module, variables, args, rngs, kwargs), self.rules, variables)
 
     def _call(self, variables: Any, args: Any, rngs: Any, kwargs: Any, *, starting: bool = False) -> Any:
         plain = _unpacked(variables)
         layers = layers_of(self.module, self.rules, plain, args, rngs, kwargs)
-        packed = {path[:-1] for path, leaf in params_of(variables).items() if isinstance(leaf, Packed)}
+        packed = _packed_paths(variables, layers)
         keys = _Keys(rngs)
         weights = dict(params_of(plain))
         for path, found in layers.items():
             for name, role in found.kind.parameters.items():
-                spec = getattr(found.rule, role)
+                spec = found.spec(name)
                 inside = found.kind.hook is not None and role == "weight"  # the product rounds it
                 if spec is None or inside or path in packed or (*path, name) not in weights:
                     continue
@@ -246,14 +271,34 @@ def _over_stack(stack: int, function: Any, value: Any, *keys: Array | None) -> A
     if not stack:
         return function(value, *keys)
     size = jax.tree.leaves(value)[0].shape[0]
-    many = [None if key is None else jax.random.split(key, size) for key in keys]
+    many = [None if key is None else split(key, size) for key in keys]
     return jax.vmap(lambda value, *keys: _over_stack(stack - 1, function, value, *keys))(value, *many)
 
 
-def _packed(found: Found, name: str, spec: Spec, value: Array, key: Array | None, scale: Array | None) -> Packed:
-    stacked, ndim = found.stacked(name, value), len(found.shapes[name])
-    layout = found.layout(name) or Layout(tuple(range(ndim - 1)), (ndim - 1,))
-    return Packed(pack(found.in_use(value), layout, stacked, spec, key, scale), layout, value.shape)
+def _packed(found: Found, name: str, value: Array, key: Array | None, scale: Array | None) -> Packed:
+    check_finite(value, name, found.place)
+    return Packed(*found.packed(name, value, key, scale), value.shape)
+
+
+def _packed_paths(variables: Any, layers: Mapping[Path, Found]) -> set[Path]:
+    """The layers with packed parameters.
+
+    Raises:
+        ValueError: for a parameter that is packed as the rules do not say.
+    """
+    packed = {path: leaf for path, leaf in params_of(variables).items() if isinstance(leaf, Packed)}
+    for (*above, name), leaf in packed.items():
+        found = layers.get(tuple(above))
+        spec = None if found is None or name not in found.kind.parameters else found.spec(name)
+        held, fmt = leaf.stored.spec, None if spec is None else spec.scaled
+        if spec is not None and fmt is not None:
+            spec = replace(spec, format=from_end(fmt, len(leaf.layout.kept) + 1))
+        if held != spec:
+            raise ValueError(
+                f"variables['params'] hold {'/'.join((*above, name))!r} packed as {held}, and by the rules it is "
+                f"{'left as it is' if spec is None else f'packed as {spec}'}: it belongs to a module with other rules"
+            )
+    return {path[:-1] for path in packed}
 
 
 class _Keys:
@@ -269,5 +314,5 @@ class _Keys:
         if not isinstance(self.rngs, Mapping) or name not in self.rngs:
             raise ValueError(f"{rule} rounds stochastically: pass rngs={{{name!r}: a key}}")
         self.count += 1
-        forward, backward = jax.random.split(jax.random.fold_in(self.rngs[name], self.count))
+        forward, backward = split(jax.random.fold_in(self.rngs[name], self.count))
         return forward, backward

@@ -88,7 +88,16 @@ def test_what_cannot_be_decoded_is_said() -> None:
     drops.init_cache((2, LENGTH, 24))
     with pytest.raises(ValueError, match=r"dropout_rate=0\.5"):
         drops(X[:, :1])
-    for spec in ("int8(group=tensor)", "nvfp4", "int8(channel=0)", "e4m3:stochastic"):
+    for spec in (
+        "int8(group=tensor)",
+        "int8(group=all,axis=-2)",
+        "int8(group=8,axis=0)",
+        "int8(group=(8,8),axis=(-2,-1))",
+        "nvfp4",
+        "int8(channel=0)",
+        "e4m3:stochastic",
+        "int8(group=8):stochastic",
+    ):
         with pytest.raises(ValueError, match="each token and head by itself"):
             jc.nn.Rule(cache=spec)
     with pytest.raises(ValueError, match=r"cache says nothing .* Linear"):

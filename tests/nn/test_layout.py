@@ -96,4 +96,5 @@ def test_a_kernel_of_a_convolution_is_what_the_oracle_says() -> None:
         x = unlaid(layout, part, shape)
         numbers = oracle_scaled.quantize_array(values_of(x.ravel()), shape, scheme, carrier, 1, [0] * x.size).numbers
         expected = np.array([oracle.to_bits(value, carrier) for value in numbers], carrier.words)
+        expected[np.isnan(x.ravel())] = carrier.infinity + 1  # layers keep NaN
         cases.assert_bits(x.ravel(), np.asarray(rounder(jnp.asarray(x))).ravel(), expected)

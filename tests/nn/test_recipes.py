@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,13 +13,28 @@ import numpy as np
 import optax
 import pytest
 from cases import in_turn
-from flax import nnx
+from flax import linen, nnx
 from jax import lax
 
 import jchop as jc
 from jchop.nn._recipes import RECIPES
 
 STEP = 2.0**-7  # of 8 bits
+#: The recipes whose weights are the same numbers in the forward product and in that of the inputs' gradient.
+ONE_WEIGHT = {"float8_tensorwise", "float8_delayed", "nvfp4", "ibm_fp8", "ibm_hybrid_fp8", "wage"}
+#: Layers of shapes that 16 does not divide, without a bias, and the shape of their input.
+LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "Linear": (lambda: nnx.Linear(37, 21, use_bias=False, rngs=nnx.Rngs(0)), (37,)),
+    "LinearGeneral": (
+        lambda: nnx.LinearGeneral((5, 7), (3, 18), axis=(-2, -1), use_bias=False, rngs=nnx.Rngs(0)),
+        (5, 7),
+    ),
+    "Einsum": (lambda: nnx.Einsum("...ij,ikj->...ki", (3, 19, 17), rngs=nnx.Rngs(0)), (3, 17)),
+    "Conv": (lambda: nnx.Conv(3, 18, (2, 2), padding="VALID", use_bias=False, rngs=nnx.Rngs(0)), (3, 3, 3)),
+    "Dense": (lambda: linen.Dense(21, use_bias=False), (37,)),
+    "DenseGeneral": (lambda: linen.DenseGeneral((3, 18), axis=(-2, -1), use_bias=False), (5, 7)),
+    "linen.Conv": (lambda: linen.Conv(18, (2, 2), padding="VALID", use_bias=False), (3, 3, 3)),
+}
 
 
 def quantized(x: Any, step: float) -> Any:
@@ -109,3 +127,72 @@ def test_a_layer_trains_by_wage() -> None:
 def test_every_recipe_is_a_rule(name: str) -> None:
     rule = jc.nn.recipe(name, "blocks")
     assert rule.path == "blocks" and rule.weight is not None and rule.gradient is not None
+
+
+def both_weights(name: str, layer: str) -> tuple[Any, Any]:
+    """The matrices that a layer multiplies with, forward and for the gradient of its input, under a recipe."""
+    make, shape = LAYERS[layer]
+    # Unit vectors are what they are in these formats, so that each result is a rounded weight itself.
+    rule = jc.nn.recipe(name, activation=None, gradient="binary32")
+    plain, x = make(), jnp.eye(math.prod(shape)).reshape(-1, *shape)
+
+    def spread(kernel: Any) -> Any:  # so wide that scales of other groups underflow at other places
+        return kernel * 2.0 ** -(jnp.arange(kernel.size) % 29).reshape(kernel.shape)
+
+    if isinstance(plain, nnx.Module):
+        kernel: Any = plain.kernel  # type: ignore[attr-defined]
+        kernel[...] = spread(kernel[...])
+        graph, state = nnx.split(jc.nn.quantize(plain, rule))
+        call: Any = lambda x: nnx.merge(graph, state, copy=True)(x)  # noqa: E731
+    else:
+        quantized = jc.nn.linen.quantize(plain, rule)
+        variables = quantized.init(jax.random.key(0), x)
+        variables = {**variables, "params": jax.tree.map(spread, variables["params"])}
+        call = lambda x: quantized.apply(variables, x)  # noqa: E731
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(x: Any) -> Any:
+        y = call(x)
+        one = jnp.eye(y[0].size).reshape(-1, *y.shape[1:])
+        _, pull = jax.vjp(call, jnp.zeros((len(one), *shape)))
+        return y.reshape(len(x), -1), pull(one)[0].reshape(len(one), -1)
+
+    return jax.tree.map(np.asarray, run(x))
+
+
+@pytest.mark.parametrize(("name", "layer"), in_turn([(name, layer) for name in RECIPES for layer in LAYERS], 6))
+def test_one_weight_forward_and_backward(name: str, layer: str) -> None:
+    forward, backward = both_weights(name, layer)
+    assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT)
+
+
+@pytest.mark.parametrize("shape", [(37, 21), (1, 40)])
+@pytest.mark.parametrize("text", ["nvfp4(group=(16,16))", "int4(group=(3,3))"])
+def test_square_tiles_are_the_same_of_the_transpose(text: str, shape: tuple[int, ...]) -> None:
+    w = normal(*shape, seed=5) * 0.02
+    np.testing.assert_array_equal(jc.round_to_format(w.T, text), jc.round_to_format(w, text).T)
+
+
+def test_weights_of_nvfp4_are_tiles() -> None:
+    w = normal(48, 37, seed=1)
+    layer = nnx.Linear(48, 37, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    rule = jc.nn.recipe("nvfp4", activation=None)
+    rounded = jc.nn.quantize(layer, rule, rngs=nnx.Rngs(rounding=0))(jnp.eye(48))
+    np.testing.assert_array_equal(rounded, jc.round_to_format(w, "nvfp4(group=(16,16))"))
+    # The gain of a norm is one row: of its tiles there is one row, too.
+    norm = nnx.LayerNorm(37, rngs=nnx.Rngs(0))
+    assert norm.scale is not None
+    norm.scale[...] = w[0]
+    by_tiles = jc.nn.quantize(norm, jc.nn.Rule(weight="nvfp4(group=(16,16))"))
+    by_blocks = jc.nn.quantize(norm, jc.nn.Rule(weight="nvfp4"), mode="ptq")
+    np.testing.assert_array_equal(by_tiles(w), by_blocks(w))
+
+
+def test_a_stochastic_weight_is_drawn_once() -> None:
+    layer = nnx.Linear(37, 21, use_bias=False, rngs=nnx.Rngs(0))
+    rule = jc.nn.Rule(weight="nvfp4(group=(16,16)):stochastic", gradient="binary32")
+    graph, state = nnx.split(jc.nn.quantize(layer, rule, rngs=nnx.Rngs(rounding=0)))
+    forward, pull = jax.vjp(lambda x: nnx.merge(graph, state, copy=True)(x), jnp.eye(37))
+    backward = pull(jnp.eye(37, 21))[0][:21]
+    np.testing.assert_array_equal(forward[:, :21], backward.T)

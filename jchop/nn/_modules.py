@@ -1,0 +1,78 @@
+"""The modules of a model, each with all the paths that lead to it and the parameters that are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flax import nnx
+
+Keys = tuple[Any, ...]
+
+__all__ = ["Keys", "Placed", "modules_of", "path_of"]
+
+#: So many paths are followed; modules that refer to each other all around could have more than can be counted.
+_MOST = 1_000_000
+
+
+@dataclass
+class Placed:
+    """A module in a model.
+
+    Args:
+        module: the module.
+        keys: of each path that leads to it, the names of attributes and the indexes. One that leads through the module
+            itself is none.
+        own: its variables by their paths below it, without those of modules below.
+    """
+
+    module: nnx.Module
+    keys: list[Keys] = field(default_factory=list)
+    own: dict[str, nnx.Variable] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> list[str]:
+        """Its paths as text, the one of `flax.nnx.iter_modules` first."""
+        return [path_of(keys) for keys in self.keys]
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """The path of a module as text."""
+    return "/".join(map(str, keys))
+
+
+def modules_of(model: nnx.Module) -> list[Placed]:
+    """Every module of a model once, in the order of `flax.nnx.iter_modules`.
+
+    Raises:
+        ValueError: for more paths than can be followed.
+    """
+    found: dict[int, Placed] = {}
+    done: dict[int, Placed] = {}
+    above: set[int] = set()
+    count = 0
+
+    def visit(node: Any, keys: Keys, holder: Placed | None, start: int) -> None:
+        nonlocal count
+        if isinstance(node, nnx.Variable):
+            if holder is not None:
+                holder.own[path_of(keys[start:])] = node
+            return
+        if id(node) in above or not nnx.graph.is_node(node):
+            return
+        if isinstance(node, nnx.Module):
+            count += 1
+            if count > _MOST:
+                raise ValueError(f"model: more than {_MOST} paths lead to its modules, which refer to each other")
+            holder, start = found.setdefault(id(node), Placed(node)), len(keys)
+            holder.keys.append(keys)
+        above.add(id(node))
+        for key, child in nnx.graph.get_node_impl(node).node_dict(node).items():  # type: ignore[union-attr]
+            visit(child, (*keys, key), holder, start)
+        above.remove(id(node))
+        if isinstance(node, nnx.Module):
+            done.setdefault(id(node), found[id(node)])
+
+    visit(model, (), None, 0)
+    return [*done.values()]

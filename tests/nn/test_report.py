@@ -1,0 +1,113 @@
+"""What `report` says of parameters that stay in full precision, and the advice that errors give about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jchop as jc
+
+WEIGHT = jc.nn.Rule(weight="e4m3")
+
+
+class Patches(nnx.Module):
+    """A module with parameters of its own above layers."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.position = nnx.Param(jnp.ones((2, 4)))
+        self.kept = nnx.data([nnx.Param(jnp.ones(3))])
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+        self.words = nnx.Embed(5, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(self.dense(x + self.position[...]))
+
+
+class Tokens(linen.Module):
+    """Its twin of Linen."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = x + self.param("position", linen.initializers.ones, (2, 4))
+        return linen.LayerNorm(name="norm")(linen.Dense(4, name="dense")(x))
+
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), "float32")
+
+
+def advised(error: pytest.ExceptionInfo[Any]) -> list[jc.nn.Rule]:
+    """The rule that an error's text tells to put first."""
+    words = str(error.value)
+    assert "the layers below it keep their rule" in words
+    return [jc.nn.Rule(words.partition("Put Rule('")[2].partition("'")[0])]
+
+
+def test_the_advice_for_own_parameters_keeps_the_layers_below() -> None:
+    plain = nnx.Sequential(Patches(rngs=nnx.Rngs(0)))
+    with pytest.raises(
+        NotImplementedError, match=r"Patches at 'layers/0' has parameters \(kept/0, position\)"
+    ) as error:
+        jc.nn.quantize(plain, WEIGHT)
+    rounded = jc.nn.quantize(plain, [*advised(error), WEIGHT])
+    for name in ("dense", "norm", "words"):
+        assert type(getattr(rounded.layers[0], name)) is getattr(jc.nn, type(getattr(plain.layers[0], name)).__name__)
+    with pytest.raises(NotImplementedError, match=r"Put Rule\('/'\) before") as error:
+        jc.nn.quantize(Patches(rngs=nnx.Rngs(0)), WEIGHT)
+    assert type(jc.nn.quantize(Patches(rngs=nnx.Rngs(0)), [*advised(error), WEIGHT]).dense) is jc.nn.Linear
+
+
+def test_the_advice_for_own_parameters_keeps_the_layers_below_in_linen() -> None:
+    variables = Tokens().init(jax.random.key(0), X)
+    with pytest.raises(NotImplementedError, match="Tokens at ''") as error:
+        jc.nn.linen.quantize(Tokens(), WEIGHT).apply(variables, X)
+    params = variables["params"]
+    kernel = jc.round_to_format(params["dense"]["kernel"], "e4m3")
+    wide = linen.LayerNorm().apply({"params": params["norm"]}, (X + 1) @ kernel)
+    rules = [*advised(error), jc.nn.Rule("dense", weight="e4m3")]
+    np.testing.assert_array_equal(jc.nn.linen.quantize(Tokens(), rules).apply(variables, X), wide)
+
+
+def test_the_report_names_every_parameter_that_stays_wide() -> None:
+    rules = [jc.nn.Rule("/"), jc.nn.Rule("norm"), jc.nn.Rule("dense", weight="e4m3")]
+    report = jc.nn.report(Patches(rngs=nnx.Rngs(0)), rules)
+    assert set(report.wide) == {
+        ("position", (2, 4), "Rule('/') rounds nothing"),
+        ("kept/0", (3,), "Rule('/') rounds nothing"),
+        ("norm/scale", (4,), "Rule('norm') rounds nothing"),
+        ("norm/bias", (4,), "Rule('norm') rounds nothing"),
+        ("dense/bias", (4,), "Rule('dense', weight=float8_e4m3) has no bias"),
+        ("words/embedding", (5, 4), "no rule matches"),
+    }
+    assert "stays wide: words/embedding (5, 4): no rule matches" in str(report).splitlines()
+    all_of_it = jc.nn.report(Patches(rngs=nnx.Rngs(0)), jc.nn.Rule(weight="e4m3", bias="e4m3"))
+    assert [path for path, _, why in all_of_it.wide if why == "Patches cannot be quantized"] == ["kept/0", "position"]
+    assert len(all_of_it.wide) == 2 and not jc.nn.report(Patches(rngs=nnx.Rngs(0))).wide
+
+
+def test_the_report_of_linen_names_the_same() -> None:
+    variables = Tokens().init(jax.random.key(0), X)
+    rules = [jc.nn.Rule("/"), jc.nn.Rule("dense", weight="int8(group=all)")]
+    report = jc.nn.linen.quantize(Tokens(), rules).report(variables, X)
+    assert set(report.wide) == {
+        ("position", (2, 4), "Rule('/') rounds nothing"),
+        ("norm/scale", (4,), "no rule matches"),
+        ("norm/bias", (4,), "no rule matches"),
+        ("dense/bias", (4,), "Rule('dense', weight=int8(group=all)) has no bias"),
+    }
+    row = next(row for row in report.rows if row.path == "dense")
+    assert (row.bytes_before, row.bytes_after) == (80, 16 + 16 + 16)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [("/", "", True), ("/", "a", False), ("block/", "a/block", True), ("block/", "block/dense", False),
+     ("blocks/*/", "blocks/3", True), ("blocks/*/", "blocks/3/dense", False), ("a/block/", "block", False)],
+)  # fmt: skip
+def test_a_slash_at_the_end_is_for_one_module(pattern: str, path: str, matches: bool) -> None:
+    assert jc.nn.Rule(pattern).matches(path) == matches
