@@ -10,7 +10,7 @@ import jax
 import jax.core
 import numpy as np
 
-from jchop._checks import check_int
+from jchop._checks import as_numpy, check_int
 from jchop._round import round_to_format
 from jchop.spec import Spec
 
@@ -27,7 +27,7 @@ def as_numbers(x: Any) -> Any:
     """Tensors and JAX arrays as they are, anything else as an array or a scalar of NumPy, integers in float64."""
     if is_torch(x) or isinstance(x, jax.Array):
         return x
-    array = np.asarray(x)
+    array = as_numpy("x", x)
     array = array.astype(np.float64) if array.dtype.kind in "iu" else array
     return array if isinstance(x, np.ndarray) else array[()]
 

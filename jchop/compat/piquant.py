@@ -20,7 +20,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jchop._checks import check_choice, check_int
+from jchop._checks import as_numpy, check_choice, check_int
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
 from jchop.storage import QArray, fit_scale
@@ -173,7 +173,7 @@ def _vector(name: str, array: np.ndarray) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name}={array!r} must be a NumPy array")
     _float(f"{name}.dtype", array.dtype)
-    return np.ascontiguousarray(array).reshape(-1)
+    return np.ascontiguousarray(as_numpy(name, array)).reshape(-1)
 
 
 def _parameters(scale: float, zero_point: int) -> tuple[np.ndarray, np.ndarray]:

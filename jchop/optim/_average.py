@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jchop._checks import check_int
 from jchop.formats import ElementFormat, ScaledFormat
+from jchop.optim._arguments import check_count
 from jchop.optim._leaves import (
     NO_PARAMS,
     first_key,
     map_drawing,
+    require_shapes,
     round_leaf,
     sum_dtype,
     the_state,
@@ -71,8 +72,8 @@ def average_params(
         >>> float(params[0]), float(jc.optim.averaged_params(state, params)[0])
         (2.0, 1.5)
     """
-    check_int("start", start, 0)
-    check_int("every", every, 1)
+    check_count("start", start, 0)
+    check_count("every", every, 1)
     of = None if spec is None else as_spec(spec, scaled=True)
     first = first_key(of, key)
 
@@ -110,7 +111,7 @@ def averaged_params(state: Any, params: Any) -> Any:
         A pytree as `params`, in float32 at least.
 
     Raises:
-        ValueError: where there is no such part, or several.
+        ValueError: where there is no such part, or several; for parameters of other shapes.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -119,4 +120,5 @@ def averaged_params(state: Any, params: Any) -> Any:
         dtype('float32')
     """
     kept = the_state(state, AverageState, "average_params")
+    require_shapes("params", params, "the average", kept.average)
     return jax.tree.map(lambda a, p: jnp.where(kept.taken > 0, a, p.astype(a.dtype)), kept.average, params)

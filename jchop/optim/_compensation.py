@@ -14,6 +14,7 @@ from jchop.optim._leaves import (
     first_key,
     landing,
     map_drawing,
+    require_held,
     round_leaf,
     split_key,
     sum_dtype,
@@ -47,7 +48,8 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
         An Optax transformation. Its state is an `ErrorFeedbackState`.
 
     Raises:
-        ValueError: for a stochastic spec without a key.
+        ValueError: for a stochastic spec without a key; and when traced, for updates of a dtype that cannot hold the
+            results.
 
     References:
         Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
@@ -70,6 +72,8 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
 
     def update(updates: Any, state: ErrorFeedbackState, params: Any = None, **extra: Any) -> Any:
         del params, extra
+        for u in jax.tree.leaves(updates):
+            require_held("spec", spec, "updates", u)
         wanted = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
         following, sent = map_drawing(lambda key, c: round_leaf(key, c, spec), state.key, wanted)
         # Behind the barrier no product in what is sent is contracted with the subtraction.
@@ -139,7 +143,9 @@ def compensate(
             wanted = u.astype(wide) + lost.astype(wide)
             target = sum_rounded_like(for_target, p, wanted, spec)
             kept = wanted - (jax.lax.optimization_barrier(target).astype(wide) - p.astype(wide))
-            kept = kept if rest is None else round_leaf(for_lost, kept, rest)
+            if rest is not None:
+                require_held("compensation", rest, "params", lost)
+                kept = round_leaf(for_lost, kept, rest)
             return landing(p, target), kept.astype(lost.dtype)
 
         following, pairs = map_drawing(leaf, state.key, updates, params, state.lost)

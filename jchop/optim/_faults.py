@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jchop._checks import check_int
+from jchop.optim._arguments import ABOVE_ZERO, GROWS, NORMAL, as_transformation, check_count, check_number, is_traced
 from jchop.optim._leaves import (
     all_finite,
     select,
@@ -26,10 +26,13 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
     """Gradients times a factor, in their own dtype: 1 / s undoes a loss multiplied by s.
 
     Args:
-        factor: a number, or a schedule: a function of the count of steps, an int32 scalar.
+        factor: a finite number above 0, or a schedule: a function of the count of steps, an int32 scalar.
 
     Returns:
         An Optax transformation.
+
+    Raises:
+        TypeError, ValueError: for another factor.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -37,6 +40,7 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
         >>> tx.update(jnp.array([512.0]), tx.init(jnp.zeros(1)))[0].tolist()
         [0.5]
     """
+    check_number("factor", factor, ABOVE_ZERO, schedule=True)
 
     def init(params: Any) -> Any:
         del params
@@ -44,7 +48,7 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params, extra
-        now = factor(state.count) if callable(factor) else factor
+        now = check_number("factor", factor(state.count), ABOVE_ZERO) if callable(factor) else factor
         scaled = jax.tree.map(lambda u: (u * now).astype(u.dtype), updates)
         following = optax.ScaleByScheduleState(optax.safe_increment(state.count)) if callable(factor) else state
         return scaled, following
@@ -79,7 +83,7 @@ def skip_faulty(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         >>> updates.tolist(), int(state.skipped), state.inner[0].mu.tolist()
         ([0.0, 0.0], 1, [0.0, 0.0])
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transformation(tx)
 
     def init(params: Any) -> SkipState:
         return SkipState(tx.init(params), jnp.zeros([], jnp.int32))
@@ -122,7 +126,10 @@ def dynamic_loss_scale(
 
     Multiply the loss by ``loss_scale(state)`` before differentiating. Where a gradient, an update or the new state is
     NaN or infinite the step is left out, as in `skip_faulty`, and the scale is divided by `factor`; after
-    `growth_interval` sound steps in a row it is multiplied by it.
+    `growth_interval` sound steps in a row it is multiplied by it. A scale in the state that is zero, negative, NaN or
+    infinite leaves the step out, too, and becomes `initial`.
+
+    `initial`, `smallest` and `largest` are normal numbers of float32.
 
     Args:
         tx: any Optax transformation.
@@ -149,12 +156,14 @@ def dynamic_loss_scale(
         >>> updates.tolist(), float(jc.optim.loss_scale(state))
         ([0.0], 512.0)
     """
-    check_int("growth_interval", growth_interval, 1)
-    if not 0 < smallest <= initial <= largest:
-        raise ValueError(f"initial={initial!r} must lie between smallest={smallest!r} > 0 and largest={largest!r}")
-    if not factor > 1:
-        raise ValueError(f"factor={factor!r} must be larger than 1")
-    tx = optax.with_extra_args_support(tx)
+    check_count("growth_interval", growth_interval, 1)
+    limits = {"smallest": smallest, "initial": initial, "largest": largest}
+    for name, value in limits.items():
+        check_number(name, value, NORMAL)
+    if not any(map(is_traced, limits.values())) and not smallest <= initial <= largest:
+        raise ValueError(f"initial={initial!r} must lie between smallest={smallest!r} and largest={largest!r}")
+    check_number("factor", factor, GROWS)
+    tx = as_transformation(tx)
 
     def init(params: Any) -> LossScaleState:
         none = jnp.zeros([], jnp.int32)
@@ -163,13 +172,14 @@ def dynamic_loss_scale(
     def update(updates: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
         gradients = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / state.scale, updates)
         made, inner = tx.update(gradients, state.inner, params, **extra)
-        sound = all_finite((updates, made)) & stays_finite(inner, state.inner)
+        usable = jnp.isfinite(state.scale) & (state.scale > 0)
+        sound = usable & all_finite((updates, made)) & stays_finite(inner, state.inner)
         steady = jnp.where(sound, state.steady + 1, 0)
         grown = steady >= growth_interval
         scale = jnp.where(sound, jnp.where(grown, state.scale * factor, state.scale), state.scale / factor)
         kept = LossScaleState(
             select(sound, inner, state.inner),
-            jnp.clip(scale, smallest, largest),
+            jnp.clip(jnp.where(usable, scale, initial), smallest, largest).astype(jnp.float32),
             jnp.where(grown, 0, steady),
             counted(state.skipped, sound),
         )

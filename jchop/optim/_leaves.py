@@ -15,6 +15,7 @@ from jchop._reference.operations import operation, words
 from jchop._reference.random_bits import seed_words
 from jchop._reference.ranges import carrier_range, range_of, supports
 from jchop._round import _keys, round_to_format
+from jchop._settings import split
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -37,7 +38,7 @@ def split_key(key: Array | None, count: int) -> tuple[Array | None, list[Array |
     """The key of the next step, and `count` keys for this one; all None for None."""
     if key is None:
         return None, [None] * count
-    each = jax.random.split(key, count + 1)
+    each = split(key, count + 1)
     return each[0], [each[i + 1] for i in range(count)]
 
 
@@ -90,14 +91,23 @@ def sum_rounded_like(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
         ValueError: where that dtype cannot hold the results.
     """
     p = jnp.asarray(p)
-    carrier = CARRIERS.get(p.dtype.name)
+    require_held("spec", spec, "params", p)
+    return sum_rounded(key, p, u, spec).astype(p.dtype)
+
+
+def require_held(name: str, spec: Spec, whose: str, x: Any) -> None:
+    """Refuses a spec whose results would be rounded once more, to the dtype of an array.
+
+    Raises:
+        TypeError, ValueError: for an array that is of no floating-point dtype, or of too few bits.
+    """
+    carrier = CARRIERS.get(x.dtype.name)
     if carrier is None:
-        raise TypeError(f"params have a leaf of dtype {p.dtype}; allowed: {', '.join(CARRIERS)}")
+        raise TypeError(f"{whose} have a leaf of dtype {x.dtype}; allowed: {', '.join(CARRIERS)}")
     if carrier.width == 16 and spec.scaled is None:
         own, held = range_of(spec, CARRIERS["float32"]), carrier_range(carrier)
         if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
-            raise ValueError(f"spec={str(spec)!r} has values that parameters of dtype {carrier.name} cannot hold")
-    return sum_rounded(key, p, u, spec).astype(p.dtype)
+            raise ValueError(f"{name}={str(spec)!r} has values that {whose} of dtype {carrier.name} cannot hold")
 
 
 def landing(p: Any, target: Array, dtype: Any = None) -> Array:
@@ -163,6 +173,21 @@ def _where(taken: Array, new: Any, old: Any) -> Array:
         return jnp.where(taken, new, old)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, old))
     return jax.lax.bitcast_convert_type(jnp.where(taken, *bits), new.dtype)
+
+
+def require_shapes(name: str, given: Any, whose: str, like: Any) -> None:
+    """Refuses arrays of other shapes than those of another tree, which would be broadcast.
+
+    Raises:
+        ValueError: that names the first such array, as `name`, and what it differs from, as `whose`.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda x: hasattr(x, "shape"))
+    for (path, leaf), other in zip(leaves, structure.flatten_up_to(given), strict=True):
+        if other is not None and jnp.shape(other) != tuple(leaf.shape):
+            raise ValueError(
+                f"{name}: {path_text(path) or 'the array'} has shape {jnp.shape(other)}, and {whose} "
+                f"{tuple(leaf.shape)}"
+            )
 
 
 def zeros_unless(taken: Array, updates: Any) -> Any:

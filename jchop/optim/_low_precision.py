@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jchop.formats import ElementFormat, ScaledFormat
+from jchop.optim._arguments import ABOVE_ZERO, as_transformation, check_number
 from jchop.optim._leaves import (
     NO_PARAMS,
     first_key,
@@ -60,7 +61,8 @@ def low_precision(
         momentum: Qm, for every array of the state of `tx` that mirrors a parameter.
         accumulator: Qa. Where it is given, a copy of the parameters in float32 at least is kept, rounded to it, and
             updated in place of the parameters.
-        gradient_scale: what gradients are multiplied by first: 1 / s for a loss multiplied by s. Default 1.
+        gradient_scale: what gradients are multiplied by first, a finite number above 0: 1 / s for a loss multiplied by
+            s. Default 1.
         key: a typed key, needed where a spec is stochastic.
 
     Returns:
@@ -86,7 +88,8 @@ def low_precision(
     specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
     parsed = {name: None if spec is None else as_spec(spec, name, scaled=True) for name, spec in specs.items()}
     start = next((found for spec in parsed.values() if (found := first_key(spec, key)) is not None), None)
-    tx = optax.with_extra_args_support(tx)
+    check_number("gradient_scale", gradient_scale, ABOVE_ZERO)
+    tx = as_transformation(tx)
     to_gradient, to_accumulator, to_weight, to_momentum = parsed.values()
 
     def init(params: Any) -> LowPrecisionState:

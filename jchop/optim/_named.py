@@ -7,6 +7,7 @@ from typing import Any
 import optax
 
 from jchop.formats import CodebookFormat, ScaledFormat, dynamic4, dynamic8, parse_format, udynamic8
+from jchop.optim._arguments import BELOW_ONE, FROM_ZERO, check_number
 from jchop.optim._state import quantize_state
 
 #: Patterns of the paths of moments in the states of Optax's optimizers.
@@ -20,6 +21,31 @@ def _moments(first: Any, second: Any) -> dict[str, Any]:
     return {_FIRST: first, _SECOND: second}
 
 
+def _check(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any = 0.0, **roots: Any) -> None:
+    """Refuses numbers that no training means; left to themselves, each of their steps would be left out as faulty."""
+    check_number("learning_rate", learning_rate, FROM_ZERO, schedule=True)
+    check_number("b1", b1, BELOW_ONE)
+    check_number("b2", b2, BELOW_ONE)
+    check_number("weight_decay", weight_decay, FROM_ZERO, schedule=True)
+    for name, value in roots.items():
+        check_number(name, value, FROM_ZERO)
+
+
+def _adamw(
+    learning_rate: Any,
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    eps_root: Any,
+    mu_dtype: Any,
+    weight_decay: Any,
+    mask: Any,
+    nesterov: Any,
+) -> optax.GradientTransformationExtraArgs:
+    _check(learning_rate, b1, b2, weight_decay, eps=eps, eps_root=eps_root)
+    return optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
+
+
 def adamw8bit(
     learning_rate: Any,
     b1: Any = 0.9,
@@ -29,8 +55,11 @@ def adamw8bit(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
-    pieces: int = 1,
-    **options: Any,
+    pieces: int | None = None,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    mask: Any = None,
+    nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 8 bits: dynamic maps, signed and unsigned, in groups of 256.
 
@@ -45,10 +74,17 @@ def adamw8bit(
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
         pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
-        options: further arguments of `optax.adamw`, such as `mask`.
+        eps_root: added within the root. Default 0.
+        mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
+        mask: a pytree of booleans, or a function of the parameters that gives one: what `weight_decay` is for. Default
+            (None): all parameters.
+        nesterov: whether with Nesterov's momentum. Default False.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
+
+    Raises:
+        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.
@@ -59,7 +95,7 @@ def adamw8bit(
         >>> state.inner[0].mu["w"].nbytes / (64 * 256)
         1.015625
     """
-    tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, **options)
+    tx = _adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
     return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty, pieces=pieces)
 
 
@@ -72,8 +108,11 @@ def adamw4bit(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
-    pieces: int = 1,
-    **options: Any,
+    pieces: int | None = None,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    mask: Any = None,
+    nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 4 bits, in groups of 64: a signed dynamic map, and 1/16 to 1, which has no zero.
 
@@ -89,10 +128,17 @@ def adamw4bit(
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
         pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
-        options: further arguments of `optax.adamw`.
+        eps_root: added within the root. Default 0.
+        mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
+        mask: a pytree of booleans, or a function of the parameters that gives one: what `weight_decay` is for. Default
+            (None): all parameters.
+        nesterov: whether with Nesterov's momentum. Default False.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
+
+    Raises:
+        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
 
     References:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv 2309.01507.
@@ -103,7 +149,7 @@ def adamw4bit(
         >>> state.inner[0].nu["w"].nbytes / (64 * 256)
         0.53125
     """
-    tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, **options)
+    tx = _adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
     return quantize_state(
         tx, _moments(dynamic4(group=64, scale="bfloat16"), _LINEAR4), min_size=min_size, faulty=faulty, pieces=pieces
     )
@@ -118,8 +164,11 @@ def adamw_fp8(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
-    pieces: int = 1,
-    **options: Any,
+    pieces: int | None = None,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    mask: Any = None,
+    nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in float8_e4m3fn, in groups of 256 under a binary32 scale.
 
@@ -134,10 +183,17 @@ def adamw_fp8(
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
         pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
-        options: further arguments of `optax.adamw`.
+        eps_root: added within the root. Default 0.
+        mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
+        mask: a pytree of booleans, or a function of the parameters that gives one: what `weight_decay` is for. Default
+            (None): all parameters.
+        nesterov: whether with Nesterov's momentum. Default False.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
+
+    Raises:
+        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -145,7 +201,7 @@ def adamw_fp8(
         >>> state.inner[0].nu["w"].qvalue.dtype
         dtype(float8_e4m3fn)
     """
-    tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, **options)
+    tx = _adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
     groups = parse_format("float8_e4m3fn(group=256)")
     return quantize_state(tx, _moments(groups, groups), min_size=min_size, faulty=faulty, pieces=pieces)
 
@@ -158,8 +214,10 @@ def adam8bit(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
-    pieces: int = 1,
-    **options: Any,
+    pieces: int | None = None,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with both moments in 8 bits, as `adamw8bit` without weight decay.
 
@@ -171,17 +229,23 @@ def adam8bit(
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
         pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
-        options: further arguments of `optax.adam`.
+        eps_root: added within the root. Default 0.
+        mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
+        nesterov: whether with Nesterov's momentum. Default False.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
+
+    Raises:
+        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> jc.optim.state_report(jc.optim.adam8bit(1e-3).init(jnp.zeros((64, 256)))).nbytes
         33288
     """
-    tx = optax.adam(learning_rate, b1, b2, eps, **options)
+    _check(learning_rate, b1, b2, eps=eps, eps_root=eps_root)
+    tx = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
     return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty, pieces=pieces)
 
 
@@ -193,8 +257,9 @@ def lion8bit(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
-    pieces: int = 1,
-    **options: Any,
+    pieces: int | None = None,
+    mu_dtype: Any = None,
+    mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion with its moment in 8 bits: the signed dynamic map in groups of 256.
 
@@ -206,10 +271,15 @@ def lion8bit(
         min_size: as in `quantize_state`.
         faulty: as in `quantize_state`.
         pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
-        options: further arguments of `optax.lion`.
+        mu_dtype: of the moment while it is unpacked. Default (None): that of the parameter.
+        mask: a pytree of booleans, or a function of the parameters that gives one: what `weight_decay` is for. Default
+            (None): all parameters.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
+
+    Raises:
+        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
 
     References:
         Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675.
@@ -219,7 +289,8 @@ def lion8bit(
         >>> jc.optim.state_report(jc.optim.lion8bit(1e-4).init(jnp.zeros((64, 256)))).nbytes
         16648
     """
-    tx = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, **options)
+    _check(learning_rate, b1, b2, weight_decay)
+    tx = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
     return quantize_state(tx, {_FIRST: dynamic8}, min_size=min_size, faulty=faulty, pieces=pieces)
 
 
@@ -230,7 +301,7 @@ def sgd8bit(
     nesterov: bool = False,
     min_size: int | None = None,
     faulty: str = "skip",
-    pieces: int = 1,
+    pieces: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent with its momentum in 8 bits: the signed dynamic map in groups of 256.
 
@@ -245,10 +316,15 @@ def sgd8bit(
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
 
+    Raises:
+        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> jc.optim.state_report(jc.optim.sgd8bit(0.1).init(jnp.zeros((64, 256)))).nbytes
         16644
     """
+    check_number("learning_rate", learning_rate, FROM_ZERO, schedule=True)
+    check_number("momentum", momentum, BELOW_ONE)
     tx = optax.sgd(learning_rate, momentum, nesterov)
     return quantize_state(tx, {_TRACE: dynamic8}, min_size=min_size, faulty=faulty, pieces=pieces)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,9 @@ import numpy as np
 
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._leaves import is_float, path_text
-from jchop.spec import Spec, as_spec
+from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._layout import from_end
 
 Array = jax.Array
 _Spec = Spec | ElementFormat | ScaledFormat | str
@@ -83,7 +85,7 @@ def draws(rules: Rules) -> Spec | None:
 
 
 def plan(tree: Any, rules: Rules, min_size: int) -> Any:
-    """A tree of the specs that leaves are to be packed into; None for those that stay as they are.
+    """A tree of the specs that leaves are to be packed into, or are packed into; None for those that stay as they are.
 
     The first rule whose pattern matches a leaf's whole path decides. Leaves that are no floating-point arrays, or have
     fewer than `min_size` elements, stay.
@@ -91,20 +93,25 @@ def plan(tree: Any, rules: Rules, min_size: int) -> Any:
     Raises:
         ValueError: for a rule whose pattern matches no floating-point leaf.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_packed)
     unused = {pattern for pattern, _ in rules}
     planned: list[Spec | None] = []
     for path, leaf in leaves:
-        if not is_float(leaf):
+        if not _holds_floats(leaf):
             planned.append(None)
             continue
         matching = [(pattern, spec) for pattern, spec in rules if re.fullmatch(pattern, path_text(path))]
         unused -= {pattern for pattern, _ in matching}
-        planned.append(matching[0][1] if matching and math.prod(leaf.shape) >= min_size else None)
-    if unused and any(is_float(leaf) for _, leaf in leaves):
-        names = ", ".join(path_text(path) for path, leaf in leaves if is_float(leaf))
+        large = is_packed(leaf) or math.prod(leaf.shape) >= min_size  # a shard of a packed leaf may be small
+        planned.append(matching[0][1] if matching and large else None)
+    if unused and any(_holds_floats(leaf) for _, leaf in leaves):
+        names = ", ".join(path_text(path) for path, leaf in leaves if _holds_floats(leaf))
         raise ValueError(f"rules: {', '.join(map(repr, sorted(unused)))} matches none of the state's arrays: {names}")
     return jax.tree.unflatten(structure, [_Plan(spec) for spec in planned])
+
+
+def _holds_floats(leaf: Any) -> bool:
+    return is_packed(leaf) or is_float(leaf)
 
 
 @dataclass(frozen=True)
@@ -172,55 +179,105 @@ def _has_zero(fmt: ElementFormat) -> bool:
 
 
 @jax.tree_util.register_static
-@dataclass(frozen=True)
-class Packing:
-    """What is static of a packed tree.
+class Packing(NamedTuple):
+    """What is static of a packed tree: numbers and text in tuples, which `flax.serialization` writes as it is.
 
     Args:
-        entries: of each packed leaf its place among all leaves, the structure of its `QArray`, and its shape where
-            axes were joined.
+        entries: of each packed leaf its place among all leaves, its spec as text, the length of its last axis, its
+            dtype, and its shape where axes were joined.
     """
 
-    entries: tuple[tuple[int, Any, tuple[int, ...] | None], ...]
+    entries: tuple[tuple[int, str, int | None, str, tuple[int, ...] | None], ...]
 
 
 class QuantizedState(NamedTuple):
     """State of `quantize_state`: a tree of plain arrays, so that it goes wherever such trees go; `inner` reads it.
 
     Args:
+        skips: an int32 count of the steps left out. Its one name tells the specs and the shapes of the packed arrays,
+            so that a checkpoint, which has names but no static parts, fits no state of other specs or shapes.
         arrays: the state of the wrapped transformation, with codes in the place of each packed array.
-        scales: for each packed array a tuple of its scales and zero points.
+        scales: for each packed array its scales and its zero points, or None.
         packing: what the codes mean; static.
         key: of stochastic packing, or None.
-        skipped: an int32 count of the steps left out.
     """
 
+    skips: dict[str, Array]
     arrays: Any
-    scales: tuple[tuple[Any, ...], ...]
+    scales: tuple[tuple[Any, Any], ...]
     packing: Packing
     key: Array | None
-    skipped: Array
+
+    @property
+    def skipped(self) -> Array:
+        """The count of the steps left out, int32."""
+        return next(iter(self.skips.values()))
 
     @property
     def inner(self) -> Any:
         """The state of the wrapped transformation, with a `QArray` for each packed array (or a `PackedRows`)."""
         leaves, structure = jax.tree.flatten(self.arrays)
-        for (place, form, shape), scales in zip(self.packing.entries, self.scales, strict=True):
-            codes = jax.tree.unflatten(form, [leaves[place], *scales])
+        for (place, spec, size, dtype, shape), scales in zip(self.packing.entries, self.scales, strict=True):
+            codes = QArray(leaves[place], *scales, as_spec(spec, scaled=True), size, np.dtype(dtype))
             leaves[place] = codes if shape is None else PackedRows(codes, shape)
         return jax.tree.unflatten(structure, leaves)
 
 
-def bundle(inner: Any, key: Any, skipped: Any) -> QuantizedState:
+def bundle(inner: Any, key: Any, skips: Mapping[str, Any]) -> QuantizedState:
     """The state whose `inner` is a tree with packed leaves."""
     leaves, structure = jax.tree.flatten(inner, is_leaf=is_packed)
     entries, scales = [], []
     for place, leaf in enumerate(leaves):
         if is_packed(leaf):
-            (leaves[place], *rest), form = jax.tree.flatten(codes_of(leaf))
-            entries.append((place, form, leaf.shape if isinstance(leaf, PackedRows) else None))
-            scales.append(tuple(rest))
-    return QuantizedState(jax.tree.unflatten(structure, leaves), tuple(scales), Packing(tuple(entries)), key, skipped)
+            codes, shape = codes_of(leaf), leaf.shape if isinstance(leaf, PackedRows) else None
+            leaves[place] = codes.qvalue
+            entries.append((place, str(codes.spec), codes.size, np.dtype(codes.dtype).name, shape))
+            scales.append((codes.scale, codes.zero_point))
+    return QuantizedState(
+        dict(skips), jax.tree.unflatten(structure, leaves), tuple(scales), Packing(tuple(entries)), key
+    )
+
+
+def require_plan(state: QuantizedState, rules: Rules, min_size: int) -> None:
+    """Refuses a state whose arrays are not packed as `plan` has it.
+
+    Raises:
+        ValueError: for the first array that is packed otherwise, or not at all; for a state that is made of two.
+    """
+    if len(state.skips) != 1:
+        raise ValueError(
+            f"state.skips has the names {', '.join(state.skips)}: it is made of the states of several specs"
+        )
+    inner = state.inner
+    leaves, structure = jax.tree_util.tree_flatten_with_path(inner, is_leaf=is_packed)
+    for (path, leaf), planned in zip(leaves, structure.flatten_up_to(plan(inner, rules, min_size)), strict=True):
+        kept = codes_of(leaf).spec if is_packed(leaf) else None
+        wanted = None if planned.spec is None else _as_stored(planned.spec, leaf.shape)
+        if kept != wanted:
+            shown = ["as it is" if spec is None else f"as {_shown(spec)}" for spec in (kept, wanted)]
+            raise ValueError(
+                f"state keeps {path_text(path)} {shown[0]}, and this transformation keeps it {shown[1]}: the state "
+                "comes from a transformation with other rules"
+            )
+
+
+def _as_stored(spec: Spec, shape: tuple[int, ...]) -> Spec:
+    """The spec that a `QArray` has after an array of that shape is packed under `spec`."""
+    spec = replace(spec, gradient=Gradient())
+    if spec.scaled is None:
+        return spec
+    return replace(spec, format=from_end(spec.scaled, len(row_shape(shape, spec))))
+
+
+def fingerprint(inner: Any) -> str:
+    """A name for the specs, the shapes and the dtypes of a tree's packed leaves, in order: a word of each, and a hash.
+
+    Paths have no part in it: they change with the versions of other programs.
+    """
+    packed = [leaf for leaf in jax.tree.leaves(inner, is_leaf=is_packed) if is_packed(leaf)]
+    facts = [(str(codes_of(x).spec), tuple(x.shape), np.dtype(codes_of(x).dtype).name) for x in packed]
+    words = dict.fromkeys(re.sub(r"\W.*", "", text) for text, *_ in facts)
+    return "_".join([*words, sha256(repr(facts).encode()).hexdigest()[:12]])
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -317,6 +374,7 @@ def _row(path: str, leaf: Any) -> StateRow:
         codes = codes_of(leaf)
         shape = leaf.shape
         return StateRow(path, tuple(shape), np.dtype(codes.dtype).name, _shown(codes.spec), codes.nbytes)
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)  # a number that somebody put there
     shape, dtype = tuple(leaf.shape), leaf.dtype
     size = dtype.itemsize if hasattr(dtype, "itemsize") else 0
     return StateRow(path, shape, str(dtype), None, math.prod(shape) * size)

@@ -107,7 +107,7 @@ def _owner(path: tuple[str, ...], leaf: Any, known: list[tuple[tuple[str, ...], 
     fitting = [
         (len(name), place)
         for place, (name, update) in enumerate(known)
-        if path[len(path) - len(name) :] == name and tuple(leaf.shape) == tuple(update.shape)
+        if path[len(path) - len(name) :] == name and getattr(leaf, "shape", ()) == tuple(update.shape)
     ]
     return max(fitting)[1] if fitting else None
 

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jchop._round import _keys
-from jchop.optim._leaves import map_drawing
+from jchop.optim._leaves import map_drawing, require_shapes
 from jchop.storage import QArray, dequantize, quantize
 
 Array = jax.Array
@@ -29,7 +29,7 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
         A pytree as `params`.
 
     Raises:
-        ValueError: for a stochastic spec without a key.
+        ValueError: for a stochastic spec without a key, or updates of other shapes.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc, optax
@@ -47,6 +47,7 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
             return optax.apply_updates(p, u)
         return quantize(optax.apply_updates(dequantize(p), u), p.spec, key)
 
+    require_shapes("updates", updates, "params", params)
     packed = [p for p in jax.tree.leaves(params, is_leaf=_is_packed) if _is_packed(p)]
     drawn = [found for p in packed if (found := _keys(p.spec, key, None)[0]) is not None]
     return map_drawing(leaf, drawn[0] if drawn else None, params, updates, is_leaf=_is_packed)[1]

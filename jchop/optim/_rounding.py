@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jchop.formats import ElementFormat, ScaledFormat
+from jchop.optim._arguments import ABOVE_ZERO, check_dtype, check_number
 from jchop.optim._leaves import (
     NO_PARAMS,
     first_key,
@@ -39,8 +40,8 @@ def round_gradients(
     Args:
         spec: a `Spec`, a format, or text.
         key: a typed key, needed by the stochastic modes.
-        scale: what gradients are multiplied by before they are rounded: 1 / s for gradients of s times the loss.
-            Default 1.
+        scale: what gradients are multiplied by before they are rounded, a finite number above 0: 1 / s for gradients
+            of s times the loss. Default 1.
 
     Returns:
         An Optax transformation.
@@ -83,6 +84,7 @@ def round_updates(spec: _Spec, key: Array | None = None) -> optax.GradientTransf
 
 def _round_passing(spec: Spec, key: Array | None, scale: Any) -> optax.GradientTransformationExtraArgs:
     start = first_key(spec, key)
+    check_number("scale", scale, ABOVE_ZERO)
     unscaled = isinstance(scale, int | float) and scale == 1
 
     def init(params: Any) -> RoundState:
@@ -136,7 +138,7 @@ def round_params(spec: _Spec, key: Array | None = None, *, dtype: Any = None) ->
         >>> params.dtype, round(float(1 - params.astype("float32").mean()), 5)
         (dtype(bfloat16), 0.0001)
     """
-    spec = as_spec(spec, scaled=True)
+    spec, dtype = as_spec(spec, scaled=True), check_dtype("dtype", dtype)
     start = first_key(spec, key)
 
     def init(params: Any) -> RoundState:

@@ -13,7 +13,8 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jchop._checks import check_choice, check_int
+from jchop._checks import check_choice
+from jchop.optim._arguments import as_transformation, check_size
 from jchop.optim._faults import counted
 from jchop.optim._leaves import (
     all_finite,
@@ -32,10 +33,12 @@ from jchop.optim._pack import (
     bundle,
     codes_of,
     draws,
+    fingerprint,
     is_packed,
     pack_as_planned,
     plan,
     repack,
+    require_plan,
     unpack_tree,
 )
 from jchop.optim._pieces import Pieces, collect, joined, pieces_of
@@ -55,7 +58,7 @@ def quantize_state(
     *,
     min_size: int | None = None,
     faulty: str = "skip",
-    pieces: int = 1,
+    pieces: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """`tx` with its floating-point state held packed, each array as a `QArray`, between steps.
 
@@ -79,13 +82,14 @@ def quantize_state(
         pieces: a step is taken in so many pieces, each a part of every array that its first axis can be cut into, with
             groups left whole; the numbers stay the same. Unpacked moments then take a part of the memory, and on a CPU
             less time. For a `tx` that treats each number by itself (not one that clips by a norm, or factors a moment),
-            and for arrays that are not split between devices along their first axis. Default 1.
+            and for arrays that are not split between devices along their first axis. Default (None): 1.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for an argument that is not allowed; at ``init``, for a rule that matches no array.
+        TypeError, ValueError: for an argument that is not allowed; at ``init``, for a rule that matches no array; when
+            traced, for a state that is packed under other specs.
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.
@@ -99,20 +103,21 @@ def quantize_state(
         (dtype('uint8'), dtype(bfloat16), dtype('float32'))
     """
     check_choice("faulty", faulty, _FAULTS)
-    check_int("pieces", pieces, 1)
-    least = MIN_SIZE if min_size is None else check_int("min_size", min_size, 1)
+    count = check_size("pieces", pieces, 1)
+    least = check_size("min_size", min_size, MIN_SIZE)
     rules = as_rules(spec)
     if faulty == "propagate":
         rules = tuple((pattern, None if rule is None else _saying_nan(rule)) for pattern, rule in rules)
     start = first_key(draws(rules), key)
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transformation(tx)
 
     def init(params: Any) -> QuantizedState:
         inner = tx.init(params)
         following, packed = map_drawing(pack_as_planned, start, inner, plan(inner, rules, least))
-        return bundle(packed, following, jnp.zeros([], jnp.int32))
+        return bundle(packed, following, {fingerprint(packed): jnp.zeros([], jnp.int32)})
 
     def update(updates: Any, state: QuantizedState, params: Any = None, **extra: Any) -> tuple[Any, QuantizedState]:
+        require_plan(state, rules, least)
         before, structure = jax.tree.flatten(state.inner, is_leaf=is_packed)
         following, keys = split_key(state.key, len(before))
 
@@ -120,16 +125,17 @@ def quantize_state(
             made, inner = tx.update(updates, unpack_tree(inner), params, **extra)
             return made, structure.flatten_up_to(inner)
 
-        skips = faulty == "skip"
-        cut = pieces_of(updates, state.inner, pieces) if pieces > 1 else None
+        leaves_out = faulty == "skip"
+        cut = pieces_of(updates, state.inner, count) if count > 1 else None
         if cut is None:
-            made, packed, sound = _step(advance, keys, (updates, state.inner, params), skips)
+            made, packed, sound = _step(advance, keys, (updates, state.inner, params), leaves_out)
         else:
-            made, packed, sound = _step_in_pieces(advance, keys, (updates, state.inner, params), skips, cut)
-        if not skips:
-            return made, bundle(structure.unflatten(packed), following, state.skipped)
+            made, packed, sound = _step_in_pieces(advance, keys, (updates, state.inner, params), leaves_out, cut)
+        if not leaves_out:
+            return made, bundle(structure.unflatten(packed), following, state.skips)
         kept = structure.unflatten(select(sound, packed, before))
-        return zeros_unless(sound, made), bundle(kept, following, counted(state.skipped, sound))
+        skips = {name: counted(skipped, sound) for name, skipped in state.skips.items()}
+        return zeros_unless(sound, made), bundle(kept, following, skips)
 
     return transformation(init, update)
 
@@ -275,7 +281,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         if not isinstance(leaf, QuantizedState):
             return sharded(path, leaf)
         inner = jax.tree_util.tree_map_with_path(sharded, leaf.inner, is_leaf=is_packed)
-        return bundle(inner, jax.tree.map(lambda _: replicated, leaf.key), replicated)
+        return bundle(inner, *jax.tree.map(lambda _: replicated, (leaf.key, leaf.skips)))
 
     state = jax.eval_shape(tx.init, params)
     return jax.tree_util.tree_map_with_path(of_state, state, is_leaf=lambda x: isinstance(x, QuantizedState))
@@ -331,11 +337,11 @@ def offload_state(
         'pinned_host'
     """
     check_choice("memory_kind", memory_kind, tuple(_MEMORIES))
-    least = MIN_SIZE if min_size is None else check_int("min_size", min_size, 1)
-    tx = optax.with_extra_args_support(tx)
+    least = check_size("min_size", min_size, MIN_SIZE)
+    tx = as_transformation(tx)
 
     def moved(tree: Any, memory: Any) -> Any:
-        large = jax.tree.map(lambda x: math.prod(x.shape) >= least, tree)
+        large = jax.tree.map(lambda x: math.prod(getattr(x, "shape", ())) >= least, tree)
         return jax.tree.map(lambda x, far: jax.device_put(x, memory) if far else x, tree, large)
 
     def init(params: Any) -> Any:

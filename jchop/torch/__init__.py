@@ -1,6 +1,6 @@
 """Tensors of PyTorch in low precision: rounding, storage, products, modules and optimizers, without copies.
 
-Needs PyTorch (`pip install "jchop[torch]"`), which nothing else of jchop imports.
+Needs PyTorch (`pip install ".[torch]"`), which nothing else of jchop imports.
 """
 
 from jchop._files import require_extra

@@ -20,6 +20,7 @@ from jax import lax
 
 from jchop._bits import types_for
 from jchop._round import round_to_format
+from jchop._settings import compiled
 from jchop.spec import parse
 from jchop.torch._bridge import as_tensor, check_tensor, dense, imported, inverse
 
@@ -186,13 +187,13 @@ def require_rounding(dtype: torch.dtype, ndim: int, spec: str) -> None:
         jax.eval_shape(lambda x: round_to_format(x, parse(spec), jax.random.key(0), gradient_key=jax.random.key(0)), x)
 
 
-@partial(jax.jit, static_argnames=("spec", "batch", "order"))
+@partial(compiled, static_argnames=("spec", "batch", "order"))
 def _rounded(x: Array, words: Array | None, *, spec: str, batch: int, order: tuple[int, ...]) -> Array:
     function = over_rows(lambda x, words: round_to_format(x, parse(spec), key_of(words)), batch)
     return function(x.transpose(inverse(order)), words).transpose(order)
 
 
-@partial(jax.jit, static_argnames=("spec", "batch", "order"))
+@partial(compiled, static_argnames=("spec", "batch", "order"))
 def _within_range(g: Array, x: Array, words: Array | None, *, spec: str, batch: int, order: tuple[int, ...]) -> Array:
     del order  # both are contiguous
 

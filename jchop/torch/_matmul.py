@@ -13,6 +13,7 @@ import torch
 
 from jchop import math
 from jchop._bits import types_for
+from jchop._settings import compiled
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat
 from jchop.spec import Spec, as_spec
@@ -165,12 +166,12 @@ def _require_product(dtype: torch.dtype, spec: str) -> None:
         jax.eval_shape(lambda x: math.matmul(x, x, _spec_of(spec), jax.random.key(0)), x)
 
 
-@partial(jax.jit, static_argnames=("spec", "batch"))
+@partial(compiled, static_argnames=("spec", "batch"))
 def _product(a: Array, b: Array, words: Array | None, *, spec: str, batch: int) -> Array:
     return over_rows(lambda a, b, words: math.matmul(a, b, _spec_of(spec), key_of(words)), batch)(a, b, words)
 
 
-@partial(jax.jit, static_argnames=("spec", "batch"))
+@partial(compiled, static_argnames=("spec", "batch"))
 def _gradients(g: Array, a: Array, b: Array, words: Array | None, *, spec: str, batch: int) -> tuple[Array, Array]:
     def pulled(g: Array, a: Array, b: Array, words: Array | None) -> tuple[Array, Array]:
         return jax.vjp(lambda a, b: math.matmul(a, b, _spec_of(spec), key_of(words)), a, b)[1](g)

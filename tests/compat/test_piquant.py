@@ -70,6 +70,14 @@ def test_where_the_original_is_wrong() -> None:
     assert piquant.quantize(np.full(4, 1000, np.float32), scale=scale, zero_point=zero).tolist() == [255] * 4
 
 
+def test_the_last_codes_are_zero_points() -> None:
+    x = np.array([-300.0, -255.0, -1.0, 0.0], np.float32)
+    codes = piquant.quantize(x, scale=1.0, zero_point=255)
+    assert codes.tolist() == [0, 0, 254, 255]
+    assert piquant.dequantize(codes, scale=1.0, zero_point=255).tolist() == [-255, -255, -1, 0]
+    assert piquant.quantize(-x, scale=1.0, zero_point=0).tolist() == [255, 255, 1, 0]
+
+
 def test_stochastic() -> None:
     x = np.full(4000, 0.3, np.float32)
     codes = piquant.quantize(x, scale=1.0, zero_point=7, round_mode=RoundMode.STOCHASTIC, key=jax.random.key(0))
@@ -84,6 +92,10 @@ def test_refused() -> None:
         (ValueError, "array.dtype='float64'", lambda: piquant.compute_quant_params(x.astype(float))),
         (ValueError, "scale=0.0", lambda: piquant.quantize(x, scale=0.0, zero_point=0)),
         (ValueError, "zero_point", lambda: piquant.quantize(x, "uint4", scale=1.0, zero_point=16)),
+        (ValueError, "zero_point=256 must be", lambda: piquant.quantize(x, scale=1.0, zero_point=256)),
+        (ValueError, "zero_point=-1 must be", lambda: piquant.quantize(x, scale=1.0, zero_point=-1)),
+        (ValueError, "zero_point=256 must be", lambda: piquant.dequantize(codes, scale=1.0, zero_point=256)),
+        (ValueError, "zero_point=-1 must be", lambda: piquant.dequantize(codes, scale=1.0, zero_point=-1)),
         (
             ValueError,
             "pass a typed key",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -296,3 +297,21 @@ def test_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("P3109", "binary8p4se"),
+        ("p3109_encode", "binary8p4se"),
+        ("mx_quantize", "mxfp8_e4m3"),
+        ("MXTensor", "mxfp8_e4m3"),
+        ("BFP_FORMATS", "block floating point"),
+        ("builtin", "jchop.emulate"),
+        ("Simulate", "values()"),
+    ],
+)
+def test_a_name_that_is_absent_says_what_there_is_instead(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(instead)):
+        getattr(pychop, name)
+    assert not hasattr(pychop, name)

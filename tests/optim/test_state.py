@@ -285,6 +285,103 @@ def test_orbax_round_trip(rng: np.random.Generator, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, *going_on)
 
 
+# -- restored elsewhere ------------------------------------------------------------------------------------------------
+
+#: The spec of the states that are restored.
+OWN = "int8(group=32)"
+
+
+def packed_sgd(spec: Any, **options: Any) -> Any:
+    return optim.quantize_state(optax.sgd(0.5, 0.5), spec, min_size=8, **options)
+
+
+def written_by_flax(state: Any, other: Any, folder: Path) -> Any:
+    serialization = pytest.importorskip("flax.serialization")
+    return serialization.from_bytes(other, serialization.to_bytes(state))
+
+
+def written_by_safetensors(state: Any, other: Any, folder: Path) -> Any:
+    jc.save_safetensors(folder / "state.safetensors", state)
+    return jc.load_safetensors(folder / "state.safetensors", like=other)
+
+
+def written_by_orbax(state: Any, other: Any, folder: Path) -> Any:
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state, force=True)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", jax.eval_shape(lambda: other))
+
+
+WRITERS = [written_by_flax, written_by_safetensors, written_by_orbax]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_checkpoint_fits_its_own_specs_and_shapes_alone(write: Any, tmp_path: Path) -> None:
+    params = {"w": jnp.linspace(-1, 1, 128).reshape(4, 32)}
+    tx = packed_sgd(OWN)
+    _, state = tx.update(params, tx.init(params), params)
+    found = write(state, tx.init(params), tmp_path)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+    _, going_on = tx.update(params, found, params)
+    jax.tree.map(np.testing.assert_array_equal, going_on, tx.update(params, state, params)[1])
+
+    other = packed_sgd("fixed4.4(group=32)").init(params)
+    assert list(map(jnp.shape, jax.tree.leaves(other))) == list(map(jnp.shape, jax.tree.leaves(state)))
+    joined = tx.init({"w": jnp.zeros((2, 2, 32))})  # the same codes, where it is packed as rows
+    for wrong in (other, joined, packed_sgd("int8(group=16)").init(params), packed_sgd("bfloat16").init(params)):
+        with pytest.raises(ValueError, match=r"skips|mismatch|do not match"):
+            write(state, wrong, tmp_path)
+
+
+@pytest.mark.parametrize("spec", ["fixed4.4(group=32)", "int8(group=16)", "bfloat16", {".*": None}, {"0.trace.b": OWN}])
+def test_a_state_of_other_rules_is_refused(spec: Any) -> None:
+    params = {"w": jnp.ones((4, 32)), "b": jnp.ones(32)}
+    state = packed_sgd(OWN).init(params)
+    with pytest.raises(
+        ValueError, match=r"state keeps 0\.trace\.(w|b) as int8\(group=32\), and this transformation keeps"
+    ):
+        jax.eval_shape(packed_sgd(spec).update, params, state, params)
+    with pytest.raises(ValueError, match=r"state keeps 0\.trace\.. as"):
+        jax.eval_shape(packed_sgd(OWN).update, params, packed_sgd(spec).init(params), params)
+    with pytest.raises(ValueError, match="structure"):
+        jax.tree.map(lambda a, b: a, state, packed_sgd(spec).init(params))
+
+
+def test_axes_and_gradients_of_a_spec_are_no_other_rules() -> None:
+    params = {"w": jnp.ones((2, 2, 32)), "b": jnp.ones(32)}
+    for spec in ("int8(channel=0)", jc.Spec("int8(group=16)", gradient="clipped"), jc.mxfp4):
+        tx = packed_sgd(spec)
+        jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
+
+
+def test_an_nnx_optimizer_refuses_the_state_of_another() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    made = [nnx.Linear(8, 32, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)]
+    specs = (OWN, "fixed4.4(group=32)")
+    one, other = (nnx.Optimizer(m, packed_sgd(s), wrt=nnx.Param) for m, s in zip(made, specs, strict=True))
+    grads = nnx.grad(lambda m: (m(jnp.ones((1, 8))) ** 2).sum())(made[0])
+    one.update(made[0], grads)
+    nnx.update(other, nnx.state(one))
+    with pytest.raises(ValueError, match="several specs"):
+        other.update(made[1], grads)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+def test_a_part_of_a_packed_array_may_be_small() -> None:
+    tx = optim.quantize_state(optax.sgd(0.5, 0.5), "int8(group=32)", min_size=256)
+    mesh = jax.make_mesh((8,), ("a",))
+    params = jax.device_put(jnp.ones((8, 64)), NamedSharding(mesh, P("a")))
+    state = jax.jit(tx.init, out_shardings=optim.state_shardings(tx, params))(params)
+    where = jax.tree.map(lambda x: P("a") if x.shape else P(), state)
+    step = jax.shard_map(
+        tx.update, mesh=mesh, in_specs=(P("a"), where, P("a")), out_specs=(P("a"), where), check_vma=False
+    )
+    updates, after = jax.eval_shape(step, params, state, params)
+    assert updates.shape == params.shape and jax.tree.structure(after) == jax.tree.structure(state)
+
+
 @pytest.mark.slow
 def test_offloaded_state_stays_on_the_host(rng: np.random.Generator) -> None:
     params = params_of(rng)

@@ -23,10 +23,11 @@
   and begin with its parameters; `ptq` and `layers` say what is rounded.
 * ``float_params()`` is a dict of tuples, not a data frame; formats without a binary64 value (``"q"``) are left out.
 
-Not here: arrays that carry their format (``pychop.builtin``; `jchop.emulate` rounds every operation of a function),
-Pychop's classes of MX, block and P3109 formats (`jchop` has these formats by name), CADNA's generator, integers of more
-than 8 bits, layers and quantization after training for Flax (`jchop.nn` has both) and TensorFlow, ``Simulate`` (a
-`jchop.FloatFormat` has its ``values()``), ``Bitchop``, ``Options``, and the lower-case names of before the paper.
+Not here (docs/compat.md has a table): arrays that carry their format (``pychop.builtin``; `jchop.emulate` rounds
+every operation of a function), Pychop's classes of MX, block and P3109 formats (`jchop` has these formats by name),
+CADNA's generator, integers of more than 8 bits, layers and quantization after training for Flax (`jchop.nn` has both)
+and TensorFlow, ``Simulate`` (a `jchop.FloatFormat` has its ``values()``), ``Bitchop``, ``Options``, and the
+lower-case names of before the paper.
 """
 
 from __future__ import annotations
@@ -48,6 +49,19 @@ LightChop = Chop
 ChopSTE = LightChopSTE = Chop
 ChopfSTE = Chopf
 ChopiSTE = Chopi
+
+#: What jchop has in place of names of Pychop that are not here, by how they begin.
+INSTEAD = {
+    "P3109": "formats such as 'binary8p4se' in jchop.round_to_format and jchop.quantize",
+    "p3109_": "formats such as 'binary8p4se' in jchop.round_to_format and jchop.quantize",
+    "MX": "formats such as 'mxfp8_e4m3' in jchop.round_to_format and jchop.quantize",
+    "mx_": "formats such as 'mxfp8_e4m3' in jchop.round_to_format and jchop.quantize",
+    "BFP": "block floating point in jchop.round_to_format (docs/formats.md)",
+    "bfp_": "block floating point in jchop.round_to_format (docs/formats.md)",
+    "builtin": "jchop.emulate, which rounds every operation of a function",
+    "Simulate": "values() of a jchop.FloatFormat",
+    "Bitchop": "encode and decode of a jchop.FloatFormat",
+}
 
 __all__ = [
     "Chop",
@@ -94,4 +108,6 @@ def __getattr__(name: str) -> Callable[..., Any]:
         return getattr(layers, name)
     if name in ptq.__all__:
         return getattr(ptq, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    instead = next((text for start, text in INSTEAD.items() if name.startswith(start)), None)
+    hint = "" if instead is None else f"; jchop has {instead}"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from jchop._files import require_extra
@@ -201,7 +201,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@cache
+@lru_cache(maxsize=len(WORDS) * len(_TORCH))  # a class for each name
 def _layer(name: str, prefix: str, of: str) -> type[nn.Module]:
     words = ", ".join(f"``{word}=``" for word in ("chop", *WORDS[prefix].names))
     text = f"`torch.nn.{of}` with {words}: a quantizer, or what it is made of; without one, nothing is rounded."

@@ -6,7 +6,7 @@ The paper's take ``exp_bits=``, ``sig_bits=`` and ``rmode=`` in place of ``chop=
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from jchop._files import require_extra
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@cache
+@lru_cache(maxsize=len(_PREFIXES) * len(_OPTIMIZERS))  # a class for each name
 def _optimizer(name: str, prefix: str, of: str) -> type[torch.optim.Optimizer]:
     text = f"`torch.optim.{of}` with ``chop=``, a quantizer of its moments; None (default) for none."
     body = {"__doc__": text, "__module__": __name__, "prefix": prefix}

@@ -1,0 +1,106 @@
+"""Checks of arguments. Numbers may be traced, as `optax.inject_hyperparams` traces them: then their values pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jchop._bits import CARRIERS
+from jchop._checks import check_int
+
+
+class Range(NamedTuple):
+    """Numbers that an argument may have: a text for messages, and the test."""
+
+    text: str
+    test: Callable[[float], bool]
+
+
+FROM_ZERO = Range("a finite number >= 0", lambda v: 0 <= v < math.inf)
+ABOVE_ZERO = Range("a finite number above 0", lambda v: 0 < v < math.inf)
+BELOW_ONE = Range("a number >= 0 and below 1", lambda v: 0 <= v < 1)
+#: Numbers that float32 holds as normal ones: no device reads them as zero, and none becomes infinite.
+NORMAL = Range("a number from 2^-126 to 2^127 (normal in float32)", lambda v: 2.0**-126 <= v <= 2.0**127)
+GROWS = Range("a finite number larger than 1 (in float32)", lambda v: v <= 2.0**127 and bool(np.float32(v) > 1))
+
+
+def check_number(name: str, value: Any, allowed: Range, *, schedule: bool = False) -> Any:
+    """`value` where it is one real number of a range; of a traced one dtype and shape are checked.
+
+    Args:
+        name: of the argument.
+        value: a number, an array without axes, or a schedule.
+        allowed: the range.
+        schedule: whether a function may stand for it.
+
+    Raises:
+        TypeError, ValueError: for anything else.
+    """
+    if schedule and callable(value):
+        return value
+    dtype = np.result_type(value) if isinstance(value, int | float) else getattr(value, "dtype", np.dtype(object))
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not real or getattr(value, "shape", ()) != ():
+        raise TypeError(f"{name}={value!r} must be {allowed.text}{' or a schedule' if schedule else ''}")
+    if not is_traced(value) and not allowed.test(float(value)):
+        raise ValueError(f"{name}={value!r} must be {allowed.text}")
+    return value
+
+
+def check_count(name: str, value: Any, low: int) -> Any:
+    """`value` where it is an integer >= `low`; of a traced one dtype and shape are checked."""
+    if not is_traced(value):
+        return check_int(name, value, low)
+    if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
+        raise TypeError(f"{name}={value!r} must be an integer >= {low}")
+    return value
+
+
+def check_size(name: str, value: Any, default: int) -> int:
+    """`value` where it is an integer >= 1, `default` for None. It shapes the program, so it cannot be traced.
+
+    Raises:
+        TypeError, ValueError: for anything else.
+    """
+    if is_traced(value):
+        raise TypeError(
+            f"{name}={value!r} is traced, and must be an integer >= 1 that is known beforehand: say "
+            f"static_args={name!r} to optax.inject_hyperparams"
+        )
+    return default if value is None else check_int(name, value, 1)
+
+
+def check_dtype(name: str, value: Any) -> Any:
+    """`value` as a floating-point dtype that numbers are computed in, or None."""
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in CARRIERS:
+        raise TypeError(f"{name}={value!r} must be one of {', '.join(CARRIERS)}")
+    return dtype
+
+
+def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """`tx`, taking extra arguments.
+
+    Raises:
+        TypeError: for what is no Optax transformation.
+    """
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise TypeError(f"tx={tx!r} must be an Optax transformation, such as optax.sgd(0.1)")
+    return optax.with_extra_args_support(tx)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether the value of an array is not known yet."""
+    return isinstance(value, jax.core.Tracer)

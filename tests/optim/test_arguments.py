@@ -1,0 +1,204 @@
+"""Numbers that Optax injects as hyperparameters, and arguments that mean no training."""
+
+# Optax types every state as a tree of arrays, which has no fields.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false, reportCallIssue=false
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jchop as jc
+from jchop import optim
+
+KEY = jax.random.key(3)
+PARAMS = {"w": jnp.linspace(-1, 1, 512).reshape(2, 256), "b": jnp.ones(4)}
+GRADS = jax.tree.map(lambda p: p / 8, PARAMS)
+NAMED = ["adam8bit", "adamw8bit", "adamw4bit", "adamw_fp8", "lion8bit", "sgd8bit"]
+NAN, INF = math.nan, math.inf
+
+
+def same(got: Any, expected: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def run(tx: Any, count: int = 4, state: Any = None) -> tuple[Any, Any]:
+    """The updates of so many steps in one scan, and the last state."""
+
+    def step(state: Any, _: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(GRADS, state, PARAMS)
+        return state, updates
+
+    state = tx.init(PARAMS) if state is None else state
+    return jax.jit(lambda state: jax.lax.scan(step, state, None, length=count)[::-1])(state)
+
+
+# -- optax.inject_hyperparams ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("learning_rate", [1e-3, lambda count: 1e-3 / (count + 1)], ids=["number", "schedule"])
+def test_every_named_optimizer_is_injected_as_optax_users_write_it(name: str, learning_rate: Any) -> None:
+    tx = optax.inject_hyperparams(getattr(optim, name))(learning_rate=learning_rate)
+    state = jax.eval_shape(tx.init, PARAMS)
+    updates, after = jax.eval_shape(tx.update, GRADS, state, PARAMS)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, PARAMS)
+    assert {"learning_rate"} < set(state.hyperparams) and "pieces" not in state.hyperparams
+
+
+def test_injected_adamw8bit_gives_the_bits_of_the_plain_one() -> None:
+    numbers = ("b1", "b2", "eps", "eps_root", "weight_decay")
+    tx = optax.inject_hyperparams(optim.adamw8bit, static_args=numbers)(learning_rate=1e-2, min_size=None)
+    updates, state = run(tx, 2)
+    state.hyperparams["learning_rate"] = 0.25  # as a user changes it between steps
+    changed, state = run(tx, 2, state)
+
+    @jax.jit
+    def plain(rates: jax.Array) -> Any:
+        def step(state: Any, rate: Any) -> Any:
+            updates, state = optim.adamw8bit(rate).update(GRADS, state, PARAMS)
+            return state, updates
+
+        return jax.lax.scan(step, optim.adamw8bit(1e-2).init(PARAMS), rates)
+
+    kept, each = plain(jnp.asarray([1e-2, 1e-2, 0.25, 0.25], jnp.float32))
+    same(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), updates, changed), each)
+    same(state.inner_state, kept)
+
+
+#: Transformations that take numbers: a function of them, and the numbers; powers of two, of which no bit is lost.
+TAKES_NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "scale_gradients": (optim.scale_gradients, {"factor": 0.5}),
+    "round_gradients": (optim.round_gradients, {"spec": "e5m2", "scale": 0.25}),
+    "average_params": (optim.average_params, {"start": 1, "every": 2}),
+    "dynamic_loss_scale": (
+        optim.dynamic_loss_scale,
+        {"tx": optax.sgd(0.5), "initial": 8.0, "growth_interval": 2, "largest": 16.0},
+    ),
+    "low_precision": (optim.low_precision, {"tx": optax.sgd(0.5), "weight": "e5m2", "gradient_scale": 0.25}),
+    "quantize_state": (optim.quantize_state, {"tx": optax.sgd(0.5, 0.5), "spec": "e5m2"}),
+    "offload_state": (optim.offload_state, {"tx": optax.sgd(0.5, 0.5), "memory_kind": "device"}),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_NUMBERS)
+def test_injected_numbers_give_the_bits_of_plain_ones(name: str) -> None:
+    make, arguments = TAKES_NUMBERS[name]
+    updates, state = run(optax.inject_hyperparams(make)(**arguments))
+    expected, inner = run(make(**arguments))
+    same(updates, expected)
+    same(state.inner_state, inner)
+
+
+def test_an_injected_schedule_of_scales() -> None:
+    def scale(count: Any) -> Any:
+        return 0.5 ** (count + 1)
+
+    updates, _ = run(optax.inject_hyperparams(optim.round_gradients)("e5m2", scale=scale), 3)
+    for i in range(3):
+        wanted = jc.round_to_format(GRADS["w"] * 0.5 ** (i + 1), "e5m2")
+        np.testing.assert_array_equal(updates["w"][i], wanted)
+
+
+def test_a_size_that_is_traced_is_refused_with_the_way_out() -> None:
+    tx = optax.inject_hyperparams(optim.sgd8bit)(1e-3, pieces=2)
+    with pytest.raises(TypeError, match=r"pieces=.* is traced.*static_args='pieces'"):
+        jax.eval_shape(tx.update, GRADS, tx.init(PARAMS), PARAMS)
+    tx = optax.inject_hyperparams(optim.sgd8bit, static_args="pieces")(1e-3, pieces=2)
+    jax.eval_shape(tx.update, GRADS, jax.eval_shape(tx.init, PARAMS), PARAMS)
+    tx = optax.inject_hyperparams(optim.round_gradients, static_args="key")("e5m2:stochastic", KEY, scale=0.5)
+    jax.eval_shape(tx.update, GRADS, jax.eval_shape(tx.init, PARAMS), PARAMS)
+
+
+def test_a_hyperparameter_set_to_a_python_number_is_reported() -> None:
+    tx = optax.inject_hyperparams(optim.sgd8bit)(1e-3)
+    state = tx.init(PARAMS)
+    state.hyperparams["learning_rate"] = 0.5
+    assert "hyperparams.learning_rate" in str(optim.state_report(state))
+
+
+# -- what means no training --------------------------------------------------------------------------------------------
+
+SGD = optax.sgd(0.1)
+REFUSED: list[tuple[str, Callable[[], Any]]] = [
+    *((f"learning_rate={x!r}", lambda x=x: optim.adamw8bit(x)) for x in (NAN, INF, -0.1, True, None, "0.1", 1j)),
+    *((f"b1={x!r}", lambda x=x: optim.adamw8bit(1e-3, x)) for x in (NAN, 1.0, -0.5, True)),
+    *((f"b2={x!r}", lambda x=x: optim.lion8bit(1e-3, b2=x)) for x in (NAN, 1.5)),
+    *((f"eps={x!r}", lambda x=x: optim.adam8bit(1e-3, eps=x)) for x in (NAN, -1.0)),
+    ("eps_root=-1.0", lambda: optim.adamw_fp8(1e-3, eps_root=-1.0)),
+    *((f"weight_decay={x!r}", lambda x=x: optim.adamw4bit(1e-3, weight_decay=x)) for x in (NAN, INF, -1e-2)),
+    *((f"momentum={x!r}", lambda x=x: optim.sgd8bit(1e-3, x)) for x in (NAN, 1.0, None)),
+    ("b1=", lambda: optim.adamw8bit(1e-3, jnp.ones(2) / 2)),
+    *((f"factor={x!r}", lambda x=x: optim.scale_gradients(x)) for x in (0.0, -1.0, NAN, INF, True, None, "2")),
+    *((f"scale={x!r}", lambda x=x: optim.round_gradients("e5m2", scale=x)) for x in (0, -1, NAN, INF, True)),
+    *((f"gradient_scale={x!r}", lambda x=x: optim.low_precision(SGD, gradient_scale=x)) for x in (0.0, -1.0, NAN, INF)),
+    *(
+        (f"initial={x!r}", lambda x=x: optim.dynamic_loss_scale(SGD, x, largest=2.0**127))
+        for x in (NAN, INF, -1.0, 1e39)
+    ),
+    *((f"largest={x!r}", lambda x=x: optim.dynamic_loss_scale(SGD, largest=x)) for x in (INF, NAN, 2.0**128, 2.0)),
+    *(
+        (f"smallest={x!r}", lambda x=x: optim.dynamic_loss_scale(SGD, smallest=x))
+        for x in (-1.0, NAN, 2.0**-127, 1e-50)
+    ),
+    *((f"factor={x!r}", lambda x=x: optim.dynamic_loss_scale(SGD, factor=x)) for x in (1 + 1e-9, INF, NAN, 0.5, -2.0)),
+    *((f"growth_interval={x!r}", lambda x=x: optim.dynamic_loss_scale(SGD, growth_interval=x)) for x in (2.5, True)),
+    *((f"dtype={x!r}", lambda x=x: optim.round_params("e5m2", dtype=x)) for x in ("int32", "complex64", 3)),
+    *(("tx=", lambda f=f: f(optax.sgd)) for f in (optim.skip_faulty, optim.dynamic_loss_scale, optim.offload_state)),
+    ("tx=5", lambda: optim.quantize_state(5, "bfloat16")),
+    ("tx=None", lambda: optim.low_precision(None)),
+    ("min_size=True", lambda: optim.adamw8bit(1e-3, min_size=True)),
+    ("pieces=2.0", lambda: optim.adamw8bit(1e-3, pieces=2.0)),
+    ("every=0", lambda: optim.average_params(every=0)),
+    ("key=42", lambda: optim.round_updates("bfloat16", 42)),
+    ("shape (2, 3), and params (3,)", lambda: optim.apply_updates(jnp.ones(3), jnp.ones((2, 3)))),
+    ("shape (), and the average (3,)", lambda: optim.averaged_params(AVERAGES, jnp.ones(()))),
+    ("cannot hold", lambda: passed(optim.error_feedback("binary16"))),
+    ("compensation='binary32'", lambda: passed(optim.compensate("e5m2", compensation="binary32"))),
+]
+AVERAGES = optim.average_params().init(jnp.ones(3))
+
+
+def passed(tx: Any) -> Any:
+    """A step on parameters of 16 bits."""
+    half = jnp.ones(3, "bfloat16")
+    return tx.update(half, tx.init(half), half)
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED, ids=[f"{i}-{text}" for i, (text, _) in enumerate(REFUSED)])
+def test_what_is_refused(message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)) as found:
+        call()
+    assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize("scale", [INF, -INF, NAN, 0.0, -8.0])
+def test_a_loss_scale_that_is_none_leaves_the_step_out_and_starts_again(scale: float) -> None:
+    tx = optim.dynamic_loss_scale(optax.sgd(1.0), 64.0)
+    state = tx.init(jnp.ones(2))._replace(scale=jnp.asarray(scale, jnp.float32))
+    updates, state = tx.update(jnp.ones(2), state, jnp.ones(2))
+    assert updates.tolist() == [0, 0] and float(state.scale) == 64 and int(state.skipped) == 1
+    updates, state = tx.update(jnp.full(2, 64.0), state, jnp.ones(2))
+    assert updates.tolist() == [-1, -1] and int(state.skipped) == 1
+
+
+def test_the_largest_limits_keep_a_loss_scale_finite() -> None:
+    tx = optim.dynamic_loss_scale(
+        optax.sgd(1.0), 2.0**120, growth_interval=1, factor=2.0**127, smallest=2.0**-126, largest=2.0**127
+    )
+    state, scales = tx.init(jnp.ones(1)), []
+    for g in (1.0, 1.0, NAN, NAN):
+        _, state = tx.update(jnp.array([g]), state, jnp.ones(1))
+        scales.append(float(state.scale))
+    assert scales == [2.0**127, 2.0**127, 1.0, 2.0**-126]
