@@ -104,8 +104,12 @@ class Emulated:
         """`fun` of the arguments; `key` takes the place of the key that `emulate` was given."""
         seeds = seeds_of(self.settings, self.key if key is None else key)
         program = trace(self.fun, self.settings, args, kwargs)
-        with jax.disable_jit(False):
-            return jax.tree.unflatten(program.tree, run(program, self.settings.spec, seeds))
+        # A program may hold a NaN that it never takes, as that of jnp.var does: jax_debug_nans looks at the results.
+        with jax.disable_jit(False), jax.debug_nans(False):
+            results = run(program, self.settings.spec, seeds)
+        if jax.config.jax_debug_nans:  # type: ignore[attr-defined]
+            results = [jnp.copy(x) for x in results]
+        return jax.tree.unflatten(program.tree, results)
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def test_without_torch_the_extra_is_named(monkeypatch):
         importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else found(name, *rest)
     )
     monkeypatch.delitem(sys.modules, "jchop.torch")
-    with pytest.raises(ModuleNotFoundError, match=r'needs torch: pip install "jchop\[torch\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'needs torch: pip install "\.\[torch\]"'):
         importlib.import_module("jchop.torch")
 
 
