@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import IO
 
 
-def open_regular(path: Path) -> BufferedReader:
+def open_regular(path: Path, name: str = "") -> BufferedReader:
     """A regular file, open for reading. It never waits, as opening a FIFO would.
+
+    Args:
+        path: of the file.
+        name: what it is called in errors. Default: its path.
 
     Raises:
         OSError: if the file cannot be read.
@@ -21,8 +25,10 @@ def open_regular(path: Path) -> BufferedReader:
     """
     descriptor = os.open(path, os.O_RDONLY | _flags("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path} is no regular file")
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+            raise ValueError(f"{name or path} is no regular file, but {kind}: it cannot be read in parts")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

@@ -44,7 +44,7 @@ def round_file(
     (``"int8(group=tensor)"``), the file is read twice.
 
     `dst` appears in one step, when all of it is written: whatever goes wrong on the way, a kill included, `src` stays
-    as it is and `dst` has its old content or none. A killed process may leave a file ``.NAME.PID.part`` beside it.
+    as it is and `dst` has its old content or none. A killed process may leave a file ``.NAME.RANDOM.part`` beside it.
 
     Args:
         src: a .npy file of float16, float32, float64, complex64 or complex128, any shape, in C or Fortran order.

@@ -7,16 +7,16 @@ truncates would then end this one with a signal.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+
+from jchop._files import open_regular
 
 _MAGIC = b"\x93NUMPY"
 _LONGEST_HEADER = 1 << 16
@@ -55,8 +55,9 @@ class NpyFile:
 
     def __init__(self, path: Path, name: str, dtype: np.dtype | None = None):
         self._path, self._name = path, name
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO would block
-        self._file = os.fdopen(_opened(path, name, flags), "rb", buffering=0)
+        if path.is_dir():
+            raise ValueError(f"{name} is a folder, not a .npy file")
+        self._file = open_regular(path, name)
         try:
             self._size = os.fstat(self._file.fileno()).st_size
             self.stored, self.fortran_order, self.shape = self._header()
@@ -188,18 +189,6 @@ class NpyFile:
         raise ValueError(
             f"{self._name} holds {self.stored} values that {self.dtype} cannot hold: they would be rounded twice"
         )
-
-
-def _opened(path: Path, name: str, flags: int) -> int:
-    """The descriptor of a regular file."""
-    if path.is_dir():  # Windows opens no folder
-        raise ValueError(f"{name} is a folder, not a .npy file")
-    descriptor = os.open(path, flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-        raise ValueError(f"{name} is no regular file, but a pipe or a device: it cannot be read in parts")
-    return descriptor
 
 
 def _entries(text: str) -> dict[str, str] | None:
