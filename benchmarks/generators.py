@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
-from jchop._reference.random_bits import random_bits, seed_words
+from jchop._core.rounding.random_bits import random_bits, seed_words
 
 COLUMNS = 1024
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)

@@ -24,7 +24,7 @@ import numpy as np
 
 import jchop as jc
 from jchop._bits import CARRIERS
-from jchop._reference.elements import round_elements
+from jchop._core.rounding.elements import round_elements
 
 FORMATS = ("binary16", "float8_e4m3fn", "float8_e5m2", "bfloat16")
 MODES = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")

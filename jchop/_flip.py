@@ -15,9 +15,9 @@ import numpy as np
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
 from jchop._checks import check_choice
-from jchop._reference.codes import decode_elements, encode_elements
-from jchop._reference.random_bits import random_bits, seed_words
-from jchop._reference.scaled import narrow, widen
+from jchop._core.rounding.codes import decode_elements, encode_elements
+from jchop._core.rounding.random_bits import random_bits, seed_words
+from jchop._core.scaled.elements import narrow, widen
 from jchop._round import _check_key, round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, FloatFormat, UniformFormat

@@ -17,14 +17,14 @@ from jax import lax
 
 from jchop._bits import CARRIERS, Carrier
 from jchop._checks import as_numpy, check_choice, check_int
+from jchop._core.rounding.elements import overflowed
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.random_bits import SEEDS, seed_words
+from jchop._core.rounding.stream_offset import AT_START, StreamOffset, draw, words_like
 from jchop._dask import is_dask, round_blocks
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.round import round_op, round_with_hardware_bits_op
 from jchop._kernels.scaled_formats import overflowed_scaled, require_scaled, round_scaled
-from jchop._reference.elements import overflowed
-from jchop._reference.grid import require_carrier
-from jchop._reference.place import AT_START, Place, draw, words_like
-from jchop._reference.random_bits import SEEDS, seed_words
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.gradients import on_cotangent
@@ -220,7 +220,7 @@ def _round_block(how: _How, block: np.ndarray, key: Array | None = None, offset:
 # -- where x lies in the random stream ---------------------------------------------------------------------------------
 
 
-def _place(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[Place, tuple]:
+def _place(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[StreamOffset, tuple]:
     """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew.
 
     `words` is how many words an element draws. Those of known indexes from 2^64 on, which there are not, are refused.
@@ -231,7 +231,7 @@ def _place(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[Place, 
         start, high = _start(offset)
         if not isinstance(offset, Array):
             _check_last(offset, int(offset) + math.prod(shape), words)
-        return Place((None,), base=high), (start,)
+        return StreamOffset((None,), base=high), (start,)
     pair = len(offset) == 2 and all(isinstance(entry, tuple | list) for entry in offset)
     if not pair or not len(offset[0]) == len(offset[1]) == len(shape):
         raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
@@ -240,7 +240,7 @@ def _place(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[Place, 
         if size > total or (not isinstance(start, jax.core.Tracer) and start + size > total):
             raise ValueError(f"offset={offset!r}: a part of shape {shape} does not lie within the whole")
     _check_last(offset, math.prod(whole), words)
-    return Place((None,) * len(shape), whole), tuple(_start(start)[0] for start in offset[0])
+    return StreamOffset((None,) * len(shape), whole), tuple(_start(start)[0] for start in offset[0])
 
 
 def _check_last(offset: Any, end: int, words: int) -> None:
@@ -269,20 +269,20 @@ def _start(start: Any) -> tuple[Any, int]:
 
 
 @partial(compiled, static_argnames=("how", "place"), inline=True)
-def _round(x: Array | np.ndarray, keys: _Keys, starts: tuple, *, how: _How, place: Place) -> Array:
+def _round(x: Array | np.ndarray, keys: _Keys, starts: tuple, *, how: _How, place: StreamOffset) -> Array:
     seeds = tuple(None if key is None else seed_words(key) for key in keys)
     return _with_gradient(how, place, jnp.asarray(x), seeds, starts)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _with_gradient(how: _How, place: Place, x: Array, seeds: tuple, starts: tuple) -> Array:
+def _with_gradient(how: _How, place: StreamOffset, x: Array, seeds: tuple, starts: tuple) -> Array:
     op = round_with_hardware_bits_op if how.hardware else round_op if how.spec.scaled is None else round_scaled
     op = partial(op, impl=how.impl)
     return _joined(_forward(op, x, seeds[0], how.spec, place, starts), x.dtype)
 
 
 @_with_gradient.defjvp
-def _jvp(how: _How, place: Place, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+def _jvp(how: _How, place: StreamOffset, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     x, seeds, starts = primals
     tangent = tangents[0]
     gradient = how.spec.gradient
@@ -302,7 +302,7 @@ class _RoundCotangent:
     """Rounds a cotangent; the residuals are its seeds, if it draws, and the traced starts."""
 
     how: _How
-    place: Place
+    place: StreamOffset
     draws: bool
 
     def __call__(self, cotangent: Array, *residuals: Array) -> Array:
@@ -313,7 +313,9 @@ class _RoundCotangent:
 _rounded = compiled(_with_gradient, static_argnums=(0, 1), inline=True)
 
 
-def _forward(op: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: Place, starts: tuple) -> Array:
+def _forward(
+    op: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: StreamOffset, starts: tuple
+) -> Array:
     """`op` of the real numbers of `x`; complex numbers have two, along a last axis, each with a word of its own."""
     parts = _parts(x)
     if seeds is None:
@@ -327,7 +329,7 @@ def _forward(op: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec
     return op(parts, *seeds, *starts, spec=spec, place=place)
 
 
-def _overflowed(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> Array:
+def _overflowed(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
     return overflowed(x, spec, _carrier(x.dtype), words_like(x, drawn, place) if drawn else None)
 
 

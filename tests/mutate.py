@@ -3,7 +3,7 @@
 Run it in a clone, by hand; pytest does not collect it::
 
     python tests/mutate.py                                   # a sample of every file of `TESTS`: about an hour
-    python tests/mutate.py jchop/_reference/cut.py --each 40 # more of one file
+    python tests/mutate.py jchop/_core/arithmetic/round_with_error.py --each 40 # more of one file
     python tests/mutate.py --again mutants.jsonl             # those that survived, after tests were added
 
 A mutant is one file with one expression changed: a comparison, an operator, a constant, a branch, a term left out. It
@@ -47,21 +47,24 @@ _FEW_BITS = (
     "test_round_stochastic.py::test_few_bits_as_defined",
     "test_round_stochastic.py::test_all_bits_as_defined",
 )
-_ROUNDED = ("_reference/test_nearest.py", "test_round_values.py", *_FEW_BITS)
+_ROUNDED = ("_core/arithmetic/test_nearest.py", "test_round_values.py", *_FEW_BITS)
 _EXACT = (
-    "_reference/test_nearest.py",
-    "_reference/test_operations.py::test_operations_of_values_of_the_format",
-    "_reference/test_operations.py",
-    "_reference/test_arithmetic.py",
+    "_core/arithmetic/test_nearest.py",
+    "_core/arithmetic/test_operations.py::test_operations_of_values_of_the_format",
+    "_core/arithmetic/test_operations.py",
+    "_core/arithmetic/test_basic.py",
 )
-_SCALED = ("_reference/test_fast_ways.py", "_reference/test_scaled.py")
-_BY_QUANTA = ("_reference/test_fast_ways.py::test_zero_points", "_reference/test_fast_ways.py::test_uniform")
+_SCALED = ("_core/scaled_float32/test_select.py", "_core/scaled/test_elements.py")
+_BY_QUANTA = (
+    "_core/scaled_float32/test_select.py::test_zero_points",
+    "_core/scaled_float32/test_select.py::test_uniform",
+)
 _BY_TABLES = (
-    "_reference/test_fast_ways.py::test_many_levels_that_take_the_exact_way",
-    "_reference/test_fast_ways.py::test_many_levels_beside_rationals",
-    "_reference/test_fast_ways.py::test_many_levels",
+    "_core/scaled_float32/test_select.py::test_many_levels_that_take_the_exact_way",
+    "_core/scaled_float32/test_select.py::test_many_levels_beside_rationals",
+    "_core/scaled_float32/test_select.py::test_many_levels",
 )
-_SCALES = ("_reference/test_scaled.py::test_scales_are_read_back", "_reference/test_scaled.py")
+_SCALES = ("_core/scaled/test_elements.py::test_scales_are_read_back", "_core/scaled/test_elements.py")
 _GROUPED = ("_kernels/test_scaled_formats.py", "storage/test_quantize.py")
 _STORED = ("storage/test_qarray.py", "storage/test_properties.py")
 _EMULATED = ("test_emulate_rules.py", "test_emulate_transforms.py", "test_emulate.py")
@@ -83,59 +86,65 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/formats/_scaled_text.py": ("formats/test_text.py", "formats/test_scaled.py"),
     "jchop/formats/_tables.py": ("formats/test_tables.py", "formats/test_catalogue.py"),
     "jchop/formats/_text.py": ("formats/test_text.py", "formats/test_scaled.py"),
-    "jchop/_reference/random_bits.py": ("_reference/test_random_bits.py",),
-    "jchop/_reference/place.py": ("_reference/test_operations.py::test_words_are_the_streams", *_FEW_BITS),
+    "jchop/_core/rounding/random_bits.py": ("_core/rounding/test_random_bits.py",),
+    "jchop/_core/rounding/stream_offset.py": (
+        "_core/arithmetic/test_operations.py::test_words_are_the_streams",
+        *_FEW_BITS,
+    ),
     "jchop/storage/_codes.py": _STORED,
     "jchop/storage/_layout.py": _STORED,
     "jchop/storage/_index.py": _STORED,
     "jchop/_bits.py": ("test_bits.py",),
-    "jchop/_reference/arithmetic.py": ("_reference/test_arithmetic.py::test_known_ranges", *_EXACT),
-    "jchop/_reference/cut.py": ("_reference/test_cut.py", "_reference/test_operations.py"),
-    "jchop/_reference/exact.py": (*_EXACT, "test_round_scaled.py::test_clipped_by_kind_of_element"),
-    "jchop/_reference/full_range.py": _EXACT,
-    "jchop/_reference/nearest.py": _EXACT,
-    "jchop/_reference/operations.py": _EXACT,
-    "jchop/_reference/quotient.py": ("_reference/test_quotient.py", *_SCALED),
-    "jchop/_reference/ranges.py": (
-        "_reference/test_arithmetic.py::test_require_operation",
-        *_EXACT,
-        "_reference/test_matmul.py",
+    "jchop/_core/arithmetic/basic.py": ("_core/arithmetic/test_basic.py::test_known_ranges", *_EXACT),
+    "jchop/_core/arithmetic/round_with_error.py": (
+        "_core/arithmetic/test_round_with_error.py",
+        "_core/arithmetic/test_operations.py",
     ),
-    "jchop/_reference/root.py": ("_reference/test_operations.py::test_every_bit_of_a_root", *_EXACT),
-    "jchop/_reference/wide.py": ("_reference/test_arithmetic.py::test_exact_form", *_EXACT),
-    "jchop/_reference/elements.py": (*_ROUNDED, "test_round_derivatives.py"),
-    "jchop/_reference/grid.py": ("_reference/test_grid.py", *_ROUNDED),
-    "jchop/_reference/neighbour.py": ("test_round_stochastic.py::test_every_draw_of_a_few_bits", *_ROUNDED),
-    "jchop/_reference/bins.py": ("_reference/test_bins.py", "_reference/test_fast_ways.py"),
-    "jchop/_reference/codes.py": ("_reference/test_codes.py", *_STORED),
-    "jchop/_reference/blocks.py": _SCALED,
-    "jchop/_reference/codebook.py": (
+    "jchop/_core/arithmetic/exact.py": (*_EXACT, "test_round_scaled.py::test_clipped_by_kind_of_element"),
+    "jchop/_core/arithmetic/subnormal_scaling.py": _EXACT,
+    "jchop/_core/arithmetic/nearest.py": _EXACT,
+    "jchop/_core/arithmetic/operations.py": _EXACT,
+    "jchop/_core/arithmetic/quotient.py": ("_core/arithmetic/test_quotient.py", *_SCALED),
+    "jchop/_core/arithmetic/ranges.py": (
+        "_core/arithmetic/test_basic.py::test_require_operation",
+        *_EXACT,
+        "_core/arithmetic/test_matmul.py",
+    ),
+    "jchop/_core/arithmetic/root.py": ("_core/arithmetic/test_operations.py::test_every_bit_of_a_root", *_EXACT),
+    "jchop/_core/arithmetic/double_word.py": ("_core/arithmetic/test_basic.py::test_exact_form", *_EXACT),
+    "jchop/_core/rounding/elements.py": (*_ROUNDED, "test_round_derivatives.py"),
+    "jchop/_core/rounding/grid.py": ("_core/rounding/test_grid.py", *_ROUNDED),
+    "jchop/_core/rounding/modes.py": ("test_round_stochastic.py::test_every_draw_of_a_few_bits", *_ROUNDED),
+    "jchop/_core/rounding/bins.py": ("_core/rounding/test_bins.py", "_core/scaled_float32/test_select.py"),
+    "jchop/_core/rounding/codes.py": ("_core/rounding/test_codes.py", *_STORED),
+    "jchop/_core/scaled_blocks.py": _SCALED,
+    "jchop/_core/rounding/codebooks.py": (
         "test_round_values.py::test_codebooks",
         "test_round_stochastic.py::test_codebooks_given_the_words",
         *_SCALED,
     ),
-    "jchop/_reference/groups.py": ("_reference/test_fast_ways.py::test_maximum_in_steps", *_GROUPED),
-    "jchop/_reference/levels.py": ("_reference/test_fast_ways.py::test_levels", *_BY_TABLES, *_SCALED),
-    "jchop/_reference/lookups.py": _BY_TABLES,
-    "jchop/_reference/minifloats.py": ("_reference/test_fast_ways.py::test_minifloats", *_SCALED),
-    "jchop/_reference/quanta.py": (*_BY_QUANTA, *_SCALED),
-    "jchop/_reference/scaled.py": _SCALES,
-    "jchop/_reference/scales.py": _SCALES,
-    "jchop/_reference/shifted.py": (*_BY_QUANTA, *_GROUPED),
-    "jchop/_reference/thresholds.py": ("_reference/test_fast_ways.py::test_levels", *_SCALED),
-    "jchop/_reference/ways.py": (
-        "_reference/test_fast_ways.py",
+    "jchop/_core/scaled/groups.py": ("_core/scaled_float32/test_select.py::test_maximum_in_steps", *_GROUPED),
+    "jchop/_core/arithmetic/levels.py": ("_core/scaled_float32/test_select.py::test_levels", *_BY_TABLES, *_SCALED),
+    "jchop/_core/scaled_float32/codebooks.py": _BY_TABLES,
+    "jchop/_core/scaled_float32/floats.py": ("_core/scaled_float32/test_select.py::test_minifloats", *_SCALED),
+    "jchop/_core/scaled_float32/integers.py": (*_BY_QUANTA, *_SCALED),
+    "jchop/_core/scaled/elements.py": _SCALES,
+    "jchop/_core/scaled/scales.py": _SCALES,
+    "jchop/_core/scaled/zero_points.py": (*_BY_QUANTA, *_GROUPED),
+    "jchop/_core/scaled_float32/thresholds.py": ("_core/scaled_float32/test_select.py::test_levels", *_SCALED),
+    "jchop/_core/scaled_float32/select.py": (
+        "_core/scaled_float32/test_select.py",
         "_kernels/test_scaled_formats.py::test_against_exact_rationals",
         "_kernels/test_scaled_formats.py::test_asking_changes_no_bit",
     ),
-    "jchop/_reference/products.py": ("_reference/test_fast_ways.py::test_minifloats", *_BY_TABLES),
-    "jchop/_reference/fitting.py": _GROUPED,
-    "jchop/_reference/grouped.py": _GROUPED,
-    "jchop/_reference/offset.py": ("_reference/test_offset.py", *_GROUPED),
-    "jchop/_reference/plain_blocks.py": ("_kernels/test_scaled.py",),
-    "jchop/_reference/matmul.py": ("_reference/test_matmul.py", "_kernels/test_matmul.py"),
-    "jchop/_reference/dequantize_matmul.py": ("_reference/test_dequantize_matmul.py",),
-    "jchop/_reference/chain.py": ("test_emulate_chains.py",),
+    "jchop/_core/scaled_float32/products.py": ("_core/scaled_float32/test_select.py::test_minifloats", *_BY_TABLES),
+    "jchop/_core/scaled/fitting.py": _GROUPED,
+    "jchop/_core/scaled_bodies.py": _GROUPED,
+    "jchop/_core/scaled/float_zero_points.py": ("_core/scaled/test_float_zero_points.py", *_GROUPED),
+    "jchop/_core/scaled/power_of_two_scales.py": ("_kernels/test_scaled.py",),
+    "jchop/_core/arithmetic/matmul.py": ("_core/arithmetic/test_matmul.py", "_kernels/test_matmul.py"),
+    "jchop/_core/arithmetic/dequantize_matmul.py": ("_core/arithmetic/test_dequantize_matmul.py",),
+    "jchop/_core/arithmetic/chain.py": ("test_emulate_chains.py",),
     "jchop/_round.py": (
         "test_round_inputs.py",
         "test_round_scaled.py",
@@ -144,7 +153,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "jchop/math/_sums.py": ("math/test_sums.py",),
     "jchop/math/_running.py": ("math/test_sums.py",),
-    "jchop/_reference/sums.py": ("math/test_sums.py",),
+    "jchop/_core/arithmetic/sums.py": ("math/test_sums.py",),
     "jchop/_emulate/_known.py": ("test_emulate_known.py", *_EMULATED),
     "jchop/_emulate/_outcome.py": ("test_emulate_plan.py", *_EMULATED),
     "jchop/_emulate/_perform.py": _EMULATED,
@@ -156,7 +165,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 #: Mutants with the results of the original: (file, the line, what stands in it, what the mutant has) and why.
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     (
-        "jchop/_reference/arithmetic.py",
+        "jchop/_core/arithmetic/basic.py",
         "return _bits.join(jnp.where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier)",
         "xs ^ ys",
         "(xs | ys)",
@@ -168,7 +177,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "(0 - 1)",
     ): "the first of one is the last",
     (
-        "jchop/_reference/dequantize_matmul.py",
+        "jchop/_core/arithmetic/dequantize_matmul.py",
         "if groups % together or group % rows:",
         "group % rows",
         "(group // rows)",
@@ -180,12 +189,12 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "(0 - 1)",
     ): "a sum has one result, which draws once",
     (
-        "jchop/_reference/minifloats.py",
+        "jchop/_core/scaled_float32/floats.py",
         "other = plan.scaling.scale.sig_bits + 1 if two_level else 0",
         "1",
         "(0)",
     ): "of two levels the largest element and the scales have at most four bits each, which leaves two to spare",
-    ("jchop/_reference/blocks.py", "ask: bool = False,", "False", "(True)"): (
+    ("jchop/_core/scaled_blocks.py", "ask: bool = False,", "False", "(True)"): (
         "which of two programs runs; `test_asking_changes_no_bit` shows that they are one in every bit"
     ),
 }

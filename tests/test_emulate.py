@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jchop as jc
+from jchop._core.arithmetic.operations import fold_seeds, words
+from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate._emulate import trace
 from jchop._emulate._rules import make_settings
-from jchop._reference.operations import fold_seeds, words
-from jchop._reference.random_bits import seed_words
 
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
 

@@ -19,13 +19,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+from jchop._core.arithmetic.chain import chain_body, try_chain
+from jchop._core.arithmetic.operations import fold_seeds, words
+from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate import _chain
 from jchop._emulate._emulate import trace
 from jchop._emulate._rules import make_settings
 from jchop._kernels.chain import LEAST_TRIED
-from jchop._reference.chain import chain_body, try_chain
-from jchop._reference.operations import fold_seeds, words
-from jchop._reference.random_bits import seed_words
 
 #: Those that make chains under a format with the carrier's exponents.
 MODES = [mode for mode in (*oracle.DETERMINISTIC, *oracle.STOCHASTIC) if mode != "stochastic_c"]

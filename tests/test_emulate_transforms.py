@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate._seeds import Seeds
-from jchop._reference.random_bits import seed_words
 
 # -- derivatives and transformations -----------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ FLOORS: list[tuple[int, str]] = [
     (2, "accumulation"),
     (3, "scaling"),
     (3, "gradients"),
-    (4, "_reference"),
+    (4, "_core"),
     (5, "_kernels"),
     (6, "_dask"),
     (6, "_round"),
@@ -53,6 +53,9 @@ FLOORS: list[tuple[int, str]] = [
     (11, "__init__"),  # the public face: names and nothing else, so nothing below imports it
 ]
 SIBLING_FLOOR = 8
+# The rooms of the core, in order; the bodies of operations stand beside them, on top.
+ROOMS = ["rounding", "arithmetic", "scaled", "scaled_float32"]
+MOST_FILES = 17  # in a folder of the core
 
 # What the hard dependencies are, and where each of the others may be imported.
 EVERYWHERE = {"jax", "jaxlib", "ml_dtypes", "numpy"}
@@ -214,6 +217,27 @@ def test_no_circle() -> None:
 
     for module in FILES:
         visit(module, ())
+
+
+def room_of(module: str) -> int | None:
+    """The number of a core file's room; the last one for the bodies. None for other files and for the packages."""
+    parts = module.split(".")
+    if parts[0] != "_core" or is_package(module):
+        return None
+    return ROOMS.index(parts[1]) if len(parts) > 2 else len(ROOMS)
+
+
+def test_rooms_of_the_core_have_an_order() -> None:
+    faults = [
+        f"{where(module, line)} imports {target}"
+        for module in FILES
+        for line, target in arrows(module)
+        if (room := room_of(module)) is not None and (other := room_of(target)) is not None and other > room
+    ]
+    assert not faults, "\n".join(faults)
+    rooms = [path for path in (PACKAGE / "_core").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert {path.name for path in rooms} == set(ROOMS)
+    assert all(len(list(path.glob("*.py"))) <= MOST_FILES for path in rooms)
 
 
 def reached(module: str) -> set[str]:

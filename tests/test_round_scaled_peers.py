@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import jchop as jc
+from jchop._core.rounding.codes import unpack
 from jchop._kernels.scaled_formats import dequantize_scaled, quantize_scaled
-from jchop._reference.codes import unpack
 from jchop.formats import CodebookFormat
 from jchop.spec import Spec, as_spec
 

@@ -18,7 +18,7 @@ from test_round_values import build, round_as
 
 import jchop as jc
 from jchop import _bits
-from jchop._reference.elements import round_elements
+from jchop._core.rounding.elements import round_elements
 
 DRAWS = 1 << 13
 POSITIONS = 64

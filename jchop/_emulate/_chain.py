@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
+from jchop._core.arithmetic.chain import ELEMENTWISE, Link, gains, is_in_safe_range, words_of
+from jchop._core.arithmetic.operations import draws
 from jchop._emulate._known import within
 from jchop._emulate._perform import Task, perform
 from jchop._emulate._rules import EXACT
 from jchop._emulate._seeds import Seeds, varying
 from jchop._emulate._step import Plan, Step
 from jchop._kernels.chain import LEAST_TRIED, chain_op
-from jchop._reference.chain import ELEMENTWISE, Link, gains, is_moderate, words_of
-from jchop._reference.operations import draws
 from jchop._settings import compiled
 from jchop.spec import Spec
 
@@ -83,7 +83,7 @@ def _kind(step: Step) -> Any:
         return None
     constants = [v for v in step.eqn.invars if isinstance(v, Literal)]
     known = all(k is not None and within(k, spec) for k in step.known)
-    if not known or not all(is_moderate(float(v.val), spec) for v in constants):
+    if not known or not all(is_in_safe_range(float(v.val), spec) for v in constants):
         return None
     return spec, out.aval.shape, varying(out.aval), id(step.eqn.ctx)
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._bits import CARRIERS
+from jchop._core.arithmetic.operations import draws, operation
+from jchop._core.rounding.elements import round_elements
 from jchop._emulate._perform import bind, straight_through
 from jchop._emulate._seeds import Seeds
 from jchop._emulate._step import Step
-from jchop._reference.elements import round_elements
-from jchop._reference.operations import draws, operation
 from jchop.spec import Spec
 
 Array = jax.Array

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._core.arithmetic.operations import draws
+from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate._interpret import interpret
 from jchop._emulate._known import is_float
 from jchop._emulate._perform import round_value
@@ -18,8 +20,6 @@ from jchop._emulate._plan import Planner
 from jchop._emulate._rules import Settings, make_settings
 from jchop._emulate._seeds import Seeds
 from jchop._emulate._step import Plan, jaxpr_of
-from jchop._reference.operations import draws
-from jchop._reference.random_bits import seed_words
 from jchop._round import _check_key
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat

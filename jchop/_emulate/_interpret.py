@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jchop._core.arithmetic.operations import draws
 from jchop._emulate import _control
 from jchop._emulate._accumulate import accumulated
 from jchop._emulate._chain import Chain, parts_of, run_chain
@@ -18,7 +19,6 @@ from jchop._emulate._linear import factored
 from jchop._emulate._perform import Task, bind, perform, power_draws, round_value
 from jchop._emulate._seeds import Seeds
 from jchop._emulate._step import Plan, Step
-from jchop._reference.operations import draws
 from jchop.spec import Spec
 
 Array = jax.Array

@@ -10,11 +10,11 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jchop._bits import CARRIERS
+from jchop._core.arithmetic.operations import check_operation, operation_carrier
+from jchop._core.arithmetic.ranges import require_operation
+from jchop._core.rounding.grid import require_carrier
 from jchop._emulate._known import CARRIER_DTYPES, Known, common, is_complex, is_float, within
 from jchop._emulate._step import Step
-from jchop._reference.grid import require_carrier
-from jchop._reference.operations import check_operation, operation_carrier
-from jchop._reference.ranges import require_operation
 from jchop.formats import bfloat16, binary16, binary32, binary64
 from jchop.spec import Spec
 

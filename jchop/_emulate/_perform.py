@@ -18,11 +18,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jchop._bits import CARRIERS
+from jchop._core.arithmetic.basic import Range, range_of
+from jchop._core.arithmetic.operations import draws, operation, operation_carrier
+from jchop._core.rounding.elements import round_elements
 from jchop._emulate._known import Known, is_float
 from jchop._emulate._rules import EXACT
-from jchop._reference.arithmetic import Range, range_of
-from jchop._reference.elements import round_elements
-from jchop._reference.operations import draws, operation, operation_carrier
 from jchop._settings import compiled
 from jchop.spec import Spec
 

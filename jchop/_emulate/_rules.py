@@ -29,7 +29,7 @@ __all__ = [
     "scope_of",
 ]
 
-#: Primitives that are an operation of `_reference.operations`: the exact result of rounded operands, rounded once.
+#: Primitives that are an operation of `_core.arithmetic.operations`: the exact result, rounded once.
 EXACT = {name: name for name in ("add", "sub", "mul", "div", "sqrt", "square", "neg", "abs")} | {
     "add_any": "add",
     "add_jaxvals": "add",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._reference.operations import fold_seeds, words
+from jchop._core.arithmetic.operations import fold_seeds, words
 
 Array = jax.Array
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._core.arithmetic.chain import chain_body, try_chain
 from jchop._kernels.primitive import make_op
-from jchop._reference.chain import chain_body, try_chain
 
 __all__ = ["LEAST_TRIED", "chain_op"]
 
@@ -27,4 +27,4 @@ def _tried(*arrays: Array, **static: Any) -> Array:
     return lax.cond(jnp.any(jnp.isnan(out)), lambda: chain_body(*arrays, **static), lambda: out)
 
 
-chain_op = make_op("jchop_chain", chain_body, alone=_tried)
+chain_op = make_op("jchop_chain", chain_body, single_cpu=_tried)

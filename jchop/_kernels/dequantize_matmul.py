@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jchop._checks import check_int
+from jchop._core.arithmetic.dequantize_matmul import dequantize_matmul_body, exact_in
 from jchop._kernels.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulTpuTiling, Problem
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._reference.dequantize_matmul import dequantize_matmul_body, exact_in
 from jchop.formats import ElementFormat, FloatFormat, UniformFormat
 
 __all__ = ["dequantize_matmul", "dequantize_matmul_op"]

@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jchop._core.arithmetic.dequantize_matmul import decode_parts, multiply
 from jchop._kernels.dequantize_matmul_tile import DequantizeMatmulGpuTiling, Problem
-from jchop._reference.dequantize_matmul import decode_parts, multiply
 from jchop.formats import ElementFormat
 
 Array = jax.Array

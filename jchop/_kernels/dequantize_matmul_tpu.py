@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jchop._core.arithmetic.dequantize_matmul import decode_parts, join_columns, multiply, part_columns
 from jchop._kernels.dequantize_matmul_tile import DequantizeMatmulTpuTiling, Problem
-from jchop._reference.dequantize_matmul import decode_parts, join_columns, multiply, part_columns
 from jchop.formats import ElementFormat
 
 Array = jax.Array

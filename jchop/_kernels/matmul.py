@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._core.arithmetic.matmul import matmul_body
 from jchop._kernels.matmul_tile import LEAST_DOT, MatmulGpuTiling, MatmulTpuTiling
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._reference.matmul import matmul_body
 from jchop.accumulation import MatmulSpec
 
 __all__ = ["matmul_op"]

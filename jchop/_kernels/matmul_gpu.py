@@ -19,17 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jchop._bits import CARRIERS
-from jchop._kernels.matmul_tile import (
-    MatmulGpuTiling,
-    dot_length,
-    dot_operand,
-    finish_pairs,
-    loop,
-    merge_pairs,
-    pair_levels,
-    result_type,
-)
-from jchop._reference.matmul import (
+from jchop._core.arithmetic.matmul import (
     Draw,
     Plan,
     add_dot,
@@ -39,6 +29,16 @@ from jchop._reference.matmul import (
     multiply_accumulate,
     products,
     single,
+)
+from jchop._kernels.matmul_tile import (
+    MatmulGpuTiling,
+    dot_length,
+    dot_operand,
+    finish_pairs,
+    loop,
+    merge_pairs,
+    pair_levels,
+    result_type,
 )
 from jchop.accumulation import MatmulSpec
 
@@ -54,7 +54,7 @@ def matmul(
     tiling: MatmulGpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `jchop._reference.matmul.matmul_body` gives.
+    """What `jchop._core.arithmetic.matmul.matmul_body` gives.
 
     Args:
         a: float32 or float64 (batch, m, k), rounded to the operands' spec.

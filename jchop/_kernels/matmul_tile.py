@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from jchop._checks import check_int
-from jchop._reference.arithmetic import Range, sum_range
-from jchop._reference.matmul import Draw, Plan, accumulate, combine
+from jchop._core.arithmetic.basic import Range, sum_range
+from jchop._core.arithmetic.matmul import Draw, Plan, accumulate, combine
 from jchop.accumulation import MatmulSpec
 
 __all__ = [

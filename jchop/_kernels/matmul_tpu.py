@@ -19,15 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jchop._bits import CARRIERS
-from jchop._kernels.matmul_tile import (
-    MatmulTpuTiling,
-    dot_operand,
-    finish_pairs,
-    merge_pairs,
-    pair_levels,
-    result_type,
-)
-from jchop._reference.matmul import (
+from jchop._core.arithmetic.matmul import (
     Draw,
     Plan,
     add_dot,
@@ -37,6 +29,14 @@ from jchop._reference.matmul import (
     multiply_accumulate,
     products,
     single,
+)
+from jchop._kernels.matmul_tile import (
+    MatmulTpuTiling,
+    dot_operand,
+    finish_pairs,
+    merge_pairs,
+    pair_levels,
+    result_type,
 )
 from jchop.accumulation import MatmulSpec
 
@@ -52,7 +52,7 @@ def matmul(
     tiling: MatmulTpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `jchop._reference.matmul.matmul_body` gives.
+    """What `jchop._core.arithmetic.matmul.matmul_body` gives.
 
     Args:
         a: float32 (batch, m, k), rounded to the operands' spec.

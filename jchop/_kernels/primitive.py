@@ -82,7 +82,7 @@ def make_op(
     tpu: Kernel | None = None,
     gpu: Kernel | None = None,
     single: bool = True,
-    alone: Callable[..., Any] | None = None,
+    single_cpu: Callable[..., Any] | None = None,
     apart: bool = False,
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
@@ -96,8 +96,8 @@ def make_op(
         tpu: a kernel for TPUs.
         gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more.
         single: the result is one array; else a tuple of arrays.
-        alone: what runs in programs for one CPU in place of the body. It gives what the body gives, and may branch on
-            values where the body, which is partitioned or runs under vmap, had better not.
+        single_cpu: the body of programs for one CPU. It gives the bits of `body`, and may branch on values; `body` may
+            be partitioned or run under vmap, and so should not.
         apart: in programs for one CPU neither is fused with what stands around it: for bodies that read an array more
             than once, or whose results are read more than once.
 
@@ -121,8 +121,8 @@ def make_op(
     primitive.def_impl(partial(_eager, op, primitive))
     primitive.def_abstract_eval(partial(_abstract, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
-    if apart or alone is not None:
-        mlir.register_lowering(primitive, partial(_lower_alone, op, alone or body, apart), platform="cpu")
+    if apart or single_cpu is not None:
+        mlir.register_lowering(primitive, partial(_lower_single_cpu, op, single_cpu or body, apart), platform="cpu")
     for platform, kernel in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, kernel), platform=platform)
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
@@ -176,13 +176,13 @@ def _lower_portable(op: _Op, ctx: Any, *args: Any, impl: str, wide: bool, vmaps:
     return _lower(ctx, _flat(op, op.body, wide, vmaps, static), args)
 
 
-def _lower_alone(
-    op: _Op, alone: Callable[..., Any], apart: bool, ctx: Any, *args: Any, impl: str, **params: Any
+def _lower_single_cpu(
+    op: _Op, single_cpu: Callable[..., Any], apart: bool, ctx: Any, *args: Any, impl: str, **params: Any
 ) -> Any:
     if impl == "pallas" or not _one_device(ctx.module_context.axis_context):
         return _lower_portable(op, ctx, *args, impl=impl, **params)
     # Under vmap both sides of a branch would be worked out.
-    fun = _flat(op, op.body if params["vmaps"] else alone, **params)
+    fun = _flat(op, op.body if params["vmaps"] else single_cpu, **params)
     return _lower(ctx, _apart(fun, params["wide"]) if apart else fun, args)
 
 

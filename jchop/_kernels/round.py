@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jchop._bits import CARRIERS
+from jchop._core.rounding.codebooks import COMPARE_ALL
+from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.random_bits import SEEDS
+from jchop._core.rounding.stream_offset import AT_START, StreamOffset, words_like
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._reference.codebook import COMPARE_ALL
-from jchop._reference.elements import round_elements
-from jchop._reference.place import AT_START, Place, words_like
-from jchop._reference.random_bits import SEEDS
 from jchop.formats import CodebookFormat
 from jchop.spec import Spec
 
@@ -21,7 +21,7 @@ __all__ = ["round_op", "round_with_hardware_bits_op"]
 Array = jax.Array
 
 
-def body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, tiling: Any = None) -> Array:
+def body(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
     """`x` rounded under `spec`.
 
     Args:
@@ -35,7 +35,7 @@ def body(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, tiling: A
     return round_elements(x, spec, CARRIERS[x.dtype.name], words_like(x, drawn, place) if drawn else None)
 
 
-def _chunk(drawn: tuple[Array, ...], place: Place) -> tuple[Array, ...]:
+def chunk_arguments(drawn: tuple[Array, ...], place: StreamOffset) -> tuple[Array, ...]:
     """Seeds and start as the kernels take them, if any: an array each, the start as low and high word."""
     if not drawn:
         return ()
@@ -50,20 +50,20 @@ def _chunk(drawn: tuple[Array, ...], place: Place) -> tuple[Array, ...]:
     return jnp.stack(drawn[:SEEDS]), jnp.stack([total, high + base[1] + carry])
 
 
-def _tpu(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, tiling: Any = None) -> Array:
+def _tpu(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
     from jchop._kernels import round_tpu
 
-    return round_tpu.round_elements(x, *_chunk(drawn, place), spec=spec, tiling=tiling)
+    return round_tpu.round_elements(x, *chunk_arguments(drawn, place), spec=spec, tiling=tiling)
 
 
-def _gpu(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, tiling: Any = None) -> Array:
+def _gpu(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
     from jchop._kernels import round_gpu
 
-    return round_gpu.round_elements(x, *_chunk(drawn, place), spec=spec, tiling=tiling)
+    return round_gpu.round_elements(x, *chunk_arguments(drawn, place), spec=spec, tiling=tiling)
 
 
 def _refuse(
-    x: jax.ShapeDtypeStruct, *drawn: Any, spec: Spec, place: Place = AT_START, tiling: Any = None
+    x: jax.ShapeDtypeStruct, *drawn: Any, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None
 ) -> str | None:
     if isinstance(spec.format, CodebookFormat) and len(spec.format.levels) > COMPARE_ALL:
         return f"{spec.format} has more than {COMPARE_ALL} levels, which are gathered from a table"
@@ -97,7 +97,7 @@ round_op = make_op(
 )
 
 
-def _hardware(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, tiling: Any = None) -> Array:
+def _hardware(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
     from jchop._kernels import round_tpu
 
     return round_tpu.round_with_hardware_bits(x, jnp.stack(drawn[:SEEDS]), spec=spec, tiling=tiling)

@@ -29,7 +29,7 @@ def round_elements(
     tiling: RoundGpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `jchop._reference.elements.round_elements` gives, with the words of the random stream.
+    """What `jchop._core.rounding.elements.round_elements` gives, with the words of the random stream.
 
     Args:
         x: a carrier's values, any shape, fewer than 2^31 elements.

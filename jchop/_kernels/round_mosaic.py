@@ -35,7 +35,7 @@ def round_elements(
     tiling: RoundGpuTiling | None = None,
     interpret: Any = None,
 ) -> Array:
-    """What `jchop._reference.elements.round_elements` gives, with the words of the random stream.
+    """What `jchop._core.rounding.elements.round_elements` gives, with the words of the random stream.
 
     Args:
         x: float16, bfloat16 or float32, any shape, fewer than 2^31 elements.

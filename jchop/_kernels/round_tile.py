@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jchop._bits import CARRIERS
 from jchop._checks import check_int
-from jchop._reference.elements import round_elements
-from jchop._reference.random_bits import SEEDS, random_words
+from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.random_bits import SEEDS, random_words
 from jchop.spec import Spec
 
 __all__ = [

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jchop._bits import CARRIERS
+from jchop._core.rounding import elements
+from jchop._core.rounding.random_bits import SEEDS, random_words
 from jchop._kernels.round_tile import LANES, RoundTpuTiling, Stream, of_whole, register_rows, result_like, round_tile
-from jchop._reference import elements
-from jchop._reference.random_bits import SEEDS, random_words
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -36,7 +36,7 @@ def round_elements(
     tiling: RoundTpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `jchop._reference.elements.round_elements` gives, with the words of the random stream.
+    """What `jchop._core.rounding.elements.round_elements` gives, with the words of the random stream.
 
     Args:
         x: float32 or bfloat16, any shape, fewer than 2^32 elements.

@@ -15,23 +15,23 @@ from jax import lax
 
 from jchop._bits import CARRIERS, types_for
 from jchop._checks import check_int
-from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.round import _chunk
-from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem, ScaledGpuTiling, ScaledTpuTiling
-from jchop._reference import scales as _scales
-from jchop._reference.blocks import (
+from jchop._core.rounding.codebooks import COMPARE_ALL
+from jchop._core.rounding.codes import packed_size
+from jchop._core.rounding.random_bits import seed_words
+from jchop._core.rounding.stream_offset import AT_START, StreamOffset
+from jchop._core.scaled import scales as _scales
+from jchop._core.scaled.elements import widen
+from jchop._core.scaled.scales import make_plan, scale_dtype
+from jchop._core.scaled_blocks import (
     block_axis,
     dequantize_blocks_body,
     quantize_blocks_body,
     round_blocks_body,
     scales_shape,
 )
-from jchop._reference.codebook import COMPARE_ALL
-from jchop._reference.codes import packed_size
-from jchop._reference.place import AT_START, Place
-from jchop._reference.random_bits import seed_words
-from jchop._reference.scaled import widen
-from jchop._reference.scales import make_plan, scale_dtype
+from jchop._kernels.primitive import Kernel, make_op
+from jchop._kernels.round import chunk_arguments
+from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem, ScaledGpuTiling, ScaledTpuTiling
 from jchop._settings import compiled
 from jchop.formats import CodebookFormat
 from jchop.scaling import BlockScaling
@@ -52,7 +52,7 @@ Array = jax.Array
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-def _words(arrays: Sequence[Array], scaling: BlockScaling, place: Place) -> Array:
+def _words(arrays: Sequence[Array], scaling: BlockScaling, place: StreamOffset) -> Array:
     """The tensor's scale, seeds and start of an operation as the kernels take them: nine words, zero where unused.
 
     They are a row, not a vector: an axis that vmap adds to the blocks of a vector breaks their tiling on TPU.
@@ -61,7 +61,7 @@ def _words(arrays: Sequence[Array], scaling: BlockScaling, place: Place) -> Arra
     if scaling.rule == "two_level":
         parts = [lax.bitcast_convert_type(arrays[0], jnp.uint32)[None]]
         arrays = arrays[1:]
-    parts += _chunk(tuple(arrays), place)
+    parts += chunk_arguments(tuple(arrays), place)
     words = jnp.concatenate(parts)
     return jnp.pad(words, (0, WORDS - words.size))[None]
 
@@ -81,7 +81,7 @@ def _gpu() -> ModuleType:
 def _kernel(module: Callable[[], ModuleType], name: str) -> Callable[..., Any]:
     """A kernel by its name, with the arguments of the operation's body; its module is imported when it runs."""
 
-    def run(x: Array, *arrays: Array, scaling: BlockScaling, place: Place = AT_START, tiling: Any = None) -> Any:
+    def run(x: Array, *arrays: Array, scaling: BlockScaling, place: StreamOffset = AT_START, tiling: Any = None) -> Any:
         return getattr(module(), name)(x, _words(arrays, scaling, place), scaling=scaling, tiling=tiling)
 
     return run
@@ -97,7 +97,9 @@ def _held(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def refuse(x: Any, *arrays: Any, scaling: BlockScaling, place: Place = AT_START, tiling: Any = None) -> str | None:
+def refuse(
+    x: Any, *arrays: Any, scaling: BlockScaling, place: StreamOffset = AT_START, tiling: Any = None
+) -> str | None:
     """Why no kernel takes these arguments, or None."""
     fmt = scaling.element.format
     if isinstance(fmt, CodebookFormat) and len(fmt.levels) > COMPARE_ALL:
@@ -163,7 +165,7 @@ round_blocks_op = make_op(
     round_blocks_body,
     tpu=Kernel(_kernel(_tpu, "round_blocks"), refuse_tpu),
     gpu=Kernel(_kernel(_gpu, "round_blocks"), refuse_gpu),
-    alone=partial(round_blocks_body, ask=True),
+    single_cpu=partial(round_blocks_body, branch_allowed=True),
     apart=True,
 )
 quantize_blocks_op = make_op(
@@ -172,7 +174,7 @@ quantize_blocks_op = make_op(
     tpu=Kernel(_held(_kernel(_tpu, "quantize_blocks")), refuse_codes_tpu),
     gpu=Kernel(_held(_kernel(_gpu, "quantize_blocks")), refuse_codes_gpu),
     single=False,
-    alone=partial(quantize_blocks_body, ask=True),
+    single_cpu=partial(quantize_blocks_body, branch_allowed=True),
 )
 #: XLA reads codes and scales once and writes once, and fuses with what uses the result: there is nothing for a kernel.
 dequantize_blocks_op = make_op("jchop_dequantize_blocks", dequantize_blocks_body)

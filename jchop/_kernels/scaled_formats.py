@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jchop._bits import types_for
-from jchop._kernels.primitive import make_op
-from jchop._kernels.scaled import dequantize_blocks_op, fit_tensor_scale, quantize_blocks_op, round_blocks_op
-from jchop._reference.codes import packed_size
-from jchop._reference.grouped import (
+from jchop._core.rounding.codes import packed_size
+from jchop._core.rounding.stream_offset import AT_START, StreamOffset
+from jchop._core.scaled.scales import scale_dtype
+from jchop._core.scaled_bodies import (
     Stored,
     dequantize_body,
     fit_body,
@@ -29,8 +29,8 @@ from jchop._reference.grouped import (
     scaling_of,
     unflat,
 )
-from jchop._reference.place import AT_START, Place
-from jchop._reference.scales import scale_dtype
+from jchop._kernels.primitive import make_op
+from jchop._kernels.scaled import dequantize_blocks_op, fit_tensor_scale, quantize_blocks_op, round_blocks_op
 from jchop._settings import compiled
 from jchop.formats import ScaledFormat
 from jchop.scaling import RULES, BlockScaling
@@ -48,12 +48,14 @@ __all__ = [
 
 Array = jax.Array
 
-round_grouped_op = make_op("jchop_round_grouped", round_body, alone=partial(round_body, ask=True), apart=True)
+round_grouped_op = make_op(
+    "jchop_round_grouped", round_body, single_cpu=partial(round_body, branch_allowed=True), apart=True
+)
 quantize_grouped_op = make_op(
-    "jchop_quantize_grouped", quantize_body, single=False, alone=partial(quantize_body, ask=True)
+    "jchop_quantize_grouped", quantize_body, single=False, single_cpu=partial(quantize_body, branch_allowed=True)
 )
 dequantize_grouped_op = make_op("jchop_dequantize_grouped", dequantize_body)
-fit_grouped_op = make_op("jchop_fit_grouped", fit_body, single=False, alone=partial(fit_body, ask=True))
+fit_grouped_op = make_op("jchop_fit_grouped", fit_body, single=False, single_cpu=partial(fit_body, branch_allowed=True))
 
 
 # -- what is static ----------------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ def _zeros(shapes: Any) -> Any:
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-def round_scaled(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, impl: str = "auto") -> Array:
+def round_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, impl: str = "auto") -> Array:
     """`x` rounded to a scaled format: what `dequantize_scaled` makes of what `quantize_scaled` gives, bit for bit.
 
     Args:
@@ -144,7 +146,7 @@ def round_scaled(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START, i
     return round_blocks_op(x, *_tensor(x, blocks), *drawn, impl=impl, scaling=blocks, place=place, tiling=None)
 
 
-def overflowed_scaled(x: Array, *drawn: Array, spec: Spec, place: Place = AT_START) -> Array:
+def overflowed_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
     """Where the rounded x / s + z lies beyond the ends of the element format, with the arguments of `round_scaled`."""
     if _empty(x.shape):
         return jnp.zeros_like(x, bool)
@@ -155,7 +157,7 @@ def quantize_scaled(
     x: Array,
     *drawn: Array,
     spec: Spec,
-    place: Place = AT_START,
+    place: StreamOffset = AT_START,
     scale: Stored = None,
     zero_point: Array | None = None,
     impl: str = "auto",
@@ -261,14 +263,16 @@ def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | 
 
 @partial(compiled, static_argnames=("spec", "place", "impl", "as_dtype"), inline=True)
 def _quantize_grouped(
-    x: Array, given: tuple, drawn: tuple, *, spec: Spec, place: Place, impl: str, as_dtype: Any
+    x: Array, given: tuple, drawn: tuple, *, spec: Spec, place: StreamOffset, impl: str, as_dtype: Any
 ) -> tuple:
     more = {"spec": spec, "given": len(given), "place": place, "as_dtype": as_dtype}
     return quantize_grouped_op(x, *given, *drawn, impl=impl, **more)
 
 
 @partial(compiled, static_argnames=("blocks", "place", "impl", "as_dtype"), inline=True)
-def _quantize_blocks(x: Array, drawn: tuple, *, blocks: BlockScaling, place: Place, impl: str, as_dtype: Any) -> tuple:
+def _quantize_blocks(
+    x: Array, drawn: tuple, *, blocks: BlockScaling, place: StreamOffset, impl: str, as_dtype: Any
+) -> tuple:
     tensor = _tensor(x, blocks)
     more = {"scaling": blocks, "place": place, "tiling": None, "as_dtype": as_dtype}
     out = quantize_blocks_op(x, *tensor, *drawn, impl=impl, **more)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from jchop._bits import CARRIERS
 from jchop._checks import check_int
+from jchop._core.rounding.random_bits import SEEDS
+from jchop._core.scaled.scales import Plan, make_plan, scale_dtype
+from jchop._core.scaled_blocks import block_axis, scales_shape
 from jchop._kernels.round_tile import Stream
-from jchop._reference.blocks import block_axis, scales_shape
-from jchop._reference.random_bits import SEEDS
-from jchop._reference.scales import Plan, make_plan, scale_dtype
 from jchop.scaling import BlockScaling
 
 __all__ = ["SUBLANES", "TENSOR", "WORDS", "Problem", "ScaledGpuTiling", "ScaledTpuTiling", "stream"]

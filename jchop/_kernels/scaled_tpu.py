@@ -23,10 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jchop._core.scaled.elements import widen
+from jchop._core.scaled.power_of_two_scales import quantize_tile, round_tile
 from jchop._kernels.round_tile import result_like
 from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledTpuTiling, stream
-from jchop._reference.plain_blocks import quantize_tile, round_tile
-from jchop._reference.scaled import widen
 from jchop.scaling import BlockScaling
 
 Array = jax.Array

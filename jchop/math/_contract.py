@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._checks import check_bool, check_int
-from jchop._reference.grid import require_carrier
-from jchop._reference.operations import check_operation
+from jchop._core.arithmetic.operations import check_operation
+from jchop._core.rounding.grid import require_carrier
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec

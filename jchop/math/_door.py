@@ -14,8 +14,8 @@ import numpy as np
 
 from jchop._bits import CARRIERS, Carrier
 from jchop._checks import as_numpy
-from jchop._reference.arithmetic import carrier_range, range_of, require_operation
-from jchop._reference.grid import require_carrier
+from jchop._core.arithmetic.basic import carrier_range, range_of, require_operation
+from jchop._core.rounding.grid import require_carrier
 from jchop._round import _check_key
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat

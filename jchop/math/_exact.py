@@ -13,10 +13,10 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
-from jchop._reference import wide
-from jchop._reference.arithmetic import carrier_range, multiply, range_of
-from jchop._reference.exact import Exact, round_exact
-from jchop._reference.operations import operation
+from jchop._core.arithmetic import double_word
+from jchop._core.arithmetic.basic import carrier_range, multiply, range_of
+from jchop._core.arithmetic.exact import Exact, round_exact
+from jchop._core.arithmetic.operations import operation
 from jchop.math import _carrier
 from jchop.spec import Spec
 
@@ -89,7 +89,7 @@ def floor_divide(operands: _Operands, spec: Spec, word: Array | None) -> Array:
     """The floor of the quotient."""
     x, y = operands
     carrier = _of(x)
-    return round_exact(_floor(wide.divide(x, y, carrier, carrier.work_width), carrier), spec, carrier, word)
+    return round_exact(_floor(double_word.divide(x, y, carrier, carrier.work_width), carrier), spec, carrier, word)
 
 
 def _floor(v: Exact, carrier: Carrier) -> Exact:

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jchop._reference.grid import require_carrier
-from jchop._reference.operations import check_operation, operation, words
-from jchop._reference.random_bits import seed_words
-from jchop._reference.ranges import Range
+from jchop._core.arithmetic.operations import check_operation, operation, words
+from jchop._core.arithmetic.ranges import Range
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._door import Array, SpecLike, as_operands, checked_key, own_carrier, run, widened

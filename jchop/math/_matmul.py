@@ -13,10 +13,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jchop._checks import check_choice
+from jchop._core.arithmetic.matmul import Plan
+from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.matmul import matmul_op
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._reference.matmul import Plan
-from jchop._reference.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec

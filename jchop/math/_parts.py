@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._checks import check_int
-from jchop._reference.grid import require_carrier
-from jchop._reference.operations import check_operation, words
-from jchop._reference.random_bits import seed_words
+from jchop._core.arithmetic.operations import check_operation, words
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.math import _carrier, _exact

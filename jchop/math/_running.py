@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jchop._checks import check_bool
-from jchop._reference.grid import require_carrier
-from jchop._reference.operations import check_operation, draws
-from jchop._reference.random_bits import seed_words
-from jchop._reference.sums import cumulative, product_along
+from jchop._core.arithmetic.operations import check_operation, draws
+from jchop._core.arithmetic.sums import cumulative, product_along
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._door import (

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from jchop._bits import CARRIERS
 from jchop._checks import check_bool, check_int
+from jchop._core.arithmetic.basic import carrier_range
+from jchop._core.arithmetic.operations import draws
+from jchop._core.arithmetic.sums import sum_along
+from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.matmul import matmul_op
-from jchop._reference.arithmetic import carrier_range
-from jchop._reference.operations import draws
-from jchop._reference.random_bits import seed_words
-from jchop._reference.sums import sum_along
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec

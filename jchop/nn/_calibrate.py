@@ -13,7 +13,7 @@ from flax import nnx
 
 from jchop.nn._layers import layers_of
 from jchop.nn._observers import Observer, observer_of
-from jchop.nn._rule import Place
+from jchop.nn._rule import StreamOffset
 from jchop.nn._scale_from import is_tensor_scaled
 from jchop.nn._sites import Product, site_in
 from jchop.nn._sources import PastMagnitudes
@@ -106,7 +106,7 @@ def check_calls(batches: Any, run: Any, progress: Any) -> None:
             raise TypeError(f"{name}={value!r} must be a function, or None")
 
 
-def _see(observer: Observer, place: Place, x: Any) -> None:
+def _see(observer: Observer, place: StreamOffset, x: Any) -> None:
     """Note an input of a layer that has a range."""
     if not isinstance(x, jax.core.Tracer) and not bool(jnp.isfinite(x).any()):
         raise ValueError(f"batches give the {place} an input of shape {x.shape} without a finite number")

@@ -14,7 +14,7 @@ from jchop._settings import split
 from jchop.accumulation import MatmulSpec
 from jchop.nn._layout import check_axes, round_in, same_transposed
 from jchop.nn._product import Conv, Dot, Product
-from jchop.nn._rule import NOWHERE, Place, is_stochastic
+from jchop.nn._rule import NOWHERE, StreamOffset, is_stochastic
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -31,7 +31,7 @@ class Roundings:
     gradient: Spec | None = None
     weight_gradient: Spec | None = None
     matmul: MatmulSpec | None = None
-    place: Place = NOWHERE
+    place: StreamOffset = NOWHERE
 
     @property
     def stochastic(self) -> bool:

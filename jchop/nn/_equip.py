@@ -15,7 +15,7 @@ from jchop.nn._contraction import Roundings
 from jchop.nn._emulation import EmulatedAttention, Emulation
 from jchop.nn._kinds import PRODUCT_FIELDS, Kind
 from jchop.nn._layout import Layout, check_axes
-from jchop.nn._rule import Place, Rule, is_stochastic, left_alone
+from jchop.nn._rule import Rule, StreamOffset, is_stochastic, left_alone
 from jchop.nn._scale_from import History, Learned, ScaleFrom
 from jchop.nn._sites import Output, Promote
 from jchop.nn._sources import LearnedStep, Source, source_of
@@ -71,7 +71,7 @@ def equip(
         rngs: for streams of keys.
         before: the site that stood in the layer's product, whose scales go on where they are of the same kind.
     """
-    place = Place(type(layer).__name__, path, rule)
+    place = StreamOffset(type(layer).__name__, path, rule)
     _check(layer, kind, rule, path)
     check_parameters(layer, kind, place)
     left, right = sources(layer, kind, rule, packed, before)
@@ -172,7 +172,7 @@ def _pack(
             continue
         layout, stacked = _layout_of(layer, kind, name)
         shape = tuple(variable.get_value().shape[stacked:])
-        check_finite(variable.get_value(), name, Place(type(layer).__name__, path, rule))
+        check_finite(variable.get_value(), name, StreamOffset(type(layer).__name__, path, rule))
         key = _fork(rule, rngs, path)() if spec.rounding.stochastic else None
         scale = right.scale[...] if right is not None and role == "weight" else None
         codes = _packed(layer, kind, name, spec, key, scale)
@@ -181,7 +181,7 @@ def _pack(
     return tuple(stored)
 
 
-def check_finite(value: Array, name: str, place: Place) -> None:
+def check_finite(value: Array, name: str, place: StreamOffset) -> None:
     """Refuse to pack infinities and NaN, most of which codes have no place for; a tracer is let through.
 
     Raises:
@@ -243,7 +243,7 @@ def _axes_of_bias(layer: Any) -> int:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_parameters(layer: Any, kind: Kind, place: Place) -> None:
+def check_parameters(layer: Any, kind: Kind, place: StreamOffset) -> None:
     """Refuse formats of parameters that name axes which those have not, before anything runs."""
     assert place.rule is not None
     for name, role in kind.parameters.items():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jchop._round import round_to_format
 from jchop.formats import ScaledFormat
 from jchop.formats._grouping import axis_indexes
-from jchop.nn._rule import Place
+from jchop.nn._rule import StreamOffset
 from jchop.scaling import RULES
 from jchop.spec import Spec
 
@@ -139,7 +139,7 @@ def as_gain(spec: Spec | None) -> Spec | None:
     return replace(spec, format=fmt(group=fmt.group[-1]))
 
 
-def check_axes(field: str, spec: Spec | None, ndim: int, place: Place) -> None:
+def check_axes(field: str, spec: Spec | None, ndim: int, place: StreamOffset) -> None:
     """Refuse a scaled format that names an axis which its array, of `ndim` axes in its layout, has not.
 
     Raises:

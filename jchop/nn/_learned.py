@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._reference.groups import Groups
+from jchop._core.scaled.groups import Groups
 from jchop.spec import Spec
 from jchop.storage import dequantize, quantize
 

@@ -16,7 +16,7 @@ from jchop.nn._layout import check_axes, round_in
 from jchop.nn._linen_cache import Decoding, is_filled, pack_fresh
 from jchop.nn._linen_kinds import KINDS, Kind
 from jchop.nn._linen_scales import prepared
-from jchop.nn._rule import Place, Rule, is_stochastic, rule_of
+from jchop.nn._rule import Rule, StreamOffset, is_stochastic, rule_of
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -92,9 +92,9 @@ class Interceptor:
         object.__setattr__(layer, name, multiply if kind.parameters else attend)
 
 
-def place(layer: nn.Module, rule: Rule) -> Place:
+def place(layer: nn.Module, rule: Rule) -> StreamOffset:
     """Where a layer stands, for errors."""
-    return Place(type(layer).__name__, "/".join(layer.path), rule)
+    return StreamOffset(type(layer).__name__, "/".join(layer.path), rule)
 
 
 def _is_lookup(layer: nn.Module, method: str) -> bool:

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from jchop.nn._equip import pack
 from jchop.nn._layout import Layout, check_axes
 from jchop.nn._linen_kinds import KINDS, Kind
-from jchop.nn._rule import FIELDS, Place, Rule, left_alone, rule_of
+from jchop.nn._rule import FIELDS, Rule, StreamOffset, left_alone, rule_of
 from jchop.nn._scale_from import Learned
 from jchop.spec import Spec
 from jchop.storage import QArray
@@ -57,9 +57,9 @@ class Found:
         return self.kind.layout(self.layer, len(self.shapes[name])) if self.kind.layout and is_weight else None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StreamOffset:
         """Where it stands, for errors."""
-        return Place(type(self.layer).__name__, "/".join(self.layer.path), self.rule)
+        return StreamOffset(type(self.layer).__name__, "/".join(self.layer.path), self.rule)
 
     def spec(self, name: str) -> Spec | None:
         """What its rule says for a parameter."""

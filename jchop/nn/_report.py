@@ -13,7 +13,7 @@ from jchop.nn._equip import check_parameters, packed_shape
 from jchop.nn._kinds import Kind
 from jchop.nn._layers import own_parameters, placed_layers
 from jchop.nn._modules import Placed
-from jchop.nn._rule import FIELDS, Place, Rule, as_rules, rules_of
+from jchop.nn._rule import FIELDS, Rule, StreamOffset, as_rules, rules_of
 
 __all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
 
@@ -175,7 +175,7 @@ def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...]) -> LayerRow
         return LayerRow(path, name, shown, (), before, before, kind is not None, **more)
     fields = kind.fields(layer)
     specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
-    check_parameters(layer, kind, Place(name, path, rule))
+    check_parameters(layer, kind, StreamOffset(name, path, rule))
     after = before
     for parameter in kind.parameters:
         value, spec = getattr(layer, parameter), kind.spec(rule, parameter)

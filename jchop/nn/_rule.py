@@ -13,7 +13,7 @@ from jchop.formats import ElementFormat, ScaledFormat
 from jchop.nn._scale_from import ScaleFrom, check_scale_from
 from jchop.spec import Spec, as_spec
 
-__all__ = ["FIELDS", "NOWHERE", "SPECS", "Place", "Rule", "as_rules", "left_alone", "rule_of", "rules_of"]
+__all__ = ["FIELDS", "NOWHERE", "SPECS", "Rule", "StreamOffset", "as_rules", "left_alone", "rule_of", "rules_of"]
 
 #: The fields of a rule that are specs.
 SPECS = ("weight", "activation", "output", "bias", "gradient", "weight_gradient", "cache")
@@ -220,7 +220,7 @@ def rules_of(paths: Iterable[str], rules: Sequence[Rule]) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class StreamOffset:
     """Where a rounding stands, for errors alone: all places are equal, so that jit compiles layers of one kind once.
 
     Args:
@@ -234,13 +234,13 @@ class Place:
     rule: Rule | None = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place)
+        return isinstance(other, StreamOffset)
 
     def __hash__(self) -> int:
-        return hash(Place)
+        return hash(StreamOffset)
 
     def __str__(self) -> str:
         return f"{self.layer} at {self.path!r} by {self.rule}" if self.layer else "product"
 
 
-NOWHERE = Place()
+NOWHERE = StreamOffset()

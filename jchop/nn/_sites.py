@@ -19,7 +19,7 @@ from jchop._settings import split
 from jchop.nn._attention import attention
 from jchop.nn._contraction import Roundings, conv_general_dilated, dot_general, einsum
 from jchop.nn._layout import Layout, check_axes, round_in
-from jchop.nn._rule import Place, is_stochastic
+from jchop.nn._rule import StreamOffset, is_stochastic
 from jchop.nn._sources import Source
 from jchop.nn._static import ActivationRange, round_within
 from jchop.spec import Spec
@@ -192,7 +192,7 @@ class Einsum(Product):
 class Output(Site):
     """Rounds the result of a layer."""
 
-    def __init__(self, spec: Spec, stream: Stream, place: Place) -> None:
+    def __init__(self, spec: Spec, stream: Stream, place: StreamOffset) -> None:
         super().__init__(stream)
         self.spec, self.place = spec, place
 
@@ -221,7 +221,7 @@ class Promote(Site):
         specs: tuple[tuple[str, Spec, Layout | None], ...],
         packed: tuple[tuple[str, Spec, Layout, tuple[int, ...]], ...],
         stream: Stream,
-        place: Place,
+        place: StreamOffset,
     ) -> None:
         super().__init__(stream)
         self.base, self.slots, self.specs, self.packed, self.place = base, slots, specs, packed, place

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 
 from jchop._bits import CARRIERS
-from jchop._reference.operations import operation, words
-from jchop._reference.random_bits import seed_words
-from jchop._reference.ranges import carrier_range, range_of, supports
+from jchop._core.arithmetic.operations import operation, words
+from jchop._core.arithmetic.ranges import carrier_range, range_of, supports
+from jchop._core.rounding.random_bits import seed_words
 from jchop._round import _keys, round_to_format
 from jchop._settings import split
 from jchop.spec import Spec

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from jchop._bits import CARRIERS, Carrier
-from jchop._reference.codes import decode_elements, encode_elements, pack, unpack
-from jchop._reference.elements import round_elements
-from jchop._reference.scaled import narrow, widen
+from jchop._core.rounding.codes import decode_elements, encode_elements, pack, unpack
+from jchop._core.rounding.elements import round_elements
+from jchop._core.scaled.elements import narrow, widen
 from jchop._settings import compiled
 from jchop.formats import (
     ElementFormat,

@@ -14,7 +14,7 @@ from jax import lax
 
 from jchop._bits import types_for
 from jchop._checks import check_bool, check_int
-from jchop._reference.groups import Groups
+from jchop._core.scaled.groups import Groups
 from jchop._settings import compiled
 from jchop.formats import ScaledFormat, bfloat16, binary16, binary32, binary64
 from jchop.rounding import Rounding

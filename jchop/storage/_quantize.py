@@ -15,10 +15,10 @@ from jax import lax
 
 from jchop._bits import CARRIERS, types_for
 from jchop._checks import as_numpy, check_choice
+from jchop._core.rounding.random_bits import seed_words
+from jchop._core.rounding.stream_offset import StreamOffset
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled_formats import fit_scaled, quantize_scaled, stored_shapes
-from jchop._reference.place import Place
-from jchop._reference.random_bits import seed_words
 from jchop._round import _keys, _place, round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
@@ -182,7 +182,7 @@ class _How:
     """What is static of quantizing to a scaled format."""
 
     spec: Spec
-    place: Place
+    place: StreamOffset
     impl: str
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from jchop._bits import CARRIERS, types_for
+from jchop._core.rounding.codes import decode_elements
 from jchop._files import require_extra
-from jchop._reference.codes import decode_elements
 from jchop.formats import (
     CATALOGUE,
     CodebookFormat,

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from jchop._bits import CARRIERS
+from jchop._core.rounding.grid import holds
 from jchop._files import write_atomically
-from jchop._reference.grid import holds
 from jchop._round import round_to_format
 from jchop.formats import (
     ElementFormat,

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _core.arithmetic.test_dequantize_matmul import DTYPES, FORMATS, FOUR, exact_data, random_data, rounded, within
 from _kernels.quickly import compiled
-from _reference.test_dequantize_matmul import DTYPES, FORMATS, FOUR, exact_data, random_data, rounded, within
 
 from jchop._kernels import dequantize_matmul_gpu, dequantize_matmul_tpu
 from jchop._kernels.dequantize_matmul import dequantize_matmul, dequantize_matmul_op

@@ -18,11 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jchop as jc
 from jchop._bits import CARRIERS
+from jchop._core.arithmetic.matmul import Plan, matmul_body
+from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels import matmul_gpu, matmul_tpu
 from jchop._kernels.matmul import matmul_op
 from jchop._kernels.matmul_tile import MatmulGpuTiling, MatmulTpuTiling
-from jchop._reference.matmul import Plan, matmul_body
-from jchop._reference.random_bits import seed_words
 from jchop.accumulation import MatmulSpec
 
 KERNELS: dict[str, Callable[..., jax.Array]] = {"tpu": matmul_tpu.matmul, "gpu": matmul_gpu.matmul}

@@ -276,7 +276,7 @@ def test_a_body_that_branches_runs_in_the_program_of_one_cpu_alone():
     def branches(x: jax.Array, scale: jax.Array, *, shift: int) -> jax.Array:
         return lax.cond(scale > 0, lambda: body(x, scale, shift=shift), lambda: jnp.zeros_like(x))
 
-    op = make_op("toy_branches", body, alone=branches)
+    op = make_op("toy_branches", body, single_cpu=branches)
     run, x = times(op), jax.device_put(X, NamedSharding(mesh(), P("a")))
     np.testing.assert_array_equal(run(X), X * 3 + 1)
     assert "stablehlo.case" in lowered_for("cpu", run, X)

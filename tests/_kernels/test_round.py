@@ -24,11 +24,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jchop as jc
 from jchop._bits import CARRIERS
+from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.random_bits import seed_words
+from jchop._core.rounding.stream_offset import StreamOffset, words_like
 from jchop._kernels import round_gpu, round_tpu
 from jchop._kernels.round_tile import RoundGpuTiling, RoundTpuTiling
-from jchop._reference.elements import round_elements
-from jchop._reference.place import Place, words_like
-from jchop._reference.random_bits import seed_words
 
 Array = jax.Array
 Run = Callable[..., Array]
@@ -68,7 +68,7 @@ def same_bits(got: Any, expected: Any, what: str) -> None:
 def body(x: Array, start: int, spec: jc.Spec) -> Array:
     """The portable body, its words from `start` on."""
     drawn = tuple(jnp.asarray(SEEDS)) if spec.rounding.stochastic else ()
-    word = words_like(x, drawn, Place(known=(start,))) if drawn else None
+    word = words_like(x, drawn, StreamOffset(known=(start,))) if drawn else None
     return round_elements(x, spec, CARRIERS[x.dtype.name], word)
 
 

@@ -1,7 +1,7 @@
 """The kernels of scaled blocks, interpreted: bit for bit what the portable body gives, for one table of cases.
 
-The body's values are proven against exact rationals by tests/_reference/test_scaled.py. The table of block formats and
-shapes is that of compile_scaled.py, where the same kernels are compiled.
+The body's values are proven against exact rationals by tests/_core/scaled/test_elements.py. The table of block formats
+and shapes is that of compile_scaled.py, where the same kernels are compiled.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from _kernels.quickly import compiled
 
 import jchop as jc
 from jchop import _bits
+from jchop._core.rounding.random_bits import seed_words
+from jchop._core.rounding.stream_offset import AT_START, StreamOffset
+from jchop._core.scaled import elements as reference
+from jchop._core.scaled import power_of_two_scales
+from jchop._core.scaled.scales import make_plan
+from jchop._core.scaled_blocks import quantize_blocks_body, round_blocks_body
 from jchop._kernels import scaled, scaled_gpu, scaled_tpu
 from jchop._kernels.scaled_tile import Problem, ScaledGpuTiling, ScaledTpuTiling
-from jchop._reference import plain_blocks
-from jchop._reference import scaled as reference
-from jchop._reference.blocks import quantize_blocks_body, round_blocks_body
-from jchop._reference.place import AT_START, Place
-from jchop._reference.random_bits import seed_words
-from jchop._reference.scales import make_plan
 from jchop.scaling import BlockScaling, integer_groups, mx, nvfp4
 from jchop.spec import Spec
 
@@ -58,13 +58,13 @@ def numbers(shape: tuple[int, ...], dtype: str) -> dict[str, np.ndarray]:
     return {"plain": plain, "wild": wild}
 
 
-def operands(x: Array, scaling: BlockScaling, start: int = 0) -> tuple[tuple[Array, ...], Place]:
+def operands(x: Array, scaling: BlockScaling, start: int = 0) -> tuple[tuple[Array, ...], StreamOffset]:
     """What an operation takes beside the array, its random words from `start` on."""
     tensor = (scaled.fit_tensor_scale(x, scaling),) if scaling.rule == "two_level" else ()
     if not scaling.element.rounding.stochastic:
         return tensor, AT_START
     seeds = seed_words(jax.random.key(KEY))
-    return ((*tensor, *seeds, jnp.uint32(start)), Place((None,))) if start else ((*tensor, *seeds), AT_START)
+    return ((*tensor, *seeds, jnp.uint32(start)), StreamOffset((None,))) if start else ((*tensor, *seeds), AT_START)
 
 
 def same_bits(got: Any, expected: Any, what: str) -> None:
@@ -232,7 +232,7 @@ SHORT = [mx(element, rule=rule) for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m
 
 def test_the_short_way_is_taken_where_it_may_be():
     for scaling in SHORT:
-        assert plain_blocks.has_short_way(make_plan(scaling, _bits.CARRIERS["bfloat16"])), scaling
+        assert power_of_two_scales.has_short_way(make_plan(scaling, _bits.CARRIERS["bfloat16"])), scaling
     for scaling in (
         mx("float8_e4m3fnuz"),  # no -0
         BlockScaling("e4m3fn", 32),  # overflows to NaN
@@ -244,8 +244,8 @@ def test_the_short_way_is_taken_where_it_may_be():
         BlockScaling("uint4", 32),
         BlockScaling("codebook(-1,0,1)", 32),
     ):
-        assert not plain_blocks.has_short_way(make_plan(scaling, _bits.CARRIERS["float32"])), scaling
-    assert not plain_blocks.has_short_way(make_plan(mx("e4m3fn"), _bits.CARRIERS["float64"]))
+        assert not power_of_two_scales.has_short_way(make_plan(scaling, _bits.CARRIERS["float32"])), scaling
+    assert not power_of_two_scales.has_short_way(make_plan(mx("e4m3fn"), _bits.CARRIERS["float64"]))
 
 
 def ties(scaling: BlockScaling, rng: np.random.Generator) -> np.ndarray:
@@ -273,8 +273,8 @@ def test_the_short_way_gives_the_same_bits(scaling, rng):
 
     @jax.jit
     def both(x: Array) -> tuple[Any, Any]:
-        short = jax.lax.map(lambda row: (plain_blocks.round_tile(row[None], 1, plan)[0],
-                                         *plain_blocks.quantize_tile(row[None], 1, plan)), x)  # fmt: skip
+        short = jax.lax.map(lambda row: (power_of_two_scales.round_tile(row[None], 1, plan)[0],
+                                         *power_of_two_scales.quantize_tile(row[None], 1, plan)), x)  # fmt: skip
         return short, (reference.round_tile(x, 1, plan), *reference.quantize_tile(x, 1, plan))
 
     (rounded, codes, scales), expected = both(x)
@@ -350,7 +350,7 @@ def test_refusals_say_why(platform, operation, scaling, shape, dtype, message):
 def test_tiles_of_larger_arrays_are_refused():
     x = jax.ShapeDtypeStruct((64,), jnp.float32)
     scaling = BlockScaling("int4:stochastic", 8)
-    assert "tile of a larger array" in str(scaled.refuse(x, scaling=scaling, place=Place((0,), (128,))))
+    assert "tile of a larger array" in str(scaled.refuse(x, scaling=scaling, place=StreamOffset((0,), (128,))))
 
 
 # -- the functions -----------------------------------------------------------------------------------------------------

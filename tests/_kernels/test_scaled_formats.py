@@ -20,6 +20,10 @@ from oracle import CARRIERS
 from oracle_scaled import Blocks, Scheme
 
 import jchop as jc
+from jchop._core.rounding.codes import unpack
+from jchop._core.rounding.random_bits import seed_words
+from jchop._core.scaled_bodies import fit_body, quantize_body, round_body
+from jchop._core.scaled_float32 import select
 from jchop._kernels.scaled_formats import (
     dequantize_scaled,
     fit_scaled,
@@ -28,10 +32,6 @@ from jchop._kernels.scaled_formats import (
     round_scaled,
     stored_shapes,
 )
-from jchop._reference import ways
-from jchop._reference.codes import unpack
-from jchop._reference.grouped import fit_body, quantize_body, round_body
-from jchop._reference.random_bits import seed_words
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
 
@@ -405,7 +405,7 @@ def test_asking_changes_no_bit(text, dtype, rng):
     """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
     spec = jc.parse(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
-    shape = (64, ways.LEAST_ASKED // 32)
+    shape = (64, select.LEAST_TO_BRANCH // 32)
 
     @jax.jit
     def both(x):
@@ -426,7 +426,7 @@ def test_asking_changes_no_bit(text, dtype, rng):
 def test_zero_points_far_outside_are_not_called_moderate(rng):
     """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
     spec = jc.parse("uint8(channel=0,zero_point=true)")
-    shape = (64, ways.LEAST_ASKED // 32)
+    shape = (64, select.LEAST_TO_BRANCH // 32)
     x = jnp.asarray(rng.standard_normal(shape).astype(np.float32))
     scale, zero = jnp.full((64, 1), 0.01, jnp.float32), jnp.full((64, 1), 128, jnp.int32)
     for far in (-(2**31), -70_000, -1025, 1025, 70_000, 2**31 - 1):
@@ -452,8 +452,8 @@ COLUMNS = {
 @pytest.mark.parametrize("text", ["int8(channel=1)", "int4(group=64,axis=0)", "float8_e4m3fn(channel=1,scale=e8m0fnu)"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_largest_number_of_a_column(text, dtype, rng):
-    """A program of one CPU looks for it among numbers first; the body that does not ask, among integers."""
-    spec, shape = jc.parse(text), (ways.LEAST_ASKED // 64, 65)
+    """A program of one CPU looks for it among numbers first; the body that does not branch_allowed, among integers."""
+    spec, shape = jc.parse(text), (select.LEAST_TO_BRANCH // 64, 65)
 
     @jax.jit
     def both(x):

@@ -19,9 +19,9 @@ from oracle_matmul import Arithmetic, How, Sum, Words, rounded
 
 import jchop as jc
 from jchop import MatmulSpec
-from jchop._reference.operations import fold_seeds
-from jchop._reference.random_bits import random_words, seed_words
-from jchop._reference.sums import _with_start
+from jchop._core.arithmetic.operations import fold_seeds
+from jchop._core.arithmetic.sums import _with_start
+from jchop._core.rounding.random_bits import random_words, seed_words
 
 KEY = jax.random.key(5)
 F32 = oracle.CARRIERS["float32"]

@@ -12,10 +12,10 @@ from jax import lax
 
 from jchop._bits import CARRIERS
 from jchop._checks import check_choice, check_int
+from jchop._core.arithmetic.operations import draws
+from jchop._core.rounding.random_bits import seed_words
 from jchop._linalg.direct import eliminate, through_factors
 from jchop._linalg.steps import Steps
-from jchop._reference.operations import draws
-from jchop._reference.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._carrier import frexp

@@ -11,10 +11,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._core.arithmetic.operations import check_operation, draws
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.random_bits import seed_words
 from jchop._linalg.steps import Steps
-from jchop._reference.grid import require_carrier
-from jchop._reference.operations import check_operation, draws
-from jchop._reference.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._door import SpecLike, as_operands, checked_key, own_carrier, run, widened

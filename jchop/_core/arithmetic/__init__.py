@@ -1,0 +1,1 @@
+"""Arithmetic whose exact result is rounded once: operations, sums, matrix products."""

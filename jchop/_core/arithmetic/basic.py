@@ -1,0 +1,265 @@
+"""Operations whose exact result is rounded once: the choice of the cheapest way that is exact.
+
+From what is known of the operands' ranges before anything is computed, each operation takes one of four ways:
+
+1. the hardware's operation and then a rounding, where the hardware's result is exact or its error cannot be seen;
+2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells where the exact sum lies;
+3. the like on scaled operands (`subnormal_scaling`), for float32 and formats with its exponents;
+4. integer arithmetic (`double_word`), right for every input.
+
+Ways 1 and 2 are taken only where no operand, term or result can be a subnormal of the carrier, which devices may read
+as zero. In all ways no product is inexact that meets a sum, so that a compiler that contracts a b + c to one operation
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.arithmetic import double_word, subnormal_scaling
+from jchop._core.arithmetic.exact import Exact, round_exact
+from jchop._core.arithmetic.nearest import adds_to_round, round_by_adding
+from jchop._core.arithmetic.ranges import (
+    NEAREST,
+    Range,
+    carrier_range,
+    has_spare_bits,
+    is_direct,
+    product_range,
+    range_of,
+    require_operation,
+    sum_range,
+)
+from jchop._core.arithmetic.round_with_error import error_of_sum, has_constant_drop, round_with_error
+from jchop._core.rounding.elements import round_elements
+from jchop.formats import FloatFormat, binary32
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+__all__ = [
+    "Range",
+    "add",
+    "carrier_range",
+    "divide",
+    "multiply",
+    "multiply_add",
+    "product_range",
+    "range_of",
+    "require_operation",
+    "sum_range",
+]
+
+Array = jax.Array
+
+_BINARY32 = Spec(binary32)
+
+
+def multiply(
+    x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: Range, yr: Range
+) -> Array:
+    """`x * y`, its exact value rounded once.
+
+    Args:
+        x: values of `carrier` within their range, or infinities or NaN.
+        y: the same, of the same shape.
+        spec: what the result is rounded to; None: the carrier's own format, to nearest even.
+        carrier: float32 or float64.
+        word: for the stochastic modes, a random word for each element: uint32, or uint64 for float64.
+        xr: what is known of `x`.
+        yr: what is known of `y`.
+
+    Raises:
+        ValueError: where `spec` wraps, and a product need not fit the carrier.
+    """
+    spec = _unless_own(spec, carrier)
+    if _product_is_exact(xr, yr, carrier) and _ends_agree(product_range(xr, yr), spec, carrier):
+        return round_known(x * y, product_range(xr, yr), spec, carrier, word)
+    if subnormal_scaling.multiplies(spec, carrier, xr, yr):
+        return subnormal_scaling.multiply(x, y, spec, word)
+    _refuse_wrapping(spec, product_range(xr, yr), carrier)
+    return round_exact(double_word.multiply(x, y, carrier), spec, carrier, word)
+
+
+def add(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: Range, yr: Range) -> Array:
+    """`x + y`, its exact value rounded once; arguments as for `multiply`.
+
+    A sum that is exactly zero is +0, under `Rounding.DOWN` -0; that of two zeros of one sign has theirs.
+    """
+    spec = _unless_own(spec, carrier)
+    total = sum_range(xr, yr)
+    zero_sign = carrier.sign_bit if spec is not None and spec.rounding is Rounding.DOWN else 0
+    if _is_normal(total, carrier):
+        exact = total.bits <= carrier.fraction + 1
+        if (spec is None or _ends_agree(total, spec, carrier)) and (
+            exact or _rounds_twice_safely(spec, xr, yr, carrier)
+        ):
+            return round_known(_signed_zero(x + y, x, y, zero_sign, carrier), total, spec, carrier, word)
+        if spec is not None and has_spare_bits(spec.format, carrier) and _has_room(total, spec, carrier):
+            _refuse_wrapping(spec, total, carrier)
+            return _rounded_sum(x, y, total, zero_sign, spec, carrier, word)
+    if subnormal_scaling.adds(spec, carrier):
+        return subnormal_scaling.add(x, y, spec, word, xr, yr)
+    _refuse_wrapping(spec, total, carrier)
+    return round_exact(double_word.add(x, y, carrier, zero_sign), spec, carrier, word)
+
+
+def multiply_add(
+    x: Array,
+    y: Array,
+    z: Array,
+    spec: Spec | None,
+    carrier: Carrier,
+    word: Array | None,
+    xr: Range,
+    yr: Range,
+    zr: Range,
+) -> Array:
+    """`x * y + z`, its exact value rounded once; arguments as for `multiply`, zeros as for `add`."""
+    product = product_range(xr, yr)
+    if _product_is_exact(xr, yr, carrier) and product.top <= carrier.bias + 1:
+        return add(x * y, z, spec, carrier, word, product, zr)
+    _refuse_wrapping(spec, sum_range(product, zr), carrier)
+    zero_sign = carrier.sign_bit if spec is not None and spec.rounding is Rounding.DOWN else 0
+    return round_exact(double_word.multiply_add(x, y, z, carrier, zero_sign), spec, carrier, word)
+
+
+def divide(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: Range, yr: Range) -> Array:
+    """`x / y`, its exact value rounded once; arguments as for `multiply`.
+
+    Always in integer arithmetic: not every device divides to the last bit.
+    """
+    if spec is not None and spec.overflow is Overflow.WRAP:
+        raise ValueError(f"spec={str(spec)!r}: a quotient has no last bit, so it cannot wrap")
+    bits = 2 if spec is None or not spec.rounding.stochastic else carrier.work_width
+    return round_exact(double_word.divide(x, y, carrier, bits), spec, carrier, word)
+
+
+# -- which way ---------------------------------------------------------------------------------------------------------
+
+
+def _unless_own(spec: Spec | None, carrier: Carrier) -> Spec | None:
+    """None for what float32 does by itself."""
+    return None if carrier.name == "float32" and spec == _BINARY32 else spec
+
+
+def _is_normal(r: Range, carrier: Carrier) -> bool:
+    """Whether no value of the range but zero lies below the carrier's smallest normal value."""
+    return r.quantum >= 1 - carrier.bias
+
+
+def _product_is_exact(xr: Range, yr: Range, carrier: Carrier) -> bool:
+    """Whether the hardware's product is exact, or infinite where it is too large."""
+    product = product_range(xr, yr)
+    return all(_is_normal(r, carrier) for r in (xr, yr, product)) and product.bits <= carrier.fraction + 1
+
+
+def _ends_agree(result: Range, spec: Spec | None, carrier: Carrier) -> bool:
+    """Whether a result that is infinite in the carrier, if there can be one, is rounded as its exact value would be."""
+    inexact = result.bits > carrier.fraction + 1  # may be rounded up to 2^top
+    if result.top + inexact <= carrier.bias + 1:
+        return True
+    return spec is not None and spec.rounding in NEAREST and spec.overflow in (Overflow.IEEE, Overflow.SATURATE)
+
+
+def _rounds_twice_safely(spec: Spec | None, xr: Range, yr: Range, carrier: Carrier) -> bool:
+    """Whether a sum rounded by the hardware and then under `spec` is the exact sum rounded under `spec`.
+
+    The first rounding is monotone, so it can only hurt where it hits the middle m of two neighbours. Of operands of at
+    most p bits the one whose last bits the carrier drops is then so small that the other one is m, which has p + 1 bits
+    (Figueroa 1995). Below the smallest normal value, where m has fewer, the sum has to be exact.
+    """
+    if spec is None:
+        return True
+    fmt, held = spec.format, carrier.fraction + 1
+    if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST:
+        return False
+    if fmt.emin - min(xr.quantum, yr.quantum) > held:
+        return False
+    if is_direct(spec, carrier):
+        return spec.rounding is Rounding.NEAREST_EVEN
+    return max(xr.bits, yr.bits) <= fmt.precision and 2 * fmt.precision + 2 <= held
+
+
+def _has_room(total: Range, spec: Spec, carrier: Carrier) -> bool:
+    """Whether no step of TwoSum can overflow, and of the scaling that a stochastic mode asks for none be subnormal."""
+    if total.top > carrier.bias:
+        return False
+    up = carrier.work_width - 1 + carrier.fraction
+    return not spec.rounding.stochastic or (
+        total.quantum >= carrier.work_width - 2 - carrier.bias and total.quantum - total.top + up >= 1 - carrier.bias
+    )
+
+
+def _refuse_wrapping(spec: Spec | None, result: Range, carrier: Carrier) -> None:
+    """Wrapping takes every bit of an exact result."""
+    whole = carrier_range(carrier)
+    fits = result.bits <= whole.precision and result.quantum >= whole.quantum and result.top <= whole.top
+    if spec is not None and spec.overflow is Overflow.WRAP and not fits:
+        raise ValueError(
+            f"spec={str(spec)!r} wraps an exact result, which {carrier.name} must hold; these operands give up to "
+            f"{result.bits} bits from 2^{result.quantum} on, more than its {whole.precision}: use narrower operands, "
+            "or saturate"
+        )
+
+
+# -- ways 1 and 2 ------------------------------------------------------------------------------------------------------
+
+
+def round_known(value: Array, r: Range, spec: Spec | None, carrier: Carrier, word: Array | None) -> Array:
+    """`value`, the hardware's result for an exact one of the range `r`, under `spec`."""
+    if spec is None:
+        return value
+    # With one bit of precision a tie goes by the parity of the exponent.
+    if adds_to_round(spec, r, carrier) and spec.format.precision != 1:
+        return round_by_adding(value, spec, carrier)
+    return round_elements(value, spec, carrier, word)
+
+
+def _signed_zero(total: Array, x: Array, y: Array, zero_sign: int, carrier: Carrier) -> Array:
+    """`total`, the hardware's `x + y`, where sums of zero of unlike signs have `zero_sign` instead of no sign."""
+    if not zero_sign:
+        return total
+    bits, xs, ys = (lax.bitcast_convert_type(value, carrier.work) for value in (total, x, y))
+    return _bits.join(jnp.where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier)
+
+
+def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tuple[Array, Array, Array]:
+    """Sign and magnitude of the hardware's sum, and what is missing from it, as seen from zero; NaN beside infinities.
+
+    For values whose sum and its terms are normal values of the carrier, zeros, infinities or NaN.
+    """
+    rounded = x + y
+    back = rounded - x
+    error = (x - (rounded - back)) + (y - back)
+    sign, magnitude = _bits.split(_signed_zero(rounded, x, y, zero_sign, carrier), carrier)
+    return sign, magnitude, lax.bitcast_convert_type(lax.bitcast_convert_type(error, carrier.work) ^ sign, error.dtype)
+
+
+def _rounded_sum(
+    x: Array, y: Array, total: Range, zero_sign: int, spec: Spec, carrier: Carrier, word: Array | None
+) -> Array:
+    """The exact sum rounded once, from the hardware's and its error."""
+    sign, magnitude, error = _sum_and_error(x, y, zero_sign, carrier)
+    if has_constant_drop(spec, carrier) and total.quantum >= range_of(spec, carrier).quantum:
+        error, binade = error_of_sum(error, magnitude, spec, carrier)
+        return round_with_error(sign, magnitude, magnitude, error, spec, carrier, word, binade)
+    return round_exact(_as_exact(sign, magnitude, error, total, spec, carrier), spec, carrier, word)
+
+
+def _as_exact(sign: Array, magnitude: Array, error: Array, total: Range, spec: Spec, carrier: Carrier) -> Exact:
+    magnitude = magnitude - (error < 0).astype(magnitude.dtype)
+    inexact = (error < 0) | (error > 0)
+    unsigned, width = jnp.dtype(f"uint{carrier.work_width}"), carrier.work_width
+    if not spec.rounding.stochastic:
+        return Exact(sign, magnitude, inexact, jnp.zeros_like(magnitude, unsigned), inexact)
+    # The error in units of ulp(t) 2^(1-W), of which it is at most 2^(W-2): exact, as `_has_room` has made sure.
+    power = 2 * carrier.bias + carrier.fraction + width - 1 - (magnitude >> carrier.fraction)
+    power = jnp.minimum(power, 2 * carrier.bias)  # matters only where the error is zero
+    scaled = error * lax.bitcast_convert_type(power << carrier.fraction, error.dtype)
+    whole = jnp.floor(scaled)
+    rest = whole.astype(carrier.work).astype(unsigned) << 1
+    return Exact(sign, magnitude, inexact, rest, scaled != whole, quantum=total.quantum)

@@ -1,0 +1,140 @@
+"""Chains of elementwise operations, each result rounded once; in full, or tried as if all numbers were moderate.
+
+Formats with the carrier's own exponents share its subnormal numbers, and most of what an operation costs under one is
+due to them. So a chain may be tried as if there were none near. Where no operand is finer than 2^_QUANTUM or as large
+as 2^_TOP, no sum or product is subnormal or too large, and the ways of `arithmetic` for a narrower range give the same
+bits. That is looked at where a chain is entered and after products. A sum is no finer than its terms, and at most twice
+as large. What was tried is NaN where a number of its history was not such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic import subnormal_scaling
+from jchop._core.arithmetic.basic import Range, range_of
+from jchop._core.arithmetic.operations import draws, operation, words
+from jchop._core.rounding.random_bits import SEEDS
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["ELEMENTWISE", "Link", "chain_body", "gains", "is_in_safe_range", "try_chain", "words_of"]
+
+#: What a chain may consist of: NaN in an operand is NaN in the result, whatever the others are.
+ELEMENTWISE = frozenset({"add", "sub", "mul", "square", "neg", "abs"})
+_KEEPS_MAGNITUDE, _PRODUCTS = frozenset({"neg", "abs"}), frozenset({"mul", "square"})
+#: An operation, where its operands stand among the arrays and the results so far, what these are numbers of, and the
+#: number of its rounding in the random stream.
+Link = tuple[str, tuple[int, ...], tuple[Spec, ...], int]
+
+_CARRIER = CARRIERS["float32"]
+#: Operands are multiples of 2^_QUANTUM below 2^_TOP. Products are then multiples of 2^-126 below 2^111, from where on a
+#: number could not be rounded by adding another. What is looked at must lie below 2^_SEEN.
+_QUANTUM, _TOP, _SEEN = -63, 55, 45
+
+
+def gains(spec: Spec) -> bool:
+    """Whether a chain under a spec is faster tried."""
+    whole = range_of(spec, _CARRIER)
+    return subnormal_scaling.adds(spec, _CARRIER) and subnormal_scaling.multiplies(spec, _CARRIER, whole, whole)
+
+
+def is_in_safe_range(value: float, spec: Spec) -> bool:
+    """Whether a constant, rounded under a spec already, does not make every try vain."""
+    return value == 0 or 2.0 ** _least(spec) <= abs(value) < 2.0**_SEEN
+
+
+def _least(spec: Spec) -> int:
+    """From 2^this on numbers of the spec's format are multiples of 2^_QUANTUM."""
+    return _QUANTUM + range_of(spec, _CARRIER).precision - 1
+
+
+def chain_body(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
+    """The result of a chain.
+
+    Args:
+        arrays: float32, of one shape, or 0-d; values of their specs, infinities or NaN. For a stochastic spec the six
+            words of `seed_words` follow.
+        links: the operations in their order.
+        shape: of every result.
+        result: where what is wanted stands among the arrays and the results of all operations.
+        spec: what every result is rounded to.
+    """
+    values, seeds = _parted(arrays, spec)
+    for name, places, knowns, number in links:
+        ranges = [range_of(known, _CARRIER) for known in knowns]
+        word = words_of(seeds, shape, number) if seeds else None
+        values.append(operation(name, [values[place] for place in places], spec, word, ranges=ranges))
+    return values[result]
+
+
+def words_of(seeds: Sequence[Array], shape: tuple[int, ...], number: int) -> Array:
+    """The random words of the operation that has the number."""
+    return words(seeds, jnp.zeros(shape, jnp.float32), number)
+
+
+def _parted(arrays: Sequence[Array], spec: Spec) -> tuple[list[Array], Sequence[Array]]:
+    """The operands, and the words of the seeds if any."""
+    count = len(arrays) - (SEEDS if draws(spec) else 0)
+    return list(arrays[:count]), arrays[count:]
+
+
+def try_chain(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
+    """What `chain_body` gives, but NaN where a number on the way was not moderate: no number is wrong."""
+    precision = range_of(spec, _CARRIER).precision
+    values, seeds = _parted(arrays, spec)
+    history = [_History(_SEEN, (x,), (x,)) for x in values]
+    for name, places, _, number in links:
+        word = words_of(seeds, shape, number) if seeds else None
+        past = [history[place] for place in places]
+        ranges = [Range(_QUANTUM, precision, each.top) for each in past]
+        values.append(operation(name, [values[place] for place in places], spec, word, ranges=ranges))
+        history.append(_after(name, past, values[-1]))
+    return _where_in_safe_range(values[result], history[result], _least(spec))
+
+
+@dataclass(frozen=True)
+class _History:
+    """Of a number: it lies below 2^top, if no number that it came from was too small or too large."""
+
+    top: int
+    small: tuple[Array, ...]
+    large: tuple[Array, ...]
+
+
+def _after(name: str, past: Sequence[_History], value: Array) -> _History:
+    """The history of what an operation gives."""
+    small, large = (_union(getattr(each, field) for each in past) for field in ("small", "large"))
+    top = max(each.top for each in past)
+    if name in _KEEPS_MAGNITUDE:
+        return _History(top, small, large)
+    if name in _PRODUCTS:
+        return _History(_SEEN, (*small, value), (*large, value))
+    return _History(top + 1, small, large) if top < _TOP else _History(_SEEN, small, (*large, value))
+
+
+def _union(parts: Iterable[Sequence[Array]]) -> tuple[Array, ...]:
+    return tuple({id(x): x for part in parts for x in part}.values())
+
+
+def _where_in_safe_range(value: Array, history: _History, least: int) -> Array:
+    low, high = (np.uint32(exponent + _CARRIER.bias << _CARRIER.fraction) for exponent in (least, _SEEN))
+    smallest, largest = np.uint32(0xFFFFFFFF), np.uint32(0)
+    for x in history.small:
+        smallest = jnp.minimum(smallest, _magnitude(x) - np.uint32(1))  # that of zero is the largest of all
+    for x in history.large:
+        largest = jnp.maximum(largest, _magnitude(x))
+    return jnp.where((smallest >= low - 1) & (largest < high), value, np.float32(np.nan))
+
+
+def _magnitude(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(_bits.low_mask(31))

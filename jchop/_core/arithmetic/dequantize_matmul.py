@@ -1,0 +1,140 @@
+"""Product of a matrix with a matrix held as codes and group scales, decoded a few groups at a time.
+
+W[k, n] = s[k // group, n] * c[k, n], and with x_g, c_g the columns of x and the rows of c that belong to group g,
+
+    y = sum over g of s_g * (x_g @ c_g),
+
+so that a group's products are of x with the codes' own values, which bfloat16 holds, and the scale is applied to their
+sum (in a large group, to the sums of its pieces). All sums are float32, in an order that is not part of the definition.
+
+Codes of b bits are packed along n, 8/b to a byte. Byte j of a row holds the columns 8/b * j + p, p = 0, ..., 8/b - 1;
+the part p of W is those columns for one p. Nothing here or in the kernels interleaves the parts of W: the product is
+formed for each part, and its columns are interleaved.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._bits import CARRIERS, low_mask
+from jchop._core.rounding.codes import decode_elements
+from jchop.formats import ElementFormat
+
+Array = jax.Array
+
+#: Rows of W that are decoded at a time.
+_ROWS = 512
+
+
+def dequantize_matmul_body(
+    x: Array, codes: Array, scales: Array, *, format: ElementFormat, group: int, tiling: object = None
+) -> Array:
+    """The product x @ W, of float32 sums, rounded to the dtype of `x`.
+
+    Args:
+        x: (m, k), float32 or bfloat16.
+        codes: (k, ceil(n * bits / 8)) uint8, the codes of W packed along n.
+        scales: (ceil(k / group), n), float32 or bfloat16.
+        format: of the codes, of 2, 4 or 8 bits.
+        group: how many consecutive rows of W share a scale; the last group may be smaller.
+        tiling: for the kernels alone.
+    """
+    del tiling
+    (m, k), n = x.shape, scales.shape[1]
+    if not k:
+        return jnp.zeros((m, n), x.dtype)
+    parted = part_columns(scales, 8 // format.bits)
+    whole = k // group
+    split = whole * group
+    if not whole or split == k:
+        total = _equal_groups(x, codes, parted, format)
+    else:
+        total = _equal_groups(x[:, :split], codes[:split], parted[:, :whole], format)
+        total += _equal_groups(x[:, split:], codes[split:], parted[:, whole:], format)
+    return join_columns(total, n).astype(x.dtype)
+
+
+def _equal_groups(x: Array, codes: Array, scales: Array, format: ElementFormat) -> Array:
+    """The sum for groups of one size, (parts, m, n / parts).
+
+    A step takes several small groups or a piece of a large one. The last step of a row of steps begins earlier rather
+    than end beyond the array, and leaves out what another has counted.
+    """
+    groups = scales.shape[1]
+    group = x.shape[1] // groups
+    rows = min(group, _ROWS)
+    together = min(max(_ROWS // group, 1), groups)
+    pieces = -(-group // rows)
+    steps = -(-groups // together) * pieces
+
+    def step(i: Array | int) -> Array:
+        first, offset = i // pieces * together, i % pieces * rows
+        at_group = jnp.minimum(first, groups - together)
+        at_row = jnp.minimum(offset, group - rows)
+        xs = lax.dynamic_slice_in_dim(x, at_group * group + at_row, together * rows, 1)
+        cs = lax.dynamic_slice_in_dim(codes, at_group * group + at_row, together * rows, 0)
+        xs, cs = xs.reshape(x.shape[0], together, rows), cs.reshape(together, rows, codes.shape[1])
+        if groups % together or group % rows:
+            fresh = at_group + lax.iota(jnp.int32, together) >= first
+            fresh = fresh[:, None] & (at_row + lax.iota(jnp.int32, rows) >= offset)
+            xs, cs = jnp.where(fresh, xs, 0), jnp.where(fresh[:, :, None], cs, 0)
+        ss = lax.dynamic_slice_in_dim(scales, at_group, together, 1)
+        values = decode_parts(cs, format, x.dtype)
+        return jnp.stack([_scaled_sum(xs, part, s) for part, s in zip(values, ss, strict=True)])
+
+    total = step(jnp.int32(0))
+    return lax.fori_loop(jnp.int32(1), jnp.int32(steps), lambda i, so_far: so_far + step(i), total)
+
+
+def _scaled_sum(x: Array, values: Array, scales: Array) -> Array:
+    """The sum over g of s_g * (x_g @ c_g), for x (m, g, k), c (g, k, n), s (g, n)."""
+    products = multiply(x, values, (((2,), (1,)), ((1,), (0,))))
+    return jnp.sum(products * scales[:, None, :].astype(jnp.float32), 0)
+
+
+# -- what the kernels share --------------------------------------------------------------------------------------------
+
+_MATRIX = (((1,), (0,)), ((), ()))
+
+
+def exact_in(format: ElementFormat, dtype: str) -> bool:
+    """Whether a format of up to 8 bits has only normal numbers of a carrier, where no device flushes one to zero."""
+    assert format.smallest is not None
+    carrier = CARRIERS[dtype]
+    largest = max(Fraction(format.max), -Fraction(format.min))
+    return Fraction(format.smallest) >= Fraction(2) ** (1 - carrier.bias) and largest <= carrier.max
+
+
+def decode_parts(packed: Array, format: ElementFormat, dtype: np.dtype) -> tuple[Array, ...]:
+    """The values of bytes of codes, for each part of W: bfloat16 where `dtype` is and holds them, else float32."""
+    words, bits = packed.astype(jnp.int32), format.bits
+    codes = [words >> bits * part & low_mask(bits) for part in range(8 // bits)]
+    narrow = dtype == jnp.bfloat16 and exact_in(format, "bfloat16")
+    values = [decode_elements(code, format, CARRIERS["float32"]) for code in codes]
+    return tuple(value.astype(jnp.bfloat16) if narrow else value for value in values)
+
+
+def multiply(x: Array, values: Array, dimensions: lax.DotDimensionNumbers = _MATRIX) -> Array:
+    """The float32 product of `x` with decoded values: of bfloat16 where both are, else of float32 in full."""
+    if x.dtype != values.dtype:
+        x, values = x.astype(jnp.float32), values.astype(jnp.float32)
+    precision = lax.Precision.DEFAULT if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    return lax.dot_general(x, values, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def part_columns(scales: Array, parts: int) -> Array:
+    """The columns n of (g, n) by the part of W that they belong to, (parts, g, ceil(n / parts)); absent ones 0."""
+    groups, n = scales.shape
+    padded = jnp.pad(scales, ((0, 0), (0, -n % parts)))
+    return jnp.moveaxis(padded.reshape(groups, -(-n // parts), parts), 2, 0)
+
+
+def join_columns(product: Array, n: int) -> Array:
+    """(parts, m, ceil(n / parts)) as (m, n), the inverse of `part_columns`."""
+    parts, m, width = product.shape
+    return jnp.moveaxis(product, 0, 2).reshape(m, width * parts)[:, :n]

@@ -1,0 +1,309 @@
+"""Sums, products and quotients in integer arithmetic: exact for every value of a carrier.
+
+A number is held as a sign, an exponent and a significand of two words of W bits, W the width of the carrier's bits. No
+floating-point operation touches the values, so neither subnormals that a device reads as zero nor operations that a
+compiler contracts can change a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.arithmetic.exact import Exact, significand
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class DoubleWord:
+    """|v| = (high 2^W + low) 2^(exponent - (2W - 2)): place 2W - 2 stands for 2^exponent, and above it one is free."""
+
+    sign: Array
+    exponent: Array
+    high: Array
+    low: Array
+
+
+def multiply(x: Array, y: Array, carrier: Carrier) -> Exact:
+    """The exact product."""
+    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
+    product = _product(xs, xm, ys, ym, carrier)
+    v = _whole(product, carrier)
+    zero = (xm == 0) | (ym == 0)
+    infinite = (xm == carrier.inf) | (ym == carrier.inf)
+    return with_special_values(v, infinite, infinite & zero | _any_nan(carrier, xm, ym), product.sign, carrier)
+
+
+def multiply_by(x: Array, significand: Array, exponent: Array, carrier: Carrier) -> Exact:
+    """The exact product with a positive number that need not be one of the carrier.
+
+    Args:
+        x: values of `carrier`.
+        significand: of the other factor: words whose top bit but one is its leading bit.
+        exponent: what that bit stands for.
+        carrier: of `x`.
+    """
+    sign, magnitude = _bits.split(x, carrier)
+    up = carrier.work_width - 1 - carrier.fraction
+    e, count = normalised(magnitude, carrier)
+    factor = significand.astype(_unsigned(carrier)) << 1
+    v = _whole(_product_of(sign, e + exponent, count.astype(factor.dtype) << up, factor), carrier)
+    return with_special_values(v, magnitude == carrier.inf, magnitude > carrier.inf, sign, carrier)
+
+
+def add(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
+    """The exact sum; where it is zero and the operands are not zeros of one sign, its sign is `zero_sign`."""
+    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
+    a, b = (operand(sign, *_parts(magnitude, carrier), carrier) for sign, magnitude in ((xs, xm), (ys, ym)))
+    v, sticky = sum_exactly(a, b, zero_sign)
+    # The high word is empty only if the sum is zero; a subnormal sum is raised no further than its exponent allows.
+    v = _cut(lifted(v, jnp.minimum(leading_zeros(v.high, carrier), v.exponent + carrier.bias)), sticky, carrier)
+    x_infinite, y_infinite = xm == carrier.inf, ym == carrier.inf
+    nan = x_infinite & y_infinite & (xs != ys) | _any_nan(carrier, xm, ym)
+    return with_special_values(v, x_infinite | y_infinite, nan, jnp.where(x_infinite, xs, ys), carrier)
+
+
+def multiply_add(x: Array, y: Array, z: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
+    """The exact x y + z, with the zeros of `add`."""
+    (xs, xm), (ys, ym), (zs, zm) = (_bits.split(value, carrier) for value in (x, y, z))
+    product = _product(xs, xm, ys, ym, carrier)
+    v, sticky = sum_exactly(product, operand(zs, *normalised(zm, carrier), carrier), zero_sign)
+    v = swept(v)
+    v = pack(lifted(v, leading_zeros(v.high, carrier)), sticky, carrier)
+    infinite, z_infinite = (xm == carrier.inf) | (ym == carrier.inf), zm == carrier.inf
+    nan = infinite & ((xm == 0) | (ym == 0) | z_infinite & (product.sign != zs)) | _any_nan(carrier, xm, ym, zm)
+    return with_special_values(v, infinite | z_infinite, nan, jnp.where(infinite, product.sign, zs), carrier)
+
+
+def divide(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -> Exact:
+    """The exact quotient times 2^exponent, of whose `rest` `bits` bits are worked out."""
+    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
+    (xe, dividend), (ye, divisor) = normalised(xm, carrier), normalised(ym, carrier)
+    smaller = dividend < divisor
+    remainder = jnp.where(smaller, dividend + dividend, dividend) - divisor  # the leading digit is 1
+    top, rest, remainder = _digits(remainder, divisor, bits, carrier)
+    zero = (xm == 0) | (ym == carrier.inf)
+    top, rest, remainder = (jnp.where(zero, 0, word) for word in (top, rest, remainder))
+    lift = carrier.work_width - 2 - carrier.fraction
+    high = top.astype(rest.dtype) << lift | rest >> carrier.work_width - lift
+    if exponent:
+        xe = xe + exponent
+    quotient = DoubleWord(xs ^ ys, xe - ye - smaller.astype(xe.dtype), high, rest << lift)
+    v = pack(lifted(quotient, 1), remainder.astype(rest.dtype), carrier)
+    infinite = (xm == carrier.inf) | (ym == 0)
+    return with_special_values(v, infinite, infinite & zero | _any_nan(carrier, xm, ym), quotient.sign, carrier)
+
+
+# -- taking apart ------------------------------------------------------------------------------------------------------
+
+
+def _unsigned(carrier: Carrier) -> np.dtype:
+    return np.dtype(f"uint{carrier.work_width}")
+
+
+def _parts(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
+    """Exponent, at least that of the smallest normal value, and significand with its leading bit."""
+    return jnp.maximum(magnitude >> carrier.fraction, 1) - carrier.bias, significand(magnitude, carrier)
+
+
+def normalised(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
+    """Exponent and significand in [2^M, 2^(M+1)); for zero an exponent below those of all products, and 0."""
+    exponent, count = _parts(magnitude, carrier)
+    up = carrier.fraction - _bits.floor_log2(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
+    return jnp.where(count == 0, -4 * carrier.bias, exponent - up), count << up
+
+
+def operand(sign: Array, exponent: Array, count: Array, carrier: Carrier) -> DoubleWord:
+    high = (count << carrier.work_width - 2 - carrier.fraction).astype(_unsigned(carrier))
+    return DoubleWord(sign, exponent, high, jnp.zeros_like(high))
+
+
+def _all_ones(where: Array, like: Array) -> Array:
+    """Words of ones where a condition holds, else zero; 64-bit constants beyond 2^63 do not pass through Triton."""
+    return jnp.zeros_like(like) - where.astype(like.dtype)
+
+
+def _any_nan(carrier: Carrier, *magnitudes: Array) -> Array:
+    some = magnitudes[0] > carrier.inf
+    for magnitude in magnitudes[1:]:
+        some = some | (magnitude > carrier.inf)
+    return some
+
+
+# -- two words ---------------------------------------------------------------------------------------------------------
+
+
+def _full_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """The high and the low word of a product of unsigned words, from products of their halves."""
+    half = a.dtype.itemsize * 4
+    mask = a.dtype.type((1 << half) - 1)
+    a0, a1, b0, b1 = a & mask, a >> half, b & mask, b >> half
+    cross0, cross1 = a0 * b1, a1 * b0
+    middle = (a0 * b0 >> half) + (cross0 & mask) + (cross1 & mask)
+    return a1 * b1 + (cross0 >> half) + (cross1 >> half) + (middle >> half), a * b
+
+
+def shifted_left(high: Array, low: Array, count: Array | int) -> tuple[Array, Array]:
+    """Two words shifted left by `count` in [0, W)."""
+    width, count = high.dtype.itemsize * 8, count if isinstance(count, int) else count.astype(high.dtype)
+    return high << count | low >> 1 >> width - 1 - count, low << count
+
+
+def _shifted_right(high: Array, low: Array, count: Array) -> tuple[Array, Array, Array]:
+    """Two words shifted right by `count` in [0, 2W), and what was lost, in a word that is zero only if nothing was."""
+    width = high.dtype.itemsize * 8
+    whole = count >= width
+    part = (count & width - 1).astype(high.dtype)
+    lost = jnp.where(whole, low, 0)
+    high, low = jnp.where(whole, 0, high), jnp.where(whole, high, low)
+    back = width - 1 - part
+    return high >> part, low >> part | high << 1 << back, lost | low << 1 << back
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def _product(xs: Array, xm: Array, ys: Array, ym: Array, carrier: Carrier) -> DoubleWord:
+    (xe, a), (ye, b) = normalised(xm, carrier), normalised(ym, carrier)
+    word, up = _unsigned(carrier), carrier.work_width - 1 - carrier.fraction
+    return _product_of(xs ^ ys, xe + ye, a.astype(word) << up, b.astype(word) << up)
+
+
+def _product_of(sign: Array, exponent: Array, a: Array, b: Array) -> DoubleWord:
+    """Of words whose top bit is the leading one, which stand for 2^exponent together."""
+    high, low = _full_product(a, b)  # the leading bit at 2W - 1 or 2W - 2
+    top = high.dtype.itemsize * 8 - 1
+    carry = high >> top
+    low = jnp.where(carry != 0, low >> 1 | high << top, low)
+    return DoubleWord(sign, exponent + carry.astype(exponent.dtype), high >> carry, low)
+
+
+def sum_exactly(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[DoubleWord, Array]:
+    """The sum, its leading bit anywhere, and a word that is not zero where something follows `low`.
+
+    Where that is so, the operands lie two binades apart or more, and the leading bit falls by two places at most.
+    """
+    width, one = a.high.dtype.itemsize * 8, a.high.dtype.type(1)
+    swap = (b.exponent > a.exponent) | (
+        (b.exponent == a.exponent) & ((b.high > a.high) | (b.high == a.high) & (b.low > a.low))
+    )
+    exponent, least = jnp.where(swap, b.exponent, a.exponent), jnp.where(swap, a.exponent, b.exponent)
+    sign = jnp.where(swap, b.sign, a.sign)
+    high, low = jnp.where(swap, b.high, a.high), jnp.where(swap, b.low, a.low)
+    high2, low2, lost = _shifted_right(
+        jnp.where(swap, a.high, b.high), jnp.where(swap, a.low, b.low), jnp.minimum(exponent - least, 2 * width - 1)
+    )
+    # A difference adds the complement and 1, but for what was lost of the subtrahend, which leaves it one less.
+    opposed = a.sign != b.sign
+    flip = _all_ones(opposed, high)
+    total = low + (low2 ^ flip)
+    first = total < low
+    low = total + jnp.where(opposed & (lost == 0), one, 0)
+    high = high + (high2 ^ flip) + first.astype(high.dtype) + (low < total).astype(high.dtype)
+    sign = jnp.where(opposed & ((high | low | lost) == 0), zero_sign, sign)
+    return DoubleWord(sign, exponent, high, low), lost
+
+
+def _digits(remainder: Array, divisor: Array, bits: int, carrier: Carrier) -> tuple[Array, Array, Array]:
+    """The significand, rest and last remainder of 1 + remainder / divisor, which is below 2."""
+    width, fraction = carrier.work_width, carrier.fraction
+    inverse = _reciprocal(divisor, carrier)
+    top = jnp.ones_like(remainder)
+    for step in (fraction // 2, fraction - fraction // 2):
+        digit, remainder = next_digit(remainder, divisor, inverse, step, carrier)
+        top = top << step | digit
+    rest, place = jnp.zeros_like(top, _unsigned(carrier)), width
+    while place > width - bits:
+        step = min(width // 2, place - width + bits)
+        digit, remainder = next_digit(remainder, divisor, inverse, step, carrier)
+        place -= step
+        rest = rest | digit.astype(rest.dtype) << place
+    return top, rest, remainder
+
+
+def _reciprocal(divisor: Array, carrier: Carrier) -> Array:
+    """About 1 / divisor."""
+    return 1 / divisor.astype(carrier.name)
+
+
+def next_digit(remainder: Array, divisor: Array, inverse: Array, bits: int, carrier: Carrier) -> tuple[Array, Array]:
+    """floor(remainder 2^bits / divisor) and what remains, both modulo 2^W.
+
+    The guess has `bits` bits of the carrier's precision, at most 2/3 of it: a division that is off by many units in the
+    last place still misses by one at most.
+    """
+    guess = (remainder.astype(carrier.name) * inverse * 2.0**bits).astype(remainder.dtype)
+    remainder = (remainder << bits) - guess * divisor
+    less, more = remainder < 0, remainder >= divisor
+    step = more.astype(guess.dtype) - less.astype(guess.dtype)
+    return guess + step, remainder - step * divisor
+
+
+# -- putting together --------------------------------------------------------------------------------------------------
+
+
+def lifted(v: DoubleWord, places: Array | int) -> DoubleWord:
+    """The form that `pack` and `_cut` take: shifted left by `places` in [0, W), where 2W - 1 stands for 2^exponent."""
+    high, low = shifted_left(v.high, v.low, places)
+    return DoubleWord(v.sign, v.exponent + 1 - places, high, low)
+
+
+def swept(v: DoubleWord) -> DoubleWord:
+    """The same number, a whole word further left where the high word is empty."""
+    empty = v.high == 0
+    exponent = v.exponent - empty.astype(v.exponent.dtype) * (v.high.dtype.itemsize * 8)
+    return DoubleWord(v.sign, exponent, jnp.where(empty, v.low, v.high), jnp.where(empty, 0, v.low))
+
+
+def pack(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
+    """A number whose exponent may lie below the carrier's; `lost` is not zero where something follows `low`."""
+    least = 1 - carrier.bias
+    high, low, more = _shifted_right(v.high, v.low, jnp.clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
+    return _cut(DoubleWord(v.sign, jnp.maximum(v.exponent, least), high, low), lost | more, carrier)
+
+
+def _whole(product: DoubleWord, carrier: Carrier) -> Exact:
+    """A product, which two words hold."""
+    return pack(lifted(product, 1), jnp.zeros_like(product.low), carrier)
+
+
+def leading_zeros(word: Array, carrier: Carrier) -> Array:
+    """The number of zeros above the leading bit of unsigned words; W - 1 for zero."""
+    half = (word >> 1).astype(carrier.work)
+    half = half & ~(half >> 1)  # else a conversion that rounds could carry into the next power of two
+    zeros = carrier.work_width - 2 - _bits.floor_log2(jnp.maximum(half, 1), carrier).astype(carrier.work)
+    return jnp.where(half == 0, carrier.work_width - 1, zeros)
+
+
+def _cut(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
+    """A number of the form that `lifted` gives, of an exponent of the carrier or above, as t and the rest."""
+    keep, drop = carrier.fraction + 1, carrier.work_width - 1 - carrier.fraction
+    top = (v.high >> drop).astype(carrier.work)
+    rest = v.high << keep | v.low >> drop
+    beyond = v.exponent > carrier.bias
+    biased = jnp.minimum(v.exponent, carrier.bias) + carrier.bias
+    magnitude = jnp.where(top == 0, 0, (biased - 1 << carrier.fraction) + top)
+    magnitude = jnp.where(beyond, carrier.inf - 1, magnitude)
+    rest = rest | _all_ones(beyond, rest)
+    lost = lost | v.low << keep
+    return Exact(v.sign, magnitude, (rest | lost) != 0, rest, lost != 0, beyond)
+
+
+def with_special_values(v: Exact, infinite: Array, nan: Array, sign: Array, carrier: Carrier) -> Exact:
+    """`v` but where the result is an infinity, of the sign given, or NaN."""
+    finite = ~(infinite | nan)
+    return replace(
+        v,
+        sign=jnp.where(infinite, sign, v.sign),
+        magnitude=jnp.where(nan, carrier.nan, jnp.where(infinite, carrier.inf, v.magnitude)),
+        inexact=v.inexact & finite,
+        rest=jnp.where(finite, v.rest, 0),
+        sticky=v.sticky & finite,
+        beyond=v.beyond & finite,
+    )

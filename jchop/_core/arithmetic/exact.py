@@ -1,0 +1,162 @@
+"""An exact result in a form that can be rounded once: its leading bits in the carrier, and what lies below them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.arithmetic.ranges import is_direct
+from jchop._core.rounding import modes
+from jchop._core.rounding.elements import overflowed, round_elements
+from jchop._core.rounding.grid import Grid, make_grid
+from jchop._core.rounding.modes import Draw, draw
+from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A number |v| = (t + (rest + epsilon) 2^-W) ulp(t), where W is the width of a word and 0 <= epsilon < 1.
+
+    t is |v| rounded toward zero in the carrier, whose words have W bits. Infinities and NaN have rest = epsilon = 0.
+    """
+
+    sign: Array  # the sign bit in place
+    magnitude: Array  # the bits of t; those of the largest finite value where `beyond`
+    inexact: Array  # whether v is not t
+    rest: Array  # unsigned
+    sticky: Array  # whether epsilon > 0
+    beyond: Array | bool = False  # whether |v| exceeds the carrier's largest finite value by an ulp of it or more
+    quantum: int | None = None  # if known: every finite v is a multiple of 2^quantum
+
+
+def significand(magnitude: Array, carrier: Carrier) -> Array:
+    """The significand of magnitude bits as an integer, its leading bit included."""
+    normal = (magnitude >> carrier.fraction > 0).astype(magnitude.dtype)
+    return magnitude & _bits.low_mask(carrier.fraction) | normal << carrier.fraction
+
+
+def round_exact(v: Exact, spec: Spec | None, carrier: Carrier, word: Array | None) -> Array:
+    """`v` rounded once under `spec`; None: to the carrier itself, to nearest even."""
+    if spec is None:
+        return _bits.join(v.sign, v.magnitude + _to_nearest(v, Rounding.NEAREST_EVEN), carrier)
+    return round_elements(*_as_numbers(v, spec, carrier, word))
+
+
+def overflowed_exact(v: Exact, spec: Spec, carrier: Carrier, word: Array | None) -> Array:
+    """Where `v`, rounded under `spec`, lies beyond the ends of its format; NaN counts as inside."""
+    fmt = spec.format
+    if isinstance(fmt, CodebookFormat):
+        beyond = [
+            (v.magnitude > bits) | ((v.magnitude == bits) & (v.inexact | (not exact)))
+            for bits, exact in (carrier.toward_zero(Fraction(end)) for end in (fmt.max, fmt.min))
+        ]
+        above = beyond[0] if fmt.max >= 0 else True
+        below = beyond[1] if fmt.min <= 0 else True
+        return jnp.where(v.sign != 0, below, above) & (v.magnitude <= carrier.inf)
+    return overflowed(*_as_numbers(v, spec, carrier, word))
+
+
+def _as_numbers(
+    v: Exact, spec: Spec, carrier: Carrier, word: Array | None
+) -> tuple[Array, Spec, Carrier, Array | None]:
+    """Numbers of the carrier, a spec and words under which `round_elements` rounds as `v` has to be."""
+    magnitude = v.magnitude | v.inexact.astype(carrier.work)  # rounded to odd
+    if is_direct(spec, carrier):
+        magnitude = _round_directly(v, magnitude, spec, carrier)
+    elif spec.rounding.stochastic:
+        # The draw is decided here, from more bits of v than the carrier has.
+        away = _drawn_away(v, spec, carrier, word) | v.beyond
+        spec = replace(spec, rounding=Rounding.STOCHASTIC_EQUAL, random_bits=None)
+        word = _sign_of(away, carrier)
+    return _bits.join(v.sign, magnitude, carrier), spec, carrier, word
+
+
+def _to_nearest(v: Exact, mode: Rounding) -> Array:
+    """0, or 1 where v is rounded away from zero on the carrier's own grid."""
+    width = v.rest.dtype.itemsize * 8
+    upper, lower = v.rest >> width - 1 != 0, (v.rest << 1 != 0) | v.sticky
+    tie = {
+        Rounding.NEAREST_EVEN: (v.magnitude & 1) != 0,
+        Rounding.NEAREST_AWAY: True,
+        Rounding.NEAREST_ZERO: False,
+    }[mode]
+    return (upper & (lower | tie)).astype(v.magnitude.dtype)
+
+
+def _round_directly(v: Exact, odd: Array, spec: Spec, carrier: Carrier) -> Array:
+    """Magnitude bits that `round_elements` leaves as they are, but for the ends of the format."""
+    assert isinstance(spec.format, FloatFormat)
+    grid = make_grid(spec.format, carrier)
+    nearest = v.magnitude + _to_nearest(v, spec.rounding)
+    if spec.overflow is not Overflow.IEEE:  # a finite value is no infinity
+        nearest = jnp.where(v.magnitude < carrier.inf, jnp.minimum(nearest, carrier.inf - 1), nearest)
+    keep = max(grid.tiny_bits, grid.normal_bits if spec.flush else 0)
+    return jnp.where(v.magnitude < keep, odd, nearest) if keep else nearest
+
+
+# -- stochastic modes --------------------------------------------------------------------------------------------------
+
+
+def _sign_of(condition: Array, carrier: Carrier) -> Array:
+    """Words whose top bit is the condition, the coin of `Rounding.STOCHASTIC_EQUAL`."""
+    unsigned = jnp.dtype(f"uint{carrier.work_width}")
+    return condition.astype(unsigned) << carrier.work_width - 1
+
+
+def _drawn_away(v: Exact, spec: Spec, carrier: Carrier, word: Array | None) -> Array:
+    """The decision of a stochastic mode, from the exact discarded fraction."""
+    assert isinstance(spec.format, FloatFormat | UniformFormat)
+    drawn = _Drawn(v, draw(word, spec, carrier), make_grid(spec.format, carrier))
+    return modes.AWAY_FROM_ZERO[spec.rounding](drawn)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What a stochastic mode asks for, answered from an exact number instead of a value of the carrier."""
+
+    value: Exact
+    draw: Draw | None
+    grid: Grid
+
+    @property
+    def inexact(self) -> bool:
+        return True  # `round_elements` sees to values that are in the format
+
+    def share(self) -> tuple[Array, Array]:
+        """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""
+        v, carrier = self.value, self.grid.carrier
+        unsigned, width = v.rest.dtype, carrier.work_width
+        high, depth = significand(v.magnitude, carrier).astype(unsigned), _cut_depth(v, self.grid)
+        if isinstance(depth, int):
+            return high << width - depth | v.rest >> depth, (v.rest << width - depth != 0) | v.sticky
+        up = jnp.clip(width - depth, 0, width - 1).astype(unsigned)
+        down = jnp.clip(depth - width, 0, width - 1).astype(unsigned)
+        within = jnp.clip(depth, 0, width - 1).astype(unsigned)
+        inside = depth < width
+        share = (high << up >> down) | jnp.where(inside, v.rest >> within, 0)
+        lost = jnp.where(inside, v.rest & (jnp.ones_like(v.rest) << within) - 1, v.rest | (high ^ share << down))
+        return share, (lost != 0) | v.sticky
+
+
+def _cut_depth(v: Exact, grid: Grid) -> Array | int:
+    """d, where 2^d ulp(t) make the gap of the format that v lies in; below T, from 0 to T.
+
+    Numbers that are multiples of T lie in no gap but where the format has its full precision.
+    """
+    if v.quantum is not None and grid.drop and v.quantum >= grid.tiny_exponent:
+        return grid.drop
+    depth, _ = modes.dropped_bits(v.magnitude, grid)
+    if not grid.tiny_bits:
+        return depth
+    carrier = grid.carrier
+    below = grid.tiny_exponent + carrier.bias + carrier.fraction - jnp.maximum(v.magnitude >> carrier.fraction, 1)
+    return jnp.where(v.magnitude < grid.tiny_bits, below, depth)

@@ -1,0 +1,332 @@
+"""Matrix products with an emulated accumulator: the arithmetic of one tile, and the body that every backend has.
+
+The first half knows nothing of matrices: it adds and multiplies tiles as a `Plan` says, and a kernel uses it on its own
+tiles. Random words are indexed by (step, output element), so they do not depend on the tiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._bits import CARRIERS, Carrier
+from jchop._core.arithmetic.basic import Range, add, carrier_range, multiply, multiply_add, product_range, range_of
+from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.random_bits import SEEDS, random_words
+from jchop.accumulation import MatmulSpec
+from jchop.spec import Spec
+
+Array = jax.Array
+Step = Array | int
+#: The random words of a tile: draw("product" or "accumulate", step); asked only where that rounding is stochastic.
+Draw = Callable[[str, Step], Array]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static about a sum of `k` products on `carrier`; the operands are rounded already."""
+
+    spec: MatmulSpec
+    carrier: Carrier
+    k: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether a product or a sum draws random words."""
+        return _stochastic(self.spec.product) or _stochastic(self.spec.accumulate)
+
+    @cached_property
+    def operand(self) -> Range:
+        """What is known of the operands."""
+        return range_of(self.spec.operands, self.carrier)
+
+    @cached_property
+    def product(self) -> Range:
+        """What is known of a product P(a b)."""
+        if self.spec.product is not None:
+            return range_of(self.spec.product, self.carrier)
+        exact, held = product_range(self.operand, self.operand), carrier_range(self.carrier)
+        fits = exact.quantum >= held.quantum and exact.precision <= held.precision and exact.top <= held.top
+        return exact if fits else held
+
+    @cached_property
+    def accumulator(self) -> Range:
+        """What is known of a sum."""
+        return range_of(self.spec.accumulate, self.carrier)
+
+    @cached_property
+    def dot(self) -> Range:
+        """What is known of the carrier's own dot of a block, whatever the order of its sums.
+
+        Sums of multiples of 2^q rounded to fewer bits are multiples of 2^q too. One bit more than the exact sum of
+        magnitudes needs is room for b roundings, each up by half a unit in the last place at most: (1 + 2^-p)^b < 2.
+        """
+        exact, held = product_range(self.operand, self.operand), carrier_range(self.carrier)
+        length = min(self.spec.order.block or self.k, self.k)
+        top = exact.top + max(length - 1, 0).bit_length() + 1
+        if top > held.top or length >= 1 << held.precision - 1:
+            return held
+        return Range(max(exact.quantum, held.quantum), held.precision, top)
+
+
+def _stochastic(spec: Spec | None) -> bool:
+    return spec is not None and spec.rounding.stochastic
+
+
+# -- the arithmetic of a tile ------------------------------------------------------------------------------------------
+
+
+def products(x: Array, y: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
+    """P(x y), elementwise; `x` and `y` broadcast against each other."""
+    spec = plan.spec.product
+    word = _word(spec, draw, "product", step)
+    x, y = jnp.broadcast_arrays(x, y)
+    return multiply(x, y, spec, plan.carrier, word, plan.operand, plan.operand)
+
+
+def accumulate(c: Array, p: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
+    """A(c + p), where `p` is a product."""
+    return _sum(c, p, plan, draw, step, plan.accumulator, plan.product)
+
+
+def multiply_accumulate(c: Array, x: Array, y: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
+    """A(c + P(x y)), or A(c + x y) where the spec is fused; product and sum have the same step."""
+    if not plan.spec.fused:
+        return accumulate(c, products(x, y, plan, draw, step), plan, draw, step)
+    spec = plan.spec.accumulate
+    word = _word(spec, draw, "accumulate", step)
+    x, y = jnp.broadcast_arrays(x, y)
+    return multiply_add(x, y, c, spec, plan.carrier, word, plan.operand, plan.operand, plan.accumulator)
+
+
+def combine(c: Array, d: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
+    """A(c + d), where `d` is a sum too: of a block, or of a part in pairwise order."""
+    return _sum(c, d, plan, draw, step, plan.accumulator, plan.accumulator)
+
+
+def add_products(p: Array, q: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
+    """A(p + q) of two products: the lowest sums of pairwise order."""
+    return _sum(p, q, plan, draw, step, plan.product, plan.product)
+
+
+def add_dot(c: Array, d: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
+    """A(c + d), where `d` is the carrier's dot of a block."""
+    return _sum(c, d, plan, draw, step, plan.accumulator, plan.dot)
+
+
+def single(p: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
+    """A(p): the pairwise sum of one product."""
+    spec = plan.spec.accumulate
+    return p if spec is None else round_elements(p, spec, plan.carrier, _word(spec, draw, "accumulate", step))
+
+
+def _sum(x: Array, y: Array, plan: Plan, draw: Draw | None, step: Step, x_range: Range, y_range: Range) -> Array:
+    spec = plan.spec.accumulate
+    word = _word(spec, draw, "accumulate", step)
+    return add(x, y, spec, plan.carrier, word, x_range, y_range)
+
+
+def _word(spec: Spec | None, draw: Draw | None, which: str, step: Step) -> Array | None:
+    if not _stochastic(spec):
+        return None
+    assert draw is not None
+    return draw(which, step)
+
+
+# -- random words ------------------------------------------------------------------------------------------------------
+
+#: Where the six seeds of each stream begin among the twelve.
+_STREAMS = {"product": 0, "accumulate": SEEDS}
+
+
+def make_draw(seeds: Sequence[Array] | Array, index: Array, carrier: Carrier) -> Draw:
+    """The words of a tile, whose elements have the flat output `index` (uint32): the stream's at step 2^32 + index.
+
+    Args:
+        seeds: the twelve seeds, six of the products and six of the sums (an array, a sequence or a reference).
+        index: flat C-order index of each element of the tile in the whole output, uint32.
+        carrier: float64 gets words of 64 bits.
+    """
+
+    def draw(which: str, step: Step) -> Array:
+        six = [seeds[_STREAMS[which] + i] for i in range(SEEDS)]
+        high = step if isinstance(step, int) else step.astype(jnp.uint32)
+        word = random_words(six, index, high)
+        if carrier.width < 64:
+            return word
+        return (word.astype(jnp.uint64) << 32) | random_words(six, index, high, lane=1).astype(jnp.uint64)
+
+    return draw
+
+
+# -- the body ----------------------------------------------------------------------------------------------------------
+
+#: Steps in one compiled loop body, so that sums are loaded and stored once for all of them. More of them take more
+#: registers than there are, and more time to compile.
+_UNROLL = 2
+#: Products in a tree that is written out, a power of two.
+_LEAVES = 4
+
+
+def matmul_body(a: Array, b: Array, seeds: Array | None = None, *, spec: MatmulSpec, tiling: Any = None) -> Array:
+    """The product of matrices, every rounding and the order of the sums as `spec` says.
+
+    Args:
+        a: shape (batch, m, k), float32 or float64, its values rounded to ``spec.operands`` already.
+        b: shape (batch, k, n), of the same dtype, rounded too.
+        seeds: twelve uint32, the words of `seed_words` for the products and then for the sums; where either draws.
+        spec: the arithmetic.
+        tiling: for the kernels alone.
+
+    Returns:
+        Shape (batch, m, n), the dtype of `a`.
+    """
+    del tiling
+    plan = Plan(spec, CARRIERS[a.dtype.name], a.shape[2])
+    zero = _zero(a, b)
+    if not plan.k:
+        return zero
+    draw = None if seeds is None else make_draw(seeds, _flat_index(zero), plan.carrier)
+    return _BODIES[spec.order.kind](jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 1, 0), zero, plan, draw)
+
+
+def _zero(a: Array, b: Array) -> Array:
+    """+0 for each output element, with the sharding and the varying axes that the product has.
+
+    Behind a barrier, because XLA takes 0 + p for p, which is wrong where p is -0.
+    """
+    like = jnp.sum(a, 2)[:, :, None] + jnp.sum(b, 1)[:, None, :]
+    bits = lax.bitcast_convert_type(like, jnp.dtype(f"uint{8 * like.dtype.itemsize}"))
+    return lax.optimization_barrier(lax.bitcast_convert_type(bits & bits.dtype.type(0), like.dtype))
+
+
+def _flat_index(zero: Array) -> Array:
+    """The C-order index of each output element."""
+    strides = (zero.shape[1] * zero.shape[2], zero.shape[2], 1)
+    axes = [lax.broadcasted_iota(jnp.uint32, zero.shape, axis) * np.uint32(s) for axis, s in enumerate(strides)]
+    return (axes[0] + axes[1] + axes[2]) | jnp.zeros_like(zero, jnp.uint32)
+
+
+def _columns(x: Array, y: Array, i: int) -> tuple[Array, Array]:
+    """The factors of product `i` of each output element; `x` is (k, batch, m), `y` (k, batch, n)."""
+    return x[i][:, :, None], y[i][:, None, :]
+
+
+def _plus(step: Step, more: int) -> Step:
+    return step + more if isinstance(step, int) else step + np.uint32(more)
+
+
+def _times(step: Step, length: int) -> Step:
+    return step * length if isinstance(step, int) else step * np.uint32(length)
+
+
+def _in_chunks(body: Callable[[Any, Array, Array, Step], Any], state: Any, x: Array, y: Array, length: int) -> Any:
+    """`state` after body(state, part of x, part of y, number of the part) over parts of `length`, the last a rest."""
+    whole = x.shape[0] // length
+    if whole == 1:
+        state = body(state, x[:length], y[:length], 0)
+    elif whole > 1:
+        xs, ys = (v[: whole * length].reshape(whole, length, *v.shape[1:]) for v in (x, y))
+
+        # The parts of the next turn are sliced in this one: XLA would fuse a slice at a place known only at run time
+        # into the arithmetic, which LLVM then does not vectorize.
+        def turn(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
+            state, x, y = carry
+            next_x, next_y = (lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False) for v in (xs, ys))
+            return body(state, x, y, i), next_x, next_y
+
+        state = lax.fori_loop(np.uint32(0), np.uint32(whole), turn, (state, xs[0], ys[0]))[0]
+    if x.shape[0] % length:
+        state = body(state, x[whole * length :], y[whole * length :], whole)
+    return state
+
+
+def _sequential(x: Array, y: Array, c: Array, plan: Plan, draw: Draw | None, first: Step = 0) -> Array:
+    """The sum of `c` and the products, one after the other; `first` is the step of the first."""
+
+    def add_part(c: Array, x: Array, y: Array, part: Step) -> Array:
+        start = first + _times(part, _UNROLL)
+        for i in range(x.shape[0]):
+            c = multiply_accumulate(c, *_columns(x, y, i), plan, draw, _plus(start, i))
+        return c
+
+    return _in_chunks(add_part, c, x, y, _UNROLL)
+
+
+def _blocked(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) -> Array:
+    length = plan.spec.order.block or plan.k
+
+    def add_block(c: Array, x: Array, y: Array, block: Step) -> Array:
+        s = _sequential(x, y, zero, plan, draw, _times(block, length))
+        return combine(c, s, plan, draw, _plus(block, plan.k))
+
+    return _in_chunks(add_block, zero, x, y, length)
+
+
+def _matrix_unit(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) -> Array:
+    def add_block(c: Array, x: Array, y: Array, block: Step) -> Array:
+        d = lax.dot_general(x, y, (((0,), (0,)), ((1,), (1,))), precision=lax.Precision.HIGHEST)
+        return add_dot(c, d, plan, draw, block)
+
+    return _in_chunks(add_block, zero, x, y, plan.spec.order.block or plan.k)
+
+
+def _pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) -> Array:
+    """Trees of a few leaves each, added like the digits of a binary counter: sums of equal size meet and merge."""
+    if plan.k == 1:
+        return single(products(*_columns(x, y, 0), plan, draw, 0), plan, draw, 0)
+    leaves = min(_LEAVES, 1 << plan.k.bit_length() - 1)
+    trees, rest = divmod(plan.k, leaves)
+
+    def push(sums: Array, x: Array, y: Array, part: Step) -> Array:
+        """Digit d of the counter is the sum of 2^d trees, `sums[d]`; the last tree starts at `part`."""
+        last = jnp.uint32(part)
+
+        def carries(state: tuple[Array, Array]) -> Array:
+            return (last >> state[0]) & np.uint32(1) != 0
+
+        def carry(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            digit, right = state
+            left = lax.dynamic_index_in_dim(sums, digit, 0, keepdims=False)
+            start = (last + np.uint32(1) - (np.uint32(1) << digit)) * np.uint32(leaves)
+            return digit + np.uint32(1), combine(left, right, plan, draw, start)
+
+        tree = _tree(x, y, plan, draw, _times(part, leaves))
+        digit, total = lax.while_loop(carries, carry, (jnp.uint32(0), tree))
+        return lax.dynamic_update_index_in_dim(sums, total, digit, 0)
+
+    sums = jnp.stack([zero] * trees.bit_length())
+    sums = _in_chunks(push, sums, x[: trees * leaves], y[: trees * leaves], leaves)
+    # What is left at the end are the digits of the number of trees, and a part of a tree.
+    start, add_rest = trees * leaves, _SUMS[False, rest == 1]
+    total = _tree(x[start:], y[start:], plan, draw, start) if rest else None
+    for digit in range(trees.bit_length()):
+        if trees >> digit & 1:
+            total = sums[digit] if total is None else add_rest(sums[digit], total, plan, draw, start)
+            start, add_rest = start - (leaves << digit), combine
+    assert total is not None
+    return total
+
+
+def _tree(x: Array, y: Array, plan: Plan, draw: Draw | None, first: Step) -> Array:
+    """The pairwise sum of a few products, written out; of one product the product itself."""
+    n = x.shape[0]
+    if n == 1:
+        return products(*_columns(x, y, 0), plan, draw, first)
+    half = 1 << (n - 1).bit_length() - 1
+    middle = _plus(first, half)
+    left, right = _tree(x[:half], y[:half], plan, draw, first), _tree(x[half:], y[half:], plan, draw, middle)
+    return _SUMS[half == 1, n - half == 1](left, right, plan, draw, middle)
+
+
+#: How two parts are added, by whether the left one, and the right one, is a single product.
+_SUMS = {(True, True): add_products, (False, True): accumulate, (False, False): combine}
+
+_BODIES = {"sequential": _sequential, "blocked": _blocked, "pairwise": _pairwise, "matrix_unit": _matrix_unit}

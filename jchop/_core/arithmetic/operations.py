@@ -1,0 +1,253 @@
+"""Operations by name: the exact result of +, −, ×, ÷, √ and fma rounded once, on values that are rounded already.
+
+One signature for whoever runs a program operation by operation. What `basic` does on float32 and float64 is done
+here for 16-bit dtypes too, through float32, and for operands that broadcast. The random words of a program's operations
+lie in one stream: those of operation n start at the index n 2^32, and each turn of a loop has seeds of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS, Carrier
+from jchop._core.arithmetic import basic
+from jchop._core.arithmetic.basic import Range, range_of, require_operation
+from jchop._core.arithmetic.exact import round_exact
+from jchop._core.arithmetic.ranges import carrier_range
+from jchop._core.arithmetic.root import divide_narrow, divides_narrow, square_root
+from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.random_bits import SEEDS, random_words
+from jchop._core.rounding.stream_offset import StreamOffset, words_like
+from jchop.formats import FloatFormat
+from jchop.rounding import Overflow
+from jchop.spec import Spec
+
+__all__ = ["OPERANDS", "check_operation", "draws", "fold_seeds", "operation", "operation_carrier", "words"]
+
+Array = jax.Array
+
+
+def operation(
+    name: str, args: Sequence[Array], spec: Spec | None, word: Array | None = None, *, ranges: Sequence[Range] = ()
+) -> Array:
+    """The operation `name`, its exact result rounded once under `spec`.
+
+    There is no derivative: the work is done on bits. A caller that wants one takes that of the carrier's operation.
+
+    Args:
+        name: one of `OPERANDS`.
+        args: float16, bfloat16, float32 or float64, all of one dtype; they broadcast against each other. Their values
+            are those of the spec's format, infinities or NaN.
+        spec: what the result is rounded to; None: the carrier's own operation.
+        word: for a stochastic spec, a random word for each element of the result; see `words`.
+        ranges: of the operands, one each, where they are not those of the spec's format.
+
+    Returns:
+        An array of the dtype of `args`.
+
+    Example:
+        >>> import jchop as jc
+        >>> up = jc.parse("e5m2:up")
+        >>> float(operation("add", [jnp.float32(1.0), jnp.float32(2.0**-16)], up))
+        1.25
+    """
+    arrays = jnp.broadcast_arrays(*args) if len(args) > 1 else [args[0]]
+    if spec is None:
+        return _PLAIN[name](*arrays)
+    dtype, carrier = arrays[0].dtype, operation_carrier(arrays[0].dtype)
+    known = tuple(ranges) or (range_of(spec, carrier),) * len(arrays)
+    step = _Step(spec, carrier, word, known)
+    return _EXACT[name](step, *(_widened(x) for x in arrays)).astype(dtype)
+
+
+def operation_carrier(dtype: Any) -> Carrier:
+    """The carrier that operations on values of a dtype are computed in."""
+    return CARRIERS["float64" if jnp.dtype(dtype).itemsize == 8 else "float32"]
+
+
+@lru_cache(maxsize=1024)
+def check_operation(spec: Spec | None, dtype: Any, argument: str = "spec") -> None:
+    """Refuse a spec that results of operations on a dtype cannot always be rounded to and stored in.
+
+    Raises:
+        ValueError: naming `argument`, and the dtype that would do.
+    """
+    if spec is None:
+        return
+    require_operation(spec, operation_carrier(dtype), argument)
+    stored = CARRIERS[jnp.dtype(dtype).name]
+    if stored.width == 16:
+        own, held = range_of(spec, CARRIERS["float32"]), carrier_range(stored)
+        if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
+            raise ValueError(
+                f"{argument}={str(spec)!r} has values that {stored.name} cannot hold; cast the operands to float32"
+            )
+
+
+# -- random words ------------------------------------------------------------------------------------------------------
+
+
+def draws(spec: Spec | None) -> bool:
+    """Whether a rounding under `spec` takes random words."""
+    return spec is not None and spec.rounding.stochastic
+
+
+def words(seeds: Sequence[Array], like: Array, number: int = 0) -> Array:
+    """A word for each element of `like` from the part of the stream that operation `number` has."""
+    return words_like(like, tuple(seeds), StreamOffset(base=number << 32))
+
+
+def fold_seeds(seeds: Sequence[Array], number: int, step: Array | int = 0) -> tuple[Array, ...]:
+    """The seeds of turn `step` of loop `number`: words of the part of the stream that operation `number` has.
+
+    Args:
+        seeds: the six words of `seed_words`, or of this function.
+        number: of the loop among the operations around it, static.
+        step: of the turn, below 2^29; may be traced.
+    """
+    step = jnp.asarray(step, jnp.uint32)
+    index = step * np.uint32(8) + np.arange(SEEDS, dtype=np.uint32)
+    each = random_words(tuple(seeds), index, number)
+    return tuple(each[i] for i in range(SEEDS))
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What an operation is rounded to and in, and what is known of its operands."""
+
+    spec: Spec
+    carrier: Carrier
+    word: Array | None
+    known: tuple[Range, ...]
+
+    @property
+    def rest(self) -> tuple[Spec, Carrier, Array | None]:
+        return self.spec, self.carrier, self.word
+
+
+def _widened(x: Array) -> Array:
+    return x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
+
+
+def _add(step: _Step, x: Array, y: Array) -> Array:
+    return basic.add(x, y, *step.rest, *step.known)
+
+
+def _sub(step: _Step, x: Array, y: Array) -> Array:
+    return _add(step, x, -y)
+
+
+def _mul(step: _Step, x: Array, y: Array) -> Array:
+    return basic.multiply(x, y, *step.rest, *step.known)
+
+
+def _square(step: _Step, x: Array) -> Array:
+    return _mul(replace(step, known=step.known * 2), x, x)
+
+
+def _fma(step: _Step, x: Array, y: Array, z: Array) -> Array:
+    return basic.multiply_add(x, y, z, *step.rest, *step.known)
+
+
+def _div(step: _Step, x: Array, y: Array) -> Array:
+    if divides_narrow(step.spec, step.carrier, *step.known):
+        return divide_narrow(x, y, step.spec, step.carrier, *step.known)
+    x, y = _settled(step, x, y)
+    return basic.divide(x, y, *step.rest, *step.known)
+
+
+def _sqrt(step: _Step, x: Array) -> Array:
+    if step.spec.overflow is Overflow.WRAP:
+        raise ValueError(f"spec={str(step.spec)!r}: a root has no last bit, so it cannot wrap")
+    (x,) = _settled(step, x)
+    return round_exact(square_root(x, step.carrier, step.spec.rounding.stochastic), *step.rest)
+
+
+def _settled(step: _Step, *args: Array) -> tuple[Array, ...]:
+    """Operands as they lie in memory, for the long work of a quotient or root of which all bits are worked out.
+
+    Fused with what comes before it, that work would repeat it in several loops, over whose depth the vectorizer of
+    JAX 0.12's compiler for the CPU takes minutes to hours.
+    """
+    return lax.optimization_barrier(args) if draws(step.spec) else args
+
+
+def _neg(step: _Step, x: Array) -> Array:
+    return -x if _is_symmetric(step.spec) else round_elements(-x, *step.rest)
+
+
+def _abs(step: _Step, x: Array) -> Array:
+    return jnp.abs(x) if _is_symmetric(step.spec) else round_elements(jnp.abs(x), *step.rest)
+
+
+def _is_symmetric(spec: Spec) -> bool:
+    """Whether the negative of every value is one, -0 included."""
+    return isinstance(spec.format, FloatFormat) and spec.format.signed and spec.format.has_negative_zero
+
+
+def _max(step: _Step, x: Array, y: Array) -> Array:
+    return _chosen(step, x, y, True) if _hides_subnormals(step) else jnp.maximum(x, y)
+
+
+def _min(step: _Step, x: Array, y: Array) -> Array:
+    return _chosen(step, x, y, False) if _hides_subnormals(step) else jnp.minimum(x, y)
+
+
+def _hides_subnormals(step: _Step) -> bool:
+    """Whether an operand can be a subnormal of the carrier, which a comparison may take for zero."""
+    return any(known.quantum < 1 - step.carrier.bias for known in step.known)
+
+
+def _chosen(step: _Step, x: Array, y: Array, larger: bool) -> Array:
+    """The larger or the smaller, decided by bits; NaN where either is."""
+    (xs, xm), (ys, ym) = (_bits.split(v, step.carrier) for v in (x, y))
+    a, b = (magnitude ^ jnp.where(sign != 0, -1, 0).astype(magnitude.dtype) for sign, magnitude in ((xs, xm), (ys, ym)))
+    chosen = jnp.where((a > b) == larger, x, y)
+    nan = (xm > step.carrier.inf) | (ym > step.carrier.inf)
+    return jnp.where(nan, jnp.asarray(np.nan, x.dtype), chosen)
+
+
+_EXACT: dict[str, Callable[..., Array]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "square": _square,
+    "sqrt": _sqrt,
+    "fma": _fma,
+    "neg": _neg,
+    "abs": _abs,
+    "max": _max,
+    "min": _min,
+}
+#: The carrier's own.
+_PLAIN: dict[str, Callable[..., Array]] = {
+    "add": lax.add,
+    "sub": lax.sub,
+    "mul": lax.mul,
+    "div": lax.div,
+    "square": lax.square,
+    "sqrt": lax.sqrt,
+    "fma": lambda x, y, z: x * y + z,
+    "neg": lax.neg,
+    "abs": lax.abs,
+    "max": lax.max,
+    "min": lax.min,
+}
+#: How many operands each operation has.
+OPERANDS: Mapping[str, int] = MappingProxyType(
+    {name: 3 if name == "fma" else 1 if name in ("neg", "abs", "sqrt", "square") else 2 for name in _EXACT}
+)

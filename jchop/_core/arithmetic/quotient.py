@@ -1,0 +1,130 @@
+"""Magnitudes divided by divisors that many of them share, exactly: for scales of blocks.
+
+A quotient's digits come from a floating-point guess that exact integer remainders correct, a dozen bits at a time, so a
+division that is off by many units in the last place, or that a compiler turns into a multiplication by a reciprocal,
+changes nothing. `double_word.divide` does the same for any two operands; here the divisor is prepared once, and may
+have a few bits more than a number of the carrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.arithmetic import double_word
+from jchop._core.arithmetic.exact import Exact
+from jchop._core.rounding.codes import extended
+
+Array = jax.Array
+
+#: Bits of a word above a divisor's significand: for a remainder, its sign and a factor of 2.
+_ROOM = 4
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """Positive numbers: integers of W = `divisor_bits` bits times 2^(field - bias - W + 1)."""
+
+    significand: Array
+    field: Array  # the biased exponent of the leading bit
+    inverse: Array  # of the significand, nearly
+
+    @classmethod
+    def of(cls, significand: Array, field: Array, carrier: Carrier) -> Divisor:
+        return cls(significand, field, 1 / significand.astype(carrier.name))
+
+
+def divisor_bits(carrier: Carrier) -> int:
+    """Bits of a divisor's significand, a few more than the carrier's."""
+    return carrier.work_width - _ROOM
+
+
+def significand_of(bits: Array, carrier: Carrier) -> Array:
+    """The significand of extended magnitude bits, with its leading bit."""
+    return bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
+
+
+def divisor_of(magnitude: Array, carrier: Carrier) -> Divisor:
+    """Finite magnitudes other than zero as divisors."""
+    bits = extended(magnitude, carrier)
+    up = divisor_bits(carrier) - carrier.fraction - 1
+    return Divisor.of(significand_of(bits, carrier) << up, bits >> carrier.fraction, carrier)
+
+
+def divisor_of_product(
+    count: Array, width: int, exponent: Array | int, other: Array, own: int, carrier: Carrier
+) -> Divisor:
+    """The products of count 2^exponent and a number of at most `own` + 1 significant bits.
+
+    Args:
+        count: integers of exactly `width` bits; `width` + `own` is less than `divisor_bits`.
+        width: of the integers.
+        exponent: integers.
+        other: magnitude bits of a positive number.
+        own: its fraction bits.
+        carrier: of the magnitudes.
+    """
+    bits = extended(other, carrier)
+    product = count * (significand_of(bits, carrier) >> carrier.fraction - own)  # of width + own bits, or one more
+    top = divisor_bits(carrier) - 1
+    product = product << top - (width + own)
+    small = product >> top == 0
+    field = (bits >> carrier.fraction) + exponent + width - small.astype(product.dtype)
+    return Divisor.of(jnp.where(small, product << 1, product), field, carrier)
+
+
+def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: bool = False) -> Array:
+    """Magnitude bits of finite nonzero magnitudes over divisors, rounded to odd.
+
+    With `ends` over the whole range of the carrier, whose largest number stands for all beyond. Without, what falls
+    below the normal range becomes its smallest value, and what lies beyond it some number of its largest binade: to
+    formats whose values are far larger and smaller they are alike.
+    """
+    field, count, _, following, remainder = _digits(magnitude, divisor, carrier)
+    lost = following | (remainder != 0).astype(following.dtype)
+    if not ends:
+        return _within(field, count, carrier) | lost
+    down = jnp.clip(1 - field, 0, carrier.fraction + 2)
+    bits = (jnp.clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
+    return jnp.minimum(bits | lost | (count & _bits.low_mask(down) != 0), carrier.inf - 1)
+
+
+def _within(field: Array, count: Array, carrier: Carrier) -> Array:
+    """Magnitude bits of a field and a significand, held within the normal range."""
+    bits = (jnp.minimum(field, 2 * carrier.bias) - 1 << carrier.fraction) + count
+    return jnp.maximum(bits, 1 << carrier.fraction)
+
+
+def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor, carrier: Carrier) -> Exact:
+    """The same without `ends`, with a word of bits that follow; where not `plain` the magnitude itself."""
+    field, count, more, following, remainder = _digits(magnitude, divisor, carrier)
+    bits = _within(field, count, carrier)
+    width, unsigned = carrier.work_width, jnp.dtype(f"uint{carrier.work_width}")
+    rest, place = jnp.zeros(bits.shape, unsigned), width
+    while place:
+        step = min(place, carrier.fraction // 2)
+        digit, remainder = double_word.next_digit(remainder, divisor.significand, divisor.inverse, step, carrier)
+        place -= step
+        rest = rest | digit.astype(unsigned) << place
+    last = rest & more.astype(unsigned)
+    rest = following.astype(unsigned) << width - 1 | rest >> more.astype(unsigned)
+    rest, sticky = jnp.where(plain, rest, 0), plain & ((remainder != 0) | (last != 0))
+    return Exact(sign, jnp.where(plain, bits, magnitude), (rest != 0) | sticky, rest, sticky)
+
+
+def _digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array, Array, Array, Array, Array]:
+    """A quotient's field, its leading M + 1 bits, 1 where another bit follows them, that bit, and the remainder."""
+    fraction = carrier.fraction
+    bits = extended(magnitude, carrier)
+    remainder = significand_of(bits, carrier) << divisor_bits(carrier) - fraction - 1
+    count = jnp.zeros_like(bits)
+    for step in ((fraction + 1) // 2, fraction + 1 - (fraction + 1) // 2):
+        digit, remainder = double_word.next_digit(remainder, divisor.significand, divisor.inverse, step, carrier)
+        count = (count << step) + digit
+    more = count >> fraction + 1  # where the dividend has the larger significand, so that a bit is left over
+    field = (bits >> fraction) - divisor.field + carrier.bias - 1 + more
+    return field, count >> more, more, count & more, remainder

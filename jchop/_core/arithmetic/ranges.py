@@ -1,0 +1,146 @@
+"""What is known before anything is computed: the range of operands, and which result formats an operation can have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from jchop._bits import CARRIERS, Carrier
+from jchop._core.rounding.grid import holds
+from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+#: The carriers that operations are computed in.
+OPERATING = ("float32", "float64")
+NEAREST = frozenset({Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.NEAREST_ZERO})
+
+
+@dataclass(frozen=True)
+class Range:
+    """What holds for every finite value v of an operand: v is a multiple of 2^quantum, |v| < 2^top.
+
+    Beside that v has at most `precision` significant bits, from the first one to the last one that are set.
+    """
+
+    quantum: int
+    precision: int
+    top: int
+
+    @property
+    def bits(self) -> int:
+        """The most significant bits that a value can have."""
+        return min(self.precision, max(self.top - self.quantum, 0))
+
+
+def carrier_range(carrier: Carrier) -> Range:
+    """Anything that `carrier` holds."""
+    return Range(carrier.tiny_exponent, carrier.fraction + 1, carrier.bias + 1)
+
+
+@lru_cache(maxsize=1024)
+def range_of(spec: Spec | None, carrier: Carrier) -> Range:
+    """The results of rounding values of `carrier` under `spec`; None: anything that the carrier holds."""
+    whole = carrier_range(carrier)
+    if spec is None:
+        return whole
+    own = _range_of_format(spec.format)
+    return Range(max(own.quantum, whole.quantum), min(own.precision, whole.precision), min(own.top, whole.top))
+
+
+def product_range(a: Range, b: Range) -> Range:
+    """The exact products of values of two ranges."""
+    return Range(a.quantum + b.quantum, a.bits + b.bits, a.top + b.top)
+
+
+def sum_range(a: Range, b: Range) -> Range:
+    """The exact sums of values of two ranges."""
+    quantum, top = min(a.quantum, b.quantum), max(a.top, b.top) + 1
+    return Range(quantum, max(top - quantum, 1), top)
+
+
+def _range_of_format(fmt: ElementFormat) -> Range:
+    if isinstance(fmt, FloatFormat):
+        return Range(fmt.emin - fmt.sig_bits, fmt.precision, fmt.emax + 1)
+    if isinstance(fmt, UniformFormat):
+        largest = max(fmt.max_code, -fmt.min_code)
+        # The minimum -2^k of two's complement has one significant bit.
+        return Range(-fmt.frac_bits, fmt.max_code.bit_length(), largest.bit_length() - fmt.frac_bits)
+    assert isinstance(fmt, CodebookFormat)
+    parts = [_parts(Fraction(level)) for level in fmt.levels if level] or [(0, 1)]
+    return Range(min(low for low, _ in parts), max(high - low for low, high in parts), max(high for _, high in parts))
+
+
+def _parts(value: Fraction) -> tuple[int, int]:
+    """The exponent of the last significant bit of a dyadic number, and one more than that of the first."""
+    count = abs(value.numerator)
+    last = (count & -count).bit_length() - 1
+    shift = value.denominator.bit_length() - 1
+    return last - shift, count.bit_length() - shift
+
+
+# -- which result formats an operation can have ------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def require_operation(spec: Spec | None, carrier: Carrier, argument: str) -> None:
+    """Refuse a spec that the result of an operation on values of `carrier` cannot always be rounded to exactly.
+
+    The exact result is first brought to the carrier's precision, rounded to odd, and two bits more than the format has
+    make the second rounding that of the exact result (Boldo and Melquiond 2008). A format of the carrier's very grid
+    is rounded to directly, under the nearest modes.
+
+    Args:
+        spec: what the result is rounded to; None, the carrier's own format, always passes.
+        carrier: the carrier of the operands.
+        argument: the name of the argument that the spec came from, for the message.
+
+    Raises:
+        ValueError: where `carrier` is too narrow; the message names the dtype that would do.
+    """
+    if spec is None or supports(spec, carrier):
+        return
+    if isinstance(spec.format, CodebookFormat):
+        raise ValueError(f"{argument}={str(spec)!r}: the result of an operation cannot be rounded to a codebook")
+    able = [name for name in OPERATING if supports(spec, CARRIERS[name])]
+    remedy = f"cast the operands to {able[0]}" if able else "no carrier up to float64 can"
+    if carrier.name not in OPERATING:
+        cause = f"operations must be {' or '.join(OPERATING)} ones, not {carrier.name}"
+    elif not holds(spec, carrier):
+        cause = f"{carrier.name} cannot hold every result"
+    else:
+        cause = f"to round a result once, {carrier.name} must have two bits more than the format everywhere"
+    raise ValueError(f"{argument}={str(spec)!r}: {cause}; {remedy}")
+
+
+def supports(spec: Spec, carrier: Carrier) -> bool:
+    """Whether results of operations on `carrier` can be rounded under `spec`; see `require_operation`."""
+    fmt = spec.format
+    if carrier.name not in OPERATING or isinstance(fmt, CodebookFormat) or not holds(spec, carrier):
+        return False
+    return has_spare_bits(fmt, carrier) or is_direct(spec, carrier)
+
+
+def has_spare_bits(fmt: ElementFormat, carrier: Carrier) -> bool:
+    """Whether the carrier has two bits more than `fmt` wherever a value of `fmt` lies."""
+    if isinstance(fmt, FloatFormat):
+        last = fmt.emin - fmt.sig_bits
+        return fmt.sig_bits + 2 <= carrier.fraction and last >= carrier.tiny_exponent + 2
+    assert isinstance(fmt, UniformFormat)
+    return fmt.max_code.bit_length() + 1 <= carrier.fraction and -fmt.frac_bits >= carrier.tiny_exponent + 2
+
+
+def is_direct(spec: Spec, carrier: Carrier) -> bool:
+    """Whether `spec` rounds to nearest on the carrier's own grid: of its precision, and its subnormals if of any."""
+    fmt = spec.format
+    if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST or fmt.sig_bits != carrier.fraction:
+        return False
+    held = carrier.magnitude_bits(fmt.exact_max) is not None
+    own_subnormals = fmt.subnormals and fmt.zero
+    return held and (fmt.emin == 1 - carrier.bias if own_subnormals else fmt.emin >= 1 - carrier.bias)
+
+
+def wraps(spec: Spec | None) -> bool:
+    """Whether results beyond the ends wrap, which takes every bit of an exact result."""
+    return spec is not None and spec.overflow is Overflow.WRAP

@@ -1,0 +1,144 @@
+"""Square roots, exactly, and quotients of narrow operands in a few operations of the hardware.
+
+Both start from the hardware's result, which need not be right to the last bit, and correct it by an exact remainder.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.arithmetic import double_word
+from jchop._core.arithmetic.basic import round_known
+from jchop._core.arithmetic.exact import Exact
+from jchop._core.arithmetic.ranges import Range, has_spare_bits, range_of
+from jchop.rounding import Overflow
+from jchop.spec import Spec
+
+Array = jax.Array
+
+# -- roots -------------------------------------------------------------------------------------------------------------
+
+
+def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> Exact:
+    """The exact root; of its `rest` all bits are worked out, or just the first one.
+
+    With M fraction bits, v = X 2^(2f) for an integer X of 2M + 1 or 2M + 2 bits, so T = floor(sqrt X) has M + 1. The
+    hardware's root of X misses T by little, so X - T^2 fits a word and is right modulo 2^W.
+    """
+    fraction = carrier.fraction
+    sign, magnitude = _bits.split(x, carrier)
+    exponent, count = double_word.normalised(magnitude, carrier)
+    count = jnp.where(count == 0, 1 << fraction, count)
+    odd = exponent & 1
+    wrapped = count << fraction + odd
+    root, remainder = _integer_root(wrapped, _float_root(count, odd, carrier), carrier)
+    bits = (((exponent - odd) >> 1) + carrier.bias - 1 << fraction) + root
+    unsigned = np.dtype(f"uint{carrier.work_width}")
+    if whole_rest:
+        rest, more = _further_bits(root.astype(unsigned), remainder.astype(unsigned))
+    else:
+        rest = (remainder > root).astype(unsigned) << carrier.work_width - 1
+        more = remainder != 0
+    zero = magnitude == 0
+    v = Exact(sign, jnp.where(zero, 0, bits), (remainder != 0) & ~zero, jnp.where(zero, 0, rest), more & ~zero)
+    return double_word.with_special_values(
+        v, magnitude == carrier.inf, (sign != 0) & ~zero | (magnitude > carrier.inf), sign, carrier
+    )
+
+
+def _float_root(count: Array, odd: Array, carrier: Carrier) -> Array:
+    """About the root of count 2^(M + odd), as an integer."""
+    kind = np.dtype(carrier.name).type
+    scale = jnp.where(odd != 0, kind(2.0 ** (carrier.fraction + 1)), kind(2.0**carrier.fraction))
+    return lax.sqrt(count.astype(carrier.name) * scale).astype(count.dtype)
+
+
+def _integer_root(wrapped: Array, guess: Array, carrier: Carrier) -> tuple[Array, Array]:
+    """floor(sqrt X) and X - floor(sqrt X)^2, from X modulo 2^W and a guess that misses by less than 64."""
+    miss = wrapped - guess * guess
+    step = jnp.floor(miss.astype(carrier.name) / (guess + guess).astype(carrier.name))
+    root = guess + step.astype(guess.dtype)
+    remainder = wrapped - root * root
+    for _ in range(2):
+        low = (remainder < 0).astype(root.dtype)
+        root = root - low
+        remainder = remainder + low * (root + root + 1)
+        high = (remainder > root + root).astype(root.dtype)
+        remainder = remainder - high * (root + root + 1)
+        root = root + high
+    return root, remainder
+
+
+def _further_bits(root: Array, remainder: Array) -> tuple[Array, Array]:
+    """A word of the bits that follow an integer root, one after the other, and whether any follow those."""
+    width, zero = root.dtype.itemsize * 8, jnp.zeros_like(root)
+
+    def turn(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        high, low, rest_high, rest_low = state
+        rest_high, rest_low = double_word.shifted_left(rest_high, rest_low, 2)
+        trial_high, trial_low = double_word.shifted_left(high, low, 2)
+        trial_low = trial_low | trial_low.dtype.type(1)
+        fits = (rest_high > trial_high) | (rest_high == trial_high) & (rest_low >= trial_low)
+        borrow = (rest_low < trial_low).astype(root.dtype)
+        rest_high = jnp.where(fits, rest_high - trial_high - borrow, rest_high)
+        rest_low = jnp.where(fits, rest_low - trial_low, rest_low)
+        high, low = double_word.shifted_left(high, low, 1)
+        return high, low | fits.astype(root.dtype), rest_high, rest_low
+
+    _, rest, rest_high, rest_low = lax.fori_loop(0, width, turn, (zero, root, zero, remainder))
+    return rest, (rest_high | rest_low) != 0
+
+
+# -- quotients ---------------------------------------------------------------------------------------------------------
+
+#: Units in the last place by which a quotient of the hardware may miss; it is moved up by as many and cut.
+_MISS = 8
+
+
+def _kept_bits(spec: Spec, carrier: Carrier) -> int:
+    """Leading bits of a quotient that decide, with what follows them, how it is rounded."""
+    return range_of(spec, carrier).precision + 1
+
+
+def divides_narrow(spec: Spec, carrier: Carrier, xr: Range, yr: Range) -> bool:
+    """Whether `divide_narrow` does for operands of these ranges."""
+    kept, least = _kept_bits(spec, carrier), 1 - carrier.bias
+    low, high = xr.quantum - yr.top, xr.top - yr.quantum
+    return (
+        not spec.rounding.stochastic
+        and spec.overflow is not Overflow.WRAP
+        and has_spare_bits(spec.format, carrier)
+        and kept + yr.bits <= carrier.fraction + 1
+        and 1 << carrier.fraction + 1 - kept >= 4 * _MISS
+        and min(low - carrier.fraction, low - kept + yr.quantum, xr.quantum, yr.quantum) >= least
+        and max(high, xr.top, yr.top) < carrier.bias
+    )
+
+
+def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: Range, yr: Range) -> Array:
+    """`x / y` rounded once under a spec that does not draw.
+
+    The hardware's quotient cut to a bit more than the format has is t, and t y is exact; so is x - t y, whose sign says
+    whether the quotient is t, follows it, or lies below. With a last bit set where it is not t it is rounded to odd.
+    """
+    drop = carrier.fraction + 1 - _kept_bits(spec, carrier)
+    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
+    dividend, divisor = (lax.bitcast_convert_type(magnitude, x.dtype) for magnitude in (xm, ym))
+    bits = lax.bitcast_convert_type(_quotient(dividend, divisor), carrier.work)
+    bits = (jnp.minimum(bits, carrier.nan) + _MISS) >> drop << drop
+    remainder = dividend - lax.bitcast_convert_type(bits, x.dtype) * divisor
+    below, above = remainder < 0, remainder > 0  # neither where NaN, beside infinities
+    bits = (bits - (below.astype(bits.dtype) << drop)) | (below | above).astype(bits.dtype)
+    low = xr.quantum - yr.top
+    odd = Range(low - carrier.fraction, carrier.fraction + 1, xr.top - yr.quantum + 1)
+    return round_known(_bits.join(xs ^ ys, bits, carrier), odd, spec, carrier, None)
+
+
+def _quotient(dividend: Array, divisor: Array) -> Array:
+    """The hardware's."""
+    return dividend / divisor

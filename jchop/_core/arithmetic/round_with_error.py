@@ -1,0 +1,152 @@
+"""Rounding of a hardware result whose error is known, where the same number of last digits is dropped from every value.
+
+So it is for sums of values of the format itself, which below its normal range are exact; and over the whole range of a
+format with the carrier's own exponents, whose spacing grows with the carrier's.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.arithmetic.ranges import NEAREST
+from jchop._core.rounding.elements import at_ends
+from jchop._core.rounding.grid import make_grid
+from jchop._core.rounding.modes import AWAY, DroppedBits, draw
+from jchop.formats import ElementFormat, FloatFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+#: The modes whose word is added to what is dropped.
+_ADDS_WORD = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B)
+
+
+def has_constant_drop(spec: Spec, carrier: Carrier) -> bool:
+    """Whether `round_with_error` does, if the values are such as the head of this module says."""
+    fmt = spec.format
+    if not isinstance(fmt, FloatFormat) or spec.rounding is Rounding.STOCHASTIC_C or spec.flush:
+        return False
+    whole = fmt.subnormals and fmt.zero and fmt.signed and fmt.has_negative_zero
+    spare = 0 < fmt.sig_bits <= carrier.fraction - 2 and fmt.emin >= 1 - carrier.bias
+    return whole and spare and spec.overflow is not Overflow.WRAP
+
+
+def needs_parts(spec: Spec) -> bool:
+    """Whether `round_with_error` takes an error by its digits, and not just for its sign."""
+    return spec.rounding in _ADDS_WORD
+
+
+def finer(spec: Spec, carrier: Carrier) -> int:
+    """F: the bits that a random word has more than are dropped."""
+    return carrier.work_width - _drop(spec.format, carrier)
+
+
+def error_of_sum(error: Array, magnitude: Array, spec: Spec, carrier: Carrier) -> tuple[Array, Array | None]:
+    """What `round_with_error` takes for an error and its binade, from the error and the magnitude's bits of a sum."""
+    if not needs_parts(spec):
+        return error, None
+    below = magnitude - (error < 0).astype(magnitude.dtype)
+    if finer(spec, carrier) > carrier.fraction:
+        return _parts(error, magnitude, below, spec, carrier), None
+    # Where a sum is smaller there is no error, but what is compared with it must not vanish.
+    below = jnp.maximum(below, _least_binade(spec, carrier) + carrier.bias << carrier.fraction) & carrier.inf
+    return error, lax.bitcast_convert_type(below, error.dtype)
+
+
+def _least_binade(spec: Spec, carrier: Carrier) -> int:
+    """The exponent of the smallest power of two whose last place has parts that are normal numbers."""
+    return 1 - carrier.bias + carrier.fraction + finer(spec, carrier)
+
+
+def _parts(error: Array, magnitude: Array, below: Array, spec: Spec, carrier: Carrier) -> Array:
+    """The error of a sum in units of 2^-F of the last place of `below`, the number that it makes lower."""
+    extra = finer(spec, carrier) + carrier.fraction
+    # An error that is not zero has a sum that is not small, and its unit is no infinite number.
+    least = carrier.work_width - 2 + carrier.fraction
+    below = jnp.maximum(below, least << carrier.fraction) & carrier.inf
+    bits = (extra - least + 2 * carrier.bias << carrier.fraction) - (below - (least << carrier.fraction))
+    many = error * lax.bitcast_convert_type(bits, error.dtype)
+    many = jnp.where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # one that vanished, too
+    return jnp.where(magnitude < carrier.inf, many, error.dtype.type(0))
+
+
+def round_with_error(
+    sign: Array,
+    magnitude: Array,
+    bits: Array,
+    error: Array | None,
+    spec: Spec,
+    carrier: Carrier,
+    word: Array | None,
+    binade: Array | None = None,
+    scaled_down: bool = False,
+) -> Array:
+    """A number rounded once under `spec`.
+
+    Args:
+        sign: its sign bit, in place.
+        magnitude: below the bits of infinity for finite numbers, those bits for infinities, above them for NaN.
+        bits: the magnitude's bits, rounded to nearest.
+        error: what is missing from them, as seen from zero; NaN for nothing beside infinities. For the modes that need
+            its digits in units of 2^-F of the last place, unless there is a `binade`; for the rest any number of its
+            sign. None: nothing that could be seen.
+        spec: of a format that `has_constant_drop`.
+        carrier: of the bits.
+        word: a random word for each element, for the stochastic modes.
+        binade: the power of two that the last places are those of, for an error in its own units.
+        scaled_down: whether `bits` of finite numbers may be above those of infinity.
+    """
+    assert isinstance(spec.format, FloatFormat)
+    drop = _drop(spec.format, carrier)
+    mask = _bits.low_mask(drop)
+    carried = (spec.rounding in NEAREST or spec.rounding.stochastic) and spec.overflow is Overflow.IEEE
+    carried = carried and spec.format.has_inf and make_grid(spec.format, carrier).top_bits == (carrier.inf - 1) & ~mask
+    bits = jnp.minimum(bits, carrier.nan - (not carried))  # one with more bits could be carried away
+    drawn = draw(word, spec, carrier)
+    if spec.rounding in _ADDS_WORD:
+        assert error is not None and drawn is not None
+        rounded = _with_word(bits, error, binade, drawn.word, spec, carrier) & ~mask
+    else:
+        if error is not None:  # rounded to odd
+            below, above = error < 0, error > 0
+            bits = (bits - below.astype(bits.dtype)) | (below | above).astype(bits.dtype)
+        last = bits >> drop & 1
+        rounded = (bits + AWAY[spec.rounding](DroppedBits(bits, drop, drop, mask, last, sign != 0, drawn))) & ~mask
+    if carried:  # the carry out of the largest value is infinity
+        if scaled_down:
+            rounded = jnp.where(magnitude < carrier.inf, jnp.minimum(rounded, carrier.inf), rounded)
+        return _bits.join(sign, rounded, carrier)
+    ended = at_ends(magnitude, rounded, sign != 0, spec, make_grid(spec.format, carrier))
+    return _bits.join(sign, jnp.where(magnitude > carrier.inf, magnitude, ended), carrier)
+
+
+def _with_word(bits: Array, error: Array, binade: Array | None, word: Array, spec: Spec, carrier: Carrier) -> Array:
+    """The bits with the error and the word, whose last F bits lie below theirs, added; not what is dropped."""
+    extra, fraction, kind = finer(spec, carrier), carrier.fraction, np.dtype(carrier.name).type
+    bits = bits + (word >> extra).astype(bits.dtype)
+    if extra > fraction:
+        low = _low(word, extra).astype(bits.dtype)
+        return bits + ((jnp.floor(error).astype(bits.dtype) + low) >> extra)
+    # The low bits of the word as those of a float that has 2^first too much.
+    first = fraction if binade is None else -extra
+    exponent = word.dtype.type(first + carrier.bias << fraction)
+    low = lax.bitcast_convert_type(_low(word, extra) | exponent, error.dtype)
+    over, under = low - kind(2.0**first + 2.0 ** (first - fraction + extra)), low - kind(2.0**first)
+    if binade is not None:
+        over, under = over * binade, under * binade
+    return bits + (error + over >= 0).astype(bits.dtype) - (error + under < 0).astype(bits.dtype)
+
+
+def _drop(fmt: ElementFormat, carrier: Carrier) -> int:
+    assert isinstance(fmt, FloatFormat)
+    return carrier.fraction - fmt.sig_bits
+
+
+def _low(word: Array, bits: int) -> Array:
+    return word & word.dtype.type((1 << bits) - 1)

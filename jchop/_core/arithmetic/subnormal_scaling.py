@@ -1,0 +1,205 @@
+"""Sums and products rounded to formats with the carrier's own exponents (bfloat16, tf32, float32 itself), in floats.
+
+Such a format has the carrier's subnormal numbers, which devices read as zero. So where one could come in, operands are
+first scaled by 2^K, on their bits, and the result is scaled back. In between come the hardware's sum and its error
+(Fast2Sum; Dekker 1971), or its product where that is exact. As many last bits are dropped from every value of the
+carrier, subnormal ones too, so one `round_with_error` rounds.
+
+Bits as a float, K 2^M added, are 2^K |x| for a normal x. A subnormal one, f 2^(1 - bias - M), then has a leading bit
+too much, A = c/2 + 2^K |x| / 2 with c = 2^K times the smallest normal number. So 2^K |x| is min(A, 2 A - c), and back
+it is max(v, (v + c) / 2), whatever x is, zero included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS, Carrier
+from jchop._core.arithmetic.ranges import NEAREST, Range
+from jchop._core.arithmetic.round_with_error import (
+    error_of_sum,
+    finer,
+    has_constant_drop,
+    needs_parts,
+    round_with_error,
+)
+from jchop.formats import FloatFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+_CARRIER = CARRIERS["float32"]
+_M, _BIAS = _CARRIER.fraction, _CARRIER.bias
+
+
+def _power_bits(exponent: int) -> int:
+    return exponent + _BIAS << _M
+
+
+#: The smallest normal number.
+_NORMAL = 1 << _M
+#: A sum is scaled up where both terms lie below 2^-60; others are halved where an error is wanted, lest they overflow.
+#: Of those a subnormal one matters by its sign alone: it lies below 2^-32 of what is rounded off.
+_SMALL_TERM, _SUM_UP = _power_bits(-60), 100
+#: A product is scaled where one factor lies below 2^-62: of two larger ones it is normal, and of this and a finite one
+#: it remains finite. One that vanishes nevertheless lies below 2^-40 of the smallest subnormal bfloat16 number.
+_SMALL_FACTOR, _PRODUCT_UP = _power_bits(-62), 48
+#: Modes to which a product counts that vanishes.
+_SEE_THE_LEAST = frozenset({Rounding.UP, Rounding.DOWN, Rounding.ODD, Rounding.STOCHASTIC_EQUAL})
+
+
+def _is_of_full_range(spec: Spec | None, carrier: Carrier) -> bool:
+    if spec is None or carrier is not _CARRIER:
+        return carrier is _CARRIER
+    return has_constant_drop(spec, carrier) and spec.format == FloatFormat(8, _precision(spec) - 1)
+
+
+def adds(spec: Spec | None, carrier: Carrier) -> bool:
+    """Whether `add` does, for any operands of the carrier; None is the carrier's own format, to nearest even."""
+    return _is_of_full_range(spec, carrier)
+
+
+def _precision(spec: Spec) -> int:
+    assert isinstance(spec.format, FloatFormat)
+    return spec.format.precision
+
+
+def multiplies(spec: Spec | None, carrier: Carrier, xr: Range, yr: Range) -> bool:
+    """Whether `multiply` does for operands of these ranges: their product must have no more bits than the carrier."""
+    few = xr.bits + yr.bits <= _M + 1
+    return few and _is_of_full_range(spec, carrier) and (spec is None or _precision(spec) <= 16)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def add(x: Array, y: Array, spec: Spec | None, word: Array | None, xr: Range, yr: Range) -> Array:
+    """`x + y`, its exact value rounded once; a sum that is exactly zero is +0, under `Rounding.DOWN` -0."""
+    if spec is not None and not _is_innocent(spec, xr, yr):
+        return _add_with_error(x, y, spec, word)
+    (xs, xm), (ys, ym) = _bits.split(x, _CARRIER), _bits.split(y, _CARRIER)
+    small = jnp.maximum(xm, ym) < _SMALL_TERM
+    scale = _scale(small, _SUM_UP)
+    a, b = (_signed(s, _lifted(m + scale.shift, scale)) for s, m in ((xs, xm), (ys, ym)))
+    sign, magnitude = _bits.split(a + b, _CARRIER)
+    bits = _unscaled(magnitude, scale.least) - scale.shift
+    if spec is None:
+        return _bits.join(sign, bits, _CARRIER)
+    return round_with_error(sign, magnitude, bits, None, spec, _CARRIER, word)
+
+
+def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array:
+    """`x + y` by magnitudes: the larger one, the smaller one under the sign that it has beside it, and Fast2Sum."""
+    (_, xm), (_, ym) = _bits.split(x, _CARRIER), _bits.split(y, _CARRIER)
+    xb, yb = _work(x), _work(y)
+    larger, smaller = jnp.maximum(xm, ym), jnp.minimum(xm, ym)
+    small = larger < _SMALL_TERM
+    scale = _scale(small, _SUM_UP)
+    shift = jnp.where(small, scale.shift, jnp.where(larger < _CARRIER.inf, np.int32(-_NORMAL), np.int32(0)))
+    a = _lifted(larger + shift, scale)
+    b = _lifted(jnp.maximum(smaller + shift, _NORMAL), scale)  # no term but zero is made less than a normal number
+    b = _signed((xb ^ yb) & _CARRIER.sign_bit, jnp.where(smaller == 0, np.float32(0), b))
+    total = a + b
+    error = b - (total - a)  # NaN beside infinities
+    zero = total == 0
+    sign = jnp.where(zero, xb | yb if spec.rounding is Rounding.DOWN else xb & yb, jnp.where(xm > ym, xb, yb))
+    magnitude = _work(total)
+    bits = jnp.where(zero, 0, _unscaled(magnitude, scale.least) - shift)
+    error, binade = error_of_sum(error, magnitude, spec, _CARRIER)
+    return round_with_error(
+        sign & _CARRIER.sign_bit, magnitude, bits, error, spec, _CARRIER, word, binade, scaled_down=True
+    )
+
+
+def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array:
+    """`x * y`, its exact value rounded once; see `multiplies`."""
+    (xs, xm), (ys, ym) = _bits.split(x, _CARRIER), _bits.split(y, _CARRIER)
+    less, more = jnp.minimum(xm, ym), jnp.maximum(xm, ym)
+    small = less < _SMALL_FACTOR
+    scale = _scale(small, _PRODUCT_UP)
+    shift, least = scale.shift, scale.least
+    product = _lifted(less + shift, scale) * _float(more)
+    if spec is not None and spec.rounding in _SEE_THE_LEAST:
+        vanished = (product < 2.0 ** (1 - _BIAS)) & (less > 0)
+        product = jnp.where(vanished, np.float32(2.0 ** (1 - _BIAS)), product)
+    sign, magnitude, subnormal = xs ^ ys, _work(product), product < least
+    shift = jnp.where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have a sign
+    if spec is not None and spec.rounding is Rounding.NEAREST_EVEN:
+        # Added to the power of two whose last bit is the format's smallest number, the product is rounded.
+        drop = _M + 1 - _precision(spec)
+        exponent = _PRODUCT_UP + 1 - _BIAS + drop
+        count = _work(product + np.float32(2.0**exponent)) - _power_bits(exponent)
+        bits = jnp.where(subnormal, count << drop, magnitude - shift)
+        error = None
+    else:
+        offset = jnp.where(subnormal, least, np.float32(0))
+        raised = product + offset
+        bits = _work(raised) - jnp.where(subnormal, np.int32(_power_bits(_PRODUCT_UP + 1 - _BIAS)), shift)
+        error = product - (raised - offset)
+    if spec is None:
+        return _bits.join(sign, bits, _CARRIER)
+    if needs_parts(spec):
+        assert error is not None
+        error = error * np.float32(2.0 ** (finer(spec, _CARRIER) - _CARRIER.tiny_exponent - _PRODUCT_UP))
+    # A product that is too large is a finite number that lies above all of the format.
+    magnitude = jnp.where(more < _CARRIER.inf, jnp.minimum(magnitude, _CARRIER.inf - 1), magnitude)
+    return round_with_error(sign, magnitude, bits, error, spec, _CARRIER, word)
+
+
+def _is_innocent(spec: Spec, xr: Range, yr: Range) -> bool:
+    """Whether the hardware's rounding of a sum cannot be seen: to nearest, of terms with few bits (Figueroa 1995)."""
+    precision = _precision(spec)
+    few = max(xr.bits, yr.bits) <= precision and 2 * precision + 2 <= _M + 1
+    return few and spec.rounding in NEAREST and spec.overflow is not Overflow.PROPAGATE
+
+
+# -- scaling -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """2^K where a condition holds, else 1."""
+
+    shift: Array  # K 2^M
+    step: Array  # 2^M, what doubles a number
+    least: Array  # c = 2^K times the smallest normal number; all three 0 where nothing is scaled
+
+
+def _scale(where: Array, up: int) -> _Scale:
+    shift, step = (jnp.where(where, np.int32(bits), np.int32(0)) for bits in (up << _M, _NORMAL))
+    return _Scale(shift, step, jnp.where(where, _scaled_normal(up), np.float32(0)))
+
+
+def _lifted(bits: Array, scale: _Scale) -> Array:
+    """2^K |x| from the bits of |x| with the shift added: min(A, 2 A - c)."""
+    value, double = _float(bits), _float(bits + scale.step) - scale.least
+    return jnp.where(double < value, double, value)
+
+
+def _unscaled(bits: Array, least: Array) -> Array:
+    """The bits of |x| with the shift added, from those of 2^K |x| = v: of max(v, (v + c) / 2)."""
+    return jnp.maximum(bits, _work(_float(bits) + least) - _NORMAL)
+
+
+def _scaled_normal(up: int) -> np.float32:
+    """2^K times the smallest normal number."""
+    return np.float32(2.0 ** (up + 1 - _BIAS))
+
+
+def _float(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _work(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _signed(sign: Array, value: Array) -> Array:
+    return _bits.join(sign, _work(value), _CARRIER)

@@ -1,0 +1,1 @@
+"""Rounding one number: the grid of a format, the modes, codebooks, codes, the random stream."""

@@ -1,0 +1,157 @@
+"""Rounding to a table of levels, by comparisons of ordered integers."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.rounding.bins import Bins, make_bins, take
+from jchop._core.rounding.modes import Draw, draw
+from jchop.formats import CodebookFormat
+from jchop.rounding import Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+#: Up to this many levels every threshold is compared, which kernels can do too; beyond, tables say which.
+COMPARE_ALL = 32
+
+
+def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec, carrier: Carrier) -> Array:
+    """Values rounded to the levels of `spec.format`; NaN stays, whatever lies beyond the ends saturates."""
+    table = _table(spec.format, carrier)  # type: ignore[arg-type]
+    value = _bits.ordered(sign, magnitude)
+    if spec.rounding in table.thresholds:
+        result = pick_level(value, table.thresholds[spec.rounding], table.levels)
+    else:
+        result = _draw_between(value, word, spec, table, carrier)
+    is_nan = magnitude > carrier.inf
+    sign = jnp.where(is_nan, sign, jnp.where(result < 0, carrier.sign_bit, 0).astype(sign.dtype))
+    return _bits.join(sign, jnp.where(is_nan, magnitude, jnp.abs(result)), carrier)
+
+
+@dataclass(frozen=True)
+class _Table:
+    levels: np.ndarray  # as ordered integers of the carrier
+    thresholds: dict[Rounding, np.ndarray]  # by mode: level i + 1 is taken from thresholds[i] on
+
+
+@lru_cache(maxsize=64)
+def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
+    levels = [Fraction(level) for level in fmt.levels]
+    pairs = list(itertools.pairwise(levels))
+
+    def ordered(values: list[int]) -> np.ndarray:
+        return np.array(values, carrier.work)
+
+    def at_least(value: Fraction) -> int:  # first ordered integer whose value is >= value
+        return carrier.ceil_bits(value)
+
+    def above(value: Fraction) -> int:  # first ordered integer whose value is > value
+        return -carrier.ceil_bits(-value) + 1
+
+    middles = [(low + high) / 2 for low, high in pairs]
+    return _Table(
+        levels=ordered([at_least(level) for level in levels]),
+        thresholds={
+            Rounding.NEAREST_EVEN: ordered([at_least(middle) for middle in middles]),
+            Rounding.NEAREST_AWAY: ordered([at_least(m) if m > 0 else above(m) for m in middles]),
+            Rounding.NEAREST_ZERO: ordered([above(m) if m > 0 else at_least(m) for m in middles]),
+            Rounding.DOWN: ordered([at_least(high) for _, high in pairs]),
+            Rounding.UP: ordered([above(low) for low, _ in pairs]),
+            Rounding.TOWARD_ZERO: ordered([at_least(high) if low + high > 0 else above(low) for low, high in pairs]),
+            Rounding.ODD: ordered(
+                [above(low) if index % 2 == 0 else at_least(high) for index, (low, high) in enumerate(pairs)]
+            ),
+        },
+    )
+
+
+def pick_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
+    """``choices[k]`` for values that have reached k of the thresholds."""
+    if len(choices) > COMPARE_ALL:
+        return _search(value, thresholds, choices)
+    result = jnp.full_like(value, int(choices[0]))
+    for threshold, choice in zip(thresholds, choices[1:], strict=True):
+        result = jnp.where(value >= int(threshold), jnp.full_like(value, int(choice)), result)
+    return result
+
+
+def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
+    """The same by bins, and by bisection where numbers of the carrier cannot be binned."""
+    bins = _bins_of(tuple(thresholds.tolist()))
+    if bins is None:
+        return _bisect(value, thresholds, choices)
+    index = take(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value))).astype(jnp.int32)
+    reached = value >= take(jnp.asarray(thresholds), index)
+    return take(jnp.asarray(choices), index + reached)
+
+
+@lru_cache(maxsize=256)
+def _bins_of(thresholds: tuple[int, ...]) -> Bins | None:
+    return make_bins(thresholds)
+
+
+def _bisect(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
+    """The same by bisection.
+
+    Two searches after one another, fused into one program, take XLA minutes to compile: hence the barrier.
+    """
+    value = lax.optimization_barrier(value)
+    steps = len(thresholds).bit_length()
+    padding = np.full((1 << steps) - 1 - len(thresholds), np.iinfo(thresholds.dtype).max, thresholds.dtype)
+    table = jnp.asarray(np.concatenate([thresholds, padding]))
+    count = jnp.zeros_like(value)
+    for step in reversed(range(steps)):
+        reached = value >= take(table, count + ((1 << step) - 1))
+        count = jnp.where(reached, count + (1 << step), count)
+    return take(jnp.asarray(choices), count)
+
+
+def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:
+    """The stochastic modes: of the two neighbours, the one of larger magnitude where the draw says so."""
+    reached = table.thresholds[Rounding.DOWN]
+    below = pick_level(value, reached, table.levels)
+    above = pick_level(value, reached, np.append(table.levels[1:], table.levels[-1]))
+    inward = jnp.abs(below) < jnp.abs(above)
+    near, far = jnp.where(inward, below, above), jnp.where(inward, above, below)
+    random = draw(word, spec, carrier)
+    assert random is not None
+    if spec.rounding is Rounding.STOCHASTIC_EQUAL:
+        away = _bits.top_bit(random.word)
+    else:
+        away = _proportional(value, near, far, random, spec.rounding, carrier)
+    exact = (value == below) | (value < int(table.levels[0]))
+    return jnp.where(exact, below, jnp.where(away, far, near))
+
+
+def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rounding, carrier: Carrier) -> Array:
+    """P3109's nu >= 1 - R 2^-N for nu = (x - near) / (far - near), in the carrier's arithmetic.
+
+    Levels are spaced as they please, so nu is no integer number of random bits: the probability is right to within the
+    carrier's own resolution, not exactly as on a grid.
+    """
+    wide = "float64" if carrier.width == 64 else "float32"
+
+    def number(ordered: Array) -> Array:
+        sign = jnp.where(ordered < 0, carrier.sign_bit, 0).astype(ordered.dtype)
+        return _bits.join(sign, jnp.abs(ordered), carrier).astype(wide)
+
+    unit = 1 << random.width - random.bits
+    to_nearest = mode is Rounding.STOCHASTIC_C  # nu 2^N to the nearest integer first: half a unit sooner
+    word = random.word | random.word.dtype.type(unit >> 1) if to_nearest else random.word
+    left, share = jnp.abs(number(far) - number(value)), word.astype(wide) * 2.0**-random.width
+    limit = jnp.abs(number(far) - number(near)) * share
+    if not to_nearest:
+        return left <= limit
+    even = random.word >> random.width - random.bits & 1 == 0  # where a tie goes
+    return (left < limit) | ((left == limit) & even)

@@ -1,0 +1,264 @@
+"""Bit patterns of values, and patterns of fewer than eight bits packed into bytes: integer operations on tiles.
+
+A code is what `ElementFormat.encode` gives. Packed along the last axis, the k-bit code i of a row takes the bits
+[k i, k i + k) of the row's little-endian bit stream (for 4 bits: low nibble first); every row is padded with zeros to
+whole bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.rounding import codebooks
+from jchop._core.rounding.bins import take
+from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
+
+Array = jax.Array
+
+
+def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Array:
+    """The codes of values of `fmt`, as integers of its ``code_dtype``.
+
+    Args:
+        values: values of `fmt` in `carrier`, which holds them all. A NaN takes the positive quiet NaN code, and where
+            `fmt` has none an unspecified one.
+        fmt: a float format of any width, or another of at most 16 bits.
+        carrier: the carrier of `values`.
+    """
+    sign, magnitude = _bits.split(values, carrier)
+    if isinstance(fmt, FloatFormat):
+        codes = _encode_float(sign, magnitude, fmt, carrier)
+    elif isinstance(fmt, UniformFormat):
+        codes = _encode_uniform(sign, magnitude, fmt, carrier)
+    else:
+        assert isinstance(fmt, CodebookFormat)
+        levels = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
+        indexes = np.arange(len(levels), dtype=carrier.work)
+        codes = codebooks.pick_level(_bits.ordered(sign, magnitude), np.array(levels[1:], carrier.work), indexes)
+    return codes.astype(fmt.code_dtype)
+
+
+def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array:
+    """The values of codes, in `carrier`; a code that `fmt` does not use gives NaN.
+
+    Args:
+        codes: integers in [0, 2^bits), any dtype.
+        fmt: as for `encode_elements`.
+        carrier: holds every value of `fmt`.
+    """
+    codes = codes.astype(carrier.work)
+    if isinstance(fmt, FloatFormat):
+        return _decode_float(codes, fmt, carrier)
+    if isinstance(fmt, UniformFormat):
+        return _decode_uniform(codes, fmt, carrier)
+    assert isinstance(fmt, CodebookFormat)
+    ordered = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
+    patterns = [abs(bits) | (carrier.sign_bit if bits < 0 else 0) for bits in ordered] + [carrier.nan]
+    table = np.array(patterns, carrier.work)
+    if len(table) > codebooks.COMPARE_ALL:
+        bits = take(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
+    else:
+        bits = codebooks.pick_level(codes, np.arange(1, len(table), dtype=carrier.work), table)
+    return _bits.join(jnp.zeros_like(bits), bits, carrier)
+
+
+def extended(magnitude: Array, carrier: Carrier) -> Array:
+    """Magnitude bits with an exponent field that goes on below 1, so that every value but 0 has a leading bit.
+
+    A subnormal value is its bits, read as an integer, times the smallest value of the carrier.
+    """
+    wide = _bits.CARRIERS["float64" if carrier.width == 64 else "float32"]
+    lead = lax.bitcast_convert_type(magnitude.astype(wide.name), wide.work) >> wide.fraction - carrier.fraction
+    lowered = lead + (carrier.tiny_exponent + carrier.bias - wide.bias << carrier.fraction)
+    return jnp.where(magnitude < 1 << carrier.fraction, lowered, magnitude)
+
+
+# -- floating-point formats --------------------------------------------------------------------------------------------
+
+
+def _encode_float(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+    drop, lag = carrier.fraction - fmt.sig_bits, carrier.bias - fmt.bias
+    bits = magnitude if _all_normal(fmt, carrier) else extended(magnitude, carrier)
+    codes = _shifted(bits - (lag << carrier.fraction), drop)
+    if fmt.zero:
+        field = (bits >> carrier.fraction) - lag
+        significand = bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
+        small = significand >> jnp.clip(drop + 1 - field, 0, carrier.work_width - 1)
+        codes = jnp.where(field > 0, codes, small if fmt.subnormals else 0)
+    if fmt.inf_code is not None:
+        codes = jnp.where(magnitude == carrier.inf, fmt.inf_code, codes)
+    if fmt.signed:
+        top = 1 << fmt.bits - 1 if fmt.bits < carrier.work_width else carrier.sign_bit
+        codes = jnp.where(sign != 0, codes | top, codes)
+    nan = fmt.code_of(math.nan)
+    return codes if nan is None else jnp.where(magnitude > carrier.inf, nan, codes)
+
+
+def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+    width = fmt.bits - fmt.signed
+    code = codes & _bits.low_mask(width)
+    drop, lag = carrier.fraction - fmt.sig_bits, carrier.bias - fmt.bias
+    if _all_normal(fmt, carrier):
+        magnitude = _shifted(code, -drop) + (lag << carrier.fraction)
+        small = _scaled(code, fmt.emin - fmt.sig_bits, carrier)
+    else:
+        field = code >> fmt.sig_bits
+        significand = code & _bits.low_mask(fmt.sig_bits) | 1 << fmt.sig_bits
+        magnitude = _bits.compose(significand, field - fmt.bias - fmt.sig_bits, carrier)
+        small = _bits.compose(code, jnp.full_like(code, fmt.emin - fmt.sig_bits), carrier)
+    if fmt.zero:
+        if not fmt.subnormals:
+            small = jnp.where(code == 0, 0, carrier.nan)
+        magnitude = jnp.where(code < 1 << fmt.sig_bits, small, magnitude)
+    if fmt.max_code != _bits.low_mask(width):
+        magnitude = jnp.where(code > fmt.max_code, carrier.nan, magnitude)
+    if fmt.has_inf:
+        magnitude = jnp.where(code == fmt.inf_code, carrier.inf, magnitude)
+    sign = jnp.zeros_like(code)
+    if fmt.signed:
+        negative = (codes >> width) & 1 != 0
+        sign = jnp.where(negative & (magnitude <= carrier.inf), jnp.full_like(code, carrier.sign_bit), sign)
+        if fmt.nans == "negative_zero":
+            magnitude = jnp.where(negative & (code == 0), carrier.nan, magnitude)
+            sign = jnp.where(code == 0, 0, sign)
+    return _bits.join(sign.astype(carrier.work), magnitude.astype(carrier.work), carrier)
+
+
+def _all_normal(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
+    """Whether every value of `fmt` but 0 is a normal number of `carrier`."""
+    return Fraction(fmt.smallest) >= Fraction(2) ** (1 - carrier.bias)  # type: ignore[arg-type]
+
+
+def _scaled(count: Array, exponent: int, carrier: Carrier) -> Array:
+    """Magnitude bits of count * 2^exponent, 0 or normal, for counts that a significand of the carrier holds."""
+    wide = _bits.CARRIERS["float64" if carrier.width == 64 else "float32"]
+    bits = lax.bitcast_convert_type(count.astype(wide.name), wide.work) >> wide.fraction - carrier.fraction
+    return jnp.where(count == 0, 0, bits + (exponent + carrier.bias - wide.bias << carrier.fraction))
+
+
+def _shifted(word: Array, right: int) -> Array:
+    return word >> right if right >= 0 else word << -right
+
+
+# -- fixed point and integers ------------------------------------------------------------------------------------------
+
+
+def _encode_uniform(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
+    bits = magnitude if _all_normal(fmt, carrier) else extended(magnitude, carrier)
+    significand = bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
+    right = carrier.fraction + carrier.bias - fmt.frac_bits - (bits >> carrier.fraction)
+    count = significand >> jnp.clip(right, 0, carrier.work_width - 1)
+    count = jnp.where(magnitude == 0, 0, count)
+    return jnp.where(sign != 0, -count, count) & _bits.low_mask(fmt.bits)
+
+
+def _decode_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
+    spare = carrier.work_width - fmt.bits
+    count = (codes << spare) >> spare if fmt.signed else codes
+    size = jnp.abs(count)
+    if _all_normal(fmt, carrier):
+        magnitude = _scaled(size, -fmt.frac_bits, carrier)
+    else:
+        magnitude = _bits.compose(size, jnp.full_like(size, -fmt.frac_bits), carrier)
+    unused = fmt.signed and fmt.min_code > -(1 << fmt.bits - 1)
+    sign = jnp.where(count < 0, jnp.full_like(count, carrier.sign_bit), 0)
+    if unused:
+        magnitude = jnp.where(count < fmt.min_code, carrier.nan, magnitude)
+        sign = jnp.where(count < fmt.min_code, 0, sign)
+    return _bits.join(sign, magnitude.astype(carrier.work), carrier)
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Bytes of a row of `count` packed codes."""
+    return -(-count * bits // 8)
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """Codes packed along the last axis.
+
+    Args:
+        codes: (..., n) integers in [0, 2^bits).
+        bits: width of a code, 1 to 8.
+
+    Returns:
+        (..., ceil(n * bits / 8)) uint8.
+
+    Example:
+        >>> pack(jnp.array([1, 2, 15]), 4).tolist()
+        [33, 15]
+    """
+    if bits == 8:
+        return codes.astype(jnp.uint8)
+    groups = _in_groups(codes.astype(jnp.uint8), _codes_together(bits))
+    starts = bits * np.arange(_codes_together(bits)) - 8 * np.arange(_bytes_together(bits))[:, None]
+    return _flat(_shifted_together(groups, starts))[..., : packed_size(codes.shape[-1], bits)]
+
+
+def unpack(packed: Array, bits: int, count: int) -> Array:
+    """The codes that `pack` packed.
+
+    Args:
+        packed: (..., ceil(count * bits / 8)) uint8.
+        bits: width of a code, 1 to 8.
+        count: codes in a row.
+
+    Returns:
+        (..., count) uint8.
+
+    Example:
+        >>> unpack(jnp.array([33, 15], jnp.uint8), 4, 3).tolist()
+        [1, 2, 15]
+    """
+    if bits == 8:
+        return packed
+    if 8 % bits == 0 and packed.shape[-1] % 4 == 0 and packed.shape[-1] * 8 == count * bits:
+        # As many codes of a word side by side as fill a vector: faster than the two of a byte.
+        words = lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4), jnp.int32)
+        shifts = np.arange(0, 32, bits, dtype=np.int32)
+        return _flat(words[..., None] >> shifts & _bits.low_mask(bits)).astype(jnp.uint8)
+    groups = _in_groups(packed, _bytes_together(bits))
+    starts = 8 * np.arange(_bytes_together(bits)) - bits * np.arange(_codes_together(bits))[:, None]
+    return _flat(_shifted_together(groups, starts) & np.uint8(_bits.low_mask(bits)))[..., :count]
+
+
+def _codes_together(bits: int) -> int:
+    """The least number of codes that fill whole bytes, those of `_bytes_together`."""
+    return 8 // math.gcd(8, bits)
+
+
+def _bytes_together(bits: int) -> int:
+    return bits // math.gcd(8, bits)
+
+
+def _in_groups(row: Array, size: int) -> Array:
+    """The last axis in groups of `size`, the last one filled with zeros."""
+    missing = -row.shape[-1] % size
+    if missing:
+        row = jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, missing)])
+    return row.reshape(*row.shape[:-1], row.shape[-1] // size, size)
+
+
+def _flat(groups: Array) -> Array:
+    return groups.reshape(*groups.shape[:-2], groups.shape[-2] * groups.shape[-1])
+
+
+def _shifted_together(groups: Array, starts: np.ndarray) -> Array:
+    """For each row of `starts` the bytes of a group, shifted left by so many bits each and put together.
+
+    As shifts of a broadcast axis and a sum over it, this is what XLA's CPU backend vectorizes; slices that are stacked
+    would be fused with what computes the codes, element by element.
+    """
+    left, right = (np.clip(shift, 0, 7).astype(np.uint8) for shift in (starts, -starts))
+    shifted = groups[..., None, :] << left >> right
+    return jnp.where(np.abs(starts) < 8, shifted, np.uint8(0)).sum(-1, dtype=jnp.uint8)

@@ -1,0 +1,151 @@
+"""Rounding of elements: the one body behind every implementation.
+
+`round_elements` works on the bits of one array and a word of random bits for each element. It asks nothing of shapes,
+keys or devices, so XLA fuses it and a kernel runs it on a tile.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.rounding.codebooks import round_codebook
+from jchop._core.rounding.grid import Grid, make_grid
+from jchop._core.rounding.modes import round_magnitude
+from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+
+def round_elements(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None) -> Array:
+    """`x` rounded under `spec`, exact in its own dtype.
+
+    Args:
+        x: values of `carrier`, any shape.
+        spec: a plain (not scaled) specification that `carrier` holds.
+        carrier: the carrier of `x`.
+        word: for the stochastic modes, a random unsigned integer for each element: uint32, or uint64 for float64.
+    """
+    sign, magnitude = _bits.split(x, carrier)
+    fmt = spec.format
+    if isinstance(fmt, CodebookFormat):
+        return round_codebook(sign, magnitude, word, spec, carrier)
+    assert isinstance(fmt, FloatFormat | UniformFormat)
+    grid = make_grid(fmt, carrier)
+    negative = sign != 0
+    result = round_magnitude(magnitude, negative, word, spec, grid)
+    if spec.overflow is Overflow.WRAP:
+        assert isinstance(fmt, UniformFormat)
+        sign, result = _wrap(sign, result, fmt, carrier)
+        result = jnp.where(magnitude == carrier.inf, _limit(negative, grid), result)
+        sign = jnp.where(negative & (magnitude == carrier.inf), carrier.sign_bit, sign)
+    else:
+        result = at_ends(magnitude, result, negative, spec, grid)
+    if not grid.signed:
+        sign = jnp.zeros_like(sign)
+    elif not grid.negative_zero:
+        sign = jnp.where(result == 0, 0, sign)
+    is_nan = magnitude > carrier.inf
+    return _bits.join(sign, jnp.where(is_nan, magnitude, result), carrier)
+
+
+def overflowed(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None) -> Array:
+    """Where the rounded value lies beyond the ends of the format, with the arguments of `round_elements`.
+
+    NaN counts as inside; infinities as outside; so does what an unsigned format rounds to a negative number.
+    """
+    sign, magnitude = _bits.split(x, carrier)
+    fmt = spec.format
+    if isinstance(fmt, CodebookFormat):
+        value = _bits.ordered(sign, magnitude)
+        low, high = (carrier.ceil_bits(Fraction(end)) for end in (fmt.min, fmt.max))
+        beyond = (value < low) | (value > high)
+    else:
+        assert isinstance(fmt, FloatFormat | UniformFormat)
+        grid = make_grid(fmt, carrier)
+        rounded, negative = round_magnitude(magnitude, sign != 0, word, spec, grid), sign != 0
+        beyond = rounded > (_limit(negative, grid) if grid.signed else grid.top_bits)
+        if not grid.signed:
+            beyond = beyond | _below(magnitude, rounded, negative, grid)
+    return beyond & (magnitude <= carrier.inf)
+
+
+def _limit(negative: Array, grid: Grid) -> Array | int:
+    """Magnitude bits of the end of the range on x's side of zero."""
+    if grid.top_bits == grid.bottom_bits:
+        return grid.top_bits
+    kind = grid.carrier.work.type  # two Python ints would make 64-bit words in 64-bit mode
+    return jnp.where(negative, kind(grid.bottom_bits), kind(grid.top_bits))
+
+
+#: Modes that round a positive or a negative overflow inward, to the largest finite value.
+_INWARD = {
+    Rounding.TOWARD_ZERO: (True, True),
+    Rounding.ODD: (True, True),
+    Rounding.UP: (False, True),
+    Rounding.DOWN: (True, False),
+}
+#: Modes that take a negative number to the smallest value of an unsigned format.
+_TO_SMALLEST = frozenset({Rounding.UP, Rounding.TOWARD_ZERO, Rounding.ODD})
+
+
+def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid: Grid) -> Array:
+    """`rounded` with the overflow rule applied; `magnitude` tells infinities from finite values."""
+    carrier = grid.carrier
+    limit = _limit(negative, grid) if grid.signed else grid.top_bits
+    beyond = limit if grid.saturates else carrier.inf if grid.has_inf else carrier.nan
+    infinity = limit if spec.overflow is Overflow.SATURATE else beyond
+    finite = limit
+    if spec.overflow is Overflow.IEEE:
+        to_odd = grid.p3109 and spec.rounding is Rounding.ODD
+        inward = (False, False) if to_odd else _INWARD.get(spec.rounding, (False, False))
+        finite = limit if all(inward) else beyond
+        if inward[0] != inward[1]:
+            kind = carrier.work.type
+            finite = jnp.where(
+                negative == inward[1],
+                kind(limit) if isinstance(limit, int) else limit,
+                kind(beyond) if isinstance(beyond, int) else beyond,
+            )
+    result = jnp.where(rounded > limit, finite, rounded)
+    if infinity is not finite:
+        result = jnp.where(magnitude == carrier.inf, infinity, result)
+    if grid.signed:
+        return result
+    # Below zero an unsigned format has nothing; the modes that point upward, or to zero, point to its smallest value.
+    smallest = 0 if grid.zero else grid.tiny_bits
+    finds_none = spec.overflow is Overflow.IEEE and spec.rounding not in _TO_SMALLEST
+    below = carrier.nan if grid.has_nan and finds_none else smallest
+    return jnp.where(_below(magnitude, rounded, negative, grid), below, result)
+
+
+def _below(magnitude: Array, rounded: Array, negative: Array, grid: Grid) -> Array:
+    """Where an unsigned format is asked for a negative value; without a zero, no negative value rounds to zero."""
+    return negative & ((rounded if grid.zero else magnitude) != 0)
+
+
+def _wrap(sign: Array, rounded: Array, fmt: UniformFormat, carrier: Carrier) -> tuple[Array, Array]:
+    """Sign and magnitude of the rounded value wrapped into the format's two's complement range.
+
+    The value is c 2^s quanta with an integer c of the carrier's precision, so only the low (bits - s) bits of c count.
+    """
+    width, fraction = carrier.work_width, carrier.fraction
+    biased = rounded >> fraction
+    count = rounded & _bits.low_mask(fraction) | jnp.where(biased > 0, 1 << fraction, 0)
+    exponent = jnp.maximum(biased, 1) - carrier.bias - fraction
+    # Below one quantum c has zeros to drop, since the value is a whole number of quanta.
+    spare = jnp.clip(-fmt.frac_bits - exponent, 0, fraction + 1)
+    count, exponent = count >> spare, exponent + spare
+    keep = jnp.clip(fmt.bits - (exponent + fmt.frac_bits), 0, fraction + 3)
+    count = jnp.where(sign != 0, -count, count)
+    shift = width - jnp.maximum(keep, 1)
+    wrapped = (count << shift) >> shift if fmt.signed else count & _bits.low_mask(jnp.minimum(keep, width - 1))
+    wrapped = jnp.where(keep == 0, 0, wrapped)
+    magnitude = _bits.compose(jnp.abs(wrapped), exponent, carrier)
+    return jnp.where(wrapped < 0, carrier.sign_bit, 0).astype(sign.dtype), magnitude

@@ -1,0 +1,57 @@
+"""Where an array lies in the random stream, and the words of its elements there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._core.rounding.random_bits import SEEDS, random_bits
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class StreamOffset:
+    """The static part of an offset: what stands in it for a traced start is None."""
+
+    known: tuple[int | None, ...] = (0,)
+    whole: tuple[int, ...] | None = None  # the shape of the whole array; None for a contiguous chunk
+    base: int = 0  # a known index added to all
+    shape: tuple[int, ...] | None = None  # the shape in which the words are drawn; None for that of the array
+
+    def offset(self, starts: Sequence[Array]) -> Any:
+        """With its traced starts, what `random_bits` takes."""
+        rest = iter(starts)
+        each = tuple(next(rest) if start is None else start for start in self.known)
+        return each[0] if self.whole is None else (each, self.whole)
+
+
+AT_START = StreamOffset()
+
+
+def draw(
+    seeds: Sequence[Array], shape: tuple[int, ...], place: StreamOffset, starts: Sequence[Array], width: int
+) -> Array:
+    """A word of `width` bits, 32 or 64, for each element of an array of `shape`."""
+    words = random_bits(seeds, place.shape or shape, place.offset(starts), width, place.base)
+    if width == 32:
+        return words.reshape(shape)
+    high, low = (half.astype(jnp.uint64) for half in words)
+    return ((high << 32) | low).reshape(shape)
+
+
+def words_like(x: Array, drawn: Sequence[Array], place: StreamOffset) -> Array:
+    """A word for each element of `x`, of 64 bits for float64.
+
+    Args:
+        x: the array that is rounded.
+        drawn: the words of `seed_words`, then the traced starts that `place` leaves open.
+        place: where `x` lies in the random stream.
+    """
+    word = draw(drawn[:SEEDS], x.shape, place, drawn[SEEDS:], 64 if x.dtype.itemsize == 8 else 32)
+    # ORed with zeros like x, the words have the sharding of x in their type, where meshes are explicit.
+    return word | jnp.zeros_like(x, word.dtype)

@@ -1,0 +1,120 @@
+"""Scales that look at more of a group than its ends: percentiles, and least squares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._core.arithmetic.basic import multiply, range_of
+from jchop._core.scaled import elements
+from jchop._core.scaled.scales import Plan, Scales, largest_of, positive, quotients_by_scale
+from jchop.formats import ElementFormat
+from jchop.rounding import Rounding
+
+Array = jax.Array
+
+#: The rule "mse" tries the scale of "absmax" times 1, 1 - 1/N ... 1/2.
+STEPS = 64
+
+
+def smallest_of(fmt: ElementFormat) -> Fraction:
+    """The smallest positive value of a format that has one."""
+    assert fmt.smallest is not None
+    return Fraction(fmt.smallest)
+
+
+# -- percentiles -------------------------------------------------------------------------------------------------------
+
+
+def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan, percentile: Fraction) -> Scales:
+    """As "absmax" of the smallest magnitude that `percentile` % of a group's finite numbers do not exceed.
+
+    Where that is zero the largest magnitude takes its place. The magnitude is found bit by bit, by counting: exact,
+    whatever the order, and without moving an element.
+
+    Args:
+        x: numbers of the carrier of the arithmetic; NaN may fill up a group.
+        axes: that a group extends over.
+        plan: says how.
+        percentile: q of 100.
+    """
+    compute = plan.compute
+    magnitude = _bits.split(x, compute)[1]
+    largest = largest_of(magnitude, axes, compute)
+    finite = magnitude < compute.inf
+
+    def count(within: Array) -> Array:
+        return jnp.sum(within, axis=axes, keepdims=True, dtype=jnp.int32)
+
+    rank = _rank(count(finite), percentile / 100)
+
+    def step(i: Array, least: Array) -> Array:
+        bit = lax.shift_left(jnp.ones_like(least), jnp.full_like(least, compute.work_width - 2) - i.astype(least.dtype))
+        short = count(finite & (magnitude <= (least | bit - 1))) < rank
+        return jnp.where(short, least | bit, least)
+
+    least = lax.fori_loop(0, compute.work_width - 1, step, jnp.zeros_like(largest))
+    return Scales(quotients_by_scale((jnp.where(least == 0, largest, least),), None, plan)[0])
+
+
+def _rank(count: Array, share: Fraction) -> Array:
+    """ceil(count share), without a product that overflows."""
+    whole, rest = count // share.denominator, count % share.denominator
+    return whole * share.numerator - (-rest * share.numerator) // share.denominator
+
+
+# -- least squares -----------------------------------------------------------------------------------------------------
+
+
+def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
+    """Of the scales that `STEPS` tells, the first with the least sum of squared errors.
+
+    The errors are brought to the largest magnitude's binade and summed in the carrier of the arithmetic, so that
+    neither scale nor overflow matters. Elements are rounded to nearest, ties to even.
+
+    Args:
+        x: numbers of the carrier of the arithmetic; zeros may fill up a group.
+        axes: that a group extends over.
+        plan: says how.
+    """
+    compute = plan.compute
+    element = replace(plan.scaling.element, rounding=Rounding.NEAREST_EVEN, random_bits=None)
+    plan = replace(plan, scaling=replace(plan.scaling, element=element))
+    wide = replace(plan, carrier=compute)
+    magnitude = _bits.split(x, compute)[1]
+    largest = largest_of(magnitude, axes, compute)
+    lag = compute.bias - (largest >> compute.fraction)
+    plain = magnitude < compute.inf
+    whole = range_of(None, compute)
+
+    def near_one(values: Array) -> Array:
+        return elements.times_power(values, jnp.broadcast_to(lag, values.shape), compute)
+
+    target = near_one(_normal(x, plan))
+
+    def attempt(i: Array) -> tuple[Array, Array]:
+        factor = jnp.broadcast_to((STEPS - i).astype(compute.name) / STEPS, largest.shape)
+        end = multiply(positive(largest, compute), factor, None, compute, None, whole, whole)
+        value = quotients_by_scale((_bits.split(end, compute)[1],), None, plan)[0]
+        scales = Scales(value)
+        rounded = elements.multiply_back(elements.round_quotients(x, scales, plan, None), scales, wide)
+        error = jnp.where(plain, near_one(_normal(rounded, plan)) - target, 0)
+        return jnp.sum(error * error, axis=axes, keepdims=True), value
+
+    def step(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
+        error, value = attempt(i)
+        return jnp.where(error < best[0], error, best[0]), jnp.where(error < best[0], value, best[1])
+
+    first = attempt(jnp.zeros((), jnp.int32))
+    return Scales(lax.fori_loop(1, STEPS // 2 + 1, step, first)[1])
+
+
+def _normal(x: Array, plan: Plan) -> Array:
+    """Numbers with zeros for those below the normal range."""
+    sign, magnitude = _bits.split(x, plan.compute)
+    return _bits.join(sign, jnp.where(magnitude >> plan.compute.fraction == 0, 0, magnitude), plan.compute)

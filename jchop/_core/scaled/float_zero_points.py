@@ -1,0 +1,159 @@
+"""Integers with zero points that are numbers: x = s e + z, the exact (x - z) / s rounded once.
+
+Such a zero point is a number of the scale format. The difference x - z is exact in two words, however far apart the two
+are, and is divided by the scale digit by digit, so that its quotient is rounded as one number.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.arithmetic import double_word
+from jchop._core.arithmetic.basic import multiply_add, range_of
+from jchop._core.arithmetic.double_word import DoubleWord
+from jchop._core.arithmetic.exact import Exact, round_exact
+from jchop._core.arithmetic.quotient import Divisor, divisor_bits, divisor_of
+from jchop._core.rounding.codes import decode_elements, encode_elements
+from jchop._core.scaled import elements, zero_points
+from jchop._core.scaled.scales import Plan, Scales, positive, scale_dtype, scale_magnitude, scale_rounding, settle
+from jchop.formats import IntegerFormat
+from jchop.rounding import Overflow
+from jchop.spec import Spec
+
+Array = jax.Array
+
+
+def round_offset(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array | None) -> Array:
+    """(x - z) / s rounded once to whole numbers; arguments and result as those of `zero_points.round_shifted`.
+
+    Args:
+        x: numbers of the carrier of the arithmetic.
+        scales: of the groups.
+        zero: zero points, numbers of the same carrier.
+        plan: with an integer element.
+        word: for a stochastic element, a word for each number.
+    """
+    compute = plan.compute
+    divisor = divisor_of(scale_magnitude(scales, plan), compute)
+    v, some = _quotient(x, jnp.broadcast_to(zero, x.shape), divisor, compute)
+    whole, share, sticky = zero_points.parts_of(v, compute)
+    total, share = zero_points.floor_of(
+        v.sign != 0, jnp.where(some, whole, 0), jnp.where(some, share, 0), sticky & some
+    )
+    rounded = zero_points.round_sum(total, share, sticky & some, plan, word)
+    return zero_points.far_outside(rounded, *_bits.split(x, compute), compute)
+
+
+def add_back(values: Array, scales: Scales, zero: Array, plan: Plan) -> Array:
+    """The sums s e + z rounded once to nearest, ties to even, as numbers of the plan's carrier."""
+    compute, spec = plan.compute, elements.NARROW.get(plan.carrier.name)
+    scale = jnp.broadcast_to(positive(scale_magnitude(scales, plan), compute), values.shape)
+    own = range_of(Spec(plan.scaling.scale), compute)
+    whole = values.astype(compute.name)
+    element = range_of(plan.scaling.element, compute)
+    zero = jnp.broadcast_to(zero, values.shape)
+    result = multiply_add(whole, scale, zero, spec, compute, None, element, own, own)
+    result = result if scales.nan is None else jnp.where(scales.nan, jnp.nan, result)
+    return elements.narrow(result, plan.carrier)
+
+
+def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Array]:
+    """Scales (max - min) / (M - m) and zero points min - m s, each the exact number rounded once to the scale format.
+
+    A group of one number alone has scale 1, and that number as its zero point.
+
+    Args:
+        x: numbers of the carrier of the arithmetic; NaN may fill up a group.
+        axes: that a group extends over.
+        plan: with an integer element.
+    """
+    compute, fmt = plan.compute, plan.scaling.element.format
+    assert isinstance(fmt, IntegerFormat)
+    low, high = _ends(x, axes, compute)
+    width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
+    asked, some = _quotient(high, low, divisor_of(_bits.split(width, compute)[1], compute), compute)
+    asked = _bits.split(round_exact(asked, scale_rounding(plan), compute, None), compute)[1]
+    scales = Scales(settle(asked, ~some, plan)[0])
+    step = jnp.where(some, positive(scale_magnitude(scales, plan), compute), 0)
+    whole, spec = range_of(None, compute), Spec(plan.scaling.scale, overflow=Overflow.SATURATE)
+    least = jnp.full_like(low, float(-fmt.min_code))
+    return scales, multiply_add(least, step, low, spec, compute, None, whole, whole, whole)
+
+
+def store_zero(zero: Array, plan: Plan) -> Array:
+    """Zero points as they are stored, in `scale_dtype`."""
+    dtype = scale_dtype(plan.scaling)
+    codes = encode_elements(zero, plan.scaling.scale, plan.compute)
+    return codes if codes.dtype == dtype else lax.bitcast_convert_type(codes, dtype)
+
+
+def load_zero(stored: Array, plan: Plan) -> Array:
+    """What `store_zero` stored."""
+    fmt = plan.scaling.scale
+    codes = stored if stored.dtype == fmt.code_dtype else lax.bitcast_convert_type(stored, fmt.code_dtype)
+    return decode_elements(codes, fmt, plan.compute)
+
+
+def _ends(x: Array, axes: tuple[int, ...], carrier: Carrier) -> tuple[Array, Array]:
+    """The least and the largest finite number of each group; zeros where there is none."""
+    sign, magnitude = _bits.split(x, carrier)
+    value, finite = _bits.ordered(sign, magnitude), magnitude < carrier.inf
+    low = jnp.min(jnp.where(finite, value, carrier.inf), axis=axes, keepdims=True)
+    high = jnp.max(jnp.where(finite, value, -carrier.inf), axis=axes, keepdims=True)
+    none = low > high
+
+    def number(value: Array) -> Array:
+        value = jnp.where(none, 0, value)
+        return _bits.join(jnp.where(value < 0, carrier.sign_bit, 0).astype(value.dtype), jnp.abs(value), carrier)
+
+    return number(low), number(high)
+
+
+# -- division ----------------------------------------------------------------------------------------------------------
+
+
+def _quotient(x: Array, y: Array, divisor: Divisor, carrier: Carrier) -> tuple[Exact, Array]:
+    """(x - y) / d of finite numbers, exactly, and where x is not y."""
+    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
+    a = double_word.operand(xs, *double_word.normalised(xm, carrier), carrier)
+    b = double_word.operand(ys ^ carrier.sign_bit, *double_word.normalised(ym, carrier), carrier)
+    v, lost = double_word.sum_exactly(a, b, 0)
+    v = double_word.swept(v)
+    v = double_word.lifted(v, double_word.leading_zeros(v.high, carrier))
+    return _over(v, lost, divisor, carrier), (v.high | v.low | lost) != 0
+
+
+def _over(v: DoubleWord, lost: Array, divisor: Divisor, carrier: Carrier) -> Exact:
+    """A number, its leading bit at the top of its words, over a divisor: M + 1 + W bits, and whether more follow.
+
+    `lost` is not zero where something follows the words. No tie lies between the words and what they stand for, since
+    ties are coarser than their last place; a stochastic mode may draw as for a number 2^-W away.
+    """
+    width, aligned = carrier.work_width, divisor_bits(carrier)
+    remainder = (v.high >> width - aligned).astype(carrier.work)
+    high, low = double_word.shifted_left(v.high, v.low, aligned)
+    first = (remainder >= divisor.significand).astype(carrier.work)
+    remainder = remainder - first * divisor.significand
+    top, rest = jnp.zeros_like(high), first.astype(low.dtype)
+    total = carrier.fraction + 1 + width
+    left = total
+    while left:
+        step = min(left, carrier.fraction // 2 + 1)
+        following = (high >> width - step).astype(carrier.work)
+        high, low = double_word.shifted_left(high, low, step)
+        digit, remainder = double_word.next_digit(remainder, divisor.significand, divisor.inverse, step, carrier)
+        remainder = remainder + following
+        more = (remainder >= divisor.significand).astype(carrier.work)
+        remainder = remainder - more * divisor.significand
+        top, rest = double_word.shifted_left(top, rest, step)
+        rest = rest | (digit + more).astype(rest.dtype)
+        left -= step
+    top, rest = double_word.shifted_left(top, rest, 2 * width - 1 - total)
+    smaller = (first == 0).astype(carrier.work)
+    exponent = v.exponent + carrier.bias - divisor.field - smaller
+    after = lost | remainder.astype(lost.dtype)
+    return double_word.pack(DoubleWord(v.sign, exponent, *double_word.shifted_left(top, rest, smaller)), after, carrier)

@@ -1,0 +1,139 @@
+"""Groups of elements that share a scale: an array seen so that each group is what some of its axes run through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of an array, by how far one extends along each axis: 1, a block's size, or all of it.
+
+    An axis of blocks is split in two, blocks and their elements; no other axis moves, so that an array which is sharded
+    between groups stays where it is.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def _split(self) -> tuple[bool, ...]:
+        return tuple(1 < size < length for length, size in zip(self.shape, self.sizes, strict=True))
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of a view that run through a group."""
+        axes, at = [], 0
+        for length, size, split in zip(self.shape, self.sizes, self._split, strict=True):
+            at += split
+            if split or (size == length and size > 1):
+                axes.append(at)
+            at += 1
+        return tuple(axes)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many groups there are along each axis, the shape of the scales."""
+        return tuple(-(-length // size) for length, size in zip(self.shape, self.sizes, strict=True))
+
+    @cached_property
+    def _within(self) -> tuple[int, ...]:
+        """The axes of a view that run through the blocks of an axis that was split."""
+        before = 0
+        within = []
+        for axis, split in enumerate(self._split):
+            before += split
+            if split:
+                within.append(axis + before)
+        return tuple(within)
+
+    def view(self, x: Array, fill: float = 0) -> Array:
+        """An array with its axes of blocks split, the last block of each filled up."""
+        missing = [
+            -length % size if split else 0
+            for length, size, split in zip(self.shape, self.sizes, self._split, strict=True)
+        ]
+        if any(missing):
+            x = jnp.pad(x, [(0, more) for more in missing], constant_values=fill)
+        # One axis at a time: that much reshaping is known where shardings are explicit.
+        for at in self._within:
+            size = self.sizes[self._axis_of(at)]
+            x = x.reshape(*x.shape[: at - 1], x.shape[at - 1] // size, size, *x.shape[at:])
+        return x
+
+    def back(self, x: Array) -> Array:
+        """The inverse of `view`."""
+        for at in reversed(self._within):
+            x = x.reshape(*x.shape[: at - 1], x.shape[at - 1] * x.shape[at], *x.shape[at + 1 :])
+        return x if x.shape == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
+
+    def packed(self, bits: int) -> Groups | None:
+        """The groups of the bytes that codes of so many bits are packed into; None where bytes cross groups.
+
+        Packed and unpacked on a view, codes stay beside the numbers of their group.
+        """
+        if not self.shape or not self._split[-1]:
+            return None
+        size, length = self.sizes[-1] * bits, self.shape[-1] * bits
+        whole = size % 8 == 0 and size > 8 and self.shape[-1] % self.sizes[-1] == 0
+        return Groups((*self.shape[:-1], length // 8), (*self.sizes[:-1], size // 8)) if whole else None
+
+    def squeeze(self, x: Array) -> Array:
+        """One number for each group as they are stored, from a view with length 1 where a group runs."""
+        return lax.squeeze(x, self._within)
+
+    def expand(self, x: Array) -> Array:
+        """The inverse of `squeeze`."""
+        return lax.expand_dims(x, self._within)
+
+    def _axis_of(self, at: int) -> int:
+        """The axis of the array that was split to give this one of the view."""
+        return at - 1 - self._within.index(at)
+
+
+#: Into how many parts an axis is split at most, a long one into fewer; and how many numbers each has at least.
+_PARTS, _PARTS_OF_LONG, _LONG, _LANES = 32, 16, 1 << 12, 8
+
+
+def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:
+    """`jnp.max` of integers, which XLA's CPU backend compiles to scalar code along a last axis; in two steps instead.
+
+    The first is between the parts of that axis, whose loop is unrolled, so that neighbours make vectors. An axis that
+    may be split between devices is left whole where shardings are explicit.
+    """
+    axes = (axis,) if isinstance(axis, int) else axis
+    if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None and (parts := _parts(x.shape[-1])) > 1:
+        x = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)
+        x = lax.optimization_barrier(x)  # else the two are made one again
+    return jnp.max(x, axis=axes, keepdims=keepdims)
+
+
+def _parts(length: int) -> int:
+    most = _PARTS if length <= _LONG else _PARTS_OF_LONG
+    return max((n for n in range(2, most + 1) if length % n == 0 and length // n >= _LANES), default=1)
+
+
+def materialize_per_group(values: Any) -> Any:
+    """Arrays that are worked out once for each group, though they are then broadcast over its elements; a pytree.
+
+    A compiler that fuses them with the elements works them out for each, and on XLA's CPU backend barriers are gone by
+    then. But it repeats no division: hence one by 1, which the barrier does hide from what simplifies it away.
+    """
+    return jax.tree.map(_divided, lax.optimization_barrier(values))
+
+
+def _divided(x: Array) -> Array:
+    if x.dtype == bool:
+        return _divided(x.astype(jnp.int32)) != 0
+    kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, kind)
+    one = lax.optimization_barrier(jnp.ones_like(bits))
+    return lax.bitcast_convert_type(lax.div(bits, one), x.dtype)

@@ -1,0 +1,165 @@
+"""Tiles of plain numbers under scales that are powers of two, in a third of the operations; for kernels.
+
+Where every number of a tile is finite and no block's largest one is extreme, nothing on the way is subnormal that
+counts: x / s is one exact multiplication, and rounding to nearest, ties to even, one addition. A kernel looks at
+the largest magnitude of each block and takes this way or the general one for the whole tile. The two give the same
+bits.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop._core.scaled import elements
+from jchop._core.scaled.elements import narrow
+from jchop._core.scaled.scales import Plan, carried, lag
+from jchop.formats import FloatFormat, UniformFormat
+from jchop.rounding import Overflow, Rounding
+
+Array = jax.Array
+
+#: The largest magnitudes of plain blocks are zero or lie within 2^-60 and 2^60; the elements' within 2^-30 and 2^20.
+_BLOCK, _LEAST, _MOST = 60, 30, 20
+_CARRIER = CARRIERS["float32"]
+
+
+def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None) -> Array:
+    """What `elements.round_tile` gives."""
+
+    def general() -> Array:
+        return elements.round_tile(x, axis, plan, word, tensor)
+
+    # A result may be no normal number of float16.
+    if not has_short_way(plan) or plan.carrier.name == "float16":
+        return general()
+    largest = _largest(x, axis)
+    return lax.cond(_all_plain(largest), lambda: _round(x, largest, plan), general)
+
+
+def quantize_tile(
+    x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None
+) -> tuple[Array, Array]:
+    """What `elements.quantize_tile` gives."""
+
+    def general() -> tuple[Array, Array]:
+        return elements.quantize_tile(x, axis, plan, word, tensor)
+
+    if not has_short_way(plan):
+        return general()
+    largest = _largest(x, axis)
+    return lax.cond(_all_plain(largest), lambda: _quantize(x, largest, plan), general)
+
+
+def has_short_way(plan: Plan) -> bool:
+    """Whether plain blocks are treated apart: by the plan, before any number is known."""
+    element = plan.scaling.element
+    fmt = element.format
+    if plan.compute is not _CARRIER or not plan.stores_exponents or element.flush:
+        return False
+    low, _, high = plan.exponents
+    if low > -(_BLOCK + _MOST + 2) or high < _BLOCK + _LEAST + 2 or element.rounding is not Rounding.NEAREST_EVEN:
+        return False
+    if not Fraction(1, 1 << _LEAST) <= Fraction(fmt.smallest or 1) <= Fraction(fmt.max) <= 1 << _MOST:
+        return False
+    if isinstance(fmt, UniformFormat):
+        return fmt.signed and fmt.bits <= 16
+    if not isinstance(fmt, FloatFormat):
+        return False
+    saturates = element.overflow is not Overflow.IEEE or fmt.saturates
+    return saturates and fmt.has_negative_zero and fmt.subnormals and 0 < fmt.sig_bits <= _MOST
+
+
+# -- whole blocks ------------------------------------------------------------------------------------------------------
+
+
+def _largest(x: Array, axis: int) -> Array:
+    """Bits of the largest magnitude of each block, infinities and NaN included."""
+    return jnp.max(_bits.split(x, _CARRIER)[1], axis=axis, keepdims=True)
+
+
+def _all_plain(largest: Array) -> Array:
+    low, high = (_CARRIER.magnitude_bits(Fraction(2) ** exponent) for exponent in (-_BLOCK, _BLOCK))
+    assert low is not None and high is not None
+    plain = (largest == 0) | (largest >= low) & (largest <= high)
+    return jnp.max(jnp.where(plain, jnp.zeros_like(largest), 1).reshape(largest.size)) == 0
+
+
+def _exponent(largest: Array, plan: Plan) -> Array:
+    exponent = (largest + carried(plan) >> _CARRIER.fraction) - lag(plan)
+    return jnp.where(largest == 0, plan.exponents[1], exponent)
+
+
+def _power(exponent: Array) -> Array:
+    return lax.bitcast_convert_type(exponent + _CARRIER.bias << _CARRIER.fraction, jnp.float32)
+
+
+def _quantize(x: Array, largest: Array, plan: Plan) -> tuple[Array, Array]:
+    exponent, scaling = _exponent(largest, plan), plan.scaling
+    quotient, fmt = x * _power(-exponent), scaling.element.format
+    assert isinstance(fmt, FloatFormat | UniformFormat)
+    codes = _encode_float(quotient, fmt) if isinstance(fmt, FloatFormat) else _encode_uniform(quotient, fmt)
+    return codes.astype(fmt.code_dtype), (exponent + scaling.scale.bias).astype(scaling.scale.code_dtype)
+
+
+def _round(x: Array, largest: Array, plan: Plan) -> Array:
+    exponent, fmt = _exponent(largest, plan), plan.scaling.element.format
+    assert isinstance(fmt, FloatFormat | UniformFormat)
+    scale = _power(exponent)
+    if isinstance(fmt, FloatFormat):
+        return narrow(_round_float(x * _power(-exponent), fmt) * scale, plan.carrier)
+    return narrow(_round_uniform(x, scale, fmt), plan.carrier)
+
+
+# -- floating-point elements -------------------------------------------------------------------------------------------
+# With 2^q the spacing of the format where a magnitude lies, the magnitude plus 2^(q + F) is rounded to a multiple of
+# 2^q. The difference of the bits counts the multiples: for a normal element its significand, for another its code.
+
+
+def _shifted_float(quotient: Array, fmt: FloatFormat) -> tuple[Array, Array, Array, Array]:
+    """Sign bit, exponent bits from the smallest normal number's on, 2^(q + F), and the sum."""
+    sign, bits = _bits.split(quotient, _CARRIER)
+    magnitude = jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), float(fmt.max))
+    bits = lax.bitcast_convert_type(magnitude, jnp.int32)
+    exponent = jnp.maximum(bits & _CARRIER.inf, fmt.emin + _CARRIER.bias << _CARRIER.fraction)
+    shift = exponent + (_CARRIER.fraction - fmt.sig_bits << _CARRIER.fraction)
+    shift = lax.bitcast_convert_type(shift, jnp.float32)
+    return sign, exponent, shift, magnitude + shift
+
+
+def _encode_float(quotient: Array, fmt: FloatFormat) -> Array:
+    sign, exponent, shift, total = _shifted_float(quotient, fmt)
+    count = lax.bitcast_convert_type(total, jnp.int32) - lax.bitcast_convert_type(shift, jnp.int32)
+    binades = exponent - (fmt.emin + _CARRIER.bias << _CARRIER.fraction) >> _CARRIER.fraction - fmt.sig_bits
+    return count + binades | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
+
+
+def _round_float(quotient: Array, fmt: FloatFormat) -> Array:
+    sign, _, shift, total = _shifted_float(quotient, fmt)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(total - shift, jnp.int32) | sign, jnp.float32)
+
+
+# -- integers and fixed point ------------------------------------------------------------------------------------------
+# A number plus 1.5 times 2^F quanta is rounded to a multiple of the quantum, of either sign; its two's complement code
+# then stands in the low bits.
+
+
+def _shift(fmt: UniformFormat) -> float:
+    return 1.5 * 2.0 ** (_CARRIER.fraction - fmt.frac_bits)
+
+
+def _encode_uniform(quotient: Array, fmt: UniformFormat) -> Array:
+    total = jnp.minimum(jnp.maximum(quotient, float(fmt.min)), float(fmt.max)) + _shift(fmt)
+    return lax.bitcast_convert_type(total, jnp.int32) & _bits.low_mask(fmt.bits)
+
+
+def _round_uniform(x: Array, scale: Array, fmt: UniformFormat) -> Array:
+    """On the scaled grid itself: with a constant, XLA would add and subtract it beforehand."""
+    shift = scale * _shift(fmt)
+    within = jnp.minimum(jnp.maximum(x, scale * float(fmt.min)), scale * float(fmt.max))
+    return (within + shift) - shift

@@ -1,0 +1,404 @@
+"""The scales of blocks: chosen by a rule, stored, and read back, on tiles in which one axis runs through a block.
+
+Integer arithmetic on bits: the exponents of scales come from exponent bits, and quotients are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS, Carrier
+from jchop._core.arithmetic import double_word
+from jchop._core.arithmetic.basic import divide, range_of, require_operation
+from jchop._core.arithmetic.exact import round_exact
+from jchop._core.arithmetic.levels import require_levels
+from jchop._core.arithmetic.quotient import divisor_bits, divisor_of_product, odd_quotient
+from jchop._core.rounding.codes import decode_elements, encode_elements, extended
+from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.scaled import groups
+from jchop.formats import CodebookFormat, ElementFormat, bfloat16, binary16, binary32, binary64
+from jchop.rounding import Overflow
+from jchop.scaling import POWERS, BlockScaling, divisor_parts
+from jchop.spec import Spec
+
+Array = jax.Array
+
+#: Scale formats whose scales are stored as numbers of a dtype; others are stored as codes.
+_NUMBERS = {binary16: "float16", bfloat16: "bfloat16", binary32: "float32", binary64: "float64"}
+#: The format of the scale of a whole tensor.
+TENSOR_SCALE = binary32
+#: The safe range of scales: from 2^-SAFE_EXPONENT to 2^SAFE_EXPONENT.
+SAFE_EXPONENT = 48
+#: With fewer numbers no branch is made: it would cost more than it saves.
+LEAST_TO_BRANCH = 1 << 14
+#: As many rows XLA's CPU backend compares well as integers too.
+_MANY = 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static about scaled blocks in arrays of `carrier`.
+
+    Args:
+        scaling: blocks, their scales and elements.
+        carrier: of the numbers.
+        in_safe_range: whether every scale is known to lie in the safe range, and none is NaN. Then no intermediate
+            result that counts is subnormal.
+    """
+
+    scaling: BlockScaling
+    carrier: Carrier
+    in_safe_range: bool = False
+
+    @property
+    def compute(self) -> Carrier:
+        """The carrier of the arithmetic: float32 for 16-bit data, which it holds."""
+        return CARRIERS["float64" if self.carrier.width == 64 else "float32"]
+
+    @cached_property
+    def scale_bits(self) -> tuple[int, int, int]:
+        """Magnitude bits of the smallest scale, of that of a block of zeros, and of the largest scale."""
+        fmt = self.scaling.scale
+        smallest, largest = Fraction(fmt.smallest), Fraction(fmt.max)
+        ends = (smallest, max(Fraction(1), smallest), largest)
+        return tuple(self.compute.toward_zero(end)[0] for end in ends)  # type: ignore[return-value]
+
+    @property
+    def exponents(self) -> tuple[int, int, int]:
+        """Of the powers of two among the scales the least exponent, that for a block of zeros, and the largest."""
+        fmt = self.scaling.scale
+        least = fmt.emin - (fmt.sig_bits if fmt.subnormals and fmt.zero else 0)
+        least = max(least, self.compute.tiny_exponent)
+        return least, max(least, 0), min(fmt.emax, self.compute.bias)
+
+    @property
+    def stores_exponents(self) -> bool:
+        """Whether the code of a scale is its exponent, biased."""
+        fmt = self.scaling.scale
+        return self.scaling.is_power and not fmt.sig_bits and not fmt.zero
+
+
+@lru_cache(maxsize=256)
+def make_plan(scaling: BlockScaling, carrier: Carrier) -> Plan:
+    """The Plan, if results can be had exactly.
+
+    Raises:
+        ValueError: for an element or scale format that the carrier of the arithmetic is too narrow for.
+    """
+    plan = Plan(scaling, carrier)
+    compute, element, scale = plan.compute, scaling.element, Spec(scaling.scale, overflow=Overflow.SATURATE)
+    require_carrier(element, compute)
+    reach = _reach(compute)
+    if not _is_within_reach(element.format, compute):
+        raise ValueError(
+            f"element={element} has values beyond 2^-{reach} ... 2^{reach}, which is all that scaled elements may have "
+            f"in {compute.name}"
+        )
+    if scaling.scale.max < 1:
+        raise ValueError(f"scale={scaling.scale} has no number from 1 on, and scales need one")
+    if scaling.is_power:
+        require_carrier(scale, compute)
+    else:
+        if not isinstance(element.format, CodebookFormat):
+            require_operation(element, compute, "element")
+        elif not element.rounding.stochastic:
+            require_levels(element.format, element.rounding, compute)
+        require_operation(scale, compute, "scale")
+    for divisor in scaling.divisors:
+        if compute.magnitude_bits(divisor) is None:
+            raise ValueError(f"element={element} gives the divisor {divisor}, which {compute.name} does not hold")
+    if scaling.rule == "two_level":
+        _require_two_level(plan)
+    return plan
+
+
+def _reach(carrier: Carrier) -> int:
+    """The magnitudes of formats that lie far from both ends of a carrier are within 2^-reach and 2^reach."""
+    return 3 * carrier.bias // 4
+
+
+def _is_within_reach(fmt: ElementFormat, carrier: Carrier) -> bool:
+    reach = Fraction(2) ** _reach(carrier)
+    return 1 / reach <= Fraction(fmt.smallest or 1) <= Fraction(fmt.max) <= reach
+
+
+def _require_two_level(plan: Plan) -> None:
+    """A scale, and a divisor, times a float32 number has to fit into a divisor's significand."""
+    scaling, room = plan.scaling, divisor_bits(plan.compute) - (TENSOR_SCALE.sig_bits + 1)
+    for name, bits in (
+        (f"scale={scaling.scale}", scaling.scale.sig_bits + 1),
+        (f"the largest value of element={scaling.element}", divisor_parts(*scaling.divisors)[0].bit_length()),
+    ):
+        if bits > room:
+            raise ValueError(
+                f"rule='two_level': {name} has {bits} significant bits, and {plan.compute.name} has room for {room}"
+            )
+
+
+def positive(magnitude: Array, carrier: Carrier) -> Array:
+    """Magnitude bits as numbers."""
+    return _bits.join(jnp.zeros_like(magnitude), magnitude, carrier)
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of the blocks of a tile, with an axis of length 1 where the blocks run.
+
+    Args:
+        value: where all scales are powers of two their exponents, else the magnitude bits of finite positive numbers.
+        nan: where the scale is NaN instead.
+        tensor: magnitude bits of the tensor's scale; for "two_level" alone, whose scales are the products.
+    """
+
+    value: Array
+    nan: Array | None = None
+    tensor: Array | None = None
+
+
+def all_in_safe_range(scales: Scales, plan: Plan) -> Array:
+    """Whether all scales lie in the safe range; for plans without a scale of the tensor."""
+    value, compute = scales.value, plan.compute
+    low, high = -SAFE_EXPONENT, SAFE_EXPONENT
+    if not plan.scaling.is_power:
+        low, high = (exponent + compute.bias << compute.fraction for exponent in (low, high))
+    inside = (value >= low) & (value <= high)
+    return jnp.all(inside if scales.nan is None else inside & ~scales.nan)
+
+
+def choose_scales(
+    x: Array,
+    axis: int | tuple[int, ...],
+    plan: Plan,
+    tensor: Array | None = None,
+    maximum: Callable[..., Array] = jnp.max,
+    branch_allowed: bool = False,
+) -> Scales:
+    """The scales of blocks.
+
+    Args:
+        x: a tile of numbers of the carrier of the arithmetic; zeros may fill up a block.
+        axis: along which the blocks lie, or several.
+        plan: says by which rule.
+        tensor: for "two_level", the bits of the tensor's scale, int32.
+        maximum: takes what `jnp.max` takes. Default: that.
+        branch_allowed: whether the program may branch on the sizes of numbers, which pays on a CPU. Default False.
+    """
+    compute, scaling = plan.compute, plan.scaling
+    sign, magnitude = _bits.split(x, compute)
+    largest = _largest_by_numbers(
+        x, partial(largest_of, axis=axis, carrier=compute, maximum=maximum), axis, compute, branch_allowed
+    )
+    tensor = None if tensor is None else tensor_bits(tensor, largest, plan)
+    if scaling.rule in POWERS:
+        value, beyond = power_of_two(largest, plan)
+    else:
+        if len(scaling.divisors) == 2:
+            ends = (
+                largest_of(jnp.where(side, magnitude, 0), axis, compute, maximum) for side in (sign == 0, sign != 0)
+            )
+        else:
+            ends = (largest,)
+        value, beyond = quotients_by_scale(tuple(ends), tensor, plan)
+    if not scaling.nan_block:
+        return Scales(value, None, tensor)
+    return Scales(value, beyond | (maximum(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
+
+
+def _largest_by_numbers(
+    x: Array, largest: Callable[[Array], Array], axis: int | tuple[int, ...], carrier: Carrier, branch_allowed: bool
+) -> Array:
+    """What `largest` finds, by a maximum of numbers where in each block that is a normal one.
+
+    Between many rows XLA's CPU backend writes integers to memory before it finds the largest, on fresh pages where no
+    result of that size is about. It does not so with numbers, but may lose what comes before a NaN: that there is none,
+    and no infinity, the sum of all numbers tells.
+    """
+    axes = (axis,) if isinstance(axis, int) else axis
+
+    def exactly() -> Array:  # from the numbers: what a branch is given would be written to memory
+        return largest(_bits.split(x, carrier)[1])
+
+    long = x.size >= LEAST_TO_BRANCH and math.prod(x.shape[i] for i in axes) > _MANY
+    if not (branch_allowed and long) or carrier.name != "float32" or x.ndim - 1 in axes:
+        return exactly()
+    found = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=axes, keepdims=True), carrier.work)
+    normal = (found >= 1 << carrier.fraction) & (found < carrier.inf)
+    return lax.cond(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: found, exactly)
+
+
+def largest_of(
+    magnitude: Array, axis: int | tuple[int, ...], carrier: Carrier, maximum: Callable[..., Array] = jnp.max
+) -> Array:
+    """The largest finite magnitude of each block."""
+    # One addition makes infinities and NaN negative, and leaves the order of the others.
+    step = 1 << carrier.fraction
+    return jnp.maximum(maximum(magnitude + step, axis=axis, keepdims=True), step) - step
+
+
+def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:
+    """The exponents that the rule asks for, within the scales' range; and whether they lay above."""
+    compute, (low, zero, high) = plan.compute, plan.exponents
+    exponent = (extended(largest, compute) + carried(plan) >> compute.fraction) - lag(plan)
+    chosen = jnp.where(largest == 0, zero, jnp.clip(exponent, low, high))
+    return chosen.astype(largest.dtype), exponent > high
+
+
+def carried(plan: Plan) -> int:
+    """What is added to the largest magnitude's bits, to carry into the exponent where the rule takes the next one."""
+    compute, scaling = plan.compute, plan.scaling
+    mask = _bits.low_mask(compute.fraction)
+    assert isinstance(mask, int)
+    if scaling.rule == "even":
+        kept = scaling.element_fraction
+        assert kept is not None
+        return 1 << compute.fraction - kept - 1 if kept < compute.fraction else 0
+    if scaling.rule == "rceil":  # where the significand is above that of the largest element
+        top = compute.magnitude_bits(Fraction(scaling.element.format.max))
+        assert top is not None
+        return mask - (top & mask)
+    return mask if scaling.rule == "ceil" else 0
+
+
+def lag(plan: Plan) -> int:
+    """What is subtracted from the biased exponent."""
+    return plan.compute.bias + plan.scaling.element_emax
+
+
+def quotients_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan) -> tuple[Array, Array]:
+    """The larger of the ends' magnitudes over their divisors, rounded to the scale format; and whether it lay above."""
+    if tensor is None:
+        rounded = [_over_constant(end, divisor, plan) for end, divisor in zip(ends, plan.scaling.divisors, strict=True)]
+    else:
+        rounded = [_over_tensor(ends[0], tensor, plan)]
+    bits = rounded[0] if len(rounded) == 1 else jnp.maximum(*rounded)
+    empty = (ends[0] == 0) if len(ends) == 1 else (ends[0] | ends[1]) == 0
+    return settle(bits, empty, plan)
+
+
+def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
+    """The value of `Scales` for rounded quotients, that of zeros where a block is empty; and whether they lay above."""
+    low, zero, high = plan.scale_bits
+    chosen = jnp.where(empty, zero, jnp.clip(bits, low, high)).astype(bits.dtype)
+    return (_exponent(chosen, plan.compute) if plan.scaling.is_power else chosen), bits > high
+
+
+def _exponent(power: Array, carrier: Carrier) -> Array:
+    """Of powers of two, by their magnitude bits."""
+    return (extended(power, carrier) >> carrier.fraction) - carrier.bias
+
+
+def scale_rounding(plan: Plan) -> Spec:
+    """How a quotient is rounded to the scale format: what lies above its range must show if it makes a NaN block."""
+    return Spec(plan.scaling.scale, overflow=Overflow.IEEE if plan.scaling.nan_block else Overflow.SATURATE)
+
+
+def _over_constant(largest: Array, divisor: Fraction, plan: Plan) -> Array:
+    compute, x = plan.compute, positive(largest, plan.compute)
+    whole = range_of(None, compute)
+    quotient = divide(x, jnp.full_like(x, float(divisor)), scale_rounding(plan), compute, None, whole, whole)
+    return _bits.split(quotient, compute)[1]
+
+
+def _over_tensor(largest: Array, tensor: Array, plan: Plan) -> Array:
+    """The same over the tensor's scale too, rounded once."""
+    compute, (count, exponent) = plan.compute, divisor_parts(*plan.scaling.divisors)
+    whole = jnp.full_like(largest, count)
+    divisor = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.sig_bits, compute)
+    ends = not _is_within_reach(plan.scaling.scale, compute)
+    odd = jnp.where(largest == 0, 0, odd_quotient(largest, divisor, compute, ends))
+    return _bits.split(round_elements(positive(odd, compute), scale_rounding(plan), compute), compute)[1]
+
+
+# -- the scale of a tensor ---------------------------------------------------------------------------------------------
+
+
+def tensor_scale(x: Array, plan: Plan) -> Array:
+    """The float32 scale of a whole tensor under which its blocks' scales have their whole range.
+
+    The largest finite magnitude over the product of the largest scale and the largest element, rounded to nearest, ties
+    to even; 1 where there is no finite value other than zero.
+
+    Args:
+        x: numbers of the carrier of the arithmetic.
+        plan: with the rule "two_level".
+    """
+    compute = plan.compute
+    if not x.size:
+        return jnp.ones((), jnp.float32)
+    magnitude = _bits.split(x, compute)[1]
+    largest = largest_of(magnitude, tuple(range(x.ndim)), compute, groups.maximum).reshape(())
+    count, exponent = divisor_parts(plan.scaling.tensor_divisor)  # it may be no number of the carrier
+    exact = double_word.divide(
+        positive(largest, compute), jnp.full((), float(count), compute.name), compute, 2, -exponent
+    )
+    quotient = round_exact(exact, Spec(TENSOR_SCALE, overflow=Overflow.SATURATE), compute, None)
+    codes = encode_elements(quotient, TENSOR_SCALE, compute).astype(jnp.int32)
+    result = lax.bitcast_convert_type(jnp.maximum(codes, 1), jnp.float32)
+    return jnp.where(largest == 0, jnp.float32(1), result)
+
+
+def tensor_bits(tensor: Array, like: Array, plan: Plan) -> Array:
+    """The tensor's scale, given by its float32 bits, by those of the carrier of the arithmetic, for each block."""
+    bits = jnp.broadcast_to(tensor, like.shape)
+    if plan.compute.width == 32:
+        return bits
+    return _bits.split(decode_elements(bits, TENSOR_SCALE, plan.compute), plan.compute)[1]
+
+
+# -- storing -----------------------------------------------------------------------------------------------------------
+
+
+def scale_dtype(scaling: BlockScaling) -> jnp.dtype:
+    """The dtype of stored scales: of numbers where their format is a dtype's own, else of codes."""
+    return jnp.dtype(_NUMBERS.get(scaling.scale, scaling.scale.code_dtype))
+
+
+def store_scales(scales: Scales, plan: Plan) -> Array:
+    """The scales as they are stored, in `scale_dtype`."""
+    compute, fmt = plan.compute, plan.scaling.scale
+    if plan.stores_exponents:
+        codes = scales.value + fmt.bias
+        nan = fmt.code_of(float("nan"))
+        if scales.nan is not None and nan is not None:
+            codes = jnp.where(scales.nan, nan, codes)
+        return codes.astype(fmt.code_dtype)
+    bits = scale_magnitude(scales, plan)
+    bits = bits if scales.nan is None else jnp.where(scales.nan, compute.nan, bits)
+    codes = encode_elements(positive(bits, compute), fmt, compute)
+    return lax.bitcast_convert_type(codes, scale_dtype(plan.scaling)) if fmt in _NUMBERS else codes
+
+
+def load_scales(stored: Array, plan: Plan, tensor: Array | None = None) -> Scales:
+    """What `store_scales` stored; `tensor` as for `choose_scales`."""
+    compute, fmt = plan.compute, plan.scaling.scale
+    codes = lax.bitcast_convert_type(stored, fmt.code_dtype) if fmt in _NUMBERS else stored
+    bits = _bits.split(decode_elements(codes, fmt, compute), compute)[1]
+    tensor = None if tensor is None else tensor_bits(tensor, bits, plan)
+    nan = bits >= compute.inf if fmt.has_nan or fmt.has_inf else None
+    bits = bits if nan is None else jnp.where(nan, plan.scale_bits[1], bits)
+    return Scales(_exponent(bits, compute) if plan.scaling.is_power else bits, nan, tensor)
+
+
+def scale_magnitude(scales: Scales, plan: Plan) -> Array:
+    """The magnitude bits of scales, without the tensor's."""
+    if not plan.scaling.is_power:
+        return scales.value
+    compute, exponent = plan.compute, scales.value
+    normal = exponent + compute.bias << compute.fraction
+    if plan.exponents[0] > -compute.bias:
+        return normal
+    subnormal = lax.shift_left(jnp.ones_like(exponent), jnp.maximum(exponent - compute.tiny_exponent, 0))
+    return jnp.where(exponent > -compute.bias, normal, subnormal)

@@ -1,0 +1,285 @@
+"""Integers with zero points: quotients plus integers, rounded once; and the scales and zero points of ranges.
+
+A sum v = x / s + z is held as a whole number and what follows it, a word of W bits and whether anything follows those,
+so the neighbours are whole numbers and every mode decides by v alone: ties by the parity of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop._core.arithmetic.exact import Exact, round_exact
+from jchop._core.arithmetic.quotient import divisor_of, exact_quotient, significand_of
+from jchop._core.rounding import modes
+from jchop._core.rounding.codes import extended
+from jchop._core.rounding.modes import Draw, draw
+from jchop._core.scaled.groups import maximum
+from jchop._core.scaled.scales import Plan, Scales, largest_of, scale_magnitude, scale_rounding, settle
+from jchop.formats import IntegerFormat
+from jchop.rounding import Rounding
+
+Array = jax.Array
+
+#: Whole parts go up to 2^20, beyond what integers with zero points reach, and there the fraction does not matter.
+_MOST = 20
+#: Bits of the limbs of a long division by an integer of up to 16 bits, and how many there are, by width of a word.
+_LIMBS = {32: (12, 6), 64: (44, 3)}
+
+
+def _integers(plan: Plan) -> IntegerFormat:
+    fmt = plan.scaling.element.format
+    assert isinstance(fmt, IntegerFormat)
+    return fmt
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """|v| = low + (share + epsilon) 2^-W with 0 <= epsilon < 1, epsilon > 0 where `sticky`."""
+
+    low: Array
+    word: Array
+    sticky: Array
+    negative: Array
+    draw: Draw | None
+
+    @property
+    def inexact(self) -> Array:
+        return (self.word != 0) | self.sticky
+
+    @property
+    def odd(self) -> Array:
+        return self.low & 1 != 0
+
+    def half(self) -> tuple[Array, Array]:
+        """Whether half or more of a whole follows, and whether anything but that half."""
+        return _bits.top_bit(self.word), (self.word << 1 != 0) | self.sticky
+
+    def nearest(self, tie: Array | bool) -> Array:
+        half, more = self.half()
+        return half & (more | tie)
+
+    def share(self) -> tuple[Array, Array]:
+        """What the stochastic modes ask for."""
+        return self.word, self.sticky
+
+    def drawn_away(self, mode: Rounding) -> Array:
+        return modes.AWAY_FROM_ZERO[mode](self)  # type: ignore[arg-type, return-value]
+
+
+_AWAY: dict[Rounding, Callable[[_Sum], Array | bool]] = {
+    Rounding.NEAREST_EVEN: lambda v: v.nearest(v.odd),
+    Rounding.NEAREST_AWAY: lambda v: v.nearest(True),
+    Rounding.NEAREST_ZERO: lambda v: v.nearest(False),
+    Rounding.UP: lambda v: v.inexact & ~v.negative,
+    Rounding.DOWN: lambda v: v.inexact & v.negative,
+    Rounding.TOWARD_ZERO: lambda v: False,
+    Rounding.ODD: lambda v: v.inexact & ~v.odd,
+}
+
+
+def round_shifted(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array | None) -> Array:
+    """X / s + z rounded once to whole numbers, not yet within the ends of the element format.
+
+    Args:
+        x: numbers of the carrier of the arithmetic.
+        scales: of the groups.
+        zero: zero points, int32, of the shape of the scales.
+        plan: with an integer element.
+        word: for a stochastic element, a word for each number.
+
+    Returns:
+        Integers of the carrier's work dtype; infinities and NaN give integers far outside.
+    """
+    compute = plan.compute
+    sign, magnitude = _bits.split(x, compute)
+    whole, share, sticky = _over(sign, magnitude, scales, plan)
+    total, share = floor_of(sign != 0, whole, share, sticky)
+    rounded = round_sum(total + zero.astype(total.dtype), share, sticky, plan, word)
+    return far_outside(rounded, sign, magnitude, compute)
+
+
+def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array | None) -> Array:
+    """Numbers rounded to whole ones: what is not above them, the word that follows, and whether anything follows it."""
+    element = plan.scaling.element
+    negative, inexact = total < 0, (share != 0) | sticky
+    low, share = jnp.where(negative, -total - inexact, total), jnp.where(negative, _complement(share, sticky), share)
+    v = _Sum(low, share, sticky, negative, draw(word, element, plan.compute))
+    away = _AWAY[element.rounding](v) if element.rounding in _AWAY else v.drawn_away(element.rounding)
+    rounded = low + jnp.asarray(away).astype(low.dtype)
+    return jnp.where(negative, -rounded, rounded)
+
+
+def far_outside(rounded: Array, sign: Array, magnitude: Array, carrier: Carrier) -> Array:
+    """Whole numbers, but far outside what infinities and NaN are rounded to."""
+    far = jnp.full_like(rounded, 1 << _MOST)
+    beyond = jnp.where((sign != 0) & (magnitude == carrier.inf), -far, far)
+    return jnp.where(magnitude >= carrier.inf, beyond, rounded)
+
+
+def clamp(rounded: Array, plan: Plan) -> Array:
+    """Whole numbers within the ends of the element format."""
+    fmt = _integers(plan)
+    # Without the barrier LLVM takes ten seconds over the bounds that these ends give to all that came before.
+    return jnp.clip(lax.optimization_barrier(rounded), fmt.min_code, fmt.max_code)
+
+
+def beyond_ends(x: Array, rounded: Array, plan: Plan) -> Array:
+    """Where what `round_shifted` gave lies beyond the ends; NaN counts as inside."""
+    fmt = _integers(plan)
+    return ((rounded < fmt.min_code) | (rounded > fmt.max_code)) & (_bits.split(x, plan.compute)[1] <= plan.compute.inf)
+
+
+def _over(sign: Array, magnitude: Array, scales: Scales, plan: Plan) -> tuple[Array, Array, Array]:
+    """|x| / s as a whole number, the word that follows, and whether anything follows that."""
+    compute = plan.compute
+    plain = (magnitude != 0) & (magnitude < compute.inf)
+    divisor = divisor_of(scale_magnitude(scales, plan), compute)
+    whole, share, sticky = parts_of(exact_quotient(sign, magnitude, plain, divisor, compute), compute)
+    return jnp.where(plain, whole, 0), jnp.where(plain, share, 0), sticky & plain
+
+
+def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
+    """Whole number, word and what follows of normal numbers; from 2^_MOST on less."""
+    fraction, width = carrier.fraction, carrier.work_width
+    unsigned = v.rest.dtype
+    exponent = (v.magnitude >> fraction) - carrier.bias
+    leading = significand_of(v.magnitude, carrier)
+    # At least 1: some of the significand's bits are whole.
+    below = fraction - jnp.clip(exponent, 0, min(_MOST, fraction - 1))
+    whole = leading >> below
+    down = below.astype(unsigned)
+    share = (leading.astype(unsigned) << width - down) | v.rest >> down
+    lost = v.rest << width - down != 0
+    # Less than 1: none is.
+    word = leading.astype(unsigned) << width - 1 - fraction | v.rest >> fraction + 1
+    gone = v.rest << width - 1 - fraction != 0
+    right = jnp.clip(-1 - exponent, 0, width - 1).astype(unsigned)
+    small = jnp.where(-1 - exponent < width, word >> right, 0)
+    far = (-1 - exponent >= width) | (word >> right << right != word)
+    less = exponent < 0
+    sticky = v.sticky | jnp.where(less, gone | far, lost)
+    return jnp.where(less, 0, whole), jnp.where(less, small, share), sticky
+
+
+def floor_of(negative: Array, whole: Array, share: Array, sticky: Array) -> tuple[Array, Array]:
+    """floor(v) of v = +-(whole + share), and the word that follows it."""
+    inexact = ((share != 0) | sticky).astype(whole.dtype)
+    return jnp.where(negative, -whole - inexact, whole), jnp.where(negative, _complement(share, sticky), share)
+
+
+def _complement(share: Array, sticky: Array) -> Array:
+    """The word of 1 - (share + epsilon); 0 for 0."""
+    return ~share + (~sticky).astype(share.dtype)
+
+
+# -- ranges ------------------------------------------------------------------------------------------------------------
+
+
+def fit_range(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Array]:
+    """Scales (max - min) / (M - m), the exact quotient rounded once, of ranges stretched to hold 0; and zero points.
+
+    Args:
+        x: numbers of the carrier of the arithmetic.
+        axes: that a group extends over.
+        plan: with an integer element.
+    """
+    compute, fmt = plan.compute, _integers(plan)
+    sign, magnitude = _bits.split(x, compute)
+    top, low = (largest_of(jnp.where(side, magnitude, 0), axes, compute, maximum) for side in (sign == 0, sign != 0))
+    asked = round_exact(_sum_over(top, low, fmt.max_code - fmt.min_code, compute), scale_rounding(plan), compute, None)
+    value = settle(_bits.split(asked, compute)[1], (top | low) == 0, plan)[0]
+    scales = Scales(value)
+    return scales, _zero_points(low, scales, plan)
+
+
+def _zero_points(low: Array, scales: Scales, plan: Plan) -> Array:
+    """clamp(m - rne(min / s)) for min = -low."""
+    fmt = _integers(plan)
+    whole, share, sticky = _over(jnp.zeros_like(low), low, scales, plan)
+    quotient = _Sum(whole, share, sticky, whole < 0, None)
+    rounded = whole + quotient.nearest(quotient.odd).astype(whole.dtype)
+    return jnp.clip(fmt.min_code + rounded, fmt.min_code, fmt.max_code).astype(jnp.int32)
+
+
+def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
+    """(a + b) / divisor of magnitude bits, not both zero, in limbs of a long division."""
+    fraction, width = carrier.fraction, carrier.work_width
+    size, count = _LIMBS[width]
+    place = size * count - 2 - fraction  # of the last bit of the larger one
+    large, small = (extended(bits, carrier) for bits in (jnp.maximum(a, b), jnp.minimum(a, b)))
+    field, gap = large >> fraction, (large >> fraction) - (small >> fraction)
+    second = jnp.where(jnp.minimum(a, b) == 0, 0, significand_of(small, carrier))
+    first, offset = significand_of(large, carrier), place - gap
+    lost = jnp.clip(-offset, 0, fraction + 1)
+    sticky = second >> lost << lost != second
+    limbs, carry = [], jnp.zeros_like(a)
+    for i in range(count):
+        at = i * size
+        digit = _limb(first, jnp.full_like(offset, place), at, size, width) + _limb(second, offset, at, size, width)
+        digit = digit + carry
+        carry = digit >> size
+        limbs.append(digit & _bits.low_mask(size))
+    digits, remainder = [], jnp.zeros_like(a)
+    for limb in reversed(limbs):
+        part = remainder << size | limb
+        digit = jax.lax.div(part, jnp.full_like(part, divisor))
+        remainder = part - digit * divisor
+        digits.insert(0, digit)
+    return _normal(digits, sticky | (remainder != 0), field - fraction - place, divisor, carrier)
+
+
+def _limb(value: Array, offset: Array, at: int, size: int, width: int) -> Array:
+    """The bits [at, at + size) of value 2^offset, rounded down."""
+    left, right = jnp.clip(offset - at, 0, size), jnp.clip(at - offset, 0, width - 1)
+    return value << left >> right & _bits.low_mask(size)
+
+
+def _normal(digits: list[Array], sticky: Array, base: Array, divisor: int, carrier: Carrier) -> Exact:
+    """The number of the digits, whose last place has the biased exponent `base`, as a number of the carrier."""
+    fraction, width = carrier.fraction, carrier.work_width
+    size, unsigned = _LIMBS[width][0], np.dtype(f"uint{width}")
+    top = size * len(digits) - divisor.bit_length()  # the leading bit stands here, or up to two places lower
+    chosen: tuple[Array, ...] | None = None
+    for lead in (top - 2, top - 1, top):
+        leading = _window(digits, lead - fraction, size, unsigned)
+        rest = _window(digits, lead - fraction - width, size, unsigned)
+        low = lead - fraction - width  # what stands below this
+        more = jnp.zeros_like(sticky)
+        for i, digit in enumerate(digits):
+            if low > i * size:
+                more = more | (digit & _bits.low_mask(min(low - i * size, size)) != 0)
+        here = (leading & _bits.low_mask(fraction + 1), rest, sticky | more, base + lead)
+        reached = leading >> fraction != 0
+        old = here if chosen is None else chosen
+        chosen = tuple(jnp.where(reached, *pair) for pair in zip(here, old, strict=True))
+    assert chosen is not None
+    leading, rest, sticky, field = chosen
+    down = jnp.clip(1 - field, 0, width - 1).astype(unsigned)  # into the subnormal range
+    lost = rest >> down << down != rest
+    magnitude = (leading >> down).astype(carrier.work) + (jnp.maximum(field - 1, 0) << fraction).astype(carrier.work)
+    rest = leading << 1 << width - 1 - down | rest >> down
+    sticky = sticky | lost
+    magnitude = jnp.minimum(magnitude, carrier.inf - 1)
+    return Exact(jnp.zeros_like(magnitude), magnitude, (rest != 0) | sticky, rest, sticky)
+
+
+def _window(digits: list[Array], low: int, size: int, unsigned: np.dtype) -> Array:
+    """The number of the digits over 2^low, rounded down, modulo 2^W."""
+    total, width = jnp.zeros(digits[0].shape, unsigned), unsigned.itemsize * 8
+    for i, digit in enumerate(digits):
+        up = i * size - low
+        if -size < up < width:
+            word = digit.astype(unsigned)
+            total = total | (word << up if up >= 0 else word >> -up)
+    return total

@@ -1,0 +1,206 @@
+"""Codebooks of many levels under scales, exactly; for XLA, which takes numbers from small tables in few operations.
+
+A product with 1 / s guesses the quotient x / s to a few units in the last place. The guess picks a bin (`bins`), which
+leaves one threshold t. Where the guess is not next to t, it tells whether x / s reaches t. Where it is, x and t s
+differ by so little that the difference of two integers, X 2^k and T S, is told by their last 32 bits. So neither how a
+division is carried out nor whether a product and a sum are contracted changes a bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.levels import threshold_of
+from jchop._core.rounding.bins import Bins, make_bins, take
+from jchop._core.rounding.codes import extended
+from jchop._core.scaled.groups import materialize_per_group
+from jchop._core.scaled.scales import Plan, Scales, scale_magnitude
+from jchop._core.scaled_float32 import integers, products
+from jchop._core.scaled_float32.integers import number_of, word_of
+from jchop.formats import CodebookFormat
+from jchop.rounding import Rounding
+
+Array = jax.Array
+
+_CARRIER = CARRIERS["float32"]
+_FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
+#: Thresholds are integers of 26 bits, or of fewer, times a power of two; all but zero lie within 2^-_REACH and 2^_TOP.
+_WIDTH, _REACH, _TOP = 26, 40, 20
+#: Bits of an index of a threshold, and those of an integer that a number of the carrier has no room for.
+_INDEX, _LOW = 8, _WIDTH - _FRACTION - 1
+#: How many units in its last place a guess may lie beside a bin, a few more than it does.
+_MARGIN = 16
+#: The most units in its last place that a guess is off; so near to a threshold it decides nothing. Then t s, of less
+#: than 2^50, and x differ by less than (2 _NEAR + 1) 2^27 < 2^31: the units of both parts, and what t was cut by.
+_NEAR = 7
+#: Scales below 2^-_LEAST are moved: a unit in the last place of one times one of a threshold is then a normal number.
+_LEAST = 32
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Bins, and thresholds in two parts.
+
+    Args:
+        bins: of the bits of guesses.
+        number: for each bin the bits of its threshold as a number, cut.
+        rest: for each bin the index of its threshold, and above that the bits that were cut.
+        has_zero: whether zero is a threshold.
+        strict: whether thresholds above zero, and the others, are reached beyond them alone.
+    """
+
+    bins: Bins
+    number: np.ndarray
+    rest: np.ndarray
+    has_zero: bool
+    strict: tuple[bool, bool]
+
+
+@lru_cache(maxsize=64)
+def _table(fmt: CodebookFormat, mode: Rounding) -> _Table | None:
+    """The table; None where thresholds are too close, too many, too far from 1, or have too many bits."""
+    if mode.stochastic or fmt.bits > _INDEX:
+        return None
+    pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
+    thresholds = [threshold_of(mode, index, *pair) for index, pair in enumerate(pairs)]
+    values = [value for value, _ in thresholds]
+    strict = tuple({beyond for value, beyond in thresholds if (value > 0) is above} for above in (True, False))
+    if max(map(len, strict)) > 1 or not all(map(_fits, values)):
+        return None
+    bins = make_bins([_CARRIER.ceil_bits(value) for value in values], _MARGIN)
+    if bins is None:
+        return None
+    parts = [_parts(value) for value in values]
+    number = np.array([float(part) for part, _ in parts], np.float32).view(np.int32)
+    rest = np.array([index | low << _INDEX for index, (_, low) in enumerate(parts)], np.uint16)
+    return _Table(bins, number[bins.below], rest[bins.below], 0 in values, (True in strict[0], True in strict[1]))
+
+
+def _fits(value: Fraction) -> bool:
+    if not value:
+        return True
+    odd = abs(value.numerator) // (value.numerator & -value.numerator)
+    power = value.denominator & value.denominator - 1 == 0
+    return power and odd.bit_length() <= _WIDTH and Fraction(1, 1 << _REACH) <= abs(value) <= 1 << _TOP
+
+
+def _parts(value: Fraction) -> tuple[Fraction, int]:
+    """A threshold cut to a number of the carrier; and the bits of its integer that were cut."""
+    if not value:
+        return value, 0
+    unit = Fraction(2) ** (_exponent(abs(value)) - _FRACTION)
+    count = int(value / unit)
+    return count * unit, int((abs(value) / unit - abs(count)) * (1 << _LOW))
+
+
+def _exponent(value: Fraction) -> int:
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    return exponent - (value < Fraction(2) ** exponent)
+
+
+def applies(plan: Plan) -> bool:
+    """Whether `encode` gives the codes that the exact way gives."""
+    element, fmt = plan.scaling.element, plan.scaling.element.format
+    if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.scaling.rule == "two_level":
+        return False
+    return _table(fmt, element.rounding) is not None
+
+
+def encode(x: Array, scales: Scales, plan: Plan) -> Array:
+    """The codes of the quotients x / s rounded once to a level."""
+    fmt = plan.scaling.element.format
+    assert isinstance(fmt, CodebookFormat)
+    table = _table(fmt, plan.scaling.element.rounding)
+    assert table is not None
+    bits = extended(scale_magnitude(scales, plan), _CARRIER)
+    factor, small, inverse, significand, exponent = materialize_per_group(_prepared(bits))
+    # Not by `_bits.split`: the largest of a group has been found from that, and XLA would write it to memory for both.
+    below, magnitude = word_of(x) < 0, _magnitude(word_of(x))
+    guess = word_of(_move(x, below, magnitude, factor, small) * inverse)
+    place = table.bins.place(below, _magnitude(guess))
+    number, rest = take(jnp.asarray(table.number), place), take(jnp.asarray(table.rest), place).astype(jnp.int32)
+    difference = _difference(magnitude, number, rest >> _INDEX, significand, exponent)
+    exact = _compares(jnp.where(below, -difference, difference), number, table)
+    near = (guess - number + _NEAR).astype(jnp.uint32) <= 2 * _NEAR
+    reached = jnp.where(near, exact, number_of(guess) >= number_of(number))
+    if table.has_zero:
+        side = jnp.where(below, -magnitude, magnitude)
+        reached = jnp.where(number == 0, side > 0 if table.strict[1] else side >= 0, reached)
+    nan = magnitude > _INF
+    index = rest & _bits.low_mask(_INDEX)
+    return jnp.where(nan, len(fmt.levels) - 1, index + reached).astype(fmt.code_dtype)
+
+
+def _prepared(bits: Array) -> tuple[Array, ...]:
+    """What numbers are multiplied by to be moved, and those below the normal range; 1 / s; S, and its part of k."""
+    divisor = integers.move_bits(bits, least=_LEAST)
+    assert divisor.tiny is not None and divisor.factor is not None
+    factor = jnp.where(divisor.tiny, jnp.float32(2.0**integers.TINY), divisor.factor)
+    # Beside any other scale such numbers are as good as zero.
+    small = jnp.where(divisor.tiny, jnp.float32(2.0 ** (_CARRIER.tiny_exponent + integers.TINY)), 0)
+    return factor, small, 1 / divisor.value, _significand(bits), _BIAS + _WIDTH - 1 - (bits >> _FRACTION)
+
+
+def _significand(bits: Array) -> Array:
+    return bits & _bits.low_mask(_FRACTION) | 1 << _FRACTION
+
+
+def _magnitude(word: Array) -> Array:
+    return word & _bits.low_mask(_CARRIER.width - 1)
+
+
+def _move(x: Array, below: Array, magnitude: Array, factor: Array, small: Array) -> Array:
+    """Numbers moved as scales were."""
+    count = jnp.where(below, -magnitude, magnitude).astype(jnp.float32)
+    return jnp.where(magnitude < 1 << _FRACTION, count * small, x * factor)
+
+
+def _difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
+    """|X| 2^k - |T| S, where it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
+
+    Elsewhere k, what the exponents leave, may be senseless, and the difference goes unused.
+    """
+    field = number >> _FRACTION & _bits.low_mask(8)
+    shift = exponent + jnp.maximum(magnitude >> _FRACTION, 1) - field
+    threshold = _significand(number) << _LOW | low
+    # Of the bits of x its significand alone is left: all others, its leading one among them, are shifted out.
+    return lax.shift_left(magnitude, shift) - threshold * significand
+
+
+def _compares(side: Array, number: Array, table: _Table) -> Array:
+    """Whether a difference reaches a threshold, which is above zero or not."""
+    above, others = (side > 0 if beyond else side >= 0 for beyond in table.strict)
+    return above if table.strict[0] == table.strict[1] else jnp.where(number > 0, above, others)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def multiplies(plan: Plan) -> bool:
+    """Whether `numbers_of` gives the numbers that the exact way gives."""
+    fmt = plan.scaling.element.format
+    if plan.carrier is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.scaling.rule == "two_level":
+        return False
+    sizes = [abs(Fraction(level)) for level in fmt.levels if level]
+    within = (Fraction(1, 1 << products.LEAST) <= size <= 1 << products.MOST for size in sizes)
+    return all(within) and all(_CARRIER.magnitude_bits(size) is not None for size in sizes)
+
+
+def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
+    """Codes times scales, rounded once to nearest even; float32, NaN for a code that is not used."""
+    fmt = plan.scaling.element.format
+    assert isinstance(fmt, CodebookFormat)
+    values = [fmt.value_of(code) for code in range(1 << fmt.bits)]
+    table = np.array([np.nan if value is None else float(value) for value in values], np.float32)
+    level = take(jnp.asarray(table), codes.astype(jnp.int32))
+    return products.times(level, extended(scale_magnitude(scales, plan), _CARRIER))

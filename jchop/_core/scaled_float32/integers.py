@@ -1,0 +1,343 @@
+"""Integers and fixed point under scales in floating-point arithmetic, exactly; for XLA, which makes few vectors of it.
+
+Two facts make it exact. A product with 1 / s guesses the quotient x / s to far less than a half, so it lies next to a
+number m of few bits, the end or the middle of a step; and on which side of m it lies is the sign of x - m s. With s
+in two halves of 12 bits m s is two exact products. Where the sign is in doubt x is near the first, so that difference
+is exact (Sterbenz), and the second one is rounded, which keeps its sign. Neither a division that a compiler turns into
+something else nor a multiplication and a sum that it contracts change a bit.
+
+Scales far from 1 are moved there, and the numbers with them, so that nothing on the way is subnormal that counts; a
+plan may say that there are none (`Plan.in_safe_range`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop._core.rounding.codes import extended
+from jchop._core.rounding.modes import Draw, draw
+from jchop._core.scaled.groups import materialize_per_group
+from jchop._core.scaled.scales import SAFE_EXPONENT, Plan, Scales, scale_magnitude
+from jchop.formats import UniformFormat
+from jchop.rounding import Overflow, Rounding
+
+Array = jax.Array
+
+_CARRIER = CARRIERS["float32"]
+_FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
+#: The most bits of elements: two more than them and the 12 of half a scale fit into a significand.
+_MOST_BITS = 10
+_MOST_FRACTION = 16
+#: How far from zero zero points may lie.
+MOST_SHIFT = 1 << 10
+#: Scales below 2^-_LEAST are multiplied by 2^TINY, those from 2^_HUGE on divided by that.
+_LEAST, TINY, _HUGE = 64, 100, 64
+assert SAFE_EXPONENT + _MOST_FRACTION <= _LEAST and SAFE_EXPONENT <= _HUGE
+#: A number plus this one is rounded to a whole one, which then stands in the low bits, in two's complement.
+_SHIFT = 1.5 * 2.0**_FRACTION
+_SHIFT_BITS = int(np.float32(_SHIFT).view(np.int32))
+
+
+def applies(plan: Plan) -> bool:
+    """Whether `round_whole` does what the exact way does."""
+    element, fmt = plan.scaling.element, plan.scaling.element.format
+    if plan.compute is not _CARRIER or plan.scaling.rule == "two_level" or not isinstance(fmt, UniformFormat):
+        return False
+    narrow = fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION
+    known = element.rounding in {*_NEAREST, *_DIRECTED, *_DRAWN}
+    return narrow and known and element.overflow is not Overflow.WRAP and not element.flush
+
+
+def multiplies(plan: Plan) -> bool:
+    """Whether `multiply_back` does what the exact way does."""
+    fmt, scale = plan.scaling.element.format, plan.scaling.scale
+    if plan.compute is not _CARRIER or plan.scaling.rule == "two_level" or not isinstance(fmt, UniformFormat):
+        return False
+    if not (fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION):
+        return False
+    # Rounded once: a product is exact but for the subnormal range, or a multiple of the smallest number.
+    exact = _has_room(plan)
+    multiple = Fraction(scale.smallest) / (1 << fmt.frac_bits) >= Fraction(2) ** _CARRIER.tiny_exponent
+    return (exact and multiple) or (plan.carrier is _CARRIER and (exact or multiple))
+
+
+def _has_room(plan: Plan) -> bool:
+    """Whether products of elements and scales have no more bits than a number of the normal range."""
+    return plan.scaling.is_power or plan.scaling.element.format.bits + plan.scaling.scale.sig_bits + 1 < _FRACTION
+
+
+# -- scales ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quanta:
+    """The quanta of groups, scale times the element's quantum, moved to where nothing is subnormal."""
+
+    value: Array
+    tiny: Array | None  # where they and the numbers were multiplied by 2^TINY; None: nothing was moved
+    factor: Array | None  # 1, or 2^-_HUGE where they and the numbers are huge; None: no numbers are moved
+
+
+def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
+    """The quanta of integers and fixed point; for other elements the scales."""
+    fmt, scale = plan.scaling.element.format, plan.scaling.scale
+    places = fmt.frac_bits if isinstance(fmt, UniformFormat) else 0
+    bits = extended(scale_magnitude(scales, plan), _CARRIER) - (places << _FRACTION)
+    least = Fraction(scale.smallest) / (1 << places)
+    if plan.in_safe_range or (Fraction(2) ** -_LEAST <= least and scale.max < 2**_HUGE):
+        return Quanta(number_of(bits), None, None)
+    return move_bits(bits, huge_too=huge_too)
+
+
+def move_bits(bits: Array, *, huge_too: bool = True, least: int = _LEAST) -> Quanta:
+    """Quanta from their extended bits; those below 2^-least count as tiny."""
+    tiny, huge = bits < _BIAS - least << _FRACTION, bits >= _BIAS + _HUGE << _FRACTION
+    bits = jnp.where(tiny, bits + (TINY << _FRACTION), bits)
+    if not huge_too:
+        return Quanta(number_of(bits), tiny, None)
+    bits = jnp.where(huge, bits - (_HUGE << _FRACTION), bits)
+    return Quanta(number_of(bits), tiny, jnp.where(huge, jnp.float32(2.0**-_HUGE), 1))
+
+
+def move(x: Array, quanta: Quanta) -> Array:
+    """Numbers moved as the quanta were. What is huge beside tiny quanta may become another huge number."""
+    if quanta.tiny is None or quanta.factor is None:
+        return x
+    bits = word_of(x)
+    magnitude = bits & _bits.low_mask(31)
+    number = number_of(jnp.minimum(magnitude, 2 * _BIAS - TINY << _FRACTION) + (TINY << _FRACTION))
+    # The bits of a subnormal number read as if it had a leading one.
+    number = jnp.where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY - _BIAS)) * 2, number)
+    lifted = number_of(word_of(number) | bits ^ magnitude)
+    return jnp.where(quanta.tiny & (magnitude <= _INF), lifted, x * quanta.factor)
+
+
+def word_of(x: Array) -> Array:
+    """The bits of a float32 number."""
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def number_of(bits: Array) -> Array:
+    """The inverse of `word_of`."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def prevent_fma(product: Array, factor: Array) -> Array:
+    """A product with a factor that is not negative, so that no compiler contracts it with a sum behind it.
+
+    XLA's CPU backend does, and the sum is then of what was not rounded. Between the two there is an operation on
+    integers here, which changes nothing; what is read from memory does not tell a compiler so.
+    """
+    return number_of(word_of(product) | word_of(factor) & _CARRIER.sign_bit)
+
+
+def held(values: tuple) -> tuple:
+    """Quanta and arrays, worked out once for each group."""
+    quanta, *rest = values
+    (value, tiny, factor), rest = materialize_per_group(((quanta.value, quanta.tiny, quanta.factor), tuple(rest)))
+    return (Quanta(value, tiny, factor), *rest)
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Near:
+    """x / s + z near a whole number `total`, or that and a half: the bits of a number on the same side of it."""
+
+    total: Array
+    side: Array
+
+    @property
+    def floor(self) -> Array:
+        return self.total - (self.side < 0)
+
+    @property
+    def inexact(self) -> Array:
+        return self.side != 0
+
+
+#: Whether the middle of two whole numbers goes up, 1 or 0; from the lower one.
+_NEAREST: dict[Rounding, Callable[[Array], Array]] = {
+    Rounding.NEAREST_EVEN: lambda floor: floor & 1,
+    Rounding.NEAREST_AWAY: lambda floor: 1 + (floor >> 31),
+    Rounding.NEAREST_ZERO: lambda floor: -(floor >> 31),
+}
+#: From `total` and a side of it.
+_DIRECTED: dict[Rounding, Callable[[_Near], Array]] = {
+    Rounding.UP: lambda v: v.total + (v.side > 0),
+    Rounding.DOWN: lambda v: v.floor,
+    Rounding.TOWARD_ZERO: lambda v: v.floor + (v.inexact & (v.floor < 0)),
+    Rounding.ODD: lambda v: v.floor + (v.inexact & (v.floor & 1 == 0)),
+}
+_DRAWN = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
+
+
+def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None) -> Array:
+    """X / s + z rounded once, in quanta of the element format and within its ends: whole numbers, int32.
+
+    Args:
+        x: float32; NaN counts as the largest number.
+        scales: of the groups.
+        zero: integer zero points of the shape of the scales, or None. Exact for those within MOST_SHIFT of zero, far
+            beyond the ends of elements; others, which nothing fits and no plan calls moderate, may give the neighbour.
+        plan: which `applies` let pass.
+        word: for a stochastic element, a word for each number.
+    """
+    fmt, mode = plan.scaling.element.format, plan.scaling.element.rounding
+    assert isinstance(fmt, UniformFormat)
+    nearest = mode in _NEAREST
+    quanta = quanta_of(scales, plan)
+    shift = jnp.float32(0) if zero is None else zero.astype(jnp.float32)
+    # One step further, what is rounded in a direction is clamped afterwards.
+    top, bottom = ((end - shift) * quanta.value for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
+    high = number_of(word_of(quanta.value) & ~_bits.low_mask(_FRACTION // 2 + 1))
+    # Held, the last one too, so that sums with constants are not rearranged either.
+    quanta, top, bottom, inverse, high, low, lifted = held(
+        (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _SHIFT)
+    )
+    moved = move(x, quanta)
+    moved = jnp.where(moved < top, moved, top)
+    moved = jnp.where(moved > bottom, moved, bottom)
+    guess = moved * inverse
+    # Beside a whole number, or beside the middle of two.
+    summed = (guess - 0.5 if nearest else guess) + lifted
+    total = word_of(summed) - _SHIFT_BITS
+    near = summed - lifted + 0.5 if nearest else summed - lifted
+    rest = (moved - near * high) - near * low
+    if nearest:
+        # The bits of what is below zero are, as an integer, too; there is no -0.
+        rounded = total + 1 + (word_of(rest) + _NEAREST[mode](total) - 1 >> 31)
+        # What was within the ends of elements stays there.
+        return rounded if zero is None or plan.in_safe_range else jnp.clip(rounded, fmt.min_code, fmt.max_code)
+    side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
+    v = _Near(total, side)
+    random = draw(word, plan.scaling.element, _CARRIER)
+    compare = partial(_compare_wide, rest, high, low) if plan.in_safe_range else partial(_compare, rest, quanta.value)
+    rounded = _DIRECTED[mode](v) if random is None else _drawn(v, random, mode, compare)
+    return jnp.clip(rounded, fmt.min_code, fmt.max_code)
+
+
+def _drawn(v: _Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:
+    """A stochastic mode: of the two neighbours the one away from zero where nu >= 1 - R 2^-N.
+
+    What is left beside `v`, exact and at most about half a quantum, is nu, or 1 - nu, times the quantum, or minus that;
+    `compare` tells whether its size, in quanta, is more than a word times 2^-32, or equal.
+    """
+    outside = v.floor >= 0
+    if mode is Rounding.STOCHASTIC_EQUAL:
+        return v.floor + (v.inexact & (_bits.top_bit(random.word) == outside))
+    towards = outside == (v.side >= 0)
+    word = jnp.where(towards, jnp.uint32(0) - random.word, random.word)
+    more, equal = compare(word)
+    more = more | (word == 0) & v.inexact
+    away = jnp.where(towards, (more | equal) & (word != 0), ~more)
+    return v.floor + (away == outside)
+
+
+def _compare(rest: Array, quantum: Array, word: Array) -> tuple[Array, Array]:
+    """Whether |rest| / quantum is more than word 2^-32, or equal, by integers of two words."""
+    bits = word_of(quantum)
+    # In units in the last place of the quantum, a whole number and its fraction.
+    scale = number_of(2 * _BIAS + _FRACTION - (bits >> _FRACTION) << _FRACTION)
+    whole, fraction = _floor(jnp.abs(rest) * scale)
+    upper, fraction = _floor(fraction * 2.0**16)
+    lower, fraction = _floor(fraction * 2.0**16)
+    significand = (bits & _bits.low_mask(_FRACTION) | 1 << _FRACTION).astype(jnp.uint32)
+    high, low = _times(significand, word)
+    of_rest = (upper << 16 | lower).astype(jnp.uint32)
+    whole = whole.astype(jnp.uint32)
+    same = (whole == high) & (of_rest == low)
+    more = (whole > high) | (whole == high) & (of_rest > low) | same & (fraction > 0)
+    return more, same & (fraction == 0)
+
+
+def _compare_wide(rest: Array, high: Array, low: Array, word: Array) -> tuple[Array, Array]:
+    """The same for a moderate quantum in two halves, in float64, for processors that have it.
+
+    A word times a half is exact. Where the sign is in doubt so is the first difference, which then has few bits.
+    """
+    with jax.enable_x64(True):
+        rest, high, low, share = (value.astype(jnp.float64) for value in (jnp.abs(rest), high, low, word))
+        difference = (rest * 2.0**32 - share * high) - share * low
+        return difference > 0, difference == 0
+
+
+def _floor(x: Array) -> tuple[Array, Array]:
+    """A whole number below 2^25, and what is left."""
+    whole = x.astype(jnp.int32)
+    return whole, x - whole.astype(jnp.float32)
+
+
+def _times(a: Array, b: Array) -> tuple[Array, Array]:
+    """The product of 24 and 32 bits as two words."""
+    a_low, a_high = a & 0xFFF, a >> 12
+
+    def part(half: Array) -> tuple[Array, Array]:  # a times 16 bits: in units of 2^12, and what is left
+        product = a_low * half
+        return a_high * half + (product >> 12), product & 0xFFF
+
+    (upper, upper_left), (lower, lower_left) = part(b >> 16), part(b & 0xFFFF)
+    first, second = ((upper & 15) << 12 | upper_left) << 16, lower << 12 | lower_left
+    low = first + second
+    return (upper >> 4) + (lower >> 20) + (low < first).astype(jnp.uint32), low
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+def encode_whole(whole: Array, plan: Plan) -> Array:
+    """Quanta as codes."""
+    fmt = plan.scaling.element.format
+    return (whole & _bits.low_mask(fmt.bits)).astype(fmt.code_dtype)
+
+
+def decode_whole(codes: Array, plan: Plan) -> tuple[Array, Array | None]:
+    """Codes as quanta; and where a code is not used, which is NaN."""
+    fmt = plan.scaling.element.format
+    assert isinstance(fmt, UniformFormat)
+    codes, spare = codes.astype(jnp.int32), 32 - fmt.bits
+    whole = (codes << spare) >> spare if fmt.signed else codes
+    return whole, whole < fmt.min_code if fmt.signed and fmt.min_code > -(1 << fmt.bits - 1) else None
+
+
+# -- multiplication ----------------------------------------------------------------------------------------------------
+
+
+def multiply_back(whole: Array, scales: Scales, plan: Plan) -> Array:
+    """Quanta, of a bit more than the element's, times scales, rounded once to nearest even; float32.
+
+    In a narrower carrier the products are exact, and rounding them is left.
+    """
+    (quanta,) = held((quanta_of(scales, plan, huge_too=False),))
+    return times(whole.astype(jnp.float32), quanta, prevent=not (_has_room(plan) or plan.in_safe_range))
+
+
+def times(elements: Array, quanta: Quanta, *, prevent: bool) -> Array:
+    """Elements from 2^-30 on times quanta, rounded once to nearest even.
+
+    A product that is subnormal has to be exact but for that, or a multiple of the smallest number. `seal` them unless
+    all are the former, or they are written to memory as what a branch gives.
+    """
+    product = elements * quanta.value
+    product = prevent_fma(product, quanta.value) if prevent else product
+    if quanta.tiny is None:
+        return product
+    # Of 2^-TINY times the product what is subnormal is whole multiples of the smallest number.
+    bits = word_of(product)
+    magnitude = number_of(bits & _bits.low_mask(31))
+    lead = 2.0**_FRACTION
+    small = word_of(magnitude * 2.0 ** (-_CARRIER.tiny_exponent - TINY) + lead) - word_of(jnp.float32(lead))
+    subnormal = number_of(small | bits & _CARRIER.sign_bit)
+    lowered = jnp.where(magnitude < 2.0 ** (1 - _BIAS + TINY), subnormal, product * 2.0**-TINY)
+    return jnp.where(quanta.tiny, lowered, product)

@@ -1,0 +1,154 @@
+"""Codebooks of few levels under scales: every group has thresholds of its own, and a number is compared with them all.
+
+x / s reaches a threshold t where x reaches t s. So for each group and threshold the smallest number of the carrier is
+worked out that does, exactly, in integers, which order as numbers do; and for each group and level the product of the
+two. Elements then take comparisons and selections alone. For XLA, not for kernels, whose tiles have too many groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.levels import threshold_of
+from jchop._core.arithmetic.quotient import significand_of
+from jchop._core.rounding.codes import extended
+from jchop._core.scaled.groups import materialize_per_group
+from jchop._core.scaled.scales import Plan, Scales, scale_magnitude
+from jchop._core.scaled_float32.integers import number_of
+from jchop.formats import CodebookFormat, ElementFormat
+from jchop.rounding import Rounding
+
+Array = jax.Array
+
+_CARRIER = CARRIERS["float32"]
+_FRACTION, _INF = _CARRIER.fraction, _CARRIER.inf
+#: At most so many levels, in codes of so many bits.
+_BITS = 4
+#: Thresholds are integers of 28 bits, four digits, times a power of two; all but zero within 2^-_REACH and 2^_REACH.
+_DIGIT, _DIGITS, _REACH = 7, 4, 40
+
+
+def applies(plan: Plan) -> bool:
+    """Whether `encode` gives the codes that the exact way gives."""
+    element, fmt = plan.scaling.element, plan.scaling.element.format
+    if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or fmt.bits > _BITS:
+        return False
+    return plan.scaling.rule != "two_level" and _table(fmt, element.rounding) is not None
+
+
+def has_products(plan: Plan) -> bool:
+    """Whether the numbers of a group are picked from its products."""
+    fmt = plan.scaling.element.format
+    return plan.compute is _CARRIER and isinstance(fmt, CodebookFormat) and fmt.bits <= _BITS
+
+
+@lru_cache(maxsize=64)
+def _table(fmt: CodebookFormat, mode: Rounding) -> tuple[tuple[Fraction, bool], ...] | None:
+    """The thresholds, and whether each is reached beyond it alone; None where they have too many bits."""
+    if mode.stochastic:
+        return None
+    pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
+    table = tuple(threshold_of(mode, index, *pair) for index, pair in enumerate(pairs))
+    least, most = Fraction(1, 1 << _REACH), Fraction(1 << _REACH)
+    for value, _ in table:
+        if value and not (least <= abs(value) <= most and _parts(value)[0].denominator == 1):
+            return None
+    return table
+
+
+def _parts(value: Fraction) -> tuple[Fraction, int]:
+    """|value| as N 2^e with 2^27 <= N < 2^28."""
+    width, exponent = _DIGIT * _DIGITS, 0
+    count = abs(value)
+    while count >= 1 << width:
+        count, exponent = count / 2, exponent + 1
+    while count < 1 << width - 1:
+        count, exponent = count * 2, exponent - 1
+    return count, exponent
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+def encode(x: Array, scales: Scales, plan: Plan) -> Array:
+    """The codes of the quotients x / s rounded once to a level."""
+    fmt = plan.scaling.element.format
+    assert isinstance(fmt, CodebookFormat)
+    table = _table(fmt, plan.scaling.element.rounding)
+    assert table is not None
+    starts = materialize_per_group(_starts(extended(scale_magnitude(scales, plan), _CARRIER), table))
+    sign, magnitude = _bits.split(x, _CARRIER)
+    value = jnp.where(magnitude > _INF, _INF, _bits.ordered(sign, magnitude))
+    unreached = jnp.full_like(starts[0], np.iinfo(np.int32).max)
+    left = [starts[i] if i < len(table) else unreached for i in range((1 << fmt.bits) - 1)]
+    code = jnp.zeros_like(value)
+    while left:
+        middle = len(left) // 2
+        reached = value >= left[middle]
+        code = 2 * code + reached
+        left = [jnp.where(reached, *pair) for pair in zip(left[middle + 1 :], left[:middle], strict=True)]
+    return code.astype(fmt.code_dtype)
+
+
+def _starts(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> Array:
+    """Ordered integers of the smallest numbers from thresholds times scales on, or of the first beyond them.
+
+    Args:
+        scale: extended magnitude bits.
+        table: thresholds, and whether what is asked for lies beyond; they make a first axis of the result.
+    """
+
+    def column(values: Iterable[int]) -> np.ndarray:
+        return np.array(list(values), np.int32).reshape(-1, *[1] * scale.ndim)
+
+    parts = [_parts(value) if value else (Fraction(1 << _DIGIT * _DIGITS - 1), 0) for value, _ in table]
+    floor, inexact = _product(scale[None], column(int(count) for count, _ in parts), column(e for _, e in parts))
+    strict, sign = column(beyond for _, beyond in table), column((v > 0) - (v < 0) for v, _ in table)
+    # An infinity reaches all that are positive, and none of the others.
+    up = jnp.minimum(floor + jnp.where(strict != 0, 1, inexact), _INF)
+    down = jnp.maximum(jnp.where(strict != 0, 1 - (floor + inexact), -floor), 1 - _INF)
+    return jnp.where(sign > 0, up, jnp.where(sign < 0, down, jnp.zeros_like(up) + strict))
+
+
+def _product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Array, Array]:
+    """Magnitude bits of scale times count 2^exponent rounded toward zero, `_INF` or more beyond; 1 where inexact."""
+    significand, mask = significand_of(scale, _CARRIER), _bits.low_mask(_DIGIT)
+    top, lost = jnp.zeros_like(scale), jnp.zeros_like(scale)
+    for i in range(_DIGITS):
+        lost = lost | top & mask
+        top = significand * (count >> i * _DIGIT & mask) + (top >> _DIGIT)
+    # Of the digits' product what is above the three lower digits, 30 or 31 bits.
+    drop = 6 + (top >> 30)
+    field = jnp.minimum((scale >> _FRACTION) + drop + ((_DIGITS - 1) * _DIGIT + exponent), 2 * _CARRIER.bias + 1)
+    drop = drop + jnp.clip(1 - field, 0, _FRACTION + 1)
+    lost = lost | top & _bits.low_mask(drop)
+    floor = (jnp.maximum(field - 1, 0) << _FRACTION) + (top >> drop)
+    return floor, (lost != 0).astype(floor.dtype)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def each_level(fmt: ElementFormat, like: Array) -> Array:
+    """The value of each code, NaN for one that is not used, along a first axis, and for each of the numbers `like`."""
+    values = (fmt.value_of(code) for code in range(1 << fmt.bits))
+    bits = np.array([float("nan") if v is None else float(v) for v in values], np.float32).view(np.int32)
+    return number_of(jnp.zeros_like(like, jnp.int32)[None] | bits.reshape(-1, *[1] * like.ndim))
+
+
+def pick(codes: Array, products: Array) -> Array:
+    """``products[code]``, by the bits of the codes: those of each group, as many as there are codes."""
+    left, bit = [products[i] for i in range(products.shape[0])], 0
+    while len(left) > 1:
+        odd = codes >> bit & 1 != 0
+        left, bit = [jnp.where(odd, *pair) for pair in zip(left[1::2], left[::2], strict=True)], bit + 1
+    return left[0]

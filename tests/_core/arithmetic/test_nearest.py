@@ -1,0 +1,77 @@
+"""Rounding by adding against exact rounding, and where it is not allowed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cases
+import jax
+import numpy as np
+import oracle
+import pytest
+
+import jchop as jc
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.nearest import adds_to_round, round_by_adding
+from jchop._core.arithmetic.ranges import Range, carrier_range
+
+ROWS = [
+    ("binary16", oracle.ieee(5, 10), "float32", "ieee"),
+    ("binary16", oracle.ieee(5, 10), "float32", "saturate"),
+    ("binary16", oracle.ieee(5, 10), "float64", "ieee"),
+    ("float8_e4m3fn", oracle.fn(4, 3), "float32", "ieee"),
+    ("float6_e3m2fn", oracle.fn(3, 2, nan="none"), "float32", "ieee"),
+    ("e6m9", oracle.ieee(6, 9), "float32", "ieee"),
+    ("e7m16", oracle.ieee(7, 16), "float64", "ieee"),
+]
+
+
+def widest(fmt: jc.FloatFormat, carrier: str) -> Range:
+    """The largest range that is allowed."""
+    bias, fraction = CARRIERS[carrier].bias, CARRIERS[carrier].fraction
+    return Range(1 - bias, fraction + 1, bias - fraction + fmt.sig_bits)
+
+
+@pytest.mark.parametrize(("name", "known", "carrier", "overflow"), ROWS)
+def test_it_rounds_exactly(
+    name: str, known: oracle.FloatSet, carrier: str, overflow: str, rng: np.random.Generator
+) -> None:
+    """Grid points, ties and their neighbours, numbers of every exponent in the range, infinities and NaN."""
+    spec, fmt = jc.Spec(name, overflow=overflow), jc.formats.parse_format(name)
+    assert isinstance(fmt, jc.FloatFormat)
+    r = widest(fmt, carrier)
+    assert adds_to_round(spec, r, CARRIERS[carrier])
+    x = cases.adversarial(known, carrier, 20_000, rng)
+    with np.errstate(invalid="ignore", over="ignore"):
+        inside = (np.abs(x) < 2.0**r.top) & (np.abs(x) >= 2.0**r.quantum)
+    x = x[inside | ~np.isfinite(x) | (x == 0)]
+    assert np.sum(np.isfinite(x)) > 10_000 and np.isnan(x).any() and np.isinf(x).any()
+    with jax.enable_x64(carrier == "float64"):
+        got = np.asarray(jax.jit(lambda x: round_by_adding(x, spec, CARRIERS[carrier]))(x))
+    cases.assert_bits(x, got, cases.batch(x).round(known, "nearest_even", overflow), name)
+
+
+E5M10 = jc.parse("e5m10")
+SAFE = widest(jc.binary16, "float32")
+NOT_ALLOWED = {
+    "another mode": (replace(E5M10, rounding=jc.Rounding.NEAREST_AWAY), SAFE),
+    "another end": (replace(E5M10, overflow=jc.Overflow.PROPAGATE), SAFE),
+    "flush": (replace(E5M10, flush=True), SAFE),
+    "subnormals of the carrier": (E5M10, replace(SAFE, quantum=SAFE.quantum - 1)),
+    "too large": (E5M10, replace(SAFE, top=SAFE.top + 1)),
+    "anything": (E5M10, carrier_range(CARRIERS["float32"])),
+    "nothing to drop": (jc.parse("binary32"), SAFE),
+    "a wider exponent": (jc.parse("e9m10"), SAFE),
+    "no subnormals": (jc.parse("e5m10(subnormals=false)"), SAFE),
+    "no -0": (jc.parse("float8_e4m3fnuz"), SAFE),
+    "one bit of precision": (jc.parse("e5m0"), SAFE),
+    "no sign": (jc.parse("float8_e8m0fnu"), SAFE),
+    "fixed point": (jc.parse("fixed8.8"), SAFE),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ALLOWED)
+def test_elsewhere_it_is_not_allowed(name: str) -> None:
+    assert adds_to_round(E5M10, SAFE, CARRIERS["float32"])
+    spec, r = NOT_ALLOWED[name]
+    assert not adds_to_round(spec, r, CARRIERS["float32"])

@@ -1,0 +1,48 @@
+"""Differences over prepared divisors against exact rationals: `jchop._core.scaled.float_zero_points`."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import numpy as np
+import oracle
+
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.quotient import divisor_of
+from jchop._core.scaled.float_zero_points import _quotient
+
+COUNT, NAME = 600, "float32"
+
+
+def test_quotients_of_differences_are_exact(rng: np.random.Generator) -> None:
+    """The leading bits, the word after them and whether more follow, of terms whose difference two words hold."""
+    carrier, width = CARRIERS[NAME], CARRIERS[NAME].work_width
+    exponent = rng.integers(-60, 60, COUNT)
+    near = exponent + rng.integers(-30, 31, COUNT)
+    x, y, d = (
+        (np.ldexp(rng.integers(1 << 23, 1 << 24, COUNT), e - 23) * rng.choice([-1, 1], COUNT)).astype(NAME)
+        for e in (exponent, near, rng.integers(-30, 30, COUNT))
+    )
+    d = np.abs(d)
+    y[:50] = x[:50]
+    y[50:150] = np.nextafter(x[50:150], np.float32(0))
+    x[150:200], y[200:250] = 0, 0
+    d[250:350] = np.ldexp(1.0, rng.integers(-30, 30, 100)).astype(NAME)
+
+    @jax.jit
+    def run(x: jax.Array, y: jax.Array, d: jax.Array) -> tuple[jax.Array, ...]:
+        v, some = _quotient(x, y, divisor_of(d.view(carrier.work), carrier), carrier)
+        return v.sign, v.magnitude, v.rest, v.sticky, v.inexact, some
+
+    columns = [np.asarray(column).tolist() for column in run(x, y, d)]
+    terms = zip(*(map(Fraction, part.tolist()) for part in (x, y, d)), strict=True)
+    for (a, b, c), sign, *got, some in zip(terms, *columns, strict=True):
+        exact = (a - b) / c
+        assert some is (exact != 0)
+        if not exact:
+            continue
+        low, nu = oracle.neighbours(oracle.ieee(8, 23), abs(exact))
+        rest, more = divmod(nu * 2**width, 1)
+        assert (sign != 0) is (exact < 0)
+        assert got == [low, int(rest), more > 0, nu > 0], (a, b, c)

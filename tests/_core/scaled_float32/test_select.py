@@ -1,0 +1,414 @@
+"""Scaled elements in floating-point arithmetic beside the same in integers, bit for bit, under scales of any size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax import lax
+
+import jchop as jc
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop._core.rounding.codes import decode_elements, encode_elements, extended
+from jchop._core.scaled import elements, groups, zero_points
+from jchop._core.scaled.scales import SAFE_EXPONENT, Plan, Scales, all_in_safe_range, make_plan
+from jchop._core.scaled_float32 import codebooks, floats, integers, select, thresholds
+from jchop.formats import ElementFormat
+from jchop.scaling import BlockScaling, mx, nvfp4
+from jchop.spec import Spec
+
+ROWS, ROW = 300, 64
+SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38], np.float32)
+
+
+def scales_of(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Positive float32 numbers, half of them near 1, the others of the whole range, subnormal ones included."""
+    exponents = np.where(np.arange(rows) % 2, rng.integers(-149, 128, rows), rng.integers(-12, 12, rows))
+    significands = np.where(rng.random(rows) < 0.2, rng.choice([1, 1.5, 2 - 2.0**-23], rows), 1 + rng.random(rows))
+    numbers = np.minimum(np.ldexp(significands, exponents), np.finfo(np.float32).max)
+    return np.maximum(numbers.astype(np.float32), np.float32(1e-45))
+
+
+def near(points: np.ndarray, scales: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Rows of points times scales, moved by up to two units in the last place; and what is no such number."""
+    with np.errstate(all="ignore"):
+        exact = points * scales[:, None].astype(np.float64)
+        x = exact.astype(np.float32)
+        others = (rng.normal(size=x.shape) * exact * rng.choice([1e-3, 1, 100], x.shape)).astype(np.float32)
+    x = (
+        (x.view(np.int32) + rng.integers(-2, 3, x.shape) * (rng.random(x.shape) < 0.7))
+        .astype(np.int32)
+        .view(np.float32)
+    )
+    which = rng.random(x.shape)
+    x = np.where(which < 0.1, others, x)
+    x = np.where(which > 0.97, rng.integers(0, 1 << 32, x.shape, np.uint32).view(np.float32), x)
+    return np.where(np.abs(which - 0.5) < 0.02, rng.choice(SPECIAL, x.shape), x)
+
+
+def words_of(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Random words, some of them next to the ends, and to a half, where what is drawn decides about ties."""
+    words = rng.integers(0, 1 << 32, shape, np.uint32)
+    ends = np.array([0, 1, 2, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, (1 << 32) - 1], np.uint32)
+    return np.where(rng.random(shape) < 0.5, rng.choice(ends, shape), words)
+
+
+def plan_of(element: ElementFormat, mode: str, scale: Any = jc.binary32, carrier: str = "float32") -> Plan:
+    spec = Spec(element, rounding=mode, overflow="saturate")
+    return make_plan(BlockScaling(spec, ROW, -1, scale, "absmax"), CARRIERS[carrier])
+
+
+def fast_codes(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
+    return select.codes_of(x, scales, plan, words)
+
+
+def exact_codes(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
+    values = elements.round_quotients(x, scales, plan, words)
+    return encode_elements(values, plan.scaling.element.format, plan.compute)
+
+
+def exact_rounded(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
+    return elements.multiply_back(elements.round_quotients(x, scales, plan, words), scales, plan)
+
+
+def exact_numbers(codes: jax.Array, scales: Scales, plan: Plan) -> jax.Array:
+    return elements.multiply_back(decode_elements(codes, plan.scaling.element.format, plan.compute), scales, plan)
+
+
+def assert_same(got: Any, expected: Any, x: np.ndarray, s: np.ndarray, what: str) -> None:
+    got, expected = (np.asarray(value) for value in (got, expected))
+    words = {2: np.uint16, 4: np.uint32}.get(got.dtype.itemsize, got.dtype)
+    wrong = np.argwhere(got.view(words) != expected.view(words))
+    where = tuple(wrong[0]) if len(wrong) else ()
+    shown = [] if not where else [float(x[where]).hex(), float(s[where[0]]).hex(), got[where], expected[where]]
+    assert not len(wrong), f"{what}: {len(wrong)} of {got.size} differ, as {shown}"
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+
+
+def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -> None:
+    element, rng = jc.IntegerFormat(bits, signed=False), np.random.default_rng(seed)
+    plans = [plan_of(element, mode) for mode in modes]
+    assert all(integers.applies(plan) for plan in plans)
+    far = rng.integers(-integers.MOST_SHIFT, integers.MOST_SHIFT + 1, rows)
+    zero = np.where(rng.random(rows) < 0.2, far, rng.integers(0, 1 << bits, rows)).astype(np.int32)
+    words = words_of(rng, (rows, ROW))
+
+    @partial(jax.jit, static_argnames="moderate")
+    def run(x: jax.Array, s: jax.Array, zero: jax.Array, words: jax.Array, moderate: bool) -> list[tuple[Any, Any]]:
+        scales = Scales(lax.bitcast_convert_type(s, jnp.int32))
+        known = [replace(plan, in_safe_range=moderate) for plan in plans]
+        fast = [integers.round_whole(x, scales, zero, plan, words).astype(jnp.int32) for plan in known]
+        exact = [zero_points.clamp(zero_points.round_shifted(x, scales, zero, plan, words), plan) for plan in plans]
+        return list(zip(fast, exact, strict=True))
+
+    for moderate in (False, True):
+        s = scales_of(rng, rows)
+        s = moderately(s) if moderate else s
+        x = near(rng.integers(-4, 2 * (4 << bits), (rows, ROW)) / 4 - zero[:, None], s, rng)
+        for mode, (fast, exact) in zip(modes, run(x, s[:, None], zero[:, None], words, moderate), strict=True):
+            assert_same(fast, exact, x, s, f"{element} {mode} {moderate=}")
+
+
+def test_zero_points() -> None:
+    check_zero_points(8, ("nearest_even", "odd", "stochastic"), ROWS, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_zero_points_in_every_mode(bits: int) -> None:
+    modes = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")
+    modes += ("stochastic", "stochastic_b", "stochastic_equal")
+    check_zero_points(bits, modes, 20_000, bits)
+
+
+def check(plan: Plan, points: np.ndarray, rows: int, seed: int, tensor: float | None = None) -> None:
+    """Codes of numbers near `points` under random scales, and numbers of every code, both ways in one function."""
+    check_scales(plan, points, rows, np.random.default_rng(seed), tensor, False)
+    if tensor is None and (integers.applies(plan) or floats.applies(plan)):
+        check_scales(plan, points, rows, np.random.default_rng(seed + 1), tensor, True)
+
+
+def check_scales(
+    plan: Plan, points: np.ndarray, rows: int, rng: np.random.Generator, tensor: float | None, moderate: bool
+) -> None:
+    fmt = plan.scaling.element.format
+    s = scales_of(rng, rows)
+    s = moderately(s) if moderate else s
+    if plan.scaling.is_power:
+        s = np.ldexp(1.0, np.frexp(np.maximum(s, np.float32(2.0**-127)))[1] - 1)
+    elif plan.scaling.scale is not jc.binary32:
+        values = plan.scaling.scale.values()
+        values = values[np.isfinite(values) & (values > 0)]
+        s = rng.choice(moderately(values) if moderate else values, rows)
+    whole = s.astype(np.float64) * (1 if tensor is None else np.float32(tensor))
+    x = near(rng.choice(points, (rows, ROW)), whole, rng)
+    codes = rng.integers(0, 1 << fmt.bits, x.shape).astype(fmt.code_dtype)
+
+    @jax.jit
+    def run(x: jax.Array, words: jax.Array, codes: jax.Array, s: jax.Array, tensor: jax.Array | None) -> Any:
+        bits = lax.bitcast_convert_type(s, jnp.int32)
+        value = (extended(bits, plan.compute) >> plan.compute.fraction) - plan.compute.bias
+        scales = Scales(value if plan.scaling.is_power else bits, None, tensor)
+        known = replace(plan, in_safe_range=moderate)
+        coded = fast_codes(x, scales, known, words), exact_codes(x, scales, plan, words)
+        rounded = select.rounded(x, scales, known, words), exact_rounded(x, scales, plan, words)
+        numbers = select.numbers_of(codes, scales, known), exact_numbers(codes, scales, plan)
+        return all_in_safe_range(scales, plan), (coded, rounded, numbers)
+
+    word = None if tensor is None else np.full((rows, 1), np.float32(tensor).view(np.int32))
+    inside, found = run(x, words_of(rng, x.shape), codes, s.astype(np.float32)[:, None], word)
+    assert bool(inside) or not moderate
+    for (fast, exact), data in zip(found, (x, x, codes), strict=True):
+        assert_same(fast, exact, data, whole, f"{plan.scaling} in {plan.carrier.name} {moderate=}")
+
+
+def moderately(scales: np.ndarray) -> np.ndarray:
+    return np.clip(scales, 2.0**-SAFE_EXPONENT, 2.0**SAFE_EXPONENT).astype(scales.dtype)
+
+
+def halves(fmt: ElementFormat) -> np.ndarray:
+    """The values of a format, what lies halfway between them, and some beyond its ends."""
+    values = np.unique(fmt.values()[np.isfinite(fmt.values())])
+    return np.concatenate([values, (values[1:] + values[:-1]) / 2, values[[0, -1]] * 1.1, values[[0, -1]] * 2])
+
+
+POWER = jc.float8_e8m0fnu
+#: Elements, modes, scale formats and carriers.
+UNIFORM = [
+    (jc.IntegerFormat(8), "nearest_even", jc.binary32, "float32"),
+    (jc.IntegerFormat(4, narrow=True), "toward_zero", jc.bfloat16, "bfloat16"),
+    (jc.IntegerFormat(10, signed=False), "nearest_away", jc.binary32, "float32"),
+    (jc.FixedFormat(2, 6, symmetric=True), "nearest_even", POWER, "float16"),
+    (jc.IntegerFormat(8), "down", POWER, "float32"),
+    (jc.IntegerFormat(8), "stochastic", jc.binary32, "float32"),
+    (jc.IntegerFormat(4), "stochastic_equal", jc.bfloat16, "float32"),
+    (jc.FixedFormat(2, 6, symmetric=True), "stochastic", POWER, "float32"),
+]
+
+
+@pytest.mark.parametrize("case", [UNIFORM[0], pytest.param(UNIFORM[1:], marks=pytest.mark.slow)], ids=["some", "all"])
+def test_uniform(case: Any) -> None:
+    for i, (element, mode, scale, carrier) in enumerate([case] if isinstance(case, tuple) else case):
+        plan = plan_of(element, mode, scale, carrier)
+        assert integers.applies(plan) and integers.multiplies(plan)
+        check(plan, halves(element), ROWS if isinstance(case, tuple) else 20_000, i)
+
+
+def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
+    """A mode that first rounds to the random bits, of which there are few, to nearest."""
+    element = Spec(jc.IntegerFormat(4), rounding="stochastic_c", random_bits=2, overflow="saturate")
+    plan = make_plan(BlockScaling(element, ROW, -1, jc.binary32, "absmax"), CARRIERS["float32"])
+    assert not integers.applies(plan) and integers.multiplies(plan)
+    s, words = np.array([[1.0], [3.0]], np.float32), words_of(rng, (2, 64))
+    x = (rng.integers(-64, 64, (2, 64)) / 8 * s).astype(np.float32)
+
+    @jax.jit
+    def run(x: jax.Array, words: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scales = Scales(lax.bitcast_convert_type(s, jnp.int32))
+        return select.rounded(x, scales, plan, words), exact_rounded(x, scales, plan, words)
+
+    got, expected = run(x, words, s)
+    assert_same(got, expected, x, s[:, 0], "stochastic_c")
+
+
+# -- floating-point elements -------------------------------------------------------------------------------------------
+
+
+MINIFLOATS: list[tuple[BlockScaling, str, float | None]] = [
+    (mx("e4m3fn"), "float32", None),
+    (nvfp4(), "float32", 1.37e-5),
+    (mx("e5m2"), "bfloat16", None),
+    (mx("e3m2fn"), "float16", None),
+    (mx("e2m1fn"), "float32", None),
+    (nvfp4(), "float32", 1e-42),
+    (nvfp4(), "bfloat16", 3e37),
+    (replace(nvfp4(), element=Spec(jc.float8_e5m2, overflow="saturate")), "float32", 1e-42),
+    (replace(mx("e4m3fn"), scale=jc.binary32, rule="absmax"), "float32", None),
+    (replace(mx("e5m2"), scale=jc.bfloat16, rule="absmax"), "float32", None),
+]
+
+
+@pytest.mark.parametrize(
+    "cases", [MINIFLOATS[:2], pytest.param(MINIFLOATS[2:], marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_minifloats(cases: list[tuple[BlockScaling, str, float | None]]) -> None:
+    for i, (scaling, carrier, tensor) in enumerate(cases):
+        plan = make_plan(scaling, CARRIERS[carrier])
+        assert floats.applies(plan)
+        assert floats.multiplies(plan) or carrier != "float32"
+        check(plan, halves(scaling.element.format), ROWS if len(cases) == 2 else 10_000, i, tensor)
+
+
+def test_products_of_as_many_bits_as_the_carrier_has() -> None:
+    """What float32 holds exactly is rounded once, to 16 bits; products with a bit more would be rounded twice."""
+    for bits, exact in ((15, True), (16, False)):
+        scaling = BlockScaling("e4m7:saturate", ROW, -1, f"e5m{bits}", "absmax")
+        assert floats.multiplies(make_plan(scaling, CARRIERS["bfloat16"])) is exact
+
+
+# -- codebooks ---------------------------------------------------------------------------------------------------------
+
+
+def check_levels(fmt: jc.CodebookFormat, mode: str, rows: int, carrier: str = "float32") -> None:
+    plan = plan_of(fmt, mode, carrier=carrier)
+    assert thresholds.applies(plan) and thresholds.has_products(plan)
+    check(plan, halves(fmt), rows, rows)
+
+
+def test_levels() -> None:
+    nf4 = jc.nf4.element
+    assert isinstance(nf4, jc.CodebookFormat)
+    check_levels(nf4, "nearest_even", ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd"])
+def test_levels_in_every_mode(mode: str) -> None:
+    nf4 = jc.nf4.element
+    assert isinstance(nf4, jc.CodebookFormat)
+    check_levels(nf4, mode, 10_000)
+    check_levels(jc.CodebookFormat((-1, -0.5, 0, 0.25, 0.75)), mode, 2_000, "bfloat16")
+
+
+def test_levels_with_too_many_bits_take_the_exact_way() -> None:
+    close = jc.CodebookFormat((0, 1, float(1 + Fraction(1, 1 << 23)), 1000.0))
+    assert thresholds.applies(plan_of(close, "up"))
+    assert not thresholds.applies(plan_of(close, "nearest_even"))
+
+
+# -- codebooks of many levels ------------------------------------------------------------------------------------------
+
+
+def element_of(fmt: jc.ScaledFormat) -> jc.CodebookFormat:
+    assert isinstance(fmt.element, jc.CodebookFormat)
+    return fmt.element
+
+
+#: Some levels that are numbers of few bits, so that numbers lie on the middles between them; the last has no zero.
+EVEN = jc.CodebookFormat(tuple(i / 32 for i in range(-40, 30)))
+POSITIVE = jc.CodebookFormat(tuple(i / 64 for i in range(1, 65)))
+
+
+def check_many_levels(fmt: jc.CodebookFormat, mode: str, rows: int, scale: Any = jc.binary32) -> None:
+    plan = plan_of(fmt, mode, scale)
+    assert codebooks.applies(plan) and codebooks.multiplies(plan)
+    check(plan, halves(fmt), rows, rows)
+
+
+def test_many_levels() -> None:
+    check_many_levels(element_of(jc.dynamic8), "nearest_even", 1600)
+
+
+@pytest.mark.parametrize("name", ["dynamic8", pytest.param("udynamic8", marks=pytest.mark.slow)])
+def test_many_levels_beside_rationals(name: str) -> None:
+    """Not beside the exact way of this package but beside an oracle that knows nothing of it."""
+    fmt, rng = element_of(getattr(jc, name)), np.random.default_rng(9)
+    plan, blocks = plan_of(fmt, "nearest_even"), oracle.codebook(fmt.levels)
+    s = scales_of(rng, 24)
+    x = near(rng.choice(halves(fmt), (24, ROW)), s.astype(np.float64), rng)
+
+    @jax.jit
+    def run(x: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scales = Scales(lax.bitcast_convert_type(s, jnp.int32))
+        codes = codebooks.encode(x, scales, plan)
+        return codes, codebooks.numbers_of(codes, scales, plan)
+
+    expected, carrier = [], oracle.CARRIERS["float32"]
+    for value, scale in zip(x.ravel().tolist(), np.repeat(s, ROW).tolist(), strict=True):
+        if np.isnan(value):
+            expected.append(Fraction(fmt.levels[-1]))
+            continue
+        quotient = Fraction(value) / Fraction(scale) if np.isfinite(value) else Fraction(np.sign(value)) * 2**200
+        expected.append(oracle.round_exact(blocks, quotient, "nearest_even", "saturate"))
+    products = [v * Fraction(c) for v, c in zip(expected, np.repeat(s, ROW).tolist(), strict=True)]
+    rounded = [oracle.round_exact(oracle.ieee(8, 23), v, "nearest_even", "ieee") for v in products]
+    codes, numbers = (np.asarray(part) for part in run(x, s[:, None]))
+    assert [fmt.levels[code] for code in codes.ravel()] == expected
+    assert cases.bits(numbers).ravel().tolist() == [oracle.to_bits(v, carrier) for v in rounded]
+
+
+@pytest.mark.slow
+def test_many_levels_and_many_numbers() -> None:
+    check_many_levels(element_of(jc.dynamic8), "nearest_even", 30_000)
+    check_many_levels(element_of(jc.udynamic8), "nearest_even", 30_000)
+    for scale in (POWER, jc.bfloat16):
+        check_many_levels(EVEN, "nearest_even", 3_000, scale)
+    check_many_levels(POSITIVE, "nearest_even", 3_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["nearest_away", "nearest_zero", "up", "down", "toward_zero"])
+def test_many_levels_in_every_mode(mode: str) -> None:
+    for fmt in (element_of(jc.dynamic8), EVEN):
+        check_many_levels(fmt, mode, 3_000)
+
+
+@pytest.mark.parametrize("mode", ["nearest_away", "nearest_zero", "toward_zero"])
+def test_ties_of_many_levels(mode: str) -> None:
+    """Numbers on the middles of levels and next to them, on both sides of zero, where a mode decides by the sign."""
+    levels, scale = oracle.codebook(EVEN.levels), np.array([[1.0], [3.0]], np.float32)
+    points = np.unique(np.concatenate([np.arange(-82, 62) / 64, np.nextafter(np.float32(5 / 64), [0, 1])]))
+    x = (points * scale).astype(np.float32)
+    plan = plan_of(EVEN, mode)
+    assert codebooks.applies(plan)
+    codes = jax.jit(lambda x, s: codebooks.encode(x, Scales(lax.bitcast_convert_type(s, jnp.int32)), plan))(x, scale)
+    expected = [
+        [oracle.round_exact(levels, Fraction(v) / int(s), mode, "saturate") for v in row.tolist()]
+        for row, (s,) in zip(x, scale, strict=True)
+    ]
+    assert [[EVEN.levels[code] for code in row] for row in np.asarray(codes)] == expected
+
+
+def test_many_levels_that_take_the_exact_way() -> None:
+    fmt = element_of(jc.dynamic8)
+    close = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 + 2.0**-20, 1 + 2.0**-19, 2.0))
+    wide = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 - 2.0**-24, 7.0))  # a middle of 27 bits
+    for plan in (plan_of(fmt, "odd"), plan_of(fmt, "stochastic"), plan_of(close, "up"), plan_of(wide, "nearest_even")):
+        assert not codebooks.applies(plan)
+    assert not codebooks.multiplies(plan_of(fmt, "nearest_even", carrier="bfloat16"))
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 1024), (2, 5, 64), (7,), (4096,), (12288,), (2, 50)])
+def test_maximum_in_steps(shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(1).integers(0, 1 << 30, shape).astype(np.int32)
+    for axes in ((len(shape) - 1,), tuple(range(len(shape)))):
+        np.testing.assert_array_equal(groups.maximum(jnp.asarray(x), axes), x.max(axes, keepdims=True))
+
+
+def test_once_keeps_every_bit() -> None:
+    bits = np.array([0, 1, -1, 1 << 31, 0x7F800001, 0xFFC00001], np.int64).astype(np.uint32)
+    given = {"int": bits.view(np.int32), "float": bits.view(np.float32), "bool": bits > 5, "none": None}
+    kept = jax.jit(groups.materialize_per_group)(given)
+    assert kept["none"] is None
+    for name in ("int", "float", "bool"):
+        assert np.asarray(kept[name]).tobytes() == given[name].tobytes()
+
+
+def test_codes_are_packed_beside_their_groups() -> None:
+    assert groups.Groups((2, 256), (1, 64)).packed(4) == groups.Groups((2, 128), (1, 32))
+    assert groups.Groups((2, 256), (1, 2)).packed(4) is None  # a byte for each group
+    assert groups.Groups((2, 250), (1, 64)).packed(4) is None
+    assert groups.Groups((2, 256), (2, 1)).packed(4) is None
+
+
+def test_bits_of_a_number_below_the_normal_range() -> None:
+    """What moves tiny scales keeps subnormal numbers, which arithmetic may read as zeros."""
+    tiny = np.array([1e-45, -3e-42, 1.1e-38, 0.0], np.float32)
+    moved = integers.move(jnp.asarray(tiny), integers.move_bits(extended(jnp.asarray([1]), CARRIERS["float32"])))
+    expected = [float(v) * 2.0**100 for v in tiny]
+    assert np.asarray(moved).tolist() == expected
+    assert _bits.CARRIERS["float32"].tiny_exponent == -149
