@@ -107,7 +107,7 @@ def converged(working: str) -> float:
     """Two unit roundoffs: a backward error that counts as convergence."""
     fmt = jc.parse(working).format
     assert isinstance(fmt, jc.FloatFormat)
-    return 2.0**-fmt.sig_bits
+    return 2.0**-fmt.frac_bits
 
 
 def draw(conditions: np.ndarray, errors: dict[tuple[str, int], np.ndarray], working: str, path: Path) -> None:

@@ -104,7 +104,7 @@ def _flippable(fmt: ElementFormat, where: str) -> int:
     if where == "code":
         return fmt.bits
     if isinstance(fmt, FloatFormat):
-        count = fmt.sig_bits
+        count = fmt.frac_bits
     else:
         count = fmt.bits - fmt.signed if isinstance(fmt, UniformFormat) else 0
     if count == 0:
@@ -115,8 +115,8 @@ def _flippable(fmt: ElementFormat, where: str) -> int:
 def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
     """Refuse a carrier that lacks values of `fmt`: a flip may make any of them."""
     if isinstance(fmt, FloatFormat):
-        short = fmt.sig_bits > carrier.fraction
-        ends = (fmt.exact_max, Fraction(2) ** (fmt.emin - (fmt.sig_bits if fmt.subnormals else 0)))
+        short = fmt.frac_bits > carrier.fraction
+        ends = (fmt.exact_max, Fraction(2) ** (fmt.emin - (fmt.frac_bits if fmt.subnormals else 0)))
     elif isinstance(fmt, UniformFormat):
         short = fmt.bits - fmt.signed > carrier.fraction + 1
         ends = (fmt.quantum, 2 ** (fmt.bits - 1) * fmt.quantum)

@@ -127,7 +127,7 @@ class BlockScaling:
         fmt = self.element.format
         if isinstance(fmt, CodebookFormat):
             return None
-        return fmt.sig_bits if isinstance(fmt, FloatFormat) else fmt.bits - 1 - fmt.signed
+        return fmt.frac_bits if isinstance(fmt, FloatFormat) else fmt.bits - 1 - fmt.signed
 
     @property
     def divisors(self) -> tuple[Fraction, ...]:
@@ -147,7 +147,7 @@ class BlockScaling:
     @property
     def is_power(self) -> bool:
         """Whether every scale is a power of two."""
-        return self.rule in POWERS or (self.scale.sig_bits == 0 and self.rule != "two_level")
+        return self.rule in POWERS or (self.scale.frac_bits == 0 and self.rule != "two_level")
 
     @property
     def bits_per_element(self) -> float:

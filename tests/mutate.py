@@ -190,7 +190,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ): "a sum has one result, which draws once",
     (
         "jchop/_core/scaled_float32/floats.py",
-        "other = plan.scaling.scale.sig_bits + 1 if two_level else 0",
+        "other = plan.scaling.scale.frac_bits + 1 if two_level else 0",
         "1",
         "(0)",
     ): "of two levels the largest element and the scales have at most four bits each, which leaves two to spare",

@@ -169,7 +169,7 @@ def codebook(levels: Sequence[float]) -> Levels:
 def describe(fmt: Any) -> Set:
     """The parameters of a format object, read from its public fields."""
     if hasattr(fmt, "exp_bits"):
-        names = ("exp_bits", "sig_bits", "bias", "subnormals", "infinities", "nans", "signed", "zero", "max_exponent")
+        names = ("exp_bits", "frac_bits", "bias", "subnormals", "infinities", "nans", "signed", "zero", "max_exponent")
         return FloatSet(*(getattr(fmt, name) for name in names), p3109=getattr(fmt, "p3109", False))
     if hasattr(fmt, "int_bits"):
         return fixed(fmt.int_bits, fmt.frac_bits, fmt.signed, fmt.symmetric)

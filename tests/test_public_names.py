@@ -162,7 +162,7 @@ def test_the_documented_facts_are_true(name: str) -> None:
     fmt = CATALOGUE[name]
     _, others, widths, bias, largest, normal, subnormal, inf, nan, negative_zero, source = _table()[name]
     assert set(re.findall(r"`(\w+)`", others)) == {other for other, main in ALIASES.items() if main == name}
-    assert widths == f"{fmt.exp_bits}, {fmt.sig_bits}"
+    assert widths == f"{fmt.exp_bits}, {fmt.frac_bits}"
     assert int(bias) == fmt.bias
     facts = (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal)
     for cell, fact in zip((largest, normal, subnormal), facts, strict=True):

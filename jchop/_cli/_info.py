@@ -28,7 +28,7 @@ def run_formats(options: argparse.Namespace) -> None:
         rows.append(
             (
                 name,
-                *map(str, (fmt.bits, fmt.exp_bits, fmt.sig_bits, fmt.bias, fmt.precision)),
+                *map(str, (fmt.bits, fmt.exp_bits, fmt.frac_bits, fmt.bias, fmt.precision)),
                 *map(short, (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.unit_roundoff)),
                 *map(yes, (fmt.has_inf, fmt.has_nan, fmt.has_negative_zero)),
                 " ".join(other for other, main in ALIASES.items() if main == name),
@@ -64,7 +64,7 @@ def run_info(options: argparse.Namespace) -> None:
 def _layout(fmt: ElementFormat) -> str:
     """The fields of a code, highest bit first."""
     if isinstance(fmt, FloatFormat):
-        fields = [("sign", int(fmt.signed)), ("exponent", fmt.exp_bits), ("fraction", fmt.sig_bits)]
+        fields = [("sign", int(fmt.signed)), ("exponent", fmt.exp_bits), ("fraction", fmt.frac_bits)]
     else:
         uniform = isinstance(fmt, UniformFormat)
         fields = [(("two's complement" if fmt.signed else "unsigned") if uniform else "index", fmt.bits)]

@@ -50,7 +50,7 @@ def _is_subset(small: ElementFormat, large: ElementFormat) -> bool:
         return False
     if small.has_negative_zero and not large.has_negative_zero:
         return False
-    finer = small.emin - small.sig_bits >= large.emin - large.sig_bits and small.precision <= large.precision
+    finer = small.emin - small.frac_bits >= large.emin - large.frac_bits and small.precision <= large.precision
     return finer and small.exact_max <= large.exact_max
 
 
@@ -95,7 +95,7 @@ def _holds_float(spec: Spec, fmt: FloatFormat, value: Fraction) -> bool:
     exponent = math.frexp(float(abs(value)))[1] - 1
     if exponent < fmt.emin and (spec.flush or not fmt.subnormals):
         return False
-    quantum = max(exponent, fmt.emin) - fmt.sig_bits
+    quantum = max(exponent, fmt.emin) - fmt.frac_bits
     return (value / Fraction(2) ** quantum).denominator == 1
 
 

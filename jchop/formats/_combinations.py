@@ -44,7 +44,7 @@ def _check_zero_point(fmt: Any) -> None:
         )
     scale = fmt.scale
     if fmt.zero_point == "float" and not (
-        isinstance(scale, FloatFormat) and scale.signed and scale.zero and scale.sig_bits
+        isinstance(scale, FloatFormat) and scale.signed and scale.zero and scale.frac_bits
     ):
         raise ValueError(f"{given} is kept in the format of the scales: with a sign, a zero and fraction bits, not "
                          f"scale={scale}")  # fmt: skip

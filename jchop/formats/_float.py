@@ -23,7 +23,7 @@ class FloatFormat(ElementFormat):
 
     Args:
         exp_bits: width e of the exponent field, 1 to 16.
-        sig_bits: width m of the fraction field (the precision is m + 1), 0 to 52.
+        frac_bits: width m of the fraction field (the precision is m + 1), 0 to 52.
         bias: exponent bias; default ``2^(e-1) - 1``.
         subnormals: without them F has no value between 0 and the smallest normal one.
         infinities: whether F has infinities. With ``nans="ieee"`` they are required (top exponent, fraction 0);
@@ -48,7 +48,7 @@ class FloatFormat(ElementFormat):
     """
 
     exp_bits: int
-    sig_bits: int
+    frac_bits: int
     bias: int = field(default=None, kw_only=True)  # type: ignore[assignment]
     subnormals: bool = field(default=True, kw_only=True)
     infinities: bool = field(default=True, kw_only=True)
@@ -60,7 +60,7 @@ class FloatFormat(ElementFormat):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exp_bits", check_int("exp_bits", self.exp_bits, 1, 16))
-        object.__setattr__(self, "sig_bits", check_int("sig_bits", self.sig_bits, 0, 52))
+        object.__setattr__(self, "frac_bits", check_int("frac_bits", self.frac_bits, 0, 52))
         for name in ("subnormals", "infinities", "signed", "zero", "p3109"):
             check_bool(name, getattr(self, name))
         check_choice("nans", self.nans, NAN_CODES)
@@ -87,7 +87,7 @@ class FloatFormat(ElementFormat):
             raise ValueError(f"p3109=True needs nans={nans!r} if signed={self.signed}, not nans={self.nans!r}")
         if self.max_code < self._first_code:
             raise ValueError(
-                f"exp_bits={self.exp_bits}, sig_bits={self.sig_bits}, nans={self.nans!r} leave no positive finite value"
+                f"exp_bits={self.exp_bits}, frac_bits={self.frac_bits}, nans={self.nans!r} leave no positive finite value"
             )
 
     def _check_max_exponent(self, value: int) -> None:
@@ -105,16 +105,16 @@ class FloatFormat(ElementFormat):
     # -- codes of the magnitude ----------------------------------------------------------------------------------------
     @property
     def _magnitude_bits(self) -> int:
-        return self.exp_bits + self.sig_bits
+        return self.exp_bits + self.frac_bits
 
     @cached_property
     def max_code(self) -> int:
         """Magnitude code of the largest finite value."""
         top = (1 << self._magnitude_bits) - 1
         if self.max_exponent is not None:
-            return (self.max_exponent + self.bias + 1 << self.sig_bits) - 1
+            return (self.max_exponent + self.bias + 1 << self.frac_bits) - 1
         if self.nans == "ieee":
-            return top - (1 << self.sig_bits)
+            return top - (1 << self.frac_bits)
         return top - (self.nans == "top") - self.infinities
 
     @cached_property
@@ -126,7 +126,7 @@ class FloatFormat(ElementFormat):
     def _nan_code(self) -> int | None:
         if self.nans == "ieee":
             # The quiet bit; a format without fraction bits has no NaN code beside inf.
-            return self.inf_code + (1 << self.sig_bits >> 1) if self.sig_bits else None  # type: ignore[operator]
+            return self.inf_code + (1 << self.frac_bits >> 1) if self.frac_bits else None  # type: ignore[operator]
         if self.nans == "top":
             return (1 << self._magnitude_bits) - 1
         return 1 << self._magnitude_bits if self.nans == "negative_zero" else None
@@ -136,27 +136,27 @@ class FloatFormat(ElementFormat):
         """Magnitude code of the smallest positive value."""
         if not self.zero:
             return 0
-        return 1 if self.subnormals else 1 << self.sig_bits
+        return 1 if self.subnormals else 1 << self.frac_bits
 
     def _magnitude(self, code: int) -> Fraction:
-        exponent, fraction = code >> self.sig_bits, code & ((1 << self.sig_bits) - 1)
+        exponent, fraction = code >> self.frac_bits, code & ((1 << self.frac_bits) - 1)
         if exponent or not self.zero:
-            fraction += 1 << self.sig_bits
+            fraction += 1 << self.frac_bits
         else:
             exponent = 1
-        shift = exponent - self.bias - self.sig_bits
+        shift = exponent - self.bias - self.frac_bits
         return Fraction(fraction << shift) if shift >= 0 else Fraction(fraction, 1 << -shift)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
     @property
     def bits(self) -> int:
         """Width of a code in bits, those of sign, exponent and fraction."""
-        return self.signed + self.exp_bits + self.sig_bits
+        return self.signed + self.exp_bits + self.frac_bits
 
     @property
     def precision(self) -> int:
         """Significand bits p = m + 1, the leading one included."""
-        return self.sig_bits + 1
+        return self.frac_bits + 1
 
     @property
     def emin(self) -> int:
@@ -166,10 +166,10 @@ class FloatFormat(ElementFormat):
     @cached_property
     def emax(self) -> int:
         """Exponent of the largest finite value."""
-        field_ = self.max_code >> self.sig_bits
+        field_ = self.max_code >> self.frac_bits
         if field_ or not self.zero:
             return field_ - self.bias
-        return 1 - self.bias - self.sig_bits + self.max_code.bit_length() - 1
+        return 1 - self.bias - self.frac_bits + self.max_code.bit_length() - 1
 
     @cached_property
     def exact_max(self) -> Fraction:
@@ -206,13 +206,13 @@ class FloatFormat(ElementFormat):
     @property
     def smallest_subnormal(self) -> Number | None:
         """Smallest positive subnormal value, 2^(emin - m); None where F has none."""
-        has = self.subnormals and self.zero and self.sig_bits
-        return number(Fraction(2) ** (self.emin - self.sig_bits)) if has else None
+        has = self.subnormals and self.zero and self.frac_bits
+        return number(Fraction(2) ** (self.emin - self.frac_bits)) if has else None
 
     @property
     def eps(self) -> Number:
         """Distance from 1 to the next value of unlimited range, 2^-m."""
-        return 2.0**-self.sig_bits
+        return 2.0**-self.frac_bits
 
     @property
     def has_inf(self) -> bool:
@@ -266,17 +266,17 @@ class FloatFormat(ElementFormat):
         if exact == 0:
             return 0 if self.zero else None
         exponent = max(_floor_log2(exact), self.emin)
-        scaled = exact / Fraction(2) ** (exponent - self.sig_bits)
+        scaled = exact / Fraction(2) ** (exponent - self.frac_bits)
         if scaled.denominator != 1:
             return None
-        code = int(scaled) + ((exponent - self.emin) << self.sig_bits) - (0 if self.zero else 1 << self.sig_bits)
+        code = int(scaled) + ((exponent - self.emin) << self.frac_bits) - (0 if self.zero else 1 << self.frac_bits)
         return code if self._first_code <= code <= self.max_code else None
 
     # -- text ----------------------------------------------------------------------------------------------------------
     @property
     def text(self) -> str:
         """The format in the text grammar, as ``e4m3(bias=11,infinities=false,nans=negative_zero)``."""
-        stem = f"e{self.exp_bits}m{self.sig_bits}"
+        stem = f"e{self.exp_bits}m{self.frac_bits}"
         rest = {name: getattr(self, name) for name, default in _OPTIONS.items() if getattr(self, name) != default}
         if self.bias != self.default_bias(self.exp_bits):
             rest = {"bias": self.bias} | rest

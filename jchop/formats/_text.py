@@ -49,8 +49,8 @@ def parse_element(text: str, more: Iterable[str] = ()) -> ElementFormat:
     raise unknown(text, more)
 
 
-def _float(exp_bits: str, sig_bits: str, suffix: str | None, **options) -> FloatFormat:
-    exp, sig = int(exp_bits), int(sig_bits)
+def _float(exp_bits: str, frac_bits: str, suffix: str | None, **options) -> FloatFormat:
+    exp, sig = int(exp_bits), int(frac_bits)
     if suffix == "fn":
         options = {"infinities": False, "nans": "top"} | options
     elif suffix == "fnuz":

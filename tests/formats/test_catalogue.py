@@ -52,18 +52,18 @@ def test_every_named_format_is_here():
 
 @pytest.mark.parametrize("name", FACTS)
 def test_facts(name):
-    exp_bits, sig_bits, bias, largest, normal, subnormal, inf, nan, negative_zero = FACTS[name]
+    exp_bits, frac_bits, bias, largest, normal, subnormal, inf, nan, negative_zero = FACTS[name]
     fmt, signed = CATALOGUE[name], name != "float8_e8m0fnu"
-    assert (fmt.exp_bits, fmt.sig_bits, fmt.bias, fmt.signed) == (exp_bits, sig_bits, bias, signed)
-    assert fmt.bits == signed + exp_bits + sig_bits
-    assert fmt.precision == sig_bits + 1
+    assert (fmt.exp_bits, fmt.frac_bits, fmt.bias, fmt.signed) == (exp_bits, frac_bits, bias, signed)
+    assert fmt.bits == signed + exp_bits + frac_bits
+    assert fmt.precision == frac_bits + 1
     assert fmt.max == largest and isinstance(fmt.max, float)
     assert fmt.min == (-largest if signed else 2.0**-127)
     assert fmt.emax == math.frexp(largest)[1] - 1
     assert fmt.emin == normal and fmt.smallest_normal == 2.0**normal
     assert fmt.smallest_subnormal == (None if subnormal is None else 2.0**subnormal)
     assert fmt.smallest == (2.0**normal if subnormal is None else 2.0**subnormal)
-    assert fmt.eps == 2.0**-sig_bits and fmt.unit_roundoff == 2.0**-sig_bits / 2
+    assert fmt.eps == 2.0**-frac_bits and fmt.unit_roundoff == 2.0**-frac_bits / 2
     assert (fmt.has_inf, fmt.has_nan, fmt.has_negative_zero) == (inf, nan, negative_zero)
 
 

@@ -80,10 +80,10 @@ def test_facts_are_those_of_the_values(fmt):
     assert one <= positive[-1] < 2 * one
     assert fmt.has_negative_zero == (fmt.signed and fmt.zero and fmt.nans != "negative_zero")
     subnormal = [value for value in positive if fmt.zero and value < Fraction(fmt.smallest_normal)]
-    if subnormal and fmt.sig_bits:
+    if subnormal and fmt.frac_bits:
         assert Fraction(fmt.smallest_subnormal) == subnormal[0]
     assert Fraction(fmt.smallest_normal) == Fraction(2) ** fmt.emin
-    assert fmt.bits == fmt.signed + fmt.exp_bits + fmt.sig_bits
+    assert fmt.bits == fmt.signed + fmt.exp_bits + fmt.frac_bits
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_values_of_wide_formats_are_refused():
         ({"exp_bits": 5.0}, "exp_bits=5.0 must be an integer"),
         ({"exp_bits": True}, "exp_bits=True must be an integer"),
         ({"exp_bits": "5"}, "exp_bits='5' must be an integer"),
-        ({"sig_bits": -1}, "sig_bits=-1 must be an integer from 0 to 52"),
-        ({"sig_bits": 53}, "sig_bits=53 must be an integer from 0 to 52"),
-        ({"sig_bits": None}, "sig_bits=None must be an integer"),
+        ({"frac_bits": -1}, "frac_bits=-1 must be an integer from 0 to 52"),
+        ({"frac_bits": 53}, "frac_bits=53 must be an integer from 0 to 52"),
+        ({"frac_bits": None}, "frac_bits=None must be an integer"),
         ({"bias": 1.5}, "bias=1.5 must be an integer"),
         ({"bias": 10**6}, "bias=1000000 must be an integer from"),
         ({"subnormals": 1}, "subnormals=1 must be True or False"),
@@ -207,14 +207,14 @@ def test_values_of_wide_formats_are_refused():
         ({"max_exponent": -7}, "max_exponent=-7 must be an integer from -6 to 7"),
         ({"max_exponent": 7.0}, "max_exponent=7.0 must be an integer"),
         ({"max_exponent": 3, "infinities": False, "nans": "top"}, "max_exponent=3 needs nans='ieee'"),
-        ({"exp_bits": 1, "sig_bits": 0}, "exp_bits=1, sig_bits=0, nans='ieee' leave no positive finite value"),
-        ({"exp_bits": 1, "sig_bits": 2, "subnormals": False}, "exp_bits=1, sig_bits=2.*no positive finite value"),
+        ({"exp_bits": 1, "frac_bits": 0}, "exp_bits=1, frac_bits=0, nans='ieee' leave no positive finite value"),
+        ({"exp_bits": 1, "frac_bits": 2, "subnormals": False}, "exp_bits=1, frac_bits=2.*no positive finite value"),
     ],
     ids=str,
 )
 def test_bad_fields_are_refused(fields, words):
     with pytest.raises((TypeError, ValueError), match=words):
-        FloatFormat(**({"exp_bits": 4, "sig_bits": 3} | fields))
+        FloatFormat(**({"exp_bits": 4, "frac_bits": 3} | fields))
 
 
 def test_options_are_keywords():
@@ -226,7 +226,7 @@ def test_numpy_integers_are_integers():
     fmt = FloatFormat(np.int64(11), np.uint8(52), bias=np.int16(1023))  # type: ignore[arg-type]
     assert fmt == jc.binary64 and fmt.max == jc.binary64.max and fmt.text == "e11m52"
     assert repr(fmt) == repr(FloatFormat(11, 52))
-    assert all(type(field) is int for field in (fmt.exp_bits, fmt.sig_bits, fmt.bias))
+    assert all(type(field) is int for field in (fmt.exp_bits, fmt.frac_bits, fmt.bias))
 
 
 def test_the_default_bias_is_an_integer():
@@ -251,7 +251,7 @@ def test_formats_are_values(fmt):
 
 def test_each_field_counts_in_equality():
     fmt = FloatFormat(4, 3, nans="top")
-    changes = ({"exp_bits": 5}, {"sig_bits": 2}, {"bias": 8}, {"subnormals": False}, {"infinities": False})
+    changes = ({"exp_bits": 5}, {"frac_bits": 2}, {"bias": 8}, {"subnormals": False}, {"infinities": False})
     changes += ({"nans": "none"}, {"signed": False}, {"zero": False})
     others = [dataclasses.replace(fmt, **({"bias": 7} | change)) for change in changes]
     assert len({fmt, *others}) == len(others) + 1

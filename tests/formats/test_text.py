@@ -16,7 +16,7 @@ from jchop.formats import ALIASES, CATALOGUE, ElementFormat, parse_format
 
 @st.composite
 def floats(draw: st.DrawFn) -> FloatFormat:
-    exp_bits, sig_bits = draw(st.integers(1, 16)), draw(st.integers(0, 52))
+    exp_bits, frac_bits = draw(st.integers(1, 16)), draw(st.integers(0, 52))
     zero = draw(st.booleans())
     signed, subnormals = draw(st.booleans()), not zero or draw(st.booleans())
     nans = draw(st.sampled_from(["ieee", "top", "none"] + ["negative_zero"] * (signed and zero)))
@@ -28,12 +28,12 @@ def floats(draw: st.DrawFn) -> FloatFormat:
     }
     bias = draw(st.none() | st.integers(-(1 << 16), 1 << 16))
     try:
-        fmt = FloatFormat(exp_bits, sig_bits, bias=bias, nans=nans, **flags)  # type: ignore[arg-type]
+        fmt = FloatFormat(exp_bits, frac_bits, bias=bias, nans=nans, **flags)  # type: ignore[arg-type]
         # One whose codes are all of subnormals has no exponent to choose.
         if nans != "ieee" or fmt.emax < fmt.emin or draw(st.booleans()):
             return fmt
         largest = draw(st.integers(fmt.emin, fmt.emax))
-        return FloatFormat(exp_bits, sig_bits, bias=bias, nans=nans, max_exponent=largest, **flags)  # type: ignore[arg-type]
+        return FloatFormat(exp_bits, frac_bits, bias=bias, nans=nans, max_exponent=largest, **flags)  # type: ignore[arg-type]
     except ValueError:  # too few bits for one value
         assume(False)
         raise
@@ -128,7 +128,7 @@ def test_grammar(text, fmt):
         ("e4m3(subnormals=maybe)", "subnormals='maybe' must be true or false"),
         ("e4m3(nans=most)", "nans='most' must be one of 'ieee'"),
         ("e17m3", "exp_bits=17 must be an integer from 1 to 16"),
-        ("e5m60", "sig_bits=60 must be an integer from 0 to 52"),
+        ("e5m60", "frac_bits=60 must be an integer from 0 to 52"),
         ("int99", "bits=99 must be an integer from 2 to 64"),
         ("fixed60.60", r"int_bits \+ frac_bits=120 must be an integer from 2 to 64"),
         ("binary8p9se", "precision=9 must be an integer from 1 to 7"),

@@ -30,9 +30,9 @@ def adds_to_round(spec: Spec, result: Range, carrier: Carrier) -> bool:
     if not isinstance(fmt, FloatFormat) or spec.rounding is not Rounding.NEAREST_EVEN or spec.flush:
         return False
     # With one bit of precision the parity that decides a tie is the exponent's.
-    plain = fmt.sig_bits > 0 and fmt.has_negative_zero and fmt.subnormals
+    plain = fmt.frac_bits > 0 and fmt.has_negative_zero and fmt.subnormals
     plain = plain and spec.overflow in (Overflow.IEEE, Overflow.SATURATE)
-    drop, least = carrier.fraction - fmt.sig_bits, 1 - carrier.bias
+    drop, least = carrier.fraction - fmt.frac_bits, 1 - carrier.bias
     in_range = least <= fmt.emin and least <= result.quantum and result.top + drop <= carrier.bias
     return plain and drop > 0 and in_range and carrier.magnitude_bits(fmt.exact_max) is not None
 
@@ -45,7 +45,7 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     sign, magnitude = _bits.split(x, carrier)
     # The exponent of infinities and NaN wraps to that of a small number, which changes neither.
     exponent = jnp.maximum(magnitude & kind(carrier.inf), kind(fmt.emin + carrier.bias << fraction))
-    power = _float(exponent + kind(fraction - fmt.sig_bits << fraction), x)
+    power = _float(exponent + kind(fraction - fmt.frac_bits << fraction), x)
     rounded = (_float(magnitude, x) + power) - power
     top = np.dtype(carrier.name).type(fmt.max)
     saturates = spec.overflow is Overflow.SATURATE or fmt.saturates

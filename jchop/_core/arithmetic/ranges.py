@@ -62,7 +62,7 @@ def sum_range(a: Range, b: Range) -> Range:
 
 def _range_of_format(fmt: ElementFormat) -> Range:
     if isinstance(fmt, FloatFormat):
-        return Range(fmt.emin - fmt.sig_bits, fmt.precision, fmt.emax + 1)
+        return Range(fmt.emin - fmt.frac_bits, fmt.precision, fmt.emax + 1)
     if isinstance(fmt, UniformFormat):
         largest = max(fmt.max_code, -fmt.min_code)
         # The minimum -2^k of two's complement has one significant bit.
@@ -125,8 +125,8 @@ def supports(spec: Spec, carrier: Carrier) -> bool:
 def has_spare_bits(fmt: ElementFormat, carrier: Carrier) -> bool:
     """Whether the carrier has two bits more than `fmt` wherever a value of `fmt` lies."""
     if isinstance(fmt, FloatFormat):
-        last = fmt.emin - fmt.sig_bits
-        return fmt.sig_bits + 2 <= carrier.fraction and last >= carrier.tiny_exponent + 2
+        last = fmt.emin - fmt.frac_bits
+        return fmt.frac_bits + 2 <= carrier.fraction and last >= carrier.tiny_exponent + 2
     assert isinstance(fmt, UniformFormat)
     return fmt.max_code.bit_length() + 1 <= carrier.fraction and -fmt.frac_bits >= carrier.tiny_exponent + 2
 
@@ -134,7 +134,7 @@ def has_spare_bits(fmt: ElementFormat, carrier: Carrier) -> bool:
 def is_direct(spec: Spec, carrier: Carrier) -> bool:
     """Whether `spec` rounds to nearest on the carrier's own grid: of its precision, and its subnormals if of any."""
     fmt = spec.format
-    if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST or fmt.sig_bits != carrier.fraction:
+    if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST or fmt.frac_bits != carrier.fraction:
         return False
     held = carrier.magnitude_bits(fmt.exact_max) is not None
     own_subnormals = fmt.subnormals and fmt.zero

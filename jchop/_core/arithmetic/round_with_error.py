@@ -33,7 +33,7 @@ def has_constant_drop(spec: Spec, carrier: Carrier) -> bool:
     if not isinstance(fmt, FloatFormat) or spec.rounding is Rounding.STOCHASTIC_C or spec.flush:
         return False
     whole = fmt.subnormals and fmt.zero and fmt.signed and fmt.has_negative_zero
-    spare = 0 < fmt.sig_bits <= carrier.fraction - 2 and fmt.emin >= 1 - carrier.bias
+    spare = 0 < fmt.frac_bits <= carrier.fraction - 2 and fmt.emin >= 1 - carrier.bias
     return whole and spare and spec.overflow is not Overflow.WRAP
 
 
@@ -145,7 +145,7 @@ def _with_word(bits: Array, error: Array, binade: Array | None, word: Array, spe
 
 def _drop(fmt: ElementFormat, carrier: Carrier) -> int:
     assert isinstance(fmt, FloatFormat)
-    return carrier.fraction - fmt.sig_bits
+    return carrier.fraction - fmt.frac_bits
 
 
 def _low(word: Array, bits: int) -> Array:

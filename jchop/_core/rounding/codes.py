@@ -85,7 +85,7 @@ def extended(magnitude: Array, carrier: Carrier) -> Array:
 
 
 def _encode_float(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
-    drop, lag = carrier.fraction - fmt.sig_bits, carrier.bias - fmt.bias
+    drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
     bits = magnitude if _all_normal(fmt, carrier) else extended(magnitude, carrier)
     codes = _shifted(bits - (lag << carrier.fraction), drop)
     if fmt.zero:
@@ -105,19 +105,19 @@ def _encode_float(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carr
 def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     width = fmt.bits - fmt.signed
     code = codes & _bits.low_mask(width)
-    drop, lag = carrier.fraction - fmt.sig_bits, carrier.bias - fmt.bias
+    drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
     if _all_normal(fmt, carrier):
         magnitude = _shifted(code, -drop) + (lag << carrier.fraction)
-        small = _scaled(code, fmt.emin - fmt.sig_bits, carrier)
+        small = _scaled(code, fmt.emin - fmt.frac_bits, carrier)
     else:
-        field = code >> fmt.sig_bits
-        significand = code & _bits.low_mask(fmt.sig_bits) | 1 << fmt.sig_bits
-        magnitude = _bits.compose(significand, field - fmt.bias - fmt.sig_bits, carrier)
-        small = _bits.compose(code, jnp.full_like(code, fmt.emin - fmt.sig_bits), carrier)
+        field = code >> fmt.frac_bits
+        significand = code & _bits.low_mask(fmt.frac_bits) | 1 << fmt.frac_bits
+        magnitude = _bits.compose(significand, field - fmt.bias - fmt.frac_bits, carrier)
+        small = _bits.compose(code, jnp.full_like(code, fmt.emin - fmt.frac_bits), carrier)
     if fmt.zero:
         if not fmt.subnormals:
             small = jnp.where(code == 0, 0, carrier.nan)
-        magnitude = jnp.where(code < 1 << fmt.sig_bits, small, magnitude)
+        magnitude = jnp.where(code < 1 << fmt.frac_bits, small, magnitude)
     if fmt.max_code != _bits.low_mask(width):
         magnitude = jnp.where(code > fmt.max_code, carrier.nan, magnitude)
     if fmt.has_inf:

@@ -52,12 +52,12 @@ def make_grid(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> Grid:
     tiny = _tiny_exponent(fmt)
     spacing = tiny + carrier.bias + carrier.fraction
     if isinstance(fmt, FloatFormat):
-        drop = max(carrier.fraction - fmt.sig_bits, 0)
-        graded = fmt.subnormals and fmt.zero and fmt.sig_bits > 0
+        drop = max(carrier.fraction - fmt.frac_bits, 0)
+        graded = fmt.subnormals and fmt.zero and fmt.frac_bits > 0
         deep = drop > 0 and fmt.emin < 1 - carrier.bias
         normal = _bits(Fraction(2) ** fmt.emin, carrier)
         # With one bit of precision a code's last bit is that of its exponent.
-        lag = None if fmt.sig_bits else fmt.bias - carrier.bias
+        lag = None if fmt.frac_bits else fmt.bias - carrier.bias
     else:
         drop, graded, deep, normal, lag = 0, True, False, 0, None
     odd = (tiny + carrier.bias + 1 if lag is None else lag) % 2
@@ -91,7 +91,7 @@ def _zero(fmt: ElementFormat) -> bool:
 def _tiny_exponent(fmt: FloatFormat | UniformFormat) -> int:
     if isinstance(fmt, UniformFormat):
         return -fmt.frac_bits
-    return fmt.emin - (fmt.sig_bits if fmt.subnormals and fmt.zero else 0)
+    return fmt.emin - (fmt.frac_bits if fmt.subnormals and fmt.zero else 0)
 
 
 def _bits(value: Fraction, carrier: Carrier) -> int:
@@ -122,7 +122,7 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
         return True
     # A finer and wider format than the carrier moves no finite value; what is left is infinity, which must not
     # saturate.
-    finer = isinstance(fmt, FloatFormat) and fmt.sig_bits >= carrier.fraction and fmt.max > carrier.max
+    finer = isinstance(fmt, FloatFormat) and fmt.frac_bits >= carrier.fraction and fmt.max > carrier.max
     return finer and spec.overflow is not Overflow.SATURATE and not fmt.saturates
 
 

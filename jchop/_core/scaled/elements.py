@@ -127,10 +127,10 @@ def _divisor(scales: Scales, plan: Plan) -> Divisor:
     compute = plan.compute
     if scales.tensor is None:
         return divisor_of(scales.value, compute)
-    bits, width = extended(scales.value, compute), plan.scaling.scale.sig_bits + 1
+    bits, width = extended(scales.value, compute), plan.scaling.scale.frac_bits + 1
     count = significand_of(bits, compute) >> compute.fraction + 1 - width
     exponent = (bits >> compute.fraction) - compute.bias - (width - 1)
-    return divisor_of_product(count, width, exponent, scales.tensor, TENSOR_SCALE.sig_bits, compute)
+    return divisor_of_product(count, width, exponent, scales.tensor, TENSOR_SCALE.frac_bits, compute)
 
 
 # -- multiplication ----------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def has_short_way(plan: Plan) -> bool:
     if not isinstance(fmt, FloatFormat):
         return False
     saturates = element.overflow is not Overflow.IEEE or fmt.saturates
-    return saturates and fmt.has_negative_zero and fmt.subnormals and 0 < fmt.sig_bits <= _MOST
+    return saturates and fmt.has_negative_zero and fmt.subnormals and 0 < fmt.frac_bits <= _MOST
 
 
 # -- whole blocks ------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def _shifted_float(quotient: Array, fmt: FloatFormat) -> tuple[Array, Array, Arr
     magnitude = jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), float(fmt.max))
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
     exponent = jnp.maximum(bits & _CARRIER.inf, fmt.emin + _CARRIER.bias << _CARRIER.fraction)
-    shift = exponent + (_CARRIER.fraction - fmt.sig_bits << _CARRIER.fraction)
+    shift = exponent + (_CARRIER.fraction - fmt.frac_bits << _CARRIER.fraction)
     shift = lax.bitcast_convert_type(shift, jnp.float32)
     return sign, exponent, shift, magnitude + shift
 
@@ -135,7 +135,7 @@ def _shifted_float(quotient: Array, fmt: FloatFormat) -> tuple[Array, Array, Arr
 def _encode_float(quotient: Array, fmt: FloatFormat) -> Array:
     sign, exponent, shift, total = _shifted_float(quotient, fmt)
     count = lax.bitcast_convert_type(total, jnp.int32) - lax.bitcast_convert_type(shift, jnp.int32)
-    binades = exponent - (fmt.emin + _CARRIER.bias << _CARRIER.fraction) >> _CARRIER.fraction - fmt.sig_bits
+    binades = exponent - (fmt.emin + _CARRIER.bias << _CARRIER.fraction) >> _CARRIER.fraction - fmt.frac_bits
     return count + binades | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
 
 

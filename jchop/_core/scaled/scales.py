@@ -77,7 +77,7 @@ class Plan:
     def exponents(self) -> tuple[int, int, int]:
         """Of the powers of two among the scales the least exponent, that for a block of zeros, and the largest."""
         fmt = self.scaling.scale
-        least = fmt.emin - (fmt.sig_bits if fmt.subnormals and fmt.zero else 0)
+        least = fmt.emin - (fmt.frac_bits if fmt.subnormals and fmt.zero else 0)
         least = max(least, self.compute.tiny_exponent)
         return least, max(least, 0), min(fmt.emax, self.compute.bias)
 
@@ -85,7 +85,7 @@ class Plan:
     def stores_exponents(self) -> bool:
         """Whether the code of a scale is its exponent, biased."""
         fmt = self.scaling.scale
-        return self.scaling.is_power and not fmt.sig_bits and not fmt.zero
+        return self.scaling.is_power and not fmt.frac_bits and not fmt.zero
 
 
 @lru_cache(maxsize=256)
@@ -134,9 +134,9 @@ def _is_within_reach(fmt: ElementFormat, carrier: Carrier) -> bool:
 
 def _require_two_level(plan: Plan) -> None:
     """A scale, and a divisor, times a float32 number has to fit into a divisor's significand."""
-    scaling, room = plan.scaling, divisor_bits(plan.compute) - (TENSOR_SCALE.sig_bits + 1)
+    scaling, room = plan.scaling, divisor_bits(plan.compute) - (TENSOR_SCALE.frac_bits + 1)
     for name, bits in (
-        (f"scale={scaling.scale}", scaling.scale.sig_bits + 1),
+        (f"scale={scaling.scale}", scaling.scale.frac_bits + 1),
         (f"the largest value of element={scaling.element}", divisor_parts(*scaling.divisors)[0].bit_length()),
     ):
         if bits > room:
@@ -316,7 +316,7 @@ def _over_tensor(largest: Array, tensor: Array, plan: Plan) -> Array:
     """The same over the tensor's scale too, rounded once."""
     compute, (count, exponent) = plan.compute, divisor_parts(*plan.scaling.divisors)
     whole = jnp.full_like(largest, count)
-    divisor = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.sig_bits, compute)
+    divisor = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
     ends = not _is_within_reach(plan.scaling.scale, compute)
     odd = jnp.where(largest == 0, 0, odd_quotient(largest, divisor, compute, ends))
     return _bits.split(round_elements(positive(odd, compute), scale_rounding(plan), compute), compute)[1]

@@ -49,8 +49,8 @@ def applies(plan: Plan) -> bool:
         return saturates
     # The middle of a step, times the scale of a block where there is one of the tensor, times half of the other.
     two_level = plan.scaling.rule == "two_level"
-    other = plan.scaling.scale.sig_bits + 1 if two_level else 0
-    fits = fmt.sig_bits + 2 + other + _HALF <= _FRACTION + 1
+    other = plan.scaling.scale.frac_bits + 1 if two_level else 0
+    fits = fmt.frac_bits + 2 + other + _HALF <= _FRACTION + 1
     return saturates and fits and (not two_level or _is_near_one(plan.scaling))
 
 
@@ -75,7 +75,7 @@ def _is_exact(plan: Plan) -> bool:
     """Whether products with scales need no rounding but below the normal range."""
     fmt, scaling = plan.scaling.element.format, plan.scaling
     assert isinstance(fmt, FloatFormat)
-    return scaling.is_power or fmt.sig_bits + scaling.scale.sig_bits + 2 <= _FRACTION + 1
+    return scaling.is_power or fmt.frac_bits + scaling.scale.frac_bits + 2 <= _FRACTION + 1
 
 
 def _is_multiple(plan: Plan) -> bool:
@@ -97,7 +97,7 @@ def _is_plain(plan: Plan) -> bool:
     if plan.compute is not _CARRIER or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
         return False
     # With one bit of precision the parity that decides a tie is the exponent's.
-    plain = fmt.subnormals and fmt.sig_bits > 0 and fmt.bits <= 16
+    plain = fmt.subnormals and fmt.frac_bits > 0 and fmt.bits <= 16
     return plain and Fraction(1, 1 << _LEAST) <= Fraction(fmt.smallest) <= Fraction(fmt.max) <= 1 << _MOST
 
 
@@ -114,7 +114,7 @@ class _Step:
 
     def code(self, fmt: FloatFormat) -> Array:
         count = word_of(self.total) - word_of(self.shift)
-        return count + (self.exponent - _least_exponent(fmt) >> _FRACTION - fmt.sig_bits)
+        return count + (self.exponent - _least_exponent(fmt) >> _FRACTION - fmt.frac_bits)
 
     @property
     def number(self) -> Array:
@@ -129,7 +129,7 @@ def _least_exponent(fmt: FloatFormat) -> int:
 def _step(magnitude: Array, fmt: FloatFormat, lowered: bool) -> _Step:
     """The multiple nearest to a magnitude; if `lowered` the one below its step's middle."""
     exponent = jnp.maximum(word_of(magnitude) & _INF, _least_exponent(fmt))
-    shift = exponent + (_FRACTION - fmt.sig_bits << _FRACTION)
+    shift = exponent + (_FRACTION - fmt.frac_bits << _FRACTION)
     if lowered:
         magnitude = magnitude - number_of(shift - (_FRACTION + 1 << _FRACTION))
     return _Step(number_of(shift), magnitude + number_of(shift), exponent)
@@ -212,7 +212,7 @@ def _halves(scales: Scales, plan: Plan) -> tuple[Quanta, Array, Array]:
         return divisor, high, divisor.value - high
     divisor = integers.move_bits(extended(scales.tensor, _CARRIER))
     own, high = number_of(scale_magnitude(scales, plan)), _upper(divisor.value)
-    assert TENSOR_SCALE.sig_bits == _FRACTION
+    assert TENSOR_SCALE.frac_bits == _FRACTION
     return divisor, own * high, own * (divisor.value - high)
 
 
@@ -246,9 +246,9 @@ def multiply_back(values: Array, scales: Scales, plan: Plan) -> Array:
 def _decode(codes: Array, fmt: FloatFormat) -> Array:
     width = fmt.bits - 1
     code = codes & _bits.low_mask(width)
-    normal = (code << _FRACTION - fmt.sig_bits) + (_BIAS - fmt.bias << _FRACTION)
-    small = word_of(code.astype(jnp.float32) * 2.0 ** (fmt.emin - fmt.sig_bits))
-    bits = jnp.where(code < 1 << fmt.sig_bits, small, normal)
+    normal = (code << _FRACTION - fmt.frac_bits) + (_BIAS - fmt.bias << _FRACTION)
+    small = word_of(code.astype(jnp.float32) * 2.0 ** (fmt.emin - fmt.frac_bits))
+    bits = jnp.where(code < 1 << fmt.frac_bits, small, normal)
     if fmt.has_inf:
         bits = jnp.where(code == fmt.inf_code, _INF, bits)
     bits = bits | codes >> width << _CARRIER.width - 1

@@ -73,7 +73,7 @@ def multiplies(plan: Plan) -> bool:
 
 def _has_room(plan: Plan) -> bool:
     """Whether products of elements and scales have no more bits than a number of the normal range."""
-    return plan.scaling.is_power or plan.scaling.element.format.bits + plan.scaling.scale.sig_bits + 1 < _FRACTION
+    return plan.scaling.is_power or plan.scaling.element.format.bits + plan.scaling.scale.frac_bits + 1 < _FRACTION
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------

@@ -37,4 +37,4 @@ def float_params(prec: str | None = None) -> Params | dict[str, Params]:
 def _params(t: int, emax: int) -> Params:
     fmt = float_format(t, emax)
     xmins, xmin, xmax = (float(value) for value in (fmt.smallest, fmt.smallest_normal, fmt.max))
-    return 2.0**-t, xmins, xmin, xmax, t, fmt.emin - fmt.sig_bits, fmt.emin, fmt.emax
+    return 2.0**-t, xmins, xmin, xmax, t, fmt.emin - fmt.frac_bits, fmt.emin, fmt.emax

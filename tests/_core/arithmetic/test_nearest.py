@@ -29,7 +29,7 @@ ROWS = [
 def widest(fmt: jc.FloatFormat, carrier: str) -> Range:
     """The largest range that is allowed."""
     bias, fraction = CARRIERS[carrier].bias, CARRIERS[carrier].fraction
-    return Range(1 - bias, fraction + 1, bias - fraction + fmt.sig_bits)
+    return Range(1 - bias, fraction + 1, bias - fraction + fmt.frac_bits)
 
 
 @pytest.mark.parametrize(("name", "known", "carrier", "overflow"), ROWS)
