@@ -23,15 +23,13 @@ def _prepare_environment() -> None:
 
 _prepare_environment()
 
+import collections  # noqa: E402
 import functools  # noqa: E402
-import itertools  # noqa: E402
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import oracle  # noqa: E402
 import pytest  # noqa: E402
-
-_tests_run = itertools.count(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,13 +39,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail, instead of skipping, where a compiler for an absent chip is missing (the extra `aot`)",
     )
     parser.addoption("--thin", type=int, default=1, metavar="N", help="run about one test in N")
+    parser.addoption("--turn", type=int, default=0, metavar="K", help="with --thin=N: which of the N parts, from 0")
+
+
+_MOST_TESTS = 200  # of one module before its compiled functions go: thousands of specs would hold gigabytes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_without_leftovers() -> Iterator[None]:
+    """What a module has compiled serves its own tests, and is dropped with it."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
-def _compiled_code_dropped() -> Iterator[None]:
-    """Every so often the compiled functions go: thousands of specs would otherwise hold gigabytes."""
+def _compiled_code_dropped(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if next(_tests_run) % 50 == 0:
+    module = request.module
+    module.tests_run = getattr(module, "tests_run", 0) + 1
+    if module.tests_run % _MOST_TESTS == 0:
         jax.clear_caches()
 
 
@@ -76,10 +86,37 @@ def neighbours_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "neighbours", functools.lru_cache(maxsize=1 << 14)(oracle.neighbours))
 
 
+def _part(number: int, parts: int) -> int:
+    """The part of `parts` equal ones that a number is in, by multiples of the golden ratio: in step with no table."""
+    return int(number * 0.6180339887498949 % 1 * parts)
+
+
+class _Turns:
+    """Before `-m` selects: of the cases of a test marked ``in_turn(n)`` all but about one in n become slow."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        seen: collections.Counter[str] = collections.Counter()
+        for item in items:
+            mark = item.get_closest_marker("in_turn")
+            if mark is not None and item.get_closest_marker("slow") is None:
+                name = item.nodeid.split("[")[0]
+                if _part(seen[name], mark.args[0]) != 0:
+                    item.add_marker(pytest.mark.slow)
+                seen[name] += 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Turns())
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """About one test in `--thin`, picked by multiples of the golden ratio, which keep step with no table of cases."""
-    thin: int = config.getoption("--thin") or 1
-    picked = [number * 0.6180339887498949 % 1 * thin < 1 for number in range(len(items))]
+    """About one test in `--thin` of those that `-m` has selected."""
+    thin, turn = config.getoption("--thin"), config.getoption("--turn")
+    if not 0 <= turn < thin:
+        raise pytest.UsageError(f"--turn={turn} must be from 0 to {thin - 1}, with --thin={thin}")
+    picked = [_part(number, thin) == turn for number in range(len(items))]
     if not all(picked):
         config.hook.pytest_deselected(items=[item for item, pick in zip(items, picked, strict=True) if not pick])
         items[:] = [item for item, pick in zip(items, picked, strict=True) if pick]

@@ -69,6 +69,7 @@ def test_bits_of_arrays(name: str) -> None:
         assert _bits.ordered(sign, magnitude).tolist() == [m * (-1) ** i for i, m in enumerate(expected)]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
 def test_counts(name: str) -> None:
     carrier = CARRIERS[name]

@@ -65,6 +65,7 @@ def test_inspect_lists_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert rows["all"] == ["all", "1,177", "3 arrays in 6 tensors"]
 
 
+@pytest.mark.smoke
 def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str], source: Path) -> None:
     target = source.with_name("out.safetensors")
     target.write_bytes(b"old")
@@ -147,6 +148,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
 def test_a_kill_leaves_the_old_file(source: Path) -> None:
     target = source.with_name("out.safetensors")

@@ -42,6 +42,7 @@ def test_chunks_along_every_axis(text: str, dtype: str) -> None:
     assert other.name != rounded.name or "stochastic" not in text
 
 
+@pytest.mark.smoke
 def test_all_kinds_of_arrays_and_keys() -> None:
     key = jax.random.key(4, impl="rbg")
     z = (numbers(6, 4) + 1j * numbers(6, 4)[::-1]).astype(np.complex64)

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("neighbours_kept")
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("mode", cases.in_turn(MODES, 4))
 def test_programs_in_every_mode(mode: str) -> None:
     """Straight lines, loops, branches and sums: every operation is the exact one rounded once, at draws of its own."""
@@ -147,6 +148,7 @@ def test_constants_are_rounded_where_they_are_moved() -> None:
     assert jc.emulate(lambda x: jnp.maximum(x, 1.1), "e5m2")(X).tolist() == [1.0, 1.0, 2.0, 5.0]
 
 
+@pytest.mark.smoke
 def test_16_bit_dtypes_carry_narrower_formats() -> None:
     for dtype in (jnp.float16, jnp.bfloat16):
         got = jc.emulate(lambda x: (x @ x) * x, "e5m2", accumulate=jc.MatmulSpec(accumulate="e5m2"))(X.astype(dtype))

@@ -71,6 +71,7 @@ def bits(tree: Any) -> list[np.ndarray]:
     return [np.asarray(leaf).view(np.int32) for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("kind", ["plain", "wild"])
 @pytest.mark.parametrize("mode", cases.in_turn(MODES, 3))
@@ -170,6 +171,7 @@ def test_partitioned_programs_do_not_try(text: str) -> None:
         jax.tree.map(np.testing.assert_array_equal, bits(jax.jit(mapped)(*split)), bits(want))
 
 
+@pytest.mark.slow
 def test_a_try_says_where_it_may_be_wrong() -> None:
     """NaN where what enters or a product is neither zero nor moderate, and nowhere else."""
     spec = jc.Spec("bfloat16")

@@ -41,6 +41,7 @@ def values_of(text: str) -> set[tuple[float, float]]:
     return found | set(map(key, infinities)) | set(map(key, [-0.0] * fmt.has_negative_zero))
 
 
+@pytest.mark.smoke
 def test_formats_within_formats() -> None:
     """Never where a value is missing, and always among floating-point formats that have all that they may have."""
     for small, large in itertools.product(TEXTS, TEXTS):

@@ -83,6 +83,7 @@ def test_factorizations_are_those_of_the_library() -> None:
     np.testing.assert_array_equal(root, linalg.cholesky(symmetric, spec))
 
 
+@pytest.mark.slow
 def test_solvers_of_other_packages() -> None:
     a, b = matrix(4), np.ones(4, np.float32)
     solved = jax.jit(jc.emulate(lambda a, b: (jnp.linalg.solve(a, b), jnp.linalg.inv(a)), "e5m10"))(a, b)
@@ -157,6 +158,7 @@ def test_complex_numbers_draw_and_differentiate() -> None:
     assert float(jax.grad(jc.emulate(fun, "bfloat16"))(1.5)) == 3.0
 
 
+@pytest.mark.smoke
 def test_other_complex_operations_are_refused() -> None:
     z = jnp.ones(4, jnp.complex64)
     for fun in (jnp.abs, jnp.exp, lambda z: z / 3, jnp.sum, jnp.fft.fft, jnp.fft.ifft):

@@ -18,6 +18,7 @@ import jchop as jc
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_rules_name_primitives_and_scopes() -> None:
     def fun(x: jax.Array) -> jax.Array:
         with jax.named_scope("block0"), jax.named_scope("norm"):

@@ -44,6 +44,7 @@ def test_derivatives_of_loops_and_of_higher_order() -> None:
     assert float(jax.grad(jc.emulate(lambda x: jnp.power(x, 3.0), "e5m2"))(-2.0)) == 12  # no log of a negative number
 
 
+@pytest.mark.smoke
 def test_custom_derivatives_keep_their_rules() -> None:
     @jax.custom_jvp
     def first(x: jax.Array) -> jax.Array:
@@ -63,6 +64,7 @@ def test_custom_derivatives_keep_their_rules() -> None:
         assert jc.emulate(jax.grad(lambda x, fun=fun: fun(x).sum()), "e5m3")(X).tolist() == [slope] * 4
 
 
+@pytest.mark.slow
 def test_vmap_inside_and_outside_and_remat() -> None:
     want = jc.emulate(straight, "e5m3")(X, Y)
     np.testing.assert_array_equal(jax.vmap(jc.emulate(straight_scalar, "e5m3"))(X, Y), want)
@@ -102,6 +104,7 @@ def test_shards(text: str) -> None:
         assert any(not np.array_equal(parts[0], part) for part in parts[1:])
 
 
+@pytest.mark.slow
 def test_shards_draw_by_the_axes_that_a_value_varies_over() -> None:
     """Shards of unlike values draw unlike words; what is the same on several shards stays so."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)

@@ -22,6 +22,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@pytest.mark.smoke
 def test_threads_under_one_name_never_damage_the_file(tmp_path: Path) -> None:
     target, bad = tmp_path / "x", []
     contents = [bytes([i]) * (100_000 + i) for i in range(8)]
@@ -149,6 +150,7 @@ print(killed, damaged)
 """
 
 
+@pytest.mark.slow
 @posix
 def test_two_hundred_kills_damage_nothing(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", KILLS, str(tmp_path / "x")]

@@ -38,6 +38,7 @@ FLOATS = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("text", "carrier", "coded", "fraction"), FLOATS)
 def test_codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -> None:
     x = numbers(400).astype(carrier)
@@ -77,6 +78,7 @@ def test_codes_of_integers_and_tables() -> None:
     np.testing.assert_array_equal(got, [table[i % 3 ^ (1 << int(b))] for i, b in enumerate(bit)])
 
 
+@pytest.mark.slow
 def test_what_has_no_code_stays() -> None:
     x = np.array([np.nan, np.inf, -np.inf] * 8, np.float32)
     assert (np.isnan(jc.flip_bits(x, "e3m2fn", 1, KEY, where="code")) == np.isnan(x)).all()
@@ -111,6 +113,7 @@ def test_transforms() -> None:
     assert jc.flip_bits(1.0, "e5m2", 1.0, KEY) in (1.25, 1.5)
 
 
+@pytest.mark.smoke
 def test_refused() -> None:
     x = np.ones(3, np.float32)
     for error, said, call in (

@@ -121,6 +121,7 @@ def test_an_unbatched_tangent_with_batched_residuals():
     np.testing.assert_array_equal(pull(f, x, g), jnp.clip(g[0], -0.25, 0.25) + jnp.clip(g[1], -0.5, 0.5))
 
 
+@pytest.mark.smoke
 def test_nested_vmap():
     rule = lambda g, r, s: g / jnp.abs(g).max() * r + s  # noqa: E731
     x, g = jnp.ones((2, 3, 4)), jnp.arange(1.0, 25.0).reshape(2, 3, 4)

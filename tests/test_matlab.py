@@ -27,6 +27,7 @@ FORMATS = [
 MODES = {1: "nearest_even", 2: "up", 3: "down", 4: "toward_zero"}
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("name", "values", "reach"), FORMATS, ids=[row[0] for row in FORMATS])
 def test_formats_and_directions(name: str, values: oracle.FloatSet, reach: int) -> None:
     x = exact.numbers(120, -reach, reach)
@@ -127,6 +128,7 @@ def test_flips() -> None:
     assert 20 < (got != matlab.chop(x, {"format": "h"})).sum() < 80
 
 
+@pytest.mark.smoke
 def test_refused() -> None:
     for error, said, options in (
         (ValueError, "format='e5m2' must be one of 'q43'", {"format": "e5m2"}),

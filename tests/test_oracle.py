@@ -252,6 +252,7 @@ BATCH_FORMATS = {
 }
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("name", "carrier"),
     [(name, c) for name, fmt in BATCH_FORMATS.items() for c in CARRIERS if oracle.held(fmt, CARRIERS[c])],

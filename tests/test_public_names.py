@@ -172,6 +172,7 @@ def test_the_documented_facts_are_true(name: str) -> None:
     assert source
 
 
+@pytest.mark.smoke
 # -- the package ------------------------------------------------------------------------------------------------------
 def test_import_brings_in_no_extra() -> None:
     code = f"import sys, jchop; print(*sorted(set({EXTRAS!r}) & set(sys.modules)))"

@@ -43,6 +43,7 @@ def test_straight_through_is_the_identity(dtype, spec):
     same(value, rounded(x, spec))
 
 
+@pytest.mark.smoke
 def test_every_way_to_differentiate():
     x = jnp.asarray(numbers(np.float32, (5,)))
     f, one = (lambda x: rounded(x, "e4m3:stochastic")), jnp.ones(5)

@@ -31,6 +31,7 @@ def rounded(folder: Path, x: np.ndarray, spec: Any, **options: Any) -> np.ndarra
     return np.load(folder / "out.npy")
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("spec", "x"),
     cases.in_turn(
@@ -61,6 +62,7 @@ def test_chunks_are_the_whole(tmp_path: Path, spec: str, x: np.ndarray) -> None:
         assert got.flags.f_contiguous == x.flags.f_contiguous
 
 
+@pytest.mark.smoke
 def test_progress_and_in_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x, told = numbers(64), []
     rounded(tmp_path, x, "e5m2", chunk=64, progress=lambda done, total: told.append((done, total)))

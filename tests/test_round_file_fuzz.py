@@ -209,6 +209,7 @@ def test_a_header_is_checked_against_the_file(tmp_path: Path, shape: str, descr:
     assert said in str(refused.value)
 
 
+@pytest.mark.smoke
 def test_a_shape_without_elements_takes_no_memory(tmp_path: Path) -> None:
     """Its scales would be many: one for each index of an axis."""
     header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (2, 0, 1099511627776)}\n"

@@ -112,6 +112,7 @@ def test_nested_and_empty_lists():
     check(jc.round_to_format([[]], "e4m3"), [[]], np.float64)
 
 
+@pytest.mark.smoke
 def test_float64_is_rounded_from_float64():
     """Through float32 these would become a tie, and the other neighbour."""
     x = np.array([1.0625 + 2.0**-40, 1.0625 - 2.0**-40, 1e300, 2.0**-1074])

@@ -47,6 +47,7 @@ def test_numpy_gives_numpy_of_its_dtype(dtype):
     np.testing.assert_array_equal(again, rounded)
 
 
+@pytest.mark.smoke
 def test_scalars_and_lists():
     assert jc.round_to_format(-127.0, "int8(group=tensor)") == -127.0
     assert type(jc.round_to_format(0.0, jc.int8)) is np.float64

@@ -83,11 +83,13 @@ def digest(codes: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(codes).tobytes()).hexdigest()[:12]
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("text", "ratio"), cases.in_turn(TORCHAO, 3))
 def test_signal_to_noise_of_torchao(text, ratio):
     assert decibels(weights(), codes_of(text)[1]) == pytest.approx(ratio, abs=0.005)
 
 
+@pytest.mark.slow
 def test_codes_of_torchao():
     """Digests of its codes, where it rounds the quotient itself, or no rounded one crosses a tie."""
     assert digest(codes_of("int8(group=tensor,rule=half_range)")[0]) == "fd6cb85665fd"
@@ -96,6 +98,7 @@ def test_codes_of_torchao():
     assert digest(nf4[:, ::2] << 4 | nf4[:, 1::2]) == "9439be8080e3"
 
 
+@pytest.mark.slow
 def test_where_torchao_differs():
     """Its quotients are rounded to binary32 first, those of int8 rows products with a rounded reciprocal.
 

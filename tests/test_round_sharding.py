@@ -181,6 +181,7 @@ def test_derivatives_under_explicit_sharding():
     same(out, jax.jit(pull)(x, cotangent))
 
 
+@pytest.mark.smoke
 def test_vmap_over_a_sharded_axis_with_split_keys():
     x, keys = jnp.asarray(numbers(np.float32, (8, 33))), jax.random.split(OTHER, 8)
     placed = jax.device_put(x, NamedSharding(line(), P("a")))

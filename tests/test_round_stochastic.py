@@ -285,6 +285,7 @@ def round_as_mean(x: np.ndarray) -> float:
     return float(np.asarray(out).astype(np.float64).mean())
 
 
+@pytest.mark.smoke
 def test_values_of_the_format_never_move():
     fmt = cases.NAMED["float8_e5m2"]
     x = np.array([float(v) for v in oracle.values(fmt)], np.float32)

@@ -199,6 +199,7 @@ def test_vmap_over_keys_alone():
     same(got, jnp.stack([rounded(x, "e5m2:stochastic", key) for key in keys]))
 
 
+@pytest.mark.smoke
 def test_nested_vmap():
     x, keys = jnp.asarray(numbers(np.float32, (2, 3, 17))), jax.random.split(KEY, 6).reshape(2, 3)
     call = partial(rounded, spec="e4m3fn:stochastic")

@@ -236,6 +236,7 @@ def test_ties_of_one_bit_of_precision_take_the_even_code():
         assert set(got / low) == {1.0, 2.0}
 
 
+@pytest.mark.smoke
 def test_zero_in_a_format_without_one_is_its_smallest_value():
     for mode in DETERMINISTIC:
         got = jc.round_to_format(np.array([0.0, -0.0], np.float32), f"float8_e8m0fnu:{mode}")

@@ -115,6 +115,7 @@ def test_every_rule_is_described():
     assert set(RULES) == {"floor", "ceil", "even", "rceil", "absmax", "half_range", "no_clip", "two_level"}
 
 
+@pytest.mark.smoke
 def test_needs_no_jax():
     # The package's face imports JAX; a bare package in its place does not.
     code = f"""

@@ -32,6 +32,7 @@ def specs(draw: st.DrawFn) -> Spec:
     return dataclasses.replace(draw(plain()), gradient=gradient)
 
 
+@pytest.mark.smoke
 @settings(deadline=None)
 @given(specs())
 def test_what_is_printed_reads_back(spec: Spec):

@@ -132,6 +132,7 @@ def test_empty(platform, shape):
 # -- the operation -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_leading_axes(rng):
     x, codes, scales, exact = exact_data(rng, "int8", (12, 70, 9, 32))
     op = jax.jit(partial(dequantize_matmul, format=FORMATS["int8"], group=32))

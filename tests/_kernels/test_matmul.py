@@ -143,6 +143,7 @@ def test_other_ways(kernel: str, name: str) -> None:
     assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
 
 
+@pytest.mark.smoke
 def test_the_table_rounds_the_sums_of_units() -> None:
     """The integers above are exact in a block but not in the accumulator, or the tests would show nothing."""
     spec = arithmetic("matrix_unit(16)", None, "e5m5")

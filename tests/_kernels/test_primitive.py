@@ -249,6 +249,7 @@ def test_several_results_come_as_a_tuple():
 # -- bodies that are compiled apart ------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_body_apart_is_a_call_in_the_program_of_one_cpu():
     op = make_op("toy_apart", body, apart=True)
     for program, _ in PROGRAMS.values():

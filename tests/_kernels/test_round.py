@@ -202,6 +202,7 @@ def test_wrong_tilings_are_refused(name: str) -> None:
         make()
 
 
+@pytest.mark.smoke
 def test_tilings_that_do_not_suit_the_array_are_refused() -> None:
     spec = jc.parse("e4m3fn")
     with pytest.raises(ValueError, match="chunk=8 must be a multiple of 16 for 16-bit x"):

@@ -389,6 +389,7 @@ def test_float64_stays_float64():
         same_bits(back, rounded, str(scaling))
 
 
+@pytest.mark.smoke
 def test_scale_of_a_tensor(rng):
     """Its blocks' scales reach the largest; zeros, infinities and NaN do not count."""
     x = rng.standard_normal((8, 64)).astype(np.float32)

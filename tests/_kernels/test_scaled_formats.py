@@ -250,6 +250,7 @@ def extremes() -> list[Any]:
     ]
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("rule", "scale", "turn"), extremes())
 def test_products_with_scales_of_extreme_groups(rule, scale, turn):
     """Neither a product of two scales nor that of a scale and an element need be a number of the carrier."""
@@ -307,6 +308,7 @@ def test_zero_points_that_are_numbers_in_every_mode(element, mode, dtype):
     check(f"{element}group=6,zero_point=float):{mode}", (40, 17), dtype)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("kind", "mode"), [("true", "down"), ("true", "stochastic_c"), ("float", "odd")])
 def test_zero_points_in_other_modes(kind, mode):
     check(f"int4(group=6,zero_point={kind}):{mode}", (30, 6), "float32", 3)
@@ -399,6 +401,7 @@ ASKING = [
 ]  # fmt: skip
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", cases.in_turn(ASKING, 2))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_asking_changes_no_bit(text, dtype, rng):
@@ -477,6 +480,7 @@ INEXACT = [
 ]  # fmt: skip
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", cases.in_turn(INEXACT, 2))
 def test_products_are_rounded_before_they_are_summed(text, devices, rng):
@@ -518,6 +522,7 @@ def test_scales_that_do_not_fit(given, message):
         quantize_scaled(jnp.ones((3, 4)), spec=jc.parse("uint4(channel=0,zero_point=true)"), **given)
 
 
+@pytest.mark.smoke
 def test_other_refusals():
     x = jnp.ones((3, 4))
     with pytest.raises(ValueError, match="at most 8 are stored"):

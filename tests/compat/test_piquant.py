@@ -31,6 +31,7 @@ def unpacked(codes: np.ndarray, bits: int, count: int) -> list[int]:
     return [stream >> bits * k & (1 << bits) - 1 for k in range(count)]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("name", "dtype"), [("uint4", ml_dtypes.bfloat16), ("uint2", np.float32)])
 def test_there_and_back(name: str, dtype: Any) -> None:
     x = numbers().astype(dtype)

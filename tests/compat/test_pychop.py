@@ -57,6 +57,7 @@ def test_floating_point() -> None:
     assert slopes.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.smoke
 def test_the_chop_of_the_paper() -> None:
     x = numbers()
     half = oracle.ieee(5, 10)

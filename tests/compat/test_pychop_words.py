@@ -86,6 +86,7 @@ def test_bits_after_the_sizes() -> None:
     assert (kept.stride, kept.padding, kept.chop) == ((5, 5), (2, 2), None)
 
 
+@pytest.mark.smoke
 def test_other_names_of_layers() -> None:
     x = torch.tensor([1.1, -2.7, 1e5])
     exact.assert_same(of(layers.QuantizedLayer(5, 2, rmode=1)(x)), exact.rounded(of(x), E5M2))

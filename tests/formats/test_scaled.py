@@ -50,6 +50,7 @@ def formats(draw: st.DrawFn) -> ScaledFormat:
         raise
 
 
+@pytest.mark.smoke
 @settings(deadline=None, max_examples=300)
 @given(formats())
 def test_what_is_printed_reads_back(fmt: ScaledFormat):

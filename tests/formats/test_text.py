@@ -229,6 +229,7 @@ def test_brackets_within_brackets_are_limited():
             DOORS[door](deep)
 
 
+@pytest.mark.smoke
 def test_tables_of_levels_may_be_long():
     """Whatever is printed reads back: a codebook has up to 2^16 levels."""
     fmt = CodebookFormat(tuple(1.1 * level for level in range(-(1 << 15), 1 << 15)))

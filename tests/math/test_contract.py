@@ -116,6 +116,7 @@ def test_the_order_of_a_convolution_is_that_of_its_kernel() -> None:
     assert got[0, 1, 2, 3] == in_order(x[0, :, 2:4, 3:5].ravel(), w[1].ravel())
 
 
+@pytest.mark.smoke
 def test_axpy_rounds_product_and_sum() -> None:
     a, x, y = (np.asarray(jc.round_to_format(normal(60, seed=i), "e5m5")) for i in range(3))
     product = jc.math.multiply(a, x, "e5m5")

@@ -400,6 +400,7 @@ def test_complex_numbers_by_parts() -> None:
         )
 
 
+@pytest.mark.smoke
 def test_the_kind_of_array_is_kept() -> None:
     assert isinstance(jc.math.sin([1.0, 2.0], "e5m2"), np.ndarray)
     assert isinstance(jc.math.sin(1.0, "e5m2"), np.float64)

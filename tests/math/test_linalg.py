@@ -265,6 +265,7 @@ def test_reflections(text: str) -> None:
     np.testing.assert_array_equal(q, matrix(want_q))  # but for the sign of zeros
 
 
+@pytest.mark.smoke
 def test_conjugate_gradients() -> None:
     text = "e5m7"
     a, b = definite(4, text), some(4, 1, text, 1)[:, 0]
@@ -283,6 +284,7 @@ def test_the_generalized_minimal_residual() -> None:
     same(norms, oracle_math.array(want_norms))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_refinement(inner: int) -> None:
     texts: dict[str, Any] = {"factor": "e5m4", "working": "e5m7", "residual": "e6m15"}
@@ -344,6 +346,7 @@ LIMITS = {  # conditions at which it must and must not converge with factors in 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "working", "u"),
     [
@@ -396,6 +399,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 LONG = ("qr", "cg", "gmres", "refine")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CALLS])
 def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
     a = jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, 3)) + 3 * np.eye(3), jnp.float32)

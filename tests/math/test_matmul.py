@@ -283,6 +283,7 @@ def test_the_gradient_of_the_operands_spec_holds() -> None:
     same(grad(jnp.array([[1000.0, 1.0]])), np.array([[0.0, 1.0]], np.float32))
 
 
+@pytest.mark.smoke
 def test_second_derivatives_are_those_of_a_product() -> None:
     a, b = jnp.ones((1, 2)), jnp.ones((2, 1))
     mixed = jax.jacfwd(jax.grad(lambda a, b: jc.math.matmul(a, b, UNIT).sum()), 1)(a, b)

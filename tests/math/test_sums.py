@@ -204,6 +204,7 @@ def test_the_range_of_what_a_product_runs_through_holds_its_start() -> None:
     assert _with_start(jc.parse("e3m2(bias=6)"), np.float32)[0].top == 1
 
 
+@pytest.mark.smoke
 def test_a_sum_stops_where_the_next_number_is_too_far() -> None:
     ones = np.ones(100, np.float32)
     assert jc.math.sum(ones, "e5m2") == 8

@@ -39,6 +39,7 @@ def test_ranges_are_those_of_the_data() -> None:
     np.testing.assert_allclose(range_of(inside), [min(ends[0]), max(ends[1])], rtol=1e-6)
 
 
+@pytest.mark.smoke
 def test_the_whole_is_a_percentile() -> None:
     batch = np.linspace(-9.5, 8.0, 4000, dtype=np.float32).reshape(1000, 4)
     model = jc.nn.calibrate(layer(), [batch], method="percentile(100)")

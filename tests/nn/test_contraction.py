@@ -60,6 +60,7 @@ def test_every_product_has_its_blocks_along_its_own_sum() -> None:
     np.testing.assert_array_equal(dw, first(X, BLOCKS).T @ first(G, GRADIENT))
 
 
+@pytest.mark.slow
 def test_without_a_gradient_the_operands_are_those_of_the_forward_product() -> None:
     _, dx, dw = jax.jit(partial(products, how(left=BLOCKS, right=BLOCKS)))()
     near(dx, G @ first(W, BLOCKS).T)
@@ -97,6 +98,7 @@ def test_clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked() -
     near(tangent, jnp.where(kept, 1.0, 0.0) @ last(W, "e4m3"))
 
 
+@pytest.mark.slow
 def test_a_batch_of_products_is_rounded_product_by_product() -> None:
     x, w, g = normal(2, 5, 3, 4), normal(2, 4, 3, 6, seed=1), normal(2, 3, 5, 6, seed=2)
     rounded = how(left=BLOCKS, right=BLOCKS, gradient=GRADIENT)
@@ -160,6 +162,7 @@ def test_convolutions_round_their_backward_products_too() -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 def test_convolutions_in_an_emulated_arithmetic() -> None:
     x, w = normal(2, 6, 5, 3), normal(3, 2, 3, 4, seed=1)
     sums = jc.MatmulSpec(product="e5m4", accumulate="e5m4")

@@ -146,6 +146,7 @@ LAID_OUT = (
 )
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("name", "family"), in_turn(TABLE, 12))
 def test_compiled_and_transformed(name: str, family: str) -> None:
     layer, formats = LAYERS[name], FAMILIES[family]

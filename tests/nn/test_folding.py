@@ -58,6 +58,7 @@ def test_folded_norms_are_the_formula() -> None:
     assert np.abs(np.asarray(rounded(x) - y)).max() < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pairs", "error", "words"),
     [
@@ -76,6 +77,7 @@ def test_what_cannot_be_folded_is_said(pairs: Any, error: type[Exception], words
 RULE = jc.nn.Rule(weight="int2(group=all,rule=half_range)", output="bfloat16")
 
 
+@pytest.mark.slow
 def test_means_are_those_of_the_exact_model() -> None:
     model = jc.nn.fold_batch_norms(trained(), PAIRS)
     batches = list(jnp.asarray(np.random.default_rng(2).uniform(size=(3, 8, 7, 2)), "float32"))

@@ -50,6 +50,7 @@ def unlaid(layout: Layout, y: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", OPERANDS)
 def test_an_operand_is_rounded_as_if_it_were_laid_out(name: str) -> None:
     shape, layout = OPERANDS[name]
@@ -84,6 +85,7 @@ def test_whole_groups_are_not_moved_and_what_has_an_order_is() -> None:
             assert layout.as_it_lies(spec) is None
 
 
+@pytest.mark.smoke
 def test_a_kernel_of_a_convolution_is_what_the_oracle_says() -> None:
     shape, layout = OPERANDS["convolution"]
     scale = oracle.describe(jc.binary32)

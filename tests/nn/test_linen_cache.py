@@ -93,6 +93,7 @@ def test_masks_and_dropouts_go_through() -> None:
     assert not np.triu(of_ours, 1).any()
 
 
+@pytest.mark.smoke
 def test_what_attention_cannot_have_is_named() -> None:
     for more, error, words in (
         ({"force_fp32_for_softmax": True}, NotImplementedError, "force_fp32_for_softmax=True"),

@@ -255,6 +255,7 @@ def test_a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
     np.testing.assert_allclose(after["scale_stats"]["cell"]["i"]["activation_range"], span, rtol=1e-6)
 
 
+@pytest.mark.smoke
 def test_what_cannot_be_kept_is_named() -> None:
     x, tokens = jnp.ones((2, 4)), jnp.zeros(2, int)
     learned = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.Learned())

@@ -96,6 +96,7 @@ def test_the_report_is_what_quantize_does() -> None:
     assert jc.nn.report(plain).bytes_after == before
 
 
+@pytest.mark.slow
 def test_packed_models_are_small() -> None:
     """int4 in blocks of 128 with 16-bit scales is 4.125 bits; biases and norms stay."""
     layers = [nnx.Linear(256, 256, rngs=nnx.Rngs(i)) for i in range(4)]

@@ -160,12 +160,14 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
     return jax.tree.map(np.asarray, run(x))
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("name", "layer"), in_turn([(name, layer) for name in RECIPES for layer in LAYERS], 6))
 def test_one_weight_forward_and_backward(name: str, layer: str) -> None:
     forward, backward = both_weights(name, layer)
     assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT)
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("shape", [(37, 21), (1, 40)])
 @pytest.mark.parametrize("text", ["nvfp4(group=(16,16))", "int4(group=(3,3))"])
 def test_square_tiles_are_the_same_of_the_transpose(text: str, shape: tuple[int, ...]) -> None:

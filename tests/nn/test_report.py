@@ -73,6 +73,7 @@ def test_the_advice_for_own_parameters_keeps_the_layers_below_in_linen() -> None
     np.testing.assert_array_equal(jc.nn.linen.quantize(Tokens(), rules).apply(variables, X), wide)
 
 
+@pytest.mark.smoke
 def test_the_report_names_every_parameter_that_stays_wide() -> None:
     rules = [jc.nn.Rule("/"), jc.nn.Rule("norm"), jc.nn.Rule("dense", weight="e4m3")]
     report = jc.nn.report(Patches(rngs=nnx.Rngs(0)), rules)

@@ -73,6 +73,7 @@ def packed() -> Any:
     return net.pack(net.init(jax.random.key(0), x), x)
 
 
+@pytest.mark.slow
 def test_a_new_process_computes_the_same(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("nnx.safetensors", "linen.safetensors", "out.npz")]
     given, variables = model(seed=3), packed()
@@ -109,6 +110,7 @@ def test_modules_come_back_whole_and_the_pattern_stays(tmp_path: Path) -> None:
         jc.nn.load(path, jc.nn.quantize(plain, jc.nn.Rule(weight="int8(group=all)"), "ptq"))
 
 
+@pytest.mark.smoke
 def test_variables_need_no_pattern(tmp_path: Path) -> None:
     path, variables = tmp_path / "x.safetensors", packed()
     jc.nn.save(path, variables)

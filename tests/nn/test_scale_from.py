@@ -63,6 +63,7 @@ def in_e4m3(x: Any, most: Any) -> np.ndarray:
     return numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
 
 
+@pytest.mark.slow
 def test_a_history_is_of_earlier_steps() -> None:
     model = jc.nn.Linear(8, 3, rule=jc.nn.recipe("float8_delayed", scale_from=jc.nn.History(2)), rngs=nnx.Rngs(0))
     kernel = np.asarray(model.kernel[...])

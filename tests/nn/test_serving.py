@@ -42,6 +42,7 @@ def forward(graph: Any, state: Any, x: Any) -> Any:
 run = jax.jit(forward, static_argnums=0)
 
 
+@pytest.mark.slow
 def test_packed_models_are_split_and_exported() -> None:
     graph, state = nnx.split(packed())
     again, _ = nnx.split(packed())
@@ -73,6 +74,7 @@ def test_checkpoints_bring_packed_models_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run(graph, fresh, X), run(graph, state, X))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 def test_packed_models_are_placed_on_eight_devices() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -131,6 +133,7 @@ LAYERS = {
 FORMATS = ["int8(group=all)", "int8(group=tensor)", "nf4(group=all)"]
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("name", "text"), in_turn([(name, text) for name in LAYERS for text in FORMATS], 4))
 def test_packed_biases_are_those_of_training(name: str, text: str) -> None:
     """As arguments of a compiled function, a product of a bias and its scale might be contracted with the sum."""

@@ -59,6 +59,7 @@ def model() -> Model:
     return Model(rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_the_given_model_stays_and_shares_what_did_not_change() -> None:
     plain = model()
     before = jax.tree.map(np.array, nnx.state(plain))
@@ -188,6 +189,7 @@ def test_stacks_of_layers_are_packed_layer_by_layer() -> None:
     np.testing.assert_array_equal(through(packed, X), through(rounded, X))
 
 
+@pytest.mark.slow
 def test_layers_built_by_hand_are_those_that_quantize_makes() -> None:
     by_hand = jc.nn.MultiHeadAttention(2, 4, decode=False, rule=BLOCKS, rngs=nnx.Rngs(3))
     made = jc.nn.quantize(nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(3)), BLOCKS)
@@ -196,6 +198,7 @@ def test_layers_built_by_hand_are_those_that_quantize_makes() -> None:
     np.testing.assert_array_equal(by_hand(x), made(x))
 
 
+@pytest.mark.slow
 def test_every_operation_of_a_layer_can_be_emulated() -> None:
     plain = model()
     plain.blocks[0].norm.mean[...] = jnp.array([0.1, 0.2, 0.3, 0.4])

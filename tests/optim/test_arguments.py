@@ -57,6 +57,7 @@ def test_every_named_optimizer_is_injected_as_optax_users_write_it(name: str, le
     assert {"learning_rate"} < set(state.hyperparams) and "pieces" not in state.hyperparams
 
 
+@pytest.mark.smoke
 def test_injected_adamw8bit_gives_the_bits_of_the_plain_one() -> None:
     numbers = ("b1", "b2", "eps", "eps_root", "weight_decay")
     tx = optax.inject_hyperparams(optim.adamw8bit, static_args=numbers)(learning_rate=1e-2, min_size=None)

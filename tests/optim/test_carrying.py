@@ -64,6 +64,7 @@ def test_compensation_follows_kahan_exactly(rng: np.random.Generator) -> None:
         assert Fraction(float(state.lost[column])) == c
 
 
+@pytest.mark.slow
 def test_compensation_in_a_format_of_its_own() -> None:
     tx = optim.compensate("fixed4.2:stochastic", KEY, compensation="fixed1.7:stochastic")
     each, _, state = scan(tx, jnp.full((40, 8), 1 / 64), jnp.zeros(8))
@@ -85,6 +86,7 @@ def test_the_average_is_that_of_the_parameters_taken(rng: np.random.Generator) -
     np.testing.assert_array_equal(optim.averaged_params(tx.init(jnp.ones(8)), jnp.full(8, 3.0)), jnp.full(8, 3.0))
 
 
+@pytest.mark.smoke
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="start=-1"):
         optim.average_params(-1)
@@ -100,6 +102,7 @@ def test_what_is_refused() -> None:
 # -- parameters that are packed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_packed_parameters_move_by_less_than_a_quantum_on_average() -> None:
     spec = "int8(channel=0):stochastic"
     w = jnp.ones((4, 4096)).at[:, 0].set(127.0)  # a quantum of 1, and steps of a sixteenth

@@ -37,6 +37,7 @@ def faulty(number: float) -> dict[str, jax.Array]:
 LARGE = jnp.asarray(np.random.default_rng(3).standard_normal((128, 256)), "float32")
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("at", [(0, 3), (63, 200), (127, 255)])
 def test_one_nan_among_many_numbers_leaves_a_step_out(at: tuple[int, int], pieces: int) -> None:
@@ -69,6 +70,7 @@ def left_out(state: Any) -> int:
     return own + (left_out(state.inner) if isinstance(state, optim.LossScaleState) else 0)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_faulty_step_is_left_out(name: str) -> None:
     tx = WRAPPERS[name]
@@ -119,6 +121,7 @@ def test_a_fault_that_is_let_through_shows() -> None:
             optim.quantize_state(optax.sgd(0.1, 0.9), jc.parse(spec), faulty="propagate")
 
 
+@pytest.mark.smoke
 def test_the_loss_scale_shrinks_on_overflow_and_grows_with_time() -> None:
     tx = optim.dynamic_loss_scale(optax.sgd(1.0), 8.0, growth_interval=3, largest=16.0, smallest=4.0)
     step = jax.jit(tx.update)

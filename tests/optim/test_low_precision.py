@@ -82,6 +82,7 @@ def adam(p: Fraction, gradients: list[Fraction], q: Any) -> list[Fraction]:
 CASES = {"sgd": (sgd, optax.sgd(LR, 0.875)), "adam": (adam, optax.adam(LR, 0.5, 0.75, 1e-8))}
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("fmt", SETS)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_exact_arithmetic(name: str, fmt: str) -> None:
@@ -115,6 +116,7 @@ TABLE = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", in_turn(TABLE, 3))
 def test_gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, rng: np.random.Generator) -> None:
     tx = optim.low_precision(

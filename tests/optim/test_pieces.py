@@ -57,6 +57,7 @@ def test_a_step_in_pieces_is_that_of_whole_arrays(rng: np.random.Generator) -> N
     assert_same(*results)
 
 
+@pytest.mark.smoke
 def test_faulty_numbers_may_pass_in_pieces(rng: np.random.Generator) -> None:
     params = {name: params_of(rng)[name] for name in ("v", "b")}
     bad = jax.tree.map(jnp.ones_like, params)

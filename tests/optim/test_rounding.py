@@ -41,6 +41,7 @@ def numbers(fmt: str, dtype: str, rng: np.random.Generator) -> tuple[jax.Array, 
     return p, jnp.asarray(u)
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("fmt", "exact", "dtype"), FORMATS)
 def test_parameters_land_on_the_exact_sum_rounded_once(fmt: str, exact: Any, dtype: str, rng: Any) -> None:
     p, u = numbers(fmt, dtype, rng)
@@ -95,6 +96,7 @@ def test_infinities_and_nan_land_too() -> None:
     np.testing.assert_array_equal(landed, [jnp.inf, jnp.inf, jnp.nan, jnp.inf, jnp.nan])
 
 
+@pytest.mark.slow
 def test_scaled_parameters_land_on_their_grid() -> None:
     rng = np.random.default_rng(3)
     p = jnp.asarray(rng.standard_normal((8, 64)), jnp.float32)
@@ -124,6 +126,7 @@ def test_gradients_and_updates_are_rounded_leaf_by_leaf_with_keys_of_their_own()
         np.testing.assert_array_equal(first["b"], jc.round_to_format(g["b"], spec, keys[1]))
 
 
+@pytest.mark.smoke
 def test_gradients_are_scaled_before_they_are_rounded() -> None:
     tx = optim.round_gradients("e5m2", scale=1 / 1024)
     made, _ = tx.update(jnp.array([1100.0, 3.0]), tx.init(jnp.zeros(2)))
@@ -150,6 +153,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_optax_wrappers_take_it(name: str) -> None:
     tx = WRAPPED[name]()

@@ -124,6 +124,7 @@ def test_stochastic_state_draws_anew_each_step_and_for_each_array(rng: np.random
     assert all(set(np.unique(x)) == {1.0, 1.0078125} for x in drawn)
 
 
+@pytest.mark.slow
 def test_a_map_without_zero_keeps_a_moment_of_zero_next_to_zero() -> None:
     tx = optim.adamw4bit(1e-3, min_size=1)
     params = jnp.zeros((2, 256))
@@ -236,6 +237,7 @@ def test_seeds_under_vmap_are_those_alone(rng: np.random.Generator) -> None:
     assert bool((together[1][0].trace["w"].qvalue[0] != together[1][0].trace["w"].qvalue[1]).any())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 def test_sharded_is_unsharded(rng: np.random.Generator) -> None:
     params = jax.tree.map(lambda p: jc.round_to_format(p, "bfloat16"), params_of(rng, 16, 256))
@@ -316,6 +318,7 @@ def written_by_orbax(state: Any, other: Any, folder: Path) -> Any:
 WRITERS = [written_by_flax, written_by_safetensors, written_by_orbax]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_checkpoint_fits_its_own_specs_and_shapes_alone(write: Any, tmp_path: Path) -> None:
     params = {"w": jnp.linspace(-1, 1, 128).reshape(4, 32)}
@@ -349,6 +352,7 @@ def test_a_state_of_other_rules_is_refused(spec: Any) -> None:
         jax.tree.map(lambda a, b: a, state, packed_sgd(spec).init(params))
 
 
+@pytest.mark.smoke
 def test_axes_and_gradients_of_a_spec_are_no_other_rules() -> None:
     params = {"w": jnp.ones((2, 2, 32)), "b": jnp.ones(32)}
     for spec in ("int8(channel=0)", jc.Spec("int8(group=16)", gradient="clipped"), jc.mxfp4):
@@ -356,6 +360,7 @@ def test_axes_and_gradients_of_a_spec_are_no_other_rules() -> None:
         jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_refuses_the_state_of_another() -> None:
     nnx = pytest.importorskip("flax.nnx")
     made = [nnx.Linear(8, 32, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)]

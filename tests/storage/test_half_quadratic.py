@@ -73,6 +73,7 @@ def test_refused() -> None:
             FIT(x, "int4(group=8,zero_point=float)", **{name: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.smoke
 def test_a_stochastic_rounding_is_one_to_nearest_in_the_search() -> None:
     x = np.random.default_rng(5).normal(size=(2, 8)).astype(np.float32)
     text = "int4(group=8,zero_point=float)"

@@ -96,6 +96,7 @@ def test_what_the_reference_implementation_reads_is_read(tmp_path: Path) -> None
             jc.load_safetensors(path)
 
 
+@pytest.mark.smoke
 def test_long_headers_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(packed(b"{}" + b" " * (1 << 24), b""))

@@ -16,6 +16,7 @@ def numbers(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.smoke
 def test_parts_are_read_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any box of an array in either order, by whole rows, by pieces of them, and by single elements."""
     rng = np.random.default_rng(0)

@@ -81,6 +81,7 @@ def test_loaded_is_saved(text: str, rows: list[list[float]]) -> None:
     same(loaded, q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", in_turn(TEXTS, 3))
 def test_compiled_is_eager(text: str) -> None:
     x = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)

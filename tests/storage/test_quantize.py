@@ -215,6 +215,7 @@ def test_given_scales_are_used_and_kept() -> None:
     assert (np.abs(jc.quantize(np.full((4, 8), 2.4, np.float32), "int4(channel=0)", scale=ones).qvalue) == 0x22).all()
 
 
+@pytest.mark.smoke
 def test_refused() -> None:
     x = jnp.ones((4, 8))
     scale, _ = jc.fit_scale(x, "int8(channel=0)")

@@ -72,6 +72,7 @@ def test_other_refusals(x):
         jc.from_qwix(qwix.QArray(x.astype(jnp.int8), x[:, :1], jnp.zeros((1, 1), jnp.int8)))
 
 
+@pytest.mark.smoke
 def test_where_qwix_is_missing_the_extra_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "qwix" else find(name, *more))

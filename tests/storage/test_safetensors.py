@@ -67,6 +67,7 @@ def test_loaded_is_saved(tmp_path: Path) -> None:
         assert file.entries["layers.0.kernel.qvalue"].nbytes == 64
 
 
+@pytest.mark.smoke
 def test_names_of_parts() -> None:
     """A quantized scale with zero points has the most parts; nothing is computed for their names."""
     text = "nf4(group=8,scale=uint8(group=2,zero_point=float))"

@@ -37,6 +37,7 @@ def collectives(compiled: Any) -> set[str]:
     return {name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text}
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("text", "where", "moves"),
     [
@@ -113,6 +114,7 @@ def test_shardings_of_stacks_and_what_is_refused() -> None:
             call()
 
 
+@pytest.mark.slow
 def test_explicit_meshes() -> None:
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(numbers(), P("a", None))

@@ -36,6 +36,7 @@ def same(got: object, wanted: object) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("text", "shape"),
     cases.in_turn(
@@ -122,6 +123,7 @@ def test_rules_by_name(tmp_path: Path) -> None:
     assert jc.load_safetensors(target)["b.kernel"].dtype == ml_dtypes.float8_e4m3fn
 
 
+@pytest.mark.smoke
 def test_refused(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     jc.save_safetensors(source, {"w": numbers(4, 8), "w.scale": numbers(2), "step": np.int32(3)})

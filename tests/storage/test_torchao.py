@@ -86,6 +86,7 @@ def stored() -> Callable[[str], QArray]:
     return quantized
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("text", "of_w", "of_y"), in_turn(RATIOS, 3), ids=[row[0] for row in RATIOS])
 def test_ratios(stored: Callable[[str], QArray], text: str, of_w: float, of_y: float | None) -> None:
     got = jc.dequantize(stored(text))
@@ -102,6 +103,7 @@ def test_codes_that_are_theirs(stored: Callable[[str], QArray]) -> None:
     assert digest(np.asarray(stored("nvfp4(rule=absmax)").qvalue)) == "2676e841d651"
 
 
+@pytest.mark.slow
 def test_tinygemm_codes_are_theirs(stored: Callable[[str], QArray]) -> None:
     """Theirs count from 0, and ours from -8. They round each step to float32, ours are scales that are rounded once."""
     for group, published in ((32, "ed55aecbbbdd"), (128, "514e78c77664")):
@@ -114,6 +116,7 @@ def test_tinygemm_codes_are_theirs(stored: Callable[[str], QArray]) -> None:
         np.testing.assert_array_equal(q.zero_point, middle.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_half_quadratic_zero_points(stored: Callable[[str], QArray]) -> None:
     """HQQ in groups of 32: 22.44 dB, and 22.42 of the product, from whole zero points."""
     text = "int4(group=32,zero_point=float)"

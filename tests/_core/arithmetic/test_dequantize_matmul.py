@@ -133,6 +133,7 @@ def test_every_code_has_its_value(name, dtype):
     np.testing.assert_array_equal(run(name, 1, ones[0], codes, ones[1])[0].astype(np.float64), values)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("name", "dtype", "shape"),
     [("int4", "bfloat16", shape) for shape in SHAPES]
@@ -158,6 +159,7 @@ def test_random_data_within_the_bound(name, dtype, rng):
     assert not within(run(name, shape[3], *arrays[:2], np.roll(arrays[2], 1, 0)), exact, bound)
 
 
+@pytest.mark.smoke
 def test_a_row_that_two_steps_reach_counts_once():
     """The last step of a group of 600 rows begins 88 rows before the end of the first: also for codes of inf."""
     k = 600

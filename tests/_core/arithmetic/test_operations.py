@@ -316,6 +316,7 @@ def test_a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
     assert operation("div", [x, y], jc.Spec("binary32")).tolist() == [np.inf, np.inf, largest]
 
 
+@pytest.mark.smoke
 def test_operands_broadcast_and_16_bit_ones_stay_so() -> None:
     x = jnp.arange(6, dtype=jnp.float16).reshape(2, 3)
     got = operation("mul", [x, jnp.asarray(1.25, jnp.float16)], jc.parse("e5m2:up"))

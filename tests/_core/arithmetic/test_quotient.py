@@ -78,6 +78,7 @@ def oracle_parts(name: str) -> tuple[int, int]:
     return oracle.CARRIERS[name].e, oracle.CARRIERS[name].m
 
 
+@pytest.mark.smoke
 def test_what_is_not_plain_stays() -> None:
     carrier = CARRIERS["float32"]
     bits = jnp.array([0, carrier.inf, carrier.nan], jnp.int32)

@@ -52,6 +52,7 @@ def test_bins_are_as_few_as_can_be() -> None:
     assert bins is not None and len(bins.below) < 16 and not bins.negative
 
 
+@pytest.mark.smoke
 def test_taking_keeps_the_dtype() -> None:
     table = jnp.asarray([3, 1, 2], jnp.uint8)
     taken = jax.jit(take)(table, jnp.asarray([[2, 0]]))

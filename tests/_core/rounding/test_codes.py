@@ -85,6 +85,7 @@ def test_extended_bits_have_a_leading_bit(name):
     np.testing.assert_array_equal(bits, expected)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("bits", cases.in_turn(range(1, 9), 3))
 def test_packing_is_a_little_endian_bit_stream(bits, rng):
     for count in (0, 1, 3, 8, 31, 64):

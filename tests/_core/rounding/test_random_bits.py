@@ -373,6 +373,7 @@ def test_words_look_random(keys: int, size: int) -> None:
     assert not failures(results)
 
 
+@pytest.mark.smoke
 def test_statistics_reject_a_poor_generator() -> None:
     found = {text.split(":")[0] for text in failures(scores(multiply_counter, 2, 1 << 18))}
     assert {"byte 0", "pairs of byte 1", "lag 1, high half", "pairs of bits in a word", "index avalanche"} <= found

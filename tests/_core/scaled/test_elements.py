@@ -32,7 +32,7 @@ from jchop._core.scaled.scales import Scales, choose_scales, make_plan, scale_ma
 from jchop._core.scaled_blocks import dequantize_blocks_body, quantize_blocks_body, round_blocks_body
 from jchop.scaling import POWERS, BlockScaling, integer_groups, mx, nvfp4
 
-DATA = pathlib.Path(__file__).parents[1] / "data"
+DATA = pathlib.Path(__file__).parents[2] / "data"
 KEY = 5
 
 
@@ -187,6 +187,7 @@ MORE: list[BlockScaling] = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("scaling", "dtype"), cases.in_turn(SOME, 3), ids=lambda value: str(value))
 def test_against_exact_rationals(scaling, dtype):
     check(scaling, dtype, 30)
@@ -239,6 +240,7 @@ def test_scales_are_read_back():
         np.testing.assert_array_equal(bits[~nan], cases.bits(expected[~nan].astype(np.float32)).astype(np.int32))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_elements_times_powers_of_two_below_the_normal_range(dtype):
     """The exact way: ties of every depth, either neighbour even."""
@@ -403,6 +405,7 @@ TORCHAO: Sequence[tuple[BlockScaling, str | None, float]] = (
 )
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("scaling", "expected", "ratio"), TORCHAO, ids=str)
 def test_codes_of_torchao(scaling, expected, ratio):
     x = weights()
@@ -415,6 +418,7 @@ def test_codes_of_torchao(scaling, expected, ratio):
     assert decibels(x, np.asarray(rounded)) == pytest.approx(ratio, abs=0.005)
 
 
+@pytest.mark.smoke
 def test_where_torchao_differs():
     """int4 in groups of 32: torchao's float32 product x (1 / s) crosses ties that the exact quotient x / s is next to.
 

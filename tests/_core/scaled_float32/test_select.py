@@ -205,6 +205,7 @@ def test_uniform(case: Any) -> None:
         check(plan, halves(element), ROWS if isinstance(case, tuple) else 20_000, i)
 
 
+@pytest.mark.smoke
 def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
     """A mode that first rounds to the random bits, of which there are few, to nearest."""
     element = Spec(jc.IntegerFormat(4), rounding="stochastic_c", random_bits=2, overflow="saturate")
