@@ -348,10 +348,10 @@ def test_other_faults_are_one_line(
 
 def test_a_file_that_is_no_array_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
-    contents = {b"": "it is empty", b"not an array": "does not begin as one", b"PK\3\4rest": "it is a zip archive"}
+    contents = {b"": "it is empty", b"not an array": "does not begin like one", b"PK\3\4rest": "it is a zip archive"}
     for content, said in contents.items():
         path.write_bytes(content)
-        assert f"{path} is no .npy file that can be read: " in error(capsys, "round", str(path), "--to", "e5m2")
+        assert f"{path} is not a .npy file that can be read: " in error(capsys, "round", str(path), "--to", "e5m2")
         assert said in error(capsys, "round", str(path), "--to", "e5m2")
     path.unlink()
     path.mkdir()
