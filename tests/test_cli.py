@@ -214,7 +214,7 @@ def test_round_converts_a_file_only_without_loss(capsys: pytest.CaptureFixture[s
     np.save(whole, np.arange(5))
     np.save(fine, np.array([0.1]))
     assert "carrier float32" in lines(capsys, "round", str(whole), "--to", "e4m3", "--carrier", "float32")[0]
-    assert "say --carrier float64" in error(capsys, "round", str(whole), "--to", "e4m3")
+    assert "pass --carrier float64" in error(capsys, "round", str(whole), "--to", "e4m3")
     assert "rounded twice" in error(capsys, "round", str(fine), "--to", "e4m3", "--carrier", "float32")
 
 
@@ -287,7 +287,7 @@ def test_a_summary_is_of_all_pieces(
         (["round", "1", "--to", "e5m2", "--random-bits", "8"], "random_bits"),
         (["round", "1", "--to", "e9m10", "--carrier", "float32"], "float64"),
         (["round", "no-such-file.npy", "--to", "e5m2"], "no-such-file.npy: No such file"),
-        (["round", "a.npy", "1", "--to", "e5m2"], "stands alone"),
+        (["round", "a.npy", "1", "--to", "e5m2"], "must be the only value"),
         (["round", "1", "--to", "e5m2", "--out", "y.txt"], "must end in .npy"),
         (
             ["round", "1", "--to", "e5m2:sr", "--seed", str(2**63)],
