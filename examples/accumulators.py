@@ -1,12 +1,11 @@
-"""What happens to training when the sums of every matrix product are kept in few bits, to nearest and stochastically.
+"""Training with the sums of every matrix product in few bits, rounded to nearest and stochastically.
 
     python examples/accumulators.py [--small] [--steps 200] [--plot accumulators.png]
 
 A network of two layers learns scikit-learn's digits. Its weights, activations and gradients are float8_e5m2; the sums
-of all three products of each layer, forward and backward, are formed one product after the other in the accumulator
-that a line names. In e5m2, to nearest, a sum stands still as soon as it is eight times its next term: the network
-gets far more digits wrong. Rounded stochastically a sum stays right in the mean.
-Needs `pip install ".[flax,optax,study]"`.
+of all three products of each layer, forward and backward, are formed sequentially in the accumulator of each line. In
+e5m2, rounded to nearest, a sum stops growing when it is eight times its next term, and the network makes far more
+errors. Rounded stochastically, a sum is right in the mean. Needs `pip install ".[flax,optax,study]"`.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="fewer steps, a smaller network, two accumulators")
     parser.add_argument("--steps", type=int, help="default 200, with --small 60")
     parser.add_argument("--hidden", type=int, help="default 128, with --small 64")
-    parser.add_argument("--plot", help="where to draw the table")
+    parser.add_argument("--plot", help="a PNG to draw the table into")
     chosen = parser.parse_args()
     steps, hidden = (60, 64) if chosen.small else (200, 128)
     names = ACCUMULATORS[-2:] if chosen.small else ACCUMULATORS

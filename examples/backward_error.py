@@ -2,10 +2,10 @@
 
     python examples/backward_error.py --plot backward_error.png
 
-Every operation is rounded. Printed is ‖A - product of the factors‖ / ‖A‖ in the maximum norm, in units of the format's
-unit roundoff u, the largest over some random matrices of order n. The theory bounds it by a multiple of n u times the
-growth of the elements (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorems 9.3, 10.3 and
-19.4); here it is at most some twenty u in every format.
+Every operation is rounded. The script prints ‖A - product of the factors‖ / ‖A‖ in the maximum norm, in units of the
+format's unit roundoff u, the largest over some random matrices of order n. The theory bounds it by a multiple of n u
+times the growth of the elements (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorems 9.3,
+10.3 and 19.4); here it is at most some twenty u in every format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ linalg = jc.math.linalg
 
 
 def lu(a: jax.Array, text: str) -> tuple[jax.Array, jax.Array]:
-    """The matrix that was factored, and the product of its factors."""
+    """The factored matrix, and the product of its factors."""
     factors, p = linalg.lu(a, text)
     return a[p], (jnp.tril(factors, -1) + jnp.eye(len(a))) @ jnp.triu(factors)
 

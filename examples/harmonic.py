@@ -1,11 +1,11 @@
-"""The harmonic series in low precision: where does the sum 1 + 1/2 + 1/3 + ... stop growing?
+"""The harmonic series in low precision: the term at which the sum 1 + 1/2 + 1/3 + ... stops growing.
 
     python examples/harmonic.py                       # prints the table
     python examples/harmonic.py --terms 20000 --plot harmonic.png
 
-In exact arithmetic the sum diverges. Rounded to nearest after every addition it stops as soon as 1/k is less than half
-the distance to the next number; rounded stochastically it goes on, right on average. Every term and every partial sum
-is rounded to the format; the float32 carrier holds the exact sum of two numbers of at most 11 bits of precision closely
+In exact arithmetic the sum diverges. Rounded to nearest after every addition, it stops when 1/k is less than half the
+distance to the next number; rounded stochastically, it grows on, right on average. Every term and every partial sum is
+rounded to the format; the float32 carrier holds the exact sum of two numbers of at most 11 bits of precision closely
 enough for rounding to nearest to be that of the exact sum.
 """
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--terms", type=int, help="default 10000, with --small 2000")
     parser.add_argument("--small", action="store_true", help="fewer terms")
-    parser.add_argument("--seed", type=int, default=0, help="of the stochastic modes; default 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the stochastic modes; default 0")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the curves into")
     options = parser.parse_args()
     terms = options.terms or (2000 if options.small else 10_000)

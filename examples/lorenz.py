@@ -3,9 +3,9 @@
     python examples/lorenz.py --plot lorenz.png
 
 The equations (E. N. Lorenz, J. Atmos. Sci. 20 (1963) 130-141) are integrated by Euler's method with a small time step,
-every operation rounded. In bfloat16 rounded to nearest, increments of less than half a gap are lost: the state stops,
-after some 2,700 steps. Rounded stochastically they count on average. Printed are the mean and the standard deviation of
-z over the second half of the run, and how many of the last 100 steps changed anything.
+every operation rounded. In bfloat16 rounded to nearest, increments of less than half a gap are lost, and the state
+stops after some 2,700 steps. Rounded stochastically, they count on average. The script prints the mean and the standard
+deviation of z over the second half of the run, and the number of the last 100 steps that changed the state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import jchop as jc
 
 SPECS = ("binary32", "binary16", "binary16:stochastic", "bfloat16", "bfloat16:stochastic")
-SIGMA, RHO, BETA = 10.0, 28.0, 2.6640625  # 8/3 as bfloat16 has it, so that all solve the same equations
+SIGMA, RHO, BETA = 10.0, 28.0, 2.6640625  # 8/3 in bfloat16, so that all solve the same equations
 START = (1.0, 1.0, 20.0)
 
 

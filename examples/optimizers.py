@@ -2,9 +2,9 @@
 
     python examples/optimizers.py --plot optimizers.png
 
-A 256-1024-256 network learns from a network of fixed random weights, a fresh batch each step. Printed are the bytes of
-optimizer state for each parameter, counted on the arrays, the last loss, and by how much the loss strayed from that of
-`optax.adamw` at most.
+A 256-1024-256 network learns from a network of fixed random weights, with a new batch in each step. The script prints
+the bytes of optimizer state for each parameter, counted on the arrays, the last loss, and the largest deviation of the
+loss from that of `optax.adamw`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What few-bit weights cost a trained transformer: perplexity and bytes, format by format, without further training.
+"""Perplexity and bytes of a trained transformer with weights in few bits, for each format, without further training.
 
     python examples/ptq_transformer.py [--small] [--steps 300] [--plot ptq.png]
 
@@ -24,7 +24,7 @@ PIECES = 256
 
 
 def perplexity(model: Any, tokens: Any) -> float:
-    """Of pieces spread over the text."""
+    """The perplexity on samples of the text."""
     starts = jnp.linspace(0, len(tokens) - LENGTH - 1, PIECES).astype(int)
     return math.exp(float(nnx.jit(loss_of)(model, windows(tokens, starts))))
 
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default 300, with --small 60")
     parser.add_argument("--width", type=int, help="default 64, with --small 32")
     parser.add_argument("--depth", type=int, help="default 2, with --small 1")
-    parser.add_argument("--plot", help="where to draw the table")
+    parser.add_argument("--plot", help="a PNG to draw the table into")
     chosen = parser.parse_args()
     steps, width, depth = (60, 32, 1) if chosen.small else (300, 64, 2)
     formats = ("mxfp8_e4m3", "mxfp4") if chosen.small else FORMATS

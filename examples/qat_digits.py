@@ -1,9 +1,9 @@
-"""Quantization-aware training of a small network on scikit-learn's digits: what two bits cost, and how training helps.
+"""Quantization-aware training on scikit-learn's digits: the accuracy of few-bit weights before and after it.
 
     python examples/qat_digits.py [--small] [--steps 600] [--tuning 300] [--plot digits.png]
 
-A network of three layers is trained in float32, its weights are rounded to a few bits as they are (PTQ), and then the
-rounded network is trained on for some steps (QAT) and packed. Needs `pip install ".[flax,optax,study]"`.
+A network of three layers is trained in float32. Its weights are rounded to a few bits (PTQ), and then the rounded
+network is trained for more steps (QAT) and packed. Needs `pip install ".[flax,optax,study]"`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _train(graph: Any, params: Any, rest: Any, x: Any, y: Any, key: Any, *, step
     def loss(params: Any, rest: Any, chosen: Any) -> Any:
         model = nnx.merge(graph, params, rest, copy=True)
         value = optax.softmax_cross_entropy_with_integer_labels(model(x[chosen]), y[chosen]).mean()
-        return value, nnx.state(model, nnx.Not(nnx.Param))  # streams of keys go on
+        return value, nnx.state(model, nnx.Not(nnx.Param))  # the streams of keys advance
 
     def step(carry: Any, key: Any) -> Any:
         params, rest, state = carry
@@ -74,7 +74,7 @@ def train(model: Any, x: Any, y: Any, *, steps: int, rate: float, seed: int) -> 
 
 
 def accuracy(model: Any, x: Any, y: Any) -> float:
-    """The share of images that a model knows."""
+    """The share of correctly classified images."""
     return float((nnx.jit(lambda model, x: model(x))(model, x).argmax(-1) == y).mean())
 
 
@@ -122,10 +122,10 @@ def draw(table: dict[str, tuple[float, float, int]], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="fewer steps, a smaller network, two formats")
-    parser.add_argument("--steps", type=int, help="of training in float32; default 600, with --small 300")
-    parser.add_argument("--tuning", type=int, help="of training with rounded weights; default 300, with --small 150")
+    parser.add_argument("--steps", type=int, help="steps in float32; default 600, with --small 300")
+    parser.add_argument("--tuning", type=int, help="steps with rounded weights; default 300, with --small 150")
     parser.add_argument("--hidden", type=int, help="width of the hidden layers; default 256, with --small 64")
-    parser.add_argument("--plot", help="where to draw the table")
+    parser.add_argument("--plot", help="a PNG to draw the table into")
     chosen = parser.parse_args()
     steps, tuning, hidden = (300, 150, 64) if chosen.small else (600, 300, 256)
     formats = (FORMATS[0], FORMATS[-1]) if chosen.small else FORMATS

@@ -1,17 +1,17 @@
-"""Iterative refinement in three precisions: which condition numbers can low-precision factors bear?
+"""Iterative refinement in three precisions: convergence with low-precision factors by condition number.
 
     python examples/refinement.py --plot refinement.png
     python examples/refinement.py --full                     # the first table of docs/math.md, some eight minutes
     python examples/refinement.py --full --working binary64  # the second one
 
-Random matrices of order n have singular values that fall geometrically, from 1 to 10^-1 ... 10^-9; the rows go by their
-condition number in the maximum norm. Factors are computed in one format, of the matrix scaled by a power of two into
-its range (N. J. Higham, S. Pranesh and M. Zounon, SIAM J. Sci. Comput. 41 (2019) A2536-A2551); x is held in binary32 or
-binary64, residuals are in binary64. The corrections come from the factors ("lu") or from so many steps of GMRES
-preconditioned by them ("gmres"). Shown is the backward error ‖b - A x‖ / (‖A‖ ‖x‖ + ‖b‖) in the maximum norm after the
-last step, the largest over some matrices. The unit roundoffs of binary32 and binary64 are 6.0e-08 and 1.1e-16. The
-theory (E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40 (2018), table 5.1) has limits for κ in the maximum norm:
-10^4 with factors in binary16, 10^8 with GMRES.
+Random matrices of order n have singular values that fall geometrically, from 1 to 10^-1 ... 10^-9; rows are labelled by
+the condition number in the maximum norm. Factors are computed in one format, of the matrix scaled by a power of two
+into its range (N. J. Higham, S. Pranesh and M. Zounon, SIAM J. Sci. Comput. 41 (2019) A2536-A2551); x is held in
+binary32 or binary64, residuals are in binary64. The corrections are computed with the factors ("lu") or by steps of
+GMRES preconditioned by them ("gmres"). The table shows the backward error ‖b - A x‖ / (‖A‖ ‖x‖ + ‖b‖) in the maximum
+norm after the last step, the largest over some matrices. The unit roundoffs of binary32 and binary64 are 6.0e-08 and
+1.1e-16. The theory (E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40 (2018), table 5.1) has limits for κ in the
+maximum norm: 10^4 with factors in binary16, 10^8 with GMRES.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FACTORS = ("binary16", "bfloat16", "float8_e4m3")
 
 
 class Sizes(NamedTuple):
-    """What is solved: condition numbers, in the 2-norm, of matrices of order n, how many of each, and the steps."""
+    """The systems: condition numbers, in the 2-norm, of matrices of order n, the number of each, and the steps."""
 
     conditions: tuple[float, ...]
     n: int
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     steps: int
     inner: tuple[int, ...]  # steps of GMRES; 0 for the factors alone
     factors: tuple[str, ...] = FACTORS
-    working: str = "binary32"  # of x
+    working: str = "binary32"  # precision of x
 
 
 FULL = Sizes(tuple(10.0**power for power in range(1, 10)), 100, 2, 10, (0, 20, 100))
@@ -56,7 +56,7 @@ def matrices(n: int, condition: float, count: int) -> np.ndarray:
 
 
 def backward_errors(a: np.ndarray, x: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of each system; infinite where x is not finite."""
+    """The backward error of each system; infinite if x is not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         residual = np.abs(np.einsum("...ij,...j->...i", a, x) - b).max(-1)
         errors = residual / (np.abs(a).sum(-1).max(-1) * np.abs(x).max(-1) + np.abs(b).max(-1))
@@ -64,7 +64,7 @@ def backward_errors(a: np.ndarray, x: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def scale_into(factor: str, a: np.ndarray) -> float:
-    """A power of two that brings elements to a tenth of the largest number of a format, or of 2^16."""
+    """A power of two that scales elements to a tenth of the largest number of a format, or of 2^16."""
     room = 0.1 * min(float(jc.parse(factor).format.max), 2.0**16) / np.abs(a).max()
     return 2.0 ** np.floor(np.log2(room))
 

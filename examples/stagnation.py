@@ -2,9 +2,9 @@
 
     python examples/stagnation.py --plot stagnation.png
 
-A network with one hidden layer learns a linear map by AdamW at a learning rate of 1e-5. Its parameters are kept in
-bfloat16, whose numbers near 0.05 are 2^-12 apart: most updates are less than half of that. Rounded to nearest they are
-lost; rounded stochastically they count on average; compensated (Kahan) they wait until they are large enough.
+A network with one hidden layer learns a linear map by AdamW at a learning rate of 1e-5. Its parameters are in bfloat16,
+whose numbers near 0.05 are 2^-12 apart: most updates are less than half of that. Rounded to nearest they are lost;
+rounded stochastically they count on average; with compensation (Kahan) they accumulate until they are large enough.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def train(last: Any, hidden: int, steps: int, learning_rate: float) -> np.ndarra
 
 
 def curves(hidden: int, steps: int, learning_rate: float) -> dict[str, np.ndarray]:
-    """The losses by the way in which parameters are kept."""
+    """The losses for each storage of the parameters."""
     kept = {"float32": None} | LAST
     losses = {}
     for name, last in kept.items():

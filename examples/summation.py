@@ -2,10 +2,10 @@
 
     python examples/summation.py --plot summation.png
 
-n numbers, uniform in [0, 1), are added in bfloat16 (u = 2^-8). Printed is the relative error, as a root mean square
-over some sums. One after the other with rounding to nearest, the sum stagnates: it stops at 256, where half the gap to
-the next number is 1. Stochastic rounding keeps the error below √n u (M. P. Connolly, N. J. Higham and T. Mary, SIAM
-J. Sci. Comput. 43 (2021) A566-A585); blocks and pairs keep it small with rounding to nearest.
+n numbers, uniform in [0, 1), are added in bfloat16 (u = 2^-8). The script prints the relative error, as a root mean
+square over some sums. In sequential order with rounding to nearest, the sum stagnates at 256, because half the gap to
+the next number is 1 there. Stochastic rounding keeps the error below √n u (M. P. Connolly, N. J. Higham and T. Mary,
+SIAM J. Sci. Comput. 43 (2021) A566-A585); blocked and pairwise orders keep it small with rounding to nearest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WAYS = {
 
 
 def errors(lengths: list[int], count: int) -> dict[str, list[float]]:
-    """By way of adding: the relative error for each length."""
+    """By order of addition: the relative error for each length."""
     table: dict[str, list[float]] = {name: [] for name in WAYS}
     for n in lengths:
         print(f"adding {n} numbers in {len(WAYS)} ways, {count} times", file=sys.stderr, flush=True)

@@ -2,9 +2,9 @@
 
     python examples/swalp.py --plot swalp.png       # needs scikit-learn
 
-A network 64-128-10 is trained by SGD with momentum, its weights, gradients, momentum and accumulator rounded as the
-rows say. Under "average" stands the error of the average of the weights over the second half of the run, kept in
-float32, where the weights are in few bits (Yang et al., arXiv 1904.11943).
+A network 64-128-10 is trained by SGD with momentum, with weights, gradients, momentum and accumulator rounded as in
+each row. The column "average" has the error of the average of few-bit weights over the second half of the run, stored
+in float32 (Yang et al., arXiv 1904.11943).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jchop as jc
 
 BATCH = 64
 RATE = 0.05
-#: What is rounded to what; the recipe is that of arXiv 1812.08011.
+#: The specs of each recipe; that of the paper is arXiv 1812.08011.
 RECIPES: dict[str, dict[str, Any]] = {
     "float32": {},
     "FP8 recipe": {

@@ -1,11 +1,11 @@
-"""A PyTorch network trained in 8 bits by a published recipe, and what is lost where the recipe is cut short.
+"""A PyTorch network trained in 8 bits by a published recipe, and by parts of the recipe.
 
     python examples/torch_training.py [--small] [--epochs 20] [--hidden 128]
 
-The recipe is that of Wang et al. (arXiv 1812.08011) as QPyTorch has it: weights, activations, errors and gradients in
-e5m2, momentum and an accumulator of the weights in e6m9 with stochastic rounding, the loss multiplied by 1000. Without
-the accumulator small updates are rounded away from e5m2 weights, unless these are rounded stochastically. The data are
-scikit-learn's digits. Needs `pip install ".[torch,study]"`.
+The recipe is that of Wang et al. (arXiv 1812.08011) as in QPyTorch: weights, activations, errors and gradients in e5m2,
+momentum and an accumulator of the weights in e6m9 with stochastic rounding, the loss multiplied by 1000. Without the
+accumulator, e5m2 weights lose small updates, unless they are rounded stochastically. The data are scikit-learn's
+digits. Needs `pip install ".[torch,study]"`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IBM: dict[str, Any] = {
     "momentum": "e6m9:stochastic",
     "accumulator": "e6m9:stochastic",
 }
-#: What the optimizer rounds; None trains in float32.
+#: The arguments of the optimizer; None trains in float32.
 RECIPES: dict[str, dict[str, Any] | None] = {
     "float32": None,
     "e5m2, accumulator in e6m9": IBM,
@@ -49,7 +49,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def batches(count: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """The numbers of the samples, in another order each time."""
+    """The indices of the samples, in a new order each time."""
     yield from torch.randperm(count, generator=generator).split(BATCH)
 
 

@@ -1,4 +1,4 @@
-"""A small transformer that learns to continue source code, letter by letter, in arithmetics of 8 bits.
+"""A small transformer that learns to continue source code, letter by letter, in 8-bit arithmetic.
 
     python examples/transformer_training.py [--small] [--steps 300] [--plot training.png]
 
@@ -67,14 +67,14 @@ class Transformer(nnx.Module):
 
 
 def text() -> tuple[Any, int]:
-    """Source code as numbers of letters, and how many letters there are."""
+    """Source code as indices of letters, and the number of letters."""
     source = "".join(map(inspect.getsource, (argparse, textwrap)))
     letters, tokens = np.unique(list(source), return_inverse=True)
     return jnp.asarray(tokens), len(letters)
 
 
 def windows(tokens: Any, starts: Any) -> Any:
-    """Pieces of the text, one letter longer than what the network sees."""
+    """Pieces of the text, one letter longer than the input of the network."""
     return tokens[starts[:, None] + jnp.arange(LENGTH + 1)]
 
 
@@ -90,7 +90,7 @@ def _train(graph: Any, params: Any, rest: Any, tokens: Any, key: Any, *, steps: 
 
     def loss(params: Any, rest: Any, pieces: Any) -> Any:
         model = nnx.merge(graph, params, rest, copy=True)
-        return loss_of(model, pieces), nnx.state(model, nnx.Not(nnx.Param))  # streams of keys go on
+        return loss_of(model, pieces), nnx.state(model, nnx.Not(nnx.Param))  # the streams of keys advance
 
     def step(carry: Any, key: Any) -> Any:
         params, rest, state = carry
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default 300, with --small 60")
     parser.add_argument("--width", type=int, help="default 64, with --small 16")
     parser.add_argument("--depth", type=int, help="default 2, with --small 1")
-    parser.add_argument("--plot", help="where to draw the curves")
+    parser.add_argument("--plot", help="a PNG to draw the curves into")
     chosen = parser.parse_args()
     steps, width, depth = (60, 16, 1) if chosen.small else (300, 64, 2)
     names = [name for name in ARITHMETICS if not (chosen.small and name == "mxfp8")]

@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except BrokenPipeError:
-        _drop_output()  # its reader, such as head, has gone
-        return 141  # 128 + SIGPIPE, as the shell reports it
+        _drop_output()  # its reader, such as head, has closed the pipe
+        return 141  # 128 + SIGPIPE, as in the shell
     except KeyboardInterrupt:
         _say("\njchop: interrupted")
         return 130
@@ -73,38 +73,38 @@ def _error(message: str) -> str:
 
 
 def _say(line: str) -> None:
-    """A line on standard error, unless that is closed: print would take standard output then."""
+    """A line on standard error, unless it is closed: then print would write to standard output."""
     if sys.stderr is not None:
         print(line, file=sys.stderr)
 
 
 def _drop_output() -> None:
-    """Nothing that Python still holds for a standard output that cannot be written may raise again at exit."""
+    """Discards buffered output for a standard output that cannot be written, so that it raises no error at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):  # it is no file of the system
+        with contextlib.suppress(OSError, ValueError):  # it is not a file of the system
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _shield(argument: str) -> str:
-    """A space before a negative number: argparse would take -1e9, -inf or -0x1p3 for an option."""
+    """Adds a space before a negative number: argparse would treat -1e9, -inf or -0x1p3 as an option."""
     return f" {argument}" if re.match(r"-(\.?[0-9]|inf|nan)", argument, re.IGNORECASE) else argument
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors become exceptions, so that all of them are reported in one place."""
+    """A parser that raises exceptions for errors, so that all of them are reported in one place."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see {self.prog} --help)")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Writes help or version; argparse's own ignores an output that cannot be written."""
+        """Writes help or version; argparse ignores an output that cannot be written."""
         print(message, end="", file=file)
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = "What happens to numbers, and to a neural network, in a low-precision format."
+    description = "Rounds numbers, and the parameters of a neural network, to low-precision formats."
     parser = _Parser(prog="jchop", description=description)
     parser.add_argument("-V", "--version", action="version", version=f"jchop {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("formats", help="list the named formats")
     command.set_defaults(run=run_formats)
 
-    command = commands.add_parser("info", help="show the facts of one format, its bit layout, its values")
+    command = commands.add_parser("info", help="show the properties of one format, its bit layout, its values")
     command.add_argument("format", metavar="FORMAT", help="a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ...")
     command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw its values (needs matplotlib)")
     command.set_defaults(run=run_info)
@@ -135,11 +135,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounding", metavar="MODE", help=", ".join(mode.value for mode in Rounding))
     command.add_argument("--overflow", metavar="RULE", help=", ".join(rule.value for rule in Overflow))
     command.add_argument("--random-bits", metavar="N", type=int, help="random bits for each stochastic rounding")
-    command.add_argument("--seed", metavar="N", type=seed, help="of the random bits; stochastic modes need it")
+    command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
     command.add_argument(
         "--carrier",
         choices=CARRIERS,
-        help="what holds the numbers before and after; default float64, and for a .npy file its own type",
+        help="type of the numbers before and after; default float64, and for a .npy file its own type",
     )
     command.add_argument("--out", metavar="FILE.npy", type=Path, help="write the rounded array there")
     command.set_defaults(run=run_round)
@@ -160,7 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seeds", type=int, metavar="N", default=10, help="draws of each stochastic mode; default 10")
     command.add_argument("--epochs", type=int, metavar="N", help="passes over the training data; default by data set")
     command.add_argument("--activations", action="store_true", help="round the activations, too")
-    command.add_argument("--seed", type=seed, metavar="N", default=0, help="of split, training and rounding; default 0")
+    command.add_argument(
+        "--seed", type=seed, metavar="N", default=0, help="seed of split, training and rounding; default 0"
+    )
     command.add_argument("--out", metavar="DIR", type=Path, default=Path("jchop-study"), help="default jchop-study")
     command.set_defaults(run=run_study)
     return parser

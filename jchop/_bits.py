@@ -1,8 +1,8 @@
-"""Carriers, and integer arithmetic on their bit patterns that every backend lowers.
+"""Carriers, and integer arithmetic on their bit patterns that every backend supports.
 
-A carrier's bits are worked on as signed integers of 32 bits (float16, bfloat16, float32) or 64 bits (float64). The
-magnitude, sign bit cleared, is then never negative and orders as the values do. No floating-point operation touches the
-data: XLA's CPU backend reads subnormal inputs as zero in arithmetic and comparisons.
+A carrier's bits are signed integers of 32 bits (float16, bfloat16, float32) or 64 bits (float64). The magnitude, with
+the sign bit cleared, is then never negative and has the order of the values. No floating-point operation reads the
+data, because XLA's CPU backend reads subnormal inputs as zero in arithmetic and comparisons.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Carrier:
         return (2 - Fraction(1, 1 << self.fraction)) * 2**self.bias
 
     def toward_zero(self, value: Fraction) -> tuple[int, bool]:
-        """Magnitude bits of the largest magnitude <= |value|, the exponent unlimited; and whether it is |value|."""
+        """Magnitude bits of the largest magnitude <= |value|, with unlimited exponent; whether it equals |value|."""
         count = abs(value) / Fraction(2) ** self.tiny_exponent
         whole = int(count)
         shift = max(whole.bit_length() - 1 - self.fraction, 0)
         return (shift << self.fraction) + (whole >> shift), count == whole >> shift << shift
 
     def magnitude_bits(self, value: Fraction) -> int | None:
-        """Magnitude bits of |value|, exactly; None where the carrier does not hold it."""
+        """Magnitude bits of |value|; None if the carrier does not hold it exactly."""
         bits, exact = self.toward_zero(value)
         return bits if exact and bits < self.inf else None
 
@@ -108,7 +108,7 @@ def join(sign: jax.Array, magnitude: jax.Array, carrier: Carrier) -> jax.Array:
 
 
 def ordered(sign: jax.Array, magnitude: jax.Array) -> jax.Array:
-    """Signed integers that order as the values do; -0 and +0 are one."""
+    """Signed integers in the order of the values; -0 and +0 are equal."""
     return jnp.where(sign != 0, -magnitude, magnitude)
 
 
@@ -130,14 +130,14 @@ def top_bit(word: jax.Array) -> jax.Array:
 
 
 def floor_log2(count: jax.Array, carrier: Carrier) -> jax.Array:
-    """floor(log2 count) of positive integers below 2^(M+1), read off the exponent of their exact float."""
+    """floor(log2 count) of positive integers below 2^(M+1), from the exponent of their exact float."""
     wide = CARRIERS["float64" if carrier.width == 64 else "float32"]
     bits = lax.bitcast_convert_type(count.astype(wide.name), wide.work)
     return (bits >> wide.fraction) - wide.bias
 
 
 def compose(count: jax.Array, exponent: jax.Array, carrier: Carrier) -> jax.Array:
-    """Magnitude bits of count * 2^exponent, 0 <= count < 2^(M+1), where the carrier holds it exactly."""
+    """Magnitude bits of count * 2^exponent, 0 <= count < 2^(M+1), if the carrier holds it exactly."""
     top = floor_log2(jnp.maximum(count, 1), carrier)
     biased = top + exponent + carrier.bias
     normal = (biased << carrier.fraction) + (count << jnp.clip(carrier.fraction - top, 0)) - (1 << carrier.fraction)
@@ -146,5 +146,5 @@ def compose(count: jax.Array, exponent: jax.Array, carrier: Carrier) -> jax.Arra
 
 
 def types_for(dtype: Any) -> contextlib.AbstractContextManager:
-    """A context in which 64-bit data stays so, whatever the flag."""
+    """A context that keeps 64-bit data, whatever the value of ``jax_enable_x64``."""
     return jax.enable_x64(True) if jnp.dtype(dtype).itemsize == 8 else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Argument checks: one sentence that names the argument, its value and what is allowed. Texts of formats and specs."""
+"""Checks of arguments; each error names the argument, its value and the allowed values. Texts of formats and specs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_numpy(name: str, value: Any) -> np.ndarray:
     """`value` as a NumPy array in the machine's byte order.
 
     Raises:
-        TypeError: for a masked array, whose mask the result would not have.
+        TypeError: for a masked array, because the result would lose the mask.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
@@ -41,14 +41,14 @@ def as_numpy(name: str, value: Any) -> np.ndarray:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """`value` where it is True or False."""
+    """`value`, which must be True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False")
     return value
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """`value` where it is one of the `allowed` texts."""
+    """`value`, which must be one of the `allowed` texts."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
     return value
@@ -56,12 +56,12 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 
 # -- texts of formats and specs ----------------------------------------------------------------------------------------
 
-#: Characters of a text that are no levels of codebooks, characters in all, and brackets within brackets.
+#: Limits of a text: characters outside of codebooks, characters in all, nested brackets.
 LONGEST, LONGEST_TABLE, DEEPEST = 1 << 12, 1 << 22, 8
 
 
 def check_text(what: str, text: str) -> str:
-    """`text` in lower case and without spaces at its ends; ValueError where no text of the grammar is like it."""
+    """`text` in lower case, stripped; ValueError for a text that cannot belong to the grammar."""
     if len(text) > LONGEST_TABLE or _beside_tables(text) > LONGEST:
         raise ValueError(
             f"{what} {quoted(text)} is too long: at most {LONGEST} characters, and {LONGEST_TABLE} with the levels of "
@@ -78,7 +78,7 @@ def check_text(what: str, text: str) -> str:
 
 
 def _beside_tables(text: str) -> int:
-    """How many characters stand outside ``codebook(...)``."""
+    """Number of characters outside ``codebook(...)``."""
     if len(text) <= LONGEST:
         return len(text)
     first, *tables = text.lower().split("codebook(")
@@ -86,14 +86,14 @@ def _beside_tables(text: str) -> int:
 
 
 def quoted(value: object) -> str:
-    """A value as errors show it, the beginning alone of a long text."""
+    """The form of a value in errors: only the beginning of a long text."""
     if not isinstance(value, str) or len(value) <= 1 << 10:
         return repr(value)
     return f"{value[:80]!r}... of {len(value)} characters"
 
 
 def split_outside(text: str, separators: str) -> list[str]:
-    """The parts of a text between separators that stand in no brackets."""
+    """The parts of a text between separators outside of brackets."""
     parts, depth, start = [], 0, 0
     for i, char in enumerate(text):
         if char in separators and depth == 0:
@@ -105,7 +105,7 @@ def split_outside(text: str, separators: str) -> list[str]:
 
 
 def close_to(text: str, names: Iterable[str]) -> str:
-    """The part of an error that gives up to three `names` a misspelt `text` may have meant; empty if none is close."""
+    """The part of an error that suggests up to three of `names` for a misspelt `text`; empty if none is close."""
     text, names = text.strip()[:64], list(dict.fromkeys(names))
     holding = [name for name in names if len(text) > 2 and text in name]
     near = dict.fromkeys([*holding, *difflib.get_close_matches(text, names, n=3)])

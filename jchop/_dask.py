@@ -1,4 +1,4 @@
-"""dask arrays, rounded block by block to what the whole would give. dask itself is not needed to say so."""
+"""Rounds dask arrays block by block, with the same result as for the whole array. Does not import dask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["is_dask", "round_blocks"]
 
 
 def is_dask(x: object) -> bool:
-    """Whether `x` is a dask array; dask is not imported for it."""
+    """Whether `x` is a dask array, without importing dask."""
     module = sys.modules.get("dask.array")
     return module is not None and isinstance(x, module.Array)
 
@@ -28,24 +28,24 @@ def is_dask(x: object) -> bool:
 def round_blocks(x: Any, rounder: Callable[..., Any], scaled: ScaledFormat | None, key: jax.Array | None) -> Any:
     """The dask array of the rounded blocks of `x`.
 
-    The random bits of an element depend on its index in the whole array, so blocks are rounded as the whole would be.
+    The random bits of an element depend on its index in the whole array, so the blocks do not change the result.
 
     Args:
         x: a dask array.
         rounder: ``rounder(block, key=key, offset=(starts, shape))``.
-        scaled: the scaled format that is rounded to, whose groups no chunk may cut; None for an element format.
+        scaled: the scaled format of the result, whose groups no chunk may cut; None for an element format.
         key: the typed key of a stochastic rounding, or None.
 
     Raises:
-        ValueError: for chunks of unknown size where random bits or groups need to know it, or chunks that cut groups.
+        ValueError: for chunks of unknown size if random bits or groups depend on it, or chunks that cut groups.
     """
     if any(map(math.isnan, x.shape)) and (key is not None or scaled is not None):
         raise ValueError(
-            "x has chunks of unknown size, which leave the place of its elements open; x.compute_chunk_sizes()"
+            "x has chunks of unknown size, so the index of its elements is unknown; x.compute_chunk_sizes()"
         )
     if scaled is not None:
         _check_groups(scaled, x)
-    # A key travels as what it is made of: dask hashes what a graph holds, and sends it to other processes.
+    # A key is passed as its words: dask hashes the contents of a graph, and sends them to other processes.
     words = None if key is None else (np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
     meta = np.empty((0,) * x.ndim, x.dtype)
     return x.map_blocks(partial(_round_block, rounder, words), dtype=x.dtype, meta=meta)
@@ -79,7 +79,7 @@ def _check_groups(fmt: ScaledFormat, x: Any) -> None:
 
 
 def _begins_a_group(fmt: ScaledFormat, shape: tuple[int, ...], axis: int, at: int) -> bool:
-    """Whether a new group begins at index `at` of an axis; with scales that are scaled, one of these too."""
+    """Whether a new group begins at index `at` of an axis; if scales are scaled, also a new group of scales."""
     below, above = (fmt.scale_shape((*shape[:axis], n, *shape[axis + 1 :])) for n in (at, at + 1))
     if at > 0 and above[axis] == below[axis]:
         return False

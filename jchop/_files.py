@@ -1,4 +1,4 @@
-"""Opening files that may be anything, writing files whole or not at all, and naming the extra of a missing package."""
+"""Opens regular files only, writes files atomically, and names the extra of a missing package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import IO
 
 
 def open_regular(path: Path, name: str = "") -> BufferedReader:
-    """A regular file, open for reading. It never waits, as opening a FIFO would.
+    """A regular file, open for reading. It never blocks, as opening a FIFO would.
 
     Args:
-        path: of the file.
-        name: what it is called in errors. Default: its path.
+        path: path of the file.
+        name: name of the file in errors. Default: its path.
 
     Raises:
         OSError: if the file cannot be read.
@@ -28,7 +28,7 @@ def open_regular(path: Path, name: str = "") -> BufferedReader:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-            raise ValueError(f"{name or path} is no regular file, but {kind}: it cannot be read in parts")
+            raise ValueError(f"{name or path} is not a regular file, but {kind}: it cannot be read in parts")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -36,18 +36,18 @@ def open_regular(path: Path, name: str = "") -> BufferedReader:
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Lets `write` fill a new file in the folder of `path`, then renames it to `path`.
+    """Calls `write` on a new file in the folder of `path`, then renames it to `path`.
 
     Other programs see the old content or the new, never a part. After an error `path` keeps its old content, and the
-    new file is removed. A killed process leaves it behind, as ``.NAME.RANDOM.part``.
+    new file is removed. A killed process leaves the file ``.NAME.RANDOM.part`` behind.
 
-    Each call has a file of its own, so that the last of several threads or processes wins with a whole file. Only its
-    owner may read it until it is complete. Then it gets the permissions of the file that it replaces, or those of any
-    new file. A symbolic link at `path` is replaced; the file that it leads to stays, and lends its permissions.
+    Each call has its own new file, so concurrent calls are safe: the last one replaces the others. Only its owner may
+    read it until it is complete. Then it gets the permissions of the file that it replaces, or the default ones. A
+    symbolic link at `path` is replaced; its target stays, and its permissions are used.
 
     Args:
-        path: of the file.
-        write: called with the new file, open for writing and seekable.
+        path: path of the file.
+        write: function that is called with the new file, which is seekable and open for writing.
 
     Raises:
         OSError: if the file cannot be written.
@@ -55,12 +55,12 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """
     old = path.stat().st_mode if path.exists() else None
     if old is not None and not stat.S_ISREG(old):
-        raise ValueError(f"{path} is no regular file, and cannot be replaced by one")
+        raise ValueError(f"{path} is not a regular file, and cannot be replaced by one")
     part = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.part")  # a name has at most 255 bytes
     fresh = os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
     try:
-        # Only making a file tells the umask without changing it for other threads. It is empty as long as it is open
-        # to others.
+        # The umask can be read without changing it for other threads only by creating a file. The file is empty as long
+        # as others may read it.
         descriptor = os.open(part, fresh, 0o666 if old is None else 0o600)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -78,7 +78,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def _flags(*names: str) -> int:
-    """Flags of `os.open`; those that the system lacks are 0."""
+    """Flags of `os.open`; missing ones are 0."""
     return sum(getattr(os, name, 0) for name in names)
 
 
@@ -87,12 +87,12 @@ def _set_mode(descriptor: int, mode: int) -> None:
         os.fchmod(descriptor, mode)
 
 
-#: How an extra is installed, in a clone of the repository: jchop is on no package index yet.
+#: The command that installs an extra, in a clone of the repository: jchop is on no package index yet.
 INSTALL_EXTRA = 'pip install ".[{extra}]"'
 
 
 def require_extra(purpose: str, extra: str, packages: tuple[str, ...]) -> None:
-    """Raises ModuleNotFoundError, naming the extra that would bring them, if one of `packages` is missing."""
+    """Raises ModuleNotFoundError if one of `packages` is missing; the message names the extra that installs them."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)

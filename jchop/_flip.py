@@ -25,7 +25,7 @@ from jchop.spec import Spec, as_spec
 
 Array = jax.Array
 
-#: What is folded into the key for the words of the flips: the key itself is for the rounding.
+#: Numbers folded into the key for the words of the flips; the key itself is for the rounding.
 _WHETHER, _WHICH = 1, 2
 _WHERE = ("significand", "code")
 #: The widest codes of a format that is not a float.
@@ -40,34 +40,34 @@ def flip_bits(
     *,
     where: Literal["significand", "code"] = "significand",
 ) -> Any:
-    """`x` rounded to a format, and then, with probability `p` each, elements with one random bit of their code flipped.
+    """`x` rounded to a format; then, with probability `p`, one random bit of the code of each element is flipped.
 
-    This simulates soft errors in stored numbers, as the options ``flip`` and ``p`` of MATLAB's *chop* do (Higham and
-    Pranesh, *Simulating low precision floating-point arithmetic*, 2019). An element is flipped or not whatever becomes
-    of the others, and each bit that may flip is equally likely to.
+    This simulates soft errors in stored numbers, like the options ``flip`` and ``p`` of MATLAB's *chop* (Higham and
+    Pranesh, *Simulating low precision floating-point arithmetic*, 2019). Elements are independent, and all bits that
+    may flip are equally likely.
 
-    *Bits.* With ``W`` the 64-bit word of an element (`jchop.random_bits`) under ``jax.random.fold_in(key, 1)``, it is
-    flipped where ``W < p 2^64``; with ``w`` its 32-bit word under ``fold_in(key, 2)``, bit ``floor((w >> 8) n / 2^24)``
-    of the n bits that may flip, counted from the lowest, is the one. A stochastic spec rounds with `key` itself.
+    *Bits.* Let ``W`` be the 64-bit word of an element (`jchop.random_bits`) under ``jax.random.fold_in(key, 1)``, and
+    ``w`` its 32-bit word under ``fold_in(key, 2)``. The element is flipped if ``W < p 2^64``. Of the n bits that may
+    flip, counted from the lowest, bit ``floor((w >> 8) n / 2^24)`` is flipped. A stochastic spec rounds with `key`
+    itself.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; NumPy gives NumPy, JAX gives JAX.
-        spec: a `Spec`, an element format, or text: what `x` is rounded to.
+        spec: the rounding of `x`: a `Spec`, an element format, or text.
         p: the probability, a Python number from 0 to 1.
         key: a typed key (`jax.random.key`).
         where: ``"significand"`` (default): the fraction bits of a float, and all but the sign of fixed point and
-            integers, in two's complement. Infinities and NaN stay, and so do the zeros of a float format without
-            subnormals, whose fraction bits say nothing. ``"code"``: any bit of the code, sign and exponent included;
-            what the format has no code for stays.
+            integers, in two's complement. Infinities, NaN, and the zeros of a float format without subnormals stay.
+            ``"code"``: any bit of the code, including sign and exponent; values without a code in the format stay.
 
     Returns:
-        An array of the shape and dtype of `x`. A flipped code that says no number gives NaN. The derivative
+        An array of the shape and dtype of `x`. A flipped code that is unused in the format becomes NaN. The derivative
         is that of the rounding: the flip passes tangents through.
 
     Raises:
-        TypeError: for a complex or integer `x`, a key that is not a typed key, or a `p` that is no number.
-        ValueError: for a `p` outside of [0, 1], a scaled format, a format without bits to flip, one that is no float
-            and has codes of more than 16 bits, or a dtype that lacks values of the format (float16 for binary32).
+        TypeError: for a complex or integer `x`, a key that is not a typed key, or a `p` that is not a number.
+        ValueError: for a `p` outside of [0, 1], a scaled format, a format without bits to flip, a format other than a
+            float with codes of more than 16 bits, or a dtype that lacks values of the format (float16 for binary32).
 
     Example:
         >>> import jax, numpy as np, jchop as jc
@@ -98,7 +98,7 @@ def flip_bits(
 
 
 def _flippable(fmt: ElementFormat, where: str) -> int:
-    """How many bits of a code, the lowest ones, may flip."""
+    """The number of low bits of a code that may flip."""
     if not isinstance(fmt, FloatFormat) and fmt.bits > _WIDEST:
         raise ValueError(f"spec={str(fmt)!r} has codes of {fmt.bits} bits; bits flip in codes of at most {_WIDEST}")
     if where == "code":
@@ -113,7 +113,7 @@ def _flippable(fmt: ElementFormat, where: str) -> int:
 
 
 def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
-    """Refuse a carrier that lacks values of `fmt`: a flip may make any of them."""
+    """Refuse a carrier that lacks values of `fmt`, because a flip may return any of them."""
     if isinstance(fmt, FloatFormat):
         short = fmt.frac_bits > carrier.fraction
         ends = (fmt.exact_max, Fraction(2) ** (fmt.emin - (fmt.frac_bits if fmt.subnormals else 0)))
@@ -129,7 +129,7 @@ def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
 
 
 def _last_word(p: float) -> int | None:
-    """The largest of the 64-bit words for which an element is flipped; None where there is none."""
+    """The largest 64-bit word for which an element is flipped; None if there is none."""
     if isinstance(p, bool) or not isinstance(p, int | float | np.integer | np.floating):
         raise TypeError(f"p={p!r} must be a number from 0 to 1")
     if not 0 <= p <= 1:
@@ -164,7 +164,7 @@ def _jvp(fmt: ElementFormat, where: str, primals: tuple, tangents: tuple) -> tup
 
 
 def _may_flip(x: Array, fmt: ElementFormat, where: str) -> Array:
-    """Where `x` has a code whose bits say something; asked of its bits, as subnormals may read as zero."""
+    """Which elements of `x` have a code with bits that may flip; tested on bits, as subnormals may be read as zero."""
     carrier = CARRIERS[x.dtype.name]
     _, magnitude = _bits.split(x, carrier)
     may = magnitude < carrier.inf

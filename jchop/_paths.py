@@ -1,4 +1,4 @@
-"""Patterns that find a place in a tree: of modules, of scopes."""
+"""Patterns for paths in trees of modules and scopes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 
 def matches_path(pattern: str, path: str, separator: str = "/") -> bool:
-    """Whether a pattern (`fnmatch`) matches a piece of a path, which begins and ends with whole parts; ``"*"`` always.
+    """Whether a pattern (`fnmatch`) matches consecutive whole parts of a path; ``"*"`` always does.
 
     Example:
         >>> matches_path("blocks/*/mlp", "encoder/blocks/0/mlp/dense"), matches_path("mlp", "mlp2")

@@ -1,4 +1,4 @@
-"""A .npy file larger than memory, rounded chunk by chunk."""
+"""Rounds a .npy file larger than memory, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jchop.storage._quantize import dequantize, quantize
 
 __all__ = ["round_file"]
 
-#: Called with the elements done and in all.
+#: A function of the number of elements done and the total number.
 Tell = Callable[[int, int], object]
 
 
@@ -39,12 +39,12 @@ def round_file(
 ) -> None:
     """Rounds the array of a .npy file into another one, in bounded memory.
 
-    The file is read and rounded chunk by chunk, each with the random bits of its place, so that the result is what
-    `round_to_format` gives of the whole array, bit for bit, however it is cut. When chunks share a scale
+    The file is read and rounded chunk by chunk, each with the random bits of its position. So the result equals
+    `round_to_format` of the whole array, bit for bit, for every chunk size. If chunks share a scale
     (``"int8(group=tensor)"``), the file is read twice.
 
-    `dst` appears in one step, when all of it is written: whatever goes wrong on the way, a kill included, `src` stays
-    as it is and `dst` has its old content or none. A killed process may leave a file ``.NAME.RANDOM.part`` beside it.
+    `dst` is created in one step, when all of it is written. After an error or a kill, `src` is unchanged and `dst` has
+    its old content or does not exist. A killed process may leave a file ``.NAME.RANDOM.part`` in the same folder.
 
     Args:
         src: a .npy file of float16, float32, float64, complex64 or complex128, any shape, in C or Fortran order.
@@ -52,13 +52,14 @@ def round_file(
             `src`, scaled formats write in C order.
         spec: as in `round_to_format`.
         key: a typed key (`jax.random.key`), needed by the stochastic modes.
-        progress: True to report on stderr, or a function that is called with the elements done and in all. Default
+        progress: True to report on stderr, or a function of the number of elements done and the total number. Default
             False.
-        chunk: about how many bytes are rounded at once, where the groups of a scaled format allow. Default 32 MiB.
+        chunk: approximate number of bytes that are rounded at once, if the groups of a scaled format allow it. Default
+            32 MiB.
 
     Raises:
         OSError: if a file cannot be read or written.
-        ValueError: if `src` is no .npy file of numbers, its size is not what its header says, or it becomes shorter
+        ValueError: if `src` is not a .npy file of numbers, its size differs from its header, or it becomes shorter
             meanwhile.
         TypeError, ValueError: as `round_to_format` for the dtype, `spec` and `key`.
 
@@ -94,15 +95,15 @@ def _teller(progress: bool | Callable[[int, int], object], name: str) -> Callabl
 
 @dataclass(frozen=True)
 class Rounded:
-    """The array of a file, piece by piece as it is and rounded.
+    """The pieces of the array of a file, original and rounded.
 
     Args:
-        file: where it lies.
-        spec: what it is rounded to.
-        key: of the stochastic modes.
-        turned: whether axes are cut in reverse, as the elements of a file in Fortran order lie.
+        file: the source.
+        spec: the rounding.
+        key: key of a stochastic rounding.
+        turned: whether axes are cut in reverse, for a file in Fortran order.
         listed: the pieces, in the order of a new file.
-        extremes: of what pieces share scales by; None if none do.
+        extremes: the extremes of groups that span pieces; None if there are no such groups.
         tell: progress.
     """
 
@@ -118,7 +119,7 @@ class Rounded:
     def of(cls, file: NpyFile, spec: Spec, key: Any, chunk: int, tell: Tell) -> Rounded:
         turned = spec.scaled is None and file.fortran_order
         fmt = None if spec.scaled is None else from_end(spec.scaled, len(file.shape))
-        shape = file.shape if file.size else (0,) * len(file.shape)  # scales of nothing may be long
+        shape = file.shape if file.size else (0,) * len(file.shape)  # an array without elements may have many scales
         cut = plan_cut(shape[::-1] if turned else shape, file.dtype.itemsize, fmt, chunk)
         listed = tuple(_placed(piece, turned) for piece in pieces(shape[::-1] if turned else shape, cut))
         extremes = None
@@ -129,7 +130,7 @@ class Rounded:
         return cls(file, spec, key, turned, listed, extremes, tell)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each piece and what it is rounded to, as the array has its axes."""
+        """Each piece and its rounded values, with the axes of the array."""
         done, total = 0, self.file.size
         self.tell(done, total)
         for piece in self.listed:
@@ -139,18 +140,19 @@ class Rounded:
             self.tell(done, total)
 
     def _round(self, x: np.ndarray, piece: Piece) -> np.ndarray:
-        drawn = self.spec.rounding.stochastic and x.ndim and x.size  # else no element has a place of its own
+        drawn = self.spec.rounding.stochastic and x.ndim and x.size  # otherwise no index is needed
         offset = (piece.starts, self.file.shape) if drawn else 0
         if self.extremes is None:
             return round_to_format(x, self.spec, self.key, offset=offset)
-        # The scales are those of the piece with the extremes in front; the elements are rounded without them, in place.
+        # The scales are those of the piece with the extremes prepended. The elements are rounded without the extremes,
+        # in place.
         plain = replace(self.spec, rounding="nearest_even", random_bits=None)
         seen = self.extremes.drop(quantize(self.extremes.add(x, piece), plain))
         codes = quantize(x, self.spec, self.key, scale=seen.scale, zero_point=seen.zero_point, offset=offset)
         return dequantize(codes)
 
     def write(self, file: IO[bytes], see: Callable[[np.ndarray, np.ndarray], object]) -> None:
-        """Writes the rounded array as a .npy file; `see` is called with each piece and what it is rounded to."""
+        """Writes the rounded array as a .npy file; `see` is called with each piece and its rounded values."""
         descr = np.lib.format.dtype_to_descr(self.file.dtype)
         header = {"descr": descr, "fortran_order": self.turned, "shape": self.file.shape}
         np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
-"""JAX settings that a user chooses for a program, and that jchop's own functions do not follow.
+"""JAX settings of a user's program that jchop's functions ignore.
 
 ``jax_disable_jit``, ``jax_numpy_dtype_promotion``, ``jax_numpy_rank_promotion`` and ``jax_threefry_partitionable``
-change the meaning of a line of code. The lines of jchop are written for the defaults, and are traced under those.
+change the meaning of code. jchop is written for the defaults, and is traced under them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import jax
 
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
-    """JAX's defaults for compilation and promotion; for code of jchop that calls no function of the user."""
+    """A context with JAX's defaults for compilation and promotion, for code that calls no function of the user."""
     with jax.disable_jit(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.jit` of a function of jchop: compiled under ``jax_disable_jit`` too, as JAX's own primitives are.
+    """`jax.jit` of a function of jchop, compiled also under ``jax_disable_jit``, like JAX's own primitives.
 
-    Op by op its results could differ, since XLA contracts products and sums. And a primitive that compiles itself when
-    it is called would call itself for ever.
+    Results of separate operations could differ, since XLA contracts products and sums. A primitive that compiles itself
+    when it is called would recurse without end.
 
     Args:
         function: traced under `own_settings`; it calls no function of the user.
@@ -39,7 +39,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # JAX traces it with the flag off. With the flag on, it calls it with the arguments themselves.
+        # JAX traces the function with the flag off. With the flag on, it calls it with the arguments themselves.
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             with jax.disable_jit(False):
                 return jitted(*args, **kwargs)
@@ -51,11 +51,11 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def split(key: jax.Array, count: int = 2) -> jax.Array:
-    """`jax.random.split`, with the same keys whatever ``jax_threefry_partitionable`` says.
+    """`jax.random.split`, with the same keys for every value of ``jax_threefry_partitionable``.
 
     Args:
         key: a typed key.
-        count: how many keys. Default 2.
+        count: number of keys. Default 2.
 
     Example:
         >>> with jax.threefry_partitionable(False):

@@ -1,4 +1,4 @@
-"""How a sum of products is accumulated: which numbers are rounded to what, and in which order they are added.
+"""The arithmetic of a sum of products: the roundings, and the order of the additions.
 
 Throughout, P and A are the roundings of products and of accumulator values, and the K products of one output element
 are a_k b_k, k = 0 ... K-1.
@@ -18,7 +18,7 @@ __all__ = ["MatmulSpec", "Order"]
 
 #: The orders that take a block length.
 _BLOCKED = ("blocked", "matrix_unit")
-#: The orders in which one multiply-add follows another, and so can be fused.
+#: The sequential orders of multiply-adds, which can be fused.
 _STEPWISE = ("sequential", "blocked")
 _KINDS = ("sequential", "blocked", "pairwise", "matrix_unit")
 _LONGEST = (1 << 31) - 1
@@ -29,20 +29,20 @@ class Order:
     """The order in which products are added; its text is ``"sequential"``, ``"blocked(8)"`` and so on.
 
     * ``sequential``: c <- A(c + P(a_k b_k)) from c = 0, k ascending.
-    * ``blocked(b)``: each block of b products summed so from zero, then the block sums, in the same way (FABsum:
-      Blanchard, Higham and Mary, SIAM J. Sci. Comput. 42, 2020).
+    * ``blocked(b)``: each block of b products is summed in this way from zero, then the block sums (FABsum: Blanchard,
+      Higham and Mary, SIAM J. Sci. Comput. 42, 2020).
     * ``pairwise``: a sum of n is A(left + right), the left part the largest power of two below n.
-    * ``matrix_unit(b)``: c <- A(c + d), where d is the sum of a block of b products by the carrier's own dot: one
-      rounding into the accumulator for each block, as tensor cores and systolic arrays do.
+    * ``matrix_unit(b)``: c <- A(c + d), with d the sum of a block of b products by the carrier's dot: one rounding into
+      the accumulator for each block, as in tensor cores and systolic arrays.
 
-    A last block that is not full is a smaller block.
+    The last block may be smaller.
 
     Args:
         kind: ``"sequential"``, ``"blocked"``, ``"pairwise"`` or ``"matrix_unit"``.
         block: products in a block, b >= 1, for the two orders that have blocks; else None.
 
     Raises:
-        TypeError, ValueError: for a kind that is not known, or a block that is missing, out of place or no length.
+        TypeError, ValueError: for an unknown kind, or a block that is missing, superfluous or not a positive integer.
 
     Example:
         >>> import jchop as jc
@@ -67,7 +67,7 @@ class Order:
 
     @staticmethod
     def parse(text: str) -> Order:
-        """The order that a text says, such as ``"matrix_unit(16)"``."""
+        """The order of a text such as ``"matrix_unit(16)"``."""
         found = _TEXT.fullmatch(check_text("order", text))
         if found is None or found["kind"] not in _KINDS:
             raise ValueError(f"order={quoted(text)} is not known; allowed: {_ORDERS}")
@@ -82,15 +82,15 @@ _ORDERS = "'sequential', 'blocked(b)', 'pairwise', 'matrix_unit(b)' with a block
 class MatmulSpec:
     """The arithmetic of a matrix product or another sum of products: every rounding in it, and the order of the sum.
 
-    Each of the three roundings is done once, from the exact result of its operation: the carrier's own rounding does
-    not show, in any mode. None stands for the carrier: a product or a sum is then the carrier's (to nearest, ties to
-    even), and an operand is taken as it is.
+    Each of the three roundings is applied once, to the exact result of its operation, without an intermediate rounding
+    to the carrier, in every mode. None stands for the carrier: a product or a sum is then the carrier's (to nearest,
+    ties to even), and an operand is not rounded.
 
     Args:
-        operands: what both operands are rounded to first: a `Spec`, a format, or text; default None.
-        product: P, what every product a_k b_k is rounded to; default None. Not with ``fused`` nor ``matrix_unit``,
-            which have no product of its own.
-        accumulate: A, what every sum is rounded to; default None, **the carrier**: float32, say, not the operands'
+        operands: the rounding of both operands before the product: a `Spec`, a format, or text; default None.
+        product: P, the rounding of every product a_k b_k; default None. Not with ``fused`` or ``matrix_unit``, which
+            have no separate product.
+        accumulate: A, the rounding of every sum; default None, **the carrier** (such as float32), not the operands'
             format.
         order: an `Order`, or its text: ``"sequential"`` (the default), ``"blocked(b)"``, ``"pairwise"``,
             ``"matrix_unit(b)"``.
@@ -98,7 +98,7 @@ class MatmulSpec:
             ``blocked``. Default False.
 
     Raises:
-        TypeError, ValueError: for a field that is not allowed, or a combination that says nothing.
+        TypeError, ValueError: for a field that is not allowed, or has no effect beside the others.
 
     Example:
         >>> import jchop as jc
@@ -156,7 +156,7 @@ class MatmulSpec:
 
     @property
     def stochastic(self) -> bool:
-        """Whether any rounding draws random bits, so that a key is needed."""
+        """Whether any rounding draws random bits, and therefore needs a key."""
         return any(spec is not None and spec.rounding.stochastic for spec in map(self.__getattribute__, _ROUNDINGS))
 
     def __str__(self) -> str:

@@ -1,8 +1,9 @@
-"""Backward rules: what happens to the cotangent of a rounded value.
+"""Backward rules for the cotangent of a rounded value.
 
-Rounding is flat almost everywhere, so its own derivative says nothing. The straight-through estimator takes it for the
-identity (Bengio et al., arXiv 1308.3432). `jax.custom_vjp` would refuse forward mode; here a tangent passes through a
-linear map of its own, `on_cotangent`, whose transpose is any rule we like. So jvp, vjp, and both nested, hold.
+The derivative of rounding is zero almost everywhere, which is useless for training. The straight-through estimator
+replaces rounding by the identity (Bengio et al., arXiv 1308.3432). `jax.custom_vjp` does not support forward mode. So a
+tangent passes through the linear map `on_cotangent`, whose transpose is an arbitrary rule; jvp, vjp, and both nested,
+work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def on_cotangent(rule: Callable[..., Array], tangent: Array, *residuals: Any) ->
     Args:
         rule: a hashable function; equal rules share one trace.
         tangent: the tangent of a value, any shape.
-        residuals: further arrays of the rule, which nothing is differentiated by.
+        residuals: further arrays for the rule, without derivatives.
     """
     return _on_cotangent_p.bind(tangent, *residuals, rule=rule, vmaps=())
 
@@ -49,7 +50,7 @@ def _transpose(cotangent, tangent, *residuals, rule, vmaps):
     nothing = [None] * len(residuals)
     if type(cotangent) is ad.Zero:
         return [ad.Zero(tangent.aval), *nothing]
-    for axes in vmaps:  # the rule as it stood inside each vmap, the outermost last
+    for axes in vmaps:  # the rule is applied inside each vmap, the outermost last
         rule = jax.vmap(rule, in_axes=axes)
     return [rule(cotangent, *residuals), *nothing]
 
@@ -57,7 +58,7 @@ def _transpose(cotangent, tangent, *residuals, rule, vmaps):
 def _batch(args, dims, *, rule, vmaps):
     tangent, *residuals = args
     size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
-    if dims[0] is None:  # the cotangent will have a row for each row of the residuals
+    if dims[0] is None:  # the cotangent has a row for each row of the residuals
         tangent = jnp.broadcast_to(tangent, (size, *tangent.shape))
     else:
         tangent = jnp.moveaxis(tangent, dims[0], 0)

@@ -1,21 +1,22 @@
-"""MATLAB chop's own words: ``chop(x, options)`` as N. J. Higham and S. Pranesh's function of that name takes them.
+"""MATLAB's ``chop(x, options)`` of N. J. Higham and S. Pranesh.
 
 *Simulating Low Precision Floating-Point Arithmetic*, SIAM J. Sci. Comput. 41(5), 2019; the function of MATLAB is at
-https://github.com/higham/chop. docs/matlab.md shows how MATLAB calls this one. What differs, each on purpose:
+https://github.com/higham/chop. docs/matlab.md shows how to call this function from MATLAB. Intended differences:
 
-* A number is rounded once. MATLAB's function rounds to nearest twice between 0 and the smallest number, the smallest
-  subnormal one or with ``subnormal`` 0 the smallest normal one: first as if smaller numbers existed, then to 0 or that
-  number. So what lies just below half of it may come out as the number itself.
-* Ties at half the smallest number go to the even neighbour, 0, with ``subnormal`` 0 as well; MATLAB's goes to the
-  smallest normal number there. The stochastic modes round up there as often as they should; MATLAB's never do.
+* A number is rounded once. Between 0 and the smallest number (the smallest subnormal one, or with ``subnormal`` 0 the
+  smallest normal one) MATLAB's function rounds to nearest twice: first as if smaller numbers existed, then to 0 or the
+  smallest number. So a number just below half of it may round up to it.
+* Ties at half the smallest number go to the even neighbour, 0, also with ``subnormal`` 0, for which MATLAB's go to the
+  smallest normal number. Below the smallest number, the stochastic modes round up with the right probability; MATLAB's
+  never round up there.
 * -0 stays -0, and NaN NaN.
-* There is no global generator and there are no global options: what is random needs ``seed``, or ``randfunc`` for the
-  rounding. The options are not handed back, and calling with an empty `x` sets nothing.
-* ``round`` 6 takes infinity for half of the numbers between the largest one and 2^(emax + 1); MATLAB's for all of them
-  from half a unit above the largest on. ``round`` 5 does not overflow, there as here.
+* There is no global generator and there are no global options: random options require ``seed``, or ``randfunc`` for the
+  rounding. The options are not returned, and a call with an empty `x` sets nothing.
+* ``round`` 6 rounds numbers between the largest one and 2^(emax + 1) to infinity with probability 1/2; MATLAB's rounds
+  all of them to infinity from half a unit above the largest on. ``round`` 5 does not overflow in either.
 * ``params`` takes up to 53 bits of significand.
-* With ``explim`` 0 the range is that of the data type, below whose smallest normal number values lie as far apart as
-  just above it.
+* With ``explim`` 0 the range is that of the data type; below its smallest normal number the distance of values is the
+  same as just above it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jchop.spec import Spec
 
 __all__ = ["chop"]
 
-#: Significand bits t (the leading one counted) and largest exponent emax of each format.
+#: Significand bits t (including the leading one) and largest exponent emax of each format.
 FORMATS = {
     **dict.fromkeys(("q43", "fp8-e4m3"), (4, 7)),
     **dict.fromkeys(("q52", "fp8-e5m2"), (3, 15)),
@@ -49,7 +50,7 @@ FORMATS = {
     **dict.fromkeys(("d", "double", "fp64"), (53, 1023)),
 }
 _CUSTOM = ("c", "custom")
-#: Formats that have no subnormal numbers unless the options say so.
+#: Formats without subnormal numbers by default.
 FLUSHED = ("b", "bfloat16")
 #: Rounding and overflow of each number of ``round``.
 ROUNDS = {
@@ -65,13 +66,13 @@ _EXPONENT_BITS = {"float32": 8, "float64": 11}
 
 
 def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
-    """`x` rounded to a lower precision, as MATLAB's ``chop(x, options)``.
+    """`x` rounded to a lower precision, like MATLAB's ``chop(x, options)``.
 
     Args:
-        x: single or double precision numbers in whatever MATLAB passes them in: a float, an ``array.array``, a
-            memoryview or array in Fortran order; any shape.
-        options: a dict (a MATLAB struct becomes one), or an object with attributes. An option that is missing, None or
-            empty has its default:
+        x: single or double precision numbers as passed by MATLAB: a float, an ``array.array``, a memoryview or an array
+            in Fortran order; any shape.
+        options: a dict (from a MATLAB struct), or an object with attributes. A missing, None or empty option has its
+            default:
 
             * ``format``: ``'h'`` (default; ``'half'``, ``'fp16'``), ``'b'`` (``'bfloat16'``), ``'t'`` (``'tf32'``),
               ``'s'`` (``'single'``, ``'fp32'``), ``'d'`` (``'double'``, ``'fp64'``), ``'q43'`` (``'fp8-e4m3'``),
@@ -81,20 +82,21 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
             * ``subnormal``: 1 (default) for gradual underflow, 0 for none; 0 is the default of ``'b'``.
             * ``round``: 1 to nearest, ties to even (default); 2 toward +inf; 3 toward -inf; 4 toward zero; 5 up or down
               at random, the nearer with the larger probability; 6 with equal probability.
-            * ``explim``: 1 (default); 0 leaves exponents as far as the data type has them.
-            * ``flip``: 1 flips with probability ``p`` (default 0.5) a random significand bit of each rounded number, as
-              `jchop.flip_bits` does. Default 0.
-            * ``randfunc``: a function of n that gives n numbers in [0, 1), from which ``round`` 5 and 6 draw: one for
-              each element, in MATLAB's (Fortran) order. A number below the discarded fraction (below 0.5) rounds away.
-            * ``seed``: an integer that the random bits are drawn by, where ``randfunc`` does not give them.
-        more: options by name; they take the place of those in `options`.
+            * ``explim``: 1 (default); 0 for the exponent range of the data type.
+            * ``flip``: 1 flips with probability ``p`` (default 0.5) a random significand bit of each rounded number,
+              like `jchop.flip_bits`. Default 0.
+            * ``randfunc``: a function of n that returns n numbers in [0, 1) for ``round`` 5 and 6: one for each
+              element, in MATLAB's (Fortran) order. A number below the discarded fraction (for 6: below 0.5) rounds
+              away.
+            * ``seed``: an integer from which the random bits are drawn, unless ``randfunc`` is given.
+        more: options by name; they override those in `options`.
 
     Returns:
-        NumPy numbers of the shape and precision of `x`, in Fortran order where `x` is.
+        NumPy numbers of the shape and precision of `x`, in Fortran order if `x` is.
 
     Raises:
         TypeError: for other data, or an option of the wrong type.
-        ValueError: for an unknown option or value, or where something is random and neither seeded nor given.
+        ValueError: for an unknown option or value, or a random option without ``seed`` or ``randfunc``.
 
     Example:
         >>> import jchop.matlab
@@ -118,20 +120,20 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
     randfunc = given.get("randfunc")
     if not spec.rounding.stochastic or randfunc is None:
         if spec.rounding.stochastic and key is None:
-            raise ValueError("round 5 and 6 draw random numbers: give seed or randfunc")
+            raise ValueError("round 5 and 6 draw random numbers: pass seed or randfunc")
         rounded = round_to_format(array, spec, key)
     else:
         rounded = rounded_by(array, spec, randfunc)
     if _switch(given, "flip", False):
         if key is None:
-            raise ValueError("flip=1 flips bits at random: give seed")
+            raise ValueError("flip=1 flips bits at random: pass seed")
         rounded = flip_bits(rounded, Spec(spec.format), given.get("p", 0.5), key)
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     return np.asarray(rounded, order=order) if array.ndim else rounded[()]
 
 
 def chop_spec(name: Any, subnormal: bool | None, mode: Any, explim: bool, params: Any, dtype: str) -> Spec:
-    """The spec that options of *chop* say, for data of a dtype, which bounds the exponents where `explim` is False."""
+    """The spec for options of *chop* and data of a dtype, which bounds the exponents if `explim` is False."""
     if name in _CUSTOM:
         bits, emax = _custom(params)
     elif name in FORMATS:
@@ -147,7 +149,7 @@ def chop_spec(name: Any, subnormal: bool | None, mode: Any, explim: bool, params
 
 
 def float_format(bits: int, emax: int, subnormals: bool = True) -> FloatFormat:
-    """The format of `bits` significand bits, the leading one counted, with exponents from 1 - emax to emax."""
+    """The format of `bits` significand bits, including the leading one, with exponents from 1 - emax to emax."""
     return FloatFormat((2 * emax + 1).bit_length(), bits - 1, bias=emax, max_exponent=emax, subnormals=subnormals)
 
 
@@ -165,7 +167,7 @@ def _custom(params: Any) -> tuple[int, int]:
 
 
 def _options(options: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """All options that are given, by name; those that are empty are not."""
+    """The given options by name, without empty ones."""
     if options is None:
         given = {}
     elif isinstance(options, Mapping):
@@ -182,7 +184,7 @@ def _options(options: Any, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    """A float that is a whole number, as MATLAB passes them, as an int."""
+    """A float that is a whole number as an int, because MATLAB passes integers as floats."""
     return int(value) if isinstance(value, float | np.floating) and float(value).is_integer() else value
 
 
@@ -205,17 +207,17 @@ def _switch(given: Mapping[str, Any], name: str, default: bool | None) -> bool |
 def _numbers(x: Any) -> np.ndarray:
     array = as_numpy("x", x)
     if array.dtype.name not in _EXPONENT_BITS:
-        raise TypeError(f"x has dtype {array.dtype}, and must be of single or double precision")
+        raise TypeError(f"x has dtype {array.dtype}, but must be of single or double precision")
     return array
 
 
 def rounded_by(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.ndarray:
-    """`x` rounded with the numbers of `randfunc` in place of the random bits."""
+    """`x` rounded with the numbers of `randfunc` instead of random bits."""
     drawn = as_numpy(f"randfunc({x.size})", randfunc(x.size)).astype(np.float64).ravel(order="F")
     if drawn.size != x.size or not ((drawn >= 0) & (drawn < 1)).all():
-        raise ValueError(f"randfunc({x.size}) must give {x.size} numbers in [0, 1)")
+        raise ValueError(f"randfunc({x.size}) must return {x.size} numbers in [0, 1)")
     width = 8 * x.dtype.itemsize
-    # Away where word + floor(fraction 2^width) carries: so the smaller the number, the larger the word.
+    # The result is rounded away if word + floor(fraction 2^width) carries, so a smaller number becomes a larger word.
     word = ~np.ldexp(drawn, width).astype(f"uint{width}")
     with jax.enable_x64(True):
         return np.array(_round_with(x, word.reshape(x.shape, order="F"), spec))

@@ -1,7 +1,7 @@
-"""Pictures: heat maps of tables, the values of a format along the number line, and where a program loses its digits.
+"""Pictures: heat maps of tables, the values of a format on the number line, and the errors of a program.
 
-Every function returns a `matplotlib.figure.Figure` of its own and saves nothing. Matplotlib (extra ``plot``) is
-imported on first use, and pyplot never is, so no window opens and no global state changes.
+Every function returns a new `matplotlib.figure.Figure` and saves nothing. Matplotlib (extra ``plot``) is imported on
+first use. pyplot is not imported, so no window opens and no global state changes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Panel:
 
     Args:
         values: numbers, rows by columns; NaN is drawn grey and written "nan".
-        title: what the numbers are, with their unit.
-        text: how a number is written in its cell, a `format` specification; default ``".1f"``.
-        log: colours on a logarithmic scale (positive values); default False.
-        low_is_good: the bright end of the colours belongs to low values; default False.
-        ceiling: where the colours end; higher values share the last one. Default: the largest value.
-        spread: numbers written below the values, as "±"; of the shape of `values`, NaN for nothing. Default None.
+        title: name of the numbers, with their unit.
+        text: `format` specification of the number in a cell; default ``".1f"``.
+        log: whether the colour scale is logarithmic (positive values); default False.
+        low_is_good: whether bright colours mean low values; default False.
+        ceiling: upper end of the colour scale; higher values have the last colour. Default: the largest value.
+        spread: numbers below the values, with "±"; in the shape of `values`, NaN for none. Default None.
 
     Example:
         >>> from jchop import plot
@@ -88,7 +88,7 @@ def heat_map(
         for what, table in (("values", panel.values), ("spread", panel.spread)):
             if table is not None and np.shape(table) != (len(rows), len(columns)):
                 raise ValueError(
-                    f"panels: {what} of {panel.title!r} has shape {np.shape(table)}; rows and columns ask for "
+                    f"panels: {what} of {panel.title!r} has shape {np.shape(table)}; rows and columns require "
                     f"{(len(rows), len(columns))}"
                 )
     tall = 0.36 if all(panel.spread is None for panel in panels) else 0.42
@@ -144,23 +144,23 @@ def _scale(panel: Panel, values: np.ndarray) -> Any:
 
 
 def _luminance(colour: Any) -> float:
-    """Relative luminance of an sRGB colour (WCAG 2, without its gamma): enough to choose black or white ink."""
+    """Relative luminance of an sRGB colour (WCAG 2, without gamma), to choose black or white text."""
     return 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2]
 
 
 def value_grid(fmt: ElementFormat | str) -> Figure:
-    """The values of a format on a logarithmic axis, and how far apart they are.
+    """The values of a format on a logarithmic axis, and their distances.
 
     The upper panel has a line for each value; subnormal values have another colour, and the ends of the ranges are
-    marked. The lower panel shows, between each two neighbours a < b, the largest relative error of rounding to nearest
-    there, (b - a) / (b + a), which their midpoint has.
+    marked. The lower panel shows, between neighbours a < b, the largest relative error of rounding to nearest: (b - a)
+    / (b + a), at the midpoint.
 
     Args:
         fmt: a format of at most 16 bits, or its text.
 
     Raises:
         TypeError: for a scaled format, whose values depend on the data.
-        ValueError: for a wider format, one whose values binary64 cannot hold, or one without a positive value.
+        ValueError: for a wider format, a format whose values binary64 cannot hold, or one without a positive value.
 
     Example:
         >>> from jchop import plot
@@ -201,7 +201,7 @@ def _element(fmt: ElementFormat | str) -> ElementFormat:
 
 
 def _magnitude_rows(values: np.ndarray) -> dict[str, np.ndarray]:
-    """Magnitudes by sign; one row where both signs have the same."""
+    """Magnitudes by sign; one row if both signs have the same."""
     positive, negative = values[values > 0], -values[values < 0][::-1]
     if np.array_equal(positive, negative):
         return {"both\nsigns": positive} if positive.size else {}
@@ -223,7 +223,7 @@ def _draw_rug(axes: Axes, fmt: ElementFormat, rows: dict[str, np.ndarray]) -> No
 
 
 def _landmarks(fmt: ElementFormat, row: np.ndarray) -> dict[float, str]:
-    """What the marked values are called; a value with two names has both."""
+    """The labels of marked values; a value can have two."""
     names = {"smallest": float(row[0]), "largest": float(row[-1])}
     if isinstance(fmt, FloatFormat):
         named = {"smallest subnormal": fmt.smallest_subnormal, "smallest normal": fmt.smallest_normal}
@@ -243,7 +243,7 @@ def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
     close = [*(steps < 0.2 * steps.sum()), False]
     level = 0
     for index in reversed(range(len(places))):
-        # A label too close to the next one on its right stands above it, and both start at their lines.
+        # A label too close to the next one on its right is placed above it.
         level = level + 1 if close[index] else 0
         paired = close[index] or close[index - 1]
         axes.annotate(
@@ -267,7 +267,7 @@ def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
 
 
 def _label(value: float) -> str:
-    """Short numbers as they are, other powers of two as such."""
+    """Short numbers in decimal, other powers of two as 2^k."""
     text = f"{value:.6g}"
     exponent = float(np.log2(value))
     return f"$2^{{{exponent:.0f}}}$" if len(text) > 6 and exponent.is_integer() else text
@@ -300,20 +300,20 @@ def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
 
 
 def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
-    """The operations of an emulated program as bars: their errors, and what was lost.
+    """The operations of an emulated program as bars: errors, overflows and underflows.
 
-    One group of bars for each row of the report, in the order of the program, with its file and line. On the left,
-    logarithmic, the largest relative error of one operation and of the program so far; an operation without an error
-    has no bar. An operation without a finite result to compare, after an overflow, has a hatched bar of full length. On
-    the right, how many results overflowed, became zero, are infinite and are NaN.
+    There is one group of bars for each row of the report, in program order, with its file and line. The left side
+    shows, logarithmically, the largest relative error of one operation and of the program so far; an operation without
+    an error has no bar. An operation without finite results has a hatched bar of full length. The right side shows the
+    numbers of results that overflowed, became zero, are infinite and are NaN.
 
     Args:
-        seen: what ``jchop.emulate.report(..., trace_values=True)`` returned.
+        seen: a result of ``jchop.emulate.report(..., trace_values=True)``.
         title: the title above the bars. Default ``"Where the digits go"``.
 
     Raises:
-        TypeError: for anything else than a report.
-        ValueError: for a report that was made without ``trace_values=True``, or has no rows.
+        TypeError: if `seen` is not a report.
+        ValueError: for a report without ``trace_values=True``, or without rows.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -328,7 +328,7 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
 
     rows, traced = getattr(seen, "rows", None), getattr(seen, "traced", False)
     if rows is None:
-        raise TypeError(f"seen={seen!r} must be what jchop.emulate.report returned")
+        raise TypeError(f"seen={seen!r} must be a result of jchop.emulate.report")
     if not traced or not rows:
         raise ValueError("seen must hold what was seen: pass trace_values=True to jchop.emulate.report, for a program "
                          "with at least one operation")  # fmt: skip
@@ -372,7 +372,7 @@ def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_bars(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> None:
-    """A bar for each name in each row, with its number; none where it is zero or not known."""
+    """A bar for each name in each row, with its number; no bar if it is zero or unknown."""
     height = 0.76 / len(bars)
     for index, (name, values) in enumerate(bars.items()):
         shift = (index + 0.5) * height - 0.38

@@ -1,4 +1,4 @@
-"""Which neighbour is taken: rounding modes and overflow rules.
+"""Rounding modes and overflow rules.
 
 Throughout, x is the exact real input, lo <= |x| <= hi its two neighbours in the format F extended upward without an
 exponent limit, q = hi - lo, and nu = (|x| - lo) / q the discarded fraction. R is a uniform integer of N random bits.
@@ -15,9 +15,9 @@ __all__ = ["Overflow", "Rounding"]
 
 
 class Rounding(enum.Enum):
-    """Which neighbour of x a rounding takes. Values already in F never move, in any mode.
+    """The neighbour of x that a rounding returns. Values in F are unchanged in every mode.
 
-    Text is accepted wherever a member is: its value (``"nearest_even"``) or a short name (``"rne"``).
+    Every function that takes a member also takes its text: the value (``"nearest_even"``) or a short name (``"rne"``).
 
     Example:
         >>> import jchop as jc
@@ -37,25 +37,25 @@ class Rounding(enum.Enum):
     DOWN = "down"
     #: lo in magnitude (IEEE 754 roundTowardZero)
     TOWARD_ZERO = "toward_zero"
-    #: x where it is in F, else the neighbour whose last significand bit is 1 (P3109 ToOdd)
+    #: x if it is in F, else the neighbour whose last significand bit is 1 (P3109 ToOdd)
     ODD = "odd"
-    #: hi where floor(nu 2^N) + R >= 2^N, else lo (P3109 StochasticA; proportional, unbiased)
+    #: hi if floor(nu 2^N) + R >= 2^N, else lo (P3109 StochasticA; proportional, unbiased)
     STOCHASTIC = "stochastic"
-    #: hi where floor(nu 2^(N+1)) + 2R + 1 >= 2^(N+1), else lo (P3109 StochasticB)
+    #: hi if floor(nu 2^(N+1)) + 2R + 1 >= 2^(N+1), else lo (P3109 StochasticB)
     STOCHASTIC_B = "stochastic_b"
-    #: hi where rne(nu 2^N) + R >= 2^N, else lo (P3109 StochasticC)
+    #: hi if rne(nu 2^N) + R >= 2^N, else lo (P3109 StochasticC)
     STOCHASTIC_C = "stochastic_c"
-    #: x where it is in F, else hi or lo with probability 1/2 each
+    #: x if it is in F, else hi or lo with probability 1/2 each
     STOCHASTIC_EQUAL = "stochastic_equal"
 
     @property
     def stochastic(self) -> bool:
-        """Whether the mode draws random bits, and so needs a key."""
+        """Whether the mode draws random bits and therefore needs a key."""
         return self in _STOCHASTIC
 
 
 class Overflow(enum.Enum):
-    """What becomes of a value whose rounded magnitude exceeds the largest finite one of F.
+    """The result for a value whose rounded magnitude exceeds the largest finite one of F.
 
     Example:
         >>> import jchop as jc
@@ -63,12 +63,12 @@ class Overflow(enum.Enum):
         (inf, 57344.0)
     """
 
-    #: inf where the mode rounds outward (NaN where F has no inf), the largest finite value where it rounds inward
-    #: (P3109 SatNone for the formats of `p3109`, which without inf take the largest finite value)
+    #: inf if the mode rounds outward (NaN if F has no inf), the largest finite value if it rounds inward (P3109 SatNone
+    #: for the formats of `p3109`, which without inf take the largest finite value)
     IEEE = "ieee"
     #: always the largest finite value, infinities included (OCP saturating, P3109 SatFinite)
     SATURATE = "saturate"
-    #: finite values saturate, infinities stay, or are NaN where F has no inf (P3109 SatPropagate for the formats of
+    #: finite values saturate, infinities stay, or become NaN if F has no inf (P3109 SatPropagate for the formats of
     #: `p3109`, which without inf take the largest finite value)
     PROPAGATE = "propagate"
     #: two's complement wrap-around; fixed point and integers only
@@ -77,7 +77,7 @@ class Overflow(enum.Enum):
 
 _STOCHASTIC = frozenset({Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C, Rounding.STOCHASTIC_EQUAL})
 
-#: Short names in common use beside the members' own values.
+#: Common short names of the members.
 ROUNDING_ALIASES = {
     "nearest": Rounding.NEAREST_EVEN,
     "rne": Rounding.NEAREST_EVEN,
@@ -105,10 +105,10 @@ def _member(kind: type[_Member], value: object, argument: str, aliases: dict[str
 
 
 def as_rounding(value: object) -> Rounding:
-    """The member that `value` (a member, its value or a short name) means."""
+    """The member for `value`: a member, its value or a short name."""
     return _member(Rounding, value, "rounding", ROUNDING_ALIASES)
 
 
 def as_overflow(value: object) -> Overflow:
-    """The member that `value` (a member or its value) means."""
+    """The member for `value`: a member or its value."""
     return _member(Overflow, value, "overflow", {})

@@ -16,12 +16,12 @@ __all__ = ["Gradient", "Spec", "as_spec", "parse"]
 
 @dataclass(frozen=True)
 class Gradient:
-    """What the backward pass does to the cotangent g of a rounded value.
+    """The backward rule for the cotangent g of a rounded value.
 
     Args:
-        clipped: zero g where the value overflowed (clipped straight-through); else g passes unchanged
+        clipped: whether g is zero for values that overflowed (clipped straight-through). Otherwise g passes unchanged
             (straight-through, Bengio et al., arXiv 1308.3432).
-        round: a Spec, format or text that g is then rounded to. A stochastic one draws from ``gradient_key``.
+        round: a Spec, format or text to which g is then rounded. A stochastic one draws from ``gradient_key``.
 
     Example:
         >>> import jax, jchop as jc
@@ -53,22 +53,22 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Spec:
-    """Which values, which neighbour, and what at the ends: IEEE P3109's projection specification.
+    """Format, rounding mode and overflow rule of a rounding: IEEE P3109's projection specification.
 
     Args:
-        format: an element format or a `ScaledFormat`, or its text. Of a scaled format the rest says how its elements
-            are rounded.
+        format: an element format or a `ScaledFormat`, or its text. For a scaled format the other fields apply to its
+            elements.
         rounding: a `Rounding`, or its text; default ``"nearest_even"``.
-        overflow: an `Overflow`, or its text. Default (None): ``"ieee"``, where fixed point and integers saturate, and
+        overflow: an `Overflow`, or its text. Default (None): ``"ieee"``, under which fixed point and integers saturate;
             for a scaled format ``"saturate"``.
         random_bits: bits N that a stochastic mode draws for each element, 1 to 32, to 64 for float64 (to 31 and 63 for
-            ``"stochastic_b"`` and ``"stochastic_c"``). Default: as many as there are, which leaves a bias below 2^-31
-            of a quantum.
-        flush: every magnitude below the smallest normal value becomes zero before anything else (hardware FTZ).
-        gradient: ``"straight_through"``, ``"clipped"``, a `Gradient`, or what the cotangent is rounded to.
+            ``"stochastic_b"`` and ``"stochastic_c"``). Default: the maximum, with a bias below 2^-31 of the distance
+            between neighbours.
+        flush: whether magnitudes below the smallest normal value become zero before rounding (hardware FTZ).
+        gradient: ``"straight_through"``, ``"clipped"``, a `Gradient`, or a spec to which the cotangent is rounded.
 
     Raises:
-        TypeError, ValueError: for a field that is not allowed, or a combination that says nothing.
+        TypeError, ValueError: for a field that is not allowed, or has no effect beside the others.
 
     Example:
         >>> import jchop as jc
@@ -77,7 +77,7 @@ class Spec:
         ('e5m2:stochastic:saturate', True)
     """
 
-    format: ElementFormat  # or a ScaledFormat, which `as_spec` keeps from callers that know of elements alone
+    format: ElementFormat  # or a ScaledFormat, which `as_spec` refuses for callers that handle elements only
     rounding: Rounding = Rounding.NEAREST_EVEN
     overflow: Overflow = None  # type: ignore[assignment]
     random_bits: int | None = None
@@ -110,7 +110,7 @@ class Spec:
             object.__setattr__(self, "random_bits", check_int("random_bits", self.random_bits, 1, 64))
             if not self.rounding.stochastic or self.rounding is Rounding.STOCHASTIC_EQUAL:
                 raise ValueError(
-                    f"random_bits={self.random_bits} says nothing under rounding={self.rounding.value!r}; "
+                    f"random_bits={self.random_bits} has no effect under rounding={self.rounding.value!r}; "
                     "it belongs to 'stochastic', 'stochastic_b' and 'stochastic_c'"
                 )
         self._check_overflow()
@@ -127,12 +127,12 @@ class Spec:
 
     @property
     def element(self) -> ElementFormat:
-        """What elements are rounded to: the format, or that of a scaled format's elements."""
+        """The format of elements: the format itself, or the element format of a scaled one."""
         return self.format if self.scaled is None else self.scaled.element
 
     @property
     def scaled(self) -> ScaledFormat | None:
-        """The format where it is a scaled one."""
+        """The format if it is a scaled one, else None."""
         return self.format if isinstance(self.format, ScaledFormat) else None
 
     @property
@@ -155,17 +155,17 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """The Spec that a text says: ``FORMAT[:ROUNDING][:OVERFLOW][:random_bits=N][:flush][:gradient=...]``.
+    """The Spec of a text: ``FORMAT[:ROUNDING][:OVERFLOW][:random_bits=N][:flush][:gradient=...]``.
 
     Args:
         text: a format's text (see `jchop.formats.parse_format`) and then, in any order, a rounding, an overflow rule,
             ``random_bits=N``, ``flush``, and ``gradient=`` with ``clipped``, a format, ``[SPEC]`` or
-            ``clipped+[SPEC]``; a cotangent's spec of more than a format needs the brackets.
+            ``clipped+[SPEC]``; the spec of a cotangent needs the brackets unless it is only a format.
 
     Raises:
-        TypeError: where `text` is no text.
-        ValueError: for a part that is not known, or given twice, and for a text of more than 4096 characters beside the
-            levels of codebooks.
+        TypeError: if `text` is not a string.
+        ValueError: for an unknown or repeated part, and for a text of more than 4096 characters beside the levels of
+            codebooks.
 
     Example:
         >>> import jchop as jc
@@ -247,15 +247,15 @@ _GRADIENTS = (
 
 
 def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> Spec:
-    """The Spec that `value` means.
+    """`value` as a Spec.
 
     Args:
         value: a Spec, a format, or text.
-        argument: its name, for errors.
-        scaled: whether the format may be a scaled one, whose values are known of whole arrays only. Default False.
+        argument: name of the argument, for errors.
+        scaled: whether the format may be a scaled one, which rounds whole arrays only. Default False.
 
     Raises:
-        TypeError, ValueError: for what means no Spec, and for a scaled format where none may be.
+        TypeError, ValueError: for any other value, and for a scaled format if `scaled` is False.
     """
     if isinstance(value, str):
         value = parse(value)

@@ -214,7 +214,7 @@ def test_round_converts_a_file_only_without_loss(capsys: pytest.CaptureFixture[s
     np.save(whole, np.arange(5))
     np.save(fine, np.array([0.1]))
     assert "carrier float32" in lines(capsys, "round", str(whole), "--to", "e4m3", "--carrier", "float32")[0]
-    assert "say --carrier float64" in error(capsys, "round", str(whole), "--to", "e4m3")
+    assert "pass --carrier float64" in error(capsys, "round", str(whole), "--to", "e4m3")
     assert "rounded twice" in error(capsys, "round", str(fine), "--to", "e4m3", "--carrier", "float32")
 
 
@@ -287,7 +287,7 @@ def test_a_summary_is_of_all_pieces(
         (["round", "1", "--to", "e5m2", "--random-bits", "8"], "random_bits"),
         (["round", "1", "--to", "e9m10", "--carrier", "float32"], "float64"),
         (["round", "no-such-file.npy", "--to", "e5m2"], "no-such-file.npy: No such file"),
-        (["round", "a.npy", "1", "--to", "e5m2"], "stands alone"),
+        (["round", "a.npy", "1", "--to", "e5m2"], "must be the only value"),
         (["round", "1", "--to", "e5m2", "--out", "y.txt"], "must end in .npy"),
         (
             ["round", "1", "--to", "e5m2:sr", "--seed", str(2**63)],
@@ -348,10 +348,10 @@ def test_other_faults_are_one_line(
 
 def test_a_file_that_is_no_array_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
-    contents = {b"": "it is empty", b"not an array": "does not begin as one", b"PK\3\4rest": "it is a zip archive"}
+    contents = {b"": "it is empty", b"not an array": "does not begin like one", b"PK\3\4rest": "it is a zip archive"}
     for content, said in contents.items():
         path.write_bytes(content)
-        assert f"{path} is no .npy file that can be read: " in error(capsys, "round", str(path), "--to", "e5m2")
+        assert f"{path} is not a .npy file that can be read: " in error(capsys, "round", str(path), "--to", "e5m2")
         assert said in error(capsys, "round", str(path), "--to", "e5m2")
     path.unlink()
     path.mkdir()

@@ -101,7 +101,7 @@ def test_bad_files(capsys: pytest.CaptureFixture[str], source: Path) -> None:
     assert "No such file" in error(capsys, "quantize", absent, str(folder / "x.safetensors"), *rule)
     assert "No such file" in error(capsys, "inspect", absent)
     (folder / "bad.safetensors").write_bytes(b"12345678{}")
-    assert "no safetensors file" in error(capsys, "inspect", str(folder / "bad.safetensors"))
+    assert "not a safetensors file" in error(capsys, "inspect", str(folder / "bad.safetensors"))
 
 
 def test_a_regular_expression_may_hold_equals_signs(capsys: pytest.CaptureFixture[str], source: Path) -> None:

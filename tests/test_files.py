@@ -109,7 +109,7 @@ def test_errors_leave_nothing_and_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         write_atomically(tmp_path / "no" / "x", broken)
     assert caught.value.filename == str(tmp_path / "no" / "x")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         write_atomically(tmp_path, broken)
     long = tmp_path / ("ä" * 120)
     write_atomically(long, lambda file: file.write(b"new"))
@@ -120,7 +120,7 @@ def test_errors_leave_nothing_and_name_the_file(tmp_path: Path) -> None:
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "fifo")
     for path in (fifo, tmp_path, Path("/dev/null")):
-        with pytest.raises(ValueError, match="no regular file"):
+        with pytest.raises(ValueError, match="not a regular file"):
             open_regular(path)
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "nothing")

@@ -117,7 +117,7 @@ def test_random_numbers_of_the_callers_own(dtype: Any) -> None:
     half = matlab.chop(x, {"format": "q52", "round": 6, "randfunc": randfunc})
     np.testing.assert_array_equal(half, np.array([[1, 1.25, -1.0], [1.25, -1.0, 2.0**-16]]))
     for wrong in (lambda n: [0.5], lambda n: [1.0] * n):
-        with pytest.raises(ValueError, match=r"randfunc\(6\) must give 6 numbers"):
+        with pytest.raises(ValueError, match=r"randfunc\(6\) must return 6 numbers"):
             matlab.chop(x, {"round": 5, "randfunc": wrong})
 
 
@@ -138,8 +138,8 @@ def test_refused() -> None:
         (ValueError, "subnormal=2 must be 0 or 1", {"subnormal": 2}),
         (ValueError, "must be .t, emax.", {"format": "custom"}),
         (ValueError, "t from 1 to 53", {"format": "custom", "params": [54, 10]}),
-        (ValueError, "give seed or randfunc", {"round": 5}),
-        (ValueError, "give seed", {"flip": 1}),
+        (ValueError, "pass seed or randfunc", {"round": 5}),
+        (ValueError, "pass seed", {"flip": 1}),
         (ValueError, "p=2", {"flip": 1, "p": 2, "seed": 1}),
         (TypeError, "options=3", 3),
     ):

@@ -227,5 +227,5 @@ def test_report_that_saw_nothing() -> None:
     low = jc.emulate(jnp.exp, "e5m10")
     with pytest.raises(ValueError, match="trace_values=True"):
         report(jc.emulate.report(low, jnp.ones(2)))
-    with pytest.raises(TypeError, match=r"seen=\[\] must be what jchop.emulate.report returned"):
+    with pytest.raises(TypeError, match=r"seen=\[\] must be a result of jchop.emulate.report"):
         report([])  # type: ignore[arg-type]

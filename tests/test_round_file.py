@@ -85,7 +85,7 @@ def test_refused(tmp_path: Path) -> None:
         (ValueError, "chunk=0", lambda: jc.round_file(source, target, "e5m2", chunk=0)),
         (TypeError, "progress=3", lambda: jc.round_file(source, target, "e5m2", progress=3)),  # type: ignore[arg-type]
         (TypeError, "int64", lambda: jc.round_file(tmp_path / "integers.npy", target, "e5m2")),
-        (ValueError, "src=.*is no .npy file", lambda: jc.round_file(tmp_path / "text.npy", target, "e5m2")),
+        (ValueError, "src=.*is not a .npy file", lambda: jc.round_file(tmp_path / "text.npy", target, "e5m2")),
         (ValueError, "src=.*is a folder", lambda: jc.round_file(tmp_path, target, "e5m2")),
         (FileNotFoundError, "nothing", lambda: jc.round_file(tmp_path / "nothing.npy", target, "e5m2")),
     ):
@@ -118,7 +118,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     code = f"import jchop as jc; jc.round_file({str(tmp_path / 'pipe.npy')!r}, {str(tmp_path / 'out.npy')!r}, 'e5m2')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines()[-1].endswith(
-        "is no regular file, but a pipe or a device: it cannot be read in parts"
+        "is not a regular file, but a pipe or a device: it cannot be read in parts"
     )
 
 

@@ -193,7 +193,7 @@ def test_many_mutated_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("(-1,)", "'<f4'", "not that of an array of numbers"),
         ("(24)", "'<f4'", "is not known"),
         (f"({'9' * 5000},)", "'<f4'", "is not known"),
-        ("(48,)", "'|V2'", "bfloat16 is saved so"),
+        ("(48,)", "'|V2'", "also used for bfloat16"),
         ("(24,)", "[('a', '<f4')]", "not that of an array of numbers"),
         ("(24,)", "'<f5'", "which NumPy does not know"),
         ("(24,), 'x': 1", "'<f4'", "not that of an array of numbers"),
@@ -204,7 +204,7 @@ def test_a_header_is_checked_against_the_file(tmp_path: Path, shape: str, descr:
     header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}\n".encode()
     source = tmp_path / "x.npy"
     source.write_bytes(with_header(header, bytes(96), 1))
-    with pytest.raises(ValueError, match=r"is no \.npy file that can be read") as refused:
+    with pytest.raises(ValueError, match=r"is not a \.npy file that can be read") as refused:
         jc.round_file(source, tmp_path / "y.npy", "e5m2")
     assert said in str(refused.value)
 

@@ -120,8 +120,8 @@ def test_gradient_forms(gradient, expected):
         ({"random_bits": 65, "rounding": "sr"}, "random_bits=65 must be an integer from 1 to 64"),
         ({"random_bits": 8.0, "rounding": "sr"}, "random_bits=8.0 must be an integer"),
         ({"random_bits": True, "rounding": "sr"}, "random_bits=True must be an integer"),
-        ({"random_bits": 8}, "random_bits=8 says nothing under rounding='nearest_even'.*'stochastic'"),
-        ({"random_bits": 8, "rounding": "stochastic_equal"}, "random_bits=8 says nothing.*'stochastic_equal'"),
+        ({"random_bits": 8}, "random_bits=8 has no effect under rounding='nearest_even'.*'stochastic'"),
+        ({"random_bits": 8, "rounding": "stochastic_equal"}, "random_bits=8 has no effect.*'stochastic_equal'"),
         ({"overflow": "wrap"}, "overflow='wrap' is for fixed point and integers, not float8_e4m3"),
         ({"overflow": "wrap", "format": "codebook(0,1)"}, "overflow='wrap' is for fixed point and integers"),
         ({"overflow": "wrap", "format": "fixed4.4(symmetric=true)"}, "overflow='wrap' needs the whole .* range"),
@@ -176,7 +176,7 @@ def test_bad_gradients_are_refused(build, words):
         ("e5m2:gradient=", "gradient=''"),
         ("e5m2:gradient=[e5m2:gradient=clipped]", "the Spec of a cotangent has no gradient of its own"),
         ("bloat16:up", "'bloat16' is not known; close: bfloat16"),
-        ("e5m2:random_bits=3", "random_bits=3 says nothing"),
+        ("e5m2:random_bits=3", "random_bits=3 has no effect"),
     ],
 )
 def test_unknown_text(text, words):

@@ -1,1 +1,1 @@
-"""What the commands of the command line do; `jchop.__main__` reads the arguments."""
+"""The commands of the command line; `jchop.__main__` parses the arguments."""

@@ -90,7 +90,7 @@ def _facts(fmt: ElementFormat) -> list[tuple[str, str]]:
 
 
 def _scaled_facts(fmt: ScaledFormat) -> list[tuple[str, str]]:
-    """Which elements share a scale, and how scales are chosen and kept."""
+    """The grouping of a scaled format, and the choice and format of its scales."""
     group = f"{fmt.group} along axis {fmt.axis}" if fmt.group is not None else "the whole tensor"
     rule = SCALE_RULES.get(fmt.rule, SCALE_RULES["percentile(q)"])
     facts = {
@@ -113,7 +113,7 @@ def _or_none(value: object) -> str:
 
 
 def _notable(fmt: ElementFormat) -> list[tuple[str, str, str, str]]:
-    """The codes worth knowing, with their values; those that the format lacks are left out."""
+    """Notable codes with their values; codes that the format lacks are omitted."""
     candidates = {
         "zero": 0.0,
         "minus zero": -0.0 if fmt.has_negative_zero else None,

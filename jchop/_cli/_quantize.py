@@ -21,7 +21,7 @@ def run_quantize(options: argparse.Namespace) -> None:
     check_suffix("OUT", options.target, _SUFFIX)
     rules = [_rule(text) for text in options.rule]
     if options.target.exists() and not options.force:
-        raise ValueError(f"{options.target} exists; --force writes a new file in its place")
+        raise ValueError(f"{options.target} exists; --force replaces it")
     reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=Percents("quantize"))
     print(_report(reports))
     print(f"\nwrote {printable(str(options.target))}")
@@ -36,7 +36,7 @@ def run_inspect(options: argparse.Namespace) -> None:
 
 
 def _rule(text: str) -> Rule:
-    """``REGEX=SPEC``: cut at the first equals sign behind which a spec stands, for a regex may have some, too."""
+    """``REGEX=SPEC``, split at the first equals sign before a valid spec, since a regex may contain some."""
     reason = ValueError("there is no equals sign")
     for at in (i for i, letter in enumerate(text) if letter == "="):
         try:
@@ -47,7 +47,7 @@ def _rule(text: str) -> Rule:
         try:
             re.compile(text[:at])
         except re.error as error:
-            raise ValueError(f"--rule {text!r}: {text[:at]!r} is no regular expression ({error})") from None
+            raise ValueError(f"--rule {text!r}: {text[:at]!r} is not a regular expression ({error})") from None
         return Rule(text[:at], spec)
     raise ValueError(f"--rule {text!r} must be REGEX=SPEC, as '.*kernel=int4(group=128)': {reason}")
 
@@ -111,8 +111,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "quantize",
         help="quantize the tensors of a safetensors file",
         formatter_class=plain,
-        description="Quantizes tensors by their names and writes a new file, in one step when all is done. The first\n"
-        "rule whose regular expression matches a whole name wins; tensors that none matches are copied.",
+        description="Quantizes tensors by name and writes a new file, in one step when all is done. The first\n"
+        "rule whose regular expression matches a whole name applies; tensors without a rule are copied.",
         epilog="example:\n  jchop quantize in.safetensors out.safetensors \\\n"
         "      --rule '.*kernel=int4(group=128,scale=bfloat16)' --rule '.*=bfloat16'",
     )
@@ -123,12 +123,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         metavar="REGEX=SPEC",
         action="append",
         required=True,
-        help="names of tensors, and the format or spec they are quantized to; may be repeated",
+        help="names of tensors, and their format or spec; may be repeated",
     )
-    command.add_argument("--seed", metavar="N", type=seed, help="of the random bits; stochastic modes need it")
-    command.add_argument("--force", action="store_true", help="replace OUT where it exists")
+    command.add_argument("--seed", metavar="N", type=seed, help="seed of the random bits; stochastic modes need it")
+    command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     command.set_defaults(run=run_quantize)
 
-    command = commands.add_parser("inspect", help="list what is in a safetensors file")
+    command = commands.add_parser("inspect", help="list the contents of a safetensors file")
     command.add_argument("file", metavar="FILE.safetensors", type=Path)
     command.set_defaults(run=run_inspect)

@@ -30,7 +30,7 @@ CARRIERS = {
 
 #: Bytes of a file that are rounded at once.
 _CHUNK = 1 << 22
-#: Digits of a typed number, and the largest exponent of ten or two: exact arithmetic on it stays fast.
+#: The most characters of a typed number, and its largest exponent of ten or two: these keep exact arithmetic fast.
 _DIGITS, _EXPONENT = 1000, 20_000
 
 
@@ -48,7 +48,7 @@ def run_round(options: argparse.Namespace) -> None:
 
 
 def _spec_of(options: argparse.Namespace) -> Spec:
-    """--to, with the fields that options of their own add."""
+    """The spec of --to, with the fields of further options."""
     parts = [options.to]
     if options.rounding is not None:
         parts.append(as_rounding(options.rounding).value)
@@ -59,7 +59,7 @@ def _spec_of(options: argparse.Namespace) -> Spec:
     try:
         return parse(":".join(parts))
     except ValueError as error:
-        parse(options.to)  # its own fault comes first
+        parse(options.to)  # an error in it is reported first
         raise ValueError(f"--to {options.to!r} together with the other options: {error}") from None
 
 
@@ -74,7 +74,7 @@ def _key(options: argparse.Namespace, spec: Spec) -> Any:
 
 
 def _element(spec: Spec) -> ElementFormat | None:
-    """The format whose codes and ends are shown; None for a scaled one, whose elements have them under their scales."""
+    """The format whose codes and extremes are shown; None for a scaled one, which has them only under a scale."""
     return spec.format if spec.scaled is None else None
 
 
@@ -83,7 +83,7 @@ def _element(spec: Spec) -> ElementFormat | None:
 
 @dataclass(frozen=True)
 class _Typed:
-    """A number as it is typed, and its value: a float if it is not finite."""
+    """The text of a number, and its value: a float if it is not finite."""
 
     word: str
     exact: Fraction | float
@@ -104,7 +104,7 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
 def _words(words: list[str]) -> list[str]:
     if words in ([], ["-"]):
         if sys.stdin is None or sys.stdin.isatty():
-            raise ValueError("no values: give numbers or a .npy file, or pipe numbers in")
+            raise ValueError("no values: pass numbers or a .npy file, or pipe numbers in")
         words = sys.stdin.read().split()
         if not words:
             raise ValueError("no values: standard input is empty")
@@ -133,7 +133,7 @@ def _typed(word: str) -> _Typed:
 
 
 def _bad_number(word: str) -> ValueError:
-    """What a word is that is no number: perhaps a file that should have another name, or come another way."""
+    """The error for a word that is not a number: perhaps a file of another kind."""
     path = Path(word)
     try:
         if path.is_dir():
@@ -141,9 +141,9 @@ def _bad_number(word: str) -> ValueError:
         if path.suffix.lower() == ".npz":
             return ValueError(f"{word!r} holds several arrays, as .npz files do; save one of them with numpy.save")
         if path.is_file():
-            return ValueError(f"{word!r} is no .npy file; numbers in a text file are read from standard input")
+            return ValueError(f"{word!r} is not a .npy file; numbers in a text file are read from standard input")
     except (OSError, ValueError):
-        pass  # no name of a file
+        pass  # not the name of a file
     return ValueError(f"bad number {_brief(word)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3")
 
 
@@ -184,7 +184,7 @@ def _comparison(typed: list[_Typed], values: np.ndarray, rounded: np.ndarray, fm
 
 
 def _as_typed(number: _Typed, value: np.generic) -> str:
-    """The carrier's number where its shortest decimal is the number that was typed; else what was typed."""
+    """The carrier's number if its shortest decimal equals the typed number; else the typed text."""
     text = shortest(value)
     if isinstance(number.exact, float):
         return text
@@ -192,7 +192,7 @@ def _as_typed(number: _Typed, value: np.generic) -> str:
 
 
 def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | float, Fraction | float]:
-    """Absolute and relative error; 0 if nothing moved, infinities and zeros included."""
+    """Absolute and relative error; 0 if the number did not change, including infinities and zeros."""
     if exact == result:
         return 0.0, 0.0
     if isinstance(exact, float) and not math.isfinite(exact):
@@ -204,7 +204,7 @@ def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | fl
 
 
 def _decimal(value: Fraction | float) -> str:
-    """Four digits of a number that may lie beyond every float."""
+    """Four digits of a number that may exceed every float."""
     near = _float(value, odd=False)
     if not isinstance(value, Fraction) or sys.float_info.min <= near < math.inf:
         return short(near)
@@ -218,14 +218,14 @@ def _decimal(value: Fraction | float) -> str:
 
 def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     if len(options.values) > 1:
-        raise ValueError(f"a .npy file stands alone; got {len(options.values)} values")
+        raise ValueError(f"a .npy file must be the only value; got {len(options.values)} values")
     from jchop._round_file import Rounded
     from jchop.storage._npy import NpyFile
 
     path = Path(options.values[0])
     with NpyFile(path, str(path), CARRIERS.get(options.carrier)) as file:
         if file.dtype not in CARRIERS.values() and file.dtype.kind != "c":
-            raise ValueError(f"{path} holds {file.dtype}; say --carrier float64 to convert it")
+            raise ValueError(f"{path} holds {file.dtype}; pass --carrier float64 to convert it")
         summary = _Summary(_element(spec))
         bar = Percents("round") if file.size * file.dtype.itemsize > _CHUNK else lambda *_: None
         rounded = Rounded.of(file, spec, key, _CHUNK, lambda done, total: bar(path.name, done, total))
@@ -240,7 +240,7 @@ def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
 
 @dataclass
 class _Summary:
-    """What became of an array that is seen piece by piece; the parts of complex numbers count by themselves."""
+    """Statistics of an array that is rounded piece by piece; the parts of complex numbers count separately."""
 
     fmt: ElementFormat | None
     changed: int = 0
@@ -252,7 +252,7 @@ class _Summary:
     nans: int = 0
 
     def see(self, values: np.ndarray, rounded: np.ndarray) -> None:
-        """Takes in a piece."""
+        """Adds a piece."""
         exact, result = (_real_parts(x).astype(np.float64) for x in (values, rounded))
         finite, nan = np.isfinite(exact), np.isnan(exact)
         lost = finite & ~np.isfinite(result)
@@ -271,7 +271,7 @@ class _Summary:
         self.relative = max(self.relative, float(relative.max(initial=0.0, where=np.isfinite(relative))))
 
     def text(self, shape: tuple[int, ...]) -> str:
-        """The table of what was seen."""
+        """The table of the statistics."""
         but = " (overflows apart)" if self.lost else ""
         rows = [
             ("elements", f"{math.prod(shape)}, shape {shape}"),

@@ -33,5 +33,5 @@ def run_study(options: argparse.Namespace) -> None:
 
 
 def _items(words: Sequence[str]) -> list[str]:
-    """Texts between commas and spaces, except where those stand in parentheses or brackets."""
+    """Texts between commas and spaces outside of parentheses and brackets."""
     return [item for item in split_outside(" ".join(words), ", \t\n\r") if item]

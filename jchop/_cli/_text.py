@@ -1,4 +1,4 @@
-"""Tables and numbers as text, and files checked before any work."""
+"""Tables and numbers as text, and checks of output files before any work."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jchop.study._progress import ProgressBar
 
 
 def table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
-    """Columns aligned as `align` says, one of < and > for each, with a rule under the first row.
+    """A table with columns aligned by `align`, one of < and > for each, and a line under the first row.
 
-    Cells may hold names from files: they are made printable.
+    Cells may hold names from files, so they are made printable.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -32,15 +32,15 @@ def table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters, and what else is not printed, as escapes: a terminal would obey them."""
+    """The text with unprintable characters escaped, because a terminal would interpret control characters."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 class Percents:
-    """Shows the percents that are done on standard error.
+    """Shows progress in percent on standard error.
 
     Args:
-        stage: what is done.
+        stage: name of the work.
     """
 
     def __init__(self, stage: str) -> None:
@@ -56,7 +56,7 @@ class Percents:
 
 
 def short(value: float | Fraction | None) -> str:
-    """At most four significant digits where the exact decimal is long."""
+    """At most four significant digits if the exact decimal is long."""
     if value is None:
         return "-"
     if isinstance(value, Fraction):
@@ -66,7 +66,7 @@ def short(value: float | Fraction | None) -> str:
 
 
 def shortest(value: Any) -> str:
-    """The shortest decimal that reads back as the same number of its type."""
+    """The shortest decimal that converts to the same number of its type."""
     text = str(value) if isinstance(value, np.generic) else repr(value)
     return text.removesuffix(".0")
 
@@ -86,7 +86,7 @@ def _power(value: float | Fraction) -> str:
 
 
 def _two_exponent(number: int) -> int:
-    """How often 2 divides a positive or negative integer."""
+    """The exponent of 2 in a nonzero integer."""
     return (number & -number).bit_length() - 1
 
 
@@ -104,7 +104,7 @@ def yes(fact: bool) -> str:
 
 
 def binary(fmt: ElementFormat, code: int) -> str:
-    """A code bit by bit, its fields apart."""
+    """The bits of a code, with spaces between fields."""
     digits = f"{code:0{fmt.bits}b}"
     if not isinstance(fmt, FloatFormat):
         return digits
@@ -117,7 +117,7 @@ def hexadecimal(fmt: ElementFormat, code: int) -> str:
 
 
 def seed(text: str) -> int:
-    """The seed that an option gives: what `jax.random.key` takes, whatever jax_enable_x64 says."""
+    """The seed of an option: an argument of `jax.random.key`, for every value of jax_enable_x64."""
     text = text.strip()  # a negative number comes with a space
     if not re.fullmatch(r"-?[0-9]{1,19}", text) or not -(2**63) <= int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer from -2^63 to 2^63 - 1")
@@ -125,7 +125,7 @@ def seed(text: str) -> int:
 
 
 def check_suffix(option: str, path: Path, suffix: str) -> None:
-    """Refuses, before any work, a file that could not be written or would not be what its name says."""
+    """Refuses, before any work, a file that cannot be written or has another suffix."""
     if path.suffix.lower() != suffix:
         raise ValueError(f"{option} {path} must end in {suffix}")
     if not path.absolute().parent.is_dir():
@@ -133,7 +133,7 @@ def check_suffix(option: str, path: Path, suffix: str) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Refuses, before any work, a folder that could not be made or written to."""
+    """Refuses, before any work, a folder that cannot be created or written to."""
     there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ValueError(f"{option} {path}: {there} is no folder that can be written to")
+        raise ValueError(f"{option} {path}: {there} is not a folder that can be written to")

@@ -1,4 +1,4 @@
-"""Triangular systems and factorizations of one matrix, every operation rounded, on values that are rounded already.
+"""Triangular systems and factorizations of one matrix of rounded values, every operation rounded.
 
 The algorithms are the textbook ones: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.
 """
@@ -17,7 +17,7 @@ Array = jax.Array
 def substitute(steps: Steps, a: Array, b: Array, *, lower: bool, unit: bool) -> Array:
     """The solution for one right-hand side, or for each column of several (Higham, algorithm 8.1).
 
-    By columns of the matrix: each known element is taken out of the equations that are left.
+    By columns of the matrix: each known element is eliminated from the remaining equations.
     """
     n = b.shape[0]
     places = jnp.arange(n)[:, None]
@@ -35,7 +35,7 @@ def substitute(steps: Steps, a: Array, b: Array, *, lower: bool, unit: bool) -> 
 
 
 def eliminate(steps: Steps, a: Array) -> tuple[Array, Array, Array]:
-    """The packed factors, the rows in the order in which they became pivots, and where each step found its own."""
+    """The packed factors, the rows in pivot order, and the pivot row of each step."""
     n = a.shape[0]
     places = jnp.arange(n)
 
@@ -57,7 +57,7 @@ def eliminate(steps: Steps, a: Array) -> tuple[Array, Array, Array]:
 
 
 def through_factors(steps: Steps, packed: Array, b: Array) -> Array:
-    """The solution for a right-hand side in the order of the pivots."""
+    """The solution for a right-hand side in pivot order."""
     y = substitute(steps, packed, b, lower=True, unit=True)
     return substitute(steps, packed, y, lower=False, unit=False)
 

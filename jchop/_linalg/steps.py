@@ -1,4 +1,4 @@
-"""The arithmetic of an algorithm: operations on arrays of rounded values, each with random words of its own."""
+"""The arithmetic of an algorithm: operations on arrays of rounded values, each with its own random words."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-#: The format that is a carrier's own, whose arithmetic is that of the hardware.
+#: The format of each carrier itself, for which the hardware's arithmetic is used.
 _OWN = {"float32": Spec(binary32), "float64": Spec(binary64)}
 
 
 class Steps:
-    """Operations in the arithmetic of one spec; each call in a program draws from a part of the stream of its own.
+    """Operations in the arithmetic of one spec; each call in a program draws from another part of the stream.
 
     Args:
-        spec: what every result is rounded to.
-        seeds: six uint32 where it draws, else None.
-        dtype: float32 or float64; its own format is left to the hardware.
-        turn: of the loop that it is for.
+        spec: the rounding of every result.
+        seeds: six uint32 for a stochastic spec, else None.
+        dtype: float32 or float64; for its own format the hardware's arithmetic is used.
+        turn: number of the loop iteration.
     """
 
     def __init__(self, spec: Spec, seeds: Sequence[Array] | None, dtype: Any, turn: Any = 0) -> None:
@@ -40,7 +40,7 @@ class Steps:
         self._numbers = itertools.count()
 
     def at(self, step: Any) -> Steps:
-        """The same arithmetic in turn `step` of a loop."""
+        """The same arithmetic in iteration `step` of a loop."""
         seeds = None if self.seeds is None else fold_seeds(self.seeds, next(self._numbers), step)
         return Steps(self.spec, seeds, self.dtype, step)
 
@@ -98,7 +98,7 @@ class Steps:
         return jnp.stack([*fold_seeds(self.seeds, number, 0), *fold_seeds(self.seeds, number, 1)])
 
     def rounded(self, x: Array) -> Array:
-        """Any values of the carrier, rounded."""
+        """Values of the carrier, rounded."""
         if self._in is None:
             return x
         whole = carrier_range(CARRIERS[x.dtype.name])

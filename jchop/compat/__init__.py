@@ -1,5 +1,5 @@
-"""Faces of other programs: their names and arguments translated into specs, so that a script changes an import alone.
+"""Interfaces of other programs: their names and arguments, translated into specs. A script changes only its imports.
 
-`jchop.compat.pychop`, `jchop.compat.qtorch` and `jchop.compat.piquant`. What they compute is what jchop computes; each
-module's docstring lists where that differs from the original. docs/compat.md has examples.
+The modules are `jchop.compat.pychop`, `jchop.compat.qtorch` and `jchop.compat.piquant`. Results are those of jchop;
+each module's docstring lists the differences from the original. docs/compat.md has examples.
 """

@@ -1,4 +1,4 @@
-"""Arrays of NumPy, JAX and torch alike, and the random bits of objects that count their calls."""
+"""Arrays of NumPy, JAX and torch, and the random bits of objects that count their calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Draws", "apply", "as_numbers", "is_torch", "rounded"]
 
 
 def is_torch(x: object) -> TypeGuard[Any]:
-    """Whether `x` is a tensor of torch; torch is not imported for it."""
+    """Whether `x` is a tensor of torch, without importing torch."""
     module = sys.modules.get("torch")
     return module is not None and isinstance(x, module.Tensor)
 
 
 def as_numbers(x: Any) -> Any:
-    """Tensors and JAX arrays as they are, anything else as an array or a scalar of NumPy, integers in float64."""
+    """Tensors and JAX arrays unchanged, other values as a NumPy array or scalar, integers in float64."""
     if is_torch(x) or isinstance(x, jax.Array):
         return x
     array = as_numpy("x", x)
@@ -33,12 +33,12 @@ def as_numbers(x: Any) -> Any:
 
 
 def dtype_name(x: Any) -> str:
-    """The dtype of an array or tensor, as NumPy calls it."""
+    """NumPy's name of the dtype of an array or tensor."""
     return str(x.dtype).removeprefix("torch.")
 
 
 class Draws:
-    """A key for each call: that of the two words (seed, number of the call).
+    """A key for each call, of the two words (seed, number of the call).
 
     Args:
         seed: an integer from 0 to 2^32 - 1.
@@ -49,10 +49,10 @@ class Draws:
         self.calls = 0
 
     def next(self, x: Any) -> int:
-        """The seed of the next call, of 64 bits: the words in this order.
+        """The 64-bit seed of the next call: the two words in this order.
 
         Raises:
-            ValueError: within a trace of JAX, where a call runs once and its program many times.
+            ValueError: within a trace of JAX, which runs a call once and its program many times.
         """
         if isinstance(x, jax.core.Tracer):
             raise ValueError("x is traced, and a compiled program would draw the same bits in every run: pass key=")
@@ -61,13 +61,13 @@ class Draws:
 
 
 def key_of(seed: int) -> jax.Array:
-    """The key of a seed of 64 bits, whatever the state of ``jax_enable_x64``."""
+    """The key of a 64-bit seed, for every value of ``jax_enable_x64``."""
     words = np.array([seed >> 32, seed & 0xFFFF_FFFF], np.uint32)
     return jax.random.wrap_key_data(jax.numpy.asarray(words), impl="threefry2x32")
 
 
 def rounded(x: Any, spec: Spec, seed: int | None = None, key: jax.Array | None = None) -> Any:
-    """`x` rounded, by `jchop.torch` where it is a tensor."""
+    """`x` rounded, by `jchop.torch` if it is a tensor."""
     if is_torch(x):
         from jchop.torch import round_to_format as round_tensor
 
@@ -78,7 +78,7 @@ def rounded(x: Any, spec: Spec, seed: int | None = None, key: jax.Array | None =
 
 
 def apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """A function of JAX and NumPy arrays, of tensors too, without a gradient for these."""
+    """A function of JAX and NumPy arrays, applied to tensors too, without their gradients."""
     if not any(map(is_torch, operands)):
         return function(*operands)
     from jchop.torch import as_jax, as_tensor

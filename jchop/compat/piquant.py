@@ -1,14 +1,14 @@
-"""The words of pi-quant (``piquant.torch``) on NumPy: ``quantize``, ``dequantize``, ``compute_quant_params``.
+"""The functions of pi-quant (``piquant.torch``) for NumPy: ``quantize``, ``dequantize``, ``compute_quant_params``.
 
-For float32 and bfloat16 arrays and codes of 8, 4 or 2 bits, one scale and zero point for all. What differs:
+For float32 and bfloat16 arrays and codes of 8, 4 or 2 bits, with one scale and zero point. Differences:
 
 * ``RoundMode.STOCHASTIC`` draws for each element, from a key; the original draws one number for a whole call.
-* The code is the nearest to x / s + z, rounded once; ties go up. The original multiplies by 1 / s, and goes away from
-  zero, for some elements before a number as near as 0.49999997.
-* Infinities and numbers beyond the range are the last codes; with the original, +inf and 3e9 become code 0.
-* Parameters hold 0 in their range and every finite element: [3, 5] has the range [0, 5], where the original takes
-  [0, 2]. NaN and infinities are left out; the original ends the process at a NaN.
-* ``ReduceOp.ADD`` adds to ``out`` and returns the sum, the last elements of codes of 2 bits included.
+* The code is the nearest to x / s + z, rounded once; ties go up. The original multiplies by 1 / s and rounds ties away
+  from zero, for some elements from 0.49999997 on.
+* Infinities and numbers beyond the range become the last codes; in the original, +inf and 3e9 become code 0.
+* The range of parameters contains 0 and every finite element: [3, 5] has the range [0, 5] (in the original [0, 2]). NaN
+  and infinities are ignored; a NaN ends the process in the original.
+* ``ReduceOp.ADD`` adds to ``out`` and returns the sum, including the last elements of 2-bit codes.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _FLOATS = ("float32", "bfloat16")
 
 
 class RoundMode(enum.Enum):
-    """How x / s + z becomes a code."""
+    """The rounding of x / s + z to a code."""
 
-    NEAREST = "nearest_away"  # codes are not negative, so that a tie goes up
+    NEAREST = "nearest_away"  # codes are nonnegative, so ties go up
     STOCHASTIC = "stochastic"
 
 
 class ReduceOp(enum.Enum):
-    """What becomes of the dequantized numbers."""
+    """The use of the dequantized numbers."""
 
     SET = "set"
     ADD = "add"
 
 
 def compute_quant_params(array: np.ndarray, quant_dtype: str = "uint8") -> tuple[float, int]:
-    """The scale and the zero point of an array: s = (max - min) / (2^b - 1) of its range and 0, z = round(-min / s).
+    """The scale s = (max - min) / (2^b - 1) of an array's range extended to 0, and the zero point z = round(-min / s).
 
     Args:
         array: float32 or bfloat16, any shape.
@@ -84,7 +84,7 @@ def quantize(
         scale: positive.
         zero_point: a code.
         round_mode: `RoundMode.NEAREST` (default) or `RoundMode.STOCHASTIC`.
-        key: a typed key (`jax.random.key`), which stochastic rounding needs.
+        key: a typed key (`jax.random.key`), required for stochastic rounding.
 
     Returns:
         uint8 codes of the shape of `array`; those of 4 and 2 bits packed into a vector, the first in the lowest bits.
@@ -118,14 +118,14 @@ def dequantize(
     """The numbers (code - zero_point) scale.
 
     Args:
-        codes: as `quantize` gives them.
+        codes: a result of `quantize`.
         dequant_dtype: float32 (default) or bfloat16.
         scale: positive.
         zero_point: a code.
-        quant_dtype: of the codes. Default ``"uint8"``.
-        shape: of the array; needed for codes of 4 and 2 bits, whose number their bytes do not tell.
+        quant_dtype: type of the codes. Default ``"uint8"``.
+        shape: shape of the array; required for codes of 4 and 2 bits, whose bytes do not determine it.
         reduce_op: `ReduceOp.SET` (default), or `ReduceOp.ADD` to add the numbers to `out`.
-        out: an array of `shape` that the result is written to; needed for `ReduceOp.ADD`.
+        out: an array of `shape` for the result; required for `ReduceOp.ADD`.
 
     Returns:
         `out`, or a new array.
@@ -142,7 +142,7 @@ def dequantize(
         raise TypeError(f"reduce_op={reduce_op!r} must be a ReduceOp")
     if shape is None:
         if quant_dtype != "uint8":
-            raise ValueError(f"shape=None, but the bytes of {quant_dtype} codes do not tell how many there are")
+            raise ValueError(f"shape=None, but the bytes of {quant_dtype} codes do not determine their number")
         shape = codes.shape
     if codes.dtype != np.uint8:
         raise TypeError(f"codes has dtype {codes.dtype}; allowed: uint8")
@@ -151,7 +151,7 @@ def dequantize(
             raise ValueError("out=None, but ReduceOp.ADD adds to it")
         out = np.empty(shape, _float("dequant_dtype", dequant_dtype))
     elif out.shape != tuple(shape) or out.dtype != _float("dequant_dtype", dequant_dtype):
-        raise ValueError(f"out has shape {out.shape} and dtype {out.dtype}, and the result {shape} and {dequant_dtype}")
+        raise ValueError(f"out has shape {out.shape} and dtype {out.dtype}, but the result {shape} and {dequant_dtype}")
     stored = QArray(codes.reshape(-1), *_parameters(scale, zero_point), Spec(fmt), int(np.prod(shape)), out.dtype)
     added = out.reshape(-1) if reduce_op is ReduceOp.ADD else None
     out[...] = np.asarray(_dequantize(stored, add_to=added)).reshape(shape)

@@ -1,4 +1,4 @@
-"""What every element format answers: its facts, its values, and its codes."""
+"""The interface of element formats: properties, values and codes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 
 from jchop._checks import as_numpy
 
-#: A value of a format: a float where binary64 holds it exactly, else a Fraction.
+#: A value of a format: a float if binary64 holds it exactly, else a Fraction.
 Number = float | Fraction
 
 _MAX_TABLE_BITS = 16
 
 
 def number(value: Fraction) -> Number:
-    """`value` as a float where that is exact, else as it is."""
+    """`value` as a float if that is exact, else unchanged."""
     try:
         result = float(value)
     except OverflowError:
@@ -28,7 +28,7 @@ def number(value: Fraction) -> Number:
 
 
 class ElementFormat(abc.ABC):
-    """A finite set of real values, with -0, infinities and NaN where it has them, and a bit pattern for each.
+    """A finite set of real values, possibly with -0, infinities and NaN, and a bit pattern for each.
 
     A format is frozen and hashable, so it can be a static argument of `jax.jit`; equal formats share one trace.
     """
@@ -37,10 +37,10 @@ class ElementFormat(abc.ABC):
     bits: int
     #: Whether F has negative values.
     signed: bool
-    #: The name of a named format, which `str` prints; no part of its identity, and not kept by `dataclasses.replace`.
+    #: The name of a named format, which `str` prints; it is ignored by equality and dropped by `dataclasses.replace`.
     name: str | None = None
 
-    # -- what a kind of format must say of itself ---------------------------------------------------------------------
+    # -- properties that each kind of format defines ------------------------------------------------------------------
     @property
     @abc.abstractmethod
     def max(self) -> Number:
@@ -58,11 +58,11 @@ class ElementFormat(abc.ABC):
 
     @abc.abstractmethod
     def value_of(self, code: int) -> Number | None:
-        """The exact value of one code (-0.0, inf and nan as floats); None for a code that F does not use."""
+        """The exact value of one code (-0.0, inf and nan as floats); None for an unused code."""
 
     @abc.abstractmethod
     def code_of(self, value: Number) -> int | None:
-        """The code of one exact value; None where it is not in F."""
+        """The code of one exact value; None if it is not in F."""
 
     @property
     @abc.abstractmethod
@@ -73,12 +73,12 @@ class ElementFormat(abc.ABC):
         return self.name or self.text
 
     def named(self, name: str) -> Self:
-        """A copy that prints as `name`, which the text grammar has to know."""
+        """A copy that prints as `name`, which must be a name of the text grammar."""
         result = copy.copy(self)
         object.__setattr__(result, "name", name)
         return result
 
-    # -- facts that most kinds share -----------------------------------------------------------------------------------
+    # -- properties that most kinds share ------------------------------------------------------------------------------
     @property
     def has_inf(self) -> bool:
         """Whether F has infinities."""
@@ -91,47 +91,47 @@ class ElementFormat(abc.ABC):
 
     @property
     def saturates(self) -> bool:
-        """Whether F has nothing beyond its largest value that a number could overflow to."""
+        """Whether F has no result for overflow, so that numbers beyond its largest value become that value."""
         return True
 
     @property
     def has_negative_zero(self) -> bool:
-        """Whether F tells -0 from +0."""
+        """Whether F distinguishes -0 from +0."""
         return False
 
     @property
     def precision(self) -> int | None:
-        """Significand bits p, the leading one included; None where values have no fixed precision."""
+        """Significand bits p, including the leading one; None if values have no fixed precision."""
         return None
 
     @property
     def emin(self) -> int | None:
-        """Exponent of the smallest normal value; None where F has no exponent."""
+        """Exponent of the smallest normal value; None if F has no exponent."""
         return None
 
     @property
     def emax(self) -> int | None:
-        """Exponent of the largest finite value; None where F has no exponent."""
+        """Exponent of the largest finite value; None if F has no exponent."""
         return None
 
     @property
     def smallest_normal(self) -> Number | None:
-        """Smallest positive value of full precision, 2^emin; None where F has no exponent."""
+        """Smallest positive value of full precision, 2^emin; None if F has no exponent."""
         return None
 
     @property
     def smallest_subnormal(self) -> Number | None:
-        """Smallest positive subnormal value; None where F has none."""
+        """Smallest positive subnormal value; None if F has none."""
         return None
 
     @property
     def eps(self) -> Number | None:
-        """Distance from 1 to the next value, 2^(1-p); None where F has no fixed precision."""
+        """Distance from 1 to the next value, 2^(1-p); None if F has no fixed precision."""
         return None
 
     @property
     def unit_roundoff(self) -> Number | None:
-        """Largest relative error of rounding to nearest, eps / 2; None where F has no fixed precision."""
+        """Largest relative error of rounding to nearest, eps / 2; None if F has no fixed precision."""
         return None if self.eps is None else self.eps / 2
 
     # -- all values, and codes -----------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class ElementFormat(abc.ABC):
     def values(self) -> np.ndarray:
         """All finite values of F, ascending, as float64 (-0 and +0 are one).
 
-        A format that binary64 cannot hold (some wide P3109 ones) gives an object array of exact fractions.
+        If binary64 cannot hold the values (some wide P3109 formats), the result is an object array of exact fractions.
 
         Raises:
             ValueError: for a format of more than 16 bits.
@@ -161,10 +161,10 @@ class ElementFormat(abc.ABC):
         return np.unique(table[np.isfinite(table)]) + 0.0
 
     def decode(self, codes: object) -> np.ndarray:
-        """The values of bit patterns: float64, or exact fractions in an object array where binary64 is too narrow.
+        """The values of bit patterns: float64, or exact fractions in an object array if binary64 is too narrow.
 
         Args:
-            codes: integers in [0, 2^bits), any shape. A code that F does not use decodes to NaN.
+            codes: integers in [0, 2^bits), any shape. An unused code decodes to NaN.
 
         Raises:
             TypeError, ValueError: for codes that are not integers, or out of range.
@@ -184,10 +184,10 @@ class ElementFormat(abc.ABC):
         return _exact_array([_known(self.value_of(int(code))) for code in array.ravel()]).reshape(array.shape)
 
     def encode(self, values: object) -> np.ndarray:
-        """The bit patterns of values of F, as unsigned integers of the least width that holds them.
+        """The bit patterns of values of F, as unsigned integers of the smallest sufficient width.
 
         Args:
-            values: numbers of F, any shape; round first. A NaN takes the (positive) quiet NaN code.
+            values: numbers of F, any shape; round other numbers first. A NaN takes the (positive) quiet NaN code.
 
         Raises:
             ValueError: for a value that is not in F; the message names it.
@@ -218,7 +218,7 @@ def _known(value: Number | None) -> Number:
 
 
 def _exact_array(values: list[Number]) -> np.ndarray:
-    """float64, or an object array where that would round."""
+    """float64, or an object array if float64 would round."""
     wide = any(isinstance(value, Fraction) for value in values)
     result = np.empty(len(values), object if wide else np.float64)
     result[:] = values

@@ -21,8 +21,8 @@ class CodebookFormat(ElementFormat):
     the ends saturate.
 
     Args:
-        levels: strictly increasing finite numbers, 1 to 65,536 of them. The precision they need is theirs: a carrier
-            that cannot hold every level is refused.
+        levels: strictly increasing finite numbers, 1 to 65,536 of them. A carrier that cannot hold every level is
+            refused.
 
     Raises:
         TypeError, ValueError: for levels that are not finite numbers in strictly increasing order.
@@ -78,7 +78,7 @@ class CodebookFormat(ElementFormat):
 
     @property
     def smallest(self) -> Number | None:
-        """Smallest positive level; None where there is none."""
+        """Smallest positive level; None if there is none."""
         return next((level for level in self.levels if level > 0), None)
 
     def value_of(self, code: int) -> Number | None:
@@ -86,7 +86,7 @@ class CodebookFormat(ElementFormat):
         return self.levels[code] if code < len(self.levels) else None
 
     def code_of(self, value: Number) -> int | None:
-        """The index of one level; None where `value` is none."""
+        """The index of one level; None if `value` is not a level."""
         index = bisect.bisect_left(self.levels, value) if value == value else len(self.levels)
         return index if index < len(self.levels) and self.levels[index] == value else None
 

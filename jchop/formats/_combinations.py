@@ -1,4 +1,4 @@
-"""Which fields of a scaled format go together."""
+"""Checks of the combination of fields of a scaled format."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
 
-#: The widest zero points are those of integers of so many bits.
+#: The most bits of integers with zero points.
 MOST_SHIFTED_BITS = 16
 
 
 def check_fields(fmt: Any) -> None:
-    """Refuse a scaled format, each field of which is allowed by itself, but not all of them together.
+    """Refuse a scaled format with fields that are allowed separately, but not together.
 
     Args:
-        fmt: a ScaledFormat, or what has its fields.
+        fmt: a ScaledFormat, or an object with the same fields.
 
     Raises:
-        ValueError: names the fields.
+        ValueError: the message names the fields.
     """
     for check in (_check_grouping, _check_zero_point, _check_rule, _check_scale):
         check(fmt)
@@ -29,7 +29,7 @@ def _check_grouping(fmt: Any) -> None:
     if fmt.channel is not None and fmt.group is not None:
         raise ValueError(f"channel={fmt.channel} and group={fmt.group} exclude each other")
     if fmt.group is None and fmt.axis != -1:
-        raise ValueError(f"axis={fmt.axis} is the axis of a group; without group= it says nothing")
+        raise ValueError(f"axis={fmt.axis} is the axis of a group; without group= it has no effect")
 
 
 def _check_zero_point(fmt: Any) -> None:

@@ -11,7 +11,7 @@ from jchop.formats._base import ElementFormat, Number, number
 
 
 class UniformFormat(ElementFormat):
-    """Multiples of a quantum 2^-f from `min_code` to `max_code`; the base of fixed point and integers."""
+    """Multiples of a quantum 2^-f from `min_code` to `max_code`: the base class of fixed point and integers."""
 
     #: Fraction bits f; the quantum is 2^-f.
     frac_bits: int = 0
@@ -19,11 +19,11 @@ class UniformFormat(ElementFormat):
     @property
     @abc.abstractmethod
     def min_code(self) -> int:
-        """Smallest value in quanta."""
+        """Smallest value as a multiple of the quantum."""
 
     @property
     def max_code(self) -> int:
-        """Largest value in quanta."""
+        """Largest value as a multiple of the quantum."""
         return (1 << self.bits - self.signed) - 1
 
     @property
@@ -47,12 +47,12 @@ class UniformFormat(ElementFormat):
         return number(self.quantum)
 
     def value_of(self, code: int) -> Number | None:
-        """The exact value of one two's complement code; None for a code that F does not use."""
+        """The exact value of one two's complement code; None for an unused code."""
         count = code - (1 << self.bits) if self.signed and code >> self.bits - 1 else code
         return number(count * self.quantum) if count >= self.min_code else None
 
     def code_of(self, value: Number) -> int | None:
-        """The two's complement code of one exact value; None where it is not in F."""
+        """The two's complement code of one exact value; None if it is not in F."""
         if value != value or value in (float("inf"), -float("inf")):
             return None
         count = Fraction(value) / self.quantum
@@ -68,10 +68,10 @@ class FixedFormat(UniformFormat):
     QPyTorch's (wl, fl) is ``FixedFormat(wl - fl, fl)``. There is no -0, inf or NaN.
 
     Args:
-        int_bits: integer bits i, the sign bit counted.
+        int_bits: integer bits i, including the sign bit.
         frac_bits: fraction bits f. ``int_bits + frac_bits`` must be 1 to 64 (2 to 64 signed).
-        signed: two's complement; unsigned from 0.
-        symmetric: drop the minimum, so that the range is symmetric.
+        signed: whether the range is that of two's complement; otherwise it begins at 0. Default True.
+        symmetric: whether the minimum is excluded, so that the range is symmetric. Default False.
 
     Raises:
         TypeError, ValueError: for a field out of range.
@@ -104,7 +104,7 @@ class FixedFormat(UniformFormat):
 
     @property
     def min_code(self) -> int:
-        """Smallest value in quanta."""
+        """Smallest value as a multiple of the quantum."""
         return (int(self.symmetric) - (1 << self.bits - 1)) if self.signed else 0
 
     @property
@@ -120,8 +120,8 @@ class IntegerFormat(UniformFormat):
 
     Args:
         bits: width k, 1 to 64 (2 to 64 signed).
-        signed: two's complement; unsigned from 0.
-        narrow: drop the minimum, so that the range is symmetric.
+        signed: whether the range is that of two's complement; otherwise it begins at 0. Default True.
+        narrow: whether the minimum is excluded, so that the range is symmetric. Default False.
 
     Raises:
         TypeError, ValueError: for a field out of range.

@@ -25,18 +25,19 @@ class FloatFormat(ElementFormat):
         exp_bits: width e of the exponent field, 1 to 16.
         frac_bits: width m of the fraction field (the precision is m + 1), 0 to 52.
         bias: exponent bias; default ``2^(e-1) - 1``.
-        subnormals: without them F has no value between 0 and the smallest normal one.
+        subnormals: whether F has values between 0 and the smallest normal one. Default True.
         infinities: whether F has infinities. With ``nans="ieee"`` they are required (top exponent, fraction 0);
             otherwise they take the highest magnitude code that is not a NaN (IEEE P3109 extended).
         nans: which codes are NaN. ``"ieee"``: top exponent, fraction not 0. ``"top"``: the all-ones magnitude (OCP
             "fn"). ``"negative_zero"``: the code of -0, so that F has no -0 ("fnuz", signed P3109). ``"none"``: no code.
-        signed: without a sign bit F holds no negative value.
-        zero: without it the exponent field 0 is an ordinary binade (OCP e8m0).
-        max_exponent: exponent of the largest finite value, where that is lower than the codes allow, as in MATLAB's
-            chop, whose formats have any emax: the codes above infinity are then NaN. Only with ``nans="ieee"``. Default
-            None: what the fields give. `emax` has it either way.
-        p3109: whether F overflows as IEEE P3109 says: without infinities to its largest value, never to NaN; with them
-            to infinity under `Rounding.ODD` too. Only where one code is NaN and -0 is none, as `p3109` makes formats.
+        signed: whether there is a sign bit; without it F has no negative values. Default True.
+        zero: whether F has a zero; without it the exponent field 0 is an ordinary binade (OCP e8m0). Default True.
+        max_exponent: exponent of the largest finite value, if lower than the codes allow, as in MATLAB's chop; the
+            codes above infinity are then NaN. Only with ``nans="ieee"``. Default None: the largest that the fields
+            allow. `emax` is the resulting value.
+        p3109: whether F overflows by the rules of IEEE P3109: without infinities to its largest value, never to NaN;
+            with them to infinity under `Rounding.ODD` too. Only for formats with one NaN code and no -0, such as those
+            of `jchop.p3109`.
 
     Raises:
         TypeError, ValueError: for a field out of range or a combination that leaves no finite value.
@@ -78,7 +79,7 @@ class FloatFormat(ElementFormat):
             raise ValueError("nans='negative_zero' needs zero=True: a format without zero has no code of -0")
         if not self.zero and not self.subnormals:
             raise ValueError(
-                "subnormals=False says nothing where zero=False: the exponent field 0 is an ordinary binade"
+                "subnormals=False has no effect with zero=False: the exponent field 0 is an ordinary binade"
             )
         if self.max_exponent is not None:
             self._check_max_exponent(self.max_exponent)
@@ -87,7 +88,8 @@ class FloatFormat(ElementFormat):
             raise ValueError(f"p3109=True needs nans={nans!r} if signed={self.signed}, not nans={self.nans!r}")
         if self.max_code < self._first_code:
             raise ValueError(
-                f"exp_bits={self.exp_bits}, frac_bits={self.frac_bits}, nans={self.nans!r} leave no positive finite value"
+                f"exp_bits={self.exp_bits}, frac_bits={self.frac_bits}, nans={self.nans!r} "
+                "leave no positive finite value"
             )
 
     def _check_max_exponent(self, value: int) -> None:
@@ -119,13 +121,13 @@ class FloatFormat(ElementFormat):
 
     @cached_property
     def inf_code(self) -> int | None:
-        """Magnitude code of infinity, just above the largest finite value; None where F has none."""
+        """Magnitude code of infinity, just above the largest finite value; None if F has none."""
         return self.max_code + 1 if self.infinities else None
 
     @property
     def _nan_code(self) -> int | None:
         if self.nans == "ieee":
-            # The quiet bit; a format without fraction bits has no NaN code beside inf.
+            # The quiet bit. A format without fraction bits has no NaN code beside inf.
             return self.inf_code + (1 << self.frac_bits >> 1) if self.frac_bits else None  # type: ignore[operator]
         if self.nans == "top":
             return (1 << self._magnitude_bits) - 1
@@ -147,15 +149,15 @@ class FloatFormat(ElementFormat):
         shift = exponent - self.bias - self.frac_bits
         return Fraction(fraction << shift) if shift >= 0 else Fraction(fraction, 1 << -shift)
 
-    # -- facts ---------------------------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------------------
     @property
     def bits(self) -> int:
-        """Width of a code in bits, those of sign, exponent and fraction."""
+        """Width of a code in bits: sign, exponent and fraction."""
         return self.signed + self.exp_bits + self.frac_bits
 
     @property
     def precision(self) -> int:
-        """Significand bits p = m + 1, the leading one included."""
+        """Significand bits p = m + 1, including the leading one."""
         return self.frac_bits + 1
 
     @property
@@ -188,7 +190,7 @@ class FloatFormat(ElementFormat):
 
     @property
     def min(self) -> Number:
-        """Smallest finite value, -max; where F is unsigned 0, or without a zero the smallest value."""
+        """Smallest finite value: -max, or for unsigned F 0, or without a zero the smallest value."""
         if self.signed:
             return -self.max
         return 0.0 if self.zero else number(self.exact_smallest)
@@ -205,13 +207,13 @@ class FloatFormat(ElementFormat):
 
     @property
     def smallest_subnormal(self) -> Number | None:
-        """Smallest positive subnormal value, 2^(emin - m); None where F has none."""
+        """Smallest positive subnormal value, 2^(emin - m); None if F has none."""
         has = self.subnormals and self.zero and self.frac_bits
         return number(Fraction(2) ** (self.emin - self.frac_bits)) if has else None
 
     @property
     def eps(self) -> Number:
-        """Distance from 1 to the next value of unlimited range, 2^-m."""
+        """Distance from 1 to the next value with unlimited range, 2^-m."""
         return 2.0**-self.frac_bits
 
     @property
@@ -226,17 +228,17 @@ class FloatFormat(ElementFormat):
 
     @property
     def saturates(self) -> bool:
-        """Whether F has nothing beyond its largest value that a number could overflow to."""
+        """Whether F has no result for overflow, so that numbers beyond its largest value become that value."""
         return not self.has_inf and (self.p3109 or not self.has_nan)
 
     @property
     def has_negative_zero(self) -> bool:
-        """Whether F tells -0 from +0."""
+        """Whether F distinguishes -0 from +0."""
         return self.signed and self.zero and self.nans != "negative_zero"
 
     # -- codes ---------------------------------------------------------------------------------------------------------
     def value_of(self, code: int) -> Number | None:
-        """The exact value of one code (-0.0, inf and nan as floats); None for a code that F does not use."""
+        """The exact value of one code (-0.0, inf and nan as floats); None for an unused code."""
         magnitude, negative = code & ((1 << self._magnitude_bits) - 1), code >> self._magnitude_bits
         if negative and magnitude == 0 and self.nans == "negative_zero":
             return float("nan")
@@ -250,7 +252,7 @@ class FloatFormat(ElementFormat):
         return number(sign * self._magnitude(magnitude))
 
     def code_of(self, value: Number) -> int | None:
-        """The code of one exact value; None where it is not in F."""
+        """The code of one exact value; None if it is not in F."""
         if value != value:
             return self._nan_code
         negative = value < 0 or (value == 0 and math.copysign(1.0, value) < 0)

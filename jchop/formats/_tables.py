@@ -1,4 +1,4 @@
-"""Codebooks in use: tables of levels, each from the document or library that defines it."""
+"""Published codebooks: tables of levels, each from the document or library that defines it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def nf4_levels() -> CodebookFormat:
 
 
 def dynamic_levels(bits: int, signed: bool = True) -> CodebookFormat:
-    """The dynamic map: decimal exponents from 10^-(bits - 2) up, with fraction bits where those leave some.
+    """The dynamic map: decimal exponents from 10^-(bits - 2) up; the other bits are the fraction.
 
     As bitsandbytes builds it in binary32 (``create_dynamic_map``; Dettmers, arXiv 1511.04561): decade i of bits - 1
-    holds the means of neighbours among 2^i + 1 equally spaced numbers from 0.1 to 1, times 10^(i - bits + 2); twice as
-    many spaces where no sign takes a bit. Beside them stand 0 and 1.
+    holds the means of neighbours among 2^i + 1 equally spaced numbers from 0.1 to 1, times 10^(i - bits + 2); an
+    unsigned map has twice as many intervals. The levels 0 and 1 are added.
 
     Args:
         bits: width of a code.
-        signed: with the negative of each mean. Default True.
+        signed: whether to add the negative of each mean. Default True.
     """
     magnitudes: list[float] = []
     for i in range(bits - 1):
@@ -41,9 +41,9 @@ def dynamic_levels(bits: int, signed: bool = True) -> CodebookFormat:
 
 
 def _linspace(count: int) -> np.ndarray:
-    """Equally spaced binary32 numbers from 0.1 to 1, from both ends to the middle, as PyTorch's are.
+    """Equally spaced binary32 numbers from 0.1 to 1, computed from both ends to the middle, as in PyTorch.
 
-    Each is a product and a sum rounded once: the tables that are published come from processors that fuse the two.
+    Each is a product and a sum, rounded once: the published tables come from processors with fused multiply-add.
     binary64 holds both exactly.
     """
     first, last = np.float32(0.1), np.float32(1)

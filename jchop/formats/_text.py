@@ -1,4 +1,4 @@
-"""The text grammar of element formats: what `parse_element` reads and `str` prints."""
+"""The text grammar of element formats, which `parse_element` reads and `str` prints."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jchop.rounding import Overflow, Rounding
 CALL = re.compile(r"([a-z0-9_.-]+)(?:\((.*)\))?")
 _Options = dict[str, Callable[[str], object]]
 
-#: What a suffix of e{E}m{M} says, as in ml_dtypes: finite with one NaN; the same without -0, the bias one higher.
+#: Suffixes of e{E}m{M}, as in ml_dtypes: finite with one NaN; the same without -0 and with the bias one higher.
 _SUFFIXES = ("fn", "fnuz")
 
 
 def parse_element(text: str, more: Iterable[str] = ()) -> ElementFormat:
-    """The element format that a lower-case text names.
+    """The element format of a lower-case text.
 
     Args:
         text: see `jchop.formats.parse_format`.
-        more: names that are known elsewhere, for the error of one that is not.
+        more: further known names, which the error of an unknown name suggests.
 
     Raises:
-        ValueError: for text that names no element format, with the closest names.
+        ValueError: for any other text; the message has the closest names.
     """
     match = CALL.fullmatch(text.replace(" ", ""))
     if match is None:
@@ -71,7 +71,7 @@ def _integer(unsigned: str, bits: str, **options) -> IntegerFormat:
 
 
 def integer_of(value: str) -> int:
-    """A decimal integer; `int` also takes underscores and digits of other scripts."""
+    """A decimal integer; `int` also accepts underscores and digits of other scripts."""
     if not _INTEGER.fullmatch(value):
         raise ValueError
     return int(value)
@@ -85,7 +85,7 @@ def truth_of(value: str) -> bool:
     return {"true": True, "false": False}[value]
 
 
-#: The options in parentheses, each with what reads its value.
+#: The options in parentheses, each with the function that reads its value.
 _FLOAT_OPTIONS: _Options = {
     "bias": integer_of,
     "subnormals": truth_of,
@@ -109,7 +109,7 @@ _KINDS: dict[object, str] = {integer_of: "an integer", truth_of: "true or false"
 
 
 def split_options(inside: str | None) -> list[str]:
-    """What stands in parentheses, split at the commas that stand in no further ones."""
+    """The text in parentheses, split at commas outside of nested parentheses."""
     return [item for item in split_outside(inside or "", ",") if item]
 
 
@@ -138,7 +138,7 @@ def _levels(text: str, inside: str | None) -> tuple[float, ...]:
 
 
 def unknown(text: str, more: Iterable[str] = ()) -> ValueError:
-    """The error of a text that names no format."""
+    """The error for a text that is not a format."""
     stem = text.partition("(")[0]
     modes = [member.value for member in (*Rounding, *Overflow)]
     if stem in modes:

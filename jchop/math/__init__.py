@@ -1,6 +1,6 @@
 """Functions of `jax.numpy` in emulated arithmetic: every operation rounded, not only the result.
 
-Each is called as ``f(*operands, spec, key=None)``. docs/math.md has the table, and what is exact and what is not.
+Each is called as ``f(*operands, spec, key=None)``. docs/math.md has a table of the functions and their accuracy.
 """
 
 from jchop.math import linalg

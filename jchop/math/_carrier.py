@@ -1,6 +1,6 @@
-"""Functions of the carrier where `jax.numpy` is not exact, or reads subnormal numbers as zero: integer bit operations.
+"""Functions of the carrier by integer bit operations, if `jax.numpy` is inexact or reads subnormals as zero.
 
-Each is differentiable as the function of `jax.numpy` of that name.
+Each has the derivative of the function of `jax.numpy` of that name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _magnitude(x: Array) -> tuple[Array, Array, int, int]:
 
 
 def floor(x: Array) -> Array:
-    """The largest integer that is not above `x`."""
+    """The largest integer <= `x`."""
     negative, magnitude, one, _ = _magnitude(x)
     return jnp.where(negative & (magnitude > 0) & (magnitude < one), -1, jnp.floor(x)).astype(x.dtype)
 
 
 def ceil(x: Array) -> Array:
-    """The smallest integer that is not below `x`."""
+    """The smallest integer >= `x`."""
     negative, magnitude, one, _ = _magnitude(x)
     return jnp.where(~negative & (magnitude > 0) & (magnitude < one), 1, jnp.ceil(x)).astype(x.dtype)
 
@@ -55,7 +55,7 @@ def modf(x: Array) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def frexp(x: Array) -> tuple[Array, Array]:
-    """A number in [0.5, 1) and an int32 exponent that scales it to `x`; zeros, infinities and NaN unchanged, and 0."""
+    """The significand in [0.5, 1) and the int32 exponent of `x`; zeros, infinities and NaN have exponent 0."""
     carrier = CARRIERS[x.dtype.name]
     sign, magnitude = _bits.split(x, carrier)
     count = jnp.where(magnitude >> carrier.fraction == 0, magnitude, 1 << carrier.fraction)

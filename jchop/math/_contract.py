@@ -40,7 +40,7 @@ __all__ = ["axpy", "conv", "dot", "einsum"]
 def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
     """The sum of products over the last axis of `a` and the last but one of `b`, as `jax.numpy.dot`.
 
-    It is `jchop.math.matmul` of `a` as one matrix and `b` as one matrix; a scalar is multiplied with every element.
+    It is `jchop.math.matmul` of `a` and `b`, each reshaped to one matrix; a scalar is multiplied with every element.
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., k).
@@ -49,7 +49,7 @@ def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
         key: as in `jchop.math.matmul`.
 
     Returns:
-        Of shape ``a.shape[:-1] + b.shape[:-2] + b.shape[-1:]``.
+        An array of shape ``a.shape[:-1] + b.shape[:-2] + b.shape[-1:]``.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.matmul`.
@@ -74,24 +74,24 @@ def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
 def einsum(subscripts: str, *operands: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
     """Sums of products by Einstein's convention, of one or two arrays, as `jax.numpy.einsum`.
 
-    The sum of an element runs over the indices that the result does not have, in the order in which they first appear
-    in `subscripts`, the last one fastest; products and sums are rounded as in `jchop.math.matmul`, and those of one
-    array as in `jchop.math.sum`.
+    Each sum runs over the indices that are missing in the result, in the order of their first appearance in
+    `subscripts`, the last one fastest. Products and sums are rounded as in `jchop.math.matmul`, and those of one array
+    as in `jchop.math.sum`.
 
     Args:
-        subscripts: letters and commas, and ``->`` with the indices of the result; without it these are the letters that
+        subscripts: letters and commas, and ``->`` with the indices of the result; by default these are the letters that
             appear once, sorted. No ellipsis.
         operands: one or two arrays, float16, bfloat16, float32 or float64, of one dtype.
         spec: as in `jchop.math.matmul`; for one array as in `jchop.math.sum`.
-        key: as there; of two arrays an element's index among the draws is that in the array of the common, the first
-            one's and the second one's indices, each in their order in the result.
+        key: as there. For two arrays, random bits are indexed by an array with the common indices first, then those of
+            the first and of the second array, each in the order of the result.
 
     Returns:
-        Of the dtype of the operands.
+        An array of the dtype of the operands.
 
     Raises:
-        TypeError, ValueError: as for `jchop.math.matmul`, or for subscripts that do not fit; more than two arrays are
-            several products, whose order you have to choose.
+        TypeError, ValueError: as for `jchop.math.matmul`, or for subscripts that do not fit, or more than two arrays
+            (several products, whose order the caller must choose).
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -118,19 +118,19 @@ def conv(
     padding: Literal["VALID", "SAME"] | Sequence[tuple[int, int]] = "VALID",
     dilation: int | Sequence[int] = 1,
 ) -> Any:
-    """A convolution as neural networks have it (the kernel is not mirrored), as `jax.lax.conv_with_general_padding`.
+    """A convolution of neural networks (the kernel is not mirrored), as `jax.lax.conv_with_general_padding`.
 
-    The sum of an output element runs over the input channels and then the places of the kernel, in C order of `kernel`,
-    every product and every sum rounded as in `jchop.math.matmul`; what pads is +0.
+    The sum of an output element runs over the input channels and then the positions of the kernel, in C order of
+    `kernel`. Every product and every sum is rounded as in `jchop.math.matmul`. The padding is +0.
 
     Args:
         x: float16, bfloat16, float32 or float64, shape (n, c, ...space).
         kernel: of the same dtype, shape (m, c, ...window).
         spec: as in `jchop.math.matmul`.
-        key: as in `jchop.math.matmul`; an output element's index is that in an array (n, ...space, m).
-        stride: of the windows, one for all axes or one each. Default 1.
+        key: as in `jchop.math.matmul`; random bits are indexed by an output array of shape (n, ...space, m).
+        stride: step of the windows, one for all axes or one each. Default 1.
         padding: ``"VALID"`` (default), ``"SAME"``, or (before, after) for each axis.
-        dilation: between the places of a kernel, one for all axes or one each. Default 1.
+        dilation: distance between positions of the kernel, one for all axes or one each. Default 1.
 
     Returns:
         Shape (n, m, ...space of the result).
@@ -152,19 +152,19 @@ def conv(
 
 
 def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fused: bool = False) -> Any:
-    """A x + y, the product and the sum rounded, as the routine of the BLAS; or only the sum, where it is fused.
+    """A x + y, like the BLAS routine, with product and sum rounded; with `fused` only the sum is rounded.
 
     Args:
-        a: float16, bfloat16, float32 or float64, a scalar or an array; like the others it is rounded to `spec` first.
+        a: float16, bfloat16, float32 or float64, a scalar or an array; all operands are rounded to `spec` first.
         x: of the same dtype.
         y: of the same dtype; the three broadcast.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, needed where `spec` is stochastic; it is split into five, of the operands, the product and the
+        key: a typed key, required if `spec` is stochastic; it is split into five, for the operands, the product and the
             sum. Default None.
         fused: whether the product is exact. Default False.
 
     Returns:
-        Of the dtype of the operands.
+        An array of the dtype of the operands.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`.
@@ -216,7 +216,7 @@ def _parse(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], s
         result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     for wrong, why in (
         (not (letters + result).isalpha() and letters + result, "allowed are letters, commas and '->', no ellipsis"),
-        (len(terms) > 2, "one or two arrays are allowed; write several products one after the other"),
+        (len(terms) > 2, "one or two arrays are allowed; write several products as separate calls"),
         (len(terms) != len(shapes), f"it names {len(terms)} arrays, and {len(shapes)} are given"),
         (len(set(result)) < len(result), "the result has an index twice"),
         (not set(result) <= set(letters), "the result has an index that no array has"),
@@ -269,7 +269,7 @@ def _einsum(spec: MatmulSpec, terms: tuple[str, str], result: str, a: Any, b: An
 
 
 def _arranged(x: Array, term: str, want: list[str], sizes: dict[str, int]) -> Array:
-    """`x` with the axes `want`, repeated along those that it does not have."""
+    """`x` with the axes `want`, broadcast along missing ones."""
     x = x.transpose([term.index(letter) for letter in want if letter in term])
     x = jnp.expand_dims(x, [i for i, letter in enumerate(want) if letter not in term])
     return jnp.broadcast_to(x, [sizes[letter] for letter in want])
@@ -283,7 +283,7 @@ _Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Window:
-    """What is static of a convolution, each with one entry for an axis of space."""
+    """Static parameters of a convolution, each with one entry for each spatial axis."""
 
     stride: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
@@ -339,7 +339,7 @@ def _conv(spec: MatmulSpec, window: _Window, x: Any, kernel: Any, key: Array | N
     a = jnp.pad(a, ((0, 0), (0, 0), *window.padding))
     axes, space = len(window.stride), []
     for i, (size, step, gap) in enumerate(zip(w.shape[2:], window.stride, window.dilation, strict=True)):
-        axis = 2 + 2 * i  # those before it have become two: the place of a window, and that within it
+        axis = 2 + 2 * i  # each axis before it is now two: the position of the window, and the position within it
         starts = np.arange(0, a.shape[axis] - (size - 1) * gap, step)
         a = jnp.take(a, starts[:, None] + gap * np.arange(size), axis=axis)
         space.append(len(starts))

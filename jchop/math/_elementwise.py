@@ -1,6 +1,6 @@
-"""The table of elementwise functions: the name, the carrier's function, what it is, an example and its result.
+"""The table of elementwise functions: the name, the carrier's function, its formula, an example and its result.
 
-Rows with ``exact`` round the exact result once, rows with ``holds`` have a result that the carrier holds exactly; of
+Rows with ``exact`` round the exact result once. Rows with ``holds`` have a result that the carrier holds exactly. For
 the others the carrier's result is rounded once more.
 """
 
@@ -85,7 +85,7 @@ divide = binary("divide", jnp.divide, "x / y", ("1.0, 3.0", "0.333984375"), exac
 fma = ternary(
     "fma",
     lambda x, y, z: x * y + z,
-    "x y + z, the product not rounded",
+    "x y + z, without rounding the product",
     ("1.5, 0.3, -0.45", "0.001953125"),
     exact="fma",
 )
@@ -145,11 +145,11 @@ angle = unary(
     complex_too=True,
 )
 
-# -- what the carrier holds --------------------------------------------------------------------------------------------
+# -- functions that the carrier computes exactly -----------------------------------------------------------------------
 
 floor = unary("floor", _carrier.floor, "The largest integer not above x", ("-0.3", "-1.0"), holds=True)
 ceil = unary("ceil", _carrier.ceil, "The smallest integer not below x", ("0.3", "1.0"), holds=True)
-round = unary("round", jnp.round, "The integer next to x, of two the even one", ("2.5", "2.0"), holds=True)
+round = unary("round", jnp.round, "The integer nearest to x, on a tie the even one", ("2.5", "2.0"), holds=True)
 trunc = unary("trunc", jnp.trunc, "x without its fraction", ("-2.7", "-2.0"), holds=True)
 sign = unary("sign", _carrier.sign, "-1, 0 or 1 by the sign of x", ("-0.3", "-1.0"), holds=True)
 abs = unary(
@@ -185,12 +185,12 @@ clip = documented(clip, _CLIP, ("7.3, 0.0, 1.0", "1.0"))
 
 _BITS = (
     "The bits of x {} those of y, integers in two's complement of 32 bits (64 in float64) held as floating-point "
-    "numbers; what is no such integer gives NaN"
+    "numbers; other operands give NaN"
 )
 
 
 def _flat(x: Array, y: Array) -> Array:
-    """A function of integers has no slope."""
+    """The derivative of a function of integers is zero."""
     return jnp.zeros(jnp.broadcast_shapes(x.shape, y.shape), x.dtype)
 
 

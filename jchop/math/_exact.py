@@ -1,6 +1,6 @@
-"""The rows of the table that are no single operation, and whose exact result is rounded once all the same.
+"""Rows of the table that are not a single operation, but round the exact result once.
 
-They take operands that are rounded to the spec already, float32 or float64, and a random word for each element.
+They take rounded operands, float32 or float64, and a random word for each element.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _Operands = tuple[Array, ...]
 
 
 def reciprocal(operands: _Operands, spec: Spec, word: Array | None) -> Array:
-    """The quotient of 1, a value of the format or not, by x."""
+    """1 / x; 1 need not be a value of the format."""
     (x,) = operands
     return _anything("div", (jnp.ones_like(x), x), spec, word)
 
 
 def _anything(name: str, operands: _Operands, spec: Spec, word: Array | None) -> Array:
-    """An operation on any values of the carrier."""
+    """An operation on arbitrary values of the carrier."""
     whole = carrier_range(_of(operands[0]))
     return operation(name, operands, spec, word, ranges=[whole] * len(operands))
 
@@ -41,7 +41,7 @@ def _of(x: Array) -> Carrier:
 
 
 def clip(operands: _Operands, spec: Spec, word: Array | None) -> Array:
-    """One of three values of the format."""
+    """Clamping, which returns one of three values of the format."""
     x, least, most = operands
     return operation("min", (operation("max", (x, least), spec, word), most), spec, word)
 
@@ -49,8 +49,8 @@ def clip(operands: _Operands, spec: Spec, word: Array | None) -> Array:
 def mod(operands: _Operands, spec: Spec, word: Array | None) -> Array:
     """The remainder x - floor(x / y) y.
 
-    The remainder of the quotient cut to an integer is a multiple of the last place of the smaller operand, and smaller
-    than both, hence exact; where its sign is not that of y, y is added to it.
+    The remainder of the truncated quotient is a multiple of the last place of the smaller operand, and smaller than
+    both, hence exact; if its sign is not that of y, y is added.
     """
     x, y = operands
     carrier = _of(x)
@@ -65,10 +65,10 @@ def mod(operands: _Operands, spec: Spec, word: Array | None) -> Array:
 
 
 def _remainder(x: Array, y: Array, carrier: Carrier) -> Array:
-    """`lax.rem` where numbers may be subnormal, which devices read as zero.
+    """`lax.rem` of numbers that may be subnormal, which devices read as zero.
 
-    A small divisor is taken 2^64 times as large, of which the first remainder is brought up too: in both divisions all
-    numbers are then normal, or the dividend is the smaller one.
+    A small divisor is multiplied by 2^64, and so is the first remainder: in both divisions all numbers are then normal,
+    or the dividend is the smaller one.
     """
     whole = carrier_range(carrier)
 
@@ -95,24 +95,24 @@ def floor_divide(operands: _Operands, spec: Spec, word: Array | None) -> Array:
 def _floor(v: Exact, carrier: Carrier) -> Exact:
     """The floor of a quotient.
 
-    What follows `rest` does not matter where all of `rest` is of the integer part: a quotient of numbers of p bits has
-    no p zeros or ones in a row but at its end.
+    If all of `rest` belongs to the integer part, later bits do not matter: a quotient of numbers of p bits has p
+    consecutive zeros or ones only at its end.
     """
     width, word = carrier.work_width, v.rest.dtype
     place = (v.magnitude >> carrier.fraction) - (carrier.bias + carrier.fraction)  # ulp(t) = 2^place
     away = v.sign != 0
-    # Places above the point: t is an integer, and so are the first bits of the rest.
+    # Last place above the binary point: t is an integer, and so are the first bits of the rest.
     whole_bits = jnp.clip(place, 0, width - 1).astype(word)
     low = _ones(width - whole_bits, word)
     fraction = (v.rest & low) != 0
     part = v.rest & ~low
     step = (away & (fraction | v.sticky)).astype(word)
-    # One unit more in magnitude: the lowest integer bit of the rest, or the last bit of t where there is none.
+    # One unit more in magnitude: the lowest integer bit of the rest, or the last bit of t if there is none.
     raised = part + jnp.where(whole_bits == 0, 0, step << (width - whole_bits) % width)
     carry = jnp.where(whole_bits == 0, step, (raised < part).astype(word)).astype(v.magnitude.dtype)
     rest = jnp.where(whole_bits == 0, 0, raised)
     high = replace(v, magnitude=v.magnitude + carry, rest=rest, inexact=rest != 0, sticky=jnp.zeros_like(v.sticky))
-    # Places below the point too.
+    # Last place below the binary point.
     t = _bits.join(jnp.zeros_like(v.sign), v.magnitude, carrier)
     one = carrier.bias << carrier.fraction
     cut = jnp.where(v.magnitude < one, 0, jnp.floor(t))
@@ -130,7 +130,7 @@ def _floor(v: Exact, carrier: Carrier) -> Exact:
 
 
 def _ones(count: Array, word: object) -> Array:
-    """Words whose low `count` bits, 1 to all, are ones."""
+    """Words with ones in the low `count` bits, `count` >= 1."""
     width = count.dtype.itemsize * 8
     return ~jnp.zeros_like(count) >> (width - count).astype(count.dtype)
 
@@ -138,9 +138,8 @@ def _ones(count: Array, word: object) -> Array:
 def ldexp(x: Array, n: Array, spec: Spec, word: Array | None) -> Array:
     """The exact x 2^n for integers n, rounded once.
 
-    The significand of x times 2^a, of a result that is a normal value of the carrier, is exact; what is left of the
-    exponent takes it out of the carrier's normal values, if anything does. Beyond twice their exponents nothing
-    changes.
+    The product of the significand of x and 2^a, with a normal result in the carrier, is exact. Only the remaining power
+    of two can leave the carrier's normal range. Exponents beyond twice the carrier's range do not change the result.
     """
     carrier = _of(x)
     bias = carrier.bias
@@ -157,7 +156,7 @@ def _power(exponent: Array, carrier: Carrier) -> Array:
 
 
 def bitwise(name: str, operands: _Operands, spec: Spec, word: Array | None) -> Array:
-    """An operation on the bits of integers in two's complement; NaN where an operand is none of the carrier's width.
+    """An operation on the bits of integers in two's complement; NaN for operands that are not integers of that width.
 
     The result, which may have more bits than the carrier's significand, is the exact sum of two halves.
     """

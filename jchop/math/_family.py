@@ -1,4 +1,4 @@
-"""How a row of the table becomes a function: operands rounded, the function, its result rounded once."""
+"""Builds a function from a row of the table: round the operands, compute, round the result once."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Row:
     Args:
         name: as in `jax.numpy`.
         operands: the names of its arguments.
-        carrier: the function in the carrier; also what is differentiated. Its floating-point results are rounded,
+        carrier: the function in the carrier, which also defines the derivative. Its floating-point results are rounded,
             integers are not.
-        says: what it is, as a formula.
-        exact: how the exact result is rounded once; None where it is the carrier's that is rounded.
+        says: its formula.
+        exact: the function that rounds the exact result once; None if the carrier's result is rounded.
         complex_too: whether operands may be complex.
-        holds: whether the carrier holds the exact result, without `exact`.
+        holds: whether the carrier's result is exact, without `exact`.
     """
 
     name: str
@@ -83,7 +83,7 @@ def call(row: Row, operands: tuple[Any, ...], spec: SpecLike, key: Array | None)
 
 
 def check_backward(spec: Spec) -> None:
-    """Refuse a spec whose cotangents need a key of their own."""
+    """Refuse a spec with a stochastic rounding of cotangents."""
     backward = spec.gradient.round
     if backward is not None and backward.rounding.stochastic:
         raise ValueError(
@@ -102,14 +102,14 @@ def _apply(row: Row, spec: Spec, *operands_and_key: Any) -> Any:
 
 
 def result(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None) -> Any:
-    """The function at operands that are rounded and wide already."""
+    """The function at operands that are already rounded and of a wide dtype."""
     if row.exact is not None:
         return _exact(row, spec, operands, key)
     return _rounded(row.carrier(*operands), spec, key)
 
 
 def _rounded(values: Any, spec: Spec, key: Array | None) -> Any:
-    """Each floating-point result rounded, with a key of its own where there are several."""
+    """Each floating-point result rounded; several results have different keys."""
     if not isinstance(values, tuple):
         return round_to_format(values, spec, key)
     keys = [None] * len(values) if key is None else [jax.random.fold_in(key, i) for i in range(len(values))]
@@ -120,7 +120,7 @@ def _rounded(values: Any, spec: Spec, key: Array | None) -> Any:
 
 
 def as_dtype(values: Any, dtype: Any) -> Any:
-    """Results back in the dtype of 16-bit operands."""
+    """Results cast to the dtype of 16-bit operands."""
     if dtype.itemsize > 2:
         return values
     return jax.tree.map(lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v, values)
@@ -138,7 +138,7 @@ def _exact(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None)
 
 @_exact.defjvp
 def _exact_jvp(row: Row, spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """That of the carrier's function with its result rounded, so that the spec's own rule for gradients holds."""
+    """The derivative of the carrier's function with its result rounded, so that the spec's gradient rule applies."""
     operands, key = primals
 
     def smooth(*operands: Array) -> Array:
@@ -153,7 +153,7 @@ def _exact_jvp(row: Row, spec: Spec, primals: tuple, tangents: tuple) -> tuple[A
 def exactly(
     name: str, operands: tuple[Array, ...], spec: Spec | None, key: Array | None = None, ranges: tuple[Range, ...] = ()
 ) -> Array:
-    """An `operation` with the derivative of the carrier's; of any values of the carrier where `ranges` are given."""
+    """An `operation` with the carrier's derivative; with `ranges` for arbitrary values of the carrier."""
     if spec is None:
         return _OPERATIONS[name](*operands)
     exact = _On(name, ranges) if ranges else name
@@ -182,11 +182,11 @@ _OPERATIONS: dict[str, Callable[..., Array]] = {
 }
 
 
-# -- making ------------------------------------------------------------------------------------------------------------
+# -- construction ------------------------------------------------------------------------------------------------------
 
 
 def unary(name: str, carrier: Callable[..., Any], says: str, example: tuple[str, str], **more: Any) -> Unary:
-    """A function of one array; `example` is its arguments and its result in bfloat16, as text; `more` is of `Row`."""
+    """A function of one array; `example` has arguments and result in bfloat16, as text; `more` has fields of `Row`."""
     row = Row(name, ("x",), carrier, says=says, **more)
 
     def function(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -237,12 +237,12 @@ def _kind(row: Row) -> str:
 
 
 _EXACT = """\
-The operands are rounded to `spec`; then the exact result is rounded to it once, in every mode, whatever the carrier's
-own arithmetic would have done."""
+The operands are rounded to `spec`; then the exact result is rounded to it once, in every mode, without an intermediate
+rounding to the carrier."""
 _CARRIER = """\
 The operands are rounded to `spec`; then the carrier's result (float32, or float64 for float64 data) is rounded to it
-once more. Where the carrier's own result is an ulp off, or a number below its smallest normal one is read as zero, as
-XLA does on some devices, that shows."""
+once more. The result can be wrong if the carrier's result is an ulp off, or if the device reads subnormal numbers of
+the carrier as zero."""
 _DOC = """\
 {says}, with `jax.numpy`'s name and meaning, in an emulated arithmetic.
 
@@ -254,13 +254,13 @@ Derivatives are those of the carrier's function at the rounded operands, straigh
 Args:
 {operands}
     spec: a `jchop.Spec`, a format, or text such as ``"e5m2:stochastic"``.
-    key: a typed key, needed where `spec` is stochastic; it is split into {split}. Default None.
+    key: a typed key, required if `spec` is stochastic; it is split into {split}. Default None.
 
 Returns:
-    Of the operands' dtype; NumPy where they are NumPy, numbers or lists, else JAX. Outside the domain NaN.
+    Results of the operands' dtype; NumPy if they are NumPy arrays, numbers or lists, else JAX. Outside the domain NaN.
 
 Raises:
-    TypeError: for a dtype that is no carrier, two dtypes, or a key that is no key.
+    TypeError: for a dtype that is not a carrier, two dtypes, or a key that is not a typed key.
     ValueError: for a stochastic spec without a key, or a carrier that is too narrow for the spec.
 
 Example:

@@ -37,16 +37,16 @@ Array = jax.Array
 def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl: Impl = "auto") -> Any:
     """The matrix product of `a` and `b` in an emulated arithmetic: operands, every product and every sum rounded.
 
-    Each rounding is done once, from the exact result of its operation, so that the carrier's own rounding does not
-    show, whatever the mode; the sums are formed in the order that `spec` names. With the orders ``sequential``,
-    ``blocked`` and ``pairwise`` the result is the same bits on every device. With ``matrix_unit`` it is where the sum
-    of a block is exact in the carrier; elsewhere it depends on how the device adds. What the orders do to the error:
-    N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapters 3 and 4.
+    Each rounding is applied once, to the exact result of its operation, without an intermediate rounding to the
+    carrier, in every mode. The sums are formed in the order of `spec`. With the orders ``sequential``, ``blocked`` and
+    ``pairwise`` the result is the same bits on every device. With ``matrix_unit`` it is the same if the sum of a block
+    is exact in the carrier; otherwise it depends on the additions of the device. For the errors of the orders see N. J.
+    Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapters 3 and 4.
 
-    The arithmetic is emulated in a carrier: float32, or float64 where `a` and `b` are float64. 16-bit operands are
-    widened to float32 and the result goes back to their dtype. Where ``spec.accumulate`` is None the sums are the
-    carrier's, in the given order, **not** those of a 16-bit dtype, whose result is rounded once more at the end, as
-    `jax.numpy.matmul` does. Products of a fused multiply-add or of a matrix unit are not rounded.
+    The arithmetic is emulated in a carrier: float32, or float64 if `a` and `b` are float64. 16-bit operands are widened
+    to float32, and the result is cast to their dtype. If ``spec.accumulate`` is None, the sums are the carrier's, in
+    the given order, **not** those of a 16-bit dtype; the result is rounded to that dtype at the end, as in
+    `jax.numpy.matmul`. Products of a fused multiply-add or of a matrix unit are not rounded.
 
     Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through:
     those of the carrier's product of the rounded operands at full precision, in forward and reverse mode.
@@ -54,27 +54,27 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
     Args:
         a: the left factor, float16, bfloat16, float32 or float64, shape (..., m, k), or (k,) as in `jax.numpy.matmul`.
         b: the right factor, of the same dtype, shape (..., k, n) or (k,). The leading axes broadcast.
-        spec: a `jchop.MatmulSpec`: what is rounded to what, and the order of the sums. A `jchop.Spec`, a format or text
-            alone is that of the operands, of every product and of every sum, in sequential order.
-        key: a typed key (`jax.random.key`), needed where any rounding of `spec` is stochastic. It is split into four,
+        spec: a `jchop.MatmulSpec`: the roundings and the order of the sums. A `jchop.Spec`, a format or text applies to
+            the operands, every product and every sum, in sequential order.
+        key: a typed key (`jax.random.key`), required if any rounding of `spec` is stochastic. It is split into four,
             for the elements of `a`, those of `b`, the products and the sums. The word of a product or sum is that of
-            the stream's index ``step 2^32 + o``, with o the flat (C order) index of the output element. Its step is k
-            for the product a_k b_k and for its sequential addition, in a block too; K + j where block j is added to
-            the total (j in ``matrix_unit`` order); and in pairwise order the first index of the right part. So the
-            bits depend on no tiling, device or sharding. Inside `jax.shard_map` each shard counts its own elements and
-            needs a key of its own (`jax.random.fold_in`).
-        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel and an error where it cannot
-            run, ``"auto"`` (default) for whichever is faster.
+            the stream's index ``step 2^32 + o``, with o the flat (C order) index of the output element. The step is k
+            for the product a_k b_k and for its sequential addition, also in a block; K + j for the addition of block j
+            to the total (j in ``matrix_unit`` order); and in pairwise order the first index of the right part. So the
+            bits do not depend on tiling, device or sharding. Inside `jax.shard_map` each shard counts its own elements
+            and needs a different key (`jax.random.fold_in`).
+        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel, with an error if it cannot
+            run, ``"auto"`` (default) for the faster one.
 
     Returns:
-        The product, of the shape that `jax.numpy.matmul` gives and the dtype of `a` and `b`; NumPy where both are NumPy
-        or convertible to it, else JAX. With k = 0 it is +0.
+        The product, of the shape of `jax.numpy.matmul` and the dtype of `a` and `b`; NumPy if both are NumPy arrays or
+        convertible to them, else JAX. With k = 0 it is +0.
 
     Raises:
-        TypeError: for a dtype that is no carrier, two dtypes, a spec that is no MatmulSpec, or a key that is no key.
-        ValueError: for shapes that do not match, a stochastic spec without a key, a rounding that the carrier is too
-            narrow for (the message names the dtype that would do), or too many elements or steps to draw for.
-        NotImplementedError: when compiled, where ``impl="pallas"`` cannot run; it says why.
+        TypeError: for a dtype that is not a carrier, two dtypes, an invalid spec, or a key that is not a typed key.
+        ValueError: for shapes that do not match, a stochastic spec without a key, a carrier that is too narrow for a
+            rounding (the message names a suitable dtype), or too many elements or steps for the random stream.
+        NotImplementedError: at compilation, if ``impl="pallas"`` cannot run; the message has the reason.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -120,7 +120,7 @@ def _shape(a: Any, b: Any) -> tuple[int, ...]:
 
 
 def _seeds(keys: Array, spec: MatmulSpec) -> Array | None:
-    """Those of the products and of the sums, where either draws."""
+    """The seeds of products and sums, if either is stochastic."""
     draws = any(rounding is not None and rounding.rounding.stochastic for rounding in (spec.product, spec.accumulate))
     return jnp.stack([*seed_words(keys[2]), *seed_words(keys[3])]) if draws else None
 
@@ -135,7 +135,7 @@ def _one_batch(x: Array, batch: tuple[int, ...]) -> Array:
 
 
 def product_of_matrices(x: Array, y: Array, spec: MatmulSpec, dtype: Any, keys: Any) -> Array:
-    """For other functions: of shapes (batch, m, k) and (batch, k, n), rounded and wide; `keys` as `matmul` has them."""
+    """The product of rounded arrays of a wide dtype, (batch, m, k) and (batch, k, n), with the keys of `matmul`."""
     if keys[2] is not None:
         _check_counts(x, y, Plan(spec, wide_carrier(x.dtype), x.shape[-1]))
     return _product(spec, "auto", jnp.dtype(dtype), x, y, None if keys[2] is None else _seeds(keys, spec))
@@ -143,13 +143,13 @@ def product_of_matrices(x: Array, y: Array, spec: MatmulSpec, dtype: Any, keys: 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _product(spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None) -> Array:
-    """Of shapes (batch, m, k) and (batch, k, n), rounded already."""
+    """The product of rounded arrays of shapes (batch, m, k) and (batch, k, n)."""
     result = matmul_op(x, y, *(() if seeds is None else (seeds,)), impl=impl, spec=spec)
     return to_dtype(result, spec, dtype)
 
 
 def to_dtype(result: Array, spec: MatmulSpec, dtype: Any) -> Array:
-    """A result back in a 16-bit dtype, rounded to it if the sums are the carrier's."""
+    """A result cast to a 16-bit dtype, rounded to it if the sums are the carrier's."""
     if result.dtype == dtype:
         return result
     if spec.accumulate is None:

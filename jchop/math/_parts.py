@@ -23,7 +23,7 @@ from jchop.spec import Spec, as_spec
 
 __all__ = ["diff", "frexp", "ldexp", "modf"]
 
-#: Which axes; None means all.
+#: Axes; None means all.
 Axis = int | Sequence[int] | None
 #: The same, counted from 0.
 Axes = tuple[int, ...]
@@ -40,7 +40,7 @@ def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
     Args:
         x: float16, bfloat16, float32 or float64, any shape.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the results, and m
+        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the results, and m
             draws from `jax.random.fold_in` of the latter with 0. Default None.
 
     Returns:
@@ -66,7 +66,7 @@ def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
     Args:
         x: float16, bfloat16, float32 or float64, any shape.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the results, and they
+        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the results, which
             draw from `jax.random.fold_in` of the latter with 0 and 1. Default None.
 
     Returns:
@@ -91,13 +91,13 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
         n: integers, which broadcast against `x`; they are not rounded.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the result.
+        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the result.
 
     Returns:
-        Of the dtype of `x`. The derivative by `x` is 2^n.
+        An array of the dtype of `x`. The derivative by `x` is 2^n.
 
     Raises:
-        TypeError, ValueError: as for `jchop.math.sin`, or where `n` is not of integers.
+        TypeError, ValueError: as for `jchop.math.sin`, or if `n` is not of an integer dtype.
 
     Example:
         >>> import jchop as jc
@@ -111,7 +111,7 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
     require_carrier(spec, own_carrier(array.dtype))
     check_operation(spec, array.dtype)
     check_backward(spec)
-    if isinstance(exponent, np.ndarray):  # 64-bit integers would lose their high words; beyond these all is 0 or inf
+    if isinstance(exponent, np.ndarray):  # 64-bit integers would lose their high words
         exponent = np.clip(exponent, -(1 << 30), 1 << 30).astype(np.int32)
     return run(partial(_ldexp, spec), (array, exponent), checked_key(key, spec.rounding.stochastic, spec))
 
@@ -139,17 +139,17 @@ def _scaled_jvp(spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Arr
 
 
 def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: int = -1) -> Any:
-    """Differences of neighbours, x[i+1] - x[i], taken `n` times, every one rounded once, as `jax.numpy.diff`.
+    """Differences of neighbours, x[i+1] - x[i], applied `n` times, each rounded once, as `jax.numpy.diff`.
 
     Args:
         x: float16, bfloat16, float32 or float64, of at least one axis; it is rounded to `spec` first.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, needed where `spec` is stochastic; it is split into n + 1, of `x` and of each difference.
-        n: how often. Default 1.
-        axis: along which. Default -1.
+        key: a typed key, required if `spec` is stochastic; it is split into n + 1, for `x` and for each difference.
+        n: number of repetitions. Default 1.
+        axis: axis of the differences. Default -1.
 
     Returns:
-        Of the dtype of `x`, shorter by `n` along `axis`.
+        An array of the dtype of `x`, shorter by `n` along `axis`.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.
@@ -179,14 +179,14 @@ def _diff(spec: Spec, n: int, axis: int, x: Array, key: Array | None) -> Array:
 
 
 def check_axis(axis: Any, ndim: int, name: str = "axis") -> int:
-    """`axis` from 0 on."""
+    """`axis` as a nonnegative integer."""
     if not ndim:
         raise ValueError(f"{name}={axis!r}, but x is a scalar; it needs at least one axis")
     return check_int(name, axis, -ndim, ndim - 1) % ndim
 
 
 def as_axes(axis: Any, ndim: int) -> Axes:
-    """The axes that are meant, from 0 on, in order; None means all."""
+    """The axes as nonnegative integers, in order; None means all."""
     if axis is None:
         return tuple(range(ndim))
     axes = tuple(check_axis(a, ndim) for a in (axis if isinstance(axis, Sequence) else (axis,)))

@@ -1,4 +1,4 @@
-"""Products along axes, and sums and products of the elements up to each one, every step rounded in turn."""
+"""Products along axes, and cumulative sums and products, every step rounded."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ __all__ = ["cumprod", "cumsum", "prod"]
 
 
 def prod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The product of elements, one after the other from 1, every multiplication rounded.
+    """The product of elements, sequentially from 1, every multiplication rounded.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the products, where
-            every step has seeds of its own. Default None.
-        axis: an axis, or several, whose elements are then taken in C order; None (default): all.
-        keepdims: keep the axes, of length one. Default False.
+        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the products. Every
+            step has different seeds. Default None.
+        axis: an axis, or several, with elements in C order; None (default): all.
+        keepdims: whether to keep the axes, with length one. Default False.
 
     Returns:
-        Of the dtype of `x`; 1 for no elements. The derivative is that of `jax.numpy.prod` at the rounded elements.
+        An array of the dtype of `x`; 1 for no elements. The derivative is that of `jax.numpy.prod` at the rounded
+        elements.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.
@@ -58,17 +59,17 @@ def prod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: Axis = None,
 
 
 def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
-    """The sums of the elements up to each one: c <- A(c + x_k) from +0, every addition rounded.
+    """Cumulative sums: c <- A(c + x_k) from +0, every addition rounded.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, needed where `spec` is stochastic; it is split into two, of `x` and of the sums, where every
-            step has seeds of its own. Default None.
-        axis: along which; None (default): over all elements, in C order, as in `jax.numpy.cumsum`.
+        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the sums. Every step
+            has different seeds. Default None.
+        axis: axis of the sums; None (default): over all elements, in C order, as in `jax.numpy.cumsum`.
 
     Returns:
-        Of the dtype of `x`, and its shape but for ``axis=None``.
+        An array of the dtype of `x`, and of its shape except for ``axis=None``.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.
@@ -82,7 +83,7 @@ def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
 
 
 def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
-    """The products of the elements up to each one: c <- A(c x_k) from 1, every multiplication rounded.
+    """Cumulative products: c <- A(c x_k) from 1, every multiplication rounded.
 
     Args:
         x: as in `jchop.math.cumsum`.
@@ -104,7 +105,7 @@ def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | Non
     return _stepped(partial(_cumulative, "prod"), x, spec, key, axis, False)
 
 
-# -- how ---------------------------------------------------------------------------------------------------------------
+# -- implementation ----------------------------------------------------------------------------------------------------
 
 
 def _stepped(function: Callable[..., Array], x: Any, spec: SpecLike, key: Any, axis: Axis, keepdims: bool) -> Any:

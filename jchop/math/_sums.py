@@ -1,4 +1,4 @@
-"""Sums along axes, and what is made of them; every step is rounded, in a named order."""
+"""Sums along axes, means, variances and norms; every step is rounded, in a named order."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ __all__ = ["mean", "norm", "std", "sum", "var"]
 
 
 def sum(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The sum of elements, every addition rounded, in the order that `spec` names.
+    """The sum of elements, every addition rounded, in the order of `spec`.
 
     It is `jchop.math.matmul` of `x` and ones, without products: c <- A(c + x_k) from c = +0 in sequential order.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
-        spec: a `jchop.MatmulSpec` without a product, of which ``accumulate=None`` is the carrier; or a `jchop.Spec`, a
-            format or text, which is that of `x` and of every addition, in sequential order.
-        key: a typed key, needed where `spec` is stochastic. It is split into four, of which the first is that of `x`
-            and the last that of the sums, with the words that `jchop.math.matmul` draws. Default None.
-        axis: an axis, or several, whose elements are then added in C order; None (default): all.
-        keepdims: keep the axes, of length one. Default False.
+        spec: a `jchop.MatmulSpec` without a product; ``accumulate=None`` is the carrier. A `jchop.Spec`, a format or
+            text applies to `x` and every addition, in sequential order.
+        key: a typed key, required if `spec` is stochastic. It is split into four; the first is for `x` and the last for
+            the sums, with the words of `jchop.math.matmul`. Default None.
+        axis: an axis, or several, with elements in C order; None (default): all.
+        keepdims: whether to keep the axes, with length one. Default False.
 
     Returns:
-        Of the dtype of `x`; NumPy where `x` is. The sum of nothing is +0. The derivative is 1.
+        An array of the dtype of `x`; NumPy if `x` is. An empty sum is +0. The derivative is 1.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.matmul`, or for an axis that `x` does not have.
@@ -71,7 +71,7 @@ def sum(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = Non
 
 
 def mean(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
-    """The sum of elements as in `jchop.math.sum`, divided by their number n, and the quotient rounded once.
+    """The sum of elements as in `jchop.math.sum`, divided by their number n; the quotient is rounded once.
 
     n is an integer and is not rounded; the quotient is rounded to ``spec.accumulate``.
 
@@ -83,10 +83,10 @@ def mean(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = No
         keepdims: as in `jchop.math.sum`.
 
     Returns:
-        Of the dtype of `x`; NaN for no elements.
+        An array of the dtype of `x`; NaN for no elements.
 
     Raises:
-        TypeError, ValueError: as for `jchop.math.sum`, or where the carrier does not hold n.
+        TypeError, ValueError: as for `jchop.math.sum`, or if the carrier does not hold n.
 
     Example:
         >>> import jchop as jc
@@ -101,21 +101,22 @@ def var(
 ) -> Any:
     """The variance by two passes: d_k = x_k - mean, then the sum of d_k d_k divided by n - ddof.
 
-    Every operation is rounded: the mean as in `jchop.math.mean`; the differences to ``spec.operands``, since they are
+    Every operation is rounded: the mean as in `jchop.math.mean`; the differences to ``spec.operands``, because they are
     operands of products; products, sums and their order as in `jchop.math.matmul`; the quotient to ``spec.accumulate``.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
         spec: a `jchop.MatmulSpec`; or a `jchop.Spec`, a format or text for every rounding, in sequential order.
-        key: a typed key, needed where `spec` is stochastic. It is split into four, of `x`, of the differences, of the
-            products and of the sums; the mean draws as in `jchop.math.mean` with the first and `jax.random.fold_in` of
-            the last with 1 as its own first and last, the quotient from ``fold_in`` with 0. Default None.
+        key: a typed key, required if `spec` is stochastic. It is split into four, for `x`, for the differences, for the
+            products and for the sums. The mean draws as in `jchop.math.mean`, with the first part and
+            `jax.random.fold_in` of the last with 1 as its first and last part; the quotient draws from ``fold_in`` of
+            the last with 0. Default None.
         axis: as in `jchop.math.sum`.
-        ddof: what is taken from n, an integer below it. Default 0.
+        ddof: an integer below n, which is subtracted from n. Default 0.
         keepdims: as in `jchop.math.sum`.
 
     Returns:
-        Of the dtype of `x`. The derivative is that of the formula in the carrier, at rounded values.
+        An array of the dtype of `x`. The derivative is that of the formula in the carrier, at rounded values.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sum`, or for `ddof` >= n.
@@ -142,7 +143,7 @@ def std(
         keepdims: as in `jchop.math.var`.
 
     Returns:
-        Of the dtype of `x`.
+        An array of the dtype of `x`.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.var`.
@@ -164,23 +165,24 @@ def norm(
     axis: Axis = None,
     keepdims: bool = False,
 ) -> Any:
-    """A norm of vectors: ``√(Σ x_k²)``, ``Σ |x_k|`` or ``max |x_k|``, every operation rounded, nothing scaled.
+    """A norm of vectors: ``√(Σ x_k²)``, ``Σ |x_k|`` or ``max |x_k|``, every operation rounded, without scaling.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
-        spec: as in `jchop.math.var`; with ``ord=1`` as in `jchop.math.sum`, and with infinity only the operands round.
-        key: a typed key, needed where `spec` is stochastic. It is split into four: of `x`, of nothing, of the products
-            and of the sums; the root draws from `jax.random.fold_in` of the last part with 2. Default None.
+        spec: as in `jchop.math.var`; with ``ord=1`` as in `jchop.math.sum`, and with infinity only the operands are
+            rounded.
+        key: a typed key, required if `spec` is stochastic. It is split into four: for `x`, unused, for the products and
+            for the sums; the root draws from `jax.random.fold_in` of the last part with 2. Default None.
         ord: None or 2 for the Euclidean norm (default), 1, or infinity.
         axis: as in `jchop.math.sum`; None (default): the norm of all elements as one vector.
         keepdims: as in `jchop.math.sum`.
 
     Returns:
-        Of the dtype of `x`.
+        An array of the dtype of `x`.
 
     Raises:
-        TypeError, ValueError: as for `jchop.math.sum`; for another `ord`, or one that `jax.numpy.linalg.norm` takes for
-            a norm of matrices.
+        TypeError, ValueError: as for `jchop.math.sum`; for another `ord`, or one that is a matrix norm in
+            `jax.numpy.linalg.norm`.
 
     Example:
         >>> import jchop as jc
@@ -191,7 +193,7 @@ def norm(
         raise ValueError(f"ord={ord!r} must be one of None, 1, 2, inf")
     several = axis is None or isinstance(axis, Sequence)
     if ord is not None and several and as_array("x", x).ndim > 1:
-        raise ValueError(f"ord={ord!r} with axis={axis!r} is a norm of matrices; give one axis, or ord=None")
+        raise ValueError(f"ord={ord!r} with axis={axis!r} is a norm of matrices; pass one axis, or ord=None")
     mspec = _as_sum_spec(spec) if ord == 1 else as_matmul_spec(spec)
     return _reduced(_NORMS[ord], x, mspec, key, axis, keepdims)
 
@@ -200,7 +202,7 @@ def norm(
 
 
 def _as_sum_spec(value: Any) -> MatmulSpec:
-    """A MatmulSpec without a product; a spec alone is that of operands and of sums."""
+    """A MatmulSpec without a product; a plain spec applies to operands and sums."""
     if not isinstance(value, MatmulSpec):
         spec = as_matmul_spec(value).operands
         return MatmulSpec(operands=spec, accumulate=spec)
@@ -307,7 +309,7 @@ def _absolute(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
 
 
 def _largest(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
-    # XLA's CPU backend may lose a NaN, and what comes before it.
+    # The maximum of XLA's CPU backend may ignore a NaN, and the numbers before it.
     return jnp.where(jnp.isnan(rows).any(1), jnp.nan, jnp.max(jnp.abs(rows), 1, initial=0))
 
 

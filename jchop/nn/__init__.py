@@ -1,4 +1,4 @@
-"""Quantized models of Flax: rules that say which tensor is rounded to what. Needs Flax (`pip install ".[flax]"`)."""
+"""Quantized models of Flax: rules assign specs to the tensors of layers. Needs Flax (`pip install ".[flax]"`)."""
 
 # ruff: noqa: E402
 

@@ -1,4 +1,4 @@
-"""`correct_biases`: the mean errors that rounding leaves, taken out of the biases."""
+"""`correct_biases`: subtracts the mean errors of rounding from the biases."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ def correct_biases(
     run: Callable[[Any, Any], Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Model:
-    """A quantized model whose layers give, in the mean over data, what those of the exact model give.
+    """A quantized model whose layers have, in the mean over data, the outputs of the exact model.
 
-    Layer by layer, in the order in which they are called, the bias loses E[y'] - E[y]: the means, over all but the
-    channels, of what the quantized layer gives (those before it corrected already) and of what the exact one gives.
-    Linear, Conv and ConvTranspose that are quantized are corrected; a layer without a bias gets one.
+    Layer by layer, in the order of their calls, E[y'] - E[y] is subtracted from the bias: the means, over all axes but
+    the channels, of the outputs of the quantized layer (after correction of those before it) and of the exact one.
+    Quantized Linear, Conv and ConvTranspose layers are corrected; a layer without a bias gets one.
 
     Args:
-        model: what `quantized` was made from.
-        quantized: what `quantize` returned, in any mode but ``"emulate"``; it stays as it is, and so does `model`.
-        batches: inputs of the models, gone through once for each layer, so they are kept in a list.
-        run: calls a model on a batch. Default ``model(batch)``. Not within `jax.jit`.
-        progress: is told the number of each layer that is done.
+        model: the original of `quantized`.
+        quantized: a result of `quantize`, in any mode but ``"emulate"``; neither model is changed.
+        batches: inputs of the models; they are kept in a list and used once for each layer.
+        run: function that calls a model on a batch, not within `jax.jit`. Default ``model(batch)``.
+        progress: function of the number of completed layers.
 
     Returns:
         The new model.
 
     Raises:
-        TypeError: for what is no model, or no batches.
+        TypeError: for invalid models or batches.
         ValueError: for no batch, a mean that is not finite, no such layer in `quantized`, or models of other layers;
-            for layers that are called within `jax.jit`, scan or the like, where nothing can be noted.
+            for layers that are called within `jax.jit`, scan or similar transformations, in which outputs cannot be
+            recorded.
         NotImplementedError: for a packed bias; correct the model before it is packed, or leave biases unrounded.
 
     Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
@@ -109,7 +110,7 @@ def _copy(model: Any) -> Any:
 
 
 class _Mean:
-    """Sums what a layer gives, for each channel; it stands where a layer rounds its result."""
+    """Sums the outputs of a layer for each channel, in place of the rounding of its result."""
 
     def __init__(self, path: str, then: Any, order: list[str]) -> None:
         self.path, self.then, self.order = path, then, order
@@ -128,7 +129,7 @@ class _Mean:
 
 
 def _means(model: Any, layers: dict[str, Any], data: list[Any], call: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """The mean of what each layer gives over data, in the order of the calls; the model stays as it is."""
+    """The mean output of each layer over data, in the order of the calls; the model is not changed."""
     model, order = _copy(model), []
     noted = {}
     for path, layer, _ in layers_of(model):

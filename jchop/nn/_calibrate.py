@@ -33,24 +33,25 @@ def calibrate(
     run: Callable[[Any, Any], Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Model:
-    """A quantized model whose activations have fixed scales, found by running it on data.
+    """A quantized model with fixed scales of activations, found by running it on data.
 
-    It concerns the layers with a product and an activation of one scale for the whole array, as
-    ``"int8(group=tensor)"``: a range of the layer's input is noted for each batch, unrounded in that layer, and becomes
-    its `ActivationRange`. Other roundings stay as they are, and so does a layer that no batch reaches.
+    This applies to layers with a product and an activation with one scale for the whole array, such as
+    ``"int8(group=tensor)"``: the range of the layer's input, before rounding, is recorded for each batch and becomes
+    its `ActivationRange`. Other roundings, and layers that no batch reaches, do not change.
 
     Args:
-        model: what `quantize` returned, for ``"qat"`` or ``"ptq"``; it stays as it is.
-        batches: inputs of the model, one after the other.
+        model: a result of `quantize`, for ``"qat"`` or ``"ptq"``; it is not changed.
+        batches: inputs of the model.
         method: the range of a batch: ``"minmax"``, from the least to the largest number (default);
-            ``"percentile(99.9)"``, that range within the magnitude that so many per cent of the numbers do not exceed;
-            ``"mse"``, the share of that range, in hundredths, under which rounding to nearest leaves the least square
-            error. Or of all batches: ``"entropy"``, the range within the magnitude where a histogram of 2048 bins loses
-            the least information (Kullback-Leibler) when it is rounded to the integers of the format, as TensorRT does.
-            Numbers that are not finite do not count.
-        combine: the range of all batches: ``"widest"`` (default), or the ``"mean"`` of both ends (not of entropy).
-        run: calls the model on a batch. Default ``model(batch)``.
-        progress: is told the number of each batch that is done.
+            ``"percentile(99.9)"``, that range up to the magnitude that 99.9 % of the numbers do not exceed; ``"mse"``,
+            the fraction of that range, in hundredths, with the least square error of rounding to nearest. Or the range
+            of all batches: ``"entropy"``, up to the magnitude at which a histogram of 2048 bins loses the least
+            information (Kullback-Leibler) when it is rounded to the integers of the format, as in TensorRT. Numbers
+            that are not finite are ignored.
+        combine: the combined range of all batches: ``"widest"`` (default), or the ``"mean"`` of both ends (not for
+            entropy).
+        run: function that calls the model on a batch. Default ``model(batch)``.
+        progress: function of the number of completed batches.
 
     Returns:
         The new model.

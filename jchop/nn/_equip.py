@@ -1,4 +1,4 @@
-"""One layer is given its rounding: sites in place of Flax's functions, and packed parameters."""
+"""Adds roundings to one layer: sites instead of Flax's functions, and packed parameters."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = [
 
 
 class QuantizedParam(nnx.Variable):
-    """A parameter that is stored as a `jchop.QArray`, laid out so that the axes that a product sums over come last.
+    """A parameter that is stored as a `jchop.QArray`, laid out with the contracted axes last.
 
-    It is no `flax.nnx.Param`: codes have no gradient, and filters for parameters to train pass it by.
+    It is not a `flax.nnx.Param`: codes have no gradient, and filters for trainable parameters ignore it.
 
     Example:
         >>> from flax import nnx

@@ -1,4 +1,4 @@
-"""`fold_batch_norms`: a layer and the batch norm behind it as one layer."""
+"""`fold_batch_norms`: folds batch norms into the layers before them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Folded", "fold_batch_norms"]
 
 
 class Folded(nnx.Module):
-    """What stands in the place of a batch norm that was folded: its argument goes through.
+    """The replacement of a folded batch norm: the identity.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -28,11 +28,11 @@ class Folded(nnx.Module):
     """
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
-        """The argument `x`; what else a batch norm takes says nothing here."""
+        """The argument `x`; other arguments of a batch norm have no effect."""
         return x
 
 
-#: The axis of the kernel that runs through the output channels.
+#: The axis of output channels of the kernel.
 _CHANNELS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
     {
         nnx.Linear: lambda layer: -1,
@@ -43,26 +43,26 @@ _CHANNELS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
 
 
 def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
-    """A model in which batch norms are part of the layers before them, as they are in evaluation.
+    """A model with batch norms folded into the layers before them, as in evaluation mode.
 
     With y = x w + b and the norm's mean m, variance v, gain g and offset c, the layer gets the kernel w a and the bias
-    (b - m) a + c, where a = g / sqrt(v + epsilon), computed in float32; in the place of the norm stands `Folded`. It is
-    for a model that is trained and not quantized yet: then the kernel that is rounded is the one that is used.
+    (b - m) a + c, where a = g / sqrt(v + epsilon), computed in float32; `Folded` replaces the norm. Use it on a trained
+    model before quantization, so that the final kernel is rounded.
 
     Args:
-        model: a module of Flax NNX; it stays as it is.
-        pairs: paths, of a Linear, Conv or ConvTranspose each with that of the batch norm that its result goes to, alone
-            and unchanged: ``{"blocks/0/conv": "blocks/0/norm"}``. That is for the caller to know: a module does not say
-            in which order it calls its layers.
+        model: a module of Flax NNX; it is not changed.
+        pairs: maps the path of a Linear, Conv or ConvTranspose to that of the batch norm that reads its result, alone
+            and unchanged: ``{"blocks/0/conv": "blocks/0/norm"}``. The caller must know this, because a module does not
+            expose the order of its calls.
 
     Returns:
         The new model. Arrays that did not change are shared with the given one.
 
     Raises:
-        TypeError: for what is no model, or pairs that are no mapping.
-        ValueError: for a path of nothing, one that stands twice, a layer that several modules hold, a norm of other
-            axes or another number of channels.
-        NotImplementedError: for another layer, quantized ones among them.
+        TypeError: if `model` is not a module, or `pairs` not a mapping.
+        ValueError: for an unknown or repeated path, a layer that several modules hold, a norm of other axes or another
+            number of channels.
+        NotImplementedError: for another layer, or a quantized one.
 
     Source: Jacob et al., "Quantization and training of neural networks", 2018, section 3.2.
 

@@ -1,4 +1,4 @@
-"""The quantized layers: a class for each of Flax, all made in one way, and what makes a layer of Flax one of them."""
+"""The quantized layers: a generated class for each layer of Flax, and the conversion of Flax's layers to them."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def _make(base: type) -> type:
     doc = f"""`flax.nnx.{name}`, quantized.
 
     Args:
-        args: as of the layer of Flax.
-        rule: a `Rule`; its path says nothing here.
+        args: as for the layer of Flax.
+        rule: a `Rule`; its path has no effect.
         rngs: as of the layer of Flax; stochastic roundings draw from the stream that the rule names.
         mode: as in `quantize`. Default ``"qat"``.
-        kwargs: as of the layer of Flax.
+        kwargs: as for the layer of Flax.
     """
     added = {"__call__": _call(base), "output": None, "emulation": None, **_MORE.get(base, {})} if base in KINDS else {}
     return type(name, (base,), {"__init__": _initialize(base), "__doc__": doc, "__module__": __name__, **added})

@@ -1,4 +1,4 @@
-"""Arithmetics of training that have names, as rules."""
+"""Published training methods as rules."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
-    """The rule of an arithmetic that is known by a name.
+    """The rule of a published training method.
 
     The weight is the same in the forward product and in that of the inputs' gradient, Q(W^T) = Q(W)^T, under
     ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"`` and ``"wage"``. It

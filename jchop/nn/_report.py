@@ -1,4 +1,4 @@
-"""`report`: what rules make of each layer of a model."""
+"""`report`: the effect of rules on each layer of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jchop.nn._rule import FIELDS, Rule, StreamOffset, as_rules, rules_of
 
 __all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
 
-#: A parameter that stays as it is: its path, its shape, and why.
+#: A parameter that stays in full precision: its path, its shape, and the reason.
 Wide = tuple[str, tuple[int, ...], str]
 
 
@@ -26,15 +26,15 @@ class LayerRow:
     """One layer.
 
     Args:
-        path: where it stands in the model.
+        path: its path in the model.
         layer: its class.
-        rule: the rule that it gets, as text; empty where none matches.
-        specs: what it rounds: the fields of the rule that say something for it. Empty: nothing.
-        bytes_before: of its own parameters.
-        bytes_after: of those with what the rule rounds stored packed.
+        rule: its rule as text; empty if no rule matches.
+        specs: the fields of the rule that apply to it; empty if it rounds nothing.
+        bytes_before: bytes of its own parameters.
+        bytes_after: bytes of its own parameters, with those that the rule rounds stored packed.
         supported: whether the layer can be quantized.
-        also: the other paths that lead to it. Rules see them all, and its bytes count once.
-        wide: (path, shape, why) of each of its own parameters that stays in full precision.
+        also: its other paths. Rules match all of them, and its bytes count once.
+        wide: (path, shape, reason) of each of its own parameters that stays in full precision.
     """
 
     path: str
@@ -50,7 +50,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """The layers of a model; as text, a table, and a line for each parameter that rules leave in full precision.
+    """The layers of a model. Its text is a table, and a line for each parameter that stays in full precision.
 
     Args:
         rows: a `LayerRow` for each layer.
@@ -60,17 +60,17 @@ class ModelReport:
 
     @property
     def bytes_before(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return sum(row.bytes_before for row in self.rows)
 
     @property
     def bytes_after(self) -> int:
-        """Of all parameters, with what rules round stored packed."""
+        """Bytes of all parameters, with those that rules round stored packed."""
         return sum(row.bytes_after for row in self.rows)
 
     @property
     def wide(self) -> tuple[Wide, ...]:
-        """The path, the shape and the reason of each parameter that rules leave in full precision."""
+        """The path, the shape and the reason of each parameter that stays in full precision."""
         return tuple(wide for row in self.rows for wide in row.wide)
 
     def __str__(self) -> str:
@@ -103,20 +103,20 @@ def _described(row: LayerRow) -> str:
 
 
 def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> ModelReport:
-    """What becomes of each layer of a model under rules, before anything is done.
+    """The effect of rules on each layer of a model, without quantizing it.
 
     Args:
-        model: a module of Flax NNX; its arrays may be shapes alone (`jax.eval_shape`).
+        model: a module of Flax NNX; its arrays may be abstract (`jax.eval_shape`).
         rules: as in `quantize`. Default None: no rule, so the table lists the layers.
 
     Returns:
-        A `ModelReport`, whose text is a table: path, layer, what is rounded to what, and the bytes of parameters as
-        they are and packed. Layers that no rule matches are there, too. Under rules, a line for each parameter that
-        stays in full precision follows, with its shape and why. A product that the model itself writes has no line.
+        A `ModelReport`, whose text is a table: path, layer, roundings, and the bytes of parameters before and after
+        packing. It includes layers without a rule. Under rules, a line follows for each parameter that stays in full
+        precision, with its shape and the reason. Products in the model's own code are not listed.
 
     Raises:
-        TypeError, ValueError: for rules that are none, rules that disagree about one module, and specs that a parameter
-            cannot be packed in.
+        TypeError, ValueError: for invalid rules, rules that disagree about one module, and specs in which a parameter
+            cannot be packed.
 
     Example:
         >>> import jchop as jc
@@ -140,13 +140,13 @@ def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> Mod
 
 
 def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -> str | None:
-    """Why a parameter of a layer stays in full precision; None where it does not.
+    """The reason why a parameter of a layer stays in full precision; None if it does not.
 
     Args:
         layer: its class.
-        supported: whether that can be quantized.
+        supported: whether the class can be quantized.
         rule: the rule of the layer.
-        role: the field of a rule that is for the parameter; None: none is.
+        role: the field of a rule for the parameter; None if there is none.
     """
     if rule is None:
         return "no rule matches"

@@ -1,4 +1,4 @@
-"""Which tensor is rounded to what: a rule for the layers of a model, and how rules find them."""
+"""Rules that assign specs to the tensors of layers, and their matching."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ __all__ = ["FIELDS", "NOWHERE", "SPECS", "Rule", "StreamOffset", "as_rules", "le
 
 #: The fields of a rule that are specs.
 SPECS = ("weight", "activation", "output", "bias", "gradient", "weight_gradient", "cache")
-#: All that say something about rounding.
+#: All fields that define roundings.
 FIELDS = (*SPECS, "matmul", "scale_from")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What is rounded to what in the layers that a pattern names.
+    """The roundings of the layers that match a pattern.
 
     A layer computes ``output(product(activation(x), weight(w)) + bias(b))``. A field that is None rounds nothing, so a
-    rule of a path alone keeps its layers as they are.
+    rule with only a path leaves its layers unchanged.
 
-    The axes of a scaled format are those of an operand laid out for the product at hand: the axes that are summed over
-    come last, as one. So ``"mxfp8_e4m3"`` has blocks along the sum in every product, forward and backward;
-    ``"int8(group=all)"`` is a scale for each output channel of a weight and for each row (token) of an activation;
-    ``"int8(group=tensor)"`` is one for the whole tensor. Arrays that enter no product (embeddings, biases, outputs,
-    gains of norms) are laid out as they are.
+    The axes of a scaled format are those of an operand laid out for its product: the contracted axes come last, joined
+    into one. So ``"mxfp8_e4m3"`` has blocks along the sum in every product, forward and backward; ``"int8(group=all)"``
+    has a scale for each output channel of a weight and for each row (token) of an activation; ``"int8(group=tensor)"``
+    has one for the whole tensor. Arrays that enter no product (embeddings, biases, outputs, scales of norms) keep their
+    own axes.
 
     Args:
-        path: a pattern (`fnmatch`) for a piece of the path of a layer, its parts joined by slashes: ``"head"``,
-            ``"blocks/*/mlp"``, ``"*norm*"``; the layers below such a piece match too. With a slash at its end the
-            pattern is for that module alone, without those below, each part for one part: ``"block/"``; ``"/"`` is the
-            model itself. Default ``"*"``: every layer.
-        weight: of the kernel, the embedding, or the gain of a norm: a `Spec`, a format, a scaled format, or text.
-        activation: of what enters the layer; in attention of queries, keys, values and of the attention weights.
-        output: of the layer's result.
-        bias: of the bias.
-        gradient: of the incoming gradient g in both backward products, dx = g w and dw = x g. Where it is given, each
-            product of the three rounds its operands in its own layout: x and w are rounded anew, from their full
-            precision, except where the format gives a matrix and its transpose the same numbers (no groups, one scale,
-            square tiles): then as the forward product rounded them. Default None: backward products take the operands
-            as the forward product rounded them.
-        weight_gradient: of both operands of the product dw = x g, in place of `activation` and `gradient`;
+        path: a pattern (`fnmatch`) for consecutive parts of the path of a layer, joined by slashes: ``"head"``,
+            ``"blocks/*/mlp"``, ``"*norm*"``; submodules match too. A pattern with a slash at its end matches only that
+            module, without submodules, part by part: ``"block/"``; ``"/"`` is the model itself. Default ``"*"``: every
+            layer.
+        weight: the spec of the kernel, the embedding, or the scale of a norm: a `Spec`, a format, a scaled format, or
+            text.
+        activation: the spec of the layer's input; in attention of queries, keys, values and attention weights.
+        output: the spec of the layer's result.
+        bias: the spec of the bias.
+        gradient: the spec of the incoming gradient g in both backward products, dx = g w and dw = x g. If it is given,
+            each of the three products rounds its operands in its own layout, x and w from full precision. Formats that
+            round a matrix and its transpose to the same numbers (no groups, one scale, square tiles) are applied once,
+            in the forward product. Default None: backward products use the rounded operands of the forward product.
+        weight_gradient: the spec of both operands of the product dw = x g, instead of `activation` and `gradient`;
             ``"binary32"`` keeps it in float32.
-        cache: of the keys and values that MultiHeadAttention keeps for decoding, stored packed: a plain format, or one
-            with scales for each token and head, as ``"int8(group=all)"``.
-        matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products also backward; in
-            a convolution forward.
-        scale_from: where the scales of the kernel and of what enters the layer come from: `MovingAverage`, `History` or
-            `Learned`, in Linear, LinearGeneral, Einsum and Conv; other layers, and other operands, go without. What is
-            rounded under such scales is rounded once, for all three products. Default None: from each array itself.
-        stochastic_stream: the stream of `flax.nnx.Rngs` that stochastic roundings draw from. Default ``"rounding"``.
+        cache: the spec of the keys and values that MultiHeadAttention stores for decoding, packed: a plain format, or
+            one with scales for each token and head, such as ``"int8(group=all)"``.
+        matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products forward and
+            backward, in convolutions only forward.
+        scale_from: the source of the scales of the kernel and of the layer's input: `MovingAverage`, `History` or
+            `Learned`, in Linear, LinearGeneral, Einsum and Conv; it has no effect on other layers and operands. Under
+            such scales an operand is rounded once, for all three products. Default None: from each array itself.
+        stochastic_stream: the stream of `flax.nnx.Rngs` for stochastic roundings. Default ``"rounding"``.
 
     Raises:
-        TypeError, ValueError: for a field that is not what it should be.
+        TypeError, ValueError: for an invalid field.
 
     Example:
         >>> import jchop as jc
@@ -125,10 +125,10 @@ class Rule:
             raise TypeError(f"stochastic_stream={self.stochastic_stream!r} must be the name of a stream of nnx.Rngs")
 
     def matches(self, path: str) -> bool:
-        """Whether the rule is for a layer of this path.
+        """Whether the rule matches a layer of this path.
 
         Args:
-            path: the names of the attributes and indexes that lead to the layer, joined by slashes.
+            path: the attribute names and indexes of the layer, joined by slashes.
 
         Example:
             >>> import jchop as jc
@@ -144,7 +144,7 @@ class Rule:
 
     @property
     def rounds(self) -> bool:
-        """Whether any field says something."""
+        """Whether any field is set."""
         return any(getattr(self, name) is not None for name in FIELDS)
 
     @property
@@ -172,23 +172,23 @@ def is_stochastic(spec: Spec | None) -> bool:
 
 
 def _by_rows(spec: Spec) -> bool:
-    """Whether a spec rounds each row of the last axis by itself, and draws nothing."""
+    """Whether a spec rounds each row of the last axis separately, without random bits."""
     fmt = spec.scaled
     rows = fmt is None or (fmt.group is not None and fmt.axis == -1 and len(fmt.scale_parts) == 1)
     return rows and not is_stochastic(spec)
 
 
 def left_alone(paths: Iterable[str], before: Rule, fields: str = "") -> str:
-    """What an error advises for a module that a rule cannot treat, so that the layers below it keep their rule."""
+    """The advice of an error for a module that a rule cannot treat, so that its sublayers keep their rule."""
     mine = ", ".join(f"Rule({f'{path}/'!r}{fields})" for path in paths)
     return f"Put {mine} before {before}: it is for that module alone, and the layers below it keep their rule"
 
 
 def as_rules(rules: Any) -> tuple[Rule, ...]:
-    """One rule, or several in their order.
+    """One rule, or several, as a tuple.
 
     Raises:
-        TypeError, ValueError: for what is no rule, or none at all.
+        TypeError, ValueError: for other values, or no rule.
     """
     given: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
     wrong = [rule for rule in given if not isinstance(rule, Rule)]
@@ -198,15 +198,15 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
 
 
 def rule_of(path: str, rules: Sequence[Rule]) -> int | None:
-    """The number of the first rule that matches a path; None where none does."""
+    """The index of the first rule that matches a path; None if there is none."""
     return next((number for number, rule in enumerate(rules) if rule.matches(path)), None)
 
 
 def rules_of(paths: Iterable[str], rules: Sequence[Rule]) -> list[int]:
-    """The numbers of the rules of one module with several paths: of each path the first that matches.
+    """The indexes of the rules of one module with several paths: for each path the first that matches.
 
     Raises:
-        ValueError: for rules that say different things.
+        ValueError: for rules that differ.
     """
     chosen = {path: number for path in paths if (number := rule_of(path, rules)) is not None}
     numbers = sorted(set(chosen.values()))
@@ -221,7 +221,7 @@ def rules_of(paths: Iterable[str], rules: Sequence[Rule]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class StreamOffset:
-    """Where a rounding stands, for errors alone: all places are equal, so that jit compiles layers of one kind once.
+    """The location of a rounding, for errors only: all compare equal, so that jit compiles layers of one kind once.
 
     Args:
         layer: the class of the layer.

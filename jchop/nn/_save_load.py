@@ -21,24 +21,24 @@ from jchop.storage._json import read_object, shown, small
 
 __all__ = ["load", "save"]
 
-#: Under this name the metadata of a file say how the packed parameters of a Linen module are laid out: JSON, for the
-#: name of each the axes that are kept, those that are summed over, and its shape.
+#: The metadata key for the layouts of packed parameters of a Linen module: JSON, which maps the name of each to the
+#: kept axes, the contracted ones, and its shape.
 PACKED = "jchop.packed"
 
 
 def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the arrays of a Flax model, quantized or not, to a safetensors file; `load` reads them.
+    """Writes the arrays of a Flax model, quantized or not, to a safetensors file for `load`.
 
-    Packed parameters stay packed. Tensors have the names of the model's paths (``layers.0.kernel.qvalue``,
-    ``params.Dense_0.bias``), as `jchop.save_safetensors` gives them.
+    Packed parameters stay packed. The names of tensors are paths in the model (``layers.0.kernel.qvalue``,
+    ``params.Dense_0.bias``), as in `jchop.save_safetensors`.
 
     Args:
-        path: of the file, which appears in one step.
-        model: a module of Flax NNX, or the variables of a Linen module, as `jchop.nn.linen.Quantized.pack` gives them.
-        metadata: texts to store beside. Default: none.
+        path: path of the file, which is created in one step.
+        model: a module of Flax NNX, or the variables of a Linen module, as from `jchop.nn.linen.Quantized.pack`.
+        metadata: texts for the header of the file. Default: none.
 
     Raises:
-        TypeError: for another model, or metadata that is no text.
+        TypeError: for another model, or metadata that is not text.
         ValueError, OSError: as `jchop.save_safetensors`.
 
     Example:
@@ -69,20 +69,20 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
 
 
 def load(path: str | os.PathLike[str], like: Any = None) -> Any:
-    """The model that `save` wrote.
+    """A model that was written by `save`.
 
     Args:
-        path: of the file.
-        like: a module of Flax NNX with the structure, specs, shapes and dtypes of the saved one: the same code makes
-            it, and under `flax.nnx.eval_shape` that costs no arrays. Or variables of Linen, likewise compared.
-            Default: none, for variables of Linen, which need no pattern.
+        path: path of the file.
+        like: a module of Flax NNX with the structure, specs, shapes and dtypes of the saved one; under
+            `flax.nnx.eval_shape` its construction allocates no arrays. Or variables of Linen, which are compared in the
+            same way. Default: none, for variables of Linen.
 
     Returns:
-        A new module with the arrays of the file, or variables in nested dicts. Typed keys of random streams come back
-        in a module; without `like` they are arrays of integers.
+        A new module with the arrays of the file, or variables in nested dicts. Typed keys of random streams are
+        restored in a module; without `like` they are arrays of integers.
 
     Raises:
-        ValueError: for what is no such file, or one that differs from `like`; the message names the array.
+        ValueError: for an invalid file, or one that differs from `like`; the message names the array.
         OSError: if it cannot be read.
 
     Example:

@@ -1,4 +1,4 @@
-"""`quantize`: a model whose layers round, made from one whose layers do not."""
+"""`quantize`: converts a model into one whose layers round."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ __all__ = ["quantize"]
 
 
 def quantize(model: Model, rules: Rule | Iterable[Rule], mode: Mode = "qat", *, rngs: nnx.Rngs | None = None) -> Model:
-    """A model that rounds as rules say; the given one stays as it is.
+    """A copy of a model that rounds by rules.
 
-    Layers of Flax become layers of `jchop.nn` of the same name, parameters and paths: what they multiply with
-    (`dot_general`, `conv_general_dilated`, `einsum_op`, `attention_fn`), `promote_dtype` and their result are rounded
-    there. Nothing is intercepted while the model runs, so a product that the model itself writes, ``x @ kernel``, stays
-    as it is; a module with parameters that is no layer of Flax is an error where a rule matches it. Layers that no rule
-    matches stay as they are; `report` shows what becomes of each.
+    Layers of Flax become layers of `jchop.nn` with the same name, parameters and paths, which round in place of Flax's
+    `dot_general`, `conv_general_dilated`, `einsum_op`, `attention_fn` and `promote_dtype`, and round their result. No
+    call is intercepted while the model runs, so a product in the model's own code, ``x @ kernel``, is not rounded. It
+    is an error if a rule matches a module with parameters that is not a layer of Flax. Layers without a rule do not
+    change; `report` lists the effect on each layer.
 
     Args:
-        model: a module of Flax NNX, or a quantized one, which is then quantized anew. What its layers found or learned
-            about scales (`calibrate`, `Rule.scale_from`) goes on where a rule rounds the same to the same.
-        rules: a `Rule`, or several, of which the first that matches a layer's path counts.
-        mode: ``"qat"``: parameters stay what they are and are rounded each time they are used, with gradients straight
-            through (default). ``"ptq"``: weights and biases are rounded now and stored packed, as `QuantizedParam`; all
-            else is rounded each time. ``"weight_only"``: likewise, and a rule may round nothing else. These three
-            compute the same numbers, bit for bit, where the rounding is not stochastic. ``"emulate"``: a layer is run
-            by `jchop.emulate`, every operation in it rounded to the rule's activation, with the sums of its matmul.
-        rngs: `flax.nnx.Rngs`, needed where a rule is stochastic: every place draws from a stream of its own, forked
-            from the one that the rule names, and advances it as a dropout does.
+        model: a module of Flax NNX, or a quantized one, which is then quantized again. Calibrated and learned scales
+            (`calibrate`, `Rule.scale_from`) are kept if the rounding of the operand is the same.
+        rules: a `Rule`, or several; the first that matches a layer's path applies.
+        mode: ``"qat"`` (default): parameters are rounded at each use, with straight-through gradients. ``"ptq"``:
+            weights and biases are rounded once and stored packed, as `QuantizedParam`; other tensors are rounded at
+            each use. ``"weight_only"``: like ``"ptq"``, and a rule may round nothing else. These three compute the same
+            numbers, bit for bit, if the rounding is not stochastic. ``"emulate"``: `jchop.emulate` runs the layer, with
+            every operation rounded to the rule's activation, and sums by its matmul.
+        rngs: `flax.nnx.Rngs`, required if a rule is stochastic: every rounding draws from its own stream, forked from
+            the one named by the rule, and advances it, like a dropout.
 
     Returns:
         The new model. Arrays that did not change are shared with the given one.
 
     Raises:
-        TypeError: for rules that are none, or `rngs` that are no `flax.nnx.Rngs`.
-        ValueError: for a rule that matches no layer, or has a field that says nothing for those it matches; a layer
-            with functions of its own where Flax's are expected; a stochastic rule without `rngs`.
+        TypeError: for invalid rules or `rngs`.
+        ValueError: for a rule that matches no layer, or has a field without effect on those it matches; a layer with
+            its own functions instead of Flax's; a stochastic rule without `rngs`.
         NotImplementedError: for a module with parameters that is no known layer, or a product that is out of reach.
 
     Example:

@@ -39,7 +39,7 @@ class Packed:
     Args:
         stored: the `jchop.QArray`, laid out so that the axes that a product sums over come last.
         layout: how it is laid out; axes in front of those are of a stack of layers.
-        shape: of the parameter.
+        shape: shape of the parameter.
     """
 
     stored: QArray
@@ -47,32 +47,32 @@ class Packed:
     shape: tuple[int, ...]
 
     def unpack(self) -> Array:
-        """The parameter, as the module expects it."""
+        """The parameter in the form that the module expects."""
         stack = len(self.shape) - len(self.layout.kept) - len(self.layout.summed)
         return _over_stack(stack, lambda q: self.layout.back(dequantize(q), self.shape[stack:]), self.stored)
 
 
 def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
-    """A module of Flax Linen that rounds as rules say, with the same variables.
+    """A module of Flax Linen that rounds by rules, with the same variables.
 
-    Linen makes its layers while it runs, so the rules are applied in each call: parameters are rounded on their way in,
-    with gradients straight through, and layers get products with rounded operands where they have a field for that
-    (`dot_general`, `conv_general_dilated`, `attention_fn`). Paths are those of the variables (``"Dense_0"``,
+    Linen creates its layers while it runs, so the rules are applied in each call. Parameters are rounded before they
+    enter the layer, with straight-through gradients, and layers get products with rounded operands if they have a field
+    for it (`dot_general`, `conv_general_dilated`, `attention_fn`). Paths are those of the variables (``"Dense_0"``,
     ``"block/attention/query"``).
 
     Args:
-        module: any module; the layers that rules match must be Dense, DenseGeneral, Einsum, Conv, ConvTranspose,
-            Embed, a norm, or attention. Cells of recurrent networks made of Dense (LSTMCell, GRUCell, SimpleCell) are
-            found by those.
-        rules: as in `jchop.nn.quantize`. Scales that a rule keeps (`scale_from`) are variables, as `start` has them:
-            learned ones parameters, ranges and histories a collection of their own, ``"scale_stats"``. A packed `cache`
-            lies in the collection ``"cache"``.
+        module: any module; the layers that rules match must be Dense, DenseGeneral, Einsum, Conv, ConvTranspose, Embed,
+            a norm, or attention. Cells of recurrent networks (LSTMCell, GRUCell, SimpleCell) consist of Dense layers,
+            which rules match.
+        rules: as in `jchop.nn.quantize`. Kept scales (`scale_from`) are variables, see `start`: learned ones are
+            parameters, ranges and histories are in the collection ``"scale_stats"``. A packed `cache` is in the
+            collection ``"cache"``.
 
     Returns:
         A `Quantized` module, with the `init` and `apply` of Linen, `start`, `pack` and `report`.
 
     Raises:
-        TypeError: for rules that are none, or no module.
+        TypeError: for invalid rules, or if `module` is not a module.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -90,7 +90,7 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A module of Linen, and the rules by which its layers round; `quantize` makes it.
+    """A module of Linen with the rules of its layers; a result of `quantize`.
 
     Args:
         module: the module.
@@ -101,15 +101,16 @@ class Quantized:
     rules: tuple[Rule, ...]
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The variables that the module itself has, and those that its rules keep.
+        """The variables of the module and those of its rules.
 
-        Parameters are those of the module, bit for bit. With `scale_from` or `cache` in a rule `start` adds the rest:
-        the module then runs, rounded, once more.
+        Parameters are those of the module, bit for bit. With `scale_from` or `cache` in a rule, `start` adds the
+        variables of the rules, which runs the rounded module once more.
 
         Args:
-            rngs: a key, or streams of keys by name, with those that stochastic rules name.
-            args: of the module. The learned scale of an activation starts with their range, so let them be data.
-            kwargs: of the module and of Linen's `init`.
+            rngs: a key, or streams of keys by name, including those of stochastic rules.
+            args: arguments of the module. Pass data, because their range is the initial value of an activation's
+                learned scale.
+            kwargs: keyword arguments of the module and of Linen's `init`.
         """
         variables = self.module.init(rngs, *args, **kwargs)
         if all(rule.scale_from is None and rule.cache is None for rule in self.rules):
@@ -120,20 +121,20 @@ class Quantized:
         return {**cache, **self.start(unfilled, *args, rngs=rngs, **more)}
 
     def start(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
-        """Variables of the plain module, trained for example, with what the rules keep begun beside them.
+        """Variables of the plain module, for example trained ones, extended by the variables of the rules.
 
-        What is there already stays. Of each layer that its rule's `scale_from` concerns there come:
+        Existing variables are kept. For each layer whose rule has `scale_from` there are:
 
-        * ``"params"``: with `Learned` ``weight_scale``, as the format's rule gives it for the kernel, and
-          ``activation_scale``, from the range of the layer's input in this call, where such inputs are not rounded, as
-          `calibrate` has it with one batch;
-        * ``"scale_stats"``: with `MovingAverage` ``activation_range``, NaN until the first call that moves it; with
+        * ``"params"``: with `Learned` ``weight_scale``, by the format's rule for the kernel, and ``activation_scale``,
+          from the range of the layer's input in this call, in which such inputs are not rounded, like `calibrate` with
+          one batch;
+        * ``"scale_stats"``: with `MovingAverage` ``activation_range``, NaN until the first call that updates it; with
           `History` ``activation_history`` and ``weight_history``, zeros.
 
         Args:
             variables: as those of the module, not packed. Where they have no ``"cache"``, and layers that decode have
                 a rule with `cache`, an empty packed one comes, for sequences as long as those in `args`.
-            args: of the module.
+            args: arguments of the module.
             rngs: streams of keys by name.
             kwargs: as of the module.
 
@@ -164,33 +165,34 @@ class Quantized:
         return result
 
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
-        """What the rounded module computes, with the arguments of Linen's `apply`.
+        """The result of the rounded module, with the arguments of Linen's `apply`.
 
-        Ranges and histories (`MovingAverage`, `History`) follow the data in a call with ``mutable=["scale_stats"]``,
-        which returns them as Linen does, and stay in one without: so do those of NNX in training and in evaluation
-        mode. A packed cache takes the new token with ``mutable=["cache"]``.
+        A call with ``mutable=["scale_stats"]`` updates ranges and histories (`MovingAverage`, `History`) and returns
+        them, like training mode in NNX; a call without it does not change them, like evaluation mode. A packed cache
+        takes the new token with ``mutable=["cache"]``.
 
         Args:
             variables: as those of the module, or packed, with what the rules keep.
-            args: of the module.
+            args: arguments of the module.
             rngs: streams of keys by name, with that which a stochastic rule names.
             kwargs: of the module and of Linen's `apply`.
 
         Raises:
-            ValueError: for a rule that matches no layer or says nothing there, a stochastic one without its stream, or
-                variables without what the rules keep.
+            ValueError: for a rule that matches no layer or has no effect, a stochastic one without its stream, or
+                missing variables of the rules.
             NotImplementedError: for a module with parameters that is no known layer, or a product out of reach.
         """
         return self._call(variables, args, rngs, kwargs)
 
     def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
-        """The variables with the weights and biases that rules round stored packed; `apply` takes them.
+        """The variables with the rounded weights and biases stored packed, for `apply`.
 
-        A learned scale of a weight goes into the packed one. Ranges of activations, and their learned scales, stay.
+        The learned scale of a weight becomes a part of the packed weight. Ranges and learned scales of activations
+        stay.
 
         Args:
             variables: as those of the module, with what the rules keep.
-            args: example arguments, of which only shapes count.
+            args: example arguments, of which only shapes are used.
             rngs: streams of keys by name.
             kwargs: as of `apply`.
 
@@ -213,11 +215,11 @@ class Quantized:
         return {**variables, "params": unflatten_dict(leaves)}
 
     def report(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> ModelReport:
-        """What becomes of each layer under the rules, as `jchop.nn.report` has it, before anything is done.
+        """The effect of the rules on each layer, like `jchop.nn.report`, without quantizing.
 
         Args:
             variables: as those of the module, not packed.
-            args: example arguments, of which only shapes count.
+            args: example arguments, of which only shapes are used.
             rngs: streams of keys by name.
             kwargs: as of `apply`.
 

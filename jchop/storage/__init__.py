@@ -1,4 +1,4 @@
-"""Arrays kept as packed codes and scales, in memory and in files."""
+"""Arrays stored as packed codes and scales, in memory and in files."""
 
 from jchop.storage._array import QArray
 from jchop.storage._half_quadratic import fit_half_quadratic

@@ -1,4 +1,4 @@
-"""`QArray`: an array kept as codes and scales."""
+"""`QArray`: an array stored as codes and scales."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ Array = jax.Array
 class QArray:
     """An array stored as codes, with scales and zero points for groups of them: a pytree of plain arrays.
 
-    `jchop.quantize` makes one and `jchop.dequantize` gives the numbers back. The leaves pass through jit, vmap, scan,
-    donation, sharding, checkpoints and `jax.export` like any others; what the codes mean is static. Axes that vmap or
-    scan put in front of the leaves, or take away, are axes of the QArray.
+    `jchop.quantize` returns one and `jchop.dequantize` converts it to numbers. The leaves pass through jit, vmap, scan,
+    donation, sharding, checkpoints and `jax.export` like other arrays; the spec of the codes is static. Leading axes
+    that vmap or scan add to the leaves or remove are axes of the QArray.
 
     Args:
-        qvalue: the codes. Of fewer than 8 bits they are packed along the last axis into uint8: code i of a row takes
+        qvalue: the codes. Codes of fewer than 8 bits are packed along the last axis into uint8: code i of a row takes
             the bits [k i, k i + k) of the row's little-endian bit stream (low nibble first for 4 bits), and each row is
-            padded to whole bytes. Of 8 bits they are int8 or uint8 for integers and fixed point, float8_e4m3fn and
+            padded to whole bytes. Codes of 8 bits are int8 or uint8 for integers and fixed point, float8_e4m3fn and
             float8_e5m2 for those formats, else uint8. A plain format may have up to 16 bits (uint16), or be one of
             float16, bfloat16, float32, float64.
-        scale: the scales, in as many axes as the array, with one for each group: of the scale format's own dtype where
-            that is a float of 16 bits or more, else its codes. A tuple where a scale has several parts: the scales of
-            the groups and that of the tensor (rule "two_level"); or the packed codes of the scales, their scales, and
-            their zero points if any. None for a plain format.
-        zero_point: int32, or kept as the scales are where zero points are numbers; shaped as the scales. None for a
-            format without.
-        spec: what the array was quantized under, the format's axes counted from the end.
-        size: length of the last axis, which packed codes do not say; None for an array without axes.
-        dtype: that of the array, and what `dequantize` returns by default.
+        scale: the scales, in as many axes as the array, with one for each group: numbers of the scale format's dtype if
+            that is a float of 16 bits or more, else its codes. A tuple if a scale has several parts: the scales of the
+            groups and that of the tensor (rule "two_level"); or the packed codes of the scales, their scales, and their
+            zero points if any. None for a plain format.
+        zero_point: int32, or stored like the scales if zero points are numbers; in the shape of the scales. None for a
+            format without zero points.
+        spec: the spec of the codes, with the format's axes counted from the end.
+        size: length of the last axis, which packed codes do not determine; None for an array without axes.
+        dtype: dtype of the array, and the default of `dequantize`.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -71,7 +71,7 @@ class QArray:
     size: int | None
     dtype: np.dtype
 
-    # -- facts ---------------------------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------------------
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
@@ -89,7 +89,7 @@ class QArray:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits of all leaves over the number of elements; NaN where there is none."""
+        """Bits of all leaves divided by the number of elements; NaN if there are none."""
         count = math.prod(self.shape)
         return 8 * self.nbytes / count if count else math.nan
 
@@ -110,25 +110,25 @@ class QArray:
         return f"QArray({np.array2string(values, separator=', ', prefix='QArray(')}, {facts})"
 
     def form(self, dtype: Any = None) -> Form:
-        """What is static of it, to be returned in `dtype` (default: its own)."""
+        """The static data of `decode`, for results in `dtype` (default: that of the array)."""
         return Form(self.spec, self.size, np.dtype(self.dtype if dtype is None else dtype).name)
 
-    # -- parts of it, and other shapes ---------------------------------------------------------------------------------
+    # -- parts and shapes ----------------------------------------------------------------------------------------------
     @property
     def T(self) -> QArray:
         """The array with its axes reversed."""
         return self.transpose()
 
     def transpose(self, *axes: int | Sequence[int] | None) -> QArray:
-        """The array with its axes in another order.
+        """The array with permuted axes.
 
-        Codes packed along the last axis are packed anew where another axis comes last.
+        Codes packed along the last axis are packed again if another axis becomes the last.
 
         Args:
-            axes: the old place of each axis, as integers or one sequence. Default: reversed.
+            axes: the old index of each axis, as integers or one sequence. Default: reversed.
 
         Raises:
-            ValueError: where `axes` is no permutation, or would move axes that vmap put before a scale of the tensor.
+            ValueError: if `axes` is not a permutation, or would move axes that vmap added before a tensor scale.
         """
         given = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
         order = list(range(self.ndim))[::-1] if not given else [_axis(axis, self.ndim) for axis in given]  # type: ignore[arg-type]
@@ -150,16 +150,16 @@ class QArray:
         )
 
     def reshape(self, *shape: int | Sequence[int]) -> QArray:
-        """The array in another shape that leaves every group whole.
+        """The array in another shape, which must leave every group whole.
 
-        Neighbouring axes that share scales alike are reshaped together; an axis in groups may be cut between groups,
-        (..., n) to (..., n / m, m).
+        Neighbouring axes with the same kind of grouping are reshaped together; an axis in blocks may be split between
+        blocks, (..., n) to (..., n / m, m).
 
         Args:
             shape: lengths, as integers or one sequence; one of them may be -1.
 
         Raises:
-            ValueError: for another number of elements, or where a group would be torn.
+            ValueError: for another number of elements, or if a group would be split.
         """
         given: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         new = _complete(tuple(given), self.shape)
@@ -169,7 +169,7 @@ class QArray:
         core = reshaped(kinds[lead:], self.shape[lead:], new[lead:]) if new[:lead] == self.shape[:lead] else None
         if core is None or not new:
             raise ValueError(
-                f"shape={new} would tear groups of {self.spec.format} in an array of shape {self.shape}; dequantize, "
+                f"shape={new} would split groups of {self.spec.format} in an array of shape {self.shape}; dequantize, "
                 "reshape and quantize"
             )
         scales = new[:lead] + scale_shape(core, new[lead:])
@@ -188,14 +188,14 @@ class QArray:
         )
 
     def __getitem__(self, index: Any) -> QArray:
-        """A part: integers and slices along any axis, or integer vectors, where they cut no group.
+        """A part: integers and slices along any axis, or integer vectors, if they cut no group.
 
         Along an axis in groups only a slice of whole groups, of step 1, can be taken.
 
         Raises:
-            IndexError, TypeError: for an index of another kind, or outside. A traced index outside is moved to the
-                end, as JAX does.
-            ValueError: where a group would be cut.
+            IndexError, TypeError: for an index of another kind, or out of range. A traced index out of range is
+                clamped, as in JAX.
+            ValueError: if a group would be cut.
         """
         entries = normalized(index, self.shape)
         kinds, lead = self._kinds()
@@ -219,13 +219,13 @@ class QArray:
         zero_point = None if self.zero_point is None else self.zero_point[scales]
         return self._with(qvalue, size, [kinds[axis] for axis in kept if axis >= lead], scale, zero_point)
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
     @property
     def _element(self) -> Any:
         return self.spec.format if self.spec.scaled is None else self.spec.scaled.element
 
     def _kinds(self) -> tuple[tuple[Kind, ...], int]:
-        """How each axis is grouped, and how many axes in front the scale of the tensor has, too."""
+        """The grouping of each axis, and the number of leading axes that the tensor scale has, too."""
         fmt = self.spec.scaled
         if fmt is None:
             return (OWN,) * self.ndim, 0
@@ -240,7 +240,7 @@ class QArray:
         return gather(entries, self._element)
 
     def _map_scale(self, whole: Any, inner: Any, tensor: Any = lambda part: part) -> Scale:
-        """The scales, what they are changed by an operation of arrays, of QArrays, and of the tensor's scale."""
+        """The scales after an operation: `whole` on an array, `inner` on a QArray, `tensor` on the tensor scale."""
         fmt = self.spec.scaled
         if fmt is None:
             return None
@@ -251,14 +251,14 @@ class QArray:
         return whole(self.scale)
 
     def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
-        """Scales that are quantized, as a QArray."""
+        """Quantized scales as a QArray."""
         shape = fmt.scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
         codes = hold(self.scale[0], inner.element)
         zero_point = self.scale[2] if inner.zero_point else None
         return QArray(codes, self.scale[1], zero_point, Spec(inner), shape[-1] if shape else None, np.dtype(np.float32))
 
     def _with(self, qvalue: Any, size: int | None, kinds: Sequence[Kind], scale: Scale, zero_point: Any) -> QArray:
-        """Other parts, grouped as `kinds` say."""
+        """A QArray of other parts, grouped by `kinds`."""
         fmt = self.spec.scaled
         if fmt is None:
             return QArray(qvalue, None, None, self.spec, size, self.dtype)
@@ -276,7 +276,7 @@ _MOST_SHOWN = 1000
 
 
 def _removes(entry: Index) -> bool:
-    """Whether an index takes its axis away."""
+    """Whether an index removes its axis."""
     return not isinstance(entry, slice) and np.ndim(entry) == 0
 
 
@@ -285,7 +285,7 @@ def _axis(axis: int, ndim: int) -> int:
 
 
 def _complete(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape with its -1, if any, worked out."""
+    """A shape with its -1, if any, replaced by a length."""
     new = tuple(check_int("shape", n, -1) for n in new)
     total, known = math.prod(old), math.prod(n for n in new if n != -1)
     if new.count(-1) == 1 and known and total % known == 0:

@@ -1,4 +1,4 @@
-"""How codes are held: packed into bytes, or in a dtype of the same bits; and the codes of plain formats."""
+"""Storage of codes: packed into bytes, or in a dtype of the same bits; and the codes of plain formats."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from jchop.formats import (
 from jchop.spec import Spec
 
 Array = jax.Array
-#: Codes of NumPy stay NumPy's; within a trace they are JAX's.
+#: Codes of NumPy or JAX; the result of a function is of the same library.
 Codes = Any
 
-#: Formats whose codes are the bits of a dtype that JAX's backends, other libraries and files all know.
+#: Formats whose codes are the bits of a dtype that JAX's backends, other libraries and files support.
 _DTYPES: dict[ElementFormat, str] = {
     float8_e4m3fn: "float8_e4m3fn",
     float8_e5m2: "float8_e5m2",
@@ -39,25 +39,25 @@ _DTYPES: dict[ElementFormat, str] = {
     binary32: "float32",
     binary64: "float64",
 }
-#: The widest codes that have no dtype of their own.
+#: The most bits of codes without a dtype of the same values.
 _WIDEST = 16
-#: What the numbers of a carrier are values of.
+#: The format of each carrier.
 _CARRIER_FORMATS = {"float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64}
 
 
 def native_dtype(fmt: ElementFormat) -> np.dtype | None:
-    """The dtype whose values are those of `fmt`, bit for bit; None where there is none that all know."""
+    """The dtype whose values are those of `fmt`, bit for bit; None if there is no widely supported one."""
     return jnp.dtype(_DTYPES[fmt]) if fmt in _DTYPES else None
 
 
 def code_dtype(fmt: ElementFormat) -> np.dtype:
     """The dtype of stored codes.
 
-    That of the same values where there is one (the floats above; int8 and uint8 for 8-bit integers and fixed point),
-    uint16 for the rest of the codes of 9 to 16 bits, else uint8: whole codes of 8 bits, packed ones of fewer.
+    The dtype of the same values if there is one (the floats above; int8 and uint8 for 8-bit integers and fixed point),
+    uint16 for other codes of 9 to 16 bits, else uint8: codes of 8 bits, or packed codes of fewer.
 
     Raises:
-        ValueError: for wider codes, which have no dtype.
+        ValueError: for codes that are too wide.
     """
     native = native_dtype(fmt)
     if native is not None:
@@ -75,17 +75,17 @@ def is_packed(fmt: ElementFormat) -> bool:
 
 
 def hold(codes: Codes, fmt: ElementFormat) -> Codes:
-    """Unsigned codes, packed where they are of fewer than 8 bits, as they are stored; `raw` is the inverse."""
+    """Unsigned codes, packed if they have fewer than 8 bits, in the stored dtype; `raw` is the inverse."""
     return _bits_as(codes, code_dtype(fmt))
 
 
 def raw(stored: Codes, fmt: ElementFormat) -> Codes:
-    """Stored codes as unsigned integers, packed as they are."""
+    """Stored codes as unsigned integers, still packed."""
     return _bits_as(stored, np.dtype(f"u{code_dtype(fmt).itemsize}"))
 
 
 def spread(stored: Codes, fmt: ElementFormat, count: int) -> Codes:
-    """Stored codes with one entry for each element, so that any axis can be cut or moved."""
+    """Stored codes, unpacked to one entry for each element, so that any axis can be cut or moved."""
     return _like(_unpack(stored, fmt.bits, count), stored) if is_packed(fmt) else stored
 
 
@@ -103,7 +103,7 @@ def _bits_as(codes: Codes, dtype: np.dtype) -> Codes:
 
 
 def _like(result: Array, given: Codes) -> Codes:
-    """A result as NumPy, where what it was made of is."""
+    """A result as NumPy if `given` is NumPy."""
     return np.asarray(result) if isinstance(given, np.ndarray) else result
 
 
@@ -113,7 +113,7 @@ def _like(result: Array, given: Codes) -> Codes:
 def encode_plain(values: Array, fmt: ElementFormat) -> Array:
     """The stored codes of values of a plain format, packed along the last axis.
 
-    A NaN that `fmt` cannot say becomes its largest value, as in scaled formats.
+    If `fmt` has no NaN, a NaN becomes its largest value, as in scaled formats.
     """
     carrier = CARRIERS[values.dtype.name]
     if fmt == binary64 and carrier.width < 64:
@@ -125,7 +125,7 @@ def encode_plain(values: Array, fmt: ElementFormat) -> Array:
 
 
 def decode_plain(stored: Array, fmt: ElementFormat, count: int, carrier: Carrier) -> Array:
-    """The values of stored codes, rounded to nearest where `carrier` does not hold them."""
+    """The values of stored codes, rounded to nearest if `carrier` does not hold them."""
     compute = CARRIERS["float64"] if fmt == binary64 else _compute(carrier)
     values = decode_elements(spread(raw(stored, fmt), fmt, count), fmt, compute)
     if compute.width == carrier.width:
@@ -137,5 +137,5 @@ def decode_plain(stored: Array, fmt: ElementFormat, count: int, carrier: Carrier
 
 
 def _compute(carrier: Carrier) -> Carrier:
-    """float32 for 16-bit numbers, which it holds."""
+    """The carrier of the arithmetic: float32 for 16-bit numbers."""
     return CARRIERS["float64" if carrier.width == 64 else "float32"]

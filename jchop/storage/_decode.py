@@ -1,4 +1,4 @@
-"""Stored parts (codes, scales, zero points) back to numbers, and the derivative of that in those that are floats."""
+"""Conversion of stored parts (codes, scales, zero points) to numbers, with derivatives in the float parts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jchop.storage._codes import code_dtype, decode_plain, is_packed, raw
 from jchop.storage._layout import OWN, WHOLE, Kind, from_end, kinds_of
 
 Array = jax.Array
-#: The scales: an array; two where a scale has two parts; None for a plain format.
+#: The scales: an array; a tuple if a scale has several parts; None for a plain format.
 Scale = Any
 
 
 @dataclass(frozen=True)
 class Form:
-    """What is static of stored numbers.
+    """Static data of stored numbers.
 
     Args:
-        spec: what they were quantized under.
-        size: length of the last axis, which packed codes do not say; None for an array without axes.
-        dtype: name of the carrier that they are returned in.
+        spec: the spec of the codes.
+        size: length of the last axis, which packed codes do not determine; None for an array without axes.
+        dtype: name of the carrier of the result.
     """
 
     spec: Spec
@@ -40,22 +40,22 @@ class Form:
 
 
 def shape_of(qvalue: Any, size: int | None) -> tuple[int, ...]:
-    """The shape of the numbers whose codes are `qvalue`; without axes, they are a row of one code."""
+    """The shape of the numbers with codes `qvalue`; an array without axes is stored as a row of one code."""
     return tuple(qvalue.shape[:-1]) if size is None else (*qvalue.shape[:-1], size)
 
 
 def batch_axes(spec: Spec, shape: Sequence[int], scale: Scale) -> int:
-    """How many axes in front came after quantizing, by vmap or scan: the scales have those, and then their own.
+    """The number of leading axes that vmap or scan added after quantization; the scales have them, too.
 
     Raises:
-        ValueError: where the scales fit no such array.
+        ValueError: if the shape of the scales does not fit the array.
     """
     found = [tuple(part.shape) for part in _parts(scale)]
     for batch in range(len(shape) + 1):
         front, core = tuple(shape[:batch]), tuple(shape[batch:])
         try:
             wanted = jax.tree.leaves(stored_shapes(spec, core)[1])
-        except ValueError:  # an array of so few axes lacks one that the format names
+        except ValueError:  # an array with so few axes lacks an axis of the format
             break
         if found == [(*front, *part.shape) for part in wanted]:
             return batch
@@ -66,10 +66,10 @@ def batch_axes(spec: Spec, shape: Sequence[int], scale: Scale) -> int:
 
 
 def check_parts(q: Any) -> None:
-    """Sees that the leaves of a QArray have the shapes and dtypes that its spec says; nothing is computed.
+    """Checks that the leaves of a QArray have the shapes and dtypes of its spec, without computation.
 
     Raises:
-        ValueError: for other ones, or axes of a format that are not counted from the end.
+        ValueError: for other leaves, or axes of a format that are not counted from the end.
     """
     spec, shape = q.spec, shape_of(q.qvalue, q.size)
     count = 1 if q.size is None else q.size
@@ -96,7 +96,7 @@ def _parts(scale: Scale) -> tuple[Any, ...]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
-    """The numbers that are stored, in the carrier ``form.dtype``."""
+    """The stored numbers, in the carrier ``form.dtype``."""
     fmt, shape = form.spec.format, shape_of(qvalue, form.size)
     if isinstance(fmt, ElementFormat):
         count = 1 if form.size is None else form.size
@@ -111,8 +111,8 @@ def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) ->
     return core(raw(qvalue, fmt.element), scale, zero_point)
 
 
-# x = e s, (e - z) s or e s + z: so dx = e ds + dz, and where codes are floats dx = s de. Each factor is what the stored
-# numbers are with 1 in the place of the other, and 0 in that of what is added.
+# x = e s, (e - z) s or e s + z: so dx = e ds + dz, and for codes that are floats dx = s de. Each factor is the decoded
+# number with the other factor replaced by 1, and the summand by 0.
 def _jvp(form: Form, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     qvalue, scale, zero_point = primals
     result = decode(form, *primals)
@@ -136,7 +136,7 @@ def _jvp(form: Form, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 def _with_one(chosen: int, part: int, value: Array) -> Array:
-    """A part of scales with 1 in the place of the one chosen; of scales s e + z, its parts 1 and 2, 0 for the other."""
+    """A part of the scales: 1 if it is the chosen one; 0 for the other summand of scales s e + z (parts 1 and 2)."""
     if part == chosen:
         return jnp.ones_like(value)
     return jnp.zeros_like(value) if part and chosen else value
@@ -151,7 +151,7 @@ def _moves(tangent: Any) -> bool:
 
 
 def _over_elements(spec: Spec, values: Array, part: int, scale: Scale, shape: tuple[int, ...]) -> Array:
-    """Values like one part of the scales, each for every element that it scales."""
+    """Values in the shape of one part of the scales, repeated for each element that it scales."""
     fmt, batch = spec.scaled, batch_axes(spec, shape, scale)
     assert fmt is not None
     if part and isinstance(fmt.scale, ScaledFormat):
@@ -163,7 +163,7 @@ def _over_elements(spec: Spec, values: Array, part: int, scale: Scale, shape: tu
 
 
 def expand(values: Array, kinds: Sequence[Kind], shape: Sequence[int]) -> Array:
-    """One value for each group, for each element of the group; axes that share as a whole stay of length 1."""
+    """One value for each group, repeated for each element of the group; whole-axis groups keep length 1."""
     for axis, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
         if kind not in (OWN, WHOLE):
             values = lax.slice_in_dim(jnp.repeat(values, int(kind), axis), 0, n, axis=axis)

@@ -1,9 +1,9 @@
-"""The safetensors file format: a header that says where each tensor lies, then their bytes.
+"""The safetensors file format: a header with the position of each tensor, then the bytes.
 
 The layout is that of https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
 endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
-texts), the data. It is read and written here directly, because tensors then pass piece by piece, and with dtypes that
-plain NumPy does not know.
+texts), the data. It is read and written directly, so that tensors can be processed in pieces, and with dtypes that
+plain NumPy lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from jchop._files import open_regular
 from jchop.storage._json import MOST_ENTRIES, Reader, read_object, shown, small, strings
 
-#: The dtypes of the format by the names that it gives them.
+#: The dtypes of the format by name.
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -49,7 +49,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
-#: The longest header, in bytes, and the most axes of a tensor, as NumPy has them.
+#: The longest header, in bytes, and the most axes of a tensor, as in NumPy.
 _LONGEST = 1 << 24
 _MOST_AXES = 64
 
@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its elements take."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -78,7 +78,7 @@ class Entry:
         """The name of its dtype in the format.
 
         Raises:
-            TypeError: where the format has none.
+            TypeError: if the format does not have it.
         """
         if self.dtype not in _NAMES:
             raise TypeError(f"dtype {self.dtype} is none of a safetensors file; allowed: {', '.join(map(str, _NAMES))}")
@@ -86,18 +86,18 @@ class Entry:
 
 
 class TensorFile:
-    """A safetensors file open for reading: its header now, the bytes of each tensor when they are asked for.
+    """A safetensors file open for reading: it reads the header at once, the bytes of each tensor on request.
 
-    A file is refused if the reference implementation refuses it, and if a key stands twice. The header is checked as a
-    whole before memory is taken for a tensor.
+    A file is refused if the reference implementation refuses it, and if it has a duplicate key. The whole header is
+    checked before memory is allocated for a tensor.
 
     Args:
         path: of the file.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is no safetensors file; the message says what is wrong. Headers of more than 16 MiB, arrays of
-            more than 64 axes and dtypes that JAX lacks are refused, too.
+        ValueError: if it is not a valid safetensors file; the message has the reason. Headers of more than 16 MiB,
+            arrays of more than 64 axes and dtypes that JAX lacks are refused, too.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -139,21 +139,23 @@ def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Entry], di
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > total - 8:
-        raise ValueError(f"{path} is no safetensors file: its first eight bytes are no length of a header")
+        raise ValueError(f"{path} is not a safetensors file: its first eight bytes are not the length of a header")
     if length > _LONGEST:
-        raise ValueError(f"{path} is no safetensors file: its header would take {length} bytes, and at most {_LONGEST}")
+        raise ValueError(
+            f"{path} is not a safetensors file: its header would take {length} bytes, and at most {_LONGEST}"
+        )
     try:
-        # Each entry is checked as it is read: what JSON makes of it takes more memory than its text.
+        # Each entry is checked when it is parsed, because parsed JSON takes more memory than its text.
         header = read_object(file.read(length).decode("utf-8"), partial(_reader, total - 8 - length))
         metadata = header.pop(_METADATA, {})
         _check_places(header, total - 8 - length)
     except ValueError as error:
-        raise ValueError(f"{path} is no safetensors file: bad header ({error})") from None
+        raise ValueError(f"{path} is not a safetensors file: bad header ({error})") from None
     return header, metadata, 8 + length
 
 
 def _reader(size: int, name: str) -> Reader[Any]:
-    """What reads the value of a header's key, in a file of `size` bytes of data."""
+    """The reader for the value of a header's key, in a file with `size` bytes of data."""
 
     def read(text: str, at: int) -> tuple[Entry, int]:
         fields, end = small(text, at)
@@ -172,7 +174,7 @@ def _entry(name: str, fields: Any, size: int) -> Entry:
         allowed = f"a list of integers >= 0, at most {_MOST_AXES} and of a product below 2^58"
         raise ValueError(f"tensor {shown(name)}: shape {shown(shape)} must be {allowed}")
     if not are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"tensor {shown(name)}: data_offsets {shown(offsets)} do not fit: they are no two integers")
+        raise ValueError(f"tensor {shown(name)}: data_offsets {shown(offsets)} do not fit: they are not two integers")
     entry = Entry(DTYPES[dtype], tuple(shape), offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes or offsets[1] > size:
         raise ValueError(f"tensor {shown(name)}: data_offsets {offsets} do not fit shape {shown(shape)} and the file")
@@ -180,12 +182,12 @@ def _entry(name: str, fields: Any, size: int) -> Entry:
 
 
 def are_counts(numbers: Any) -> bool:
-    """Whether they are a list of integers >= 0; booleans are none."""
+    """Whether `numbers` is a list of integers >= 0, without booleans."""
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
 
 
 def _check_places(entries: Mapping[str, Entry], size: int) -> None:
-    """Sees that the tensors fill the data, without gaps and overlaps, as the reference implementation does."""
+    """Checks that the tensors fill the data, without gaps and overlaps, like the reference implementation."""
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != at:
@@ -196,8 +198,8 @@ def _check_places(entries: Mapping[str, Entry], size: int) -> None:
 
 
 def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The same tensors, each after the one before it; those of wide elements first, so that all are aligned."""
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # in the given order where that is equal
+    """The same tensors in consecutive positions; wide elements come first, so that all are aligned."""
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # stable
     placed: dict[str, Entry] = {}
     start = 0
     for name in order:
@@ -207,16 +209,16 @@ def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 class TensorWriter:
-    """Writes the header of a safetensors file, then pieces of its tensors in any order.
+    """Writes the header of a safetensors file, then pieces of tensors in any order.
 
     Args:
         file: open for writing, at its start, and seekable.
-        entries: the tensors, as `lay_out` gives them.
-        metadata: texts to store beside.
+        entries: the tensors, as returned by `lay_out`.
+        metadata: texts for the header.
 
     Raises:
         TypeError: for a dtype that the format does not have.
-        ValueError: for a tensor named as the metadata, or a header that is too long to be read again.
+        ValueError: for a tensor with the name of the metadata, or a header that is too long for `TensorFile`.
     """
 
     def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
@@ -241,7 +243,7 @@ class TensorWriter:
         file.write(len(header).to_bytes(8, "little") + header)
 
     def write(self, name: str, piece: np.ndarray) -> None:
-        """Puts the next bytes of a tensor, in C order, into their place."""
+        """Writes the next bytes of a tensor, in C order, at their position."""
         entry = self._entries[name]
         data = np.ascontiguousarray(piece, entry.dtype).reshape(-1).view(np.uint8).data
         at = self._written[name]
@@ -252,7 +254,7 @@ class TensorWriter:
         self._written[name] = at + len(data)
 
     def finish(self) -> None:
-        """Sees that every byte was written.
+        """Checks that every byte was written.
 
         Raises:
             ValueError: if a tensor lacks bytes.

@@ -1,4 +1,4 @@
-"""Scales and zero points by half-quadratic quantization, a search over the data that no rule of a format says."""
+"""Scales and zero points by half-quadratic quantization: a search over the data, not a rule of a format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jchop.storage._quantize import _as_array, dequantize, fit_scale, quantize
 
 Array = jax.Array
 
-#: The formats of scales that are arrays of a carrier dtype.
+#: The formats of scales that are carrier dtypes.
 _SCALES = (binary16, bfloat16, binary32, binary64)
 
 
@@ -38,27 +38,28 @@ def fit_half_quadratic(
     growth: float = 1.01,
     whole_start: bool = False,
 ) -> tuple[Any, Any]:
-    """Zero points that make the p-th powers of the errors small, for p < 1, which outliers weigh little in (HQQ).
+    """Zero points that minimize the p-th powers of the errors, p < 1, in which outliers have little weight (HQQ).
 
-    The scales are those of `fit_scale`. The zero points are moved, in turn with sparse errors E that are taken out of
-    x: ``E = sign(r) max(abs(r) - abs(r)^(p - 1) / b, 0)`` for the errors r = x - s e - z, and z the mean of x - E - s e
-    of a group; b grows with each turn. It ends when the mean of the absolute errors does, and the best zero points are
-    returned. Sums and powers are those of the device's float32 (float64 of float64), so the last bits may differ
-    between devices; what `quantize` makes of them does not.
+    The scales are those of `fit_scale`. Each iteration updates sparse errors E, which are subtracted from x, and then
+    the zero points: ``E = sign(r) max(abs(r) - abs(r)^(p - 1) / b, 0)`` for the errors r = x - s e - z, and z is the
+    mean of x - E - s e of a group; b grows with each iteration. The search ends when the mean of the absolute errors no
+    longer falls, and returns the best zero points. Sums and powers are those of the device's float32 (float64 for
+    float64 data), so the last bits may differ between devices. `quantize` with given zero points is the same on all
+    devices.
 
     Args:
         x: the array, as in `quantize`.
         spec: of a format with ``zero_point="float"`` whose scales are float16, bfloat16, float32 or float64, as
             ``"uint4(group=64,zero_point=float)"``. A stochastic rounding counts as one to nearest in the search.
-        iterations: turns, at least 1. Default 20.
-        norm: p, from 0 to 1, both excluded. Default 0.7.
-        weight: b in the first turn, above 0. Default 10.
-        growth: what b is multiplied by after each, above 0. Default 1.01.
-        whole_start: begin with zero points that are whole multiples of the scales, as the authors do for 4 bits.
-            Default False, which ends with smaller errors on normal numbers.
+        iterations: number of iterations, at least 1. Default 20.
+        norm: p, between 0 and 1, both excluded. Default 0.7.
+        weight: b in the first iteration, above 0. Default 10.
+        growth: factor of b after each iteration, above 0. Default 1.01.
+        whole_start: whether to start with zero points that are whole multiples of the scales, as the authors do for 4
+            bits. Default False, which gives smaller errors on normally distributed numbers.
 
     Returns:
-        ``(scale, zero_point)``, as `fit_scale` returns them and `quantize` takes them.
+        ``(scale, zero_point)`` in the form of `fit_scale`, for `quantize`.
 
     Raises:
         TypeError, ValueError: for another format, or a number out of range.
@@ -92,7 +93,7 @@ def fit_half_quadratic(
         _between("growth", growth, math.inf),
     )
     array, numpy = _as_array(x)
-    nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # a search has nothing to draw
+    nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # the search has no key
     spec = replace(spec, format=from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
     scale, zero_point = fit_scale(array, spec)
     with types_for(array.dtype):
@@ -119,9 +120,9 @@ def _between(name: str, value: Any, most: float) -> float:
 
 class _State(NamedTuple):
     turn: Array
-    zero: Array  # to be tried
-    best: Array  # the zero points of the least error so far
-    error: Array  # the mean of |x - s e - z| that they leave
+    zero: Array  # the next candidate
+    best: Array  # the zero points with the least error so far
+    error: Array  # their mean of |x - s e - z|
     improves: Array
 
 

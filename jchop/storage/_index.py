@@ -1,4 +1,4 @@
-"""Indexes of arrays in groups: what is taken along an axis, and of its scales."""
+"""Indexing of arrays in groups: the entries along an axis, and those of the scales."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Index = Any
 
 
 def normalized(index: Any, shape: Sequence[int]) -> list[Index]:
-    """One entry for each axis: slices that take a whole axis as ``slice(None)``, static integers from 0 on.
+    """One entry for each axis: slices of a whole axis become ``slice(None)``, and static integers nonnegative.
 
     Raises:
-        IndexError: for too many entries, or a known integer outside.
+        IndexError: for too many entries, or a known integer out of range.
         TypeError: for an entry of another kind.
     """
     given = list(index) if isinstance(index, tuple) else [index]
@@ -59,7 +59,7 @@ def _entry(axis: int, entry: Any, n: int) -> Index:
 
 
 def _require_inside(axis: int, entry: jax.Array, n: int) -> None:
-    """Refuse known indexes beyond an end, which JAX would move to it."""
+    """Refuse known indexes out of range, which JAX would clamp."""
     if isinstance(entry, jax.core.Tracer):
         return
     values = np.asarray(entry)
@@ -69,10 +69,10 @@ def _require_inside(axis: int, entry: jax.Array, n: int) -> None:
 
 
 def scale_entry(axis: int, entry: Index, kind: Kind, n: int) -> Index:
-    """What is taken of the scales where `entry` is taken along an axis of length `n`.
+    """The index of the scales for `entry` along an axis of length `n`.
 
     Raises:
-        ValueError: where that cuts a group.
+        ValueError: if `entry` cuts a group.
     """
     whole = isinstance(entry, slice) and entry == slice(None)
     if kind == OWN or whole:

@@ -1,4 +1,4 @@
-"""JSON objects in files of unknown origin, read entry by entry: in little memory, not deep, and no key twice."""
+"""Reads JSON objects of untrusted files entry by entry: with little memory, limited depth and no duplicate keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-#: Reads the value that begins at a place of a text; gives it, and where it ends.
+#: Reads the value that begins at a position of a text; returns the value and its end.
 Reader = Callable[[str, int], tuple[T, int]]
 
 #: The most entries of an object, and the most characters of a dict or list within one.
@@ -19,14 +19,14 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def read_object(text: str, reader: Callable[[str], Reader[Any]]) -> dict[str, Any]:
-    """The JSON object that a text is.
+    """The JSON object of a text.
 
     Args:
-        text: the object, and white space around it.
+        text: the object, possibly with white space around it.
         reader: the reader of the value of a key: `small` or `strings`.
 
     Raises:
-        ValueError: if the text is no such object, has a key twice, or has too many entries.
+        ValueError: if the text is not such an object, has a duplicate key, or has too many entries.
     """
     found, end = _members(text, _skip(text, 0), reader)
     if _skip(text, end) != len(text):
@@ -59,12 +59,12 @@ def small(text: str, at: int) -> tuple[Any, int]:
         except RecursionError:
             raise ValueError(f"lists and objects nested too deep at character {at}") from None
         except ValueError as error:
-            reason = str(error)  # the error itself would keep this frame, and the text
+            reason = str(error)  # the error object would keep this frame, and the text, in memory
     raise ValueError(f"at character {at}: {reason}")
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut where it is long."""
+    """A value for a message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -77,7 +77,7 @@ def _members(text: str, at: int, reader: Callable[[str], Reader[T]]) -> tuple[di
     while mark == ",":
         key, at = _string(text, at)
         if key in found:
-            raise ValueError(f"the key {shown(key)} stands twice")
+            raise ValueError(f"the key {shown(key)} is duplicated")
         if len(found) == MOST_ENTRIES:
             raise ValueError(f"an object has more than {MOST_ENTRIES} entries")
         found[key], at = reader(key)(text, _mark(text, _skip(text, at), ":"))
@@ -88,14 +88,14 @@ def _members(text: str, at: int, reader: Callable[[str], Reader[T]]) -> tuple[di
 
 
 def _mark(text: str, at: int, marks: str) -> int:
-    """Where the text goes on after one of some marks."""
+    """The position after one of some marks."""
     if at >= len(text) or text[at] not in marks:
         raise ValueError(f"no {' or '.join(marks)} at character {at}")
     return _skip(text, at + 1) if text[at] != "}" else at + 1
 
 
 def _skip(text: str, at: int) -> int:
-    """Where the text goes on after white space."""
+    """The position after white space."""
     match = _SPACE.match(text, at)
     assert match is not None
     return match.end()
@@ -104,12 +104,12 @@ def _skip(text: str, at: int) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key is duplicated")
     return found
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)

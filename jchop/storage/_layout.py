@@ -1,8 +1,8 @@
-"""Which elements share a scale, axis by axis; and what cutting, permuting and reshaping an array makes of that.
+"""The grouping of elements under scales, axis by axis, and its change by indexing, permuting and reshaping.
 
-Along an axis every index has scales of its own (OWN), all indexes share (WHOLE), or blocks of a length share (that
-length). A format says so with axes counted from the front or the end; stored arrays count them from the end, so that
-axes which come in front (vmap, scan) or go (indexing) leave it as it is.
+Along an axis each index has its own scales (OWN), all indexes share scales (WHOLE), or blocks of a length share them
+(that length). A format counts axes from the front or the end. Stored arrays count them from the end, so that leading
+axes can be added (vmap, scan) or removed (indexing) without a change of the format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kind = str | int
 
 
 def kinds_of(fmt: ScaledFormat, ndim: int, batch: int = 0) -> tuple[Kind, ...]:
-    """How each axis of an array of `ndim` axes is grouped, of which `batch` in front were added after quantizing.
+    """The grouping of each of `ndim` axes, of which the leading `batch` were added after quantization.
 
     Raises:
         ValueError: for an axis of the format that the array does not have.
@@ -29,7 +29,7 @@ def kinds_of(fmt: ScaledFormat, ndim: int, batch: int = 0) -> tuple[Kind, ...]:
     kinds: list[Kind] = [OWN if fmt.group is not None else WHOLE] * core
     for axis, kind in _named(fmt):
         if not -core <= axis < core:
-            raise ValueError(f"{fmt} names axis {axis}, which is none of an array of {core} axes")
+            raise ValueError(f"{fmt} names axis {axis}, which an array of {core} axes does not have")
         kinds[axis] = kind
     return (OWN,) * batch + tuple(kinds)
 
@@ -52,7 +52,7 @@ def from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
 
 
 def with_kinds(fmt: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
-    """`fmt` grouped as `kinds` say, with its axes counted from the end."""
+    """`fmt` with the grouping `kinds`, its axes counted from the end."""
     ndim = len(kinds)
     if all(-ndim <= axis < 0 for axis, _ in _named(fmt)) and kinds_of(fmt, ndim) == tuple(kinds):
         return fmt
@@ -73,9 +73,9 @@ def scale_shape(kinds: Sequence[Kind], shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def reshaped(kinds: Sequence[Kind], old: Sequence[int], new: Sequence[int]) -> tuple[Kind, ...] | None:
-    """How the axes are grouped after an array of shape `old` was reshaped to `new`; None where that tears groups.
+    """The grouping of an array after a reshape from `old` to `new`; None if that splits groups.
 
-    Runs of axes of one kind are reshaped by themselves. An axis in blocks may be cut between blocks: (..., n) becomes
+    Runs of axes of one kind are reshaped separately. An axis in blocks may be split between blocks: (..., n) becomes
     (..., n / m, m) with whole blocks in m.
     """
     if tuple(old) == tuple(new):
@@ -99,7 +99,7 @@ def reshaped(kinds: Sequence[Kind], old: Sequence[int], new: Sequence[int]) -> t
 
 
 def _runs(kinds: Sequence[Kind], shape: Sequence[int]) -> list[tuple[Kind, int]]:
-    """(kind, elements) of the longest runs of axes of one kind; an axis in blocks is one by itself."""
+    """(kind, elements) of the longest runs of axes of one kind; an axis in blocks is a separate run."""
     runs: list[tuple[Kind, int]] = []
     for kind, n in zip(kinds, shape, strict=True):
         if n == 1:
@@ -112,7 +112,7 @@ def _runs(kinds: Sequence[Kind], shape: Sequence[int]) -> list[tuple[Kind, int]]
 
 
 def _take(rest: list[int], size: int) -> list[int] | None:
-    """Takes from the front of `rest` the axes with `size` elements; None where they do not come out even."""
+    """Removes from the front of `rest` axes with `size` elements in all; None if no number of axes has that many."""
     part: list[int] = []
     while math.prod(part) < size and rest:
         part.append(rest.pop(0))
@@ -120,7 +120,7 @@ def _take(rest: list[int], size: int) -> list[int] | None:
 
 
 def _named(fmt: ScaledFormat) -> list[tuple[int, Kind]]:
-    """(axis, kind) of the axes that a format names."""
+    """(axis, kind) of the axes named by a format."""
     if fmt.group is None:
         return [] if fmt.channel is None else [(axis, OWN) for axis in _as_tuple(fmt.channel)]
     sizes = _as_tuple(fmt.group)
@@ -132,5 +132,5 @@ def _as_tuple(item: Any) -> tuple[Any, ...]:
 
 
 def _single(items: tuple[Any, ...]) -> Any:
-    """A tuple of one as what it holds."""
+    """The element of a tuple of one; other tuples unchanged."""
     return items[0] if len(items) == 1 else items

@@ -1,4 +1,4 @@
-"""A record of the dicts and lists that held the arrays of a file, and the way back to them."""
+"""A record of the dicts and lists of a saved tree, and their reconstruction."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from jchop.storage._file import TensorFile
 from jchop.storage._json import LONGEST_VALUE, read_object, shown, small
 
-#: Under this name the metadata of a file say where in the saved tree each array was: JSON, for the name of each the
-#: steps to it. A string is a key of a dict, an integer the index in a list, a list of one integer a key that is one.
+#: The metadata key of the record: JSON, which maps the name of each array to the steps to it in the tree. A string is a
+#: key of a dict, an integer the index in a list, a list of one integer an integer key.
 TREE = "jchop.tree"
 #: The most steps to an array.
 _DEEPEST = 200
@@ -21,15 +21,15 @@ Step = str | int | list[int]
 
 
 def tree_metadata(paths: Mapping[str, Sequence[Any]]) -> dict[str, str]:
-    """The metadata of a file that records a tree: empty where dicts and lists of arrays cannot tell it.
+    """The metadata that record a tree: empty if it does not consist of dicts and lists of arrays.
 
     Args:
-        paths: of each array, by its name, as JAX has them.
+        paths: JAX's path of each array, by name.
     """
     steps = {name: [_step(key) for key in path] for name, path in paths.items()}
     try:
         nest([(path, None) for path in steps.values()])
-    except ValueError:  # a list that has entries without arrays, or a key that is neither text nor integer
+    except ValueError:  # a list with entries without arrays, or a key that is neither a string nor an integer
         return {}
     if max((len(json.dumps(path)) for path in steps.values()), default=0) > LONGEST_VALUE:
         return {}
@@ -40,13 +40,13 @@ def paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[Step]]:
     """The recorded steps to each array of a file.
 
     Raises:
-        ValueError: if the file has no record, or one that is damaged or of other arrays than `names`.
+        ValueError: if the file has no record, or one that is damaged or does not match `names`.
     """
     names = set(names)
     if TREE not in file.metadata and names:
         raise ValueError(
-            f"{file.path} has no record of dicts and lists, which save_safetensors makes: leave nested out to have the "
-            "arrays by name, or give like="
+            f"{file.path} has no record of dicts and lists, which save_safetensors writes: omit nested to get the "
+            "arrays by name, or pass like="
         )
     try:
         found = read_object(file.metadata.get(TREE, "{}"), lambda _: small)
@@ -62,10 +62,10 @@ def paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[Step]]:
 
 
 def nest(leaves: Sequence[tuple[Sequence[Step], Any]], depth: int = 0) -> Any:
-    """The dicts and lists that hold leaves, from the steps to each.
+    """The dicts and lists of leaves, from the steps to each leaf.
 
     Raises:
-        ValueError: for steps that contradict each other, leave an entry of a list out, or are too many.
+        ValueError: for contradictory steps, a missing entry of a list, or too many steps.
     """
     if len(leaves) == 1 and len(leaves[0][0]) == depth:
         return leaves[0][1]
@@ -86,7 +86,7 @@ def nest(leaves: Sequence[tuple[Sequence[Step], Any]], depth: int = 0) -> Any:
 
 
 def _step(key: Any) -> Any:
-    """A step of a path of JAX, as it is recorded; None for one that cannot be."""
+    """A step of a JAX path in the form of the record; None if it cannot be recorded."""
     match key:
         case SequenceKey(idx=int(index)) | FlattenedIndexKey(key=int(index)):
             return index
@@ -98,14 +98,14 @@ def _step(key: Any) -> Any:
 
 
 def _text(step: Any) -> str:
-    """A step within a name.
+    """The text of a step in a name.
 
     Raises:
-        ValueError: for what is no step.
+        ValueError: if it is not a step.
     """
     number = step[0] if isinstance(step, list) and len(step) == 1 else step
     if type(number) is int:
         return str(number)
     if not isinstance(step, str):
-        raise ValueError(f"{shown(step)} is no step to an array")
+        raise ValueError(f"{shown(step)} is not a step to an array")
     return step

@@ -1,8 +1,8 @@
-"""A .npy file read in parts: its header is checked against its size before anything is allocated.
+"""Reads .npy files in parts. The header is checked against the size of the file before memory is allocated.
 
-Only the header that NumPy writes for an array of numbers is known here (the NEP 1 format, versions 1 to 3). It is
-matched by a regular expression, not evaluated. Nothing is mapped into memory, since a file that another process
-truncates would then end this one with a signal.
+Only headers that NumPy writes for arrays of numbers are accepted (the NEP 1 format, versions 1 to 3). They are matched
+by a regular expression, not evaluated. Files are not memory-mapped: if another process truncated a mapped file, a
+signal would end this one.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jchop._files import open_regular
 
 _MAGIC = b"\x93NUMPY"
 _LONGEST_HEADER = 1 << 16
-_MOST_AXES = 64  # of an array of NumPy 2
+_MOST_AXES = 64  # the limit of NumPy 2
 
 _STRING = r"(?:'[^'\\]*'|\"[^\"\\]*\")"
-_SPACES = " \n"  # all that NumPy writes
+_SPACES = " \n"  # the only ones that NumPy writes
 _ENTRY = re.compile(
     rf"(?P<key>{_STRING}) *: *"
     rf"(?:(?P<text>{_STRING})|(?P<truth>True|False)|\((?P<sizes>[0-9L, \n]*)\))[ \n]*(?:,[ \n]*|$)"
 )
-_SIZE = re.compile(r"(0|[1-9][0-9]{0,18})L?")  # Python 2 wrote an L behind long integers
+_SIZE = re.compile(r"(0|[1-9][0-9]{0,18})L?")  # Python 2 wrote an L after long integers
 
-#: Bytes of a row up to which whole rows are read, and of the rows that are read at once.
+#: The longest row, in bytes, that is read whole, and the bytes of rows read at once.
 _SHORT_ROW, _BLOCK = 1 << 14, 1 << 20
 
 
@@ -39,18 +39,18 @@ class NpyFile:
 
     Args:
         path: the file.
-        name: what it is called in errors.
-        dtype: of what `read` gives; a number that it cannot hold is an error then. Default: that of the file.
+        name: name of the file in errors.
+        dtype: dtype of the result of `read`; a number that it cannot hold is an error. Default: that of the file.
 
     Attributes:
-        shape: of the array.
-        dtype: of what `read` gives, in native byte order.
-        stored: the dtype of the file.
+        shape: shape of the array.
+        dtype: dtype of the result of `read`, in native byte order.
+        stored: dtype of the file.
         fortran_order: whether the first axis varies fastest.
 
     Raises:
         OSError: if the file cannot be opened or read.
-        ValueError: if it is no .npy file of numbers, or its size is not what the header says.
+        ValueError: if it is not a .npy file of numbers, or its size differs from the header.
     """
 
     def __init__(self, path: Path, name: str, dtype: np.dtype | None = None):
@@ -74,20 +74,20 @@ class NpyFile:
 
     @property
     def size(self) -> int:
-        """How many elements the array has."""
+        """Number of elements of the array."""
         return math.prod(self.shape)
 
     # -- the header ----------------------------------------------------------------------------------------------------
 
     def _header(self) -> tuple[np.dtype, bool, tuple[int, ...]]:
-        """dtype, order and shape; where the elements start is noted."""
+        """dtype, order and shape; also sets the position of the elements."""
         start = self._bytes(min(10, self._size))
         if not start:
             raise self._fault("it is empty")
         if start[:2] == b"PK":
             raise self._fault("it is a zip archive, as .npz files are: save one of its arrays with numpy.save")
         if start[: len(_MAGIC)] != _MAGIC:
-            raise self._fault("it does not begin as one")
+            raise self._fault("it does not begin like one")
         if len(start) < 10:
             raise self._fault("it ends within its header")
         version = start[6:8]
@@ -116,19 +116,19 @@ class NpyFile:
 
     def _dtype(self, text: str) -> np.dtype:
         if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", text):
-            raise self._fault(f"it holds {_shown(text)!r}, which is no type of numbers (bfloat16 is saved so, too)")
+            raise self._fault(f"it holds {_shown(text)!r}, which is not a numeric type (also used for bfloat16)")
         try:
             return np.dtype(text)
         except TypeError:
             raise self._fault(f"it holds {text!r}, which NumPy does not know") from None
 
     def _fault(self, reason: str) -> ValueError:
-        return ValueError(f"{self._name} is no .npy file that can be read: {reason}")
+        return ValueError(f"{self._name} is not a .npy file that can be read: {reason}")
 
     # -- the elements --------------------------------------------------------------------------------------------------
 
     def read(self, starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-        """A part of the array, in memory of its own: from `starts` on, `shape` elements along each axis.
+        """A copy of a part of the array: from `starts` on, `shape` elements along each axis.
 
         Raises:
             ValueError: if the file has become shorter, or holds a number that `dtype` cannot hold.
@@ -141,7 +141,7 @@ class NpyFile:
 
     def _fill(self, part: np.ndarray, whole: tuple[int, ...], starts: tuple[int, ...], base: int) -> None:
         """Reads `part` of an array in C order, of shape `whole`, that begins `base` elements into the file."""
-        if part.shape[1:] == whole[1:]:  # so its elements lie together
+        if part.shape[1:] == whole[1:]:  # contiguous in the file
             first = starts[0] * math.prod(whole[1:]) if whole else 0
             return self._read_into(part, base + first)
         row = math.prod(whole[1:])
@@ -158,7 +158,7 @@ class NpyFile:
         return None
 
     def _read_into(self, part: np.ndarray, first: int) -> None:
-        """Fills a part that is contiguous with the elements of the file from `first` on."""
+        """Fills a contiguous part with the elements of the file from `first` on."""
         self._file.seek(self._begin + first * part.itemsize)
         view = part.reshape(-1).view(np.uint8).data
         while view:
@@ -192,7 +192,7 @@ class NpyFile:
 
 
 def _entries(text: str) -> dict[str, str] | None:
-    """The three values of a header by their kind; None unless all three are there, once each, and nothing else."""
+    """The three values of a header by kind; None unless each occurs once, and nothing else."""
     inside = re.fullmatch(r"\{([^{}]*)\}", text.strip(_SPACES))
     kinds = {"descr": "text", "fortran_order": "truth", "shape": "sizes"}
     entries: dict[str, str] = {}
@@ -208,7 +208,7 @@ def _entries(text: str) -> dict[str, str] | None:
 
 
 def _shape(text: str) -> tuple[int, ...] | None:
-    """What stands in the parentheses of a tuple of sizes; None if that is no such tuple."""
+    """The sizes in the parentheses of a tuple; None if it is not a tuple of sizes."""
     items = [item.strip(_SPACES) for item in text.split(",")]
     if not items[-1]:
         items.pop()

@@ -1,9 +1,9 @@
-"""How a large array is cut into pieces that are quantized one by one and give what the whole would.
+"""Cuts a large array into pieces that are quantized separately, with the same result as for the whole array.
 
-A piece takes one index of each axis before that of the cut, a range along that, and all of the axes behind: its
-elements lie together in C order, and so do its codes and scales. Axes in blocks are cut between blocks. Where a scale
-is shared along an axis that is cut, the extremes of what it is shared by are put in front of each piece, so that the
-rule sees them; all rules but "mse" and "percentile" look at nothing else.
+A piece has one index of each axis before the cut axis, a range of the cut axis, and all of the axes after it. So its
+elements are contiguous in C order, and so are its codes and scales. Axes in blocks are cut between blocks. If a scale
+is shared along the cut axis, the extremes of its group are prepended to each piece, so that the rule includes them; all
+rules but "mse" and "percentile" depend only on the extremes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray
 from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of
 
-#: Codes of any width fill whole bytes if there are as many.
+#: This number of codes of any width fills whole bytes.
 _BYTES = 8
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where an array is cut.
+    """The cut of an array.
 
     Args:
-        axis: None for an array that is one piece without axes.
+        axis: axis of the cut; None for an array without axes, which is one piece.
         step: length of a piece along it.
-        kinds: how each axis is grouped.
-        needs_extremes: whether a scale is shared between pieces.
+        kinds: grouping of each axis.
+        needs_extremes: whether pieces share a scale.
     """
 
     axis: int | None
@@ -43,7 +43,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of an array: where it begins (by axis, and counted in elements), and its shape."""
+    """A piece of an array: its first index (by axis, and flat), and its shape."""
 
     starts: tuple[int, ...]
     start: int
@@ -52,12 +52,12 @@ class Piece:
 
 
 def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chunk: int) -> Cut:
-    """Where to cut an array so that a piece has no more than about `chunk` bytes, if its groups allow.
+    """The cut of an array into pieces of about `chunk` bytes at most, if its groups allow it.
 
     Args:
-        shape: of the array.
+        shape: shape of the array.
         itemsize: bytes of an element.
-        fmt: the scaled format it is quantized to, axes counted from the end; None for a plain one.
+        fmt: the scaled format, with axes counted from the end; None for a plain one.
         chunk: bytes.
     """
     if not shape:
@@ -83,7 +83,7 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
 
 
 def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
-    """Of each axis the length that is cut in multiples only, and whether it cannot be cut at all."""
+    """For each axis the unit of its cuts, and whether it cannot be cut."""
     units = [kind if isinstance(kind, int) else 1 for kind in kinds]
     torn = [False] * ndim
     if fmt is not None and isinstance(fmt.scale, ScaledFormat):
@@ -117,17 +117,17 @@ def pieces(shape: Sequence[int], cut: Cut) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class Extremes:
-    """The least and the largest finite elements that share scales, of an array that is read in pieces."""
+    """The least and the largest finite element of each group of an array that is read in pieces."""
 
-    axis: int  # along which they are put in front of a piece
-    count: int  # as how many entries
-    shared: tuple[bool, ...]  # of each axis, whether scales are shared along it
+    axis: int  # along which they are prepended to a piece
+    count: int  # number of prepended entries
+    shared: tuple[bool, ...]  # for each axis, whether scales are shared along it
     low: np.ndarray
     high: np.ndarray
 
     @classmethod
     def of(cls, shape: Sequence[int], cut: Cut, fmt: ScaledFormat) -> Self:
-        """None seen yet."""
+        """The state before the first piece."""
         assert cut.axis is not None
         everywhere = fmt.rule == "two_level"
         shared = tuple(everywhere or kind == WHOLE for kind in cut.kinds)
@@ -142,7 +142,7 @@ class Extremes:
         return tuple(slice(None) if shared else slice(at, at + n) for shared, at, n in spans)
 
     def see(self, x: np.ndarray, piece: Piece) -> None:
-        """Takes in a piece."""
+        """Updates the extremes with a piece."""
         axes = tuple(axis for axis, shared in enumerate(self.shared) if shared)
         place, finite = self._place(piece), np.isfinite(x)
         wide = x.astype(np.float64)
@@ -152,7 +152,7 @@ class Extremes:
         self.high[place] = np.maximum(self.high[place], high)
 
     def add(self, x: np.ndarray, piece: Piece) -> np.ndarray:
-        """A piece, with the extremes in front."""
+        """A piece with the extremes prepended."""
         place = self._place(piece)
         shape = (*x.shape[: self.axis], 1, *x.shape[self.axis + 1 :])
         ends = [np.where(np.isfinite(end[place]), end[place], 0).astype(x.dtype) for end in (self.low, self.high)]
@@ -160,5 +160,5 @@ class Extremes:
         return np.concatenate([*front, x], axis=self.axis)
 
     def drop(self, q: QArray) -> QArray:
-        """The piece, without them."""
+        """The quantized piece without the extremes."""
         return q[(*(slice(None),) * self.axis, slice(self.count, None))]

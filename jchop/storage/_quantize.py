@@ -42,30 +42,30 @@ def quantize(
     offset: Any = 0,
     impl: Impl = "auto",
 ) -> QArray:
-    """`x` as codes and scales, from which `dequantize` gives what `round_to_format` gives, bit for bit.
+    """`x` as codes and scales. `dequantize` of them equals `round_to_format`, bit for bit.
 
-    Works under jit (with `spec` static), vmap, scan and on sharded arrays. The codes have no derivative: where a
-    gradient should pass straight through, use `round_to_format`. `dequantize` has one in the scales.
+    Works under jit (with `spec` static), vmap, scan and on sharded arrays. The codes have no derivative; use
+    `round_to_format` for straight-through gradients. `dequantize` has a derivative in the scales.
 
     Args:
-        x: float16, bfloat16, float32 or float64, any shape. A JAX array gives JAX leaves, anything else NumPy ones.
+        x: float16, bfloat16, float32 or float64, any shape. A JAX array gives JAX leaves, other arrays NumPy leaves.
         spec: a scaled format or a plain one, a `Spec` of one, or text such as ``"int4(group=128,scale=bfloat16)"``. Its
-            gradient says nothing here.
+            gradient has no effect.
         key: a typed key, needed by the stochastic modes.
-        scale: scales to use in place of those that the format's rule gives, in the form that `fit_scale` returns:
-            finite numbers above zero, which are kept as they are. Within jit their values are not known and not
-            checked: a NaN then gives NaN, a negative scale numbers of the other sign, a scale of 0 gives 0, and its
-            codes say nothing. Default: fitted to `x`.
-        zero_point: zero points, along with `scale`, for a format that has them; integers lie within its codes, floats
-            are finite.
-        offset: as in `round_to_format`: where `x` lies in a larger array, for the random bits. Default 0.
+        scale: scales to use instead of those of the format's rule, in the form of `fit_scale`: finite numbers above
+            zero, which are stored unchanged. Within jit their values are not known and not checked: NaN gives NaN, a
+            negative scale numbers of the other sign, and a scale of 0 gives 0 with meaningless codes. Default: fitted
+            to `x`.
+        zero_point: zero points, together with `scale`, for a format that has them: integers within the range of its
+            codes, or finite floats.
+        offset: as in `round_to_format`: the position of `x` in a larger array, for the random bits. Default 0.
         impl: as in `round_to_format`.
 
     Returns:
-        A `QArray`. A NaN that the format cannot say is its largest value there.
+        A `QArray`. If the format has no NaN, a NaN becomes its largest value.
 
     Raises:
-        TypeError: for a dtype that is no carrier, or a key that is no typed key.
+        TypeError: for a dtype that is not a carrier, or a key that is not a typed key.
         ValueError: for codes of more than 8 bits (16 under a plain format), a stochastic spec without a key, scales of
             another form or value, a carrier that cannot hold the results, or an axis that `x` does not have.
 
@@ -101,20 +101,21 @@ def quantize(
 
 
 def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
-    """The numbers that a `QArray` stores: what `round_to_format` gives for the array and the spec, bit for bit.
+    """The numbers of a `QArray`. They equal `round_to_format` of the array under the spec, bit for bit.
 
-    Differentiable in the leaves that are floats: scales, and codes that are of a float dtype.
+    Differentiable in the leaves that are floats: scales, and codes of a float dtype.
 
     Args:
         q: the stored array.
-        dtype: float16, bfloat16, float32 or float64; scale times element is rounded once to it. Default: ``q.dtype``.
-        add_to: an array of the same shape; the result is it plus the numbers, in its dtype, computed in one pass.
+        dtype: float16, bfloat16, float32 or float64, to which scale times element is rounded once. Default:
+            ``q.dtype``.
+        add_to: an array of the same shape; the result is its sum with the numbers, in its dtype, computed in one pass.
 
     Returns:
-        A JAX array, or a NumPy array where the leaves are NumPy's.
+        A JAX array, or a NumPy array if the leaves are NumPy arrays.
 
     Raises:
-        TypeError: where `q` is no QArray, or `dtype` no carrier.
+        TypeError: if `q` is not a QArray, or `dtype` not a carrier.
         ValueError: for leaves that do not fit each other, or an `add_to` of another shape.
 
     Example:
@@ -126,16 +127,16 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
         dtype('float32')
     """
     if not isinstance(q, QArray):
-        raise TypeError(f"q={q!r} must be a QArray, as jchop.quantize gives")
+        raise TypeError(f"q={q!r} must be a QArray, as returned by jchop.quantize")
     if add_to is not None:
         if dtype is not None and np.dtype(dtype) != add_to.dtype:
-            raise ValueError(f"dtype={dtype!r} says nothing beside add_to, whose dtype is {add_to.dtype}")
+            raise ValueError(f"dtype={dtype!r} has no effect beside add_to, whose dtype is {add_to.dtype}")
         if tuple(add_to.shape) != q.shape:
             raise ValueError(f"add_to has shape {tuple(add_to.shape)}, and q {q.shape}")
         dtype = add_to.dtype
     form = q.form(dtype)
     if form.dtype not in CARRIERS:
-        raise TypeError(f"dtype={dtype!r} is no carrier; allowed: {', '.join(CARRIERS)}")
+        raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
     with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)):
         numbers = _dequantize(q.qvalue, q.scale, q.zero_point, add_to, form=form)
@@ -145,15 +146,15 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
 
 
 def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
-    """The scales, and zero points, that `quantize` would choose: to be kept, averaged, or used for other arrays.
+    """The scales and zero points that `quantize` chooses, to be kept, averaged, or used for other arrays.
 
     Args:
         x: as in `quantize`.
         spec: of a scaled format.
 
     Returns:
-        ``(scale, zero_point)`` as `QArray` holds them and `quantize` takes them; the second is None for a format
-        without zero points.
+        ``(scale, zero_point)`` in the form of `QArray`, for `quantize`; the second is None for a format without zero
+        points.
 
     Raises:
         ValueError: for a plain format, which has no scale.
@@ -179,7 +180,7 @@ def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
 
 @dataclass(frozen=True)
 class _How:
-    """What is static of quantizing to a scaled format."""
+    """The static arguments of quantization to a scaled format."""
 
     spec: Spec
     place: StreamOffset
@@ -216,7 +217,7 @@ def _dequantize(qvalue: Any, scale: Scale, zero_point: Any, add_to: Any, *, form
 
 
 def _as_array(x: Any) -> tuple[Array | np.ndarray, bool]:
-    """`x` as an array of a carrier, and whether the result is to be NumPy."""
+    """`x` as an array of a carrier, and whether the result is NumPy."""
     numpy = not isinstance(x, Array)
     array = as_numpy("x", x) if numpy else x
     if array.dtype.name not in CARRIERS:
@@ -228,11 +229,11 @@ def _as_array(x: Any) -> tuple[Array | np.ndarray, bool]:
 
 
 def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, Any]:
-    """A given scale and zero point, checked to be as `fit_scale` returns them."""
+    """A given scale and zero point, checked to have the form of `fit_scale`."""
     if scale is None and zero_point is None:
         return None, None
     if scale is None:
-        raise ValueError("zero_point without scale; give both, as fit_scale returns them")
+        raise ValueError("zero_point without scale; pass both, as returned by fit_scale")
     _, *expected = stored_shapes(spec, x.shape)
     for name, value, wanted in zip(("scale", "zero_point"), (scale, zero_point), expected, strict=True):
         if _described(value) != _described(wanted):
@@ -246,7 +247,7 @@ def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, An
 
 
 def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
-    """Refuses scales that no fit gives. Within a trace they are not known, and have to be right."""
+    """Refuses scales that `fit_scale` cannot return. Traced values are not known and not checked."""
     if _is_traced(scale):
         return
     fmt = spec.scaled
@@ -269,7 +270,7 @@ def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
 
 
 def _check_zero_point(zero_point: Any, spec: Spec) -> None:
-    """Refuses zero points that no fit gives. Within a trace they are not known, and have to be right."""
+    """Refuses zero points that `fit_scale` cannot return. Traced values are not known and not checked."""
     fmt = spec.element
     if spec.scaled is None or not spec.scaled.zero_point or _is_traced(zero_point):
         return
@@ -295,7 +296,7 @@ def _is_traced(parts: Any) -> bool:
 
 
 def _values(stored: Any, fmt: ElementFormat) -> np.ndarray:
-    """The distinct numbers that stored scales are: themselves if of a float dtype, else what their codes stand for."""
+    """The distinct values of stored scales: the numbers themselves if of a float dtype, else the decoded codes."""
     distinct = np.unique(np.asarray(stored).astype(np.float64))
     if jnp.issubdtype(stored.dtype, jnp.floating):
         return distinct
@@ -313,5 +314,5 @@ def _described(parts: Any) -> str:
 
 
 def _to_numpy(leaf: Any) -> Any:
-    """A leaf as NumPy; within a trace it cannot be, and stays."""
+    """A leaf as NumPy; a traced leaf is returned unchanged."""
     return leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)

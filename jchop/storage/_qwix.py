@@ -1,4 +1,4 @@
-"""QArrays as those of qwix, and back. qwix is imported when one of these functions runs, and not before."""
+"""Conversion between QArrays of jchop and qwix. qwix is imported when one of these functions runs."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from jchop.storage._layout import OWN, WHOLE, Kind, with_kinds
 _SCALES: dict[str, FloatFormat] = {
     "float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64
 }  # fmt: skip
-#: qwix's name of what is kept in another dtype than its own.
+#: qwix's name of the type that it stores in another dtype.
 _NF4 = "nf4"
 
 
 def to_qwix(q: QArray) -> Any:
-    """A ``qwix.QArray`` of the same codes and scales, in which a code takes an element of a dtype of its own.
+    """A ``qwix.QArray`` of the same codes and scales, with one element of a native dtype for each code.
 
-    Its scales are numbers of ``q.dtype``, or of a wider dtype where their format needs one; qwix multiplies and returns
-    in that dtype. Needs the extra ``qwix``.
+    Its scales are numbers of ``q.dtype``, or of a wider dtype if their format needs one; qwix multiplies and returns in
+    that dtype. Needs the extra ``qwix``.
 
     Args:
-        q: integers of at most 8 bits, 8-bit floats that JAX has a dtype for, float4_e2m1fn or NF4, under one scale for
-            each group, all groups of one size.
+        q: integers of at most 8 bits, 8-bit floats with a JAX dtype, float4_e2m1fn or NF4, with one scale for each
+            group and groups of equal size.
 
     Raises:
-        ImportError: where qwix is not installed.
-        TypeError: where `q` is no QArray.
-        ValueError: for what qwix has no form for: other elements, scales of several parts, added zero points,
-            ragged groups.
+        ImportError: if qwix is not installed.
+        TypeError: if `q` is not a QArray.
+        ValueError: for data without a form in qwix: other elements, scales of several parts, float zero points, ragged
+            groups.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -63,7 +63,7 @@ def to_qwix(q: QArray) -> Any:
     """
     qwix = _qwix()
     if not isinstance(q, QArray):
-        raise TypeError(f"q={q!r} must be a QArray, as jchop.quantize gives")
+        raise TypeError(f"q={q!r} must be a QArray, as returned by jchop.quantize")
     fmt = q.spec.scaled
     if fmt is None or not isinstance(fmt.scale, FloatFormat) or fmt.rule == "two_level" or fmt.zero_point == "float":
         raise ValueError(f"q is of {q.spec.format}; qwix has one scale for each group, and zero points that are codes")
@@ -86,15 +86,15 @@ def from_qwix(q: Any) -> QArray:
     """A QArray of the codes and scales of a ``qwix.QArray``.
 
     Args:
-        q: as `to_qwix` gives, or ``qwix.quantize``.
+        q: a result of `to_qwix` or ``qwix.quantize``.
 
     Returns:
-        A QArray, grouped as the shape of the scales says, under the rule "absmax" ("minmax" with zero points).
+        A QArray with the grouping of the shape of the scales, under the rule "absmax" ("minmax" with zero points).
 
     Raises:
-        ImportError: where qwix is not installed.
-        TypeError: where `q` is no ``qwix.QArray``.
-        ValueError: for elements that are none of jchop's formats, or zero points that are not shaped as the scales.
+        ImportError: if qwix is not installed.
+        TypeError: if `q` is not a ``qwix.QArray``.
+        ValueError: for elements without a format in jchop, or zero points of another shape than the scales.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc, qwix  # doctest: +SKIP
@@ -130,7 +130,7 @@ def _kind(n: int, count: int) -> Kind:
 
 
 def _qtype_of(element: ElementFormat) -> Any:
-    """The qtype that qwix has for an element format."""
+    """The qtype in qwix of an element format."""
     if element == nf4.element:
         return _NF4
     if isinstance(element, IntegerFormat) and element.bits <= 8:
@@ -159,7 +159,7 @@ def _element_of(qtype: Any) -> ElementFormat:
 
 
 def _float_names() -> dict[ElementFormat, str]:
-    """The floats of 8 and 4 bits that are elements and dtypes of one name."""
+    """The names of floats of 8 and 4 bits that are both element formats and dtypes."""
     return {fmt: name for name, fmt in CATALOGUE.items() if fmt.bits in (4, 8) and fmt != float8_e8m0fnu}
 
 

@@ -1,4 +1,4 @@
-"""Pytrees that hold QArrays, in safetensors files."""
+"""Saves pytrees with QArrays to safetensors files, and loads them."""
 
 from __future__ import annotations
 
@@ -23,33 +23,31 @@ from jchop.storage._file import Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._json import read_object, shown, small
 from jchop.storage._nested import TREE, nest, paths_in, tree_metadata
 
-#: Under this name the metadata of a file say which tensors are the leaves of QArrays: JSON, for the name of each its
-#: spec as text, the length of its last axis and its dtype.
+#: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
+#: last axis and its dtype.
 QARRAYS = "jchop.qarrays"
-#: The most differing leaves that an error tells.
+#: The most differing leaves in an error.
 _MOST_TOLD = 3
 
 
 def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a pytree of arrays and QArrays to a safetensors file, whole or not at all.
+    """Writes a pytree of arrays and QArrays to a safetensors file, atomically.
 
-    A tensor has the name of its path in the tree, joined with dots (``layers.0.kernel``). The leaves of a QArray are
-    plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, and where a scale has several parts
-    ``NAME.tensor_scale`` (rule "two_level") or ``NAME.scale_scale`` and maybe ``NAME.scale_zero_point`` (scales that
-    are quantized again). The file appears in one step, in the place of an old one. No package is needed beyond jchop's
-    own.
+    The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``). The leaves of a QArray are
+    plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``. If a scale has several parts, there are
+    also ``NAME.tensor_scale`` (rule "two_level"), or ``NAME.scale_scale`` and possibly ``NAME.scale_zero_point``
+    (scales that are quantized again). An existing file is replaced in one step. No further package is needed.
 
     Args:
-        path: of the file. A symbolic link is replaced; the file that it leads to stays.
+        path: path of the file. A symbolic link is replaced; its target stays.
         tree: a container (dict, list, NNX state ...) of JAX and NumPy arrays and QArrays. The data of each array must
-            be on this process.
-        metadata: texts to store beside. Default: none.
+            be in this process.
+        metadata: texts for the header of the file. Default: none.
 
     Raises:
-        TypeError: for a leaf that is no array, or of a dtype that a file cannot have, and metadata that is no text.
-        ValueError: for two leaves of one name, metadata named as jchop's own, or an array spread over several
-            processes.
-        OSError: where the file cannot be written.
+        TypeError: for a leaf that is not an array, a dtype that the file format lacks, and metadata that is not text.
+        ValueError: for two leaves of one name, metadata with a key of jchop, or an array that spans several processes.
+        OSError: if the file cannot be written.
 
     Example:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
@@ -84,25 +82,24 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
 
 
 def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: bool = False) -> Any:
-    """Reads what `save_safetensors` wrote, or any other safetensors file.
+    """Reads a safetensors file of `save_safetensors` or any other program.
 
     Args:
-        path: of the file.
-        like: a pytree of the structure that is wanted. Its arrays, QArrays and `jax.ShapeDtypeStruct` (as
-            `jax.eval_shape` gives them) must have the shapes, dtypes and specs of the file. A leaf without a shape and
-            a dtype, such as 0, stands for any array. Default: none.
-        nested: gives the dicts and lists that were saved, from the record that `save_safetensors` makes of them.
-            Default: False.
+        path: path of the file.
+        like: a pytree with the structure of the result. Its arrays, QArrays and `jax.ShapeDtypeStruct` (as from
+            `jax.eval_shape`) must have the shapes, dtypes and specs of the file. A leaf without a shape and a dtype,
+            such as 0, stands for any array. Default: none.
+        nested: whether to return the saved dicts and lists, from the record of `save_safetensors`. Default: False.
 
     Returns:
         JAX arrays and QArrays of them: in a dict by name, in the saved dicts and lists, or in the structure of `like`.
-        64-bit data stays so, whatever the state of ``jax_enable_x64``. Tuples and other sequences come back as lists,
-        other containers as dicts; those without arrays do not come back.
+        64-bit data keeps its dtype for every value of ``jax_enable_x64``. With `nested`, tuples and other sequences
+        become lists, other containers dicts; containers without arrays are omitted.
 
     Raises:
-        ValueError: for what is no such file, or is damaged; for arrays other than those of `like`; if `nested` is given
-            along with `like`, or for a file without a record.
-        OSError: where it cannot be read.
+        ValueError: if the file is not a valid safetensors file; if its arrays differ from those of `like`; for `nested`
+            together with `like`, or for a file without a record.
+        OSError: if it cannot be read.
 
     Example:
         >>> import tempfile, pathlib, jax, jax.numpy as jnp, jchop as jc
@@ -117,7 +114,7 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     """
     check_bool("nested", nested)
     if nested and like is not None:
-        raise ValueError("nested=True says nothing beside like=, which gives the structure")
+        raise ValueError("nested=True has no effect beside like=, which defines the structure")
     with TensorFile(path) as file, jax.enable_x64(True):
         described = described_in(file)
         owners = {part for name, fields in described.items() for part in part_names(name, fields)}
@@ -132,13 +129,13 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     wanted = {name: leaf for name, _, leaf in _named_leaves(like)}
     if set(wanted) != set(found):
         lacking, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
-        raise ValueError(f"{path} and like= differ: not in the file {lacking}, in the file alone {more}")
+        raise ValueError(f"{path} and like= differ: not in the file {lacking}, only in the file {more}")
     _check_like(path, wanted, found)
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [found[name] for name in wanted])
 
 
 def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Sees that arrays are as those of `like`."""
+    """Checks that arrays match those of `like`."""
     pairs = {name: (_facts(found[name]), _facts(leaf)) for name, leaf in wanted.items()}
     other = [f"{name!r} is {got}, and {want} in like" for name, (got, want) in pairs.items() if want not in (None, got)]
     if other:
@@ -147,7 +144,7 @@ def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any
 
 
 def _facts(leaf: Any) -> str | None:
-    """The spec, dtype and shape of a leaf, and for a QArray those of its parts; None where it has none."""
+    """The spec, dtype and shape of a leaf, and for a QArray those of its parts; None if it has none."""
     arrays = jax.tree.leaves(leaf) if _is_qarray(leaf) else [leaf]
     if not all(hasattr(array, "dtype") and hasattr(array, "shape") for array in arrays):
         return None
@@ -159,17 +156,17 @@ def _facts(leaf: Any) -> str | None:
 
 
 def parts_of(name: str, q: QArray) -> dict[str, Any]:
-    """The leaves of a QArray by the names of their tensors."""
+    """The leaves of a QArray by tensor name."""
     scales = q.scale if isinstance(q.scale, tuple) else (q.scale,)
     arrays = [array for array in (q.qvalue, *scales, q.zero_point) if array is not None]
     return dict(zip(part_names(name, description(q)), arrays, strict=True))
 
 
 def description(q: QArray) -> dict[str, Any]:
-    """What is static of a QArray, as JSON has it.
+    """The static data of a QArray, for JSON.
 
     Raises:
-        ValueError: for a spec whose text does not give it back.
+        ValueError: for a spec that its text does not represent.
     """
     text = str(q.spec)
     try:
@@ -177,7 +174,7 @@ def description(q: QArray) -> dict[str, Any]:
     except ValueError:
         reads_back = False
     if not reads_back:
-        raise ValueError(f"spec={text!r} is a text that does not give it back, so that it cannot be stored")
+        raise ValueError(f"spec={text!r} cannot be stored: parsing this text does not return the spec")
     return {"spec": text, "size": q.size, "dtype": np.dtype(q.dtype).name}
 
 
@@ -191,15 +188,15 @@ def part_names(name: str, fields: Mapping[str, Any]) -> list[str]:
 
 
 def qarray_metadata(described: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The metadata of a file that holds the QArrays described."""
+    """The metadata of a file with the described QArrays."""
     return {QARRAYS: json.dumps(described)} if described else {}
 
 
 def described_in(file: TensorFile) -> dict[str, dict[str, Any]]:
-    """What a file says of the QArrays in it: for the name of each its spec, the length of its last axis and its dtype.
+    """The QArrays in the metadata of a file: the spec, the length of the last axis and the dtype by name.
 
     Raises:
-        ValueError: where that cannot be read, or the tensors of a QArray are not as its spec has them.
+        ValueError: if the metadata are damaged, or the tensors of a QArray do not match its spec.
     """
     found = _own_metadata(file, QARRAYS)
     for name, fields in found.items():
@@ -211,7 +208,7 @@ def described_in(file: TensorFile) -> dict[str, dict[str, Any]]:
 
 
 def _own_metadata(file: TensorFile, key: str) -> dict[str, Any]:
-    """A JSON object in the metadata of a file; empty where there is none."""
+    """A JSON object in the metadata of a file; empty if it is missing."""
     try:
         return read_object(file.metadata.get(key, "{}"), lambda _: small)
     except ValueError as error:
@@ -219,12 +216,12 @@ def _own_metadata(file: TensorFile, key: str) -> dict[str, Any]:
 
 
 def _check_described(file: TensorFile, name: str, fields: Any) -> None:
-    """Sees that a QArray can be made of the tensors that a file has for it."""
+    """Checks that the tensors of a file form the described QArray."""
     if not isinstance(fields, dict) or set(fields) != {"spec", "size", "dtype"}:
         raise ValueError(f"{shown(fields)} must be an object of spec, size and dtype")
     spec, size, dtype = fields["spec"], fields["size"], fields["dtype"]
     if not isinstance(spec, str):
-        raise ValueError(f"spec={shown(spec)} must be a text")
+        raise ValueError(f"spec={shown(spec)} must be text")
     if not (size is None or (type(size) is int and size >= 0)):
         raise ValueError(f"size={shown(size)} must be an integer >= 0, or null")
     if not isinstance(dtype, str) or dtype not in CARRIERS:
@@ -259,18 +256,18 @@ def _named_leaves(tree: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
     """The name, path and value of each leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_qarray)[0]
     if leaves and not leaves[0][0]:
-        raise ValueError("a single array has no name; put it into a dict: {'name': array}")
+        raise ValueError("a single array has no name; pass a dict: {'name': array}")
     return [(jax.tree_util.keystr(path, simple=True, separator="."), path, leaf) for path, leaf in leaves]
 
 
 def _entry(name: str, leaf: Any) -> Entry:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        raise TypeError(f"leaf {name!r} is {leaf!r}, and only arrays and QArrays are saved")
+        raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise TypeError(f"leaf {name!r} is a typed key; save jax.random.key_data of it")
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         raise ValueError(
-            f"leaf {name!r} is spread over several processes, and one process writes a file: gather the tree in all of "
+            f"leaf {name!r} spans several processes, but one process writes a file: gather the tree in all of "
             "them with jax.experimental.multihost_utils.process_allgather(tree, tiled=True), and save it in one"
         )
     entry = Entry(np.dtype(leaf.dtype), tuple(leaf.shape))
@@ -282,12 +279,12 @@ def _entry(name: str, leaf: Any) -> Entry:
 
 
 def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """Metadata of the caller, which must be texts under other names than jchop's."""
+    """Metadata of the caller, which must be texts under other keys than jchop's."""
     if metadata is not None and not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata={metadata!r} must be a mapping of texts to texts")
+        raise TypeError(f"metadata={metadata!r} must be a mapping from text to text")
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
-            raise TypeError(f"metadata has the entry {key!r}: {text!r}, and both must be texts")
+            raise TypeError(f"metadata has the entry {key!r}: {text!r}; both must be text")
         if key in (QARRAYS, TREE):
             raise ValueError(f"metadata has an entry {key!r}, which is jchop's own")
     return dict(metadata or {})

@@ -1,4 +1,4 @@
-"""Where the leaves of a QArray lie, when its array is spread over devices."""
+"""Shardings of the leaves of a QArray."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from jchop.storage._array import QArray
 
 
 def shardings(q: QArray, sharding: Sharding) -> QArray:
-    """The sharding of each leaf of a QArray, for an array that is sharded as said.
+    """The sharding of each leaf of a QArray, derived from that of its array.
 
-    Codes are cut as the array is. Scales and zero points are cut along with them; an axis on which they are too few
-    for that is not cut, and each device has the whole of it. So ``jax.device_put(q, shardings(q, sharding))`` places
-    every format, and the result fits `in_shardings` and `out_shardings` of `jax.jit`.
+    Codes are sharded like the array, and so are scales and zero points, except along axes that are too short; those are
+    replicated. So ``jax.device_put(q, shardings(q, sharding))`` works for every format, and the result is valid for
+    `in_shardings` and `out_shardings` of `jax.jit`.
 
     Args:
         q: a QArray, of arrays or of `jax.ShapeDtypeStruct`.
-        sharding: of an array of the shape of `q`. A `jax.sharding.NamedSharding` is fitted to each leaf; any other
-            must suit them all.
+        sharding: the sharding of an array of the shape of `q`. A `jax.sharding.NamedSharding` is adapted to each leaf;
+            any other is used for all leaves.
 
     Returns:
-        A QArray with shardings for leaves.
+        A QArray with shardings as leaves.
 
     Raises:
-        TypeError: if `q` is no QArray, or `sharding` no sharding.
-        ValueError: if `sharding` names more axes than `q` has, or cuts bytes of packed codes.
+        TypeError: if `q` is not a QArray, or `sharding` not a sharding.
+        ValueError: if `sharding` has more axes than `q`, or cuts bytes of packed codes.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -42,7 +42,7 @@ def shardings(q: QArray, sharding: Sharding) -> QArray:
         (4, 32)
     """
     if not isinstance(q, QArray):
-        raise TypeError(f"q={q!r} must be a QArray, as jchop.quantize gives")
+        raise TypeError(f"q={q!r} must be a QArray, as returned by jchop.quantize")
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding={sharding!r} must be a sharding of JAX")
     if not isinstance(sharding, NamedSharding):
@@ -53,7 +53,7 @@ def shardings(q: QArray, sharding: Sharding) -> QArray:
     counts = [_count(sharding, name) for name in names]
 
     def of(leaf: Any) -> NamedSharding:
-        # The scale of a tensor has no axes but those that vmap put in front.
+        # A tensor scale has only the axes that vmap added.
         fits = (name if n % count == 0 else None for name, count, n in zip(names, counts, leaf.shape, strict=False))
         spec = PartitionSpec(*fits)
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
@@ -65,6 +65,6 @@ def shardings(q: QArray, sharding: Sharding) -> QArray:
 
 
 def _count(sharding: NamedSharding, name: Any) -> int:
-    """Into how many parts an entry of a `PartitionSpec` cuts an axis."""
+    """The number of shards of an axis under an entry of a `PartitionSpec`."""
     axes = name if isinstance(name, tuple) else (name,)
     return math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None)

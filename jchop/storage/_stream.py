@@ -1,4 +1,4 @@
-"""A safetensors file quantized piece by piece into another one, in bounded memory."""
+"""Quantizes a safetensors file piece by piece into another one, in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from jchop.storage._pieces import Cut, Extremes, Piece, pieces, plan_cut
 from jchop.storage._quantize import dequantize, quantize
 from jchop.storage._save import QARRAYS, described_in, description, part_names, parts_of, qarray_metadata
 
-#: Bytes of a tensor that are worked on at once.
+#: Bytes of a tensor that are processed at once.
 CHUNK = 1 << 25
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which tensors (their whole name matches `pattern`) are quantized to what; None leaves them as they are."""
+    """The spec of the tensors whose whole name matches `pattern`; None leaves them unchanged."""
 
     pattern: str
     spec: Spec
@@ -46,7 +46,7 @@ class Rule:
 
 @dataclass
 class Report:
-    """What became of a tensor. Errors are over finite elements; `square` and `error` are sums of squares."""
+    """The result for one tensor. Errors are over finite elements; `square` and `error` are sums of squares."""
 
     name: str
     dtype: str
@@ -62,13 +62,13 @@ class Report:
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantization noise in dB; infinite where nothing moved."""
+        """Signal-to-quantization-noise ratio in dB; infinite if no element changed."""
         if self.error == 0:
             return math.inf
         return 10 * math.log10(self.square / self.error) if self.square else -math.inf
 
     def add(self, exact: np.ndarray, stored: np.ndarray) -> None:
-        """Takes in the errors of a piece."""
+        """Adds the errors of a piece."""
         x, y = exact.astype(np.float64).ravel(), stored.astype(np.float64).ravel()
         finite = np.isfinite(x) & np.isfinite(y)
         self.lost += int(np.count_nonzero(np.isfinite(x) & ~np.isfinite(y)))
@@ -81,12 +81,12 @@ class Report:
 
 @dataclass(frozen=True)
 class _Job:
-    """A tensor, what it becomes, and the tensors of the new file that it fills."""
+    """A tensor, its conversion, and its tensors in the new file."""
 
     name: str
     entry: Entry
     spec: Spec | None
-    why: str  # what a report says of a tensor that is copied
+    why: str  # the reason in the report, for a tensor that is copied
     outputs: dict[str, Entry]
     described: dict[str, Any] | None = None
 
@@ -100,24 +100,25 @@ def quantize_file(
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     chunk: int = CHUNK,
 ) -> list[Report]:
-    """Writes `source` to `target` with the tensors that rules name quantized, the first that matches winning.
+    """Writes `source` to `target` and quantizes tensors by rules; the first rule that matches applies.
 
-    Tensors that no rule names, or that are not float16, bfloat16, float32 or float64, are copied, as are the leaves of
-    QArrays that the file holds already. `target` appears in one step, when all is written.
+    Tensors without a rule, of dtypes other than float16, bfloat16, float32 and float64, and the leaves of QArrays in
+    the file are copied. `target` is created in one step, when all of it is written.
 
     Args:
         source: a safetensors file.
         target: may be `source`.
-        rules: at least one of its own tensors for each.
-        seed: of the random bits of stochastic specs, of which each tensor has its own by its name.
-        progress: called with the name of a tensor and the bytes of the file that are done and in all.
-        chunk: bytes of a tensor that are worked on at once, where its groups allow.
+        rules: each must quantize at least one tensor.
+        seed: seed of the random bits of stochastic specs; each tensor has different bits, derived from its name.
+        progress: function of the name of a tensor, the bytes of the file that are done, and the total.
+        chunk: bytes of a tensor that are processed at once, if its groups allow it.
 
     Returns:
         A report for each tensor.
 
     Raises:
-        ValueError: for what is no safetensors file, a rule that names no tensor, or a stochastic spec without a seed.
+        ValueError: for an invalid safetensors file, a rule that quantizes no tensor, or a stochastic spec without a
+            seed.
     """
     with TensorFile(source) as file:
         jobs = _jobs(file, rules)
@@ -145,7 +146,7 @@ def _tell(progress: Callable[[str, int, int], None], name: str, before: int, tot
     progress(name, before + part, total)
 
 
-# -- what becomes of a tensor ------------------------------------------------------------------------------------------
+# -- conversion of each tensor -----------------------------------------------------------------------------------------
 
 
 def _jobs(file: TensorFile, rules: Sequence[Rule]) -> list[_Job]:
@@ -192,12 +193,12 @@ def _job(name: str, entry: Entry, spec: Spec | None, why: str) -> _Job:
 
 
 def _native(spec: Spec) -> np.dtype | None:
-    """The dtype that says a plain format by itself: such a tensor keeps its name, and every program can read it."""
+    """The dtype of a plain format, if any: such a tensor keeps its name, and every program can read it."""
     return native_dtype(spec.format) if isinstance(spec.format, ElementFormat) else None
 
 
 def _carrier(entry: Entry, spec: Spec) -> np.dtype:
-    """What holds a tensor while it is rounded: its own dtype, or float32 where that of 16 bits is too narrow."""
+    """The dtype in which a tensor is rounded: its own, or float32 if a 16-bit dtype is too narrow."""
     own = CARRIERS[entry.dtype.name]
     if isinstance(spec.format, ScaledFormat) or own.width > 16 or holds(spec, own):
         return entry.dtype
@@ -254,7 +255,7 @@ def _quantized(
 
 
 def _write_parts(writer: TensorWriter, name: str, q: QArray, piece: Piece) -> None:
-    """Scales that pieces share are written with the first that has them."""
+    """Writes the parts of a piece; scales that pieces share are written with the first one."""
     for part, array in parts_of(name, q).items():
         shared = part.endswith(".tensor_scale") and piece.start > 0
         if part.endswith(".qvalue") or (piece.is_first_of_groups and not shared):

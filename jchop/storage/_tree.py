@@ -1,4 +1,4 @@
-"""Pytrees in which some arrays are packed."""
+"""Pytrees with packed arrays."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jchop.storage._quantize import dequantize
 
 
 def dequantize_params(params: Any) -> Any:
-    """A pytree with every `QArray` in it as plain numbers: what losses, gradients and optimizers take.
+    """A pytree with every `QArray` replaced by its numbers, for losses, gradients and optimizers.
 
     Args:
-        params: a pytree of arrays, some of them a `QArray`.
+        params: a pytree of arrays and QArrays.
 
     Returns:
         A pytree of arrays.

@@ -1,8 +1,8 @@
-"""The format study: what rounding its parameters does to a small neural network trained on real data.
+"""The format study: the accuracy of a small neural network after rounding of its parameters.
 
 A classifier (Flax NNX, Optax adam) is trained in binary32 on a data set that comes with scikit-learn, then evaluated on
-test data with its parameters (and, if asked, its activations) rounded to each format in each rounding mode. That is the
-shape of Table 8 of Carson and Chen's "Pychop" paper (arXiv 2504.07835). ``jchop study`` runs it from the command line.
+test data with its parameters (and optionally its activations) rounded to each format in each rounding mode, as in Table
+8 of Carson and Chen's "Pychop" paper (arXiv 2504.07835). ``jchop study`` runs it from the command line.
 
 Needs the extra ``study``. Importing this module does not import Flax, Optax, scikit-learn or matplotlib.
 """

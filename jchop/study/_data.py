@@ -1,4 +1,4 @@
-"""The data sets: real measurements that come inside scikit-learn, split and standardised."""
+"""The data sets: real measurements from scikit-learn, split and standardised."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _LOADERS = {
 
 
 def load(dataset: str, seed: int) -> Data:
-    """A data set, split by a permutation that `seed` fixes and standardised by the training part's mean and deviation.
+    """A data set, split by a permutation from `seed` and standardised by mean and deviation of the training part.
 
-    Images share one mean and deviation, so that pixels keep their relation; other features have one each.
+    Images share one mean and deviation, so that pixels remain comparable; other features have one each.
     """
     bunch = _LOADERS[dataset]()
     x, y = np.asarray(bunch.data, np.float64), np.asarray(bunch.target, np.int32)  # type: ignore[union-attr]

@@ -20,10 +20,9 @@ Array = jax.Array
 
 
 class Evaluator:
-    """A trained network as a function of one flat vector of parameters, and what rounding does to it.
+    """A trained network as a function of one flat vector of parameters, with measurements under rounding.
 
-    The network is compiled once. Only the rounding is compiled for each specification, and with rounded activations the
-    network, too.
+    The network is compiled once, the rounding for each specification; with rounded activations the network is, too.
     """
 
     def __init__(self, graph: Any, params: Any, data: Data):
@@ -51,12 +50,12 @@ class Evaluator:
         return self._as_floats(runs)
 
     def _as_floats(self, runs: list[tuple[Array, Array]]) -> np.ndarray:
-        """(accuracy, cross-entropy), a column for each run; the share of right answers is taken here, in float64."""
+        """(accuracy, cross-entropy), a column for each run; the share of correct answers is computed in float64."""
         right, entropy = np.asarray(jax.device_get(runs), np.float64).T
         return np.stack([right / len(self._y), entropy])
 
     def _measure(self, flat: Array, spec: Spec | None, key: Array | None) -> tuple[Array, Array]:
-        """(number of right answers, mean cross-entropy) on the test set."""
+        """(number of correct answers, mean cross-entropy) on the test set."""
         model = nnx.merge(self._graph, self._unravel(flat))
         logits = model(self._x) if spec is None else model(self._x, _rounding_of(spec, key))
         right = (logits.argmax(-1) == self._y) & ~jnp.isnan(logits).any(-1)
@@ -64,7 +63,7 @@ class Evaluator:
 
 
 def _outputs_first(parameter: Array) -> Array:
-    """The weights of each output one after the other, as the groups of a scaled format want them."""
+    """The weights with those of each output consecutive, for the groups of a scaled format."""
     return jnp.moveaxis(parameter, -1, 0)
 
 
@@ -73,7 +72,7 @@ def _outputs_last(parameter: Array) -> Array:
 
 
 def _rounding_of(spec: Spec, key: Any) -> Callable[[Array], Array]:
-    """A function that rounds one layer's activations after the other, each with a key of its own."""
+    """A function that rounds the activations of successive layers, each with a different key."""
     layer = 0
 
     def after(activations: Array) -> Array:

@@ -14,7 +14,7 @@ from flax import nnx
 from jchop.study._data import Data
 
 Array = jax.Array
-#: What is done to the network's input and to each layer's output; rounding, or nothing.
+#: A function of the network's input and of each layer's output: rounding, or the identity.
 After = Callable[[Array], Array]
 
 BATCH = 64
@@ -68,7 +68,7 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def train(graph: Any, params: Any, data: Data, *, epochs: int, seed: int, report: Callable[[int, float], None]) -> Any:
-    """The parameters after `epochs` passes; `report` hears the number of each and its mean loss."""
+    """The parameters after `epochs` passes; `report` is called with the number of each and its mean loss."""
     optimizer = optax.adam(LEARNING_RATE)
     x, y = jnp.asarray(data.train_x), jnp.asarray(data.train_y)
     batch = min(BATCH, len(x))

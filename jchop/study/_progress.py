@@ -1,4 +1,4 @@
-"""Progress on a text stream: one line that rewrites itself on a terminal, a few plain lines elsewhere."""
+"""Progress on a text stream: one line that is overwritten on a terminal, a few plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _WIDTH = 24
 
 
 class ProgressBar:
-    """What `jchop.study.run` calls as its `progress`."""
+    """A `progress` function for `jchop.study.run`."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._live = stream.isatty()
 
     def __call__(self, stage: str, done: int, total: int, note: str) -> None:
-        """Shows that `done` of `total` steps of `stage` are over."""
+        """Shows that `done` of `total` steps of `stage` are complete."""
         quarter = done == total or done * 4 // total != (done - 1) * 4 // total
         if not (self._live or quarter):
             return

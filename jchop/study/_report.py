@@ -1,4 +1,4 @@
-"""A study on paper: text tables, CSV, JSON and a heat map."""
+"""Reports of a study: text tables, CSV, JSON and a heat map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jchop.study._result import Row, StudyResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: What `save` writes.
+#: The files of `save`.
 NAMES = ("study.csv", "study.json", "study.png")
 _FIGURES = ("accuracy", "accuracy_std", "cross_entropy", "cross_entropy_std")
 
@@ -28,8 +28,8 @@ def table(result: StudyResult) -> str:
     """The study as text: accuracy in per cent, mean cross-entropy in nats, the size of the test set, and a conclusion.
 
     Both tables have a row for each format, in the order of bits, and a column for each mode; ``±`` is the standard
-    deviation over the rounding seeds of a stochastic mode. Names of one format stand in one row, with ``=`` between
-    them; so do formats of equal bits that have the same figures in every mode, with a comma.
+    deviation over the rounding seeds of a stochastic mode. Names of one format share a row, with ``=`` between them;
+    formats of equal bits with the same figures in every mode share a row, with a comma.
 
     Args:
         result: from `jchop.study.run`.
@@ -79,7 +79,7 @@ def _lines(result: StudyResult) -> list[tuple[str, list[Row]]]:
 
 
 def _sample(result: StudyResult) -> str:
-    """How much data the figures are of."""
+    """The size of the test set."""
     runs = max(row.runs for row in result.rows)
     spread = f"; ± is the standard deviation over {runs} rounding seeds" if runs > 1 else ""
     return f"{result.test_samples} test samples, so one is {100 / result.test_samples:.2g} %{spread}"
@@ -110,7 +110,7 @@ def figure(result: StudyResult) -> Figure:
         result: from `jchop.study.run`.
 
     Raises:
-        ModuleNotFoundError: where matplotlib is missing.
+        ModuleNotFoundError: if matplotlib is missing.
 
     Example:
         >>> from jchop import study
@@ -149,20 +149,20 @@ def figure(result: StudyResult) -> Figure:
 
 
 def save(result: StudyResult, folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes ``study.csv``, ``study.json`` and ``study.png``, each whole or not at all.
+    """Writes ``study.csv``, ``study.json`` and ``study.png``, each atomically.
 
     In JSON a NaN is null; in CSV it is nan.
 
     Args:
         result: from `jchop.study.run`.
-        folder: where to; made where it does not exist.
+        folder: the output folder; it is created if it does not exist.
 
     Returns:
         The paths of the files.
 
     Raises:
-        ModuleNotFoundError: where matplotlib is missing.
-        OSError: where a file cannot be written.
+        ModuleNotFoundError: if matplotlib is missing.
+        OSError: if a file cannot be written.
 
     Example:
         >>> import tempfile
@@ -194,7 +194,7 @@ def _csv(result: StudyResult) -> str:
 
 def _json(result: StudyResult) -> str:
     fields = _without_nan(dataclasses.asdict(result))
-    fields["rows"] = fields.pop("rows")  # last: what it was made from comes first
+    fields["rows"] = fields.pop("rows")  # the rows come last
     return json.dumps(fields, indent=2, allow_nan=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What a study found, as plain values."""
+"""The results of a study, as plain values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ class Row:
     """One cell of the study: one format in one rounding mode.
 
     Args:
-        format: the format's text as it was asked for, the first one if it was asked for under several names.
+        format: the given text of the format, the first one if there are several names.
         rounding: the mode's text.
         spec: the whole specification used, in the text grammar.
-        bits: width of the format's codes; of a scaled format, with a number's share of the scales.
-        runs: evaluations averaged: 1 for a deterministic mode, one for each rounding seed else.
-        accuracy: mean share of the test samples classified rightly, 0 to 1; a sample with a NaN output counts as wrong.
+        bits: width of the format's codes; for a scaled format including a number's share of the scales.
+        runs: number of averaged evaluations: 1 for a deterministic mode, otherwise one for each rounding seed.
+        accuracy: mean share of correctly classified test samples, 0 to 1; a sample with a NaN output counts as wrong.
         accuracy_std: standard deviation of the accuracy over the runs (population), 0 for one run.
-        cross_entropy: mean cross-entropy of the test samples in nats; NaN where an output is NaN or infinities cancel.
+        cross_entropy: mean cross-entropy of the test samples in nats; NaN if an output is NaN or infinities cancel.
         cross_entropy_std: its standard deviation over the runs.
-        also: other names that the same format was asked for by.
+        also: other given names of the same format.
 
     Example:
         >>> from jchop import study
@@ -42,19 +42,19 @@ class Row:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """A whole study: its rows, formats outermost, and what they were made from.
+    """A whole study: its rows, formats outermost, with settings and data of the run.
 
     Args:
         rows: a `Row` for each format and mode, formats of few bits first.
         settings: the arguments of `jchop.study.run`, all of them.
-        accuracy: test accuracy of the trained network as it is, unrounded binary32.
+        accuracy: test accuracy of the trained network, unrounded in binary32.
         cross_entropy: its mean cross-entropy in nats.
         losses: mean training loss of each epoch.
         parameters: number of the network's parameters.
         train_samples: size of the training set.
         test_samples: size of the test set.
-        seconds: what the study took, training included.
-        versions: of Python and of the packages involved.
+        seconds: duration of the study, including training.
+        versions: versions of Python and of the packages.
 
     Example:
         >>> from jchop import study
@@ -86,7 +86,7 @@ class StudyResult:
         return tuple(dict.fromkeys(row.rounding for row in self.rows))
 
     def cell(self, fmt: str, rounding: str) -> Row:
-        """The row of one format and mode; KeyError where the study has none."""
+        """The row of one format and mode; KeyError if there is none."""
         for row in self.rows:
             if row.rounding == rounding and fmt in (row.format, *row.also):
                 return row

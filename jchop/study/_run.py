@@ -22,10 +22,10 @@ from jchop.spec import Spec, as_spec
 from jchop.study._result import Row, StudyResult
 
 Array = jax.Array
-#: Hears (stage, done, total, note) as a study goes on.
+#: A function of (stage, done, total, note), called during a study.
 Progress = Callable[[str, int, int, str], None]
 
-#: The data sets, and the epochs that each is trained for by default.
+#: The data sets, with the default number of epochs.
 DATASETS = {"digits": 30, "breast-cancer": 60, "wine": 100}
 
 #: Table 8 of arXiv 2504.07835 (q43 q52 e5m5 e5m7 e8m4 half bfloat16 tf32 fp32), OCP's formats, and scaled ones.
@@ -55,27 +55,28 @@ def run(
     """Trains a classifier, then evaluates it rounded to each format in each rounding mode.
 
     The network is trained once, in binary32. Its parameters are rounded as one vector, and the test set is evaluated in
-    binary32 arithmetic: what is studied is storage in a format, not arithmetic. In that vector the weights of one
+    binary32 arithmetic: the study is about storage in a format, not about arithmetic. In that vector the weights of one
     output are consecutive, so the groups of a scaled format lie along the inputs of a layer. With `activations` the
-    inputs and each layer's outputs are rounded too. Every format and mode sees the same rounding keys, so their draws
+    inputs and each layer's outputs are rounded too. All formats and modes use the same rounding keys, so their draws
     are comparable.
 
     Args:
         dataset: ``"digits"`` (a convolutional network), ``"breast-cancer"`` or ``"wine"`` (a multilayer perceptron).
-        formats: formats, Specs or texts. Overflow rule, flush and random bits of a Spec are kept; its rounding is for
-            `modes` to say. A scaled format has groups of one length, or one scale for all. Results come in the order of
-            bits; names of one format share a row.
+        formats: formats, Specs or texts. Overflow rule, flush and random bits of a Spec are kept; `modes` define the
+            rounding. A scaled format has groups of one length, or one scale for all. Results come in the order of bits;
+            names of one format share a row.
         modes: rounding modes or their texts.
-        seeds: rounding seeds that each stochastic mode is averaged over; a deterministic mode is evaluated once.
+        seeds: number of rounding seeds over which a stochastic mode is averaged; a deterministic mode is evaluated
+            once.
         epochs: passes over the training data; default by data set, see `jchop.study.DATASETS`.
-        activations: round the activations too.
-        seed: fixes the split of the data, the initial parameters, the order of training and the rounding keys.
-        progress: called with (stage, done, total, note) as the study goes on.
+        activations: whether to round the activations, too.
+        seed: seed of the split of the data, the initial parameters, the order of training and the rounding keys.
+        progress: function of (stage, done, total, note), called during the study.
 
     Raises:
-        ModuleNotFoundError: where Flax, Optax or scikit-learn is missing.
-        TypeError, ValueError: for an argument out of range, a format that binary32 cannot hold, one that names a
-            rounding, or a scaled format with channels or several axes.
+        ModuleNotFoundError: if Flax, Optax or scikit-learn is missing.
+        TypeError, ValueError: for an argument out of range, a format that binary32 cannot hold, a spec with a rounding,
+            or a scaled format with channels or several axes.
 
     Example:
         >>> from jchop import study
@@ -138,14 +139,14 @@ def run(
 def _specs(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tuple[tuple[str, ...], Spec]]:
     """(names, Spec) of every cell, formats outermost and narrow ones first, names of one format together.
 
-    Each is traced, so that a bad one is refused before training.
+    Each is traced, so that errors are raised before training.
     """
     roundings = list(dict.fromkeys(as_rounding(mode) for mode in modes))
     names: dict[Spec, list[str]] = {}
     for value in formats:
         spec = as_spec(value, "formats", scaled=True)
         if spec.rounding is not Rounding.NEAREST_EVEN and not spec.random_bits:
-            raise ValueError(f"formats: {value} names a rounding, which is for modes= (--modes) to say")
+            raise ValueError(f"formats: {value} names a rounding; use modes= (--modes) instead")
         if spec.scaled is not None and (spec.scaled.channel is not None or isinstance(spec.scaled.group, tuple)):
             raise ValueError(
                 f"formats: {value} has channels or tiles, but the parameters are rounded as one vector; allowed are "
@@ -166,7 +167,7 @@ def _specs(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tupl
 
 
 def _bits(spec: Spec) -> float:
-    """Bits for each number, with its share of the scales."""
+    """Bits for each number, including its share of the scales."""
     return spec.format.bits if spec.scaled is None else spec.scaled.bits_per_element()
 
 
@@ -177,7 +178,7 @@ def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
 
 def _row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
     with np.errstate(invalid="ignore"):
-        # About the first run, so that equal runs have a deviation of exactly 0.
+        # Relative to the first run, so that equal runs have a deviation of exactly 0.
         (accuracy, entropy), (accuracy_std, entropy_std) = runs.mean(axis=1), (runs - runs[:, :1]).std(axis=1)
     return Row(
         format=names[0],

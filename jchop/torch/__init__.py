@@ -1,6 +1,6 @@
-"""Tensors of PyTorch in low precision: rounding, storage, products, modules and optimizers, without copies.
+"""PyTorch in low precision: rounding, storage, products, modules and optimizers, without copies.
 
-Needs PyTorch (`pip install ".[torch]"`), which nothing else of jchop imports.
+Needs PyTorch (`pip install ".[torch]"`), which no other part of jchop imports, except `jchop.compat`.
 """
 
 from jchop._files import require_extra

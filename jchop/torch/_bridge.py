@@ -1,4 +1,4 @@
-"""Tensors as JAX arrays and back, sharing memory through DLPack."""
+"""Conversion between tensors and JAX arrays, which share memory through DLPack."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ Array = jax.Array
 
 __all__ = ["as_jax", "as_tensor", "dense"]
 
-#: What XLA's CPU backend asks of the address of a buffer that it did not allocate.
+#: Alignment that XLA's CPU backend requires of a buffer that it did not allocate.
 ALIGNMENT = 64
 _DEVICES = ("cpu", "cuda")
 
 
 def as_jax(tensor: torch.Tensor, *, copy: bool = False) -> Array:
-    """A JAX array of a tensor's numbers, in the tensor's own memory.
+    """A JAX array that shares the memory of a tensor.
 
-    JAX takes its arrays for immutable, so the tensor must not be written to while the array lives.
+    JAX arrays are immutable, so the tensor must not be written to while the array exists.
 
     Args:
-        tensor: any dtype that both libraries have, any shape, on the CPU or a CUDA device. Its gradient stays behind.
-        copy: whether numbers may be copied where their memory cannot be shared: where the tensor is not contiguous in C
-            order, starts at an address that is no multiple of 64 bytes (as slices may), or is a lazy conjugate or
-            negative. Default False: such a tensor is an error.
+        tensor: any dtype that both libraries have, any shape, on the CPU or a CUDA device. Its gradient is
+            not converted.
+        copy: whether a tensor may be copied if its memory cannot be shared: if it is not contiguous in C order, starts
+            at an address that is not a multiple of 64 bytes (as slices may), or is a lazy conjugate or negative.
+            Default False: such a tensor is an error.
 
     Returns:
-        An array of the same shape, dtype and device; float64 and complex128 stay so whatever ``jax_enable_x64`` says.
+        An array of the same shape, dtype and device; float64 and complex128 keep their dtype for every
+        ``jax_enable_x64``.
 
     Raises:
-        TypeError: for what is no tensor, or a sparse one.
+        TypeError: if `tensor` is not a tensor, or is sparse.
         ValueError: for a tensor that would have to be copied, or one on another kind of device.
 
     Example:
@@ -48,9 +50,9 @@ def as_jax(tensor: torch.Tensor, *, copy: bool = False) -> Array:
 
 
 def as_tensor(array: Array) -> torch.Tensor:
-    """A tensor of a JAX array's numbers, in the array's own memory.
+    """A tensor that shares the memory of a JAX array.
 
-    JAX takes its arrays for immutable, so the tensor must not be written to while the array lives.
+    JAX arrays are immutable, so the tensor must not be written to while the array exists.
 
     Args:
         array: any dtype that both libraries have, any shape, on one device.
@@ -59,7 +61,7 @@ def as_tensor(array: Array) -> torch.Tensor:
         A contiguous tensor of the same shape, dtype and device.
 
     Raises:
-        TypeError: for what is no JAX array.
+        TypeError: if `array` is not a JAX array.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -68,7 +70,7 @@ def as_tensor(array: Array) -> torch.Tensor:
         tensor([ 38, 121], dtype=torch.uint8)
     """
     if not isinstance(array, Array):
-        raise TypeError(f"array={array!r} must be a JAX array; a tensor of a NumPy array is torch.from_numpy's")
+        raise TypeError(f"array={array!r} must be a JAX array; for a NumPy array use torch.from_numpy")
     return torch.from_dlpack(array)
 
 
@@ -76,7 +78,7 @@ def as_tensor(array: Array) -> torch.Tensor:
 
 
 def imported(tensor: torch.Tensor) -> Array:
-    """A contiguous tensor that needs no copy as an array."""
+    """The array of a contiguous tensor that needs no copy."""
     with types_for(_WIDE.get(tensor.dtype, "float32")):
         return jax.dlpack.from_dlpack(tensor)
 
@@ -85,7 +87,7 @@ _WIDE = dict.fromkeys((torch.float64, torch.complex128, torch.int64), "float64")
 
 
 def contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """A tensor without its gradient, whose memory JAX can read as it lies; copied where `copy` allows it.
+    """A detached tensor with memory that JAX can read; copied if necessary and `copy` allows it.
 
     Raises:
         ValueError: for a tensor that would have to be copied.
@@ -99,7 +101,7 @@ def contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
 def dense(tensor: torch.Tensor, copy: bool) -> tuple[torch.Tensor, tuple[int, ...]]:
     """A detached tensor's memory as a contiguous one whose axes are permuted, and the permutation.
 
-    Transposed and channels-last tensors share memory so; others are copied where `copy` allows it.
+    This works without a copy for transposed and channels-last tensors; others are copied if `copy` allows it.
 
     Raises:
         ValueError: for a tensor that would have to be copied.
@@ -116,27 +118,27 @@ def dense(tensor: torch.Tensor, copy: bool) -> tuple[torch.Tensor, tuple[int, ..
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """The permutation that undoes another."""
+    """The inverse of a permutation."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _hindrance(tensor: torch.Tensor) -> str | None:
-    """Why the memory of a tensor cannot be shared, whatever its strides; None where it can."""
+    """The reason, apart from strides, why the memory of a tensor cannot be shared; None if there is none."""
     if tensor.is_conj() or tensor.is_neg():
         return "is a lazy conjugate or negative"
     if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
-        return f"starts at an address that is no multiple of {ALIGNMENT} bytes"
+        return f"starts at an address that is not a multiple of {ALIGNMENT} bytes"
     return None
 
 
 def _copied(tensor: torch.Tensor, why: str, copy: bool) -> torch.Tensor:
     if not copy:
-        raise ValueError(f"tensor {why}, so its memory cannot be shared with JAX: pass copy=True, which allows a copy")
+        raise ValueError(f"tensor {why}, so its memory cannot be shared with JAX: pass copy=True to allow a copy")
     return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Refuse what is no plain tensor on a device that both libraries know."""
+    """Refuse all but dense tensors on a device that both libraries support."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}={value!r} must be a torch.Tensor")
     if value.layout is not torch.strided:

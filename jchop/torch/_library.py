@@ -1,8 +1,8 @@
-"""Rounding as operators that torch knows: opaque to torch.compile, with their shapes and their rules for vmap.
+"""Rounding as operators of torch: opaque to torch.compile, with shape and vmap rules.
 
-Specs travel as texts, keys as `words`: an int32 tensor of two words of key data (their bits) and then numbers that are
-folded into the key one after the other; empty where nothing is drawn. `batch` counts leading axes of tensors and words
-that vmap has put there, so that a row is rounded as it would be alone.
+Specs are passed as text, keys as `words`: an int32 tensor of two words of key data (their bits), followed by numbers
+that are folded into the key in turn; empty without random bits. `batch` is the number of leading axes of tensors and
+words that vmap added; each row is rounded separately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jchop.torch._bridge import as_tensor, check_tensor, dense, imported, invers
 Array = jax.Array
 Tensor = torch.Tensor
 
-#: The dtypes that can be rounded, and JAX's names for them.
+#: The dtypes that can be rounded, and their names in JAX.
 CARRIERS: dict[torch.dtype, str] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -39,14 +39,14 @@ CARRIERS: dict[torch.dtype, str] = {
 
 
 def check_carrier(name: str, value: object, *, complex_too: bool = True) -> None:
-    """Refuse what is no tensor of numbers that can be rounded."""
+    """Refuse all but tensors of a carrier dtype."""
     check_tensor(name, value)
     assert isinstance(value, Tensor)
     allowed = [dtype for dtype in CARRIERS if complex_too or not dtype.is_complex]
     if value.dtype not in allowed:
         raise TypeError(
-            f"{name} has dtype {value.dtype}, which is no carrier; allowed: {', '.join(map(str, allowed))}. Convert it "
-            "first, for example x.float()"
+            f"{name} has dtype {value.dtype}, which is not a carrier; allowed: {', '.join(map(str, allowed))}. "
+            "Convert it first, for example x.float()"
         )
 
 
@@ -54,7 +54,7 @@ def check_carrier(name: str, value: object, *, complex_too: bool = True) -> None
 
 
 def round_now(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
-    """`x` rounded; of its strides where its memory has no gaps. What the operator does, without the operator."""
+    """`x` rounded, with the same strides if its memory has no gaps: the operator's function, called directly."""
     return _elementwise(_rounded, (x,), words, copy, spec=spec, batch=batch)
 
 
@@ -72,7 +72,7 @@ round_op = torch.library.custom_op(
     schema="(Tensor gradient, Tensor x, Tensor words, str spec, int batch) -> Tensor",
 )
 def within_range_op(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
-    """`gradient` where rounding `x` does not overflow, else 0."""
+    """`gradient`, but 0 for elements of `x` that overflow."""
     gradient = gradient.to(memory_format=torch.contiguous_format)
     return _elementwise(_within_range, (gradient, x.contiguous()), words, True, spec=spec, batch=batch)
 
@@ -80,7 +80,7 @@ def within_range_op(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch
 def _elementwise(
     function: Callable[..., Array], tensors: Sequence[Tensor], words: Tensor, copy: bool, **how: Any
 ) -> Tensor:
-    """A jitted function of tensors that have the order of axes of the first."""
+    """A jitted function of tensors, with all axes in the memory order of the first tensor."""
     views = [dense(tensor.detach(), copy) for tensor in tensors]
     order = views[0][1]
     result = run(function, [view for view, _ in views], words, order=order, **how)
@@ -90,8 +90,8 @@ def _elementwise(
 def run(function: Callable[..., Any], tensors: Sequence[Tensor], words: Tensor, **how: Any) -> Any:
     """A jitted function of tensors, contiguous and aligned, and words; its results as tensors.
 
-    On the CPU the tensors are passed as NumPy arrays of the same memory, which JAX then reads in place: that starts
-    sooner than with imported arrays. Results are waited for: a tensor may be written to as soon as a call returns.
+    On the CPU the tensors are passed as NumPy arrays of the same memory, which JAX reads in place; this has less
+    overhead than imported arrays. The call waits for its results, because the caller may then overwrite a tensor.
     """
     with types_for(CARRIERS[tensors[0].dtype]):
         if tensors[0].is_cuda:
@@ -100,16 +100,16 @@ def run(function: Callable[..., Any], tensors: Sequence[Tensor], words: Tensor, 
             with jax.default_device(_cpu()):
                 result = function(*map(_host_array, tensors), imported_words(words), **how)
     back = as_tensor if tensors[0].is_cuda else _fetched
-    return back(result) if isinstance(result, Array) else jax.tree.map(back, result)  # a tree takes time to walk
+    return back(result) if isinstance(result, Array) else jax.tree.map(back, result)  # traversing a tree takes time
 
 
-#: To hand over its memory, JAX wakes a thread, in which time so many bytes are copied.
+#: Bytes that can be copied in the time in which JAX wakes a thread to share its memory.
 _SMALL = 1 << 16
 _OF_NAME = {name: dtype for dtype, name in CARRIERS.items()} | {"uint8": torch.uint8}
 
 
 def _fetched(result: Array) -> Tensor:
-    """A result on the CPU, waited for: a copy where that is sooner had than its memory."""
+    """A finished result on the CPU: a copy if that is faster than sharing its memory."""
     dtype = _OF_NAME.get(result.dtype.name)
     if dtype is None or result.nbytes > _SMALL:
         return as_tensor(result.block_until_ready())
@@ -119,7 +119,7 @@ def _fetched(result: Array) -> Tensor:
 
 
 def _host_array(tensor: Tensor) -> np.ndarray:
-    """A tensor's memory as NumPy's."""
+    """A NumPy array that shares the memory of a tensor."""
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
@@ -127,19 +127,19 @@ def _host_array(tensor: Tensor) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _cpu() -> Any:
-    """Where JAX keeps what it imports from the CPU."""
+    """The CPU device on which JAX places imported arrays."""
     return next(iter(imported(torch.zeros(1)).sharding.device_set))
 
 
 def imported_words(words: Tensor) -> Any:
-    """Words as JAX takes them; None where there are none."""
+    """Words as a JAX array; None if there are none."""
     if not words.shape[-1]:
         return None
     return imported(words) if words.is_cuda else words.numpy()
 
 
 def _permuted_back(tensor: Tensor, order: tuple[int, ...], source: Tensor) -> Tensor:
-    """The result with its axes in their old order, and never in the memory of the source."""
+    """The result with its axes in the original order, and never in the memory of the source."""
     if tensor.data_ptr() == source.data_ptr() and tensor.numel():
         tensor = tensor.clone()
     return tensor if order == tuple(range(len(order))) else tensor.permute(inverse(order))
@@ -171,7 +171,7 @@ def _(info: Any, in_dims: Any, gradient: Tensor, x: Tensor, words: Tensor, spec:
 
 
 def in_front(info: Any, in_dims: Sequence[int | None], *tensors: Tensor) -> Iterator[Tensor]:
-    """Tensors with the axis of a vmap first, repeated where they have none."""
+    """Tensors with the axis of a vmap first; a tensor without it is broadcast."""
     for tensor, axis in zip(tensors, in_dims, strict=False):
         if axis is None:
             yield tensor.expand(info.batch_size, *tensor.shape).contiguous()
@@ -181,7 +181,7 @@ def in_front(info: Any, in_dims: Sequence[int | None], *tensors: Tensor) -> Iter
 
 @lru_cache(maxsize=256)
 def require_rounding(dtype: torch.dtype, ndim: int, spec: str) -> None:
-    """Raise what rounding would raise, where nothing is rounded yet."""
+    """Raise the errors of rounding before anything is computed."""
     x = jax.ShapeDtypeStruct((1,) * ndim, CARRIERS[dtype])
     with types_for(x.dtype):
         jax.eval_shape(lambda x: round_to_format(x, parse(spec), jax.random.key(0), gradient_key=jax.random.key(0)), x)
@@ -204,14 +204,14 @@ def _within_range(g: Array, x: Array, words: Array | None, *, spec: str, batch: 
 
 
 def over_rows(function: Callable[..., Any], batch: int) -> Callable[..., Any]:
-    """`function` under as many `jax.vmap` as there are leading axes."""
+    """`function` under one `jax.vmap` for each leading axis."""
     for _ in range(batch):
         function = jax.vmap(function)
     return function
 
 
 def key_of(words: Array | None) -> Array | None:
-    """The key that words stand for; None where there are none."""
+    """The key of words; None if there are none."""
     if words is None:
         return None
     bits = lax.bitcast_convert_type(jnp.asarray(words), jnp.uint32)

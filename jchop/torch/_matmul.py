@@ -1,4 +1,4 @@
-"""`matmul` for tensors, as an operator that torch knows, with its gradients."""
+"""`matmul` for tensors, as an operator of torch with gradients."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def matmul(
     """The matrix product in an emulated arithmetic: `jchop.math.matmul` for torch, with the same bits.
 
     Works under `torch.compile`, `torch.func.vmap` and `torch.func.grad`; gradients are those of the product of the
-    rounded operands. Autocast leaves the dtype as it is.
+    rounded operands. Autocast does not change the dtype.
 
     Args:
         a: the left factor, float16, bfloat16, float32 or float64, of shape (..., m, k) or (k,).
         b: the right factor, of the same dtype and device, of shape (..., k, n) or (k,).
-        spec: a `jchop.MatmulSpec`: what is rounded to what, and the order of the sums; or a spec, a format or text for
-            the operands, every product and every sum, in sequential order.
-        seed: an integer from 0 to 2^64 - 1, needed where a rounding is stochastic: the bits are those of
+        spec: a `jchop.MatmulSpec`: the roundings and the order of the sums; or a spec, a format or text for the
+            operands, every product and every sum, in sequential order.
+        seed: an integer from 0 to 2^64 - 1, required if a rounding is stochastic; the bits are those of
             ``jax.random.key(seed)``.
-        generator: a generator that the key is drawn from, in place of the seed.
-        copy: whether factors that are not contiguous, or whose memory is not aligned, may be copied. Default False:
-            such a factor is an error.
+        generator: a generator from which the key is drawn, in place of the seed.
+        copy: whether factors that are not contiguous or not aligned may be copied. Default False: such a factor is an
+            error.
 
     Returns:
         The product, of the dtype of the factors.
@@ -78,12 +78,12 @@ def matmul(
     return matmul_op(a, b, words, text, 0, copy)
 
 
-# -- specs, as operators take them -------------------------------------------------------------------------------------
+# -- specs as arguments of operators -----------------------------------------------------------------------------------
 
 
 @constant
 def _text_of(spec: Any) -> tuple[str, bool]:
-    """A text of a spec that `_spec_of` reads, and whether it draws."""
+    """A text of a spec for `_spec_of`, and whether it is stochastic."""
     if not isinstance(spec, MatmulSpec):
         alone = as_spec(spec)
         spec = MatmulSpec(alone, alone, alone)
@@ -105,7 +105,7 @@ def _spec_of(text: str) -> MatmulSpec:
     schema="(Tensor a, Tensor b, Tensor words, str spec, int batch, bool copy) -> Tensor",
 )
 def matmul_op(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
-    """The product of rows of factors."""
+    """The product of batches of factors."""
     return run(_product, [contiguous(x, copy) for x in (a, b)], words, spec=spec, batch=batch)
 
 
@@ -151,16 +151,16 @@ def _(
 
 
 def _shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int, ...]:
-    """The shape of a product of rows."""
+    """The shape of a batch of products."""
     rows, x, y = a[:batch], a[batch:], b[batch:]
     if len(x) == 0 or len(y) == 0 or x[-1] != y[-2:][0]:
-        raise ValueError(f"a has shape {tuple(x)} and b has shape {tuple(y)}, whose matrix product there is not")
+        raise ValueError(f"a has shape {tuple(x)} and b has shape {tuple(y)}, which cannot be multiplied")
     return (*rows, *torch.broadcast_shapes(x[:-2], y[:-2]), *x[:-1][-1:], *y[1:][-1:])
 
 
 @lru_cache(maxsize=256)
 def _require_product(dtype: torch.dtype, spec: str) -> None:
-    """Raise what the product would raise for this dtype, where nothing is multiplied yet."""
+    """Raise the errors of the product for this dtype before anything is computed."""
     x = jax.ShapeDtypeStruct((1, 1), CARRIERS[dtype])
     with types_for(x.dtype):
         jax.eval_shape(lambda x: math.matmul(x, x, _spec_of(spec), jax.random.key(0)), x)
@@ -200,7 +200,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of both factors, which have none of their own."""
+    """The gradients of both factors, without second derivatives."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""Modules whose weights, activations and gradients are rounded, made from ones whose are not."""
+"""Converts modules to round their weights, activations and gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jchop.torch._rules import Roundings, as_rules, first_match
 
 __all__ = ["quantize_module"]
 
-#: Submodules that hold what a layer rounds on its way in and out.
+#: Names of the submodules that round the inputs and outputs of a layer.
 INPUT, OUTPUT = "jchop_input", "jchop_output"
 _PASSING = ("activation", "output", "gradient")
 
 
 def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], seed: int) -> nn.Module:
-    """A copy of `module` that rounds as rules say; `jchop.torch.quantize` documents it."""
+    """A copy of `module` that rounds by rules; see `jchop.torch.quantize`."""
     checked = as_rules(rules)
     result = copy.deepcopy(module)
     layers = list(_layers(result))
@@ -38,12 +38,12 @@ def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
             raise ValueError(f"rules: {pattern!r} matches no layer that an earlier rule left; layers are: {paths}")
         idle = [name for name in ("weight", "bias") if getattr(roundings, name) and name not in used[pattern]]
         if idle:
-            raise ValueError(f"rules[{pattern!r}]: {idle[0]} says nothing, since no layer that it matches has one")
+            raise ValueError(f"rules[{pattern!r}]: {idle[0]} has no effect, since no layer that it matches has one")
     return result
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The modules with parameters of their own, their paths, and whether they are run by a function around them."""
+    """The modules with their own parameters, their paths, and whether an enclosing function computes them."""
     opaque: tuple[str, ...] = ()
     for path, layer in module.named_modules():
         if isinstance(layer, nn.MultiheadAttention):
@@ -53,30 +53,32 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 def _own_parameters(layer: nn.Module) -> list[str]:
-    """The names of a layer's parameters, those included that are parametrized already."""
+    """The names of a layer's parameters, including parametrized ones."""
     names = [name for name, _ in layer.named_parameters(recurse=False)]
     return [*names, *getattr(layer, "parametrizations", ())]
 
 
 def _check_layer(layer: nn.Module, path: str, roundings: Roundings, opaque: bool) -> None:
-    """Refuse a layer that would not do as it is told."""
+    """Refuse a layer that cannot follow its rule."""
     what = f"the layer {path!r} ({type(layer).__name__})"
     if isinstance(layer, nn.RNNBase):
-        raise NotImplementedError(f"{what} keeps its weights in a list that parametrizations do not reach")
+        raise NotImplementedError(f"{what} keeps its weights in a list, which parametrizations do not support")
     passing = [name for name in _PASSING if getattr(roundings, name) is not None]
     if opaque and passing:
-        raise NotImplementedError(f"{what} computes within one function of torch, where {passing[0]} is out of reach")
+        raise NotImplementedError(
+            f"{what} computes within one function of torch, in which {passing[0]} cannot be rounded"
+        )
     if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
         raise ValueError(f"{what} has no weights yet: run it once first")
     parametrizations = getattr(layer, "parametrizations", {})
     if hasattr(layer, INPUT) or any(
         isinstance(p, Quantizer) for name in parametrizations for p in parametrizations[name]
     ):
-        raise ValueError(f"{what} is quantized already; quantize the module that it was made from")
+        raise ValueError(f"{what} is quantized already; quantize the original module")
 
 
 def _equip(layer: nn.Module, roundings: Roundings, seed: tuple[int, ...]) -> set[str]:
-    """Make a layer round, and say which parameters it has."""
+    """Add roundings to a layer, and return the kinds of its parameters."""
     seen = set()
     for place, name in enumerate(_own_parameters(layer)):
         field = "bias" if name.endswith("bias") else "weight"
@@ -93,7 +95,7 @@ def _equip(layer: nn.Module, roundings: Roundings, seed: tuple[int, ...]) -> set
     return seen
 
 
-# Hooks find their module on the layer, so that a copy of the layer has one of its own.
+# Hooks look up their module on the layer, so that a copy of the layer uses its own module.
 
 
 def _round_inputs(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -105,13 +107,13 @@ def _round_outputs(layer: nn.Module, args: tuple, output: Any) -> Any:
     del args
     if not isinstance(output, torch.Tensor | tuple | list | dict):
         raise TypeError(
-            f"{type(layer).__name__} returns {type(output).__name__}, in which no tensors are known to round"
+            f"{type(layer).__name__} returns {type(output).__name__}, whose tensors cannot be found for rounding"
         )
     return _rounded(layer.get_submodule(OUTPUT), output)
 
 
 def _rounded(quantizer: nn.Module, value: Any) -> Any:
-    """A value with every tensor in it rounded."""
+    """A value with all of its tensors rounded."""
     if isinstance(value, torch.Tensor):
         return quantizer(value)
     if isinstance(value, dict):

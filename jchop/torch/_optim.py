@@ -17,38 +17,38 @@ __all__ = ["OptimLP"]
 
 Tensor = torch.Tensor
 _GRADIENT, _ACCUMULATOR, _WEIGHT, _MOMENTUM = range(4)
-#: What a copy of an `OptimLP` has beside what every optimizer has.
+#: Attributes of a copied `OptimLP` beside those of every optimizer.
 _KEPT = ("optimizer", "gradient_scale", "seed", "steps", "accumulators", "_plans")
 
 
 class OptimLP(Optimizer):
-    """An optimizer with everything it reads and leaves rounded, in the order of QPyTorch's OptimLP.
+    """An optimizer with rounded gradients, accumulators, parameters and moments, in the order of QPyTorch's OptimLP.
 
-    A step takes g = Qg(gradient_scale * gradient), lets the optimizer make the new parameter p + u of g at the
-    accumulator a (at the parameter where there is none), and sets a = Qa(a + u), p = Qw(a), and every moment
-    m = Qm(m), after its use. The sums are torch's, in the dtype of the parameters, for float16 and bfloat16 in float32:
-    so bfloat16 parameters under a stochastic ``weight`` train without a master copy.
+    A step rounds the gradient, g = Qg(gradient_scale * gradient). The optimizer computes an update u from g at the
+    accumulator a (at the parameter, if there is no accumulator). Then a = Qa(a + u), p = Qw(a), and every moment m =
+    Qm(m), after it was used. The sums are computed by torch in the dtype of the parameters, for float16 and bfloat16 in
+    float32. So bfloat16 parameters under a stochastic ``weight`` train without a master copy.
 
-    Unlike QPyTorch's it scales gradients whether they are rounded or not, calls the closure, takes every optimizer that
-    keeps moments of the parameters' shapes, and has all its state in `state_dict`. It can be scheduled as the optimizer
-    itself. A closure is evaluated at rounded parameters.
+    Unlike QPyTorch's, it also scales gradients that are not rounded, calls the closure, takes every optimizer with
+    moments of the parameters' shapes, and has all its state in `state_dict`. Learning rate schedulers work as usual. A
+    closure is evaluated at rounded parameters.
 
     Step n draws for parameter i from the key of the seed with n, i and the role folded in: 0 for the gradient, 1 for
-    the accumulator, 2 for the weight, 3 and on for the moments in their order.
+    the accumulator, 2 for the weight, from 3 on for the moments in order.
 
     Args:
         optimizer: any optimizer of torch: SGD, Adam, AdamW, RMSprop, Adagrad ...
-        weight: Qw, what parameters are rounded to. Default None, here and below: not rounded.
-        gradient: Qg. The rounded gradient replaces the parameter's.
-        momentum: Qm, for every moment: a tensor of the optimizer's state that has the shape of its parameter.
-        accumulator: Qa. Where it is given a copy of the parameters is kept, in float32 at least, and updated in their
+        weight: Qw, the rounding of parameters. Default None, here and below: not rounded.
+        gradient: Qg. The rounded gradient replaces that of the parameter.
+        momentum: Qm, for every moment: a tensor of the optimizer's state with the shape of its parameter.
+        accumulator: Qa. If it is given, a copy of the parameters, in float32 at least, is kept and updated in their
             place.
-        gradient_scale: what gradients are multiplied by first: 1 / s for a loss multiplied by s. Default 1.
+        gradient_scale: factor of gradients, applied first: 1 / s for a loss multiplied by s. Default 1.
         seed: an integer from 0 to 2^64 - 1, for stochastic specs. Default 0.
 
     Raises:
-        TypeError, ValueError: for what means no spec, and at a step for parameters that cannot hold the results, or
-            ``momentum`` where the optimizer keeps no moments.
+        TypeError, ValueError: for an invalid spec; at a step, for parameters that cannot hold the results, or
+            ``momentum`` for an optimizer without moments.
 
     References:
         Zhang et al., QPyTorch: A Low-Precision Arithmetic Simulation Framework, arXiv 1910.04540.
@@ -93,10 +93,10 @@ class OptimLP(Optimizer):
         """One step of the optimizer.
 
         Args:
-            closure: computes the loss and its gradients, as for every optimizer of torch.
+            closure: function that computes the loss and its gradients, as for every optimizer of torch.
 
         Returns:
-            What the closure returns; None without one.
+            The result of the closure; None without one.
         """
         leaves = [self._leaf(index, p) for index, p in enumerate(self._parameters())]
         try:
@@ -125,7 +125,7 @@ class OptimLP(Optimizer):
         return _Leaf(index, p, p.data, self.accumulators[index])
 
     def _evaluating(self, closure: Callable[[], Any], leaves: list[_Leaf]) -> Callable[[], Any]:
-        """The closure, evaluated at rounded parameters; the optimizer sees rounded gradients and moves the others."""
+        """The closure, evaluated at rounded parameters; the optimizer gets rounded gradients and accumulators."""
         again = False
 
         def evaluate() -> Any:
@@ -143,7 +143,7 @@ class OptimLP(Optimizer):
         return evaluate
 
     def _lift(self, leaves: list[_Leaf]) -> None:
-        """Parameters become what the optimizer moves, and gradients what it reads."""
+        """Replace parameters by the tensors that the optimizer updates, and gradients by rounded ones."""
         for leaf in leaves:
             gradient = leaf.parameter.grad
             if gradient is not None:
@@ -151,7 +151,7 @@ class OptimLP(Optimizer):
             leaf.lift(gradient)
 
     def _settle(self, leaves: list[_Leaf], *, weights_alone: bool = False) -> None:
-        """Accumulators and parameters, rounded, after the optimizer moved them."""
+        """Round accumulators and parameters after the optimizer updated them."""
         for leaf in leaves:
             if not weights_alone and _ACCUMULATOR in self._plans:
                 leaf.moved.copy_(self._rounded(_ACCUMULATOR, leaf, leaf.moved))
@@ -181,29 +181,29 @@ class OptimLP(Optimizer):
     # -- as an optimizer of torch --------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as of every optimizer of torch.
+        """Add parameters, as for every optimizer of torch.
 
         Args:
             param_group: the parameters and their options.
         """
         adding = self.__dict__.get("optimizer")
-        if adding is None:  # while this is made
+        if adding is None:  # during construction
             super().add_param_group(param_group)
         else:
             adding.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, the accumulators, and how many steps were taken."""
+        """The state of the optimizer, the accumulators, and the number of steps."""
         return {"optimizer": self.optimizer.state_dict(), "accumulators": dict(self.accumulators), "steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave.
+        """Restore a result of `state_dict`.
 
         Args:
-            state_dict: of an optimizer of the same parameters.
+            state_dict: the state of an optimizer of the same parameters.
         """
         leaves = [_Leaf(index, p, p.data, _wide(p.data)) for index, p in enumerate(self._parameters())]
-        for leaf in leaves:  # torch gives the state the dtype that parameters have now
+        for leaf in leaves:  # torch casts the state to the current dtype of the parameters
             leaf.lift(None if leaf.parameter.grad is None else _wide(leaf.parameter.grad))
         try:
             self.optimizer.load_state_dict(state_dict["optimizer"])
@@ -220,23 +220,23 @@ class OptimLP(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}}
 
     def _link(self) -> None:
-        """Groups and state are those of the optimizer, which replaces them when it is loaded."""
+        """Share groups and state with the optimizer, which replaces them when it is loaded."""
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state
 
 
 class _Leaf:
-    """A parameter, its memory, and what the optimizer moves in its place: an accumulator, float32, or itself."""
+    """A parameter, its memory, and the tensor that is updated for it: an accumulator, a float32 copy, or itself."""
 
     def __init__(self, index: int, parameter: torch.nn.Parameter, stored: Tensor, moved: Tensor) -> None:
         self.index, self.parameter, self.stored, self.moved = index, parameter, stored, moved
 
     def lift(self, gradient: Tensor | None) -> None:
-        """The parameter becomes what is moved, with a gradient of its dtype."""
+        """Replace the data of the parameter by the updated tensor, with a gradient of its dtype."""
         self._become(self.moved, gradient)
 
     def lower(self) -> None:
-        """The parameter becomes what it was, in the same memory."""
+        """Restore the data of the parameter, in the same memory."""
         gradient = self.parameter.grad
         self._become(self.stored, None if gradient is None else gradient.to(self.stored.dtype))
 
@@ -247,12 +247,12 @@ class _Leaf:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """`x` in float32 at least."""
     return x.float() if x.element_size() == 2 else x
 
 
 def _moments(state: dict[str, Any], shape: torch.Size) -> Iterator[Tensor]:
-    """What mirrors a parameter in the state of an optimizer."""
+    """The tensors in the state of an optimizer that have the shape of the parameter."""
     for name, value in state.items():
         if isinstance(value, Tensor) and name != "step" and value.shape == shape and value.is_floating_point():
             yield value
@@ -261,5 +261,5 @@ def _moments(state: dict[str, Any], shape: torch.Size) -> Iterator[Tensor]:
 def _plan(name: str, spec: SpecLike) -> Plan:
     plan = plan_of(spec)
     if plan.gradient is not None:
-        raise ValueError(f"{name}={str(spec)!r} rounds a gradient, and an optimizer step has none")
+        raise ValueError(f"{name}={str(spec)!r} rounds a gradient, but an optimizer step has none")
     return plan

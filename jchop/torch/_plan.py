@@ -1,4 +1,4 @@
-"""Specs as operators of torch take them: texts, and what has to be known beside them."""
+"""Specs as arguments of operators of torch: text, and facts about them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant(function: Function) -> Function:
-    """A function whose results are constants for torch.compile, as its arguments are.
+    """A function whose results are constants for torch.compile, like its arguments.
 
-    What `torch.compiler.assume_constant_result` does; calling that would import the compiler, which takes seconds.
+    Equivalent to `torch.compiler.assume_constant_result`, which would import the compiler and take seconds.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 class Plan(NamedTuple):
-    """What a spec asks for: constants for torch.compile."""
+    """The facts of a spec: constants for torch.compile."""
 
-    spec: str  # without what becomes of the cotangent, apart from clipping
+    spec: str  # without the rounding of the cotangent
     draws: bool
     gradient: str | None
     gradient_draws: bool
@@ -55,5 +55,5 @@ def _plan(value: Spec | str) -> Plan:
 
 @constant
 def clips(spec: str) -> bool:
-    """Whether the gradient is zero where a value overflows."""
+    """Whether the gradient is zero for values that overflow."""
     return as_spec(spec, scaled=True).gradient.clipped

@@ -1,4 +1,4 @@
-"""`quantize` and `dequantize`: tensors as codes and scales, and modules that round."""
+"""`quantize` and `dequantize` for tensors, and `quantize` for modules."""
 
 from __future__ import annotations
 
@@ -50,39 +50,39 @@ def quantize(
 ) -> QArray | nn.Module:
     """A tensor as codes and scales, or a module that rounds.
 
-    **Of a tensor** it gives what `jchop.quantize` gives: a `jchop.QArray` of JAX arrays on the tensor's device, which
-    `jchop.torch.as_tensor` turns into tensors, and `dequantize` into the rounded numbers.
+    **For a tensor** the result is that of `jchop.quantize`: a `jchop.QArray` of JAX arrays on the tensor's device.
+    `jchop.torch.as_tensor` converts its leaves to tensors, and `dequantize` returns the rounded numbers.
 
-    **Of a module** it gives a copy whose layers, the modules with parameters of their own, round as rules say; the
-    given one stays as it is. Rules are a dict of patterns (`fnmatch`) for a piece of a layer's dotted path, ``"head"``,
-    ``"blocks.*.mlp"``, ``"*norm*"``; layers below such a piece match too, and ``"*"`` is every layer. The first that
-    matches counts. Each says what is rounded to what, with some of these keys:
+    **For a module** the result is a copy whose layers (modules with their own parameters) round by rules. Rules are a
+    dict. A key is a pattern (`fnmatch`) for part of a layer's dotted path, ``"head"``, ``"blocks.*.mlp"``,
+    ``"*norm*"``; submodules match too, and ``"*"`` matches every layer. The first pattern that matches applies. A value
+    is a dict of specs, with some of these keys:
 
-    * ``weight``, ``bias``: the parameters, each time they are used, as parametrizations (`torch.nn.utils.parametrize`):
-      what is trained is ``layer.parametrizations.weight.original``. Every parameter counts as a weight whose name does
-      not end with "bias".
-    * ``activation``: the tensors that enter the layer; ``output``: those that leave it.
-    * ``gradient``: the gradient that enters the layer on its way back, and so both products of the backward pass.
+    * ``weight``, ``bias``: the parameters, rounded at each use, as parametrizations (`torch.nn.utils.parametrize`):
+      ``layer.parametrizations.weight.original`` is trained. Every parameter whose name does not end with "bias" is a
+      weight.
+    * ``activation``: the inputs of the layer; ``output``: its outputs.
+    * ``gradient``: the gradient with respect to the outputs, an operand of both products of the backward pass.
 
-    Axes of scaled formats are those of the tensors as torch has them: ``"mxfp8_e4m3"`` has blocks along the sum of a
+    Axes of scaled formats are those of torch's tensors: ``"mxfp8_e4m3"`` has blocks along the contracted axis of a
     linear layer, and a convolution has its channels on axis 1. Gradients pass straight through the roundings. The
-    layers' seeds are ``seed`` with the layer's number and the place in the layer folded in.
+    layers' seeds are ``seed`` with the number of the layer and of the rounding in the layer folded in.
 
     Args:
         x: a float tensor as in `round_to_format`, but not complex; or a module.
-        how: for a tensor a `jchop.Spec`, a format, a scaled format, or text; for a module the rules.
-        seed: an integer from 0 to 2^64 - 1. For a tensor needed by the stochastic modes; for a module default 0.
-        generator: in place of the seed, for tensors.
-        copy: whether a tensor may be copied where JAX cannot read it in place. Default False: that is an error.
+        how: for a tensor, a `jchop.Spec`, a format, a scaled format, or text; for a module, the rules.
+        seed: an integer from 0 to 2^64 - 1. The stochastic modes need it for a tensor; for a module the default is 0.
+        generator: a generator in place of the seed, for tensors.
+        copy: whether a tensor may be copied if JAX cannot read it in place. Default False: such a tensor is an error.
 
     Returns:
         A `jchop.QArray`, or a module.
 
     Raises:
         TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied; for rules that are
-            none, match no layer, or round a weight or bias where no layer has one.
-        NotImplementedError: for a layer that does not call its parameters by name (`torch.nn.LSTM` and its kin), or
-            computes within one function (what passes through `torch.nn.MultiheadAttention`).
+            invalid, match no layer, or round a weight or bias that no matched layer has.
+        NotImplementedError: for a layer that does not access its parameters by name (`torch.nn.LSTM` and similar ones),
+            or computes within one function (activations in `torch.nn.MultiheadAttention`).
 
     Example:
         >>> import torch, jchop as jc
@@ -106,17 +106,17 @@ def quantize(
 
 
 def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
-    """The numbers that a `jchop.QArray` stores, as a tensor.
+    """The numbers of a `jchop.QArray` as a tensor.
 
     Args:
         q: the stored array, of JAX or NumPy arrays.
-        dtype: float16, bfloat16, float32 or float64. Default: that of what was quantized.
+        dtype: float16, bfloat16, float32 or float64. Default: that of the quantized tensor.
 
     Returns:
         A new tensor, on the device of the codes.
 
     Raises:
-        TypeError: where `q` is no QArray, or `dtype` no carrier.
+        TypeError: if `q` is not a QArray, or `dtype` not a carrier.
 
     Example:
         >>> import torch, jchop as jc
@@ -125,14 +125,14 @@ def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
         tensor([ 0.1143,  0.2285, -0.4004], dtype=torch.bfloat16)
     """
     if dtype is not None and dtype not in CARRIERS:
-        raise TypeError(f"dtype={dtype!r} is no carrier; allowed: {', '.join(map(str, CARRIERS))}")
+        raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(map(str, CARRIERS))}")
     numbers = storage.dequantize(q, None if dtype is None else CARRIERS[dtype])
     with types_for(numbers.dtype):
         return as_tensor(jnp.array(numbers, copy=True) if _is_stored(numbers, q) else numbers)
 
 
 def _is_stored(numbers: Any, q: QArray) -> bool:
-    """Whether the numbers are NumPy's, or an array of `q` itself, which a tensor could write to."""
+    """Whether the numbers are a NumPy array, or an array of `q` itself, which a tensor could overwrite."""
     return not isinstance(numbers, jax.Array) or (
         isinstance(q.qvalue, jax.Array)
         and numbers.size > 0

@@ -1,4 +1,4 @@
-"""`Quantizer`: a module that rounds what passes through it, and the gradient on its way back."""
+"""`Quantizer`: a module that rounds its input, and the gradient in the backward pass."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ _FORWARD, _BACKWARD = 0, 1
 
 
 class Quantizer(nn.Module):
-    """Rounds a tensor on its way forward, and its gradient on the way back: the module of QPyTorch.
+    """Rounds a tensor in the forward pass, and its gradient in the backward pass, like QPyTorch's module.
 
-    The gradient passes straight through the forward rounding (or is clipped, where ``forward`` says so) and is then
-    rounded to ``backward``. Integers and booleans pass as they are. A tensor that JAX cannot read in place is copied.
+    The gradient passes straight through the forward rounding (or is clipped, if ``forward`` has ``gradient=clipped``)
+    and is then rounded to ``backward``. Integers and booleans are unchanged. A tensor that JAX cannot read in place is
+    copied.
 
-    A stochastic module counts its calls in a buffer, ``calls``. Call n draws what `jchop.round_to_format` draws from
-    ``fold_in(fold_in(key(seed), n), 0)``, with the functions of `jax.random`, and its gradient from ``..., 1)``.
+    A stochastic module counts its calls in a buffer, ``calls``. Call n draws the same bits as `jchop.round_to_format`
+    with ``fold_in(fold_in(key(seed), n), 0)``, with the functions of `jax.random`, and its gradient those with ``...,
+    1)``.
 
     Args:
-        forward: a `jchop.Spec`, a format, or text. Default None: tensors pass as they are.
-        backward: of the gradient. Default None: not rounded.
+        forward: a `jchop.Spec`, a format, or text. Default None: not rounded.
+        backward: the spec of the gradient. Default None: not rounded.
         seed: an integer from 0 to 2^64 - 1, or several integers: the first is the seed, the others, below 2^32, are
-            folded into its key first. Default 0. Modules of one seed draw the same bits at the same calls.
+            folded into its key. Default 0. Modules with the same seed draw the same bits in the same call.
 
     Raises:
-        TypeError, ValueError: for what means no spec, or no seed.
+        TypeError, ValueError: for an invalid spec or seed.
 
     References:
         Zhang et al., QPyTorch: A Low-Precision Arithmetic Simulation Framework, arXiv 1910.04540.
@@ -58,7 +60,7 @@ class Quantizer(nn.Module):
         self.rounding = None if forward is None else plan_of(as_spec(forward, "forward", scaled=True))
         if self.rounding is not None and self.rounding.gradient is not None:
             if backward is not None:
-                raise ValueError(f"forward={str(forward)!r} rounds the gradient, and so does backward={backward!r}")
+                raise ValueError(f"forward={str(forward)!r} rounds the gradient, but so does backward={backward!r}")
             backward = self.rounding.gradient
         self.gradient = None if backward is None else _plan_of_gradient(backward)
         self.words = _seed_numbers(seed)
@@ -74,7 +76,7 @@ class Quantizer(nn.Module):
         """`x` rounded.
 
         Args:
-            x: a tensor of any shape and dtype; integers and booleans pass as they are.
+            x: a tensor of any shape and dtype; integers and booleans are unchanged.
         """
         if not (x.is_floating_point() or x.is_complex()):
             return x
@@ -86,7 +88,7 @@ class Quantizer(nn.Module):
         return x
 
     def right_inverse(self, x: Tensor) -> Tensor:
-        """`x` itself: what a parametrized weight is set to is kept unrounded, and rounded when it is used."""
+        """`x` itself: an assigned parametrized weight is kept unrounded, and rounded at each use."""
         return x
 
     def extra_repr(self) -> str:
@@ -109,7 +111,7 @@ class Quantizer(nn.Module):
 def _plan_of_gradient(backward: SpecLike) -> Plan:
     spec = as_spec(backward, "backward", scaled=True)
     if spec.gradient != Gradient():
-        raise ValueError(f"backward={str(spec)!r} is of a gradient, and has no gradient of its own")
+        raise ValueError(f"backward={str(spec)!r} is for a gradient, and cannot have a gradient itself")
     return plan_of(spec)
 
 

@@ -26,30 +26,30 @@ def round_to_format(
 ) -> Tensor:
     """A tensor rounded once, exactly, to the values of a number format: `jchop.round_to_format` for torch.
 
-    JAX reads the tensor where it lies, and torch takes the result where JAX put it; on the CPU one of at most 64 KiB is
-    copied, which is sooner done. The result is the same bits as that of `jchop.round_to_format` on the same numbers,
-    with ``jax.random.key(seed)`` where the spec is stochastic.
+    JAX reads the tensor in place, and torch reads the result in JAX's memory; on the CPU, results of at most 64 KiB are
+    copied, which is faster. The result has the same bits as that of `jchop.round_to_format` on the same numbers, with
+    ``jax.random.key(seed)`` for a stochastic spec.
 
     Works under `torch.compile` with ``fullgraph=True`` (as one operator), `torch.func.vmap` and `torch.func.grad`.
-    Gradients are straight-through unless the spec says otherwise (``gradient="clipped"``, a format for the cotangent).
-    Autocast leaves the dtype as it is. Inside `vmap` each row is rounded as it would be alone.
+    Gradients are straight-through unless the spec has a ``gradient`` (``"clipped"``, or a format for the cotangent).
+    Autocast does not change the dtype. Inside `vmap` each row is rounded separately.
 
     Args:
         tensor: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape, on the CPU or a CUDA
             device.
         spec: a `jchop.Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic"``.
         seed: an integer from 0 to 2^64 - 1, for the stochastic modes; they need it, or `generator`.
-        gradient_seed: likewise for a cotangent that is rounded stochastically.
-        generator: a generator that the words of a key are drawn from, which moves it on; in place of both seeds.
-        copy: whether the tensor may be copied where JAX cannot read it in place: where it has gaps or overlaps in
-            memory (every second column, an expanded axis) or starts at an address that is no multiple of 64 bytes.
-            Default False: such a tensor is an error. Transposed and channels-last tensors need no copy.
+        gradient_seed: the seed for a cotangent that is rounded stochastically.
+        generator: a generator from which the words of a key are drawn, in place of both seeds.
+        copy: whether the tensor may be copied if JAX cannot read it in place: if it has gaps or overlaps in memory
+            (every second column, an expanded axis) or starts at an address that is not a multiple of 64 bytes. Default
+            False: such a tensor is an error. Transposed and channels-last tensors need no copy.
 
     Returns:
-        A new tensor of the same shape and dtype, and of the same strides where the memory of `tensor` has no gaps.
+        A new tensor of the same shape and dtype, with the same strides if the memory of `tensor` has no gaps.
 
     Raises:
-        TypeError: for what is no tensor, or of another dtype.
+        TypeError: if `tensor` is not a tensor, or has another dtype.
         ValueError: for an unknown text, a stochastic spec without a seed, a dtype that cannot hold every result of the
             spec, or a tensor that would have to be copied.
 
@@ -85,12 +85,12 @@ def round_to_format_(
     """`round_to_format` in place: the result is written into the tensor.
 
     Args:
-        tensor: as in `round_to_format`, and not one that autograd forbids to write to.
-        spec: as in `round_to_format`; so are the other arguments.
-        seed: of the random bits.
-        gradient_seed: of those of the cotangent.
-        generator: in place of both seeds.
-        copy: whether the tensor may be copied on its way.
+        tensor: as in `round_to_format`; autograd must allow writing to it.
+        spec: as in `round_to_format`.
+        seed: as in `round_to_format`.
+        gradient_seed: as in `round_to_format`.
+        generator: as in `round_to_format`.
+        copy: as in `round_to_format`.
 
     Returns:
         `tensor`.
@@ -105,7 +105,7 @@ def round_to_format_(
         (True, tensor([1.0000, 2.5000]))
     """
     check_carrier("tensor", tensor)
-    # A gradient may need the values that are written over.
+    # A gradient may need the overwritten values.
     source = tensor.clone() if tensor.requires_grad and torch.is_grad_enabled() else tensor
     return tensor.copy_(
         round_to_format(source, spec, seed=seed, gradient_seed=gradient_seed, generator=generator, copy=copy)
@@ -119,17 +119,17 @@ _GRADIENT = "gradient_seed"
 
 
 def through(tensor: Tensor, spec: str, words: Tensor, copy: bool) -> Tensor:
-    """A tensor rounded, with the gradient that passes straight through, clipped where the spec says so."""
+    """A rounded tensor with a straight-through gradient, clipped if the spec requires it."""
     if _is_plain(tensor) and not (tensor.requires_grad and torch.is_grad_enabled()):
         return round_now(tensor, words, spec, 0, copy)
     return _Through.apply(tensor, words, spec, copy)  # type: ignore[return-value]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether nobody watches what is done: neither a compiler nor a transform of `torch.func` nor a mode.
+    """Whether the call is plain eager code: without a compiler, a transform of `torch.func` or a mode.
 
-    The operator is for them; without it a call costs half. Under `torch.func` a tensor does not say that it is wrapped,
-    so torch's own question is asked, the one that `torch.autograd.Function` asks.
+    They need the operator; without it a call takes half of the time. A tensor does not show that `torch.func` wraps it,
+    so this uses the test of `torch.autograd.Function`.
     """
     return not (
         torch.compiler.is_compiling()
@@ -140,12 +140,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def round_gradient(tensor: Tensor, spec: str, words: Tensor) -> Tensor:
-    """A tensor itself, whose gradient is rounded."""
+    """The tensor itself; its gradient is rounded."""
     return _RoundGradient.apply(tensor, words, spec)  # type: ignore[return-value]
 
 
 class _Through(torch.autograd.Function):
-    """Rounds; the gradient passes, or is zero where the value overflowed."""
+    """Rounds; the gradient passes, or is zero for values that overflowed."""
 
     generate_vmap_rule = True
 
@@ -170,7 +170,7 @@ class _Through(torch.autograd.Function):
 
 
 class _Clip(torch.autograd.Function):
-    """A gradient, zero where a value overflows: linear in the gradient, and its own transpose."""
+    """A gradient, zero for values that overflow: linear in the gradient, and its own transpose."""
 
     generate_vmap_rule = True
 
@@ -190,7 +190,7 @@ class _Clip(torch.autograd.Function):
 
 
 class _RoundGradient(torch.autograd.Function):
-    """The identity; its gradient is rounded, straight-through itself."""
+    """The identity; its gradient is rounded, straight-through."""
 
     generate_vmap_rule = True
 

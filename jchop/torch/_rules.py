@@ -1,4 +1,4 @@
-"""Which tensor of which module is rounded to what."""
+"""Rules that assign specs to the tensors of modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Roundings", "as_rules", "first_match"]
 
 @dataclass(frozen=True)
 class Roundings:
-    """What is rounded to what in one module; None rounds nothing."""
+    """The specs of one module's tensors; None rounds nothing."""
 
     weight: Spec | None = None
     bias: Spec | None = None
@@ -27,10 +27,10 @@ _FIELDS = tuple(field.name for field in fields(Roundings))
 
 
 def as_rules(rules: Any) -> dict[str, Roundings]:
-    """Rules as they are given, checked.
+    """Rules of the caller, checked.
 
     Raises:
-        TypeError, ValueError: for what is no rule.
+        TypeError, ValueError: for invalid rules.
     """
     if not isinstance(rules, Mapping) or not rules:
         raise TypeError(f"rules={rules!r} must be a dict such as {{'*': dict(weight='float8_e4m3fn')}}")
@@ -38,7 +38,7 @@ def as_rules(rules: Any) -> dict[str, Roundings]:
 
 
 def first_match(path: str, rules: Mapping[str, Roundings]) -> str | None:
-    """The first pattern that matches a piece of a dotted path; None where none does."""
+    """The first pattern that matches part of a dotted path; None if there is none."""
     return next((pattern for pattern in rules if matches_path(pattern, path, ".")), None)
 
 
@@ -57,5 +57,5 @@ def _roundings(pattern: str, given: Any) -> Roundings:
     }
     gradient = specs.get("gradient")
     if gradient is not None and gradient.gradient != Gradient():
-        raise ValueError(f"rules[{pattern!r}]: gradient={str(gradient)!r} has no gradient of its own")
+        raise ValueError(f"rules[{pattern!r}]: gradient={str(gradient)!r} cannot have a gradient itself")
     return Roundings(**specs)

@@ -1,4 +1,4 @@
-"""Seeds and generators of torch as keys: the words that operators draw from."""
+"""Words of keys for operators, from seeds and generators of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def key_words(numbers: Sequence[int]) -> Tensor:
-    """Words of 32 bits as the int32 tensor that holds their bits."""
+    """Words of 32 bits as an int32 tensor of the same bits."""
     return torch.tensor([number - (1 << 32) if number >> 31 else number for number in numbers], dtype=torch.int32)
 
 
@@ -27,13 +27,13 @@ def seed_words(seed: int, *folded: int, name: str = "seed") -> Tensor:
 def drawn_words(
     spec: str, draws: bool, seed: int | None, generator: torch.Generator | None, name: str = "seed"
 ) -> Tensor:
-    """The words of one rounding; none where the spec draws nothing.
+    """The words of one rounding; none if the spec is not stochastic.
 
     Raises:
-        TypeError, ValueError: for a seed that is none, or where there is nothing to draw from.
+        TypeError, ValueError: for an invalid seed, or if neither seed nor generator is given.
     """
     if seed is not None and generator is not None:
-        raise ValueError(f"{name}={seed!r} and generator= are given; give one of them")
+        raise ValueError(f"{name}={seed!r} and generator= are given; pass one of them")
     if not draws:
         return key_words(())
     if seed is not None:

@@ -127,7 +127,7 @@ def test_refused() -> None:
     model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("calibration_method='median'", lambda: static_post_quantization(model, SINGLE, [x], "median")),
-        ("kl_divergence' counts even levels", lambda: static_post_quantization(model, SINGLE, [x], "kl_divergence")),
+        ("kl_divergence' needs equally", lambda: static_post_quantization(model, SINGLE, [x], "kl_divergence")),
         ("percentile=0 must", lambda: static_post_quantization(model, SINGLE, [x], "percentile", 0)),
         ("pass fuse_bn=False", lambda: static_post_quantization(Branching(), SINGLE, [torch.ones(2, 1)])),
     ]

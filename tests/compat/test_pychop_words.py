@@ -133,8 +133,8 @@ def test_more_exponents_than_the_tensor_has() -> None:
 def test_refused() -> None:
     weight = [nn.Parameter(torch.ones(2))]
     for said, call in (
-        ("chop= and exp_bits= say the same", lambda: layers.QuantizedLinear(2, 2, 5, 2, chop=Chop(5, 2))),
-        ("ibits and int_bits say an argument of Chopf twice", lambda: layers.FPQuantizedReLU(ibits=2, int_bits=3)),
+        ("chop= and exp_bits= both define the quantizer", lambda: layers.QuantizedLinear(2, 2, 5, 2, chop=Chop(5, 2))),
+        ("ibits and int_bits set an argument of Chopf twice", lambda: layers.FPQuantizedReLU(ibits=2, int_bits=3)),
         ("sig_bits", lambda: optimizers.QuantizedSGD(weight, lr=0.1, exp_bits=5)),
         ("num_bits", lambda: layers.IQuantizedReLU(num_bits=8)),
     ):

@@ -97,8 +97,8 @@ def test_the_optimizer() -> None:
         np.testing.assert_array_equal(of(weight), exact.rounded(accumulator, number, *rounding))
     assert optimizer.step(lambda: 3.0) == 3.0
     wrong: Any = (
-        (TypeError, "weight_quant=.* must be made by quantizer", {"weight_quant": lambda v: v}),
-        (TypeError, "acc_quant=.* must be made by quantizer", {"acc_quant": quantizer()}),
+        (TypeError, "weight_quant=.* must be a result of quantizer", {"weight_quant": lambda v: v}),
+        (TypeError, "acc_quant=.* must be a result of quantizer", {"acc_quant": quantizer()}),
         (ValueError, "grad_scaling=0", {"grad_scaling": 0}),
     )
     for error, said, options in wrong:

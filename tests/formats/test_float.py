@@ -202,7 +202,7 @@ def test_values_of_wide_formats_are_refused():
         ({"infinities": False}, "infinities=False contradicts nans='ieee'.*use nans="),
         ({"nans": "negative_zero", "signed": False}, "nans='negative_zero' needs signed=True"),
         ({"nans": "negative_zero", "zero": False}, "nans='negative_zero' needs zero=True"),
-        ({"zero": False, "subnormals": False}, "subnormals=False says nothing where zero=False"),
+        ({"zero": False, "subnormals": False}, "subnormals=False has no effect with zero=False"),
         ({"max_exponent": 8}, "max_exponent=8 must be an integer from -6 to 7"),
         ({"max_exponent": -7}, "max_exponent=-7 must be an integer from -6 to 7"),
         ({"max_exponent": 7.0}, "max_exponent=7.0 must be an integer"),

@@ -109,7 +109,7 @@ def test_plain_names_stay_plain():
         ("int8(group=(84)", "group='(84' must be integers"),
         ("int8(group=0)", "group=0 must be an integer >= 1"),
         ("int8(group=4,channel=0)", "exclude each other"),
-        ("int8(group=tensor,axis=1)", "without group= it says nothing"),
+        ("int8(group=tensor,axis=1)", "without group= it has no effect"),
         ("int8(group=(2,2),axis=0)", "must name as many axes"),
         ("int8(group=2,axis=(0,1))", "names 2 axes"),
         ("int8(group=4,rule=best)", "rule='best' must be one of"),

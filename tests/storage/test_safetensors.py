@@ -142,9 +142,9 @@ def test_refused_files(tmp_path: Path) -> None:
             jc.load_safetensors(path)
 
     path.write_bytes(b"PK")
-    loaded("no safetensors file")
+    loaded("not a safetensors file")
     path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-    loaded("no safetensors file")
+    loaded("not a safetensors file")
     write(b"{nonsense")
     loaded("bad header")
     write({"x": {"dtype": "F7", "shape": [1], "data_offsets": [0, 4]}}, bytes(4))
@@ -256,7 +256,7 @@ try:
     jc.save_safetensors(folder / f"bad{rank}", tree)
     raise SystemExit("it was saved")
 except ValueError as error:
-    assert "leaf 'layers.0.kernel' is spread over several processes" in str(error), error
+    assert "leaf 'layers.0.kernel' spans several processes" in str(error), error
 gathered = multihost_utils.process_allgather(tree, tiled=True)
 if rank == 0:
     jc.save_safetensors(folder / "gathered", gathered)

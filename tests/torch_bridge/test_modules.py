@@ -184,9 +184,9 @@ def test_attention_and_tied_weights():
     [
         (nn.Linear(2, 2), {"head": {"weight": "e5m2"}}, ValueError, "'head' matches no layer"),
         (nn.Linear(2, 2), {"*": {"weight": "e5m2"}, "0": {}}, ValueError, "'0' matches no layer"),
-        (nn.Linear(2, 2, bias=False), {"*": {"bias": "e5m2"}}, ValueError, "bias says nothing"),
+        (nn.Linear(2, 2, bias=False), {"*": {"bias": "e5m2"}}, ValueError, "bias has no effect"),
         (nn.Linear(2, 2), {"*": {"weights": "e5m2"}}, TypeError, "some of the keys weight, bias"),
-        (nn.Linear(2, 2), {"*": {"gradient": "e5m2:gradient=clipped"}}, ValueError, "no gradient of its own"),
+        (nn.Linear(2, 2), {"*": {"gradient": "e5m2:gradient=clipped"}}, ValueError, "cannot have a gradient itself"),
         (nn.Linear(2, 2), {}, TypeError, "must be a dict"),
         (nn.Linear(2, 2), {3: {}}, TypeError, "must be a pattern"),
         (nn.Linear(2, 2), {"*": {"weight": "e5mm2"}}, ValueError, "e5mm2"),

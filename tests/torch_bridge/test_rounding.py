@@ -191,7 +191,7 @@ def test_generators_are_drawn_from():
     ("arguments", "error", "message"),
     [
         ((torch.ones(2), "e5m2:stochastic"), ValueError, "seed=, an integer, or generator="),
-        ((torch.ones(2, dtype=torch.int32), "e5m2"), TypeError, r"torch\.int32, which is no carrier"),
+        ((torch.ones(2, dtype=torch.int32), "e5m2"), TypeError, r"torch\.int32, which is not a carrier"),
         ((torch.ones(2, dtype=torch.float16), "bfloat16"), ValueError, "float32"),
         ((torch.ones(2), "e5m2x"), ValueError, "e5m2x"),
         ((torch.ones(2), 3), TypeError, "spec=3"),

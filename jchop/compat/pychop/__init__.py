@@ -1,33 +1,33 @@
-"""Pychop's names (arXiv 2504.07835), those of its paper and those of its version 0.6, on NumPy, JAX and torch.
+"""Pychop's names (arXiv 2504.07835), of its paper and of version 0.6, for NumPy, JAX and torch.
 
-``from jchop.compat.pychop import Chop`` in place of ``from pychop import Chop``; networks are in
-``jchop.compat.pychop.layers``, optimizers in ``.optimizers``, quantization after training in ``.ptq``, functions in
-``.math_func``. What differs from Pychop:
+``from jchop.compat.pychop import Chop`` replaces ``from pychop import Chop``; networks are in
+``jchop.compat.pychop.layers``, optimizers in ``.optimizers``, post-training quantization in ``.ptq``, functions in
+``.math_func``. Differences from Pychop:
 
 * Every result is the exact value rounded once. Pychop's is wrong past the overflow threshold (70000 becomes 0 in half
   precision), in ties of negative numbers (rmodes 7 and 8), for values of the format under rmode 9, just below powers of
   two, for subnormal numbers and -0; and NaN or infinity for zeros and infinities with ``FaultChop`` on JAX.
-* ``Customs(exp_bits=e)`` is a format of e exponent bits: emax = 2^(e-1) - 1, where Pychop takes 2^e - 1.
-* ``flip`` heeds ``p``, and flips one bit of the significand.
-* Random numbers: an object's n-th call draws from the key of the words (random_state, n). Nothing global is seeded,
-  and no two calls draw the same. Within a trace of JAX pass ``key=``.
-* Functions (``ch.sin``, ``pychop.sin(x, ch)``) are those of `jchop.math`: operands rounded, and sums and products
-  rounded at every step, where Pychop adds in full precision. There are no errors for arguments outside of a domain: NaN
-  and infinity tell. Functions of tensors have no gradient.
-* ``Chopi`` has 2^bits codes without ``symmetric`` too (Pychop: half of them), and a scale for each array it is called
-  with; ``calibrate`` keeps one. The symmetric scale is amax / (2^(bits - 1) - 1).
-* ``Chop`` with a format's name or ``customs`` is the paper's: `FaultChop`. ``LightChop`` is the other one.
-* ``ChopSTE`` and its kin are the same classes: gradients pass straight through all of them.
-* ``backend`` takes a name and does nothing: the array says what it is. There is no backend for TensorFlow.
-* The paper's layers (``FPQuantized*``, ``IntQuantized*``, ``Quantized*`` with ``exp_bits``) have the shapes of torch's
-  and begin with its parameters; `ptq` and `layers` say what is rounded.
-* ``float_params()`` is a dict of tuples, not a data frame; formats without a binary64 value (``"q"``) are left out.
+* ``Customs(exp_bits=e)`` is a format of e exponent bits: emax = 2^(e-1) - 1 (Pychop: 2^e - 1).
+* ``flip`` flips one bit of the significand, with probability ``p``.
+* Random numbers: an object's n-th call draws from the key of the words (random_state, n). There is no global seed, and
+  all calls draw different bits. Within a trace of JAX pass ``key=``.
+* Functions (``ch.sin``, ``pychop.sin(x, ch)``) are those of `jchop.math`: operands are rounded, and sums and products
+  are rounded at every step (Pychop adds in full precision). Arguments outside of a domain give NaN or infinity, not an
+  error. Functions of tensors have no gradient.
+* ``Chopi`` has 2^bits codes also without ``symmetric`` (Pychop: half of them), and chooses a scale for each array;
+  ``calibrate`` fixes one. The symmetric scale is amax / (2^(bits - 1) - 1).
+* ``Chop`` with a format's name or ``customs`` is the paper's class, `FaultChop`. ``LightChop`` is version 0.6's
+  ``Chop``.
+* ``ChopSTE`` and similar names are the same classes: gradients pass straight through all of them.
+* ``backend`` has no effect, because the type of the array decides. There is no backend for TensorFlow.
+* The paper's layers (``FPQuantized*``, ``IntQuantized*``, ``Quantized*`` with ``exp_bits``) have the shapes and the
+  initial parameters of torch's; see `ptq` and `layers` for the roundings.
+* ``float_params()`` is a dict of tuples, not a data frame; formats beyond binary64 (``"q"``) are omitted.
 
-Not here (docs/compat.md has a table): arrays that carry their format (``pychop.builtin``; `jchop.emulate` rounds
-every operation of a function), Pychop's classes of MX, block and P3109 formats (`jchop` has these formats by name),
-CADNA's generator, integers of more than 8 bits, layers and quantization after training for Flax (`jchop.nn` has both)
-and TensorFlow, ``Simulate`` (a `jchop.FloatFormat` has its ``values()``), ``Bitchop``, ``Options``, and the
-lower-case names of before the paper.
+Missing (docs/compat.md has a table): arrays with a format (``pychop.builtin``; `jchop.emulate` rounds every operation
+of a function), Pychop's classes of MX, block and P3109 formats (`jchop` has these formats by name), CADNA's generator,
+integers of more than 8 bits, layers and post-training quantization for Flax (`jchop.nn` has both) and TensorFlow,
+``Simulate`` (a `jchop.FloatFormat` has its ``values()``), ``Bitchop``, ``Options``, and the older lower-case names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jchop.compat.pychop._params import float_params
 from jchop.compat.pychop._quantizers import Chop, Chopf, Customs, FaultChop
 from jchop.compat.pychop._words import WORDS
 
-#: How the names of layers begin.
+#: The prefixes of names of layers.
 LAYERS = tuple(WORDS)
 
 LightChop = Chop
@@ -50,7 +50,7 @@ ChopSTE = LightChopSTE = Chop
 ChopfSTE = Chopf
 ChopiSTE = Chopi
 
-#: What jchop has in place of names of Pychop that are not here, by how they begin.
+#: Replacements for missing names of Pychop, by prefix.
 INSTEAD = {
     "P3109": "formats such as 'binary8p4se' in jchop.round_to_format and jchop.quantize",
     "p3109_": "formats such as 'binary8p4se' in jchop.round_to_format and jchop.quantize",
@@ -81,11 +81,11 @@ __all__ = [
 
 
 def backend(lib: str = "auto", verbose: int = 0) -> None:
-    """Nothing: whose an array is decides who rounds it.
+    """Has no effect: the type of an array selects the library.
 
     Args:
         lib: ``"numpy"``, ``"jax"``, ``"torch"`` or ``"auto"``.
-        verbose: says nothing.
+        verbose: has no effect.
 
     Raises:
         ValueError: for another library.

@@ -23,10 +23,10 @@ class Chopi:
     Args:
         bits: width of a code, 2 to 8.
         symmetric: signed codes under a scale, amax / (2^(bits - 1) - 1); else codes from 0 with a zero point.
-        per_channel: a scale for each index of an axis.
+        per_channel: whether each index of an axis has a separate scale.
         axis: that axis.
-        num_bits: `bits`, as earlier versions call it.
-        channel_dim: `axis`, as they call it.
+        num_bits: the name of `bits` in earlier versions.
+        channel_dim: the name of `axis` in earlier versions.
 
     Example:
         >>> import numpy as np
@@ -69,7 +69,7 @@ class Chopi:
         return Spec(ScaledFormat(element, channel=channel, zero_point=not self.symmetric))
 
     def calibrate(self, x: Any) -> None:
-        """Choose scale and zero point by `x`, and keep them for every array from now on.
+        """Choose scale and zero point for `x`, and keep them for all later arrays.
 
         Args:
             x: numbers.
@@ -78,12 +78,12 @@ class Chopi:
         self._fixed = True
 
     def _fit(self, x: Any) -> Any:
-        # Kept as they come, not as tensors, like those of `quantize`.
+        # Not converted to tensors, like those of `quantize`.
         self.scale, self.zero_point = fit_scale(x, self.spec_for(x))
         return self.scale
 
     def quantize(self, x: Any) -> Any:
-        """The codes of `x`, as int8 or uint8, under its own scale unless `calibrate` has chosen one.
+        """The codes of `x`, as int8 or uint8, under its own scale unless `calibrate` chose one.
 
         Args:
             x: numbers.
@@ -106,13 +106,13 @@ class Chopi:
         return quantize(x, self.spec_for(x))
 
     def dequantize(self, codes: Any) -> Any:
-        """The numbers that codes stand for, under the scale of the last array that was quantized.
+        """The numbers of codes, under the scale of the last quantized array.
 
         Args:
-            codes: as `quantize` gives them.
+            codes: a result of `quantize`.
 
         Raises:
-            ValueError: where nothing was quantized.
+            ValueError: if no array was quantized.
         """
         if self.scale is None:
             raise ValueError("no array was quantized, so there is no scale to dequantize with")
@@ -121,7 +121,7 @@ class Chopi:
         return apply(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)
 
     def __call__(self, x: Any) -> Any:
-        """`x` rounded to what its codes stand for.
+        """`x` rounded to the values of its codes.
 
         Args:
             x: numbers.

@@ -1,4 +1,4 @@
-"""Methods of quantizers: the functions of `jchop.math` by the names and the argument order that Pychop has."""
+"""Methods of quantizers: the functions of `jchop.math` by Pychop's names and argument order."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ _TWO = [
     "power",
     "subtract",
 ]
-#: How many operands each method has.
+#: The number of operands of each method.
 METHODS = {**dict.fromkeys(_ONE, 1), **dict.fromkeys(_TWO, 2), "clip": 3}
-#: What may follow the operands, by position too.
+#: The options that may follow the operands, also by position.
 _OPTIONS = {"diff": ("n",), "round": ("decimals",)} | dict.fromkeys(
     ("cumprod", "cumsum", "mean", "prod", "std", "sum", "var"), ("axis",)
 )
-#: The functions that Pychop has outside of its classes.
+#: The functions of Pychop outside of classes.
 FUNCTIONS = [
     "sin",
     "cos",
@@ -136,6 +136,6 @@ def method(chop: Any, name: str, *args: Any, key: Any = None, **options: Any) ->
         raise TypeError(f"{name} takes {takes}; it was given {len(args)} arguments and {sorted(options)}")
     options |= dict(zip(extra, rest, strict=False))
     if options.pop("decimals", 0) != 0:
-        raise ValueError("decimals must be 0: decimal places are no values of a binary format")
+        raise ValueError("decimals must be 0: a binary format has no decimal places")
     function = getattr(math, name)
     return chop.compute(lambda *given: function(*given, **options), operands, key)

@@ -1,4 +1,4 @@
-"""Facts of formats, in Pychop's order."""
+"""Properties of formats, in Pychop's order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def float_params(prec: str | None = None) -> Params | dict[str, Params]:
     """(u, xmins, xmin, xmax, p, emins, emin, emax) of a format: MATLAB chop's ``float_params``.
 
     Args:
-        prec: a format's name, as of `jchop.matlab.chop`. Default None: a dict of all of them by name.
+        prec: a format's name, as in `jchop.matlab.chop`. Default None: a dict of all formats by name.
 
     Returns:
         Unit roundoff, smallest positive and smallest normal value, largest value, significand bits, and the exponents

@@ -1,4 +1,4 @@
-"""Quantization after training, for modules of torch."""
+"""Post-training quantization for modules of torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def rounded_copy(model: Any, chop: Any, eval_mode: bool, verbose: bool) -> Any:
-    """A copy with parameters rounded whose names have ``weight`` or ``bias`` in them."""
+    """A copy with rounding of the parameters whose names contain ``weight`` or ``bias``."""
     result = copy.deepcopy(model)
     if eval_mode:
         result.eval()
@@ -42,7 +42,7 @@ def rounded_copy(model: Any, chop: Any, eval_mode: bool, verbose: bool) -> Any:
 
 
 def equip(model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, percentile: float) -> None:
-    """Makes every layer of `model` round its output, clamped first to the range that it has on `data`, if any."""
+    """Makes every layer of `model` round its output, after clamping to its range on `data`, if any."""
     check_choice("calibration_method", method, _METHODS)
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile={percentile} must be more than 0 and at most 100")
@@ -53,15 +53,17 @@ def equip(model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, 
 
 
 def _method(chop: Any, method: str, percentile: float) -> str:
-    """What `jchop.nn.calibrate` calls a method."""
+    """The name of a method in `jchop.nn.calibrate`."""
     if method == "percentile":
         return f"percentile({percentile})"
     if isinstance(chop, Chopi):
         return {"kl_divergence": "entropy"}.get(method, method)
     if method == "kl_divergence":
         kind = type(chop).__name__
-        raise ValueError(f"calibration_method='kl_divergence' counts even levels, and {kind} has none; use 'mse'")
-    return "minmax"  # of values that do not move with the range, the whole range leaves the least error
+        raise ValueError(
+            f"calibration_method='kl_divergence' needs equally spaced levels, which {kind} does not have; use 'mse'"
+        )
+    return "minmax"  # values do not depend on the range, so the whole range has the least error
 
 
 def _leaves(model: nn.Module) -> list[nn.Module]:
@@ -79,7 +81,7 @@ def _hook(chop: Any, ends: list[float] | None) -> Any:
 
 
 class _Ends:
-    """The least and the largest number, in the tensor's own precision."""
+    """The least and the largest number, in the tensor's dtype."""
 
     def __init__(self) -> None:
         self.ends = [float("inf"), float("-inf")]
@@ -92,7 +94,7 @@ class _Ends:
 
 
 class _ByCalibration:
-    """The range that a method of `jchop.nn.calibrate` finds."""
+    """The range by a method of `jchop.nn.calibrate`."""
 
     def __init__(self, method: str, spec: Spec) -> None:
         from jchop.nn._observers import observer_of
@@ -108,7 +110,7 @@ class _ByCalibration:
 
 
 def _observed(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> dict[nn.Module, list[float]]:
-    """The range of the outputs of each layer that gives a tensor."""
+    """The range of the outputs of each layer that returns a tensor."""
     observers: dict[nn.Module, _Ends | _ByCalibration] = {}
 
     def see(module: nn.Module, args: Any, output: Any) -> None:
@@ -134,9 +136,9 @@ def _observed(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> 
 
 
 def fused(model: Any) -> Any:
-    """A copy in evaluation mode whose batch norms are part of the convolutions before them.
+    """A copy in evaluation mode with batch norms folded into the convolutions before them.
 
-    A norm is fused where it alone reads what a convolution gives, and both are called once.
+    A norm is folded if only it reads the output of a convolution, and both are called once.
     """
     result = copy.deepcopy(model).eval()
     if not any(type(module) in _NORMS for module in result.modules()):
@@ -152,7 +154,7 @@ def fused(model: Any) -> Any:
 def _pairs(model: nn.Module) -> list[tuple[str, str]]:
     try:
         graph = fx.symbolic_trace(model).graph
-    except Exception as error:  # whatever the model's own code raises when it is traced
+    except Exception as error:  # any error of the model's code during tracing
         raise ValueError(f"fuse_bn=True needs a model that torch.fx can trace ({error}); pass fuse_bn=False") from error
     modules = dict(model.named_modules())
     calls = [node for node in graph.nodes if node.op == "call_module"]

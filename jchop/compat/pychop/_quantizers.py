@@ -1,4 +1,4 @@
-"""Quantizers: which spec each argument list means."""
+"""Quantizers: classes that map arguments to specs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jchop.spec import Spec
 
 __all__ = ["Chop", "Chopf", "Customs", "FaultChop"]
 
-#: Rounding of each ``rmode``, and its other name.
+#: Rounding of each ``rmode``, and its text name.
 RMODES = {
     1: "nearest_even",
     2: "up",
@@ -56,7 +56,7 @@ def _rmode(rmode: Any, largest: int) -> int:
 
 
 class Quantizer:
-    """What `Chop`, `FaultChop` and `Chopf` share: rounding by calling, and functions in low precision as methods."""
+    """Base class of `Chop`, `FaultChop` and `Chopf`: rounds when called, with low-precision functions as methods."""
 
     rmode: int
     u: float
@@ -76,19 +76,19 @@ class Quantizer:
         """`x` rounded.
 
         Args:
-            x: numbers, NumPy, JAX or torch; what comes back is of the same kind.
-            key: a typed key of JAX in place of the object's own random numbers; a traced `x` needs it.
+            x: numbers of NumPy, JAX or torch; the result is of the same kind.
+            key: a typed JAX key instead of the object's random numbers; required for a traced `x`.
         """
         x = as_numbers(x)
         spec = self.spec_for(dtype_name(x))
         return rounded(x, spec, self._seed(spec, x, key), key)
 
     def quantize(self, x: Any, *, key: jax.Array | None = None) -> Any:
-        """The same as calling.
+        """The same as a call.
 
         Args:
             x: numbers.
-            key: as in calling.
+            key: as in a call.
         """
         return self(x, key=key)
 
@@ -104,9 +104,9 @@ class Quantizer:
         """A function of `jchop.math`, ``function(*operands, spec, key)``.
 
         Args:
-            function: of the operands, a spec and a key.
+            function: function of the operands, a spec and a key.
             operands: numbers.
-            key: as in calling.
+            key: as in a call.
         """
         operands = tuple(as_numbers(operand) for operand in operands)
         spec = self.spec_for(dtype_name(operands[0]))
@@ -118,17 +118,17 @@ class Quantizer:
 class Chop(Quantizer):
     """Floating point of any size: the ``Chop`` of Pychop 0.6, which its paper calls ``LightChop``.
 
-    Called as the paper's ``Chop``, with a format's name or ``customs``, it gives a `FaultChop`.
-    A format with more exponents than the dtype of an array rounds it in float64 (not JAX arrays); what the dtype cannot
-    hold becomes infinite.
+    With a format's name or ``customs``, like the paper's ``Chop``, the constructor returns a `FaultChop`. For a format
+    with a wider exponent range than the dtype, rounding is in float64 (not for JAX arrays); numbers beyond the dtype
+    become infinite.
 
     Args:
         exp_bits: bits of the exponent.
         sig_bits: bits of the fraction.
         rmode: 1 to nearest, ties to even; 2 up; 3 down; 4 toward zero; 5 stochastic; 6 stochastic with equal
             probability; 7 and 8 to nearest, ties to zero and away; 9 to odd; 10 as 6.
-        subnormal: without subnormal numbers what lies below the smallest normal one becomes zero.
-        chunk_size: says nothing: no array is cut.
+        subnormal: whether there are subnormal numbers; without them numbers below the smallest normal one become zero.
+        chunk_size: has no effect.
         random_state: the seed of the random modes.
         verbose: whether to print the unit roundoff.
 
@@ -145,7 +145,7 @@ class Chop(Quantizer):
         return super().__new__(FaultChop if cls is Chop and papers else cls)  # type: ignore[arg-type]
 
     def __getnewargs__(self) -> tuple[int, ...]:
-        """For copies, which are made without the arguments that tell a `FaultChop`."""
+        """Arguments for copies, which are created without the arguments of a `FaultChop`."""
         return (self.exp_bits, self.sig_bits)
 
     def __init__(
@@ -170,8 +170,8 @@ class Chop(Quantizer):
         """`x` rounded.
 
         Args:
-            x: numbers, NumPy, JAX or torch; what comes back is of the same kind.
-            key: a typed key of JAX in place of the object's own random numbers; a traced `x` needs it.
+            x: numbers of NumPy, JAX or torch; the result is of the same kind.
+            key: a typed JAX key instead of the object's random numbers; required for a traced `x`.
         """
         x = as_numbers(x)
         carrier = CARRIERS.get(dtype_name(x))
@@ -189,7 +189,7 @@ class Customs:
 
     Args:
         emax: largest exponent; the smallest normal number is 2^(1 - emax).
-        t: significand bits, the leading one counted.
+        t: significand bits, including the leading one.
         exp_bits: bits of the exponent; the largest is then 2^(exp_bits - 1) - 1.
         sig_bits: bits of the fraction, t - 1.
 
@@ -209,13 +209,13 @@ class Customs:
         """Significand bits t and largest exponent emax.
 
         Raises:
-            ValueError: where they are not said, or twice.
+            ValueError: if one is missing or given twice.
         """
         exp_bits, emax, t = whole(self.exp_bits), whole(self.emax), whole(self.t)
         emax = emax if exp_bits is None else (1 << exp_bits - 1) - 1
         t = t if self.sig_bits is None else whole(self.sig_bits) + 1
         if emax is None or t is None or self.emax not in (None, emax) or self.t not in (None, t):
-            raise ValueError(f"customs={self} must say emax or exp_bits, and t or sig_bits")
+            raise ValueError(f"customs={self} must have emax or exp_bits, and t or sig_bits")
         return t, emax
 
 
@@ -227,10 +227,10 @@ class FaultChop(Chop):
         subnormal: None (default): True, but False for ``"b"`` and ``"bfloat16"``.
         rmode: 1 to 6 as in `Chop` and 10, or ``"nearest"``, ``"plus_inf"``, ``"minus_inf"``, ``"toward_zero"``,
             ``"stoc_prop"``, ``"stoc_equal"``, ``"cadna"``. 5 does not overflow.
-        flip: whether to flip, with probability `p`, a random significand bit of each result, as `jchop.flip_bits` does.
-        explim: without it exponents are limited by the data type alone.
-        p: of a flip.
-        randfunc: a function of n that gives n numbers in [0, 1), which rmodes 5 and 6 draw from; NumPy only.
+        flip: whether to flip, with probability `p`, a random significand bit of each result, like `jchop.flip_bits`.
+        explim: whether the format limits exponents; otherwise only the data type does.
+        p: probability of a flip.
+        randfunc: a function of n that returns n numbers in [0, 1), for rmodes 5 and 6; NumPy only.
         customs: a `Customs`, in place of `prec`.
         random_state: the seed.
         verbose: whether to print the unit roundoff.
@@ -266,7 +266,7 @@ class FaultChop(Chop):
         Quantizer.__init__(self, chop_spec(*self._said, "float64"), random_state, verbose)
 
     def __getnewargs__(self) -> tuple[int, ...]:
-        """None are needed."""
+        """No arguments."""
         return ()
 
     def spec_for(self, dtype: str) -> Spec:
@@ -288,7 +288,7 @@ class FaultChop(Chop):
         spec = self.spec_for(dtype_name(x))
         if self.randfunc is not None and spec.rounding.stochastic:
             if is_torch(x) or isinstance(x, jax.Array):
-                raise TypeError(f"randfunc is for NumPy arrays; x is of {type(x).__name__}")
+                raise TypeError(f"randfunc is for NumPy arrays; x is a {type(x).__name__}")
             result = rounded_by(np.asarray(x), spec, self.randfunc)
         else:
             result = super().__call__(x, key=key)
@@ -304,7 +304,7 @@ class Chopf(Quantizer):
     """Fixed point, saturating.
 
     Args:
-        ibits: integer bits, the sign counted.
+        ibits: integer bits, including the sign.
         fbits: fraction bits.
         rmode: 1 to 6 as in `Chop`.
         random_state: the seed of rmodes 5 and 6.

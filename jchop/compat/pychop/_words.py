@@ -1,4 +1,4 @@
-"""The arguments of the paper's layers and optimizers: the bits of a format, where version 0.6 has a quantizer."""
+"""The arguments of the paper's layers and optimizers: bits of a format, instead of version 0.6's quantizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FIXED = {"ibits": "ibits", "fbits": "fbits", "int_bits": "ibits", "frac_bits": 
 
 @dataclass(frozen=True)
 class Words:
-    """What the classes of one prefix take in place of ``chop=``.
+    """The arguments that the classes of one prefix take instead of ``chop=``.
 
     Args:
-        kind: the quantizer that is made.
-        names: its argument by each word.
-        defaults: its arguments where nothing else is said; without any, no word means no quantizer.
+        kind: the class of the quantizer.
+        names: the quantizer's argument for each word.
+        defaults: default arguments of the quantizer; without defaults and words there is no quantizer.
     """
 
     kind: Callable[..., Any]
@@ -30,19 +30,19 @@ class Words:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def quantizer(self, chop: Any, options: dict[str, Any]) -> Any:
-        """`chop`, or the quantizer of the words among `options`, which are taken out of it.
+        """`chop`, or the quantizer of the words in `options`, which are removed from it.
 
         Raises:
-            TypeError: where both are said, or a word twice.
+            TypeError: if both are given, or an argument twice.
         """
         said = [word for word in self.names if word in options]
         if not said:
             return self.kind(**self.defaults) if chop is None and self.defaults else chop
         if chop is not None:
-            raise TypeError(f"chop= and {said[0]}= say the same; pass one of them")
+            raise TypeError(f"chop= and {said[0]}= both define the quantizer; pass one of them")
         arguments = {self.names[word]: options.pop(word) for word in said}
         if len(arguments) < len(said):
-            raise TypeError(f"{' and '.join(said)} say an argument of {self.kind.__name__} twice")
+            raise TypeError(f"{' and '.join(said)} set an argument of {self.kind.__name__} twice")
         return self.kind(**{**self.defaults, **arguments})
 
 

@@ -1,4 +1,4 @@
-"""Where scripts written for the paper import ``Chop`` from: ``from jchop.compat.pychop.chop import Chop``."""
+"""The module from which scripts for the paper import ``Chop``: ``from jchop.compat.pychop.chop import Chop``."""
 
 from jchop.compat.pychop._quantizers import Chop, Customs
 

@@ -1,20 +1,21 @@
-"""Pychop's layers for torch, and its quantization after training: ``from jchop.compat.pychop.layers import *``.
+"""Pychop's layers for torch, and its post-training quantization: ``from jchop.compat.pychop.layers import *``.
 
-``Quantized*`` and ``IQuantized*`` are the layers of `torch.nn` of these names with ``chop=``: their parameters and
-their output are rounded in forward, gradients pass straight through. The paper's classes take bits instead, and round
-their parameters and their input:
+``Quantized*`` and ``IQuantized*`` are the layers of `torch.nn` of these names with ``chop=``: they round their
+parameters and their output in the forward pass, and gradients pass straight through. The paper's classes take bits
+instead, and round their parameters and their input:
 
 * ``QuantizedLinear(10, 5, exp_bits=5, sig_bits=10, rmode=1)``: floating point. Both numbers may follow the sizes, as in
-  ``QuantizedLinear(10, 5, 5, 10)``; in other layers that needs ``rmode=``, else they would be arguments of torch.
+  ``QuantizedLinear(10, 5, 5, 10)``; in other layers this needs ``rmode=``, because otherwise they are arguments of
+  torch.
 * ``FPQuantizedLinear(10, 5, ibits=8, fbits=8, rmode=1)``: fixed point; ``int_bits`` and ``frac_bits`` are the same.
 * ``IntQuantizedLinear(10, 5, num_bits=8)``: integers under a symmetric scale; the output is rounded too.
 
-Their recurrent layers, and floating-point attention, have the batch first. ``*Attention``, ``*AvgPool`` and ``*Layer``
-are MultiheadAttention, AvgPool2d, and a layer that rounds its input.
+The paper's recurrent layers, and floating-point attention, have the batch first. ``*Attention``, ``*AvgPool`` and
+``*Layer`` are MultiheadAttention, AvgPool2d, and a layer that rounds its input.
 
-Other than Pychop's, layers with parameters in ``forward`` (norms, recurrent layers) keep the parameters that an
-optimizer holds, so that they train; what happens inside recurrent and attention layers is torch's, not rounded; and
-parameters begin as torch's do. Flax models are quantized by `jchop.nn`.
+Unlike Pychop's, layers with parameters in ``forward`` (norms, recurrent layers) keep the parameters of the optimizer,
+so that they train. The computation inside recurrent and attention layers is torch's, without rounding. The initial
+parameters are torch's. For Flax models use `jchop.nn`.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ _LAYERS = [
     "Softmax",
     "Tanh",
 ]
-#: Pychop's other names of layers.
+#: Other names of layers in Pychop.
 _OTHER_NAMES = {"Attention": "MultiheadAttention", "AvgPool": "AvgPool2d", "Flatten": "Flatten", "Layer": "Identity"}
 _TORCH = {name: name for name in _LAYERS} | _OTHER_NAMES
-#: After how many arguments the paper's layers take exp_bits and sig_bits.
+#: The number of arguments before exp_bits and sig_bits in the paper's layers.
 _SIZES = {"Identity": 0, "Linear": 2, "RNN": 2, "LSTM": 2, "GRU": 2, "MultiheadAttention": 2, "LayerNorm": 1} | {
     f"{name}{axes}d": size for name, size in (("Conv", 3), ("BatchNorm", 1)) for axes in (1, 2, 3)
 }
@@ -104,14 +105,14 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "post_quantization",
     "static_post_quantization",
     *(prefix + name for prefix in WORDS for name in _TORCH),
-    # Scripts take these from Pychop's layers, too.
+    # Scripts also import these from Pychop's layers.
     "nn",
     "torch",
 ]
 
 
 class _Rounding(nn.Module):
-    """What is put before a layer of torch: parameters, and inputs or output, rounded by ``chop``."""
+    """A mixin for layers of torch: rounds parameters, and inputs or output, by ``chop``."""
 
     prefix: ClassVar[str]
     of: ClassVar[str]
@@ -128,11 +129,11 @@ class _Rounding(nn.Module):
         self.rounds_output = not self.rounds_input or (self.prefix == "IntQuantized" and self.of != "Identity")
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """The layer's own.
+        """The layer's forward pass, with rounding.
 
         Args:
-            args: those of the layer.
-            options: those of the layer.
+            args: arguments of the layer.
+            options: keyword arguments of the layer.
         """
         if self.chop is None:
             return super().forward(*args, **options)
@@ -146,12 +147,12 @@ class _Rounding(nn.Module):
 
 
 def _bits_named(of: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of torch's layer, and ``exp_bits, sig_bits[, rmode]``, where they follow its sizes, by name."""
+    """The arguments of torch's layer; ``exp_bits, sig_bits[, rmode]`` after its sizes move to `options`."""
     sizes = _SIZES.get(of)
     if sizes is None or "exp_bits" in options or len(args) < sizes + 2:
         return args
     last = 2
-    if of in ("Identity", "Linear"):  # torch's own arguments are fewer, or no numbers
+    if of in ("Identity", "Linear"):  # torch has fewer arguments here, or other types
         last = 3
     elif "rmode" not in options:
         return args
@@ -160,13 +161,13 @@ def _bits_named(of: str, args: tuple[Any, ...], options: dict[str, Any]) -> tupl
 
 
 def _rounded_floats(x: Any, chop: Any) -> Any:
-    """An input rounded, where it has numbers to round."""
+    """An input rounded, if it is of floating point."""
     return chop(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 @contextmanager
 def _rounded_parameters(layer: nn.Module, chop: Any) -> Iterator[None]:
-    """Lets the modules of a layer see their parameters rounded; the parameters stay what they are."""
+    """A context in which the modules of a layer use rounded parameters; the parameters themselves do not change."""
     held = [(module, dict(module._parameters)) for module in layer.modules()]
     try:
         for module, parameters in held:
@@ -182,13 +183,13 @@ def _rounded_parameters(layer: nn.Module, chop: Any) -> Iterator[None]:
 
 
 def _relist(module: nn.Module) -> None:
-    """Recurrent layers list their parameters a second time."""
+    """Updates the second list of parameters of recurrent layers."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]  # type: ignore[assignment]
 
 
 def _rounded_output(output: Any, chop: Any) -> Any:
-    """An output rounded; of several the first."""
+    """An output rounded; of a tuple the first element."""
     if isinstance(output, tuple):
         return _rounded_output(output[0], chop), *output[1:]
     return chop(output)

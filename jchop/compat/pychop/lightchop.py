@@ -1,4 +1,4 @@
-"""Where scripts written for the paper import ``LightChop`` from."""
+"""The module from which scripts for the paper import ``LightChop``."""
 
 from jchop.compat.pychop._quantizers import Chop
 

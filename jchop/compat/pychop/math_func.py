@@ -1,4 +1,4 @@
-"""The functions that Pychop has outside of its classes, `pychop.math_func`: ``sin(x, chop)``, ``matmul(a, b, chop)``.
+"""Pychop's functions outside of classes, `pychop.math_func`: ``sin(x, chop)``, ``matmul(a, b, chop)``.
 
 The same names are in `jchop.compat.pychop` itself.
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _function(name: str, *args: Any, chop: Any = None, **options: Any) -> Any:
-    """``name(*operands, chop)``: the quantizer follows the operands, by name or place."""
+    """``name(*operands, chop)``: the quantizer follows the operands, by name or position."""
     if chop is None:
         place = next((i for i, arg in enumerate(args) if hasattr(arg, "compute")), None)
         if place is None:

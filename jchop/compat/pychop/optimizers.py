@@ -1,7 +1,7 @@
-"""Pychop's optimizers for torch: those of `torch.optim` with ``chop=``, which rounds their moments after each step.
+"""Pychop's optimizers for torch: `torch.optim` with ``chop=``, which rounds their moments after each step.
 
-The paper's take ``exp_bits=``, ``sig_bits=`` and ``rmode=`` in place of ``chop=``, and have ``QuantizedRMSProp`` for
-``QuantizedRMSprop``. `jchop.torch.OptimLP` rounds gradients, weights and an accumulator too.
+The paper's take ``exp_bits=``, ``sig_bits=`` and ``rmode=`` instead of ``chop=``, and are named ``QuantizedRMSProp``,
+not ``QuantizedRMSprop``. `jchop.torch.OptimLP` also rounds gradients, weights and an accumulator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [prefix + name for prefix in _PREFIXES for name in _OPTIMIZERS]  # pyr
 
 
 class _RoundingState(torch.optim.Optimizer):
-    """What is put before an optimizer of torch: tensors of its state rounded by ``chop`` after each step."""
+    """A mixin for optimizers of torch: rounds tensors of their state by ``chop`` after each step."""
 
     prefix: ClassVar[str]
 

@@ -1,8 +1,8 @@
-"""Quantization after training by Pychop's names: modules of torch, and the weights of Flax models.
+"""Post-training quantization by Pychop's names, for modules of torch and the weights of Flax models.
 
-What differs from Pychop: ``"percentile"`` is a percentile of the magnitudes (Pychop cuts a share off the range),
-``"kl_divergence"`` compares with the rounded distribution (Pychop with the clipped one), ``"mse"`` tries ranges down to
-0, and only convolutions are fused whose output the norm alone reads.
+Differences from Pychop: ``"percentile"`` is a percentile of the magnitudes (Pychop cuts a share off the range).
+``"kl_divergence"`` compares with the rounded distribution (Pychop with the clipped one). ``"mse"`` also tries small
+ranges. A norm is folded only if no other layer reads the output of the convolution.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose:
     """A copy of a model with its weights and biases rounded.
 
     Args:
-        model: a module of torch, or the variables of a Flax model: of these the leaves named ``kernel``, ``weight``,
-            ``bias`` and ``scale`` outside of ``batch_stats`` are rounded.
+        model: a module of torch, or the variables of a Flax model: the leaves named ``kernel``, ``weight``, ``bias``
+            and ``scale`` outside of ``batch_stats`` are rounded.
         chop: a quantizer.
-        eval_mode: whether the copy is put into evaluation mode; variables have none.
-        verbose: whether to print the names of what is rounded.
+        eval_mode: whether the copy is set to evaluation mode; for modules only.
+        verbose: whether to print the names of the rounded parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -54,7 +54,7 @@ def post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose:
 
 
 def dynamic_post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _Model:
-    """As `post_quantization`, and the outputs of layers are rounded in every forward pass.
+    """Like `post_quantization`; in addition the outputs of layers are rounded in every forward pass.
 
     Args:
         model: a module of torch.
@@ -78,25 +78,24 @@ def static_post_quantization(
     eval_mode: bool = True,
     verbose: bool = False,
 ) -> _Model:
-    """As `dynamic_post_quantization`, with outputs clamped first to a range that was found on data.
+    """Like `dynamic_post_quantization`, with outputs first clamped to a range that was found on data.
 
     Args:
         model: a module of torch.
         chop: a quantizer, of weights and outputs.
         calibration_data: inputs, or tuples that begin with one.
-        calibration_method: ``"minmax"``: the range that the outputs have; ``"percentile"``: the range within the
-            magnitude that so many per cent do not exceed; ``"mse"``: the share of the range that leaves the least
-            square error, all of it where `chop` has no scale; ``"kl_divergence"``: the range that loses the least
-            information, for integers.
+        calibration_method: ``"minmax"``: the range of the outputs; ``"percentile"``: the range up to the percentile of
+            the magnitudes; ``"mse"``: the fraction of the range with the least square error, or the whole range if
+            `chop` has no scale; ``"kl_divergence"``: the range that loses the least information, for integers.
         percentile: for ``"percentile"``; more than 0, at most 100.
-        fuse_bn: whether batch norms are first made part of the convolutions before them; in evaluation mode.
+        fuse_bn: whether batch norms are first folded into the convolutions before them; in evaluation mode.
         eval_mode: as in `post_quantization`.
         verbose: as in `post_quantization`.
 
     Raises:
         TypeError: for variables of a Flax model, which have no layers; `jchop.nn` quantizes these.
-        ValueError: for another method, one that `chop` has no use for, and a model that `torch.fx` cannot trace where
-            `fuse_bn` needs it.
+        ValueError: for another method, one that `chop` does not support, and with `fuse_bn` a model that `torch.fx`
+            cannot trace.
     """
     model = _module(model)
     from jchop.compat.pychop._ptq_torch import fused
@@ -131,18 +130,17 @@ def mixed_post_quantization(
         model: a module of torch.
         weight_chop: a quantizer, or None.
         activation_chop: a quantizer, or None.
-        calibration_data: inputs, or tuples that begin with one; needed without `dynamic`.
+        calibration_data: inputs, or tuples that begin with one; required without `dynamic`.
         calibration_method: as in `static_post_quantization`.
         percentile: as in `static_post_quantization`.
-        dynamic: whether outputs are rounded as they are; else they are clamped first to the range that was found on
+        dynamic: whether outputs are rounded without clamping; otherwise they are first clamped to their range on
             `calibration_data`.
         eval_mode: as in `post_quantization`.
         verbose: as in `post_quantization`.
 
     Raises:
         TypeError: for variables of a Flax model, which have no layers; `jchop.nn` quantizes these.
-        ValueError: where outputs are to be clamped and there is no data; for another method, and one that the quantizer
-            has no use for.
+        ValueError: for clamping without data; for another method, and one that the quantizer does not support.
     """
     model = _module(model)
     from jchop.compat.pychop._ptq_torch import equip
@@ -168,4 +166,4 @@ def _module(model: _Model) -> _Model:
     if _is_module(model):
         return model
     kind = "variables of a Flax model" if isinstance(model, Mapping) else type(model).__name__
-    raise TypeError(f"model must be a module of torch to have its outputs rounded, not {kind}: see jchop.nn")
+    raise TypeError(f"model must be a module of torch to round its outputs, not {kind}: see jchop.nn")

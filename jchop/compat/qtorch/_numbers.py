@@ -1,4 +1,4 @@
-"""QPyTorch's number formats, and the specs that they mean."""
+"""QPyTorch's number formats and their specs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jchop.spec import Spec
 __all__ = ["BlockFloatingPoint", "FixedPoint", "FloatingPoint", "Number"]
 
 _ROUNDINGS = ("stochastic", "nearest")
-#: Bits of the exponent of float32, in whose top code QPyTorch has no values either.
+#: Bits of the exponent of float32, whose top code has no finite values in QPyTorch either.
 _FULL = 8
-#: Significand bits of each dtype that numbers without a range may be in.
+#: Significand bits of each dtype that numbers of unlimited range may have.
 _PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 
 
@@ -27,8 +27,8 @@ class Number(ABC):
 
         Args:
             rounding: ``"stochastic"`` or ``"nearest"``.
-            dtype: of the numbers.
-            clipped: whether the gradient of what was clamped is zero.
+            dtype: dtype of the numbers.
+            clipped: whether the gradient of clamped numbers is zero.
         """
 
 
@@ -42,7 +42,7 @@ def _gradient(clipped: bool) -> str:
 
 @dataclass(frozen=True)
 class FloatingPoint(Number):
-    """Floating point without infinities and NaN: its top exponent has values, and what is larger saturates.
+    """Floating point without infinities and NaN: the top exponent has finite values, and larger numbers saturate.
 
     Args:
         exp: bits of the exponent, 1 to 8.
@@ -62,12 +62,12 @@ class FloatingPoint(Number):
         check_int("man", self.man, 1, 23)
 
     def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
-        """The spec; with eight bits the top exponent is float32's own, of infinities and NaN.
+        """The spec; with eight exponent bits the top exponent is that of float32, for infinities and NaN.
 
         Args:
-            rounding: ``"stochastic"``, or ``"nearest"``, whose ties go away from zero.
-            dtype: of the numbers.
-            clipped: whether the gradient of what was clamped is zero.
+            rounding: ``"stochastic"``, or ``"nearest"``, with ties away from zero.
+            dtype: dtype of the numbers.
+            clipped: whether the gradient of clamped numbers is zero.
         """
         del dtype
         ieee = self.exp == _FULL
@@ -77,13 +77,13 @@ class FloatingPoint(Number):
 
 @dataclass(frozen=True)
 class FixedPoint(Number):
-    """Fixed point: multiples of 2^-fl of wl bits, the sign counted.
+    """Fixed point: multiples of 2^-fl with wl bits, including the sign.
 
     Args:
         wl: word length.
         fl: fraction bits.
-        clamp: whether numbers saturate; else the range has no end.
-        symmetric: whether the range is without its minimum.
+        clamp: whether numbers saturate; otherwise the range is unlimited.
+        symmetric: whether the range excludes its minimum.
 
     Example:
         >>> from jchop.compat.qtorch import FixedPoint
@@ -103,12 +103,12 @@ class FixedPoint(Number):
         check_bool("symmetric", self.symmetric)
 
     def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
-        """The spec. Without an end of the range it is that of numbers which are no multiples of 2^-fl already.
+        """The spec. For an unlimited range, it applies only to numbers that are not multiples of 2^-fl.
 
         Args:
-            rounding: ``"stochastic"``, or ``"nearest"``, whose ties go to even.
-            dtype: of the numbers.
-            clipped: whether the gradient of what was clamped is zero.
+            rounding: ``"stochastic"``, or ``"nearest"``, with ties to even.
+            dtype: dtype of the numbers.
+            clipped: whether the gradient of clamped numbers is zero.
         """
         fmt = FixedFormat(self.wl - self.fl, self.fl, symmetric=self.symmetric)
         if not self.clamp:
@@ -130,7 +130,7 @@ class BlockFloatingPoint(Number):
 
     Args:
         wl: word length.
-        dim: -1 (default) for one exponent of the whole tensor; else the axis of which each index has one of its own.
+        dim: -1 (default) for one exponent of the whole tensor; else an axis with one exponent for each index.
 
     Example:
         >>> from jchop.compat.qtorch import BlockFloatingPoint
@@ -149,9 +149,9 @@ class BlockFloatingPoint(Number):
         """The spec.
 
         Args:
-            rounding: ``"stochastic"``, or ``"nearest"``, whose ties go away from zero.
-            dtype: of the numbers.
-            clipped: not for blocks, which choose their range by what they hold.
+            rounding: ``"stochastic"``, or ``"nearest"``, with ties away from zero.
+            dtype: dtype of the numbers.
+            clipped: not for blocks, whose range follows the data.
         """
         del dtype
         if clipped:

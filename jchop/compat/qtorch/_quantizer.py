@@ -1,4 +1,4 @@
-"""The module of QPyTorch, on that of `jchop.torch`."""
+"""QPyTorch's quantizer module, based on that of `jchop.torch`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Tensor = torch.Tensor
 
 
 def generator_of(spec: Spec, random: dict[str, Any]) -> dict[str, Any]:
-    """What a stochastic rounding draws from: what is passed, or else torch's own generator."""
+    """The source of random bits: the argument, or else torch's global generator."""
     return random or ({"generator": torch.default_generator} if spec.rounding.stochastic else {})
 
 
 class Quantizer(bridge.Quantizer):
-    """Rounds forward, and the gradient on its way back; `quantizer` documents the arguments.
+    """Rounds in the forward pass, and the gradient in the backward pass; see `quantizer` for the arguments.
 
-    The seed of its random bits is drawn from torch's generator when it is made.
+    The constructor draws the seed of its random bits from torch's generator.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ def quantizer(
     clamping_grad_zero: bool = False,
     backward_hooks: Iterable[Callable[[Tensor], Tensor]] = (),
 ) -> Quantizer:
-    """A function of tensors that rounds forward, and the gradient on its way back.
+    """A function of tensors that rounds in the forward pass, and the gradient in the backward pass.
 
     Args:
         forward_number: a format, or None (default).
-        backward_number: of the gradient.
+        backward_number: the format of the gradient, or None (default).
         forward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
-        backward_rounding: likewise.
-        clamping_grad_zero: whether the gradient of what was clamped is zero; for fixed point.
+        backward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
+        clamping_grad_zero: whether the gradient of clamped numbers is zero; for fixed point.
         backward_hooks: functions of the gradient, applied before it is rounded.
 
     Example:
@@ -103,9 +103,9 @@ def quantizer(
 
 
 def spec_of(name: str, quant: Any) -> Spec | None:
-    """The spec that a quantizer rounds to."""
+    """The forward spec of a quantizer."""
     if quant is None:
         return None
     if not isinstance(quant, Quantizer) or quant.forward_spec is None:
-        raise TypeError(f"{name}={quant!r} must be made by quantizer(forward_number=...), or None")
+        raise TypeError(f"{name}={quant!r} must be a result of quantizer(forward_number=...), or None")
     return quant.forward_spec

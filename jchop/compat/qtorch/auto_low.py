@@ -19,7 +19,7 @@ from jchop.compat.qtorch._quantizer import Quantizer  # noqa: E402
 __all__ = ["lower", "sequential_lower"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
-#: The files of `torch.nn.modules` that define each type of layers.
+#: The files of `torch.nn.modules` that define each type of layer.
 _TYPES = {
     "conv": ("conv", "fold"),
     "linear": ("linear",),
@@ -42,19 +42,19 @@ def sequential_lower(
     forward_rounding: str = "stochastic",
     backward_rounding: str = "stochastic",
 ) -> _Model:
-    """A copy of a model with the outputs of some layers rounded, and the gradients that come back to them.
+    """A copy of a model with rounded outputs of some layers, and rounded gradients of these outputs.
 
     Args:
         model: a module of torch.
-        layer_types: of ``"conv"``, ``"linear"``, ``"pool"``, ``"pad"``, ``"activation"``, ``"normalization"``,
+        layer_types: some of ``"conv"``, ``"linear"``, ``"pool"``, ``"pad"``, ``"activation"``, ``"normalization"``,
             ``"dropout"`` and ``"loss"``.
-        forward_number: of outputs.
-        backward_number: of gradients.
+        forward_number: the format of outputs.
+        backward_number: the format of gradients.
         forward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
-        backward_rounding: likewise.
+        backward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
 
     Raises:
-        ValueError: for a type that is not known, or of which the model has no layer.
+        ValueError: for an unknown type, or one of which the model has no layer.
 
     Example:
         >>> import torch
@@ -79,15 +79,15 @@ def lower(
     forward_rounding: str = "stochastic",
     backward_rounding: str = "stochastic",
 ) -> None:
-    """As `sequential_lower`, in place.
+    """Like `sequential_lower`, in place.
 
     Args:
         model: a module of torch.
-        layer_types: as in `sequential_lower`, and so are the other arguments.
-        forward_number: of outputs.
-        backward_number: of gradients.
-        forward_rounding: of outputs.
-        backward_rounding: of gradients.
+        layer_types: as in `sequential_lower`.
+        forward_number: the format of outputs.
+        backward_number: the format of gradients.
+        forward_rounding: as in `sequential_lower`.
+        backward_rounding: as in `sequential_lower`.
     """
     chosen = []
     for kind in layer_types:

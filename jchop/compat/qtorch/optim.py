@@ -21,11 +21,11 @@ class OptimLP(bridge.OptimLP):
 
     Args:
         optim: an optimizer of torch.
-        weight_quant: of weights, made by ``quantizer``; None (default), here and below: not rounded.
-        grad_scaling: what gradients are multiplied by first.
-        grad_quant: of gradients.
-        momentum_quant: of moments.
-        acc_quant: of a copy of the weights that is kept and updated in their place.
+        weight_quant: a ``quantizer`` of weights; None (default), here and below: not rounded.
+        grad_scaling: factor of gradients, applied first.
+        grad_quant: quantizer of gradients.
+        momentum_quant: quantizer of moments.
+        acc_quant: quantizer of a copy of the weights, which is kept and updated in their place.
 
     Example:
         >>> import torch

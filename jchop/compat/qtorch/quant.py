@@ -1,4 +1,4 @@
-"""QPyTorch's functions and its module: ``from jchop.compat.qtorch.quant import ...``."""
+"""QPyTorch's functions and quantizer module: ``from jchop.compat.qtorch.quant import ...``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def float_quantize(x: Any, exp: int, man: int, rounding: str = "stochastic", **r
         exp: bits of the exponent.
         man: bits of the fraction.
         rounding: ``"stochastic"`` (default) or ``"nearest"``.
-        random: of tensors ``seed``, an integer, or ``generator`` (default: torch's own); of arrays ``key``.
+        random: for tensors ``seed``, an integer, or ``generator`` (default: torch's global one); for arrays ``key``.
 
     Example:
         >>> from jchop.compat.qtorch.quant import float_quantize
@@ -52,7 +52,7 @@ def fixed_point_quantize(
         wl: word length.
         fl: fraction bits.
         clamp: whether numbers saturate.
-        symmetric: whether the range is without its minimum.
+        symmetric: whether the range excludes its minimum.
         rounding: as in `float_quantize`.
         random: as in `float_quantize`.
 
@@ -70,7 +70,7 @@ def block_quantize(x: Any, wl: int, dim: int = -1, rounding: str = "stochastic",
     Args:
         x: as in `float_quantize`.
         wl: word length.
-        dim: -1 (default) for one exponent, or the axis of which each index has one.
+        dim: -1 (default) for one exponent, or an axis with one exponent for each index.
         rounding: as in `float_quantize`.
         random: as in `float_quantize`.
 
@@ -83,7 +83,7 @@ def block_quantize(x: Any, wl: int, dim: int = -1, rounding: str = "stochastic",
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Quantizer", "quantizer"):  # of torch, which the functions do without
+    if name in ("Quantizer", "quantizer"):  # these need torch, unlike the functions
         from jchop.compat.qtorch import _quantizer
 
         return getattr(_quantizer, name)
@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
 
 
 def round_number(x: Any, number: Number, rounding: str, **random: Any) -> Any:
-    """`x` rounded to a format of QPyTorch; other arguments as of `float_quantize`."""
+    """`x` rounded to a format of QPyTorch; other arguments as for `float_quantize`."""
     x = as_numbers(x)
     spec = number.spec(rounding, dtype_name(x))
     end = number.beyond(dtype_name(x)) if isinstance(number, FixedPoint) and not number.clamp else None
