@@ -41,7 +41,7 @@ def round_file(
 
     The file is read and rounded chunk by chunk, each with the random bits of its place, so that the result is what
     `round_to_format` gives of the whole array, bit for bit, however it is cut. When chunks share a scale
-    (``"int8(group=tensor)"``), the file is read twice.
+    (``"int8"``), the file is read twice.
 
     `dst` appears in one step, when all of it is written: whatever goes wrong on the way, a kill included, `src` stays
     as it is and `dst` has its old content or none. A killed process may leave a file ``.NAME.RANDOM.part`` beside it.

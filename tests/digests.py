@@ -194,7 +194,7 @@ def scaled_calls() -> Iterator[Call]:
 
 
 def code_calls() -> Iterator[Call]:
-    for text in [*cases.NAMED, *cases.P3109, "fixed4.4", "int8", "uint4"]:
+    for text in [*cases.NAMED, *cases.P3109, "fixed4.4", "integer8", "uinteger4"]:
 
         def codes(text: str = text) -> Any:
             fmt = jc.parse(text).format

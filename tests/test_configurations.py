@@ -49,7 +49,7 @@ TEXTS = [
     "e5m2",
     "bfloat16:up",
     "fixed3.4:odd",
-    "int8",
+    "integer8",
     "nf4",
     "e4m3fn:stochastic:saturate",
     "bfloat16:stochastic_equal",
@@ -135,7 +135,7 @@ def overflows() -> Any:
 
 @case("flips")
 def flips() -> Any:
-    return jc.flip_bits(x(), "e4m3", 0.3, key()), jc.flip_bits(ROWS, "int8:stochastic", 0.3, key(), where="code")
+    return jc.flip_bits(x(), "e4m3", 0.3, key()), jc.flip_bits(ROWS, "integer8:stochastic", 0.3, key(), where="code")
 
 
 @case("fit")

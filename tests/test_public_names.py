@@ -83,6 +83,13 @@ def is_format(name: str) -> bool:
     return isinstance(getattr(jchop, name), ElementFormat | ScaledFormat)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if is_format(name)])
+def test_every_constant_is_what_its_name_means_as_text(name: str) -> None:
+    fmt = getattr(jchop, name)
+    assert str(fmt) == name
+    assert jchop.parse(name) == jchop.Spec(fmt)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if callable(getattr(jchop, name)) and not is_format(name)])
 def test_classes_and_functions_are_documented_where_they_are_defined(name: str) -> None:
     obj = getattr(jchop, name)

@@ -134,7 +134,7 @@ def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
 def test_stochastic_words_are_those_of_plain_formats():
     x = np.clip(numbers((6, 16)), -127, 127)
     x[:, 0] = 127
-    plain = jc.round_to_format(x, "int8:stochastic", KEY)
+    plain = jc.round_to_format(x, "integer8:stochastic", KEY)
     np.testing.assert_array_equal(jc.round_to_format(x, "int8(channel=0):stochastic", KEY), plain)
     part = jc.round_to_format(x[2:4], "int8(channel=0):stochastic", KEY, offset=32)
     np.testing.assert_array_equal(part, plain[2:4])

@@ -35,8 +35,8 @@ def run_formats(options: argparse.Namespace) -> None:
             )
         )
     print(table(rows, "<" + ">" * 12 + "<"))
-    print("\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 int8 uint4 binary8p3se codebook(-1,0,0.5)")
-    print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int4(group=128) e4m3fn(channel=0)")
+    print("\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se codebook(-1,0,0.5)")
+    print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
 
 
 def run_info(options: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ class Rule:
     The axes of a scaled format are those of an operand laid out for the product at hand: the axes that are summed over
     come last, as one. So ``"mxfp8_e4m3"`` has blocks along the sum in every product, forward and backward;
     ``"int8(group=all)"`` is a scale for each output channel of a weight and for each row (token) of an activation;
-    ``"int8(group=tensor)"`` is one for the whole tensor. Arrays that enter no product (embeddings, biases, outputs,
+    ``"int8"`` is one for the whole tensor. Arrays that enter no product (embeddings, biases, outputs,
     gains of norms) are laid out as they are.
 
     Args:

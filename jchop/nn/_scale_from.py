@@ -29,7 +29,7 @@ class MovingAverage:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="int8(group=tensor)", scale_from=jc.nn.MovingAverage(0.5))
+        >>> rule = jc.nn.Rule(activation="int8", scale_from=jc.nn.MovingAverage(0.5))
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> for x in (jnp.array([[1.0, -1.0]]), jnp.array([[3.0, -1.0]])):
         ...     _ = layer(x)
@@ -153,7 +153,7 @@ def _wrong(source: ScaleFrom, name: str, spec: Spec) -> str | None:
             return "be a scaled format with one scale for a group, kept in 16 bits or more, and no zero point"
         return None
     if not is_tensor_scaled(spec):
-        return "have one scale for the whole array, as 'int8(group=tensor)'"
+        return "have one scale for the whole array, as 'int8'"
     assert spec.scaled is not None
     if isinstance(source, History | Learned) and spec.scaled.zero_point:
         return "have no zero point: there is one number for both signs"

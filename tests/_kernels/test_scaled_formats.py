@@ -236,7 +236,7 @@ SCALES = (
     "e8m0fnu", "e8m2", "e8m3", "e4m3fn", "e5m2", "e4m3fn(subnormals=false)", "binary16", "bfloat16", "binary32",
 )  # fmt: skip
 EXTREME_GROUPS = ("group=4", "channel=0", "group=(1,4)")
-EXTREME_ELEMENTS = ("e2m1fn", "int4", "nf4", "e4m3fn", "int8")
+EXTREME_ELEMENTS = ("e2m1fn", "integer4", "nf4", "e4m3fn", "integer8")
 EXTREME_MODES = ("nearest_even", "stochastic", "up", "odd")
 
 
@@ -269,7 +269,7 @@ def test_products_with_scales_of_extreme_groups(rule, scale, turn):
 #: Every named format and kind of element; the rules, modes, groupings and carriers come to each in turn.
 ELEMENTS = (
     "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "bfp8", "nf4", "dynamic8",
-    "dynamic4", "udynamic8", "uint8", "e4m3(bias=11)", "binary8p3se",
+    "dynamic4", "udynamic8", "uinteger8", "e4m3(bias=11)", "binary8p3se",
 )  # fmt: skip
 
 
@@ -523,7 +523,7 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="at most 8 are stored"):
         quantize_scaled(x, spec=jc.parse("binary16(channel=0)"))
     with pytest.raises(ValueError, match="is not scaled"):
-        fit_scaled(x, spec=jc.parse("int8"))
+        fit_scaled(x, spec=jc.parse("integer8"))
     with pytest.raises(ValueError, match="qvalue is uint8"):
         stored = quantize_scaled(x, spec=Spec(jc.mxfp4))
         dequantize_scaled(*stored, spec=Spec(jc.mxfp4), shape=(3, 9), dtype="float32")

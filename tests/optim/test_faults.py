@@ -114,7 +114,7 @@ def test_a_fault_that_is_let_through_shows() -> None:
     _, state = jax.jit(tx.update)(faulty(jnp.nan), jax.jit(tx.init)(PARAMS), PARAMS)
     kept = np.asarray(jc.dequantize(state.inner[0].trace["w"]))
     assert np.isnan(kept[1, 32:]).all() and not np.isnan(kept[0]).any() and not np.isnan(kept[1, :32]).any()
-    for spec in ("int8", "nf4(scale=int8(group=256))"):
+    for spec in ("integer8", "nf4(scale=int8(group=256))"):
         with pytest.raises(ValueError, match="faulty='propagate'"):
             optim.quantize_state(optax.sgd(0.1, 0.9), jc.parse(spec), faulty="propagate")
 

@@ -50,7 +50,7 @@ TEXTS = [
     "nf4(group=all)",
     "float8_e5m2(channel=0)",
     "e3m2fn",
-    "int4:wrap",
+    "integer4:wrap",
     "fixed2.3",
     "codebook(-1,-0.25,0,0.5,1)",
     "float8_e4m3fn",
@@ -229,7 +229,7 @@ def test_refused() -> None:
         (ValueError, "float16", lambda: jc.quantize(x, "int8(channel=0)", scale=scale.astype("float16"))),
         (ValueError, "zero_point without scale", lambda: jc.quantize(x, "int8(channel=0)", zero_point=scale)),
         (ValueError, "zero_point", lambda: jc.quantize(x, "uint8(channel=0,zero_point=true)", scale=scale)),
-        (ValueError, "plain", lambda: jc.fit_scale(x, "int8")),
+        (ValueError, "plain", lambda: jc.fit_scale(x, "integer8")),
         (TypeError, "QArray", lambda: jc.dequantize(x)),  # type: ignore[arg-type]
         (TypeError, "no carrier", lambda: jc.dequantize(jc.quantize(x, "int8(channel=0)"), "int32")),
         (ValueError, "add_to has shape", lambda: jc.dequantize(jc.quantize(x, "mxfp4"), add_to=x[:2])),
