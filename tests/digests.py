@@ -157,7 +157,7 @@ def scaled_texts() -> Iterator[str]:
         grouping, scale = GROUPINGS[(3 * i + i // 7) % len(GROUPINGS)], SCALES[(i + i // 11) % len(SCALES)]
         yield f"{element}({grouping},scale={scale},rule={rule})"
     for i, (element, grouping) in enumerate(itertools.product(("int8", "uint4", "int3", "uint8"), GROUPINGS)):
-        zero_point = "float" if i % 3 == 0 else "true"
+        zero_point = "float" if i % 3 == 0 else "integer"
         yield f"{element}({grouping},scale={SCALES[i % 3]},zero_point={zero_point})"
     for element, grouping in itertools.product(ELEMENTS, GROUPINGS):
         yield f"{element}({grouping})"

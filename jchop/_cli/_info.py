@@ -97,7 +97,7 @@ def _scaled_facts(fmt: ScaledFormat) -> list[tuple[str, str]]:
         "group": group if fmt.channel is None else f"each index of axis {fmt.channel}",
         "scale": str(fmt.scale),
         "rule": f"{fmt.rule}: {rule}",
-        "zero point": "float" if fmt.zero_point == "float" else yes(bool(fmt.zero_point)),
+        "zero point": _or_none(fmt.zero_point),
         "bits per element": f"{fmt.bits_per_element():g}"
         + (" in a large array" if fmt.bits_per_element() == fmt.bits else ""),
     }

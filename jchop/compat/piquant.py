@@ -161,7 +161,7 @@ def dequantize(
 def _format(quant_dtype: str) -> ScaledFormat:
     name = quant_dtype if isinstance(quant_dtype, str) else np.dtype(quant_dtype).name
     element = IntegerFormat(int(check_choice("quant_dtype", name, _CODES).removeprefix("uint")), signed=False)
-    return ScaledFormat(element, zero_point=True)
+    return ScaledFormat(element, zero_point="integer")
 
 
 def _float(name: str, dtype: Any) -> np.dtype:

@@ -25,8 +25,8 @@ from jchop.formats._grouping import (
     as_axes,
     as_groups,
     as_rule,
-    as_zero_point,
     axis_indexes,
+    check_zero_point,
     same_count,
 )
 from jchop.formats._named import NAMED
@@ -54,9 +54,9 @@ class ScaledFormat:
             scale is rounded to binary32, quantized under it to nearest and never to zero.
         rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` takes up to two decimals. Default "absmax", and "minmax" with
             `zero_point`.
-        zero_point: True shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that lie about
+        zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that lie about
             anything but 0: the values s (e - z). "float" adds a number to them: the values s e + z, where z is
-            (least x) - m s, rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default False.
+            (least x) - m s, rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default None.
         nan_block: a group that holds an infinity or NaN, or asks for a larger scale than there is, becomes NaN as a
             whole (OCP MX 1.0, 5.3).
 
@@ -76,7 +76,7 @@ class ScaledFormat:
     channel: int | tuple[int, ...] | None = None
     scale: FloatFormat | ScaledFormat = binary32
     rule: str = None  # type: ignore[assignment]
-    zero_point: bool | Literal["float"] = False
+    zero_point: Literal["integer", "float"] | None = None
     nan_block: bool = False
 
     #: The named format that this one was called from, and the name of a named one: for `str` alone.
@@ -93,17 +93,18 @@ class ScaledFormat:
             channel: int | Sequence[int] | None = ...,
             scale: FloatFormat | ScaledFormat | str = ...,
             rule: str | None = ...,
-            zero_point: bool | Literal["float"] = ...,
+            zero_point: Literal["integer", "float"] | None = ...,
             nan_block: bool = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         check_bool("nan_block", self.nan_block)
+        check_zero_point(self.zero_point)
         stored = {
             "element": _as_format("element", self.element, ElementFormat),
             "scale": _as_format("scale", self.scale, FloatFormat | ScaledFormat),
             "channel": None if self.channel is None else as_axes("channel", self.channel),
-            "rule": as_rule(self.rule, as_zero_point(self.zero_point)),
+            "rule": as_rule(self.rule, self.zero_point),
         }
         stored["group"], stored["axis"] = as_groups(self.group, self.axis)
         for name, value in stored.items():
@@ -228,7 +229,7 @@ class ScaledFormat:
         """Bits of a scale and its zero point; `shape` is that of the scales."""
         if isinstance(self.scale, ScaledFormat):
             return self.scale.bits_per_element(shape) + 32 * bool(self.zero_point)
-        return self.scale.bits + (self.scale.bits if self.zero_point == "float" else 32 * self.zero_point)
+        return self.scale.bits + {None: 0, "integer": 32, "float": self.scale.bits}[self.zero_point]
 
     # -- text ----------------------------------------------------------------------------------------------------------
     @property
@@ -237,7 +238,7 @@ class ScaledFormat:
         base = self.base or ScaledFormat(self.element)
         stem = self.base.name if self.base is not None else shown_element(self.element)
         assert stem is not None
-        rule = base.rule if self.zero_point == base.zero_point else as_rule(None, bool(self.zero_point))
+        rule = base.rule if self.zero_point == base.zero_point else as_rule(None, self.zero_point)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         changed = {name: value for name, value in fields.items() if value != getattr(base, name)}
         if self.rule == rule:

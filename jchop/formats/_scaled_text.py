@@ -19,7 +19,7 @@ def _sizes(value: str) -> Any:
 
 
 def _zero_point(value: str) -> Any:
-    return {"true": True, "false": False}.get(value, value)  # the format says what it may be
+    return None if value == "none" else value  # the format says what else it may be
 
 
 #: The options that make a format scaled, each with what reads its value.

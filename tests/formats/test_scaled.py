@@ -36,7 +36,7 @@ def groupings(draw: st.DrawFn) -> dict[str, Any]:
 def formats(draw: st.DrawFn) -> ScaledFormat:
     own = st.sampled_from(["binary32", "bfloat16", "e8m0fnu", "e4m3(subnormals=false)", "int8(group=256)",
                            "dynamic8(group=(2,32))", "uint4(channel=0,rule=percentile(50))"])  # fmt: skip
-    flags = {"zero_point": draw(st.sampled_from([False, True, "float"])), "nan_block": draw(st.booleans())}
+    flags = {"zero_point": draw(st.sampled_from([None, "integer", "float"])), "nan_block": draw(st.booleans())}
     try:
         base = draw(st.sampled_from([*SCALED_CATALOGUE.values(), jc.bfp(6), None]))
         if base is not None:
@@ -82,7 +82,7 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
         ("e2m1fn(group=(2,16))", ScaledFormat("e2m1fn", (2, 16), (-2, -1))),
         ("e4m3(bias=11,group=all)", ScaledFormat("e4m3(bias=11)", "all")),
         ("codebook(-1,0,1,group=4)", ScaledFormat("codebook(-1,0,1)", 4)),
-        ("uint4(group=32,zero_point=true)", ScaledFormat("uinteger4", 32, zero_point=True)),
+        ("uint4(group=32,zero_point=integer)", ScaledFormat("uinteger4", 32, zero_point="integer")),
         ("int4(group=32,zero_point=float)", ScaledFormat("integer4", 32, zero_point="float")),
         ("nf4(scale=uint8(group=256,zero_point=float))", jc.nf4(scale=jc.uint8(group=256, zero_point="float"))),
         ("udynamic8", jc.udynamic8),
@@ -130,9 +130,9 @@ def test_an_element_format_is_plain():
         ("int8(group=4,rule=percentile(101))", "must be one of"),
         ("int8(group=4,rule=percentile(99.999))", "at most two decimals"),
         ("int8(group=4,rule=minmax)", "zero points go with rule='minmax'"),
-        ("int8(group=4,zero_point=true,rule=absmax)", "zero points go with rule='minmax'"),
-        ("e4m3(group=4,zero_point=true)", "needs an integer element"),
-        ("int32(group=4,zero_point=true)", "of at most 16 bits"),
+        ("int8(group=4,zero_point=integer,rule=absmax)", "zero points go with rule='minmax'"),
+        ("e4m3(group=4,zero_point=integer)", "needs an integer element"),
+        ("int32(group=4,zero_point=integer)", "of at most 16 bits"),
         ("uint4(group=4,rule=half_range)", "with negative values"),
         ("nf4(rule=even)", "with fraction bits"),
         ("codebook(-1,0,group=4)", "no positive value"),
@@ -140,7 +140,7 @@ def test_an_element_format_is_plain():
         ("int8(group=4,scale=e2m1(bias=9))", "no number from 1 on"),
         ("int8(group=4,nan_block=true,scale=e2m1fn)", "with a NaN"),
         ("int8(group=4,nan_block=true,rule=mse)", "does not go with"),
-        ("nf4(scale=int8(group=4,zero_point=true))", "without zero_point"),
+        ("nf4(scale=int8(group=4,zero_point=integer))", "without zero_point"),
         ("nf4(scale=int8(group=4,zero_point=float))", "an unsigned element"),
         ("int4(group=4,zero_point=maybe)", "zero_point='maybe' must be"),
         ("int4(group=4,zero_point=float,scale=e8m0fnu)", "in the format of the scales"),
@@ -207,11 +207,11 @@ def test_a_call_changes_what_it_names_and_keeps_the_grouping_whole(fmt, expected
 
 
 def test_rules_follow_zero_points():
-    assert jc.uint8(zero_point=True).rule == "minmax"
-    assert jc.uint8(zero_point=True)(zero_point=False).rule == "absmax"
-    assert jc.mxfp4(zero_point=False) == jc.mxfp4
-    assert jc.uint8(zero_point="float").rule == jc.uint8(zero_point=True)(zero_point="float").rule == "minmax"
-    with pytest.raises(TypeError, match="zero_point=1 must be True, False or 'float'"):
+    assert jc.uint8(zero_point="integer").rule == "minmax"
+    assert jc.uint8(zero_point="integer")(zero_point=None).rule == "absmax"
+    assert jc.mxfp4(zero_point=None) == jc.mxfp4
+    assert jc.uint8(zero_point="float").rule == jc.uint8(zero_point="integer")(zero_point="float").rule == "minmax"
+    with pytest.raises(ValueError, match="zero_point=1 must be None, 'integer' or 'float'"):
         jc.uint8(zero_point=1)
 
 
@@ -285,7 +285,7 @@ def test_shapes(fmt, shape, sizes, scales):
         (jc.int8(channel=0), None, 8.0),
         (jc.int8(channel=0), (4, 100), 8.32),
         (jc.int4(group=(4, 8)), None, 5.0),
-        (jc.uint4(group=32, zero_point=True), None, 6.0),
+        (jc.uint4(group=32, zero_point="integer"), None, 6.0),
         (jc.int4(group=32, zero_point="float", scale="bfloat16"), None, 5.0),
         (jc.nf4(scale=jc.uint8(group=256, zero_point="float")), None, 4 + (8 + 64 / 256) / 64),
         (jc.nvfp4, (2, 16), 5.5),

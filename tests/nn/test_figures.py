@@ -94,7 +94,7 @@ _FLOAT8 = "float8_e4m3fn(group=all)"
 #: Weight, activation, decibels of y.
 FORWARD = {
     "dynamic int8": (_TORCHAO_INT8, _TORCHAO_INT8, 39.10),
-    "8da4w": (_TORCHAO_INT4, "int8(group=all,zero_point=true)", 20.38),
+    "8da4w": (_TORCHAO_INT4, "int8(group=all,zero_point=integer)", 20.38),
     "dynamic float8": (_FLOAT8, _FLOAT8, 28.51),
 }
 

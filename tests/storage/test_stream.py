@@ -45,7 +45,7 @@ def same(got: object, wanted: object) -> None:
             ("int8(group=tensor)", (3, 5, 8)),
             ("int5(channel=-1)", (12, 9)),
             ("int8(channel=1)", (4, 3, 8)),
-            ("uint4(channel=0,zero_point=true)", (2, 37)),
+            ("uint4(channel=0,zero_point=integer)", (2, 37)),
             ("int4(channel=0,zero_point=float,scale=bfloat16)", (2, 37)),
             ("nvfp4", (101,)),
             ("int8(group=tensor,rule=percentile(90))", (9, 8)),

@@ -66,7 +66,7 @@ class Chopi:
         """
         channel = self.axis if self.per_channel and x.ndim > 1 else None
         element = IntegerFormat(self.bits, signed=self.symmetric)
-        return Spec(ScaledFormat(element, channel=channel, zero_point=not self.symmetric))
+        return Spec(ScaledFormat(element, channel=channel, zero_point=None if self.symmetric else "integer"))
 
     def calibrate(self, x: Any) -> None:
         """Choose scale and zero point by `x`, and keep them for every array from now on.
