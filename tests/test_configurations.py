@@ -342,7 +342,7 @@ case("nn matmul")(lambda: whole("bfloat16", matmul=jc.MatmulSpec(accumulate="e5m
 def nn_stochastic_and_calibrated() -> Any:
     rngs = nnx.Rngs(rounding=jax.random.key(3))
     noisy = jc.nn.quantize(net(), jc.nn.Rule("up", weight="int4(group=all):stochastic"), rngs=rngs)
-    rule = jc.nn.Rule("up", weight="int4(group=all)", activation="int8(group=tensor)", scale_from=jc.nn.Learned())
+    rule = jc.nn.Rule("up", weight="int4(group=all)", activation="int8(group=tensor)", scale_from=jc.nn.LSQ())
     learned = jc.nn.calibrate(jc.nn.quantize(net(), rule), [x()], method="mse")
     return outcome(noisy), outcome(learned)
 

@@ -54,8 +54,8 @@ class ScaledFormat:
             scale is rounded to binary32, quantized under it to nearest and never to zero.
         rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` takes up to two decimals. Default "absmax", and "minmax" with
             `zero_point`.
-        zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that lie about
-            anything but 0: the values s (e - z). "float" adds a number to them: the values s e + z, where z is
+        zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that lie
+            about anything but 0: the values s (e - z). "float" adds a number to them: the values s e + z, where z is
             (least x) - m s, rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default None.
         nan_block: a group that holds an infinity or NaN, or asks for a larger scale than there is, becomes NaN as a
             whole (OCP MX 1.0, 5.3).

@@ -21,7 +21,7 @@ from jchop.nn._linen_report import report_of
 from jchop.nn._linen_scales import begun, scale_name
 from jchop.nn._report import ModelReport
 from jchop.nn._rule import Rule, as_rules, is_stochastic
-from jchop.nn._scale_from import History
+from jchop.nn._scale_from import DelayedScaling
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
 from jchop.storage._layout import from_end
@@ -124,11 +124,11 @@ class Quantized:
 
         What is there already stays. Of each layer that its rule's `scale_from` concerns there come:
 
-        * ``"params"``: with `Learned` ``weight_scale``, as the format's rule gives it for the kernel, and
+        * ``"params"``: with `LSQ` ``weight_scale``, as the format's rule gives it for the kernel, and
           ``activation_scale``, from the range of the layer's input in this call, where such inputs are not rounded, as
           `calibrate` has it with one batch;
         * ``"scale_stats"``: with `MovingAverage` ``activation_range``, NaN until the first call that moves it; with
-          `History` ``activation_history`` and ``weight_history``, zeros.
+          `DelayedScaling` ``activation_history`` and ``weight_history``, zeros.
 
         Args:
             variables: as those of the module, not packed. Where they have no ``"cache"``, and layers that decode have
@@ -144,7 +144,7 @@ class Quantized:
             >>> import jax, jax.numpy as jnp, jchop as jc
             >>> from flax import linen
             >>> trained = linen.Dense(3).init(jax.random.key(0), jnp.ones((1, 8)))
-            >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.Learned())
+            >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.LSQ())
             >>> variables = jc.nn.linen.quantize(linen.Dense(3), rule).start(trained, jnp.ones((1, 8)))
             >>> {name: value.shape for name, value in sorted(variables["params"].items())}
             {'bias': (3,), 'kernel': (8, 3), 'weight_scale': (3, 2)}
@@ -166,7 +166,8 @@ class Quantized:
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """What the rounded module computes, with the arguments of Linen's `apply`.
 
-        Ranges and histories (`MovingAverage`, `History`) follow the data in a call with ``mutable=["scale_stats"]``,
+        Ranges and histories (`MovingAverage`, `DelayedScaling`) follow the data in a call with
+        ``mutable=["scale_stats"]``,
         which returns them as Linen does, and stay in one without: so do those of NNX in training and in evaluation
         mode. A packed cache takes the new token with ``mutable=["cache"]``.
 
@@ -195,12 +196,12 @@ class Quantized:
             kwargs: as of `apply`.
 
         Raises:
-            ValueError, NotImplementedError: as `apply`; and for a rule with a `History`, which is for training.
+            ValueError, NotImplementedError: as `apply`; and for a rule with a `DelayedScaling`, which is for training.
         """
         layers = layers_of(self.module, self.rules, _unpacked(variables), args, rngs, kwargs)
         keys, leaves = _Keys(rngs), dict(params_of(variables))
         for path, found in layers.items():
-            if isinstance(found.rule.scale_from, History) and found.kind.keeps_scales:
+            if isinstance(found.rule.scale_from, DelayedScaling) and found.kind.keeps_scales:
                 raise ValueError(f"{found.rule}: a history of scales is for training; leave scale_from out to pack")
             for name, role in found.kind.parameters.items():
                 spec, value = found.spec(name), leaves.get((*path, name))

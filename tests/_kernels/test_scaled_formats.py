@@ -395,8 +395,8 @@ def test_the_blocks_of_an_axis_are_those_of_the_general_body(rng):
 #: What a row of numbers is multiplied by.
 SIZES = {"plain": 1.0, "tiny": 2.0**-90, "huge": 2.0**90, "zeros": 0.0}
 ASKING = [
-    "int8(channel=0)", "mxfp8_e4m3", "int4(group=32)", "e4m3fn(channel=0):saturate", "uint8(channel=0,zero_point=integer)",
-    "int8(channel=0):stochastic",
+    "int8(channel=0)", "mxfp8_e4m3", "int4(group=32)", "e4m3fn(channel=0):saturate",
+    "uint8(channel=0,zero_point=integer)", "int8(channel=0):stochastic",
 ]  # fmt: skip
 
 
@@ -474,7 +474,8 @@ def test_the_largest_number_of_a_column(text, dtype, rng):
 #: With few scales, which a compiler takes out of its loops.
 INEXACT = [
     "int8(group=all)", "nf4(group=all)", "int8(group=tensor)", "int8(channel=0)", "e4m3fn(group=all)",
-    "uint8(group=tensor,zero_point=integer)", "nvfp4", "int4(group=32,scale=bfloat16)", "int4(group=all,zero_point=float)",
+    "uint8(group=tensor,zero_point=integer)", "nvfp4", "int4(group=32,scale=bfloat16)",
+    "int4(group=all,zero_point=float)",
 ]  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def test_gradients_pass_and_the_range_is_state() -> None:
         (layer(), BATCHES, {"combine": "median"}, "combine='median'"),
         (layer(), BATCHES, {"method": "entropy", "combine": "mean"}, "combine='mean'"),
         (layer("e4m3(group=tensor)"), BATCHES, {"method": "entropy"}, "even levels"),
-        (layer(scale_from=jc.nn.History(2)), BATCHES, {}, "a history"),
+        (layer(scale_from=jc.nn.DelayedScaling(2)), BATCHES, {}, "a history"),
     ],
 )
 def test_what_cannot_be_calibrated_is_said(model: Any, batches: Any, more: Any, words: str) -> None:
