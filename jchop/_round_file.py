@@ -17,9 +17,9 @@ from jchop._files import write_atomically
 from jchop._round import round_to_format
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec, as_spec
+from jchop.storage._chunks import Chunk, Extremes, chunks, plan_cut
 from jchop.storage._layout import from_end
 from jchop.storage._npy import NpyFile
-from jchop.storage._pieces import Extremes, Piece, pieces, plan_cut
 from jchop.storage._quantize import dequantize, quantize
 
 __all__ = ["round_file"]
@@ -94,15 +94,15 @@ def _teller(progress: bool | Callable[[int, int], object], name: str) -> Callabl
 
 @dataclass(frozen=True)
 class Rounded:
-    """The array of a file, piece by piece as it is and rounded.
+    """The array of a file, chunk by chunk as it is and rounded.
 
     Args:
         file: where it lies.
         spec: what it is rounded to.
         key: of the stochastic modes.
         turned: whether axes are cut in reverse, as the elements of a file in Fortran order lie.
-        listed: the pieces, in the order of a new file.
-        extremes: of what pieces share scales by; None if none do.
+        listed: the chunks, in the order of a new file.
+        extremes: of what chunks share scales by; None if none do.
         tell: progress.
     """
 
@@ -110,47 +110,47 @@ class Rounded:
     spec: Spec
     key: Any
     turned: bool
-    listed: tuple[Piece, ...]
+    listed: tuple[Chunk, ...]
     extremes: Extremes | None
     tell: Tell
 
     @classmethod
-    def of(cls, file: NpyFile, spec: Spec, key: Any, chunk: int, tell: Tell) -> Rounded:
+    def of(cls, file: NpyFile, spec: Spec, key: Any, chunk_bytes: int, tell: Tell) -> Rounded:
         turned = spec.scaled is None and file.fortran_order
         fmt = None if spec.scaled is None else from_end(spec.scaled, len(file.shape))
         shape = file.shape if file.size else (0,) * len(file.shape)  # scales of nothing may be long
-        cut = plan_cut(shape[::-1] if turned else shape, file.dtype.itemsize, fmt, chunk)
-        listed = tuple(_placed(piece, turned) for piece in pieces(shape[::-1] if turned else shape, cut))
+        cut = plan_cut(shape[::-1] if turned else shape, file.dtype.itemsize, fmt, chunk_bytes)
+        listed = tuple(_placed(chunk, turned) for chunk in chunks(shape[::-1] if turned else shape, cut))
         extremes = None
         if fmt is not None and cut.needs_extremes:
             extremes = Extremes.of(shape, cut, fmt)
-            for piece in listed:
-                extremes.see(file.read(piece.starts, piece.shape), piece)
+            for chunk in listed:
+                extremes.see(file.read(chunk.starts, chunk.shape), chunk)
         return cls(file, spec, key, turned, listed, extremes, tell)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each piece and what it is rounded to, as the array has its axes."""
+        """Each chunk and what it is rounded to, as the array has its axes."""
         done, total = 0, self.file.size
         self.tell(done, total)
-        for piece in self.listed:
-            x = self.file.read(piece.starts, piece.shape)
-            yield x, self._round(x, piece)
+        for chunk in self.listed:
+            x = self.file.read(chunk.starts, chunk.shape)
+            yield x, self._round(x, chunk)
             done += x.size
             self.tell(done, total)
 
-    def _round(self, x: np.ndarray, piece: Piece) -> np.ndarray:
+    def _round(self, x: np.ndarray, chunk: Chunk) -> np.ndarray:
         drawn = self.spec.rounding.stochastic and x.ndim and x.size  # else no element has a place of its own
-        offset = (piece.starts, self.file.shape) if drawn else 0
+        offset = (chunk.starts, self.file.shape) if drawn else 0
         if self.extremes is None:
             return round_to_format(x, self.spec, self.key, offset=offset)
-        # The scales are those of the piece with the extremes in front; the elements are rounded without them, in place.
+        # The scales are those of the chunk with the extremes in front; the elements are rounded without them, in place.
         plain = replace(self.spec, rounding="nearest_even", random_bits=None)
-        seen = self.extremes.drop(quantize(self.extremes.add(x, piece), plain))
+        seen = self.extremes.drop(quantize(self.extremes.add(x, chunk), plain))
         codes = quantize(x, self.spec, self.key, scale=seen.scale, zero_point=seen.zero_point, offset=offset)
         return dequantize(codes)
 
     def write(self, file: IO[bytes], see: Callable[[np.ndarray, np.ndarray], object]) -> None:
-        """Writes the rounded array as a .npy file; `see` is called with each piece and what it is rounded to."""
+        """Writes the rounded array as a .npy file; `see` is called with each chunk and what it is rounded to."""
         descr = np.lib.format.dtype_to_descr(self.file.dtype)
         header = {"descr": descr, "fortran_order": self.turned, "shape": self.file.shape}
         np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
@@ -161,5 +161,5 @@ class Rounded:
         os.fsync(file.fileno())
 
 
-def _placed(piece: Piece, turned: bool) -> Piece:
-    return replace(piece, starts=piece.starts[::-1], shape=piece.shape[::-1]) if turned else piece
+def _placed(chunk: Chunk, turned: bool) -> Chunk:
+    return replace(chunk, starts=chunk.starts[::-1], shape=chunk.shape[::-1]) if turned else chunk

@@ -319,11 +319,15 @@ def emulate_calls() -> Iterator[Call]:
 # -- optimizers and layers ---------------------------------------------------------------------------------------------
 
 
+#: The weight decay of the recorded digests.
+DECAY = {name: {"weight_decay": 1e-2} for name in ("adamw8bit", "adamw4bit", "adamw_fp8")}
+
+
 def optimizer_calls() -> Iterator[Call]:
     import optax
 
     optimizers: dict[str, Callable[[], Any]] = {
-        name: (lambda name=name: getattr(jc.optim, name)(1e-2))
+        name: (lambda name=name: getattr(jc.optim, name)(1e-2, **DECAY.get(name, {})))
         for name in ("adamw8bit", "adamw4bit", "adamw_fp8", "adam8bit", "lion8bit", "sgd8bit")
     }
     optimizers |= {

@@ -374,7 +374,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "adamw_fp8": lambda: jc.optim.adamw_fp8(1e-2),
     "lion8bit": lambda: jc.optim.lion8bit(1e-2),
     "sgd8bit": lambda: jc.optim.sgd8bit(1e-2, momentum=0.9),
-    "pieces": lambda: jc.optim.adamw8bit(1e-2, pieces=2),
+    "chunks": lambda: jc.optim.adamw8bit(1e-2, chunks=2),
     "round": lambda: optax.chain(
         jc.optim.round_gradients("e5m2:stochastic", key()),
         optax.sgd(0.1),
@@ -387,7 +387,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
         optax.sgd(0.1, momentum=0.9), weight="e5m2", gradient="e5m2", momentum="e6m9:stochastic",
         accumulator="e6m9:stochastic", gradient_scale=1 / 1000, key=key(),
     ),
-    "skip": lambda: jc.optim.skip_faulty(optax.adam(0.1)),
+    "skip": lambda: jc.optim.skip_nonfinite(optax.adam(0.1)),
     "loss scale": lambda: jc.optim.dynamic_loss_scale(optax.sgd(0.1)),
     "state": lambda: jc.optim.quantize_state(optax.adam(0.1), "bfloat16:stochastic", key()),
     "average": lambda: optax.chain(optax.sgd(0.1), jc.optim.average_params(spec="bfloat16:stochastic", key=key())),

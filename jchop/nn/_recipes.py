@@ -71,8 +71,8 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
 
     Args:
         name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with
-            scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `DelayedScaling`; longer
-            or shorter by ``scale_from=``), ``"mxfp8"``, ``"nvfp4"`` (weights in tiles of 16 x 16, gradients
+            scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `DelayedScaling`;
+            longer or shorter by ``scale_from=``), ``"mxfp8"``, ``"nvfp4"`` (weights in tiles of 16 x 16, gradients
             stochastic), ``"int8"``, ``"ibm_fp8"`` (Wang et al., NeurIPS 2018: sums in e6m9 in chunks of 64),
             ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"`` (Wu et al., ICLR 2018: 2-8-8-8 bits of
             weights, activations, gradients, errors).

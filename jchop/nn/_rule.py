@@ -55,8 +55,9 @@ class Rule:
         matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products also backward; in
             a convolution forward.
         scale_from: where the scales of the kernel and of what enters the layer come from: `MovingAverage`,
-            `DelayedScaling` or `LSQ`, in Linear, LinearGeneral, Einsum and Conv; other layers, and other operands, go without. What is
-            rounded under such scales is rounded once, for all three products. Default None: from each array itself.
+            `DelayedScaling` or `LSQ`, in Linear, LinearGeneral, Einsum and Conv; other layers, and other operands, go
+            without. What is rounded under such scales is rounded once, for all three products. Default None: from
+            each array itself.
         stochastic_stream: the stream of `flax.nnx.Rngs` that stochastic roundings draw from. Default ``"rounding"``.
 
     Raises:

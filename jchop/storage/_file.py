@@ -2,7 +2,7 @@
 
 The layout is that of https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
 endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
-texts), the data. It is read and written here directly, because tensors then pass piece by piece, and with dtypes that
+texts), the data. It is read and written here directly, because tensors then pass chunk by chunk, and with dtypes that
 plain NumPy does not know.
 """
 
@@ -207,7 +207,7 @@ def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 class TensorWriter:
-    """Writes the header of a safetensors file, then pieces of its tensors in any order.
+    """Writes the header of a safetensors file, then chunks of its tensors in any order.
 
     Args:
         file: open for writing, at its start, and seekable.
@@ -240,10 +240,10 @@ class TensorWriter:
         self._written = dict.fromkeys(entries, 0)
         file.write(len(header).to_bytes(8, "little") + header)
 
-    def write(self, name: str, piece: np.ndarray) -> None:
+    def write(self, name: str, chunk: np.ndarray) -> None:
         """Puts the next bytes of a tensor, in C order, into their place."""
         entry = self._entries[name]
-        data = np.ascontiguousarray(piece, entry.dtype).reshape(-1).view(np.uint8).data
+        data = np.ascontiguousarray(chunk, entry.dtype).reshape(-1).view(np.uint8).data
         at = self._written[name]
         if at + len(data) > entry.nbytes:
             raise ValueError(f"tensor {name!r} takes {entry.nbytes} bytes, and {at + len(data)} are written")

@@ -1,8 +1,8 @@
-"""How a large array is cut into pieces that are quantized one by one and give what the whole would.
+"""How a large array is cut into chunks that are quantized one by one and give what the whole would.
 
-A piece takes one index of each axis before that of the cut, a range along that, and all of the axes behind: its
+A chunk takes one index of each axis before that of the cut, a range along that, and all of the axes behind: its
 elements lie together in C order, and so do its codes and scales. Axes in blocks are cut between blocks. Where a scale
-is shared along an axis that is cut, the extremes of what it is shared by are put in front of each piece, so that the
+is shared along an axis that is cut, the extremes of what it is shared by are put in front of each chunk, so that the
 rule sees them; all rules but "mse" and "percentile" look at nothing else.
 """
 
@@ -29,10 +29,10 @@ class Cut:
     """Where an array is cut.
 
     Args:
-        axis: None for an array that is one piece without axes.
-        step: length of a piece along it.
+        axis: None for an array that is one chunk without axes.
+        step: length of a chunk along it.
         kinds: how each axis is grouped.
-        needs_extremes: whether a scale is shared between pieces.
+        needs_extremes: whether a scale is shared between chunks.
     """
 
     axis: int | None
@@ -42,8 +42,8 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of an array: where it begins (by axis, and counted in elements), and its shape."""
+class Chunk:
+    """A chunk of an array: where it begins (by axis, and counted in elements), and its shape."""
 
     starts: tuple[int, ...]
     start: int
@@ -51,14 +51,14 @@ class Piece:
     is_first_of_groups: bool
 
 
-def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chunk: int) -> Cut:
-    """Where to cut an array so that a piece has no more than about `chunk` bytes, if its groups allow.
+def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chunk_bytes: int) -> Cut:
+    """Where to cut an array so that a chunk has no more than about `chunk_bytes` bytes, if its groups allow.
 
     Args:
         shape: of the array.
         itemsize: bytes of an element.
         fmt: the scaled format it is quantized to, axes counted from the end; None for a plain one.
-        chunk: bytes.
+        chunk_bytes: bytes.
     """
     if not shape:
         return Cut(None, 1, (), False)
@@ -69,8 +69,8 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
         unit = units[axis]
         if size > 1 and torn[axis]:
             step = size
-        elif unit * inner <= chunk or axis == len(shape) - 1 or unit > 1:
-            step = max(1, chunk // max(unit * inner, 1)) * unit
+        elif unit * inner <= chunk_bytes or axis == len(shape) - 1 or unit > 1:
+            step = max(1, chunk_bytes // max(unit * inner, 1)) * unit
         else:
             continue
         break
@@ -96,30 +96,30 @@ def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[
     return units, torn
 
 
-def pieces(shape: Sequence[int], cut: Cut) -> Iterator[Piece]:
-    """The pieces of an array in C order."""
+def chunks(shape: Sequence[int], cut: Cut) -> Iterator[Chunk]:
+    """The chunks of an array in C order."""
     if cut.axis is None:
-        yield Piece((), 0, (), True)
+        yield Chunk((), 0, (), True)
         return
     axis, rest = cut.axis, tuple(shape[cut.axis + 1 :])
     inner, start = math.prod(rest), 0
     if math.prod(shape) == 0:
-        yield Piece((0,) * len(shape), 0, tuple(shape), True)
+        yield Chunk((0,) * len(shape), 0, tuple(shape), True)
         return
     for outer in itertools.product(*map(range, shape[:axis])):
         for first in range(0, shape[axis], cut.step):
             length = min(cut.step, shape[axis] - first)
             begins = (*outer, first)
             leads = all(at == 0 for at, kind in zip(begins, cut.kinds, strict=False) if kind == WHOLE)
-            yield Piece((*begins, *(0 for _ in rest)), start, ((1,) * axis) + (length, *rest), leads)
+            yield Chunk((*begins, *(0 for _ in rest)), start, ((1,) * axis) + (length, *rest), leads)
             start += length * inner
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """The least and the largest finite elements that share scales, of an array that is read in pieces."""
+    """The least and the largest finite elements that share scales, of an array that is read in chunks."""
 
-    axis: int  # along which they are put in front of a piece
+    axis: int  # along which they are put in front of a chunk
     count: int  # as how many entries
     shared: tuple[bool, ...]  # of each axis, whether scales are shared along it
     low: np.ndarray
@@ -137,28 +137,28 @@ class Extremes:
         unit = kind if isinstance(kind, int) else 1
         return cls(axis, unit * _BYTES, shared, np.full(bounds, np.inf), np.full(bounds, -np.inf))
 
-    def _place(self, piece: Piece) -> tuple[slice, ...]:
-        spans = zip(self.shared, piece.starts, piece.shape, strict=True)
+    def _place(self, chunk: Chunk) -> tuple[slice, ...]:
+        spans = zip(self.shared, chunk.starts, chunk.shape, strict=True)
         return tuple(slice(None) if shared else slice(at, at + n) for shared, at, n in spans)
 
-    def see(self, x: np.ndarray, piece: Piece) -> None:
-        """Takes in a piece."""
+    def see(self, x: np.ndarray, chunk: Chunk) -> None:
+        """Takes in a chunk."""
         axes = tuple(axis for axis, shared in enumerate(self.shared) if shared)
-        place, finite = self._place(piece), np.isfinite(x)
+        place, finite = self._place(chunk), np.isfinite(x)
         wide = x.astype(np.float64)
         low = np.min(wide, axis=axes, keepdims=True, initial=np.inf, where=finite)
         high = np.max(wide, axis=axes, keepdims=True, initial=-np.inf, where=finite)
         self.low[place] = np.minimum(self.low[place], low)
         self.high[place] = np.maximum(self.high[place], high)
 
-    def add(self, x: np.ndarray, piece: Piece) -> np.ndarray:
-        """A piece, with the extremes in front."""
-        place = self._place(piece)
+    def add(self, x: np.ndarray, chunk: Chunk) -> np.ndarray:
+        """A chunk, with the extremes in front."""
+        place = self._place(chunk)
         shape = (*x.shape[: self.axis], 1, *x.shape[self.axis + 1 :])
         ends = [np.where(np.isfinite(end[place]), end[place], 0).astype(x.dtype) for end in (self.low, self.high)]
         front = [np.broadcast_to(ends[i % 2], shape) for i in range(self.count)]
         return np.concatenate([*front, x], axis=self.axis)
 
     def drop(self, q: QArray) -> QArray:
-        """The piece, without them."""
+        """The chunk, without them."""
         return q[(*(slice(None),) * self.axis, slice(self.count, None))]
