@@ -33,7 +33,7 @@ import jchop as jc
 
 RULES = {
     "int8 weights": jc.nn.Rule(weight="int8(group=all)"),
-    "int8 weights and activations": jc.nn.Rule(weight="int8(group=all)", activation="int8(group=tensor)"),
+    "int8 weights and activations": jc.nn.Rule(weight="int8(group=all)", activation="int8"),
     "e4m3 weights and activations": jc.nn.Rule(weight="e4m3", activation="e4m3"),
     "float8_tensorwise": jc.nn.recipe("float8_tensorwise"),
     "mxfp8": jc.nn.recipe("mxfp8"),

@@ -22,17 +22,17 @@ from rounding import Case, measure, table
 import jchop as jc
 
 REFERENCE = "optax.adamw"
-#: Elements of a piece.
+#: Elements of a chunk.
 PIECE = 1 << 18
-#: Of the number of pieces.
+#: Of the number of chunks.
 OPTIMIZERS: dict[str, Callable[[int], Any]] = {
     REFERENCE: lambda _: optax.adamw(1e-3, weight_decay=1e-2),
     "adamw8bit": lambda _: jc.optim.adamw8bit(1e-3),
-    "adamw8bit in pieces": lambda pieces: jc.optim.adamw8bit(1e-3, pieces=pieces),
+    "adamw8bit in chunks": lambda chunks: jc.optim.adamw8bit(1e-3, chunks=chunks),
     "adamw_fp8": lambda _: jc.optim.adamw_fp8(1e-3),
-    "adamw_fp8 in pieces": lambda pieces: jc.optim.adamw_fp8(1e-3, pieces=pieces),
+    "adamw_fp8 in chunks": lambda chunks: jc.optim.adamw_fp8(1e-3, chunks=chunks),
     "adamw4bit": lambda _: jc.optim.adamw4bit(1e-3),
-    "adamw4bit in pieces": lambda pieces: jc.optim.adamw4bit(1e-3, pieces=pieces),
+    "adamw4bit in chunks": lambda chunks: jc.optim.adamw4bit(1e-3, chunks=chunks),
     "adamw, state in bfloat16": lambda _: jc.optim.quantize_state(optax.adamw(1e-3), "bfloat16"),
     "adamw, parameters in bfloat16": lambda _: optax.chain(
         optax.adamw(1e-3), jc.optim.round_params("bfloat16:stochastic", jax.random.key(0))

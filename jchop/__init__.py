@@ -7,14 +7,16 @@ Which values (format), which neighbour (rounding, overflow): each question is an
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
-from jchop import formats, math
+from jchop import formats, math, storage
 from jchop._emulate import emulate
+from jchop._finfo import finfo
 from jchop._flip import flip_bits
 from jchop._round import random_bits, round_to_format
 from jchop._round_file import round_file
 from jchop.accumulation import MatmulSpec, Order
 from jchop.formats import (
     CodebookFormat,
+    ElementFormat,
     FixedFormat,
     FloatFormat,
     IntegerFormat,
@@ -80,8 +82,13 @@ def __getattr__(name: str) -> _ModuleType:
     return _import_module(f"jchop.{name}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})
+
+
 __all__ = [
     "CodebookFormat",
+    "ElementFormat",
     "FixedFormat",
     "FloatFormat",
     "Gradient",
@@ -102,6 +109,7 @@ __all__ = [
     "dynamic4",
     "dynamic8",
     "emulate",
+    "finfo",
     "fit_scale",
     "flip_bits",
     "float4_e2m1fn",
@@ -138,6 +146,7 @@ __all__ = [
     "round_file",
     "round_to_format",
     "save_safetensors",
+    "storage",
     "tf32",
     "to_qwix",
     "udynamic8",

@@ -17,9 +17,9 @@ from jchop._files import write_atomically
 from jchop._round import round_to_format
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec, as_spec
+from jchop.storage._chunks import Chunk, Extremes, chunks, plan_cut
 from jchop.storage._layout import from_end
 from jchop.storage._npy import NpyFile
-from jchop.storage._pieces import Extremes, Piece, pieces, plan_cut
 from jchop.storage._quantize import dequantize, quantize
 
 __all__ = ["round_file"]
@@ -41,7 +41,7 @@ def round_file(
 
     The file is read and rounded chunk by chunk, each with the random bits of its position. So the result equals
     `round_to_format` of the whole array, bit for bit, for every chunk size. If chunks share a scale
-    (``"int8(group=tensor)"``), the file is read twice.
+    (``"int8"``), the file is read twice.
 
     `dst` is created in one step, when all of it is written. After an error or a kill, `src` is unchanged and `dst` has
     its old content or does not exist. A killed process may leave a file ``.NAME.RANDOM.part`` in the same folder.
@@ -95,15 +95,15 @@ def _teller(progress: bool | Callable[[int, int], object], name: str) -> Callabl
 
 @dataclass(frozen=True)
 class Rounded:
-    """The pieces of the array of a file, original and rounded.
+    """The chunks of the array of a file, original and rounded.
 
     Args:
         file: the source.
         spec: the rounding.
         key: key of a stochastic rounding.
         turned: whether axes are cut in reverse, for a file in Fortran order.
-        listed: the pieces, in the order of a new file.
-        extremes: the extremes of groups that span pieces; None if there are no such groups.
+        listed: the chunks, in the order of a new file.
+        extremes: the extremes of groups that span chunks; None if there are no such groups.
         tell: progress.
     """
 
@@ -111,48 +111,48 @@ class Rounded:
     spec: Spec
     key: Any
     turned: bool
-    listed: tuple[Piece, ...]
+    listed: tuple[Chunk, ...]
     extremes: Extremes | None
     tell: Tell
 
     @classmethod
-    def of(cls, file: NpyFile, spec: Spec, key: Any, chunk: int, tell: Tell) -> Rounded:
+    def of(cls, file: NpyFile, spec: Spec, key: Any, chunk_bytes: int, tell: Tell) -> Rounded:
         turned = spec.scaled is None and file.fortran_order
         fmt = None if spec.scaled is None else from_end(spec.scaled, len(file.shape))
         shape = file.shape if file.size else (0,) * len(file.shape)  # an array without elements may have many scales
-        cut = plan_cut(shape[::-1] if turned else shape, file.dtype.itemsize, fmt, chunk)
-        listed = tuple(_placed(piece, turned) for piece in pieces(shape[::-1] if turned else shape, cut))
+        cut = plan_cut(shape[::-1] if turned else shape, file.dtype.itemsize, fmt, chunk_bytes)
+        listed = tuple(_placed(chunk, turned) for chunk in chunks(shape[::-1] if turned else shape, cut))
         extremes = None
         if fmt is not None and cut.needs_extremes:
             extremes = Extremes.of(shape, cut, fmt)
-            for piece in listed:
-                extremes.see(file.read(piece.starts, piece.shape), piece)
+            for chunk in listed:
+                extremes.see(file.read(chunk.starts, chunk.shape), chunk)
         return cls(file, spec, key, turned, listed, extremes, tell)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each piece and its rounded values, with the axes of the array."""
+        """Each chunk and its rounded values, with the axes of the array."""
         done, total = 0, self.file.size
         self.tell(done, total)
-        for piece in self.listed:
-            x = self.file.read(piece.starts, piece.shape)
-            yield x, self._round(x, piece)
+        for chunk in self.listed:
+            x = self.file.read(chunk.starts, chunk.shape)
+            yield x, self._round(x, chunk)
             done += x.size
             self.tell(done, total)
 
-    def _round(self, x: np.ndarray, piece: Piece) -> np.ndarray:
+    def _round(self, x: np.ndarray, chunk: Chunk) -> np.ndarray:
         drawn = self.spec.rounding.stochastic and x.ndim and x.size  # otherwise no index is needed
-        offset = (piece.starts, self.file.shape) if drawn else 0
+        offset = (chunk.starts, self.file.shape) if drawn else 0
         if self.extremes is None:
             return round_to_format(x, self.spec, self.key, offset=offset)
-        # The scales are those of the piece with the extremes prepended. The elements are rounded without the extremes,
+        # The scales are those of the chunk with the extremes prepended. The elements are rounded without the extremes,
         # in place.
         plain = replace(self.spec, rounding="nearest_even", random_bits=None)
-        seen = self.extremes.drop(quantize(self.extremes.add(x, piece), plain))
+        seen = self.extremes.drop(quantize(self.extremes.add(x, chunk), plain))
         codes = quantize(x, self.spec, self.key, scale=seen.scale, zero_point=seen.zero_point, offset=offset)
         return dequantize(codes)
 
     def write(self, file: IO[bytes], see: Callable[[np.ndarray, np.ndarray], object]) -> None:
-        """Writes the rounded array as a .npy file; `see` is called with each piece and its rounded values."""
+        """Writes the rounded array as a .npy file; `see` is called with each chunk and its rounded values."""
         descr = np.lib.format.dtype_to_descr(self.file.dtype)
         header = {"descr": descr, "fortran_order": self.turned, "shape": self.file.shape}
         np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
@@ -163,5 +163,5 @@ class Rounded:
         os.fsync(file.fileno())
 
 
-def _placed(piece: Piece, turned: bool) -> Piece:
-    return replace(piece, starts=piece.starts[::-1], shape=piece.shape[::-1]) if turned else piece
+def _placed(chunk: Chunk, turned: bool) -> Chunk:
+    return replace(chunk, starts=chunk.starts[::-1], shape=chunk.shape[::-1]) if turned else chunk

@@ -173,15 +173,15 @@ def mx(element: ElementFormat | str, *, rule: str = "floor", block: int = 32, ax
     """A format of the OCP Microscaling Formats (MX) specification 1.0: e8m0 scales, elements that saturate.
 
     Args:
-        element: ``"e4m3fn"``, ``"e5m2"``, ``"e3m2fn"``, ``"e2m3fn"``, ``"e2m1fn"`` or ``"int8"`` (MXINT8: a sign, an
-            integer bit and six fraction bits, without -2; likewise other widths), or any other format.
+        element: ``"e4m3fn"``, ``"e5m2"``, ``"e3m2fn"``, ``"e2m3fn"``, ``"e2m1fn"`` or ``"integer8"`` (MXINT8: a sign,
+            an integer bit and six fraction bits, without -2; likewise other widths), or any other format.
         rule: "floor" as specified (default), or another of `RULES`.
         block: default 32, as specified.
         axis: default -1.
 
     Example:
         >>> from jchop.scaling import mx
-        >>> str(mx("int8").element)
+        >>> str(mx("integer8").element)
         'fixed2.6(symmetric=true):saturate'
     """
     fmt = parse_format(element) if isinstance(element, str) else element

@@ -264,5 +264,8 @@ def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> S
     if not isinstance(value, Spec):
         raise TypeError(f"{argument}={value!r} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'")
     if value.scaled is not None and not scaled:
-        raise ValueError(f"{argument}={str(value)!r} is a scaled format, and each number has to be rounded by itself")
+        raise ValueError(
+            f"{argument}={str(value)!r} is a scaled format, and each number has to be rounded by itself; "
+            "the integers without a scale are 'integer8' and the like"
+        )
     return value

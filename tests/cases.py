@@ -79,11 +79,11 @@ FIXED: dict[str, FixedSet] = {
     "ufixed4.4": oracle.fixed(4, 4, signed=False),
     "ufixed0.8": oracle.fixed(0, 8, signed=False),
     "fixed4.4(symmetric=true)": oracle.fixed(4, 4, symmetric=True),
-    "int8": oracle.integer(8),
-    "int4(narrow=true)": oracle.integer(4, narrow=True),
-    "int2": oracle.integer(2),
-    "uint4": oracle.integer(4, signed=False),
-    "uint8": oracle.integer(8, signed=False),
+    "integer8": oracle.integer(8),
+    "integer4(narrow=true)": oracle.integer(4, narrow=True),
+    "integer2": oracle.integer(2),
+    "uinteger4": oracle.integer(4, signed=False),
+    "uinteger8": oracle.integer(8, signed=False),
 }
 #: Tables of increasing levels: regular, irregular, one level, and NF4 (float32 numbers).
 CODEBOOKS: dict[str, tuple[float, ...]] = {

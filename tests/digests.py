@@ -157,7 +157,7 @@ def scaled_texts() -> Iterator[str]:
         grouping, scale = GROUPINGS[(3 * i + i // 7) % len(GROUPINGS)], SCALES[(i + i // 11) % len(SCALES)]
         yield f"{element}({grouping},scale={scale},rule={rule})"
     for i, (element, grouping) in enumerate(itertools.product(("int8", "uint4", "int3", "uint8"), GROUPINGS)):
-        zero_point = "float" if i % 3 == 0 else "true"
+        zero_point = "float" if i % 3 == 0 else "integer"
         yield f"{element}({grouping},scale={SCALES[i % 3]},zero_point={zero_point})"
     for element, grouping in itertools.product(ELEMENTS, GROUPINGS):
         yield f"{element}({grouping})"
@@ -194,7 +194,7 @@ def scaled_calls() -> Iterator[Call]:
 
 
 def code_calls() -> Iterator[Call]:
-    for text in [*cases.NAMED, *cases.P3109, "fixed4.4", "int8", "uint4"]:
+    for text in [*cases.NAMED, *cases.P3109, "fixed4.4", "integer8", "uinteger4"]:
 
         def codes(text: str = text) -> Any:
             fmt = jc.parse(text).format
@@ -319,11 +319,15 @@ def emulate_calls() -> Iterator[Call]:
 # -- optimizers and layers ---------------------------------------------------------------------------------------------
 
 
+#: The weight decay of the recorded digests.
+DECAY = {name: {"weight_decay": 1e-2} for name in ("adamw8bit", "adamw4bit", "adamw_fp8")}
+
+
 def optimizer_calls() -> Iterator[Call]:
     import optax
 
     optimizers: dict[str, Callable[[], Any]] = {
-        name: (lambda name=name: getattr(jc.optim, name)(1e-2))
+        name: (lambda name=name: getattr(jc.optim, name)(1e-2, **DECAY.get(name, {})))
         for name in ("adamw8bit", "adamw4bit", "adamw_fp8", "adam8bit", "lion8bit", "sgd8bit")
     }
     optimizers |= {

@@ -37,7 +37,12 @@ MEBIBYTE = 1 << 20
 def originals() -> list[tuple[dict[str, Any], bytes]]:
     """Headers and data of good files."""
     x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
-    texts = ("nvfp4", "uint4(group=8,zero_point=true)", "nf4(group=8,scale=uint8(group=2,zero_point=float))", "e3m2fn")
+    texts = (
+        "nvfp4",
+        "uint4(group=8,zero_point=integer)",
+        "nf4(group=8,scale=uint8(group=2,zero_point=float))",
+        "e3m2fn",
+    )
     trees: list[Any] = [
         {"a": x, "b": np.array([1, 2, 3], np.int8), "c": np.zeros((0, 3), np.float16), "d": jnp.bfloat16(1)},
         {"layers": [{"kernel": jc.quantize(x, text), "bias": x[0]} for text in texts], "0": {7: x[1]}},

@@ -173,7 +173,7 @@ class Scheme:
     group: Any = None
     axis: Any = -1
     channel: Any = None
-    zero_point: bool | str = False
+    zero_point: str | None = None
     percentile: Fraction | None = None
     again: Scheme | None = None  # how the scales, binary32 numbers, are quantized
 

@@ -71,7 +71,17 @@ def test_info_shows_facts_fields_and_codes(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     "name",
-    [*CATALOGUE, "fixed4.4", "ufixed1.7", "int8", "uint4", "binary8p3se", "binary16p1uf", "codebook(-1,0,0.5)", "e6m9"],
+    [
+        *CATALOGUE,
+        "fixed4.4",
+        "ufixed1.7",
+        "integer8",
+        "uinteger4",
+        "binary8p3se",
+        "binary16p1uf",
+        "codebook(-1,0,0.5)",
+        "e6m9",
+    ],
 )
 def test_info_knows_every_kind_of_format(capsys: pytest.CaptureFixture[str], name: str) -> None:
     text = lines(capsys, "info", name)
@@ -80,7 +90,7 @@ def test_info_knows_every_kind_of_format(capsys: pytest.CaptureFixture[str], nam
 
 
 def test_info_shows_every_digit_of_an_integer(capsys: pytest.CaptureFixture[str]) -> None:
-    text = lines(capsys, "info", "int64")
+    text = lines(capsys, "info", "integer64")
     assert "  max                 9223372036854775807" in text
     assert "  min                 -9223372036854775808  = -2^63" in text
     ends = [line.split()[2:] for line in text if line.startswith("0x")]

@@ -61,7 +61,7 @@ def test_inspect_lists_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path
     rows = {line.split()[0]: [cell.strip() for cell in line.split("  ") if cell.strip()] for line in text}
     assert rows["a"] == ["a", "4 x 64", "float32", "148", "4.625", "nvfp4"]
     assert rows["b"] == ["b", "4 x 64", "float32", "1,024", "32", "-"]
-    assert rows["c"] == ["c", "scalar", "float32", "5", "40", "int8(group=tensor)"]
+    assert rows["c"] == ["c", "scalar", "float32", "5", "40", "int8"]
     assert rows["all"] == ["all", "1,177", "3 arrays in 6 tensors"]
 
 

@@ -49,7 +49,7 @@ TEXTS = [
     "e5m2",
     "bfloat16:up",
     "fixed3.4:odd",
-    "int8",
+    "integer8",
     "nf4",
     "e4m3fn:stochastic:saturate",
     "bfloat16:stochastic_equal",
@@ -135,7 +135,7 @@ def overflows() -> Any:
 
 @case("flips")
 def flips() -> Any:
-    return jc.flip_bits(x(), "e4m3", 0.3, key()), jc.flip_bits(ROWS, "int8:stochastic", 0.3, key(), where="code")
+    return jc.flip_bits(x(), "e4m3", 0.3, key()), jc.flip_bits(ROWS, "integer8:stochastic", 0.3, key(), where="code")
 
 
 @case("fit")
@@ -342,7 +342,7 @@ case("nn matmul")(lambda: whole("bfloat16", matmul=jc.MatmulSpec(accumulate="e5m
 def nn_stochastic_and_calibrated() -> Any:
     rngs = nnx.Rngs(rounding=jax.random.key(3))
     noisy = jc.nn.quantize(net(), jc.nn.Rule("up", weight="int4(group=all):stochastic"), rngs=rngs)
-    rule = jc.nn.Rule("up", weight="int4(group=all)", activation="int8(group=tensor)", scale_from=jc.nn.Learned())
+    rule = jc.nn.Rule("up", weight="int4(group=all)", activation="int8(group=tensor)", scale_from=jc.nn.LSQ())
     learned = jc.nn.calibrate(jc.nn.quantize(net(), rule), [x()], method="mse")
     return outcome(noisy), outcome(learned)
 
@@ -374,7 +374,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "adamw_fp8": lambda: jc.optim.adamw_fp8(1e-2),
     "lion8bit": lambda: jc.optim.lion8bit(1e-2),
     "sgd8bit": lambda: jc.optim.sgd8bit(1e-2, momentum=0.9),
-    "pieces": lambda: jc.optim.adamw8bit(1e-2, pieces=2),
+    "chunks": lambda: jc.optim.adamw8bit(1e-2, chunks=2),
     "round": lambda: optax.chain(
         jc.optim.round_gradients("e5m2:stochastic", key()),
         optax.sgd(0.1),
@@ -387,7 +387,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
         optax.sgd(0.1, momentum=0.9), weight="e5m2", gradient="e5m2", momentum="e6m9:stochastic",
         accumulator="e6m9:stochastic", gradient_scale=1 / 1000, key=key(),
     ),
-    "skip": lambda: jc.optim.skip_faulty(optax.adam(0.1)),
+    "skip": lambda: jc.optim.skip_nonfinite(optax.adam(0.1)),
     "loss scale": lambda: jc.optim.dynamic_loss_scale(optax.sgd(0.1)),
     "state": lambda: jc.optim.quantize_state(optax.adam(0.1), "bfloat16:stochastic", key()),
     "average": lambda: optax.chain(optax.sgd(0.1), jc.optim.average_params(spec="bfloat16:stochastic", key=key())),

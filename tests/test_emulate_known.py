@@ -25,7 +25,7 @@ TEXTS = [
     "float8_e8m0fnu",
     "fixed4.4",
     "ufixed4.4",
-    "int4(narrow=true)",
+    "integer4(narrow=true)",
 ]
 
 

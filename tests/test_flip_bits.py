@@ -64,7 +64,7 @@ def test_codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -
 def test_codes_of_integers_and_tables() -> None:
     x = np.array([-8.0, -7.0, -1.0, 0.0, 3.0, 7.0] * 20, np.float32)
     for text, where, count, scale in (
-        ("int4", "significand", 3, 1),
+        ("integer4", "significand", 3, 1),
         ("fixed1.3", "significand", 3, 8),
     ):
         hit, bit = drawn(x.shape, 0.5, count)

@@ -26,6 +26,7 @@ FLOORS: list[tuple[int, str]] = [
     (1, "_settings"),
     (2, "formats"),
     (2, "spec"),
+    (2, "_finfo"),
     (2, "accumulation"),
     (3, "scaling"),
     (3, "gradients"),

@@ -231,7 +231,7 @@ def test_bit_patterns_go_and_return(carrier, rng):
         ("binary64", "float64"),
         ("e8m3(bias=120,infinities=false,nans=top)", "float64"),  # reaches 2^135
         ("fixed3.12", "float32 float64"),
-        ("int8", "float16 bfloat16 float32 float64"),
+        ("integer8", "float16 bfloat16 float32 float64"),
     ],
 )
 def test_which_carriers_hold_a_format(text, carriers):
@@ -248,7 +248,7 @@ BATCH_FORMATS = {
     "tf32": cases.WIDE["tf32"],
     "fixed4.4": cases.FIXED["fixed4.4"],
     "ufixed4.4": cases.FIXED["ufixed4.4"],
-    "int4": cases.FIXED["int4(narrow=true)"],
+    "integer4": cases.FIXED["integer4(narrow=true)"],
 }
 
 

@@ -101,7 +101,7 @@ def test_value_grid_draws_each_magnitude_once(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["fixed4.4", "int8", "uint4", "codebook(-1,-0.5,0.25)", "codebook(2)", "e4m3(subnormals=false)"]
+    "text", ["fixed4.4", "integer8", "uinteger4", "codebook(-1,-0.5,0.25)", "codebook(2)", "e4m3(subnormals=false)"]
 )
 def test_value_grid_draws_both_signs_of_uneven_formats(text: str) -> None:
     values = parse(text).format.values()
@@ -116,7 +116,7 @@ def test_value_grid_marks_the_ends() -> None:
     marks = "\n".join(texts(value_grid("e4m3fn")))
     for mark in ("smallest subnormal\n$2^{-9}$", "smallest normal\n$2^{-6}$", "one\n1", "largest\n448"):
         assert mark in marks
-    assert "smallest normal" not in "\n".join(texts(value_grid("int4")))
+    assert "smallest normal" not in "\n".join(texts(value_grid("integer4")))
 
 
 def overlaps(figure: Figure) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ def pulled(x: jax.Array, cotangent: jax.Array, spec: Any, key: jax.Array = KEY, 
 
 
 @pytest.mark.parametrize(("dtype", "spec"), [
-    (np.float32, "e4m3"), (np.float32, "int8:wrap"), (np.float16, "e5m2:stochastic"),
+    (np.float32, "e4m3"), (np.float32, "integer8:wrap"), (np.float16, "e5m2:stochastic"),
     (cases.DTYPES["bfloat16"], "codebook(-1,0,1):up"), (np.complex64, "e5m2:odd"),
 ])  # fmt: skip
 def test_straight_through_is_the_identity(dtype, spec):
@@ -76,7 +76,7 @@ def test_offsets_and_keys_have_no_derivative():
     assert jax.vjp(f, x, jnp.int32(5))[1](x)[1].dtype == jax.dtypes.float0
 
 
-@pytest.mark.parametrize("spec", ["e4m3", "e4m3:gradient=clipped", "int8:stochastic:gradient=clipped"])
+@pytest.mark.parametrize("spec", ["e4m3", "e4m3:gradient=clipped", "integer8:stochastic:gradient=clipped"])
 def test_forward_and_reverse_agree(spec):
     """<c, J t> = <J' c, t>, both maps being linear where the cotangent is not rounded."""
     x, t, c = (jnp.asarray(numbers(np.float32, (40,), seed) * 40) for seed in range(3))
@@ -101,9 +101,9 @@ CLIPPED: dict[str, tuple[Any, str, str, int]] = {
     "binary32 on float32": (cases.WIDE["binary32"], "up", "ieee", 0),
     "fixed wrapping": (cases.FIXED["fixed4.4"], "nearest_even", "wrap", 0),
     "fixed symmetric": (cases.FIXED["fixed4.4(symmetric=true)"], "nearest_zero", "ieee", 0),
-    "int8": (cases.FIXED["int8"], "odd", "ieee", 0),
-    "uint4": (cases.FIXED["uint4"], "nearest_even", "saturate", 0),
-    "uint4 stochastic": (cases.FIXED["uint4"], "stochastic_b", "ieee", 3),
+    "integer8": (cases.FIXED["integer8"], "odd", "ieee", 0),
+    "uinteger4": (cases.FIXED["uinteger4"], "nearest_even", "saturate", 0),
+    "uint4 stochastic": (cases.FIXED["uinteger4"], "stochastic_b", "ieee", 3),
     "codebook": (oracle.codebook(cases.CODEBOOKS["uneven"]), "nearest_even", "ieee", 0),
     "codebook of positives": (oracle.codebook(cases.CODEBOOKS["positive"]), "stochastic", "ieee", 3),
 }

@@ -243,9 +243,9 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], list[str]]] = {
         ["x has dtype float16", "codebook", "cast x to float64"],
     ),
     "a format for no carrier": (
-        lambda x: jc.round_to_format(x, "int64"),
+        lambda x: jc.round_to_format(x, "integer64"),
         ValueError,
-        ["x has dtype float32", "int64", "no carrier"],
+        ["x has dtype float32", "integer64", "no carrier"],
     ),
     "range of the cotangent's format": (
         lambda x: jc.round_to_format(x.astype(F16), "e4m3:gradient=[bfloat16:saturate]"),

@@ -21,7 +21,7 @@ import jchop as jc
 from jchop.spec import Spec
 
 KEY = jax.random.key(3)
-TEXTS = ("mxfp4(group=8)", "int8(channel=0)", "nvfp4", "uint4(group=8,zero_point=true)", "e4m3fn(group=(2,8))")
+TEXTS = ("mxfp4(group=8)", "int8(channel=0)", "nvfp4", "uint4(group=8,zero_point=integer)", "e4m3fn(group=(2,8))")
 
 
 def numbers(shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
@@ -135,7 +135,7 @@ def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
 def test_stochastic_words_are_those_of_plain_formats():
     x = np.clip(numbers((6, 16)), -127, 127)
     x[:, 0] = 127
-    plain = jc.round_to_format(x, "int8:stochastic", KEY)
+    plain = jc.round_to_format(x, "integer8:stochastic", KEY)
     np.testing.assert_array_equal(jc.round_to_format(x, "int8(channel=0):stochastic", KEY), plain)
     part = jc.round_to_format(x[2:4], "int8(channel=0):stochastic", KEY, offset=32)
     np.testing.assert_array_equal(part, plain[2:4])
@@ -182,7 +182,7 @@ def test_clipped_where_an_element_overflows():
         ("codebook(-1,0,1,group=tensor,rule=percentile(50))", [1.0, -1.0, 1.5, -1.01], [1, 1, 0, 0]),
         ("codebook(-0.5,0,0.5,group=tensor,rule=percentile(50))", [1.0, -1.0, 1.5, -1.01], [1, 1, 0, 0]),
         ("codebook(-0.5,0,0.25,group=tensor,rule=percentile(50))", [1.0, -1.0, 1.5, -1.5], [1, 1, 0, 1]),
-        ("uint4(group=tensor,zero_point=true)", [0.0, 15.0, 3.0], [1, 1, 1]),
+        ("uint4(group=tensor,zero_point=integer)", [0.0, 15.0, 3.0], [1, 1, 1]),
     ],
 )
 def test_clipped_by_kind_of_element(text, x, expected):
@@ -214,7 +214,7 @@ ALIGNED = [
     ("mxfp4(group=8)", P("a", "b"), False),
     ("mxfp4(group=8)", P(None, ("a", "b")), False),
     ("int4(group=8,axis=0)", P("b", "a"), False),
-    ("uint4(group=8,zero_point=true)", P("a", "b"), False),
+    ("uint4(group=8,zero_point=integer)", P("a", "b"), False),
     ("e4m3fn(group=(2,8)):stochastic", P("a", "b"), False),
     ("int8(channel=0)", P("a", None), False),
     ("int8(channel=0)", P("a", "b"), True),
@@ -240,7 +240,7 @@ def test_groups_are_rounded_where_they_are(text, layout, reduces):
 SHARDED = (
     "mxfp4(group=8)",
     "e4m3fn(group=(2,8))",
-    "uint4(group=8,zero_point=true)",
+    "uint4(group=8,zero_point=integer)",
     "int8(channel=0,rule=percentile(90))",
 )
 
@@ -262,7 +262,7 @@ def test_explicit_sharding_and_shard_map(text):
 
 FLOATS = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
 ROWS = st.lists(st.lists(FLOATS, min_size=8, max_size=8), min_size=2, max_size=2)
-PROPERTIES = ("mxfp4(group=4)", "int8(group=4)", "nf4(group=4)", "uint4(group=4,zero_point=true)", "bfp8(group=4)")
+PROPERTIES = ("mxfp4(group=4)", "int8(group=4)", "nf4(group=4)", "uint4(group=4,zero_point=integer)", "bfp8(group=4)")
 
 
 @functools.cache

@@ -49,7 +49,7 @@ TORCHAO_NF4 = f"codebook({','.join(repr(float(np.float32(level))) for level in F
 TORCHAO = [
     ("int8(channel=0,rule=half_range)", 42.09),
     ("int8(group=tensor,rule=half_range)", 39.41),
-    ("int4(group=32,zero_point=true)", 21.86),
+    ("int4(group=32,zero_point=integer)", 21.86),
     ("int4(group=32,rule=no_clip)", 20.73),
     ("int2(group=32,rule=half_range)", 6.52),
     ("e4m3fn(channel=0)", 31.55),
@@ -93,7 +93,7 @@ def test_signal_to_noise_of_torchao(text, ratio):
 def test_codes_of_torchao():
     """Digests of its codes, where it rounds the quotient itself, or no rounded one crosses a tie."""
     assert digest(codes_of("int8(group=tensor,rule=half_range)")[0]) == "fd6cb85665fd"
-    assert digest(codes_of("int4(group=32,zero_point=true)")[0]) == "f05b0cd0f009"
+    assert digest(codes_of("int4(group=32,zero_point=integer)")[0]) == "f05b0cd0f009"
     nf4 = codes_of(TORCHAO_NF4)[0]
     assert digest(nf4[:, ::2] << 4 | nf4[:, 1::2]) == "9439be8080e3"
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (for
 TEXTS = {
     "deterministic": "e4m3fn:up",
     "stochastic": "e5m2:stochastic",
-    "wrapping": "int4:wrap",
+    "wrapping": "integer4:wrap",
     "codebook": "codebook(-1,-0.25,0,0.5,1):stochastic_equal",
 }
 CLIPPED = "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"

@@ -27,11 +27,11 @@ CASES: dict[str, tuple[str, Any, tuple[int, ...]]] = {
     "fnuz odd, empty": ("e4m3fnuz:odd", cases.DTYPES["bfloat16"], SHAPES["empty"]),
     "e8m0 away": ("e8m0fnu:nearest_away", cases.DTYPES["bfloat16"], SHAPES["odd"]),
     "fixed wrapping, cotangent rounded": ("fixed4.4:wrap:gradient=[e4m3]", np.float32, SHAPES["3-d"]),
-    "uint4": ("uint4:toward_zero:gradient=clipped", np.float32, SHAPES["odd"]),
+    "uinteger4": ("uinteger4:toward_zero:gradient=clipped", np.float32, SHAPES["odd"]),
     "codebook": ("codebook(-1,-0.25,0,0.5,1)", np.float32, SHAPES["odd"]),
     "bfloat16 stochastic, 3-d": ("bfloat16:stochastic", np.float32, SHAPES["3-d"]),
     "e4m3 stochastic on float16": ("e4m3:stochastic:flush", np.float16, SHAPES["odd"]),
-    "int8 few bits": ("int8:stochastic_b:random_bits=5", np.float32, SHAPES["odd"]),
+    "int8 few bits": ("integer8:stochastic_b:random_bits=5", np.float32, SHAPES["odd"]),
     "codebook by halves": ("codebook(-1,-0.25,0,0.5,1):stochastic_equal", np.float32, SHAPES["odd"]),
     "p3109, stochastic cotangent": (
         "binary8p3se:stochastic_c:random_bits=3:gradient=clipped+[e5m2:stochastic]", np.float32, SHAPES["odd"],
@@ -138,7 +138,7 @@ def test_numpy_values_inside_a_trace_stay_constants(text):
 # --- 64-bit mode --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["e4m3:odd", "e5m2:stochastic", "int8:stochastic_b:random_bits=5"])
+@pytest.mark.parametrize("text", ["e4m3:odd", "e5m2:stochastic", "integer8:stochastic_b:random_bits=5"])
 def test_the_x64_flag_changes_no_bit(text):
     x, wide = numbers(np.float32, (33,)), numbers(np.float64, (33,))
     results = []
@@ -259,9 +259,9 @@ def test_while_and_cond(text):
     for key in keys:
         expected = rounded(expected * 1.5, text, key)
     same(loop(x), expected)
-    branch = jax.jit(lambda x, p: lax.cond(p, lambda x: rounded(x, text), lambda x: rounded(x, "int4"), x))
+    branch = jax.jit(lambda x, p: lax.cond(p, lambda x: rounded(x, text), lambda x: rounded(x, "integer4"), x))
     same(branch(x, True), rounded(x, text))
-    same(branch(x, False), rounded(x, "int4"))
+    same(branch(x, False), rounded(x, "integer4"))
 
 
 @pytest.mark.parametrize("text", ["e5m2:gradient=clipped", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])

@@ -56,7 +56,11 @@ def test_rounding_by_member_and_text(mode):
 @pytest.mark.parametrize("rule", Overflow, ids=lambda rule: rule.value)
 def test_overflow_by_member_and_text(rule):
     assert as_overflow(rule) is as_overflow(rule.value) is rule
-    assert jc.Spec("int8", overflow=rule) == jc.Spec("int8", overflow=rule.value) == jc.parse(f"int8:{rule.value}")
+    assert (
+        jc.Spec("integer8", overflow=rule)
+        == jc.Spec("integer8", overflow=rule.value)
+        == jc.parse(f"integer8:{rule.value}")
+    )
 
 
 def test_no_name_means_two_things():
@@ -82,7 +86,7 @@ def test_unknown_overflow(value):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "expected"), [("e5m2", Overflow.IEEE), ("int8", Overflow.IEEE), ("mxfp4", Overflow.SATURATE)]
+    ("fmt", "expected"), [("e5m2", Overflow.IEEE), ("integer8", Overflow.IEEE), ("mxfp4", Overflow.SATURATE)]
 )
 def test_the_default_overflow_is_that_of_the_format(fmt, expected):
     assert jc.Spec(fmt).overflow is jc.Spec(fmt, overflow=None).overflow is expected

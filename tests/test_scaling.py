@@ -12,13 +12,13 @@ import pytest
 import jchop as jc
 from jchop.scaling import RULES, BlockScaling, divisor_parts, integer_groups, mx, nvfp4
 
-WHOLE = [mx(element) for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m3fn", "e2m1fn", "int8")] + [
+WHOLE = [mx(element) for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m3fn", "e2m1fn", "integer8")] + [
     nvfp4(),
     nvfp4(two_level=False),
     integer_groups(4, 32, rule="half_range"),
     integer_groups(4, 128, scale="bfloat16"),
     integer_groups(8, 32, rule="no_clip", axis=0),
-    BlockScaling("int6(narrow=true):stochastic", 16, -2, "e8m0fnu", "floor"),
+    BlockScaling("integer6(narrow=true):stochastic", 16, -2, "e8m0fnu", "floor"),
     BlockScaling("codebook(-1,0,1)", 64, scale="float32", rule="absmax"),
     BlockScaling("e4m3fn", 8, nan_block=True),
 ]
@@ -42,8 +42,8 @@ def test_texts_are_coerced():
 
 def test_formats_in_use():
     """Elements, blocks, scales and stored bits of the formats that documents define."""
-    assert [mx(e).bits_per_element for e in ("e4m3fn", "e3m2fn", "e2m1fn", "int8")] == [8.25, 6.25, 4.25, 8.25]
-    mxint8 = mx("int8").element.format
+    assert [mx(e).bits_per_element for e in ("e4m3fn", "e3m2fn", "e2m1fn", "integer8")] == [8.25, 6.25, 4.25, 8.25]
+    mxint8 = mx("integer8").element.format
     assert (mxint8.max, mxint8.min, mxint8.smallest) == (1.984375, -1.984375, 0.015625)
     assert (nvfp4().block, nvfp4().scale.smallest, nvfp4().scale.max) == (16, 2.0**-6, 448.0)
     assert nvfp4().tensor_divisor == 2688
@@ -56,10 +56,10 @@ def test_formats_in_use():
     [
         (mx("e4m3fn"), 8, 3, (448,)),
         (mx("e2m3fn"), 2, 3, (Fraction(15, 2),)),
-        (mx("int8"), 0, 6, (Fraction(127, 64),)),
+        (mx("integer8"), 0, 6, (Fraction(127, 64),)),
         (integer_groups(4, 32, rule="half_range"), 2, 2, (Fraction(15, 2),)),
         (integer_groups(4, 32, rule="no_clip"), 2, 2, (7, 8)),
-        (BlockScaling("uint4", 32), 3, 3, (15,)),
+        (BlockScaling("uinteger4", 32), 3, 3, (15,)),
         (BlockScaling("codebook(-1,0,0.75)", 32), -1, None, (Fraction(3, 4),)),
     ],
     ids=str,
@@ -70,8 +70,8 @@ def test_facts_of_the_element(scaling, emax, fraction, divisors):
 
 def test_powers():
     assert mx("e4m3fn").is_power
-    assert BlockScaling("int4", 32, scale="bfloat16", rule="floor").is_power
-    assert BlockScaling("int4", 32, scale="e8m0fnu", rule="absmax").is_power
+    assert BlockScaling("integer4", 32, scale="bfloat16", rule="floor").is_power
+    assert BlockScaling("integer4", 32, scale="e8m0fnu", rule="absmax").is_power
     assert not integer_groups(4, 32).is_power
     assert not BlockScaling("e2m1fn", 16, scale="e8m0fnu", rule="two_level").is_power
 
@@ -95,11 +95,11 @@ def test_parts_of_a_divisor():
         ({"scale": "int8"}, TypeError, "scale='int8' must be a FloatFormat"),
         ({"rule": "max"}, ValueError, "rule='max' must be one of 'floor', 'ceil'"),
         ({"nan_block": 1}, TypeError, "nan_block=1 must be True or False"),
-        ({"element": "int8:wrap"}, ValueError, "scaled elements cannot wrap"),
+        ({"element": "integer8:wrap"}, ValueError, "scaled elements cannot wrap"),
         ({"element": "e4m3:gradient=clipped"}, ValueError, "has a gradient"),
         ({"element": "codebook(-1,0)"}, ValueError, "no positive value"),
-        ({"element": "uint4", "rule": "half_range"}, ValueError, "needs an element format with negative values"),
-        ({"element": "uint4", "rule": "no_clip"}, ValueError, "needs an element format with negative values"),
+        ({"element": "uinteger4", "rule": "half_range"}, ValueError, "needs an element format with negative values"),
+        ({"element": "uinteger4", "rule": "no_clip"}, ValueError, "needs an element format with negative values"),
         ({"element": "codebook(-1,1)", "rule": "even"}, ValueError, "needs an element format with fraction bits"),
         ({"scale": "float6_e3m2fn", "nan_block": True}, ValueError, "needs a scale format with a NaN"),
     ],

@@ -35,8 +35,8 @@ def run_formats(options: argparse.Namespace) -> None:
             )
         )
     print(table(rows, "<" + ">" * 12 + "<"))
-    print("\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 int8 uint4 binary8p3se codebook(-1,0,0.5)")
-    print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int4(group=128) e4m3fn(channel=0)")
+    print("\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se codebook(-1,0,0.5)")
+    print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
 
 
 def run_info(options: argparse.Namespace) -> None:
@@ -97,7 +97,7 @@ def _scaled_facts(fmt: ScaledFormat) -> list[tuple[str, str]]:
         "group": group if fmt.channel is None else f"each index of axis {fmt.channel}",
         "scale": str(fmt.scale),
         "rule": f"{fmt.rule}: {rule}",
-        "zero point": "float" if fmt.zero_point == "float" else yes(bool(fmt.zero_point)),
+        "zero point": _or_none(fmt.zero_point),
         "bits per element": f"{fmt.bits_per_element():g}"
         + (" in a large array" if fmt.bits_per_element() == fmt.bits else ""),
     }

@@ -240,7 +240,7 @@ def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
 
 @dataclass
 class _Summary:
-    """Statistics of an array that is rounded piece by piece; the parts of complex numbers count separately."""
+    """Statistics of an array that is rounded chunk by chunk; the parts of complex numbers count separately."""
 
     fmt: ElementFormat | None
     changed: int = 0
@@ -252,7 +252,7 @@ class _Summary:
     nans: int = 0
 
     def see(self, values: np.ndarray, rounded: np.ndarray) -> None:
-        """Adds a piece."""
+        """Adds a chunk."""
         exact, result = (_real_parts(x).astype(np.float64) for x in (values, rounded))
         finite, nan = np.isfinite(exact), np.isnan(exact)
         lost = finite & ~np.isfinite(result)

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from jchop._checks import as_numpy, check_choice, check_int
-from jchop.formats import ScaledFormat
+from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.spec import Spec
 from jchop.storage import QArray, fit_scale
 from jchop.storage import dequantize as _dequantize
@@ -160,7 +160,8 @@ def dequantize(
 
 def _format(quant_dtype: str) -> ScaledFormat:
     name = quant_dtype if isinstance(quant_dtype, str) else np.dtype(quant_dtype).name
-    return ScaledFormat(check_choice("quant_dtype", name, _CODES), zero_point=True)
+    element = IntegerFormat(int(check_choice("quant_dtype", name, _CODES).removeprefix("uint")), signed=False)
+    return ScaledFormat(element, zero_point="integer")
 
 
 def _float(name: str, dtype: Any) -> np.dtype:

@@ -31,6 +31,11 @@ class ElementFormat(abc.ABC):
     """A finite set of real values, possibly with -0, infinities and NaN, and a bit pattern for each.
 
     A format is frozen and hashable, so it can be a static argument of `jax.jit`; equal formats share one trace.
+
+    Example:
+        >>> import jchop as jc
+        >>> [isinstance(fmt, jc.ElementFormat) for fmt in (jc.bfloat16, jc.FixedFormat(4, 4), jc.mxfp4)]
+        [True, True, False]
     """
 
     #: Width of a code in bits.

@@ -72,11 +72,11 @@ def _check_scale(fmt: Any) -> None:
         return
     if (
         not isinstance(scale.scale, FloatFormat)
-        or scale.zero_point is True
+        or scale.zero_point == "integer"
         or scale.nan_block
         or scale.rule == "two_level"
     ):
-        raise ValueError(f"scale={scale} must have scales of its own that are numbers, without zero_point=true, "
+        raise ValueError(f"scale={scale} must have scales of its own that are numbers, without zero_point=integer, "
                          "nan_block or rule='two_level'")  # fmt: skip
     if scale.zero_point and scale.element.signed:
         raise ValueError(f"scale={scale}: scales are positive; with a zero point an unsigned element is for them")

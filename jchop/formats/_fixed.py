@@ -150,6 +150,6 @@ class IntegerFormat(UniformFormat):
 
     @property
     def text(self) -> str:
-        """The format in the text grammar, as ``int8``, ``uint4``, ``int8(narrow=true)``."""
-        stem = f"{'' if self.signed else 'u'}int{self.bits}"
+        """The format in the text grammar, as ``integer8``, ``uinteger4``, ``integer8(narrow=true)``."""
+        stem = f"{'' if self.signed else 'u'}integer{self.bits}"
         return f"{stem}(narrow=true)" if self.narrow else stem

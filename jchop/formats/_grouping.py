@@ -33,14 +33,13 @@ SCALE_RULES = MappingProxyType(
 PERCENTILE = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,2})?)\)")
 
 
-def as_zero_point(value: object) -> bool:
-    """Whether there is a zero point, of a value that says so."""
-    if value is True or value is False or value == "float":
-        return bool(value)
-    raise TypeError(f"zero_point={value!r} must be True, False or 'float'")
+def check_zero_point(value: object) -> None:
+    """Refuse a kind of zero points that there is not."""
+    if value is not None and (not isinstance(value, str) or value not in ("integer", "float")):
+        raise ValueError(f"zero_point={value!r} must be None, 'integer' or 'float'")
 
 
-def as_rule(rule: object, zero_point: bool) -> str:
+def as_rule(rule: object, zero_point: str | None) -> str:
     """A rule as it is stored; None is the usual one."""
     if rule is None:
         return "minmax" if zero_point else "absmax"

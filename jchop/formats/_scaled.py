@@ -25,12 +25,12 @@ from jchop.formats._grouping import (
     as_axes,
     as_groups,
     as_rule,
-    as_zero_point,
     axis_indexes,
+    check_zero_point,
     same_count,
 )
 from jchop.formats._named import NAMED
-from jchop.formats._scaled_text import parse_any, shown
+from jchop.formats._scaled_text import parse_any, shown, shown_element
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class ScaledFormat:
             scale is rounded to binary32, quantized under it to nearest and never to zero.
         rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` takes up to two decimals. Default "absmax", and "minmax" with
             `zero_point`.
-        zero_point: True shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that lie about
-            anything but 0: the values s (e - z). "float" adds a number to them: the values s e + z, where z is
-            (least x) - m s, rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default False.
+        zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that lie
+            about anything but 0: the values s (e - z). "float" adds a number to them: the values s e + z, where z is
+            (least x) - m s, rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default None.
         nan_block: a group that holds an infinity or NaN, or asks for a larger scale than there is, becomes NaN as a
             whole (OCP MX 1.0, 5.3).
 
@@ -65,7 +65,7 @@ class ScaledFormat:
 
     Example:
         >>> import jchop as jc
-        >>> fmt = jc.ScaledFormat("int4", group=128, scale="bfloat16")
+        >>> fmt = jc.ScaledFormat("integer4", group=128, scale="bfloat16")
         >>> str(fmt), fmt.bits_per_element(), fmt.scale_shape((3, 300))
         ('int4(group=128,scale=bfloat16)', 4.125, (3, 3))
     """
@@ -76,7 +76,7 @@ class ScaledFormat:
     channel: int | tuple[int, ...] | None = None
     scale: FloatFormat | ScaledFormat = binary32
     rule: str = None  # type: ignore[assignment]
-    zero_point: bool | Literal["float"] = False
+    zero_point: Literal["integer", "float"] | None = None
     nan_block: bool = False
 
     #: The named format that this one was called from, and the name of a named one: for `str` alone.
@@ -93,17 +93,18 @@ class ScaledFormat:
             channel: int | Sequence[int] | None = ...,
             scale: FloatFormat | ScaledFormat | str = ...,
             rule: str | None = ...,
-            zero_point: bool | Literal["float"] = ...,
+            zero_point: Literal["integer", "float"] | None = ...,
             nan_block: bool = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         check_bool("nan_block", self.nan_block)
+        check_zero_point(self.zero_point)
         stored = {
             "element": _as_format("element", self.element, ElementFormat),
             "scale": _as_format("scale", self.scale, FloatFormat | ScaledFormat),
             "channel": None if self.channel is None else as_axes("channel", self.channel),
-            "rule": as_rule(self.rule, as_zero_point(self.zero_point)),
+            "rule": as_rule(self.rule, self.zero_point),
         }
         stored["group"], stored["axis"] = as_groups(self.group, self.axis)
         for name, value in stored.items():
@@ -228,26 +229,28 @@ class ScaledFormat:
         """Bits of a scale and its zero point; `shape` is that of the scales."""
         if isinstance(self.scale, ScaledFormat):
             return self.scale.bits_per_element(shape) + 32 * bool(self.zero_point)
-        return self.scale.bits + (self.scale.bits if self.zero_point == "float" else 32 * self.zero_point)
+        return self.scale.bits + {None: 0, "integer": 32, "float": self.scale.bits}[self.zero_point]
 
     # -- text ----------------------------------------------------------------------------------------------------------
     @property
     def text(self) -> str:
         """The format in the text grammar: its element with options, or a name with what is different from it."""
         base = self.base or ScaledFormat(self.element)
-        rule = base.rule if self.zero_point == base.zero_point else as_rule(None, bool(self.zero_point))
+        stem = self.base.name if self.base is not None else shown_element(self.element)
+        assert stem is not None
+        rule = base.rule if self.zero_point == base.zero_point else as_rule(None, self.zero_point)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         changed = {name: value for name, value in fields.items() if value != getattr(base, name)}
         if self.rule == rule:
             changed.pop("rule", None)
         if self.channel is not None:
             changed = {name: value for name, value in changed.items() if name not in ("group", "axis")}
-        elif self.group is None and (base.group is not None or self.base is None):
+        elif self.group is None and (base.group is not None or (self.base is None and stem == str(self.element))):
             changed = {"group": "tensor"} | {name: value for name, value in changed.items() if name != "group"}
         options = ",".join(f"{name}={shown(value)}" for name, value in changed.items())
-        stem = self.base.name if self.base is not None else str(self.element)
-        assert stem is not None
-        return f"{stem[:-1]},{options})" if stem.endswith(")") else f"{stem}({options})" if options else stem
+        if not options:
+            return stem
+        return f"{stem[:-1]},{options})" if stem.endswith(")") else f"{stem}({options})"
 
     def __str__(self) -> str:
         return self.text
@@ -263,7 +266,7 @@ class ScaledFormat:
 def _as_format(name: str, value: object, kinds: Any) -> Any:
     fmt = parse_format(value) if isinstance(value, str) else value
     if not isinstance(fmt, kinds):
-        what = "an element format" if kinds is ElementFormat else "a FloatFormat or ScaledFormat"
+        what = "an element format such as 'integer8'" if kinds is ElementFormat else "a FloatFormat or ScaledFormat"
         raise TypeError(f"{name}={value!r} must be {what}, or its text")
     return fmt
 
@@ -271,7 +274,7 @@ def _as_format(name: str, value: object, kinds: Any) -> Any:
 # -- formats in use ----------------------------------------------------------------------------------------------------
 
 
-#: The named scaled formats of the text grammar. Plain ``int8`` and its kin name the integers, not scaled ones.
+#: The named scaled formats of the text grammar, but for ``int8`` and its kin, which are a pattern of it.
 SCALED_CATALOGUE: Mapping[str, ScaledFormat] = MappingProxyType(
     {name: ScaledFormat(**fields).named(name) for name, fields in NAMED.items()}
 )
@@ -318,12 +321,13 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
 
     Args:
         text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
-            (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``fixed4.4``, ``ufixed4.4``, ``int8``, ``uint4``, ``binary8p3se``),
-            or ``codebook(-1,0,1)``. Options follow in parentheses: ``e4m3(bias=11,subnormals=false)``,
-            ``fixed4.4(symmetric=true)``, ``int8(narrow=true)``. Any of these is scaled where the options name a field
-            of `ScaledFormat`: ``int4(group=128,axis=0,scale=bfloat16)``, ``e4m3fn(channel=-1)``,
-            ``int8(group=tensor)``, ``e2m1fn(group=(2,16))``; so are the names ``mxfp4``, ``nvfp4``, ``nf4`` and their
-            like, and ``bfp8(group=16)``, with such options or without.
+            (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``fixed4.4``, ``ufixed4.4``, ``integer8``, ``uinteger4``,
+            ``binary8p3se``), or ``codebook(-1,0,1)``. Options follow in parentheses: ``e4m3(bias=11)``,
+            ``fixed4.4(symmetric=true)``, ``integer8(narrow=true)``. Any of these is scaled if the options name a field
+            of `ScaledFormat`: ``e4m3fn(channel=-1)``, ``fixed4.4(group=tensor)``, ``e2m1fn(group=(2,16))``. Always
+            scaled are ``int8``, ``uint4`` and their like, integers under one scale of the tensor unless an option says
+            otherwise (``int4(group=128,axis=0,scale=bfloat16)``), the names ``mxfp4``, ``nvfp4``, ``nf4`` and their
+            like, and ``bfp8(group=16)``.
 
     Raises:
         TypeError: where `text` is no text.

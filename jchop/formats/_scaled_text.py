@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ def _sizes(value: str) -> Any:
 
 
 def _zero_point(value: str) -> Any:
-    return {"true": True, "false": False}.get(value, value)  # the format says what it may be
+    return None if value == "none" else value  # the format says what else it may be
 
 
 #: The options that make a format scaled, each with what reads its value.
@@ -31,6 +32,15 @@ _OPTIONS: dict[str, Callable[[str], object]] = {
     "zero_point": _zero_point,
     "nan_block": truth_of,
 }
+
+
+#: Texts of integers: ``int8`` is scaled whatever follows, ``integer8`` only by an option.
+_SCALED_INTEGER, _INTEGER = re.compile(r"u?int[0-9]+"), re.compile(r"(?<=int)eger(?=[0-9])")
+
+
+def shown_element(element: ElementFormat) -> str:
+    """The text of an element format in that of a scaled one."""
+    return _INTEGER.sub("", str(element))
 
 
 def shown(value: object) -> str:
@@ -65,7 +75,7 @@ def parse_any(
         [item for item in items if (item.partition("=")[0] in _OPTIONS) is wanted] for wanted in (True, False)
     )
     base = named(stem)
-    if base is None and not ours:
+    if base is None and not ours and not _SCALED_INTEGER.fullmatch(stem):
         return parse_element(text, names)
     options = options_of(text, ",".join(ours if base is None else items), _OPTIONS)
     if base is None:

@@ -101,7 +101,7 @@ _PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (
     (rf"e([0-9]{{1,2}})m([0-9]{{1,2}})({'|'.join(_SUFFIXES)})?", _float, _FLOAT_OPTIONS),
     (r"binary([0-9]{1,2})p([0-9]{1,2})([su])([ef])", _p3109, {}),
     (r"(u?)fixed(-?[0-9]{1,4})\.(-?[0-9]{1,4})", _fixed, {"symmetric": truth_of}),
-    (r"(u?)int([0-9]{1,2})", _integer, {"narrow": truth_of}),
+    (r"(u?)int(?:eger)?([0-9]{1,2})", _integer, {"narrow": truth_of}),
 )
 
 
@@ -147,5 +147,5 @@ def unknown(text: str, more: Iterable[str] = ()) -> ValueError:
         hint = close_to(stem, [*CATALOGUE, *ALIASES, *more]) or close_to(stem, modes)
     return ValueError(
         f"format text {quoted(text)} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or "
-        "a pattern e5m10, e5m3fn, fixed4.4, ufixed4.4, int8, uint4, binary8p3se, codebook(-1,0,1)"
+        "a pattern e5m10, e5m3fn, fixed4.4, ufixed4.4, integer8, int8, uint4, binary8p3se, codebook(-1,0,1)"
     )

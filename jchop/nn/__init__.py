@@ -36,28 +36,28 @@ from jchop.nn._recipes import recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._rule import Rule
 from jchop.nn._save_load import load, save
-from jchop.nn._scale_from import History, Learned, MovingAverage
+from jchop.nn._scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop.nn._sources import AmaxHistory, LearnedScale
 from jchop.nn._static import ActivationRange
 from jchop.nn._surgery import quantize
 
 __all__ = [
+    "LSQ",
     "ActivationRange",
     "AmaxHistory",
     "BatchNorm",
     "Conv",
     "ConvTranspose",
+    "DelayedScaling",
     "Einsum",
     "Embed",
     "Folded",
     "GRUCell",
     "GroupNorm",
-    "History",
     "InstanceNorm",
     "LSTMCell",
     "LayerNorm",
     "LayerRow",
-    "Learned",
     "LearnedScale",
     "Linear",
     "LinearGeneral",

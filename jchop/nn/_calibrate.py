@@ -36,7 +36,7 @@ def calibrate(
     """A quantized model with fixed scales of activations, found by running it on data.
 
     This applies to layers with a product and an activation with one scale for the whole array, such as
-    ``"int8(group=tensor)"``: the range of the layer's input, before rounding, is recorded for each batch and becomes
+    ``"int8"``: the range of the layer's input, before rounding, is recorded for each batch and becomes
     its `ActivationRange`. Other roundings, and layers that no batch reaches, do not change.
 
     Args:
@@ -63,7 +63,7 @@ def calibrate(
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> layer = jc.nn.Linear(4, 2, rule=jc.nn.Rule(activation="int8(group=tensor)"), rngs=nnx.Rngs(0))
+        >>> layer = jc.nn.Linear(4, 2, rule=jc.nn.Rule(activation="int8"), rngs=nnx.Rngs(0))
         >>> static = jc.nn.calibrate(layer, [jnp.linspace(-1, 2, 8).reshape(2, 4)], method="percentile(100)")
         >>> static.dot_general.range[...].tolist()
         [-1.0, 2.0]
@@ -76,7 +76,7 @@ def calibrate(
     sites = [*_sites_of(result)]
     if not sites:
         raise ValueError(
-            "model has no layer whose activation has one scale for the whole array, such as 'int8(group=tensor)', "
+            "model has no layer whose activation has one scale for the whole array, such as 'int8', "
             "without a gradient of its own, backward roundings or a history"
         )
     observers: list[Observer] = [make(site.how.left) for site in sites]

@@ -16,7 +16,7 @@ from jchop.nn._emulation import EmulatedAttention, Emulation
 from jchop.nn._kinds import PRODUCT_FIELDS, Kind
 from jchop.nn._layout import Layout, check_axes
 from jchop.nn._rule import Rule, StreamOffset, is_stochastic, left_alone
-from jchop.nn._scale_from import History, Learned, ScaleFrom
+from jchop.nn._scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop.nn._sites import Output, Promote
 from jchop.nn._sources import LearnedStep, Source, source_of
 from jchop.spec import Spec, as_spec
@@ -133,14 +133,14 @@ def sources(layer: Any, kind: Kind, rule: Rule, packed: bool, before: Any) -> tu
     how = rule.scale_from
     if how is None or not kind.keeps_scales:
         return None, None
-    if packed and isinstance(how, History):
+    if packed and isinstance(how, DelayedScaling):
         raise ValueError(f"{rule}: a history of scales is for training, mode='qat'; leave scale_from out to pack")
     layout, stacked = _layout_of(layer, kind, "kernel")
     kernel = _in_use(layer, "kernel")
     stack = kernel.shape[:stacked]
     left = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
     right = _kept(before, "right", rule.weight, how)
-    if right is None and isinstance(how, Learned) and rule.weight is not None:
+    if right is None and isinstance(how, LSQ) and rule.weight is not None:
         right = LearnedStep(how, stack, layout, fitted(kernel, layout, stacked, rule.weight))
     return left, right or source_of(how, "weight", rule.weight, stack)
 

@@ -16,7 +16,7 @@ from jchop.nn._equip import pack
 from jchop.nn._layout import Layout, check_axes
 from jchop.nn._linen_kinds import KINDS, Kind
 from jchop.nn._rule import FIELDS, Rule, StreamOffset, left_alone, rule_of
-from jchop.nn._scale_from import Learned
+from jchop.nn._scale_from import LSQ
 from jchop.spec import Spec
 from jchop.storage import QArray
 
@@ -83,7 +83,7 @@ class Found:
     @property
     def needs_run(self) -> bool:
         """Whether what its rule keeps begins with a call: from its input, or as long as that."""
-        learned = isinstance(self.rule.scale_from, Learned) and self.rule.activation is not None
+        learned = isinstance(self.rule.scale_from, LSQ) and self.rule.activation is not None
         caches = self.kind.caches and self.rule.cache is not None and self.layer.decode
         return (learned and self.kind.keeps_scales) or caches
 

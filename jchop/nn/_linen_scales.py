@@ -14,7 +14,7 @@ from jchop.nn._contraction import Roundings
 from jchop.nn._equip import fitted
 from jchop.nn._layout import Layout
 from jchop.nn._linen_layers import Found, Path
-from jchop.nn._scale_from import History, Learned, MovingAverage, ScaleFrom
+from jchop.nn._scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
 from jchop.nn._sources import moved, remembered, round_stepwise, span_of, step_of
 from jchop.nn._static import round_within
 from jchop.spec import Spec
@@ -68,7 +68,7 @@ def _rounded(
     layer: Any, source: ScaleFrom, role: str, spec: Spec, layout: Layout | None, x: Array, key: Array | None,
     starting: bool,
 ) -> Array:  # fmt: skip
-    if isinstance(source, Learned):
+    if isinstance(source, LSQ):
         name = scale_name(role)
         if starting and role == "activation":
             if not layer.has_variable("params", name):
@@ -81,7 +81,7 @@ def _rounded(
         name = f"{role}_range"
         span = after = moved(source, _held(layer, STATE, name, (2,)), x, fixed)
     else:
-        assert isinstance(source, History)
+        assert isinstance(source, DelayedScaling)
         name = f"{role}_history"
         span, after = remembered(source, _held(layer, STATE, name, (source.length,)), x)
     if not fixed:
@@ -115,7 +115,7 @@ def _begin(found: Found, kernel: Array) -> Iterator[tuple[str, str, Array]]:
             continue
         if isinstance(source, MovingAverage):
             yield STATE, f"{role}_range", jnp.full((*shape, 2), jnp.nan)
-        elif isinstance(source, History):
+        elif isinstance(source, DelayedScaling):
             yield STATE, f"{role}_history", jnp.zeros((*shape, source.length))
         elif role == "weight":
             assert layout is not None

@@ -9,7 +9,7 @@ from typing import Any
 from jchop._checks import check_choice
 from jchop.accumulation import MatmulSpec
 from jchop.nn._rule import Rule
-from jchop.nn._scale_from import History
+from jchop.nn._scale_from import DelayedScaling
 
 __all__ = ["RECIPES", "recipe"]
 
@@ -32,7 +32,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "float8_rowwise": _all(_ROW),
         "float8_rowwise_with_gw_hp": _all(_ROW, weight_gradient="binary32"),
         # NVIDIA's Transformer Engine: tensors, under the scales of the last 1024 steps; gradients under their own.
-        "float8_delayed": _all("float8_e4m3fn(group=tensor)", "float8_e5m2(group=tensor)", scale_from=History()),
+        "float8_delayed": _all("float8_e4m3fn(group=tensor)", "float8_e5m2(group=tensor)", scale_from=DelayedScaling()),
         # OCP Microscaling: blocks of 32 along the sum of each of the three products, scales rounded up.
         "mxfp8": _all(_MX),
         # NVIDIA, arXiv 2509.25149: two-level scales, weights in tiles, gradients rounded stochastically.
@@ -71,8 +71,8 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
 
     Args:
         name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with
-            scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `History`; longer or
-            shorter by ``scale_from=``), ``"mxfp8"``, ``"nvfp4"`` (weights in tiles of 16 x 16, gradients
+            scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `DelayedScaling`;
+            longer or shorter by ``scale_from=``), ``"mxfp8"``, ``"nvfp4"`` (weights in tiles of 16 x 16, gradients
             stochastic), ``"int8"``, ``"ibm_fp8"`` (Wang et al., NeurIPS 2018: sums in e6m9 in chunks of 64),
             ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"`` (Wu et al., ICLR 2018: 2-8-8-8 bits of
             weights, activations, gradients, errors).

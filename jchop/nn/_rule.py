@@ -30,7 +30,7 @@ class Rule:
 
     The axes of a scaled format are those of an operand laid out for its product: the contracted axes come last, joined
     into one. So ``"mxfp8_e4m3"`` has blocks along the sum in every product, forward and backward; ``"int8(group=all)"``
-    has a scale for each output channel of a weight and for each row (token) of an activation; ``"int8(group=tensor)"``
+    has a scale for each output channel of a weight and for each row (token) of an activation; ``"int8"``
     has one for the whole tensor. Arrays that enter no product (embeddings, biases, outputs, scales of norms) keep their
     own axes.
 
@@ -54,8 +54,8 @@ class Rule:
             one with scales for each token and head, such as ``"int8(group=all)"``.
         matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products forward and
             backward, in convolutions only forward.
-        scale_from: the source of the scales of the kernel and of the layer's input: `MovingAverage`, `History` or
-            `Learned`, in Linear, LinearGeneral, Einsum and Conv; it has no effect on other layers and operands. Under
+        scale_from: the source of the scales of the kernel and of the layer's input: `MovingAverage`, `DelayedScaling` or
+            `LSQ`, in Linear, LinearGeneral, Einsum and Conv; it has no effect on other layers and operands. Under
             such scales an operand is rounded once, for all three products. Default None: from each array itself.
         stochastic_stream: the stream of `flax.nnx.Rngs` for stochastic roundings. Default ``"rounding"``.
 

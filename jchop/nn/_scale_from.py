@@ -10,7 +10,7 @@ from jchop._checks import check_bool, check_choice, check_int
 from jchop.formats import FloatFormat, ScaledFormat
 from jchop.spec import Gradient, Spec
 
-__all__ = ["History", "Learned", "MovingAverage", "ScaleFrom", "check_scale_from", "is_tensor_scaled"]
+__all__ = ["LSQ", "DelayedScaling", "MovingAverage", "ScaleFrom", "check_scale_from", "is_tensor_scaled"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MovingAverage:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="int8(group=tensor)", scale_from=jc.nn.MovingAverage(0.5))
+        >>> rule = jc.nn.Rule(activation="int8", scale_from=jc.nn.MovingAverage(0.5))
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> for x in (jnp.array([[1.0, -1.0]]), jnp.array([[3.0, -1.0]])):
         ...     _ = layer(x)
@@ -46,7 +46,7 @@ class MovingAverage:
 
 
 @dataclass(frozen=True)
-class History:
+class DelayedScaling:
     """Scales from the largest magnitudes of earlier steps (delayed scaling): ordinary state of the model.
 
     An activation or a weight is rounded under the scale that its history asks for, and then its own largest magnitude
@@ -64,7 +64,7 @@ class History:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="float8_e4m3fn(group=tensor)", scale_from=jc.nn.History(3))
+        >>> rule = jc.nn.Rule(activation="float8_e4m3fn(group=tensor)", scale_from=jc.nn.DelayedScaling(3))
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> for x in (jnp.array([[1.0, -4.0]]), jnp.array([[2.0, 0.5]])):
         ...     _ = layer(x)
@@ -82,7 +82,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Learned:
+class LSQ:
     """Scales that are parameters, trained along with the rest (LSQ).
 
     A weight's scales start as the format's rule gives them; an activation's, one for the whole array, as `calibrate`
@@ -99,7 +99,7 @@ class Learned:
     Example:
         >>> import jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.Learned())
+        >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.LSQ())
         >>> layer = jc.nn.Linear(8, 3, rule=rule, rngs=nnx.Rngs(0))
         >>> layer.dot_general.right.scale[...].shape
         (3, 2)
@@ -112,7 +112,7 @@ class Learned:
         check_bool("factor", self.factor)
 
 
-ScaleFrom = MovingAverage | History | Learned
+ScaleFrom = MovingAverage | DelayedScaling | LSQ
 
 
 def is_tensor_scaled(spec: Spec | None) -> bool:
@@ -128,7 +128,7 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
         TypeError, ValueError: that says why.
     """
     if not isinstance(source, ScaleFrom):
-        raise TypeError(f"scale_from={source!r} must be a jchop.nn.MovingAverage, History or Learned")
+        raise TypeError(f"scale_from={source!r} must be a jchop.nn.MovingAverage, DelayedScaling or LSQ")
     given = {name: spec for name in source.fields if (spec := specs[name]) is not None}
     if not given:
         raise ValueError(f"scale_from={source!r} says nothing without {' or '.join(source.fields)}")
@@ -146,15 +146,15 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
 def _wrong(source: ScaleFrom, name: str, spec: Spec) -> str | None:
     if spec.gradient != Gradient():
         return "have no gradient of its own: it passes straight through"
-    if isinstance(source, Learned) and name == "weight":
+    if isinstance(source, LSQ) and name == "weight":
         fmt = spec.scaled
         numbers = fmt is not None and isinstance(fmt.scale, FloatFormat) and fmt.scale.bits >= 16
         if fmt is None or not numbers or len(fmt.scale_parts) != 1 or fmt.zero_point:
             return "be a scaled format with one scale for a group, kept in 16 bits or more, and no zero point"
         return None
     if not is_tensor_scaled(spec):
-        return "have one scale for the whole array, as 'int8(group=tensor)'"
+        return "have one scale for the whole array, as 'int8'"
     assert spec.scaled is not None
-    if isinstance(source, History | Learned) and spec.scaled.zero_point:
+    if isinstance(source, DelayedScaling | LSQ) and spec.scaled.zero_point:
         return "have no zero point: there is one number for both signs"
     return None

@@ -13,7 +13,7 @@ from jax import lax
 
 from jchop.nn._layout import Layout, with_nan
 from jchop.nn._learned import round_learned
-from jchop.nn._scale_from import History, Learned, MovingAverage, ScaleFrom
+from jchop.nn._scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
 from jchop.nn._static import ActivationRange, round_within
 from jchop.spec import Spec
 from jchop.storage import fit_scale
@@ -59,7 +59,7 @@ class LearnedScale(nnx.Param):
     Example:
         >>> import jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.Learned())
+        >>> rule = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.LSQ())
         >>> layer = jc.nn.Linear(4, 3, rule=rule, rngs=nnx.Rngs(0))
         >>> [path for path, _ in nnx.to_flat_state(nnx.state(layer, jc.nn.LearnedScale))]
         [('dot_general', 'right', 'scale')]
@@ -118,7 +118,7 @@ class MovingRange(_Following):
 class PastMagnitudes(_Following):
     """The largest magnitudes of earlier steps."""
 
-    def __init__(self, how: History, stack: tuple[int, ...]) -> None:
+    def __init__(self, how: DelayedScaling, stack: tuple[int, ...]) -> None:
         super().__init__()
         self.how = how
         self.history = AmaxHistory(jnp.zeros((*stack, how.length)))
@@ -144,7 +144,7 @@ class LearnedStep(Source):
     """
 
     def __init__(
-        self, how: Learned, stack: tuple[int, ...], layout: Layout | None = None, scale: Array | None = None
+        self, how: LSQ, stack: tuple[int, ...], layout: Layout | None = None, scale: Array | None = None
     ) -> None:
         self.how, self.layout = how, layout
         self.scale: LearnedScale | None = nnx.data(None if scale is None else LearnedScale(scale))
@@ -165,7 +165,7 @@ class LearnedStep(Source):
 
 
 _MODULES: Mapping[type, Callable[[Any, tuple[int, ...]], Source]] = MappingProxyType(
-    {MovingAverage: MovingRange, History: PastMagnitudes, Learned: LearnedStep}
+    {MovingAverage: MovingRange, DelayedScaling: PastMagnitudes, LSQ: LearnedStep}
 )
 
 
@@ -184,7 +184,7 @@ def moved(how: MovingAverage, known: Array, x: Array, fixed: bool) -> Array:
     return jnp.where(jnp.isnan(known), found, span)
 
 
-def remembered(how: History, history: Array, x: Array) -> tuple[Array, Array]:
+def remembered(how: DelayedScaling, history: Array, x: Array) -> tuple[Array, Array]:
     """The range that `x` is rounded under, and the history with it."""
     now = jnp.max(jnp.abs(_numbers(x)))
     past = history[0] if how.take == "last" else history.max()
@@ -192,7 +192,7 @@ def remembered(how: History, history: Array, x: Array) -> tuple[Array, Array]:
     return jnp.stack([-most, most]), jnp.concatenate([now[None], history[:-1]])
 
 
-def round_stepwise(how: Learned, layout: Layout | None, x: Array, spec: Spec, scale: Array, key: Array | None) -> Array:
+def round_stepwise(how: LSQ, layout: Layout | None, x: Array, spec: Spec, scale: Array, key: Array | None) -> Array:
     """`x` rounded under a learned scale: of a kernel in its layout, or (None) of an activation, which has one scale."""
     if layout is None:
         laid, scale = x, scale.reshape((1,) * x.ndim)

@@ -26,7 +26,7 @@ class ActivationRange(nnx.Variable):
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="int8(group=tensor)")
+        >>> rule = jc.nn.Rule(activation="int8")
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> static = jc.nn.calibrate(layer, [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 0.5]])])
         >>> static.dot_general.range[...].tolist()

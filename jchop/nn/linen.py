@@ -21,7 +21,7 @@ from jchop.nn._linen_report import report_of
 from jchop.nn._linen_scales import begun, scale_name
 from jchop.nn._report import ModelReport
 from jchop.nn._rule import Rule, as_rules, is_stochastic
-from jchop.nn._scale_from import History
+from jchop.nn._scale_from import DelayedScaling
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
 from jchop.storage._layout import from_end
@@ -125,11 +125,11 @@ class Quantized:
 
         Existing variables are kept. For each layer whose rule has `scale_from` there are:
 
-        * ``"params"``: with `Learned` ``weight_scale``, by the format's rule for the kernel, and ``activation_scale``,
+        * ``"params"``: with `LSQ` ``weight_scale``, by the format's rule for the kernel, and ``activation_scale``,
           from the range of the layer's input in this call, in which such inputs are not rounded, like `calibrate` with
           one batch;
         * ``"scale_stats"``: with `MovingAverage` ``activation_range``, NaN until the first call that updates it; with
-          `History` ``activation_history`` and ``weight_history``, zeros.
+          `DelayedScaling` ``activation_history`` and ``weight_history``, zeros.
 
         Args:
             variables: as those of the module, not packed. Where they have no ``"cache"``, and layers that decode have
@@ -145,7 +145,7 @@ class Quantized:
             >>> import jax, jax.numpy as jnp, jchop as jc
             >>> from flax import linen
             >>> trained = linen.Dense(3).init(jax.random.key(0), jnp.ones((1, 8)))
-            >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.Learned())
+            >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.LSQ())
             >>> variables = jc.nn.linen.quantize(linen.Dense(3), rule).start(trained, jnp.ones((1, 8)))
             >>> {name: value.shape for name, value in sorted(variables["params"].items())}
             {'bias': (3,), 'kernel': (8, 3), 'weight_scale': (3, 2)}
@@ -167,9 +167,9 @@ class Quantized:
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """The result of the rounded module, with the arguments of Linen's `apply`.
 
-        A call with ``mutable=["scale_stats"]`` updates ranges and histories (`MovingAverage`, `History`) and returns
-        them, like training mode in NNX; a call without it does not change them, like evaluation mode. A packed cache
-        takes the new token with ``mutable=["cache"]``.
+        A call with ``mutable=["scale_stats"]`` updates ranges and histories (`MovingAverage`, `DelayedScaling`) and
+        returns them, like training mode in NNX; a call without it does not change them, like evaluation mode. A packed
+        cache takes the new token with ``mutable=["cache"]``.
 
         Args:
             variables: as those of the module, or packed, with what the rules keep.
@@ -197,12 +197,12 @@ class Quantized:
             kwargs: as of `apply`.
 
         Raises:
-            ValueError, NotImplementedError: as `apply`; and for a rule with a `History`, which is for training.
+            ValueError, NotImplementedError: as `apply`; and for a rule with a `DelayedScaling`, which is for training.
         """
         layers = layers_of(self.module, self.rules, _unpacked(variables), args, rngs, kwargs)
         keys, leaves = _Keys(rngs), dict(params_of(variables))
         for path, found in layers.items():
-            if isinstance(found.rule.scale_from, History) and found.kind.keeps_scales:
+            if isinstance(found.rule.scale_from, DelayedScaling) and found.kind.keeps_scales:
                 raise ValueError(f"{found.rule}: a history of scales is for training; leave scale_from out to pack")
             for name, role in found.kind.parameters.items():
                 spec, value = found.spec(name), leaves.get((*path, name))

@@ -10,16 +10,16 @@ require_extra("jchop.optim", "optax", ("optax",))
 
 from jchop.optim._average import AverageState, average_params, averaged_params  # noqa: E402
 from jchop.optim._compensation import CompensationState, ErrorFeedbackState, compensate, error_feedback  # noqa: E402
-from jchop.optim._faults import (  # noqa: E402
+from jchop.optim._low_precision import LowPrecisionState, low_precision  # noqa: E402
+from jchop.optim._named import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
+from jchop.optim._nonfinite import (  # noqa: E402
     LossScaleState,
     SkipState,
     dynamic_loss_scale,
     loss_scale,
     scale_gradients,
-    skip_faulty,
+    skip_nonfinite,
 )
-from jchop.optim._low_precision import LowPrecisionState, low_precision  # noqa: E402
-from jchop.optim._named import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
 from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
 from jchop.optim._quantized_params import apply_updates  # noqa: E402
 from jchop.optim._rounding import RoundState, round_gradients, round_params, round_updates  # noqa: E402
@@ -57,7 +57,7 @@ __all__ = [
     "round_updates",
     "scale_gradients",
     "sgd8bit",
-    "skip_faulty",
+    "skip_nonfinite",
     "state_report",
     "state_shardings",
 ]

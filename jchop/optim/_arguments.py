@@ -90,15 +90,15 @@ def check_dtype(name: str, value: Any) -> Any:
     return dtype
 
 
-def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """`tx`, taking extra arguments.
+def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """`inner`, taking extra arguments.
 
     Raises:
         TypeError: for what is no Optax transformation.
     """
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise TypeError(f"tx={tx!r} must be an Optax transformation, such as optax.sgd(0.1)")
-    return optax.with_extra_args_support(tx)
+    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
+        raise TypeError(f"inner={inner!r} must be an Optax transformation, such as optax.sgd(0.1)")
+    return optax.with_extra_args_support(inner)
 
 
 def is_traced(value: Any) -> bool:

@@ -31,13 +31,13 @@ _Spec = Spec | ElementFormat | ScaledFormat | str
 class LowPrecisionState(NamedTuple):
     """State of `low_precision`: that of the wrapped transformation, the accumulator or None, and the key or None."""
 
-    inner: Any
+    inner_state: Any
     accumulator: Any
     key: Array | None
 
 
 def low_precision(
-    tx: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     *,
     weight: _Spec | None = None,
     gradient: _Spec | None = None,
@@ -46,19 +46,19 @@ def low_precision(
     gradient_scale: Any = 1.0,
     key: Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` with everything it reads and leaves rounded, in the order of QPyTorch's OptimLP.
+    """`inner` with everything it reads and leaves rounded, in the order of QPyTorch's OptimLP.
 
-    A step takes g = Qg(gradient_scale * gradient), lets `tx` make an update u of g at the accumulator a (the parameter
-    p where there is none), and sets a = Qa(a + u), p = Qw(a), and every moment m = Qm(m), after its use. Each sum is
-    rounded once, from its exact value; the arithmetic within `tx` is that of its dtypes.
+    A step takes g = Qg(gradient_scale * gradient), lets `inner` make an update u of g at the accumulator a (the
+    parameter p where there is none), and sets a = Qa(a + u), p = Qw(a), and every moment m = Qm(m), after its use. Each
+    sum is rounded once, from its exact value; the arithmetic within `inner` is that of its dtypes.
 
     It ends a chain: the updates that it gives are those that `optax.apply_updates` lands with, as of `round_params`.
 
     Args:
-        tx: any Optax transformation: SGD, Adam, AdamW, RMSProp, Adagrad, Adadelta ...
+        inner: any Optax transformation: SGD, Adam, AdamW, RMSProp, Adagrad, Adadelta ...
         weight: Qw, what parameters are rounded to. Default None, here and below: not rounded.
         gradient: Qg.
-        momentum: Qm, for every array of the state of `tx` that mirrors a parameter.
+        momentum: Qm, for every array of the state of `inner` that mirrors a parameter.
         accumulator: Qa. Where it is given, a copy of the parameters in float32 at least is kept, rounded to it, and
             updated in place of the parameters.
         gradient_scale: what gradients are multiplied by first, a finite number above 0: 1 / s for a loss multiplied by
@@ -89,12 +89,12 @@ def low_precision(
     parsed = {name: None if spec is None else as_spec(spec, name, scaled=True) for name, spec in specs.items()}
     start = next((found for spec in parsed.values() if (found := first_key(spec, key)) is not None), None)
     check_number("gradient_scale", gradient_scale, ABOVE_ZERO)
-    tx = as_transformation(tx)
+    inner = as_transformation(inner)
     to_gradient, to_accumulator, to_weight, to_momentum = parsed.values()
 
     def init(params: Any) -> LowPrecisionState:
         held = None if to_accumulator is None else jax.tree.map(_wide, params)
-        return LowPrecisionState(tx.init(params), held, start)
+        return LowPrecisionState(inner.init(params), held, start)
 
     def rounded_gradient(key: Array | None, g: Any) -> Array:
         scaled = (g * gradient_scale).astype(g.dtype)
@@ -114,13 +114,13 @@ def low_precision(
         _, keys = split_key(state.key, 4)
         _, gradients = map_drawing(rounded_gradient, keys[0], updates)
         base = params if state.accumulator is None else state.accumulator
-        made, inner = tx.update(gradients, state.inner, base, **extra)
+        made, inner_state = inner.update(gradients, state.inner_state, base, **extra)
         _, pairs = map_drawing(moved, keys[1], base, made, params)
         held, targets = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
         if to_momentum is not None:
-            inner = _rounded_moments(tx, keys[2], inner, params, to_momentum)
+            inner_state = _rounded_moments(inner, keys[2], inner_state, params, to_momentum)
         kept = None if state.accumulator is None else held
-        return jax.tree.map(landing, params, targets), LowPrecisionState(inner, kept, keys[3])
+        return jax.tree.map(landing, params, targets), LowPrecisionState(inner_state, kept, keys[3])
 
     return transformation(init, update)
 
@@ -134,10 +134,10 @@ def _stored(key: Array | None, held: Array, p: Any, spec: Spec) -> Array:
     return sum_rounded_like(key, jnp.zeros_like(p), held, spec)
 
 
-def _rounded_moments(tx: Any, key: Array | None, state: Any, params: Any, spec: Spec) -> Any:
-    """The state of `tx` with every float array that mirrors a parameter rounded."""
+def _rounded_moments(inner: Any, key: Array | None, state: Any, params: Any, spec: Spec) -> Any:
+    """The state of `inner` with every float array that mirrors a parameter rounded."""
     marked = optax.tree_map_params(
-        tx, lambda leaf: _Moment(leaf), state, is_leaf=None, transform_non_params=lambda leaf: leaf
+        inner, lambda leaf: _Moment(leaf), state, is_leaf=None, transform_non_params=lambda leaf: leaf
     )
     _, rounded = map_drawing(
         lambda key, leaf: leaf if not isinstance(leaf, _Moment) else _round_moment(key, leaf.value, spec),

@@ -22,7 +22,7 @@ def _moments(first: Any, second: Any) -> dict[str, Any]:
 
 
 def _check(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any = 0.0, **roots: Any) -> None:
-    """Refuses numbers that no training means; left to themselves, each of their steps would be left out as faulty."""
+    """Refuses numbers that no training means; else each step would be left out, because it is not finite."""
     check_number("learning_rate", learning_rate, FROM_ZERO, schedule=True)
     check_number("b1", b1, BELOW_ONE)
     check_number("b2", b2, BELOW_ONE)
@@ -51,15 +51,15 @@ def adamw8bit(
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
-    weight_decay: Any = 1e-2,
-    *,
-    min_size: int | None = None,
-    faulty: str = "skip",
-    pieces: int | None = None,
     eps_root: Any = 0.0,
     mu_dtype: Any = None,
+    weight_decay: Any = 1e-4,
     mask: Any = None,
+    *,
     nesterov: bool = False,
+    min_size: int | None = None,
+    nonfinite: str = "skip",
+    chunks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 8 bits: dynamic maps, signed and unsigned, in groups of 256.
 
@@ -70,15 +70,15 @@ def adamw8bit(
         b1: decay of the first moment. Default 0.9.
         b2: decay of the second moment. Default 0.999.
         eps: added to the root of the second moment. Default 1e-8.
-        weight_decay: of AdamW. Default 1e-2, as PyTorch has it (Optax: 1e-4).
-        min_size: as in `quantize_state`.
-        faulty: as in `quantize_state`.
-        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         eps_root: added within the root. Default 0.
         mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
-        mask: a pytree of booleans, or a function of the parameters that gives one: what `weight_decay` is for. Default
-            (None): all parameters.
+        weight_decay: of AdamW. Default 1e-4.
+        mask: the parameters that `weight_decay` is for: a pytree of booleans, or a function of the parameters that
+            gives one. Default (None): all of them.
         nesterov: whether with Nesterov's momentum. Default False.
+        min_size: as in `quantize_state`.
+        nonfinite: as in `quantize_state`.
+        chunks: as in `quantize_state`; a mask must not depend on the lengths of axes.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
@@ -92,11 +92,11 @@ def adamw8bit(
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> state = jc.optim.adamw8bit(1e-3).init({"w": jnp.zeros((64, 256))})
-        >>> state.inner[0].mu["w"].nbytes / (64 * 256)
+        >>> state.inner_state[0].mu["w"].nbytes / (64 * 256)
         1.015625
     """
     tx = _adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
-    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty, pieces=pieces)
+    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, nonfinite=nonfinite, chunks=chunks)
 
 
 def adamw4bit(
@@ -104,15 +104,15 @@ def adamw4bit(
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
-    weight_decay: Any = 1e-2,
-    *,
-    min_size: int | None = None,
-    faulty: str = "skip",
-    pieces: int | None = None,
     eps_root: Any = 0.0,
     mu_dtype: Any = None,
+    weight_decay: Any = 1e-4,
     mask: Any = None,
+    *,
     nesterov: bool = False,
+    min_size: int | None = None,
+    nonfinite: str = "skip",
+    chunks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 4 bits, in groups of 64: a signed dynamic map, and 1/16 to 1, which has no zero.
 
@@ -124,15 +124,15 @@ def adamw4bit(
         b1: decay of the first moment. Default 0.9.
         b2: decay of the second moment. Default 0.999.
         eps: added to the root of the second moment. Default 1e-8.
-        weight_decay: of AdamW. Default 1e-2.
-        min_size: as in `quantize_state`.
-        faulty: as in `quantize_state`.
-        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         eps_root: added within the root. Default 0.
         mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
-        mask: a pytree of booleans, or a function of the parameters that gives one: what `weight_decay` is for. Default
-            (None): all parameters.
+        weight_decay: of AdamW. Default 1e-4.
+        mask: the parameters that `weight_decay` is for: a pytree of booleans, or a function of the parameters that
+            gives one. Default (None): all of them.
         nesterov: whether with Nesterov's momentum. Default False.
+        min_size: as in `quantize_state`.
+        nonfinite: as in `quantize_state`.
+        chunks: as in `quantize_state`; a mask must not depend on the lengths of axes.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
@@ -146,12 +146,16 @@ def adamw4bit(
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> state = jc.optim.adamw4bit(1e-3).init({"w": jnp.zeros((64, 256))})
-        >>> state.inner[0].nu["w"].nbytes / (64 * 256)
+        >>> state.inner_state[0].nu["w"].nbytes / (64 * 256)
         0.53125
     """
     tx = _adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
     return quantize_state(
-        tx, _moments(dynamic4(group=64, scale="bfloat16"), _LINEAR4), min_size=min_size, faulty=faulty, pieces=pieces
+        tx,
+        _moments(dynamic4(group=64, scale="bfloat16"), _LINEAR4),
+        min_size=min_size,
+        nonfinite=nonfinite,
+        chunks=chunks,
     )
 
 
@@ -160,15 +164,15 @@ def adamw_fp8(
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
-    weight_decay: Any = 1e-2,
-    *,
-    min_size: int | None = None,
-    faulty: str = "skip",
-    pieces: int | None = None,
     eps_root: Any = 0.0,
     mu_dtype: Any = None,
+    weight_decay: Any = 1e-4,
     mask: Any = None,
+    *,
     nesterov: bool = False,
+    min_size: int | None = None,
+    nonfinite: str = "skip",
+    chunks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in float8_e4m3fn, in groups of 256 under a binary32 scale.
 
@@ -179,15 +183,15 @@ def adamw_fp8(
         b1: decay of the first moment. Default 0.9.
         b2: decay of the second moment. Default 0.999.
         eps: added to the root of the second moment. Default 1e-8.
-        weight_decay: of AdamW. Default 1e-2.
-        min_size: as in `quantize_state`.
-        faulty: as in `quantize_state`.
-        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         eps_root: added within the root. Default 0.
         mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
-        mask: a pytree of booleans, or a function of the parameters that gives one: what `weight_decay` is for. Default
-            (None): all parameters.
+        weight_decay: of AdamW. Default 1e-4.
+        mask: the parameters that `weight_decay` is for: a pytree of booleans, or a function of the parameters that
+            gives one. Default (None): all of them.
         nesterov: whether with Nesterov's momentum. Default False.
+        min_size: as in `quantize_state`.
+        nonfinite: as in `quantize_state`.
+        chunks: as in `quantize_state`; a mask must not depend on the lengths of axes.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
@@ -198,12 +202,12 @@ def adamw_fp8(
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> state = jc.optim.adamw_fp8(1e-3).init({"w": jnp.zeros((64, 256))})
-        >>> state.inner[0].nu["w"].qvalue.dtype
+        >>> state.inner_state[0].nu["w"].qvalue.dtype
         dtype(float8_e4m3fn)
     """
     tx = _adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
     groups = parse_format("float8_e4m3fn(group=256)")
-    return quantize_state(tx, _moments(groups, groups), min_size=min_size, faulty=faulty, pieces=pieces)
+    return quantize_state(tx, _moments(groups, groups), min_size=min_size, nonfinite=nonfinite, chunks=chunks)
 
 
 def adam8bit(
@@ -211,13 +215,13 @@ def adam8bit(
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
-    *,
-    min_size: int | None = None,
-    faulty: str = "skip",
-    pieces: int | None = None,
     eps_root: Any = 0.0,
     mu_dtype: Any = None,
+    *,
     nesterov: bool = False,
+    min_size: int | None = None,
+    nonfinite: str = "skip",
+    chunks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with both moments in 8 bits, as `adamw8bit` without weight decay.
 
@@ -226,12 +230,12 @@ def adam8bit(
         b1: decay of the first moment. Default 0.9.
         b2: decay of the second moment. Default 0.999.
         eps: added to the root of the second moment. Default 1e-8.
-        min_size: as in `quantize_state`.
-        faulty: as in `quantize_state`.
-        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         eps_root: added within the root. Default 0.
         mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
         nesterov: whether with Nesterov's momentum. Default False.
+        min_size: as in `quantize_state`.
+        nonfinite: as in `quantize_state`.
+        chunks: as in `quantize_state`; a mask must not depend on the lengths of axes.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
@@ -246,20 +250,20 @@ def adam8bit(
     """
     _check(learning_rate, b1, b2, eps=eps, eps_root=eps_root)
     tx = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
-    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, faulty=faulty, pieces=pieces)
+    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, nonfinite=nonfinite, chunks=chunks)
 
 
 def lion8bit(
     learning_rate: Any,
     b1: Any = 0.9,
     b2: Any = 0.99,
+    mu_dtype: Any = None,
     weight_decay: Any = 1e-3,
+    mask: Any = None,
     *,
     min_size: int | None = None,
-    faulty: str = "skip",
-    pieces: int | None = None,
-    mu_dtype: Any = None,
-    mask: Any = None,
+    nonfinite: str = "skip",
+    chunks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion with its moment in 8 bits: the signed dynamic map in groups of 256.
 
@@ -267,13 +271,13 @@ def lion8bit(
         learning_rate: a number or a schedule.
         b1: weight of the moment in the update. Default 0.9.
         b2: decay of the moment. Default 0.99.
-        weight_decay: as in `optax.lion`. Default 1e-3.
-        min_size: as in `quantize_state`.
-        faulty: as in `quantize_state`.
-        pieces: as in `quantize_state`; a mask must not depend on the lengths of axes.
         mu_dtype: of the moment while it is unpacked. Default (None): that of the parameter.
-        mask: a pytree of booleans, or a function of the parameters that gives one: what `weight_decay` is for. Default
-            (None): all parameters.
+        weight_decay: as in `optax.lion`. Default 1e-3.
+        mask: the parameters that `weight_decay` is for: a pytree of booleans, or a function of the parameters that
+            gives one. Default (None): all of them.
+        min_size: as in `quantize_state`.
+        nonfinite: as in `quantize_state`.
+        chunks: as in `quantize_state`; a mask must not depend on the lengths of axes.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
@@ -291,27 +295,29 @@ def lion8bit(
     """
     _check(learning_rate, b1, b2, weight_decay)
     tx = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
-    return quantize_state(tx, {_FIRST: dynamic8}, min_size=min_size, faulty=faulty, pieces=pieces)
+    return quantize_state(tx, {_FIRST: dynamic8}, min_size=min_size, nonfinite=nonfinite, chunks=chunks)
 
 
 def sgd8bit(
     learning_rate: Any,
     momentum: Any = 0.9,
-    *,
     nesterov: bool = False,
+    accumulator_dtype: Any = None,
+    *,
     min_size: int | None = None,
-    faulty: str = "skip",
-    pieces: int | None = None,
+    nonfinite: str = "skip",
+    chunks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent with its momentum in 8 bits: the signed dynamic map in groups of 256.
 
     Args:
         learning_rate: a number or a schedule.
         momentum: decay of the trace of gradients. Default 0.9.
-        nesterov: Nesterov's momentum. Default False.
+        nesterov: whether with Nesterov's momentum. Default False.
+        accumulator_dtype: of the trace while it is unpacked. Default (None): that of the parameter.
         min_size: as in `quantize_state`.
-        faulty: as in `quantize_state`.
-        pieces: as in `quantize_state`.
+        nonfinite: as in `quantize_state`.
+        chunks: as in `quantize_state`.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
@@ -326,5 +332,5 @@ def sgd8bit(
     """
     check_number("learning_rate", learning_rate, FROM_ZERO, schedule=True)
     check_number("momentum", momentum, BELOW_ONE)
-    tx = optax.sgd(learning_rate, momentum, nesterov)
-    return quantize_state(tx, {_TRACE: dynamic8}, min_size=min_size, faulty=faulty, pieces=pieces)
+    tx = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
+    return quantize_state(tx, {_TRACE: dynamic8}, min_size=min_size, nonfinite=nonfinite, chunks=chunks)

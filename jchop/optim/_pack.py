@@ -191,7 +191,7 @@ class Packing(NamedTuple):
 
 
 class QuantizedState(NamedTuple):
-    """State of `quantize_state`: a tree of plain arrays, so that it goes wherever such trees go; `inner` reads it.
+    """State of `quantize_state`: a tree of plain arrays, so that it goes where such trees go; `inner_state` reads it.
 
     Args:
         skips: an int32 count of the steps left out. Its one name tells the specs and the shapes of the packed arrays,
@@ -214,7 +214,7 @@ class QuantizedState(NamedTuple):
         return next(iter(self.skips.values()))
 
     @property
-    def inner(self) -> Any:
+    def inner_state(self) -> Any:
         """The state of the wrapped transformation, with a `QArray` for each packed array (or a `PackedRows`)."""
         leaves, structure = jax.tree.flatten(self.arrays)
         for (place, spec, size, dtype, shape), scales in zip(self.packing.entries, self.scales, strict=True):
@@ -223,9 +223,9 @@ class QuantizedState(NamedTuple):
         return jax.tree.unflatten(structure, leaves)
 
 
-def bundle(inner: Any, key: Any, skips: Mapping[str, Any]) -> QuantizedState:
-    """The state whose `inner` is a tree with packed leaves."""
-    leaves, structure = jax.tree.flatten(inner, is_leaf=is_packed)
+def bundle(inner_state: Any, key: Any, skips: Mapping[str, Any]) -> QuantizedState:
+    """The state whose `inner_state` is a tree with packed leaves."""
+    leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_packed)
     entries, scales = [], []
     for place, leaf in enumerate(leaves):
         if is_packed(leaf):
@@ -248,9 +248,9 @@ def require_plan(state: QuantizedState, rules: Rules, min_size: int) -> None:
         raise ValueError(
             f"state.skips has the names {', '.join(state.skips)}: it is made of the states of several specs"
         )
-    inner = state.inner
-    leaves, structure = jax.tree_util.tree_flatten_with_path(inner, is_leaf=is_packed)
-    for (path, leaf), planned in zip(leaves, structure.flatten_up_to(plan(inner, rules, min_size)), strict=True):
+    inner_state = state.inner_state
+    leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed)
+    for (path, leaf), planned in zip(leaves, structure.flatten_up_to(plan(inner_state, rules, min_size)), strict=True):
         kept = codes_of(leaf).spec if is_packed(leaf) else None
         wanted = None if planned.spec is None else _as_stored(planned.spec, leaf.shape)
         if kept != wanted:
@@ -269,12 +269,12 @@ def _as_stored(spec: Spec, shape: tuple[int, ...]) -> Spec:
     return replace(spec, format=from_end(spec.scaled, len(row_shape(shape, spec))))
 
 
-def fingerprint(inner: Any) -> str:
+def fingerprint(inner_state: Any) -> str:
     """A name for the specs, the shapes and the dtypes of a tree's packed leaves, in order: a word of each, and a hash.
 
     Paths have no part in it: they change with the versions of other programs.
     """
-    packed = [leaf for leaf in jax.tree.leaves(inner, is_leaf=is_packed) if is_packed(leaf)]
+    packed = [leaf for leaf in jax.tree.leaves(inner_state, is_leaf=is_packed) if is_packed(leaf)]
     facts = [(str(codes_of(x).spec), tuple(x.shape), np.dtype(codes_of(x).dtype).name) for x in packed]
     words = dict.fromkeys(re.sub(r"\W.*", "", text) for text, *_ in facts)
     return "_".join([*words, sha256(repr(facts).encode()).hexdigest()[:12]])
@@ -288,7 +288,7 @@ class StateRow:
     """One array of a state.
 
     Args:
-        path: where it stands, as ``inner.0.mu.kernel``.
+        path: where it stands, as ``inner_state.0.mu.kernel``.
         shape: of the array.
         dtype: of the array.
         spec: what it is packed into, as text; None for one that is kept as it is.
@@ -350,7 +350,7 @@ def state_report(state: Any) -> StateReport:
         >>> state = jc.optim.adamw8bit(1e-3).init({"w": jnp.zeros((64, 256)), "b": jnp.zeros(256)})
         >>> report = jc.optim.state_report(state)
         >>> [row.path for row in report.packed], report.nbytes
-        (['inner.0.mu.w', 'inner.0.nu.w'], 35336)
+        (['inner_state.0.mu.w', 'inner_state.0.nu.w'], 35336)
     """
     seen = jax.tree.map(_seen, state, is_leaf=lambda x: isinstance(x, QuantizedState))
     leaves, _ = jax.tree_util.tree_flatten_with_path(seen, is_leaf=is_packed)
@@ -360,13 +360,13 @@ def state_report(state: Any) -> StateReport:
 class _Seen(NamedTuple):
     """A `QuantizedState` as it is read."""
 
-    inner: Any
+    inner_state: Any
     key: Any
     skipped: Any
 
 
 def _seen(x: Any) -> Any:
-    return _Seen(x.inner, x.key, x.skipped) if isinstance(x, QuantizedState) else x
+    return _Seen(x.inner_state, x.key, x.skipped) if isinstance(x, QuantizedState) else x
 
 
 def _row(path: str, leaf: Any) -> StateRow:

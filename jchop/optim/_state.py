@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jchop._checks import check_choice
 from jchop.optim._arguments import as_transformation, check_size
-from jchop.optim._faults import counted
+from jchop.optim._chunks import Chunks, chunks_of, collect, joined
 from jchop.optim._leaves import (
     all_finite,
     first_key,
@@ -26,6 +26,7 @@ from jchop.optim._leaves import (
     transformation,
     zeros_unless,
 )
+from jchop.optim._nonfinite import counted
 from jchop.optim._pack import (
     PackedRows,
     QuantizedState,
@@ -41,48 +42,47 @@ from jchop.optim._pack import (
     require_plan,
     unpack_tree,
 )
-from jchop.optim._pieces import Pieces, collect, joined, pieces_of
 from jchop.spec import Spec
 
 Array = jax.Array
 
 #: The fewest elements of an array that is packed, unless said otherwise.
 MIN_SIZE = 4096
-_FAULTS = ("skip", "propagate")
+_NONFINITE = ("skip", "propagate")
 
 
 def quantize_state(
-    tx: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     spec: Any,
     key: Array | None = None,
     *,
     min_size: int | None = None,
-    faulty: str = "skip",
-    pieces: int | None = None,
+    nonfinite: str = "skip",
+    chunks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` with its floating-point state held packed, each array as a `QArray`, between steps.
+    """`inner` with its floating-point state held packed, each array as a `QArray`, between steps.
 
-    A step unpacks the state, lets `tx` do its work on plain arrays, and packs what it leaves. What is packed is decided
-    at ``init``, by size and by path; `state_report` lists it. An array whose last axis is too short for the groups of a
-    format has its last axes joined.
+    A step unpacks the state, lets `inner` do its work on plain arrays, and packs what it leaves. What is packed is
+    decided at ``init``, by size and by path; `state_report` lists it. An array whose last axis is too short for the
+    groups of a format has its last axes joined.
 
     Where a format has no zero, zeros are stored as at most 2^-100.
 
     Args:
-        tx: any Optax transformation.
+        inner: any Optax transformation.
         spec: a `Spec`, format or text for every array; or a mapping of regular expressions to such, or to None for
-            arrays that shall stay. A path reads ``0.mu.layer.kernel``: indexes and names from the state of `tx` down,
-            with dots. The first expression that matches the whole path decides; arrays that none matches stay.
+            arrays that shall stay. A path reads ``0.mu.layer.kernel``: indexes and names from the state of `inner`
+            down, with dots. The first expression that matches the whole path decides; arrays that none matches stay.
         key: a typed key, needed by stochastic specs; kept in the state and split each step, each array with its own.
         min_size: arrays of fewer elements stay as they are. Default (None): 4096.
-        faulty: what happens where a gradient, or what `tx` makes of it, is NaN or infinite, which a packed array can
-            seldom say. ``"skip"`` (default): the step is left out, parameters and state stay as they are, and
+        nonfinite: the choice when a gradient, or what `inner` makes of it, is NaN or infinite, which a packed array
+            can seldom say. ``"skip"`` (default): the step is left out, parameters and state stay as they are, and
             ``state.skipped`` counts it. ``"propagate"``: groups that hold such a number become NaN as a whole, as in an
             unpacked state; refused for formats that cannot.
-        pieces: a step is taken in so many pieces, each a part of every array that its first axis can be cut into, with
+        chunks: a step is taken in so many chunks, each a part of every array that its first axis can be cut into, with
             groups left whole; the numbers stay the same. Unpacked moments then take a part of the memory, and on a CPU
-            less time. For a `tx` that treats each number by itself (not one that clips by a norm, or factors a moment),
-            and for arrays that are not split between devices along their first axis. Default (None): 1.
+            less time. For an `inner` that treats each number by itself (not one that clips by a norm, or factors a
+            moment), and for arrays that are not split between devices along their first axis. Default (None): 1.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
@@ -99,38 +99,39 @@ def quantize_state(
         >>> rules = {"0.mu.*": jc.dynamic8, "0.nu.*": "bfloat16"}
         >>> tx = jc.optim.quantize_state(optax.adam(1e-3), rules)
         >>> state = tx.init({"w": jnp.zeros((64, 256)), "b": jnp.zeros(256)})
-        >>> state.inner[0].mu["w"].qvalue.dtype, state.inner[0].nu["w"].qvalue.dtype, state.inner[0].mu["b"].dtype
+        >>> adam = state.inner_state[0]
+        >>> adam.mu["w"].qvalue.dtype, adam.nu["w"].qvalue.dtype, adam.mu["b"].dtype
         (dtype('uint8'), dtype(bfloat16), dtype('float32'))
     """
-    check_choice("faulty", faulty, _FAULTS)
-    count = check_size("pieces", pieces, 1)
+    check_choice("nonfinite", nonfinite, _NONFINITE)
+    count = check_size("chunks", chunks, 1)
     least = check_size("min_size", min_size, MIN_SIZE)
     rules = as_rules(spec)
-    if faulty == "propagate":
+    if nonfinite == "propagate":
         rules = tuple((pattern, None if rule is None else _saying_nan(rule)) for pattern, rule in rules)
     start = first_key(draws(rules), key)
-    tx = as_transformation(tx)
+    inner = as_transformation(inner)
 
     def init(params: Any) -> QuantizedState:
-        inner = tx.init(params)
-        following, packed = map_drawing(pack_as_planned, start, inner, plan(inner, rules, least))
+        inner_state = inner.init(params)
+        following, packed = map_drawing(pack_as_planned, start, inner_state, plan(inner_state, rules, least))
         return bundle(packed, following, {fingerprint(packed): jnp.zeros([], jnp.int32)})
 
     def update(updates: Any, state: QuantizedState, params: Any = None, **extra: Any) -> tuple[Any, QuantizedState]:
         require_plan(state, rules, least)
-        before, structure = jax.tree.flatten(state.inner, is_leaf=is_packed)
+        before, structure = jax.tree.flatten(state.inner_state, is_leaf=is_packed)
         following, keys = split_key(state.key, len(before))
 
-        def advance(updates: Any, inner: Any, params: Any) -> tuple[Any, list[Any]]:
-            made, inner = tx.update(updates, unpack_tree(inner), params, **extra)
-            return made, structure.flatten_up_to(inner)
+        def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, list[Any]]:
+            made, inner_state = inner.update(updates, unpack_tree(inner_state), params, **extra)
+            return made, structure.flatten_up_to(inner_state)
 
-        leaves_out = faulty == "skip"
-        cut = pieces_of(updates, state.inner, count) if count > 1 else None
+        leaves_out = nonfinite == "skip"
+        cut = chunks_of(updates, state.inner_state, count) if count > 1 else None
         if cut is None:
-            made, packed, sound = _step(advance, keys, (updates, state.inner, params), leaves_out)
+            made, packed, sound = _step(advance, keys, (updates, state.inner_state, params), leaves_out)
         else:
-            made, packed, sound = _step_in_pieces(advance, keys, (updates, state.inner, params), leaves_out, cut)
+            made, packed, sound = _step_in_chunks(advance, keys, (updates, state.inner_state, params), leaves_out, cut)
         if not leaves_out:
             return made, bundle(structure.unflatten(packed), following, state.skips)
         kept = structure.unflatten(select(sound, packed, before))
@@ -163,15 +164,15 @@ def _step(
     return made, packed, _is_sound(given[0], made, stays)
 
 
-def _step_in_pieces(
-    advance: _Advance, keys: list[Array | None], given: tuple[Any, Any, Any], skips: bool, cut: Pieces
+def _step_in_chunks(
+    advance: _Advance, keys: list[Array | None], given: tuple[Any, Any, Any], skips: bool, cut: Chunks
 ) -> tuple[Any, list[Any], Array]:
-    """The same, most of it piece by piece."""
+    """The same, most of it chunk by chunk."""
     whole, packed, sound = _step(advance, keys, cut.rest(*given), skips)
     leaves = jax.tree.leaves(given[1], is_leaf=is_packed)
 
     def one(i: Array) -> tuple[Any, Any, Array]:
-        part = cut.piece(*given, i)
+        part = cut.chunk(*given, i)
         # Behind the barrier the compiler does not mix the computation of new moments with what looks at them.
         made, new = jax.lax.optimization_barrier(advance(*part))
         before = jax.tree.leaves(part[1], is_leaf=is_packed)
@@ -223,11 +224,11 @@ def _saying_nan(spec: Spec) -> Spec:
         ValueError: where its format has no way to say NaN.
     """
     if spec.scaled is None and not spec.element.has_nan:
-        raise ValueError(f"faulty='propagate' needs formats with a NaN, not {spec}; use faulty='skip'")
+        raise ValueError(f"nonfinite='propagate' needs formats with a NaN, not {spec}; use nonfinite='skip'")
     try:
         return spec if spec.scaled is None else replace(spec, format=spec.scaled(nan_block=True))
     except ValueError as error:
-        raise ValueError(f"faulty='propagate' does not go with {spec} ({error}); use faulty='skip'") from None
+        raise ValueError(f"nonfinite='propagate' does not go with {spec} ({error}); use nonfinite='skip'") from None
 
 
 # -- where a state lies ------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> tx = jc.optim.adamw8bit(1e-3)
         >>> shardings = jc.optim.state_shardings(tx, params)
         >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
-        >>> state.inner[0].mu["w"].qvalue.sharding.spec[0]
+        >>> state.inner_state[0].mu["w"].qvalue.sharding.spec[0]
         'a'
     """
     known = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
@@ -280,8 +281,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     def of_state(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedState):
             return sharded(path, leaf)
-        inner = jax.tree_util.tree_map_with_path(sharded, leaf.inner, is_leaf=is_packed)
-        return bundle(inner, *jax.tree.map(lambda _: replicated, (leaf.key, leaf.skips)))
+        inner_state = jax.tree_util.tree_map_with_path(sharded, leaf.inner_state, is_leaf=is_packed)
+        return bundle(inner_state, *jax.tree.map(lambda _: replicated, (leaf.key, leaf.skips)))
 
     state = jax.eval_shape(tx.init, params)
     return jax.tree_util.tree_map_with_path(of_state, state, is_leaf=lambda x: isinstance(x, QuantizedState))
@@ -311,19 +312,19 @@ def _fitting(mesh: Any, axes: tuple[Any, ...], shape: tuple[int, ...]) -> NamedS
 
 
 def offload_state(
-    tx: optax.GradientTransformation, memory_kind: str = "pinned_host", *, min_size: int | None = None
+    inner: optax.GradientTransformation, memory_kind: str = "pinned_host", *, min_size: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` with its larger arrays of state in another memory between steps; they come to the device for the step.
+    """`inner` with its larger arrays of state in another memory between steps; they come to the device for the step.
 
     Goes around `quantize_state`, so that packed bytes are what travels.
 
     Args:
-        tx: any Optax transformation.
+        inner: any Optax transformation.
         memory_kind: where the state stays: ``"pinned_host"`` (default), or ``"device"``, which changes nothing.
         min_size: arrays of fewer elements stay on the device. Default (None): 4096.
 
     Returns:
-        An Optax transformation, whose state has the structure of that of `tx`. A backend without that memory refuses
+        An Optax transformation, whose state has the structure of that of `inner`. A backend without that memory refuses
         the transfer, when it is compiled or run.
 
     Raises:
@@ -333,23 +334,23 @@ def offload_state(
         >>> import jax, jax.numpy as jnp, jchop as jc
         >>> tx = jc.optim.offload_state(jc.optim.adamw8bit(1e-3))
         >>> state = jax.jit(tx.init)({"w": jnp.zeros((64, 256))})
-        >>> state.inner[0].mu["w"].qvalue.sharding.memory_kind
+        >>> state.inner_state[0].mu["w"].qvalue.sharding.memory_kind
         'pinned_host'
     """
     check_choice("memory_kind", memory_kind, tuple(_MEMORIES))
     least = check_size("min_size", min_size, MIN_SIZE)
-    tx = as_transformation(tx)
+    inner = as_transformation(inner)
 
     def moved(tree: Any, memory: Any) -> Any:
         large = jax.tree.map(lambda x: math.prod(getattr(x, "shape", ())) >= least, tree)
         return jax.tree.map(lambda x, far: jax.device_put(x, memory) if far else x, tree, large)
 
     def init(params: Any) -> Any:
-        return moved(tx.init(params), _MEMORIES[memory_kind])
+        return moved(inner.init(params), _MEMORIES[memory_kind])
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        made, inner = tx.update(updates, moved(state, _MEMORIES["device"]), params, **extra)
-        return made, moved(inner, _MEMORIES[memory_kind])
+        made, inner_state = inner.update(updates, moved(state, _MEMORIES["device"]), params, **extra)
+        return made, moved(inner_state, _MEMORIES[memory_kind])
 
     return transformation(init, update)
 

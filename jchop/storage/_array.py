@@ -61,7 +61,7 @@ class QArray:
         >>> q.shape, q.qvalue.shape, q.scale.shape, q.nbytes
         ((2, 3), (2, 2), (2, 1), 8)
         >>> q[1]
-        QArray([ 3.,  2., -7.], dtype=float32, spec='int4(group=tensor,scale=bfloat16)')
+        QArray([ 3.,  2., -7.], dtype=float32, spec='int4(scale=bfloat16)')
     """
 
     qvalue: Any

@@ -2,7 +2,7 @@
 
 The layout is that of https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
 endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
-texts), the data. It is read and written directly, so that tensors can be processed in pieces, and with dtypes that
+texts), the data. It is read and written directly, so that tensors can be processed in chunks, and with dtypes that
 plain NumPy lacks.
 """
 
@@ -209,7 +209,7 @@ def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 class TensorWriter:
-    """Writes the header of a safetensors file, then pieces of tensors in any order.
+    """Writes the header of a safetensors file, then chunks of tensors in any order.
 
     Args:
         file: open for writing, at its start, and seekable.
@@ -242,10 +242,10 @@ class TensorWriter:
         self._written = dict.fromkeys(entries, 0)
         file.write(len(header).to_bytes(8, "little") + header)
 
-    def write(self, name: str, piece: np.ndarray) -> None:
+    def write(self, name: str, chunk: np.ndarray) -> None:
         """Writes the next bytes of a tensor, in C order, at their position."""
         entry = self._entries[name]
-        data = np.ascontiguousarray(piece, entry.dtype).reshape(-1).view(np.uint8).data
+        data = np.ascontiguousarray(chunk, entry.dtype).reshape(-1).view(np.uint8).data
         at = self._written[name]
         if at + len(data) > entry.nbytes:
             raise ValueError(f"tensor {name!r} takes {entry.nbytes} bytes, and {at + len(data)} are written")

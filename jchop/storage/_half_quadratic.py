@@ -77,7 +77,7 @@ def fit_half_quadratic(
     fmt = spec.scaled
     if fmt is None or fmt.zero_point != "float":
         raise ValueError(
-            f"spec={str(spec)!r} has zero_point={fmt.zero_point if fmt else False}; the search moves zero points that "
+            f"spec={str(spec)!r} has zero_point={fmt.zero_point if fmt else None}; the search moves zero points that "
             "are numbers: zero_point='float', in text 'uint4(group=64,zero_point=float)'"
         )
     if fmt.scale not in _SCALES:

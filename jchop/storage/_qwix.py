@@ -107,7 +107,7 @@ def from_qwix(q: Any) -> QArray:
     if q.zero_point is not None and q.zero_point.shape != q.scale.shape:
         raise ValueError(f"zero_point has shape {q.zero_point.shape}, and scale {q.scale.shape}; they must be alike")
     element, dtype = _element_of(q.qtype), np.dtype(q.scale.dtype)
-    fmt = ScaledFormat(element, scale=_SCALES[dtype.name], zero_point=q.zero_point is not None)
+    fmt = ScaledFormat(element, scale=_SCALES[dtype.name], zero_point=None if q.zero_point is None else "integer")
     kinds = [_kind(n, count) for n, count in zip(q.shape, q.scale.shape, strict=True)]
     fmt = with_kinds(fmt if WHOLE in kinds else fmt(group=1), kinds)
     with types_for(dtype):

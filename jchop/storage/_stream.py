@@ -1,4 +1,4 @@
-"""Quantizes a safetensors file piece by piece into another one, in bounded memory."""
+"""Quantizes a safetensors file chunk by chunk into another one, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from jchop.formats import (
 )
 from jchop.spec import Spec
 from jchop.storage._array import QArray
+from jchop.storage._chunks import Chunk, Cut, Extremes, chunks, plan_cut
 from jchop.storage._codes import native_dtype
 from jchop.storage._file import Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._layout import from_end
-from jchop.storage._pieces import Cut, Extremes, Piece, pieces, plan_cut
 from jchop.storage._quantize import dequantize, quantize
 from jchop.storage._save import QARRAYS, described_in, description, part_names, parts_of, qarray_metadata
 
@@ -68,7 +68,7 @@ class Report:
         return 10 * math.log10(self.square / self.error) if self.square else -math.inf
 
     def add(self, exact: np.ndarray, stored: np.ndarray) -> None:
-        """Adds the errors of a piece."""
+        """Adds the errors of a chunk."""
         x, y = exact.astype(np.float64).ravel(), stored.astype(np.float64).ravel()
         finite = np.isfinite(x) & np.isfinite(y)
         self.lost += int(np.count_nonzero(np.isfinite(x) & ~np.isfinite(y)))
@@ -205,11 +205,16 @@ def _carrier(entry: Entry, spec: Spec) -> np.dtype:
     return np.dtype(np.float32)
 
 
-# -- piece by piece ----------------------------------------------------------------------------------------------------
+# -- chunk by chunk ----------------------------------------------------------------------------------------------------
 
 
 def _convert(
-    file: TensorFile, job: _Job, writer: TensorWriter, seed: int | None, chunk: int, progress: Callable[[int], None]
+    file: TensorFile,
+    job: _Job,
+    writer: TensorWriter,
+    seed: int | None,
+    chunk_bytes: int,
+    progress: Callable[[int], None],
 ) -> Report:
     """Reads, converts and writes one tensor."""
     entry, spec = job.entry, job.spec
@@ -217,54 +222,54 @@ def _convert(
     to = job.why or str(spec)
     report = Report(job.name, entry.dtype.name, entry.shape, to, entry.nbytes, after, copied=spec is None)
     fmt = None if spec is None or spec.scaled is None else from_end(spec.scaled, len(entry.shape))
-    cut = plan_cut(entry.shape, entry.dtype.itemsize, fmt, chunk)
+    cut = plan_cut(entry.shape, entry.dtype.itemsize, fmt, chunk_bytes)
     extremes = _extremes(file, job, cut, fmt) if fmt is not None and cut.needs_extremes else None
     key = None
     if spec is not None and spec.rounding.stochastic:
         key = jax.random.fold_in(jax.random.key(seed or 0), zlib.crc32(job.name.encode()))
-    for piece in pieces(entry.shape, cut):
-        x = file.read(job.name, piece.start, math.prod(piece.shape)).reshape(piece.shape)
+    for chunk in chunks(entry.shape, cut):
+        x = file.read(job.name, chunk.start, math.prod(chunk.shape)).reshape(chunk.shape)
         if spec is None:
             writer.write(job.name, x)
         else:
-            stored = _quantized(x, job, spec, key, piece, cut, extremes)
+            stored = _quantized(x, job, spec, key, chunk, cut, extremes)
             if isinstance(stored, QArray):
-                _write_parts(writer, job.name, stored, piece)
+                _write_parts(writer, job.name, stored, chunk)
                 stored = dequantize(stored)
             else:
                 writer.write(job.name, stored)
             report.add(x, stored)
-        progress((piece.start + x.size) * entry.dtype.itemsize)
+        progress((chunk.start + x.size) * entry.dtype.itemsize)
     return report
 
 
 def _quantized(
-    x: np.ndarray, job: _Job, spec: Spec, key: Any, piece: Piece, cut: Cut, extremes: Extremes | None
+    x: np.ndarray, job: _Job, spec: Spec, key: Any, chunk: Chunk, cut: Cut, extremes: Extremes | None
 ) -> QArray | np.ndarray:
     x = x.astype(_carrier(job.entry, spec))
-    offset = (piece.starts, job.entry.shape) if piece.starts else 0
+    offset = (chunk.starts, job.entry.shape) if chunk.starts else 0
     native = _native(spec)
     if native is not None:
         return round_to_format(x, spec, key, offset=offset).astype(native)
     if extremes is None:
         return quantize(x, spec, key, offset=offset)
     if key is None:
-        return extremes.drop(quantize(extremes.add(x, piece), spec))
-    plain = extremes.drop(quantize(extremes.add(x, piece), replace(spec, rounding="nearest_even", random_bits=None)))
+        return extremes.drop(quantize(extremes.add(x, chunk), spec))
+    plain = extremes.drop(quantize(extremes.add(x, chunk), replace(spec, rounding="nearest_even", random_bits=None)))
     return quantize(x, spec, key, scale=plain.scale, zero_point=plain.zero_point, offset=offset)
 
 
-def _write_parts(writer: TensorWriter, name: str, q: QArray, piece: Piece) -> None:
-    """Writes the parts of a piece; scales that pieces share are written with the first one."""
+def _write_parts(writer: TensorWriter, name: str, q: QArray, chunk: Chunk) -> None:
+    """Writes the parts of a chunk; scales that chunks share are written with the first one."""
     for part, array in parts_of(name, q).items():
-        shared = part.endswith(".tensor_scale") and piece.start > 0
-        if part.endswith(".qvalue") or (piece.is_first_of_groups and not shared):
+        shared = part.endswith(".tensor_scale") and chunk.start > 0
+        if part.endswith(".qvalue") or (chunk.is_first_of_groups and not shared):
             writer.write(part, array)
 
 
 def _extremes(file: TensorFile, job: _Job, cut: Cut, fmt: ScaledFormat) -> Extremes:
     extremes = Extremes.of(job.entry.shape, cut, fmt)
-    for piece in pieces(job.entry.shape, cut):
-        x = file.read(job.name, piece.start, math.prod(piece.shape)).reshape(piece.shape)
-        extremes.see(x, piece)
+    for chunk in chunks(job.entry.shape, cut):
+        x = file.read(job.name, chunk.start, math.prod(chunk.shape)).reshape(chunk.shape)
+        extremes.see(x, chunk)
     return extremes

@@ -18,13 +18,14 @@ from jchop.rounding import Rounding
 #: One format of each kind that the rounding tells apart.
 KINDS = (
     "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e8m0fnu", "float4_e2m1fn", "binary8p1ue", "bfloat16",
-    "e5m2(subnormals=false)", "fixed4.4", "ufixed0.8", "int8", "int4(narrow=true)", "codebook(-1,-0.5,0,0.25,1)",
+    "e5m2(subnormals=false)", "fixed4.4", "ufixed0.8", "integer8", "integer4(narrow=true)",
+    "codebook(-1,-0.5,0,0.25,1)",
 )  # fmt: skip
 MODES = tuple(mode.value for mode in Rounding)
 #: What else a specification may say; the last has subnormals of the carrier as normal values.
 OPTIONS = (
-    "e5m2:flush", "e4m3fn:saturate", "e4m3:propagate:up", "fixed4.4:wrap", "uint4:up:wrap",
-    "e4m3:stochastic:random_bits=5", "e4m3:stochastic_b:random_bits=1", "int8:stochastic_c:random_bits=5",
+    "e5m2:flush", "e4m3fn:saturate", "e4m3:propagate:up", "fixed4.4:wrap", "uinteger4:up:wrap",
+    "e4m3:stochastic:random_bits=5", "e4m3:stochastic_b:random_bits=1", "integer8:stochastic_c:random_bits=5",
     "e8m3(bias=130,infinities=false,nans=none)",
 )  # fmt: skip
 SHAPES = ((), (1,), (7,), (127,), (128,), (129,), (1025,), (37, 101), (8, 128), (3, 5, 257))
@@ -109,7 +110,7 @@ def _case(
 def _hardware_bits() -> Iterator[Case]:
     from jchop._kernels.round_tpu import round_with_hardware_bits
 
-    for text, dtype, x64 in (("e4m3fn:stochastic", "float32", False), ("int8:stochastic_equal", "bfloat16", True)):
+    for text, dtype, x64 in (("e4m3fn:stochastic", "float32", False), ("integer8:stochastic_equal", "bfloat16", True)):
         for shape in (SHAPE, (1 << 20,)):
             avals = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), jax.ShapeDtypeStruct((6,), jnp.uint32))
             fun = partial(round_with_hardware_bits, spec=jc.parse(text))

@@ -20,7 +20,7 @@ SCALINGS: dict[str, BlockScaling] = {
     "mxfp8 e5m2, rceil": mx("e5m2", rule="rceil"),
     "mxfp6 e3m2, ceil": mx("e3m2fn", rule="ceil"),
     "mxfp4, even": mx("e2m1fn", rule="even"),
-    "mxint8": mx("int8"),
+    "mxint8": mx("integer8"),
     "nvfp4": nvfp4(),
     "int4 of 32, half range": integer_groups(4, 32, rule="half_range"),
     "int4 of 128, bfloat16": integer_groups(4, 128, scale="bfloat16"),
@@ -28,7 +28,7 @@ SCALINGS: dict[str, BlockScaling] = {
     "e5m2 of 8, NaN blocks": BlockScaling("e5m2", 8, scale="e8m0fnu", rule="absmax", nan_block=True),
     "codebook of 64": BlockScaling("codebook(-1,-0.25,0,0.3125,1)", 64, scale="float32", rule="absmax"),
     "mxfp4, stochastic": BlockScaling("e2m1fn:stochastic:saturate", 32),
-    "int4 of 32, stochastic": BlockScaling("int4:stochastic", 32, scale="float32", rule="absmax"),
+    "int4 of 32, stochastic": BlockScaling("integer4:stochastic", 32, scale="float32", rule="absmax"),
 }
 TPU_DTYPES = ("float32", "bfloat16")
 GPU_DTYPES = ("float32", "bfloat16", "float16", "float64")

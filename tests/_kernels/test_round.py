@@ -258,7 +258,7 @@ def test_vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:
 
 @both
 def test_64_bit_mode_changes_nothing(kernel: str) -> None:
-    x, spec = numbers((3, 130), "float32"), jc.parse("int8:stochastic_c")
+    x, spec = numbers((3, 130), "float32"), jc.parse("integer8:stochastic_c")
     run = functools.partial(KERNELS[kernel][0], interpret=True)
     expected = by_kernel(run, jnp.asarray(x), 2**32 - 9, spec)
     with jax.enable_x64(True):

@@ -226,7 +226,7 @@ def test_empty_arrays(platform, shape):
 
 # -- the short way -----------------------------------------------------------------------------------------------------
 
-SHORT = [mx(element, rule=rule) for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m3fn", "e2m1fn", "int8", "int4")
+SHORT = [mx(element, rule=rule) for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m3fn", "e2m1fn", "integer8", "integer4")
          for rule in ("floor", "rceil")]  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def test_the_short_way_is_taken_where_it_may_be():
         BlockScaling("e4m3fn:saturate", 32, scale="float32", rule="absmax"),
         BlockScaling("e4m3fn:saturate", 32, scale="e5m2"),
         BlockScaling("e4m3fn:flush:saturate", 32),
-        BlockScaling("uint4", 32),
+        BlockScaling("uinteger4", 32),
         BlockScaling("codebook(-1,0,1)", 32),
     ):
         assert not power_of_two_scales.has_short_way(make_plan(scaling, _bits.CARRIERS["float32"])), scaling
@@ -349,7 +349,7 @@ def test_refusals_say_why(platform, operation, scaling, shape, dtype, message):
 
 def test_tiles_of_larger_arrays_are_refused():
     x = jax.ShapeDtypeStruct((64,), jnp.float32)
-    scaling = BlockScaling("int4:stochastic", 8)
+    scaling = BlockScaling("integer4:stochastic", 8)
     assert "tile of a larger array" in str(scaled.refuse(x, scaling=scaling, place=StreamOffset((0,), (128,))))
 
 
@@ -407,7 +407,7 @@ def test_scale_of_a_tensor(rng):
         (lambda x: scaled.round_blocks(x.astype(jnp.int32), mx("e4m3fn")), TypeError, "x has dtype int32, which is no"),
         (lambda x: scaled.round_blocks(x, mx("e4m3fn", axis=2)), ValueError, "axis=2 is none of an array of 2"),
         (lambda x: scaled.round_blocks(x, mx("e4m3fn", axis=-3)), ValueError, "axis=-3 is none of"),
-        (lambda x: scaled.round_blocks(x, BlockScaling("int4:stochastic", 8)), ValueError, "key=None"),
+        (lambda x: scaled.round_blocks(x, BlockScaling("integer4:stochastic", 8)), ValueError, "key=None"),
         (lambda x: scaled.round_blocks(x, mx("e4m3fn"), tensor_scale=x[0, 0]), ValueError, "tensor_scale is for"),
         (lambda x: scaled.round_blocks(x, mx("e4m3fn"), impl="fast"), ValueError, "impl='fast' must be"),
         (lambda x: scaled.quantize_blocks(x, BlockScaling("e5m3", 8)), ValueError, "at most 8 are stored"),

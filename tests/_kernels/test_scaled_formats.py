@@ -172,12 +172,12 @@ SOME = [
     ("bfp8(group=4,axis=0)", (9, 4), "float32"),
     ("nvfp4(channel=0)", (12, 6), "float32"),
     ("nvfp4(group=4)", (6, 10), "bfloat16"),
-    ("uint4(group=6,zero_point=true)", (20, 13), "float32"),
-    ("int8(channel=1,zero_point=true)", (9, 12), "float16"),
-    ("uint8(group=4,axis=0,zero_point=true,scale=bfloat16)", (8, 9), "bfloat16"),
-    ("int3(group=tensor,zero_point=true,scale=e8m0fnu)", (4, 4), "float32"),
-    ("int4(group=5,zero_point=true)", (30, 5), "float64"),
-    ("uint4(group=6,zero_point=true):stochastic", (20, 12), "float32"),
+    ("uint4(group=6,zero_point=integer)", (20, 13), "float32"),
+    ("int8(channel=1,zero_point=integer)", (9, 12), "float16"),
+    ("uint8(group=4,axis=0,zero_point=integer,scale=bfloat16)", (8, 9), "bfloat16"),
+    ("int3(group=tensor,zero_point=integer,scale=e8m0fnu)", (4, 4), "float32"),
+    ("int4(group=5,zero_point=integer)", (30, 5), "float64"),
+    ("uint4(group=6,zero_point=integer):stochastic", (20, 12), "float32"),
     ("uint4(group=6,zero_point=float)", (30, 13), "float32"),
     ("int4(channel=1,zero_point=float,scale=bfloat16)", (9, 12), "bfloat16"),
     ("int8(group=4,axis=0,zero_point=float,scale=float16)", (8, 9), "float16"),
@@ -236,7 +236,7 @@ SCALES = (
     "e8m0fnu", "e8m2", "e8m3", "e4m3fn", "e5m2", "e4m3fn(subnormals=false)", "binary16", "bfloat16", "binary32",
 )  # fmt: skip
 EXTREME_GROUPS = ("group=4", "channel=0", "group=(1,4)")
-EXTREME_ELEMENTS = ("e2m1fn", "int4", "nf4", "e4m3fn", "int8")
+EXTREME_ELEMENTS = ("e2m1fn", "integer4", "nf4", "e4m3fn", "integer8")
 EXTREME_MODES = ("nearest_even", "stochastic", "up", "odd")
 
 
@@ -270,7 +270,7 @@ def test_products_with_scales_of_extreme_groups(rule, scale, turn):
 #: Every named format and kind of element; the rules, modes, groupings and carriers come to each in turn.
 ELEMENTS = (
     "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "bfp8", "nf4", "dynamic8",
-    "dynamic4", "udynamic8", "uint8", "e4m3(bias=11)", "binary8p3se",
+    "dynamic4", "udynamic8", "uinteger8", "e4m3(bias=11)", "binary8p3se",
 )  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def test_every_element_in_turn(name, turn):
     ("element", "mode", "dtype"), in_turn(["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"], MODES)
 )
 def test_zero_points_in_every_mode(element, mode, dtype):
-    check(f"{element}group=6,zero_point=true):{mode}", (40, 17), dtype)
+    check(f"{element}group=6,zero_point=integer):{mode}", (40, 17), dtype)
 
 
 @pytest.mark.slow
@@ -315,7 +315,8 @@ def test_zero_points_in_other_modes(kind, mode):
 
 
 @pytest.mark.parametrize(
-    "text", cases.in_turn(["nvfp4(group=4)", "uint4(channel=0,zero_point=true)", "nf4(group=4,scale=int8(group=2))"], 3)
+    "text",
+    cases.in_turn(["nvfp4(group=4)", "uint4(channel=0,zero_point=integer)", "nf4(group=4,scale=int8(group=2))"], 3),
 )
 def test_fitted_scales_give_what_quantize_chooses(text):
     spec = jc.parse(text)
@@ -365,7 +366,7 @@ def test_least_squares_do_not_depend_on_the_size_of_the_numbers(power, rng):
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
-@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "int8(group=tensor)", "uint4(group=all,axis=0,zero_point=true)",
+@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "int8(group=tensor)", "uint4(group=all,axis=0,zero_point=integer)",
                                   "nf4(scale=int8(group=4))"])  # fmt: skip
 def test_empty_arrays(shape, text):
     spec = jc.parse(text)
@@ -396,8 +397,8 @@ def test_the_blocks_of_an_axis_are_those_of_the_general_body(rng):
 #: What a row of numbers is multiplied by.
 SIZES = {"plain": 1.0, "tiny": 2.0**-90, "huge": 2.0**90, "zeros": 0.0}
 ASKING = [
-    "int8(channel=0)", "mxfp8_e4m3", "int4(group=32)", "e4m3fn(channel=0):saturate", "uint8(channel=0,zero_point=true)",
-    "int8(channel=0):stochastic",
+    "int8(channel=0)", "mxfp8_e4m3", "int4(group=32)", "e4m3fn(channel=0):saturate",
+    "uint8(channel=0,zero_point=integer)", "int8(channel=0):stochastic",
 ]  # fmt: skip
 
 
@@ -428,7 +429,7 @@ def test_asking_changes_no_bit(text, dtype, rng):
 
 def test_zero_points_far_outside_are_not_called_moderate(rng):
     """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
-    spec = jc.parse("uint8(channel=0,zero_point=true)")
+    spec = jc.parse("uint8(channel=0,zero_point=integer)")
     shape = (64, select.LEAST_TO_BRANCH // 32)
     x = jnp.asarray(rng.standard_normal(shape).astype(np.float32))
     scale, zero = jnp.full((64, 1), 0.01, jnp.float32), jnp.full((64, 1), 128, jnp.int32)
@@ -476,7 +477,8 @@ def test_the_largest_number_of_a_column(text, dtype, rng):
 #: With few scales, which a compiler takes out of its loops.
 INEXACT = [
     "int8(group=all)", "nf4(group=all)", "int8(group=tensor)", "int8(channel=0)", "e4m3fn(group=all)",
-    "uint8(group=tensor,zero_point=true)", "nvfp4", "int4(group=32,scale=bfloat16)", "int4(group=all,zero_point=float)",
+    "uint8(group=tensor,zero_point=integer)", "nvfp4", "int4(group=32,scale=bfloat16)",
+    "int4(group=all,zero_point=float)",
 ]  # fmt: skip
 
 
@@ -519,7 +521,7 @@ def test_products_are_rounded_before_they_are_summed(text, devices, rng):
 )
 def test_scales_that_do_not_fit(given, message):
     with pytest.raises(ValueError, match=message):
-        quantize_scaled(jnp.ones((3, 4)), spec=jc.parse("uint4(channel=0,zero_point=true)"), **given)
+        quantize_scaled(jnp.ones((3, 4)), spec=jc.parse("uint4(channel=0,zero_point=integer)"), **given)
 
 
 @pytest.mark.smoke
@@ -528,7 +530,7 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="at most 8 are stored"):
         quantize_scaled(x, spec=jc.parse("binary16(channel=0)"))
     with pytest.raises(ValueError, match="is not scaled"):
-        fit_scaled(x, spec=jc.parse("int8"))
+        fit_scaled(x, spec=jc.parse("integer8"))
     with pytest.raises(ValueError, match="qvalue is uint8"):
         stored = quantize_scaled(x, spec=Spec(jc.mxfp4))
         dequantize_scaled(*stored, spec=Spec(jc.mxfp4), shape=(3, 9), dtype="float32")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 
 import jchop as jc
-from jchop.formats import SCALE_RULES, SCALED_CATALOGUE, ScaledFormat, parse_format
+from jchop.formats import SCALE_RULES, SCALED_CATALOGUE, IntegerFormat, ScaledFormat, parse_format
 
-ELEMENTS = st.sampled_from(["int4", "uint8", "int8(narrow=true)", "e4m3fn", "e4m3(bias=11)", "e2m1fn", "fixed2.6",
-                            "codebook(-1,0,1)", "binary8p3se"])  # fmt: skip
+ELEMENTS = st.sampled_from(["integer4", "uinteger8", "integer8(narrow=true)", "e4m3fn", "e4m3(bias=11)", "e2m1fn",
+                            "fixed2.6", "codebook(-1,0,1)", "binary8p3se"])  # fmt: skip
 SIZES = st.integers(1, 1 << 20) | st.just("all")
 RULES = st.sampled_from([*list(SCALE_RULES)[:-1], "percentile(99.9)", "percentile(100)", "percentile(0.01)"])
 
@@ -36,7 +36,7 @@ def groupings(draw: st.DrawFn) -> dict[str, Any]:
 def formats(draw: st.DrawFn) -> ScaledFormat:
     own = st.sampled_from(["binary32", "bfloat16", "e8m0fnu", "e4m3(subnormals=false)", "int8(group=256)",
                            "dynamic8(group=(2,32))", "uint4(channel=0,rule=percentile(50))"])  # fmt: skip
-    flags = {"zero_point": draw(st.sampled_from([False, True, "float"])), "nan_block": draw(st.booleans())}
+    flags = {"zero_point": draw(st.sampled_from([None, "integer", "float"])), "nan_block": draw(st.booleans())}
     try:
         base = draw(st.sampled_from([*SCALED_CATALOGUE.values(), jc.bfp(6), None]))
         if base is not None:
@@ -65,7 +65,7 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
 @pytest.mark.parametrize(
     ("text", "fmt"),
     [
-        ("int8(channel=0,rule=half_range)", ScaledFormat("int8", channel=0, rule="half_range")),
+        ("int8(channel=0,rule=half_range)", ScaledFormat("integer8", channel=0, rule="half_range")),
         ("int4(group=(4,8),axis=(0,-1),scale=bfloat16)", jc.int4(group=(4, 8), axis=(0, -1), scale="bfloat16")),
         ("int4(group=8,scale=int8(channel=0),rule=no_clip)", jc.int4(group=8, scale="int8(channel=0)", rule="no_clip")),
         ("int4(group=128,axis=0,scale=bfloat16)", jc.int4(group=128, axis=0, scale="bfloat16")),
@@ -73,7 +73,7 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
         ("mxfp8_e4m3(rule=rceil)", jc.mxfp8_e4m3(rule="rceil")),
         ("mxfp4(axis=0)", jc.mxfp4(axis=0)),
         ("mxint8", ScaledFormat("fixed2.6(symmetric=true)", 32, scale="e8m0fnu", rule="floor")),
-        ("bfp8(group=16)", ScaledFormat("int8(narrow=true)", 16, scale="e8m0fnu", rule="floor")),
+        ("bfp8(group=16)", ScaledFormat("integer8(narrow=true)", 16, scale="e8m0fnu", rule="floor")),
         ("bfp8", jc.bfp(8)),
         ("nf4( scale = uint8( group = 256 ) )", jc.nf4(scale=jc.uint8(group=256))),
         ("nf4(channel=0)", jc.nf4(channel=0)),
@@ -83,20 +83,35 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
         ("e2m1fn(group=(2,16))", ScaledFormat("e2m1fn", (2, 16), (-2, -1))),
         ("e4m3(bias=11,group=all)", ScaledFormat("e4m3(bias=11)", "all")),
         ("codebook(-1,0,1,group=4)", ScaledFormat("codebook(-1,0,1)", 4)),
-        ("uint4(group=32,zero_point=true)", ScaledFormat("uint4", 32, zero_point=True)),
-        ("int4(group=32,zero_point=float)", ScaledFormat("int4", 32, zero_point="float")),
+        ("uint4(group=32,zero_point=integer)", ScaledFormat("uinteger4", 32, zero_point="integer")),
+        ("int4(group=32,zero_point=float)", ScaledFormat("integer4", 32, zero_point="float")),
         ("nf4(scale=uint8(group=256,zero_point=float))", jc.nf4(scale=jc.uint8(group=256, zero_point="float"))),
         ("udynamic8", jc.udynamic8),
-        ("int8(group=32,rule=percentile(99.9))", ScaledFormat("int8", 32, rule="percentile(99.9)")),
+        ("int8(group=32,rule=percentile(99.9))", ScaledFormat("integer8", 32, rule="percentile(99.9)")),
     ],
 )  # fmt: skip
 def test_texts(text, fmt):
     assert parse_format(text) == fmt
 
 
-def test_plain_names_stay_plain():
-    assert parse_format("int8") == jc.IntegerFormat(8) != jc.int8
-    assert str(jc.int8) == "int8(group=tensor)"
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("signed", [True, False])
+def test_integers_under_a_scale_and_without(bits, signed):
+    kind, plain = "int" if signed else "uint", IntegerFormat(bits, signed=signed)
+    scaled = ScaledFormat(plain)
+    assert (str(plain), str(scaled)) == (f"{kind}eger{bits}", f"{kind}{bits}")
+    assert parse_format(f"{kind}eger{bits}") == plain
+    for text in (f"{kind}{bits}", f"{kind}{bits}(group=tensor)", f"{kind}eger{bits}(group=tensor)"):
+        assert parse_format(text) == scaled
+    assert str(ScaledFormat(IntegerFormat(bits, narrow=True))) == f"int{bits}(narrow=true)"
+    assert parse_format(f"int{bits}(narrow=true)") == ScaledFormat(IntegerFormat(bits, narrow=True))
+
+
+def test_an_element_format_is_plain():
+    with pytest.raises(TypeError, match="element='int8' must be an element format such as 'integer8'"):
+        ScaledFormat("int8", group=4)
+    with pytest.raises(ValueError, match=r"spec='int8' is a scaled format.*'integer8'"):
+        jc.math.add(1.0, 2.0, "int8")
 
 
 @pytest.mark.parametrize(
@@ -116,21 +131,21 @@ def test_plain_names_stay_plain():
         ("int8(group=4,rule=percentile(101))", "must be one of"),
         ("int8(group=4,rule=percentile(99.999))", "at most two decimals"),
         ("int8(group=4,rule=minmax)", "zero points go with rule='minmax'"),
-        ("int8(group=4,zero_point=true,rule=absmax)", "zero points go with rule='minmax'"),
-        ("e4m3(group=4,zero_point=true)", "needs an integer element"),
-        ("int32(group=4,zero_point=true)", "of at most 16 bits"),
+        ("int8(group=4,zero_point=integer,rule=absmax)", "zero points go with rule='minmax'"),
+        ("e4m3(group=4,zero_point=integer)", "needs an integer element"),
+        ("int32(group=4,zero_point=integer)", "of at most 16 bits"),
         ("uint4(group=4,rule=half_range)", "with negative values"),
         ("nf4(rule=even)", "with fraction bits"),
         ("codebook(-1,0,group=4)", "no positive value"),
-        ("int8(group=4,scale=int8)", "must be a FloatFormat or ScaledFormat"),
+        ("int8(group=4,scale=integer8)", "must be a FloatFormat or ScaledFormat"),
         ("int8(group=4,scale=e2m1(bias=9))", "no number from 1 on"),
         ("int8(group=4,nan_block=true,scale=e2m1fn)", "with a NaN"),
         ("int8(group=4,nan_block=true,rule=mse)", "does not go with"),
-        ("nf4(scale=int8(group=4,zero_point=true))", "without zero_point"),
+        ("nf4(scale=int8(group=4,zero_point=integer))", "without zero_point"),
         ("nf4(scale=int8(group=4,zero_point=float))", "an unsigned element"),
         ("int4(group=4,zero_point=maybe)", "zero_point='maybe' must be"),
         ("int4(group=4,zero_point=float,scale=e8m0fnu)", "in the format of the scales"),
-        ("int4(group=4,zero_point=float,scale=int8)", "must be a FloatFormat or ScaledFormat"),
+        ("int4(group=4,zero_point=float,scale=integer8)", "must be a FloatFormat or ScaledFormat"),
         ("int4(group=4,zero_point=float,scale=nf4)", "in the format of the scales"),
         ("e4m3(group=4,zero_point=float)", "needs an integer element"),
         ("int4(group=4,zero_point=float,rule=absmax)", "zero points go with rule='minmax'"),
@@ -193,11 +208,11 @@ def test_a_call_changes_what_it_names_and_keeps_the_grouping_whole(fmt, expected
 
 
 def test_rules_follow_zero_points():
-    assert jc.uint8(zero_point=True).rule == "minmax"
-    assert jc.uint8(zero_point=True)(zero_point=False).rule == "absmax"
-    assert jc.mxfp4(zero_point=False) == jc.mxfp4
-    assert jc.uint8(zero_point="float").rule == jc.uint8(zero_point=True)(zero_point="float").rule == "minmax"
-    with pytest.raises(TypeError, match="zero_point=1 must be True, False or 'float'"):
+    assert jc.uint8(zero_point="integer").rule == "minmax"
+    assert jc.uint8(zero_point="integer")(zero_point=None).rule == "absmax"
+    assert jc.mxfp4(zero_point=None) == jc.mxfp4
+    assert jc.uint8(zero_point="float").rule == jc.uint8(zero_point="integer")(zero_point="float").rule == "minmax"
+    with pytest.raises(ValueError, match="zero_point=1 must be None, 'integer' or 'float'"):
         jc.uint8(zero_point=1)
 
 
@@ -229,7 +244,7 @@ def test_named_formats_are_those_of_their_sources():
 
 
 def test_another_element_is_not_the_named_format():
-    fmt = jc.mxint8(element="int4", group=8)
+    fmt = jc.mxint8(element="integer4", group=8)
     assert str(fmt) == "int4(group=8,scale=float8_e8m0fnu,rule=floor)"
     assert parse_format(str(fmt)) == fmt
 
@@ -271,7 +286,7 @@ def test_shapes(fmt, shape, sizes, scales):
         (jc.int8(channel=0), None, 8.0),
         (jc.int8(channel=0), (4, 100), 8.32),
         (jc.int4(group=(4, 8)), None, 5.0),
-        (jc.uint4(group=32, zero_point=True), None, 6.0),
+        (jc.uint4(group=32, zero_point="integer"), None, 6.0),
         (jc.int4(group=32, zero_point="float", scale="bfloat16"), None, 5.0),
         (jc.nf4(scale=jc.uint8(group=256, zero_point="float")), None, 4 + (8 + 64 / 256) / 64),
         (jc.nvfp4, (2, 16), 5.5),

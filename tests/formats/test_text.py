@@ -87,9 +87,9 @@ def test_what_is_printed_reads_back(fmt: ElementFormat):
         ("fixed8.-4", FixedFormat(8, -4)),
         ("ufixed8.4", FixedFormat(8, 4, signed=False)),
         ("fixed8.4(symmetric=true)", FixedFormat(8, 4, symmetric=True)),
-        ("int8", IntegerFormat(8)),
-        ("uint4", IntegerFormat(4, signed=False)),
-        ("int8(narrow=true)", IntegerFormat(8, narrow=True)),
+        ("integer8", IntegerFormat(8)),
+        ("uinteger4", IntegerFormat(4, signed=False)),
+        ("integer8(narrow=true)", IntegerFormat(8, narrow=True)),
         ("binary8p3se", jc.p3109(8, 3)),
         ("Binary8p3uf", jc.p3109(8, 3, signed=False, extended=False)),
         ("codebook(-1,0,0.5)", CodebookFormat((-1.0, 0.0, 0.5))),
@@ -129,7 +129,7 @@ def test_grammar(text, fmt):
         ("e4m3(nans=most)", "nans='most' must be one of 'ieee'"),
         ("e17m3", "exp_bits=17 must be an integer from 1 to 16"),
         ("e5m60", "frac_bits=60 must be an integer from 0 to 52"),
-        ("int99", "bits=99 must be an integer from 2 to 64"),
+        ("integer99", "bits=99 must be an integer from 2 to 64"),
         ("fixed60.60", r"int_bits \+ frac_bits=120 must be an integer from 2 to 64"),
         ("binary8p9se", "precision=9 must be an integer from 1 to 7"),
         ("binary99p3se", "bits=99 must be an integer from 2 to 16"),
@@ -265,8 +265,8 @@ def test_letters_are_ascii():
 
 
 PIECES = [
-    "e5m2", "int8", "nf4", "mxfp4", "codebook", "fixed4.4", "binary8p3se", "bfp8", "blocked", ":", ",", "(", ")", "[",
-    "]", "=", "-", "+", ".", "1", "32", "1e999", "nan", "gradient", "clipped", "up", "sr", "random_bits", "flush",
+    "e5m2", "integer8", "nf4", "mxfp4", "codebook", "fixed4.4", "binary8p3se", "bfp8", "blocked", ":", ",", "(", ")",
+    "[", "]", "=", "-", "+", ".", "1", "32", "1e999", "nan", "gradient", "clipped", "up", "sr", "random_bits", "flush",
     "group", "channel", "axis", "scale", "rule", "percentile", "bias", "narrow", "true", "tensor", "all", " ", "\n",
     "é",
 ]  # fmt: skip

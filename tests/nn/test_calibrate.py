@@ -91,7 +91,7 @@ def test_entropy_cuts_outliers_of_all_batches() -> None:
     assert -low == pytest.approx(-float(batches[0].min()), abs=1) and 2.5 < high < 20
     nothing = range_of(jc.nn.calibrate(model, [jnp.zeros((1, 4))], method="entropy"))
     np.testing.assert_array_equal(nothing, [0, 0])
-    one_sign = jc.nn.calibrate(layer("uint4(group=tensor,zero_point=true)"), [jnp.abs(batches[0])], method="entropy")
+    one_sign = jc.nn.calibrate(layer("uint4(group=tensor,zero_point=integer)"), [jnp.abs(batches[0])], method="entropy")
     assert range_of(one_sign)[0] == 0 < range_of(one_sign)[1] <= float(jnp.abs(batches[0]).max())
 
 
@@ -118,7 +118,7 @@ def test_zeros_do_not_shorten_the_range_of_least_entropy() -> None:
         assert float(jnp.mean((part - cut) ** 2)) < 1e-4
 
 
-@pytest.mark.parametrize("activation", ["int8(group=tensor)", "uint8(group=tensor,zero_point=true)"])
+@pytest.mark.parametrize("activation", ["int8(group=tensor)", "uint8(group=tensor,zero_point=integer)"])
 def test_inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
     static = jc.nn.calibrate(layer(activation), BATCHES)
     low, high = (float(v) for v in range_of(static))
@@ -177,7 +177,7 @@ def test_gradients_pass_and_the_range_is_state() -> None:
         (layer(), BATCHES, {"combine": "median"}, "combine='median'"),
         (layer(), BATCHES, {"method": "entropy", "combine": "mean"}, "combine='mean'"),
         (layer("e4m3(group=tensor)"), BATCHES, {"method": "entropy"}, "even levels"),
-        (layer(scale_from=jc.nn.History(2)), BATCHES, {}, "a history"),
+        (layer(scale_from=jc.nn.DelayedScaling(2)), BATCHES, {}, "a history"),
     ],
 )
 def test_what_cannot_be_calibrated_is_said(model: Any, batches: Any, more: Any, words: str) -> None:

@@ -94,7 +94,7 @@ _FLOAT8 = "float8_e4m3fn(group=all)"
 #: Weight, activation, decibels of y.
 FORWARD = {
     "dynamic int8": (_TORCHAO_INT8, _TORCHAO_INT8, 39.10),
-    "8da4w": (_TORCHAO_INT4, "int8(group=all,zero_point=true)", 20.38),
+    "8da4w": (_TORCHAO_INT4, "int8(group=all,zero_point=integer)", 20.38),
     "dynamic float8": (_FLOAT8, _FLOAT8, 28.51),
 }
 
@@ -172,7 +172,7 @@ def test_two_bits_with_learned_scales_recover_as_much_as_torchao() -> None:
     """Of what rounding costs a student, training on brings back at least what torchao's table shows at equal steps."""
     teacher = Student(rngs=nnx.Rngs(7))
     student, _ = taught(Student(rngs=nnx.Rngs(0)), teacher, 600)
-    rule = jc.nn.Rule(weight="int2(group=32,rule=half_range)", scale_from=jc.nn.Learned())
+    rule = jc.nn.Rule(weight="int2(group=32,rule=half_range)", scale_from=jc.nn.LSQ())
     rounded = jc.nn.quantize(student, rule)
     _, before = taught(rounded, teacher, 0)
     _, after = taught(rounded, teacher, 300)

@@ -36,7 +36,7 @@ WHOLE = (
 MOVED = (
     "int4(group=3)",
     "int8(group=all,rule=mse)",
-    "int4(group=all,zero_point=true)",
+    "int4(group=all,zero_point=integer)",
     "int4(group=all,scale=int8(group=2))",
 )
 

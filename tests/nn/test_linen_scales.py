@@ -20,7 +20,7 @@ X = jnp.asarray(
     np.random.default_rng(4).normal(size=(4, 3, 4, 6)) * np.array([1, 2, 0.5, 1])[:, None, None, None], "f4"
 )
 TENSOR = "int8(group=tensor)"
-LEARNED = {"weight": "int4(group=all)", "activation": "int8(group=tensor)", "scale_from": jc.nn.Learned()}
+LEARNED = {"weight": "int4(group=all)", "activation": "int8(group=tensor)", "scale_from": jc.nn.LSQ()}
 
 
 class Net(linen.Module):
@@ -125,7 +125,7 @@ def same_as_twin(params: Any, stats: Any, twin: Any) -> None:
 
 
 MOVING = {"activation": TENSOR, "scale_from": jc.nn.MovingAverage(0.75)}
-HISTORY = jc.nn.recipe("float8_delayed", scale_from=jc.nn.History(2))
+HISTORY = jc.nn.recipe("float8_delayed", scale_from=jc.nn.DelayedScaling(2))
 
 
 def check(rules: Any, calibrated: bool) -> Any:
@@ -147,11 +147,11 @@ def check(rules: Any, calibrated: bool) -> Any:
     "rule", [jc.nn.Rule(**MOVING), HISTORY, jc.nn.Rule(**LEARNED)], ids=lambda rule: str(rule.scale_from)
 )
 def test_every_layer_trains_as_its_twin(rule: Any) -> None:
-    check(rule, isinstance(rule.scale_from, jc.nn.Learned))
+    check(rule, isinstance(rule.scale_from, jc.nn.LSQ))
 
 
 def test_training_and_evaluation_are_those_of_the_twin() -> None:
-    learned = jc.nn.Rule("head", weight="int4(group=all)", scale_from=jc.nn.Learned())
+    learned = jc.nn.Rule("head", weight="int4(group=all)", scale_from=jc.nn.LSQ())
     rules = [jc.nn.Rule("conv", **MOVING), dataclasses.replace(HISTORY, path="general"), learned]
     stats = check(rules, calibrated=False)
     assert {path: sorted(names) for path, names in stats["scale_stats"].items()} == {
@@ -164,7 +164,7 @@ def test_start_keeps_what_is_there_and_begins_the_rest() -> None:
     x = jnp.asarray([[1.0, -4.0, 0.5, 2.0]])
     dense = linen.Dense(3)
     plain = dense.init(jax.random.key(0), x)
-    rule = jc.nn.Rule(weight="int4(group=2)", activation=TENSOR, scale_from=jc.nn.Learned())
+    rule = jc.nn.Rule(weight="int4(group=2)", activation=TENSOR, scale_from=jc.nn.LSQ())
     net = jc.nn.linen.quantize(dense, rule)
     with pytest.raises(
         ValueError, match=r"Dense at '' has no 'activation_scale' in variables\['params'\]: take .*start"
@@ -212,7 +212,7 @@ class Stack(linen.Module):
 @pytest.mark.slow
 def test_stacks_have_scales_of_their_own() -> None:
     rule = jc.nn.Rule(
-        weight="int4(group=all)", activation=TENSOR, bias="fixed2.2(group=tensor)", scale_from=jc.nn.Learned()
+        weight="int4(group=all)", activation=TENSOR, bias="fixed2.2(group=tensor)", scale_from=jc.nn.LSQ()
     )
     net, one = jc.nn.linen.quantize(Stack(), rule), jc.nn.linen.quantize(linen.Dense(6), rule)
     x = X[0, 0]
@@ -258,7 +258,7 @@ def test_a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
 @pytest.mark.smoke
 def test_what_cannot_be_kept_is_named() -> None:
     x, tokens = jnp.ones((2, 4)), jnp.zeros(2, int)
-    learned = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.Learned())
+    learned = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.LSQ())
     einsum = linen.Einsum((4, 3), "ij,jk->ik")
     for module, rule, error, words in (
         (einsum, learned, NotImplementedError, "Einsum at '': scale_from cannot be had"),

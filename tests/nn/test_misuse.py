@@ -81,9 +81,9 @@ def test_nan_stays_nan_in_training(text: str) -> None:
 
 def test_nan_stays_nan_under_kept_scales() -> None:
     x = X.at[0, 3].set(jnp.nan)
-    for source in (jc.nn.MovingAverage(), jc.nn.History(2), jc.nn.Learned()):
+    for source in (jc.nn.MovingAverage(), jc.nn.DelayedScaling(2), jc.nn.LSQ()):
         model = jc.nn.quantize(linear(), Rule(activation="int8(group=tensor)", scale_from=source))
-        model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.nn.Learned) else model
+        model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.nn.LSQ) else model
         assert np.isnan(model(x)[0]).all() and np.isfinite(model(X)).all()
 
 
@@ -200,11 +200,11 @@ def kept(source: Any) -> Rule:
 
 @pytest.mark.parametrize(
     ("source", "name", "shape"),
-    [(jc.nn.History(4), "history", (3,)), (jc.nn.MovingAverage(), "range", (3,)), (jc.nn.Learned(), "scale", (1,))],
+    [(jc.nn.DelayedScaling(4), "history", (3,)), (jc.nn.MovingAverage(), "range", (3,)), (jc.nn.LSQ(), "scale", (1,))],
 )
 def test_kept_scales_of_another_shape_are_refused(source: Any, name: str, shape: tuple[int, ...]) -> None:
     model = jc.nn.quantize(linear(), kept(source))
-    model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.nn.Learned) else model
+    model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.nn.LSQ) else model
     getattr(model.dot_general.left, name).set_value(jnp.ones(shape))
     with pytest.raises(ValueError, match=rf"of the Linear at '' by .* has shape \({shape[0]},\), and that rule needs"):
         model(X)

@@ -65,7 +65,9 @@ def in_e4m3(x: Any, most: Any) -> np.ndarray:
 
 @pytest.mark.slow
 def test_a_history_is_of_earlier_steps() -> None:
-    model = jc.nn.Linear(8, 3, rule=jc.nn.recipe("float8_delayed", scale_from=jc.nn.History(2)), rngs=nnx.Rngs(0))
+    model = jc.nn.Linear(
+        8, 3, rule=jc.nn.recipe("float8_delayed", scale_from=jc.nn.DelayedScaling(2)), rngs=nnx.Rngs(0)
+    )
     kernel = np.asarray(model.kernel[...])
     weight = in_e4m3(kernel, np.abs(kernel).max())
 
@@ -95,7 +97,7 @@ def test_a_history_is_of_earlier_steps() -> None:
 
 
 def test_the_most_recent_magnitude_may_count_alone() -> None:
-    model, past = layer(activation="float8_e4m3fn(group=tensor)", scale_from=jc.nn.History(2, "last")), None
+    model, past = layer(activation="float8_e4m3fn(group=tensor)", scale_from=jc.nn.DelayedScaling(2, "last")), None
     for x in X:
         expected = in_e4m3(x, np.abs(x).max() if past is None else past)
         np.testing.assert_allclose(run(model, x), expected @ model.kernel[...], rtol=1e-4, atol=1e-4)
@@ -116,7 +118,7 @@ def lsq(v: np.ndarray, s: np.ndarray, g: np.ndarray, low: int, high: int) -> tup
 
 
 def test_learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator) -> None:
-    rule = {"weight": "int4(group=4)", "activation": "int4(group=tensor)", "scale_from": jc.nn.Learned()}
+    rule = {"weight": "int4(group=4)", "activation": "int4(group=tensor)", "scale_from": jc.nn.LSQ()}
     model = jc.nn.calibrate(layer(**rule), X[:1], method="percentile(90)")
     kernel, step = model.dot_general.right.scale, model.dot_general.left.scale
     assert isinstance(kernel, jc.nn.LearnedScale) and isinstance(step, nnx.Param)
@@ -124,7 +126,7 @@ def test_learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator)
 
     plain = nnx.clone(model)
     for source in (plain.dot_general.left, plain.dot_general.right):
-        source.how = jc.nn.Learned(factor=False)
+        source.how = jc.nn.LSQ(factor=False)
 
     def back(model: Any, x: Any, g: Any) -> Any:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -164,7 +166,7 @@ def test_learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator)
 @pytest.mark.slow
 def test_learned_scales_train(rng: np.random.Generator) -> None:
     """A scale ten times too large is brought back by its gradient alone, in a convolution."""
-    rule = jc.nn.Rule(weight="int4(group=all)", scale_from=jc.nn.Learned())
+    rule = jc.nn.Rule(weight="int4(group=all)", scale_from=jc.nn.LSQ())
     model = jc.nn.Conv(2, 3, (2,), rule=rule, rngs=nnx.Rngs(0))
     scale = model.conv_general_dilated.right.scale
     assert scale[...].shape == (3, 1)
@@ -196,7 +198,7 @@ def test_stacks_have_scales_of_their_own() -> None:
     def through(layer: Any, x: Any) -> Any:
         return layer(x)
 
-    rule = jc.nn.Rule(weight="int4(group=all)", scale_from=jc.nn.Learned())
+    rule = jc.nn.Rule(weight="int4(group=all)", scale_from=jc.nn.LSQ())
     learned = jc.nn.quantize(stack(nnx.Rngs(0)), rule)
     assert learned.dot_general.right.scale[...].shape == (3, 8, 1)
     packed = jc.nn.quantize(learned, rule, mode="ptq")
@@ -208,7 +210,7 @@ def test_stacks_have_scales_of_their_own() -> None:
     assert ranges.shape == (3, 2) and len(np.unique(ranges)) == 6
 
 
-MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.History(), jc.nn.Learned()
+MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.DelayedScaling(), jc.nn.LSQ()
 
 
 @pytest.mark.parametrize(
@@ -223,8 +225,8 @@ MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.History(), jc.nn.Learned
             "weight='float8_e4m3'.*whole array",
         ),
         ({"weight": "mxfp4", "scale_from": LEARNED}, ValueError, "kept in 16 bits or more"),
-        ({"weight": "uint4(group=4,zero_point=true)", "scale_from": LEARNED}, ValueError, "no zero point"),
-        ({"activation": "uint8(group=tensor,zero_point=true)", "scale_from": HISTORY}, ValueError, "no zero point"),
+        ({"weight": "uint4(group=4,zero_point=integer)", "scale_from": LEARNED}, ValueError, "no zero point"),
+        ({"activation": "uint8(group=tensor,zero_point=integer)", "scale_from": HISTORY}, ValueError, "no zero point"),
         ({"weight": TENSOR + ":gradient=clipped", "scale_from": LEARNED}, ValueError, "straight through"),
         ({"weight": TENSOR, "weight_gradient": "e5m2", "scale_from": LEARNED}, ValueError, "all three products"),
     ],
@@ -235,14 +237,14 @@ def test_what_cannot_be_kept_is_said(fields: Any, error: type[Exception], words:
 
 
 def test_what_says_nothing_is_said() -> None:
-    for make, argument in ((jc.nn.MovingAverage, 1.0), (jc.nn.History, 0), (jc.nn.Learned, 1)):
+    for make, argument in ((jc.nn.MovingAverage, 1.0), (jc.nn.DelayedScaling, 0), (jc.nn.LSQ, 1)):
         with pytest.raises((TypeError, ValueError), match="must be"):
             make(argument)
     rule = jc.nn.recipe("float8_delayed")
-    assert str(rule).endswith("scale_from=History(length=1024, take='max'))")
+    assert str(rule).endswith("scale_from=DelayedScaling(length=1024, take='max'))")
     with pytest.raises(ValueError, match=r"for training, mode='qat'"):
         jc.nn.quantize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rule, mode="ptq")
     with pytest.raises(ValueError, match="scale_from says nothing for any of its layers: Embed"):
-        jc.nn.quantize(nnx.Embed(2, 2, rngs=nnx.Rngs(0)), jc.nn.Rule(weight=TENSOR, scale_from=jc.nn.Learned()))
+        jc.nn.quantize(nnx.Embed(2, 2, rngs=nnx.Rngs(0)), jc.nn.Rule(weight=TENSOR, scale_from=jc.nn.LSQ()))
     with pytest.raises(ValueError, match=r"run jchop\.nn\.calibrate"):
-        layer(activation=TENSOR, scale_from=jc.nn.Learned())(X[0])
+        layer(activation=TENSOR, scale_from=jc.nn.LSQ())(X[0])

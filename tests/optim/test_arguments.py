@@ -5,6 +5,7 @@
 # pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false, reportCallIssue=false
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -24,6 +25,30 @@ PARAMS = {"w": jnp.linspace(-1, 1, 512).reshape(2, 256), "b": jnp.ones(4)}
 GRADS = jax.tree.map(lambda p: p / 8, PARAMS)
 NAMED = ["adam8bit", "adamw8bit", "adamw4bit", "adamw_fp8", "lion8bit", "sgd8bit"]
 NAN, INF = math.nan, math.inf
+
+
+# -- the arguments of Optax ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_optimizer_takes_the_arguments_of_optax(name: str) -> None:
+    """By name, order, kind and default, with arguments of its own behind them."""
+    theirs = getattr(optax, re.split("8bit|4bit|_fp8", name)[0])
+    expected, found = (inspect.signature(f).parameters for f in (theirs, getattr(optim, name)))
+    own = ["min_size", "nonfinite", "chunks"]
+    assert list(found) == [*expected, *own]
+    assert all(found[argument].kind is inspect.Parameter.KEYWORD_ONLY for argument in own)
+    for argument, parameter in expected.items():
+        assert found[argument].kind == parameter.kind
+        # Without momentum there is no state to pack.
+        wanted = 0.9 if (name, argument) == ("sgd8bit", "momentum") else parameter.default
+        assert found[argument].default == wanted, argument
+
+
+@pytest.mark.parametrize("wrap", [optim.quantize_state, optim.skip_nonfinite, optim.dynamic_loss_scale,
+                                  optim.low_precision, optim.offload_state])  # fmt: skip
+def test_a_wrapper_takes_its_transformation_as_those_of_optax_do(wrap: Any) -> None:
+    assert next(iter(inspect.signature(wrap).parameters)) == next(iter(inspect.signature(optax.masked).parameters))
 
 
 def same(got: Any, expected: Any) -> None:
@@ -54,7 +79,7 @@ def test_every_named_optimizer_is_injected_as_optax_users_write_it(name: str, le
     updates, after = jax.eval_shape(tx.update, GRADS, state, PARAMS)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, PARAMS)
-    assert {"learning_rate"} < set(state.hyperparams) and "pieces" not in state.hyperparams
+    assert {"learning_rate"} < set(state.hyperparams) and "chunks" not in state.hyperparams
 
 
 @pytest.mark.smoke
@@ -85,11 +110,11 @@ TAKES_NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "average_params": (optim.average_params, {"start": 1, "every": 2}),
     "dynamic_loss_scale": (
         optim.dynamic_loss_scale,
-        {"tx": optax.sgd(0.5), "initial": 8.0, "growth_interval": 2, "largest": 16.0},
+        {"inner": optax.sgd(0.5), "initial": 8.0, "growth_interval": 2, "largest": 16.0},
     ),
-    "low_precision": (optim.low_precision, {"tx": optax.sgd(0.5), "weight": "e5m2", "gradient_scale": 0.25}),
-    "quantize_state": (optim.quantize_state, {"tx": optax.sgd(0.5, 0.5), "spec": "e5m2"}),
-    "offload_state": (optim.offload_state, {"tx": optax.sgd(0.5, 0.5), "memory_kind": "device"}),
+    "low_precision": (optim.low_precision, {"inner": optax.sgd(0.5), "weight": "e5m2", "gradient_scale": 0.25}),
+    "quantize_state": (optim.quantize_state, {"inner": optax.sgd(0.5, 0.5), "spec": "e5m2"}),
+    "offload_state": (optim.offload_state, {"inner": optax.sgd(0.5, 0.5), "memory_kind": "device"}),
 }
 
 
@@ -113,10 +138,10 @@ def test_an_injected_schedule_of_scales() -> None:
 
 
 def test_a_size_that_is_traced_is_refused_with_the_way_out() -> None:
-    tx = optax.inject_hyperparams(optim.sgd8bit)(1e-3, pieces=2)
-    with pytest.raises(TypeError, match=r"pieces=.* is traced.*static_args='pieces'"):
+    tx = optax.inject_hyperparams(optim.sgd8bit)(1e-3, chunks=2)
+    with pytest.raises(TypeError, match=r"chunks=.* is traced.*static_args='chunks'"):
         jax.eval_shape(tx.update, GRADS, tx.init(PARAMS), PARAMS)
-    tx = optax.inject_hyperparams(optim.sgd8bit, static_args="pieces")(1e-3, pieces=2)
+    tx = optax.inject_hyperparams(optim.sgd8bit, static_args="chunks")(1e-3, chunks=2)
     jax.eval_shape(tx.update, GRADS, jax.eval_shape(tx.init, PARAMS), PARAMS)
     tx = optax.inject_hyperparams(optim.round_gradients, static_args="key")("e5m2:stochastic", KEY, scale=0.5)
     jax.eval_shape(tx.update, GRADS, jax.eval_shape(tx.init, PARAMS), PARAMS)
@@ -156,11 +181,14 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     *((f"factor={x!r}", lambda x=x: optim.dynamic_loss_scale(SGD, factor=x)) for x in (1 + 1e-9, INF, NAN, 0.5, -2.0)),
     *((f"growth_interval={x!r}", lambda x=x: optim.dynamic_loss_scale(SGD, growth_interval=x)) for x in (2.5, True)),
     *((f"dtype={x!r}", lambda x=x: optim.round_params("e5m2", dtype=x)) for x in ("int32", "complex64", 3)),
-    *(("tx=", lambda f=f: f(optax.sgd)) for f in (optim.skip_faulty, optim.dynamic_loss_scale, optim.offload_state)),
-    ("tx=5", lambda: optim.quantize_state(5, "bfloat16")),
-    ("tx=None", lambda: optim.low_precision(None)),
+    *(
+        ("inner=", lambda f=f: f(optax.sgd))
+        for f in (optim.skip_nonfinite, optim.dynamic_loss_scale, optim.offload_state)
+    ),
+    ("inner=5", lambda: optim.quantize_state(5, "bfloat16")),
+    ("inner=None", lambda: optim.low_precision(None)),
     ("min_size=True", lambda: optim.adamw8bit(1e-3, min_size=True)),
-    ("pieces=2.0", lambda: optim.adamw8bit(1e-3, pieces=2.0)),
+    ("chunks=2.0", lambda: optim.adamw8bit(1e-3, chunks=2.0)),
     ("every=0", lambda: optim.average_params(every=0)),
     ("key=42", lambda: optim.round_updates("bfloat16", 42)),
     ("shape (2, 3), and params (3,)", lambda: optim.apply_updates(jnp.ones(3), jnp.ones((2, 3)))),

@@ -146,7 +146,7 @@ def test_gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, r
 
     (params, state), losses = run(params)
     assert float(losses[-1]) < float(losses[0])
-    moments = [x for x in jax.tree.leaves(state.inner) if x.ndim > 0]
+    moments = [x for x in jax.tree.leaves(state.inner_state) if x.ndim > 0]
     assert moments
     for leaves, fmt in ((params, "bfloat16"), (moments, "e8m3"), (state.accumulator, "e8m10")):
         for leaf in jax.tree.leaves(leaves):

@@ -54,9 +54,9 @@ def test_kinds_of_arrays() -> None:
 def test_refused() -> None:
     x = np.ones((2, 8), np.float32)
     for said, text, options in (
-        ("has zero_point=True.*'uint4.*zero_point=float", "uint4(group=8,zero_point=true)", {}),
-        ("has zero_point=False.*'uint4.*zero_point=float", "e4m3", {}),
-        ("must be True, False or 'float'", "uint4(group=8,zero_point=floats)", {}),
+        ("has zero_point=integer.*'uint4.*zero_point=float", "uint4(group=8,zero_point=integer)", {}),
+        ("has zero_point=None.*'uint4.*zero_point=float", "e4m3", {}),
+        ("must be None, 'integer' or 'float'", "uint4(group=8,zero_point=floats)", {}),
         (
             "has scale='float8_e4m3fn'; the search needs one of float16",
             "int4(group=8,zero_point=float,scale=e4m3fn)",

@@ -20,7 +20,7 @@ from jchop.storage import QArray
 
 GROUP = 4
 #: Integers, a codebook, floats under powers of two, integers with integer and with added zero points.
-TEXTS = ("int4(group=4)", "nf4(group=4)", "mxfp8_e4m3(group=4)", "uint4(group=4,zero_point=true)",
+TEXTS = ("int4(group=4)", "nf4(group=4)", "mxfp8_e4m3(group=4)", "uint4(group=4,zero_point=integer)",
          "int4(group=4,zero_point=float)")  # fmt: skip
 FLOATS = st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False).filter(lambda x: x == 0 or abs(x) > 2.0**-20)
 ROWS = st.lists(st.lists(FLOATS, min_size=8, max_size=8), min_size=2, max_size=2)

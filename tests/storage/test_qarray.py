@@ -23,7 +23,7 @@ TEXTS = [
     ROWS,
     "int3(channel=(0,2))",
     "int8(group=tensor)",
-    "int4(group=(2,8),zero_point=true)",
+    "int4(group=(2,8),zero_point=integer)",
     "uint4(group=8,zero_point=float)",
     "nvfp4(group=8)",
     "int4(group=8,scale=int8(channel=0))",
@@ -120,7 +120,9 @@ def test_parts_of_packed_rows() -> None:
         len(q[1, 2, 3])
 
 
-@pytest.mark.parametrize("text", ["int4(group=8)", "int8(group=8,scale=e8m0fnu)", "int4(group=(2,8),zero_point=true)"])
+@pytest.mark.parametrize(
+    "text", ["int4(group=8)", "int8(group=8,scale=e8m0fnu)", "int4(group=(2,8),zero_point=integer)"]
+)
 def test_parts_with_a_last_group_that_is_shorter(text: str) -> None:
     q = jc.quantize(np.random.default_rng(6).standard_normal((3, 5, 21)).astype(np.float32), text)
     values = decoded(q)
@@ -188,7 +190,7 @@ def test_shapes_that_tear_groups(stored: Any) -> None:
     for text, shapes in {
         GROUPS: [(384,), (4, 6, 4, 4), (96, 4)],
         ROWS: [(384,), (6, 4, 16), (2, 192)],
-        "int4(group=(2,8),zero_point=true)": [(24, 16), (4, 2, 3, 16)],
+        "int4(group=(2,8),zero_point=integer)": [(24, 16), (4, 2, 3, 16)],
         "int4(group=8,scale=int8(channel=0))": [(24, 16)],
     }.items():
         for shape in shapes:
@@ -210,7 +212,7 @@ def test_repr(stored: Any) -> None:
 
 # -- as a pytree -----------------------------------------------------------------------------------------------------
 def test_leaves_have_names(stored: Any) -> None:
-    q = stored["int4(group=(2,8),zero_point=true)"][0]
+    q = stored["int4(group=(2,8),zero_point=integer)"][0]
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
     assert paths == [".qvalue", ".scale", ".zero_point"]
     again = jax.tree.map(lambda leaf: leaf, q)
@@ -339,7 +341,7 @@ def test_export() -> None:
 
 def test_export_of_what_takes_and_returns_stored_arrays() -> None:
     pytest.importorskip("flatbuffers")
-    q = jc.quantize(numbers((4, 16)), "uint4(group=8,zero_point=true)")
+    q = jc.quantize(numbers((4, 16)), "uint4(group=8,zero_point=integer)")
 
     @jax.jit
     def part(q: QArray, by: jax.Array) -> dict[str, Any]:

@@ -27,7 +27,7 @@ SIZES = [
     ("nf4", (4, 256), 4.5),
     ("int8(channel=0)", (4, 256), 8 + 32 / 256),
     ("int8(group=tensor)", (4, 256), 8 + 32 / 1024),
-    ("uint4(group=64,zero_point=true)", (4, 256), 4 + 64 / 64),
+    ("uint4(group=64,zero_point=integer)", (4, 256), 4 + 64 / 64),
     ("int4(group=64,zero_point=float,scale=bfloat16)", (4, 256), 4 + 32 / 64),
     ("int3(group=(2,16),scale=float16)", (4, 32), 3 + 16 / 32),
     ("e3m2fn", (4, 64), 6.0),
@@ -41,7 +41,7 @@ TEXTS = [
     "int5(group=(2,16))",
     "int8(group=tensor)",
     "int8(channel=1,rule=half_range)",
-    "uint3(channel=-1,zero_point=true)",
+    "uint3(channel=-1,zero_point=integer)",
     "int4(group=9,zero_point=float,scale=bfloat16)",
     "nf4(group=4,scale=uint8(group=3,zero_point=float))",
     "mxfp4(axis=1)",
@@ -50,7 +50,7 @@ TEXTS = [
     "nf4(group=all)",
     "float8_e5m2(channel=0)",
     "e3m2fn",
-    "int4:wrap",
+    "integer4:wrap",
     "fixed2.3",
     "codebook(-1,-0.25,0,0.5,1)",
     "float8_e4m3fn",
@@ -172,7 +172,7 @@ def test_codes_are_the_bits_of_native_dtypes() -> None:
     x[1, 7] = 3.0
     kinds = {
         "int8(channel=0)": np.int8,
-        "uint8(channel=0,zero_point=true)": np.uint8,
+        "uint8(channel=0,zero_point=integer)": np.uint8,
         "mxint8": np.int8,
         "mxfp8_e4m3": ml_dtypes.float8_e4m3fn,
         "mxfp8_e5m2": ml_dtypes.float8_e5m2,
@@ -199,7 +199,7 @@ def test_a_nan_that_cannot_be_said() -> None:
 @pytest.mark.slow
 def test_given_scales_are_used_and_kept() -> None:
     x, other = numbers((4, 32)), 3 * numbers((4, 32))[::-1].copy()
-    for text in ("uint4(group=8,zero_point=true)", "nvfp4"):
+    for text in ("uint4(group=8,zero_point=integer)", "nvfp4"):
         scale, zero_point = jc.fit_scale(x, text)
         q = jc.quantize(x, text, scale=scale, zero_point=zero_point)
         jax.tree.map(same, q, jc.quantize(x, text))
@@ -229,8 +229,8 @@ def test_refused() -> None:
         (ValueError, "float32\\[4, 1\\]", lambda: jc.quantize(x, "int8(channel=0)", scale=scale[:2])),
         (ValueError, "float16", lambda: jc.quantize(x, "int8(channel=0)", scale=scale.astype("float16"))),
         (ValueError, "zero_point without scale", lambda: jc.quantize(x, "int8(channel=0)", zero_point=scale)),
-        (ValueError, "zero_point", lambda: jc.quantize(x, "uint8(channel=0,zero_point=true)", scale=scale)),
-        (ValueError, "plain", lambda: jc.fit_scale(x, "int8")),
+        (ValueError, "zero_point", lambda: jc.quantize(x, "uint8(channel=0,zero_point=integer)", scale=scale)),
+        (ValueError, "plain", lambda: jc.fit_scale(x, "integer8")),
         (TypeError, "QArray", lambda: jc.dequantize(x)),  # type: ignore[arg-type]
         (TypeError, "no carrier", lambda: jc.dequantize(jc.quantize(x, "int8(channel=0)"), "int32")),
         (ValueError, "add_to has shape", lambda: jc.dequantize(jc.quantize(x, "mxfp4"), add_to=x[:2])),

@@ -18,7 +18,7 @@ BOTH = [
     ("int3(group=tensor)", "int3", {}),
     ("float8_e4m3fn(channel=-1)", jnp.float8_e4m3fn, {"channelwise_axes": (1,)}),
     ("nf4(group=(2,8))", "nf4", {"tiled_axes": {0: 2, 1: 8}}),
-    ("uint8(channel=0,zero_point=true)", None, {}),
+    ("uint8(channel=0,zero_point=integer)", None, {}),
     ("mxfp4(group=8,axis=-1)", None, {}),
 ]
 

@@ -34,7 +34,7 @@ def same(got: Any, wanted: Any) -> None:
 
 def tree() -> dict[str, Any]:
     x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
-    texts = ["mxfp4", "nvfp4", "int4(group=8,scale=int8(channel=0))", "uint4(group=8,zero_point=true)", "e3m2fn"]
+    texts = ["mxfp4", "nvfp4", "int4(group=8,scale=int8(channel=0))", "uint4(group=8,zero_point=integer)", "e3m2fn"]
     quantized = [jax.tree.map(jnp.asarray, jc.quantize(x, text)) for text in texts]
     quantized.append(jax.tree.map(jnp.asarray, jc.quantize(x[0, 0], "int8(group=tensor)")))
     return {

@@ -1,4 +1,4 @@
-"""Files quantized piece by piece: the same as whole, in bounded memory."""
+"""Files quantized chunk by chunk: the same as whole, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jchop as jc
+from jchop.storage._chunks import chunks, plan_cut
 from jchop.storage._file import Entry, TensorFile, TensorWriter
-from jchop.storage._pieces import pieces, plan_cut
 from jchop.storage._stream import Report, Rule, quantize_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def same(got: object, wanted: object) -> None:
             ("int8(group=tensor)", (3, 5, 8)),
             ("int5(channel=-1)", (12, 9)),
             ("int8(channel=1)", (4, 3, 8)),
-            ("uint4(channel=0,zero_point=true)", (2, 37)),
+            ("uint4(channel=0,zero_point=integer)", (2, 37)),
             ("int4(channel=0,zero_point=float,scale=bfloat16)", (2, 37)),
             ("nvfp4", (101,)),
             ("int8(group=tensor,rule=percentile(90))", (9, 8)),
@@ -57,7 +57,7 @@ def same(got: object, wanted: object) -> None:
         5,
     ),
 )
-def test_pieces_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:
+def test_chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:
     x, source, targets = numbers(*shape), tmp_path / "in.safetensors", []
     jc.save_safetensors(source, {"x": x})
     reports = []
@@ -85,12 +85,12 @@ def test_cuts_keep_groups_and_bytes_whole() -> None:
         fmt = jc.int3(group=group, axis=axis)
         cut = plan_cut(shape, 4, fmt, int(rng.integers(1, 4096)))
         start = 0
-        for piece in pieces(shape, cut):
-            assert piece.start == start
-            start += int(np.prod(piece.shape))
-            at, n = piece.starts[axis], piece.shape[axis]
+        for chunk in chunks(shape, cut):
+            assert chunk.start == start
+            start += int(np.prod(chunk.shape))
+            at, n = chunk.starts[axis], chunk.shape[axis]
             assert at % group == 0 and (n % group == 0 or at + n == shape[axis])
-            assert piece.starts[-1] * 3 % 8 == 0
+            assert chunk.starts[-1] * 3 % 8 == 0
         assert start == np.prod(shape) and not cut.needs_extremes
 
 

@@ -28,7 +28,7 @@ RATIOS = [
     ("int8(group=tensor,rule=half_range)", 39.41, 39.41),
     ("int8(group=128,rule=half_range)", 43.69, 43.73),
     ("int4(group=32,rule=half_range)", 20.46, 20.42),
-    ("int4(group=32,zero_point=true)", 21.86, None),
+    ("int4(group=32,zero_point=integer)", 21.86, None),
     ("int4(group=32,zero_point=float)", 22.14, 22.13),
     ("int4(group=128,zero_point=float)", 20.00, 19.92),
     ("int4(group=32,rule=no_clip)", 20.73, None),
@@ -97,7 +97,7 @@ def test_ratios(stored: Callable[[str], QArray], text: str, of_w: float, of_y: f
 
 def test_codes_that_are_theirs(stored: Callable[[str], QArray]) -> None:
     assert digest(np.asarray(stored("int8(group=tensor,rule=half_range)").qvalue)) == "fd6cb85665fd"
-    assert digest(signed(entries(stored("int4(group=32,zero_point=true)")), 4)) == "f05b0cd0f009"
+    assert digest(signed(entries(stored("int4(group=32,zero_point=integer)")), 4)) == "f05b0cd0f009"
     assert digest(np.asarray(stored("mxfp8_e4m3").qvalue)) == "b1df183e0d7e"
     assert digest(np.asarray(stored("mxfp4").qvalue)) == "60593f98e3d1"
     assert digest(np.asarray(stored("nvfp4(rule=absmax)").qvalue)) == "2676e841d651"

@@ -34,7 +34,7 @@ KINDS: dict[str, Any] = {
     "tf32": cases.WIDE["tf32"],
     "e9m40": cases.DOUBLE["e9m40"],
     "fixed4.4": cases.FIXED["fixed4.4"],
-    "uint4": cases.FIXED["uint4"],
+    "uinteger4": cases.FIXED["uinteger4"],
 }
 SCALED = ("mxfp4", "nvfp4", "int4(group=8)", "int8(channel=0)", "bfp8(group=16)", "nf4")
 CODEBOOK = jc.CodebookFormat((-3.0, -1.0, -0.25, 0.0, 0.5, 8.0))

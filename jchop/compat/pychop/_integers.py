@@ -8,7 +8,7 @@ import numpy as np
 
 from jchop._checks import check_bool, check_int
 from jchop.compat._carriers import apply, as_numbers, rounded
-from jchop.formats import ScaledFormat
+from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.matlab import whole
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, fit_scale, quantize
@@ -64,9 +64,9 @@ class Chopi:
         Args:
             x: the array.
         """
-        element = f"int{self.bits}" if self.symmetric else f"uint{self.bits}"
         channel = self.axis if self.per_channel and x.ndim > 1 else None
-        return Spec(ScaledFormat(element, channel=channel, zero_point=not self.symmetric))
+        element = IntegerFormat(self.bits, signed=self.symmetric)
+        return Spec(ScaledFormat(element, channel=channel, zero_point=None if self.symmetric else "integer"))
 
     def calibrate(self, x: Any) -> None:
         """Choose scale and zero point for `x`, and keep them for all later arrays.

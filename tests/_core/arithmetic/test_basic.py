@@ -38,7 +38,7 @@ RESULTS: dict[str, oracle.Set] = {
     "binary32": oracle.ieee(8, 23),
     "e6m9": oracle.ieee(6, 9),
     "fixed8.8": oracle.fixed(8, 8),
-    "int8": oracle.integer(8),
+    "integer8": oracle.integer(8),
     "e4m3(subnormals=false)": oracle.ieee(4, 3, subnormals=False),
     "binary8p4ue": oracle.p3109(8, 4, signed=False),
     "float8_e8m0fnu": cases.E8M0,
@@ -47,9 +47,9 @@ RESULTS: dict[str, oracle.Set] = {
 IN_FLOAT64 = ("e5m10", "binary32", "e9m40", "e11m20(bias=1030,infinities=false,nans=none)", "binary64")
 #: Specs that `require_operation` lets pass, some of which leave just two bits.
 ACCEPTED = {
-    "float32": ("e5m10", "e8m21", "e7m21:down", "binary32", "binary32:nearest_away:saturate", "fixed8.14", "int23",
-                "uint22:stochastic", "int8:wrap", "e5m23(subnormals=false)", "float8_e8m0fnu"),
-    "float64": ("binary32:odd", "e8m21", "e10m50:stochastic", "binary64", "fixed8.14", "int52"),
+    "float32": ("e5m10", "e8m21", "e7m21:down", "binary32", "binary32:nearest_away:saturate", "fixed8.14", "integer23",
+                "uinteger22:stochastic", "integer8:wrap", "e5m23(subnormals=false)", "float8_e8m0fnu"),
+    "float64": ("binary32:odd", "e8m21", "e10m50:stochastic", "binary64", "fixed8.14", "integer52"),
 }  # fmt: skip
 #: Of the carrier's own precision, so only rounded to nearest.
 ONLY_NEAREST = {("binary32", "float32"), ("binary64", "float64")}
@@ -228,7 +228,7 @@ FAST: list[tuple[str, tuple[str | tuple[str, str], ...], str]] = [
     ("add", ("e5m10", "e5m10"), "e8m3(bias=130,infinities=false,nans=none)"),
     ("multiply", ("e5m10", "e5m10"), "e5m10"),
     ("multiply", ("float8_e4m3fn", "float8_e5m2"), "float8_e4m3fn"),
-    ("multiply", ("int8", "fixed8.8"), "fixed8.8"),
+    ("multiply", ("integer8", "fixed8.8"), "fixed8.8"),
     ("multiply_add", ("e5m10", "e5m10", "e5m10"), "e5m10"),
     ("multiply_add", ("float8_e4m3fn", "float8_e4m3fn", "e5m10"), "e5m10"),
 ]
@@ -374,7 +374,7 @@ WAYS = [
     ("e5m10:propagate", E5M10, Range(100, 11, 128), True),  # but here an infinity is told from a finite value
     ("binary32", E5M10, Range(-126, 24, 126), False),
     ("binary32:nearest_away", E5M10, Range(-126, 24, 126), True),
-    ("int8:wrap", Range(0, 7, 8), Range(0, 7, 8), False),
+    ("integer8:wrap", Range(0, 7, 8), Range(0, 7, 8), False),
 ]
 
 
@@ -422,7 +422,7 @@ def test_division_by_a_poor_divider(monkeypatch: pytest.MonkeyPatch, rng: np.ran
 # --- ranges and refusals ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [*RESULTS, "ufixed4.4", "int4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"])
+@pytest.mark.parametrize("text", [*RESULTS, "ufixed4.4", "integer4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"])
 def test_range_of(text: str, rng: np.random.Generator) -> None:
     """Every value lies within its format's range, and no tighter one holds."""
     fmt, carrier = jc.parse(text).format, CARRIERS["float64"]
@@ -451,8 +451,8 @@ REFUSED = {
         "e8m21(bias=128)": "to float64",  # one bit to spare among the subnormals
         "binary32:up": "to float64",
         "e5m23": "to float64",  # of the carrier's precision, but not of its subnormals
-        "int24": "to float64",
-        "uint23": "to float64",
+        "integer24": "to float64",
+        "uinteger23": "to float64",
         "binary64": "two bits.*to float64",
         "e8m3(bias=120)": "cannot hold every result.*to float64",
         "codebook(0.0,1.0)": "codebook",
@@ -473,7 +473,7 @@ def test_require_operation(carrier: str) -> None:
             require_operation(jc.parse(text), CARRIERS[carrier], "accumulate")
 
 
-@pytest.mark.parametrize("text", ["int8:wrap", "fixed4.4:wrap:stochastic", "ufixed4.4:wrap:down"])
+@pytest.mark.parametrize("text", ["integer8:wrap", "fixed4.4:wrap:stochastic", "ufixed4.4:wrap:down"])
 def test_wrap(text: str, rng: np.random.Generator) -> None:
     spec = jc.parse(text)
     fmt = oracle.describe(spec.format)

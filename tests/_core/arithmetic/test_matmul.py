@@ -35,7 +35,7 @@ SETS: dict[str, oracle.Set] = {
     "e5m10(subnormals=false)": oracle.ieee(5, 10, subnormals=False),
     "e8m20": oracle.ieee(8, 20),
     "fixed8.8": oracle.fixed(8, 8),
-    "int16": oracle.integer(16),
+    "integer16": oracle.integer(16),
 }
 
 
@@ -260,7 +260,7 @@ ROWS = rows(
     "float8_e4m3fn - e5m10:odd matrix_unit(4) 31",
     "float8_e4m3fn - bfloat16 matrix_unit(8) 64",
     "float8_e4m3fn - e8m4:stochastic matrix_unit(32) 129",
-    "int8 - float8_e5m2:down matrix_unit(7) 8",
+    "integer8 - float8_e5m2:down matrix_unit(7) 8",
     # Formats of every kind.
     "float8_e4m3fn float8_e5m2 bfloat16 sequential 31",
     "bfloat16 = = pairwise 31",
@@ -275,8 +275,8 @@ ROWS = rows(
     "binary8p4sf =:toward_zero =:stochastic blocked(3) 8",
     "fixed4.4 = fixed8.8 sequential 31",
     "fixed4.4 =:stochastic fixed8.8:odd pairwise 9",
-    "int8 - int16:wrap sequential 31",
-    "int4(narrow=true) int8 int8:up sequential 9",
+    "integer8 - integer16:wrap sequential 31",
+    "integer4(narrow=true) integer8 integer8:up sequential 9",
     # Operands of any exponent, and formats as wide as the carrier lets them be.
     "- - - sequential 9",
     "- tf32 tf32 sequential 8",

@@ -299,11 +299,11 @@ def test_the_other_operations(name: str, rng: np.random.Generator) -> None:
 def test_signs_of_formats_that_are_not_symmetric() -> None:
     """Two's complement has no 128, float8_e4m3fnuz no -0, and unsigned numbers no negative ones."""
     least = jnp.array([-128.0, 5.0, 0.0])
-    assert operation("abs", [least], jc.parse("int8")).tolist() == [127, 5, 0]
-    assert operation("neg", [least], jc.parse("int8")).tolist() == [127, -5, 0]
+    assert operation("abs", [least], jc.parse("integer8")).tolist() == [127, 5, 0]
+    assert operation("neg", [least], jc.parse("integer8")).tolist() == [127, -5, 0]
     zeros = operation("neg", [jnp.array([0.0, 1.0])], jc.parse("float8_e4m3fnuz"))
     assert zeros.tolist() == [0, -1] and not np.signbit(zeros[0])
-    assert operation("neg", [jnp.array([3.0])], jc.parse("uint8")).tolist() == [0]
+    assert operation("neg", [jnp.array([3.0])], jc.parse("uinteger8")).tolist() == [0]
     assert np.signbit(operation("neg", [jnp.array(0.0)], jc.parse("bfloat16")))
 
 
@@ -341,7 +341,7 @@ def test_a_narrow_carrier_is_refused(text: str, dtype: str, message: str) -> Non
 @pytest.mark.parametrize("name", ["div", "sqrt"])
 def test_wrapping_is_refused_where_there_is_no_last_bit(name: str) -> None:
     with pytest.raises(ValueError, match="wrap"):
-        operation(name, [jnp.ones(3)] * OPERANDS[name], jc.parse("int8:wrap"))
+        operation(name, [jnp.ones(3)] * OPERANDS[name], jc.parse("integer8:wrap"))
 
 
 # -- random words ------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from jchop._core.rounding.grid import holds
 #: Formats of at most 16 bits, of every kind, subnormal in the carrier or not.
 TEXTS = [
     *cases.NAMED, *cases.CUSTOM, *cases.P3109, *cases.FIXED,
-    "e5m2(subnormals=false)", "e4m3fn(subnormals=false)", "fixed1.7(symmetric=true)", "fixed-120.128", "int16",
-    "uint16", "int3", "int5", "uint7", "codebook(-3,-1,0,0.5,8)", "codebook(0.5)",
+    "e5m2(subnormals=false)", "e4m3fn(subnormals=false)", "fixed1.7(symmetric=true)", "fixed-120.128", "integer16",
+    "uinteger16", "integer3", "integer5", "uinteger7", "codebook(-3,-1,0,0.5,8)", "codebook(0.5)",
     f"codebook({','.join(map(str, range(-20, 20)))})",
 ]  # fmt: skip
 FORMATS = {text: jc.parse(text).format for text in TEXTS}

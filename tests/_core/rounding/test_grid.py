@@ -24,10 +24,10 @@ HELD = {
     "e9m23(infinities=false,nans=none)": ["float64"],
     "e9m23(infinities=false,nans=top)": ["float16", "bfloat16", "float32", "float64"],
     "codebook(-1,0.5,1.0009765625)": ["float16", "float32", "float64"],
-    "int8:wrap": ["float16", "bfloat16", "float32", "float64"],
-    "int24:wrap": ["float16", "bfloat16", "float32", "float64"],
-    "uint24:wrap": ["float32", "float64"],
-    "int24": ["float32", "float64"],
+    "integer8:wrap": ["float16", "bfloat16", "float32", "float64"],
+    "integer24:wrap": ["float16", "bfloat16", "float32", "float64"],
+    "uinteger24:wrap": ["float32", "float64"],
+    "integer24": ["float32", "float64"],
 }
 
 

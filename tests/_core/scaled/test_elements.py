@@ -125,7 +125,7 @@ SOME: list[tuple[BlockScaling, str]] = [
     (mx("e2m1fn", rule="even", block=8, axis=-2), "bfloat16"),
     (mx("e3m2fn", rule="rceil", block=8), "float16"),
     (mx("e2m3fn", rule="ceil", block=8), "float64"),
-    (mx("int8", block=8), "float32"),
+    (mx("integer8", block=8), "float32"),
     (nvfp4(), "float32"),
     (nvfp4(axis=-2), "float64"),
     (replace(nvfp4(two_level=False), block=8), "bfloat16"),
@@ -134,7 +134,7 @@ SOME: list[tuple[BlockScaling, str]] = [
     (integer_groups(8, 8, rule="no_clip", axis=-2), "float32"),
     (integer_groups(4, 8), "float64"),
     (BlockScaling("e5m2", 8, scale="e8m0fnu", rule="absmax", nan_block=True), "float32"),
-    (BlockScaling("int4:stochastic", 8, -2, scale="float32", rule="absmax"), "float32"),
+    (BlockScaling("integer4:stochastic", 8, -2, scale="float32", rule="absmax"), "float32"),
     (BlockScaling("e2m1fn:stochastic_c:random_bits=7", 8), "bfloat16"),
     (BlockScaling(NF4, 8, scale="float32", rule="absmax"), "float32"),
     (BlockScaling(f"{NF4}:odd", 8, scale="float32", rule="absmax"), "float32"),
@@ -142,7 +142,7 @@ SOME: list[tuple[BlockScaling, str]] = [
 MORE: list[BlockScaling] = [
     *(
         mx(element, rule=rule, block=8)
-        for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m3fn", "e2m1fn", "int8", "int4", "binary8p3se")
+        for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m3fn", "e2m1fn", "integer8", "integer4", "binary8p3se")
         for rule in POWERS
     ),
     *(
@@ -153,7 +153,7 @@ MORE: list[BlockScaling] = [
     ),
     *(
         BlockScaling(f"{element}:{mode}", 8, scale=scale, rule="absmax")
-        for element, scale in (("e4m3fn", "float32"), ("int8", "e8m0fnu"), ("e3m2fn", "bfloat16"))
+        for element, scale in (("e4m3fn", "float32"), ("integer8", "e8m0fnu"), ("e3m2fn", "bfloat16"))
         for mode in ("nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")
     ),
     *(
@@ -169,7 +169,7 @@ MORE: list[BlockScaling] = [
     nvfp4(),
     nvfp4(two_level=False),
     BlockScaling("e4m3fn:saturate", 8, scale="e2m3(subnormals=false)", rule="two_level"),
-    BlockScaling("int4", 8, scale="e4m3fn", rule="two_level"),
+    BlockScaling("integer4", 8, scale="e4m3fn", rule="two_level"),
     BlockScaling("e5m2:flush:saturate", 8),
     BlockScaling("float8_e4m3fnuz", 8),
     BlockScaling("binary16:down", 8, scale="float32", rule="absmax"),
@@ -181,9 +181,9 @@ MORE: list[BlockScaling] = [
     BlockScaling(TABLE, 8, scale="bfloat16", rule="absmax"),
     BlockScaling(f"{TABLE}:odd", 8, scale="bfloat16", rule="absmax"),
     BlockScaling("codebook(-1,0,1,2):odd", 8, scale="float32", rule="absmax"),
-    BlockScaling("uint4", 8, scale="float32", rule="absmax"),
+    BlockScaling("uinteger4", 8, scale="float32", rule="absmax"),
     BlockScaling("e4m3fn:saturate", 8, scale="e4m3fn", rule="floor"),
-    BlockScaling("int8(narrow=true)", 8, scale="float32", rule="floor"),
+    BlockScaling("integer8(narrow=true)", 8, scale="float32", rule="floor"),
 ]
 
 
@@ -209,7 +209,7 @@ EXPONENTS = range(-149, 128)
 @pytest.mark.parametrize(
     "scaling",
     [
-        *(mx(element, rule=rule, block=2) for element in ("e2m1fn", "int8") for rule in POWERS),
+        *(mx(element, rule=rule, block=2) for element in ("e2m1fn", "integer8") for rule in POWERS),
         *(BlockScaling("e4m3fn", 2, scale=scale, rule="absmax") for scale in ("e8m0fnu", "float32", "e4m3fn")),
     ],
     ids=str,
@@ -335,9 +335,9 @@ def test_draws_depend_on_the_flat_index_alone(rng):
     x = np.clip(x, -7, 7)
     x[:, 0], x[0, :] = 7, 7  # all blocks have scale 1
     seeds = seed_words(jax.random.key(KEY))
-    plain = np.asarray(jc.round_to_format(x, "int4:stochastic", jax.random.key(KEY)))
+    plain = np.asarray(jc.round_to_format(x, "integer4:stochastic", jax.random.key(KEY)))
     for axis, block in ((-1, 10), (-2, 6)):
-        scaling = BlockScaling("int4:stochastic", block, axis, "float32", "absmax")
+        scaling = BlockScaling("integer4:stochastic", block, axis, "float32", "absmax")
         np.testing.assert_array_equal(every_way(x, *seeds, scaling=scaling)["rounded"], plain)
 
 
@@ -467,8 +467,12 @@ def test_where_torchao_differs():
         (BlockScaling("e4m3fn", 8, scale="float64", rule="absmax"), "float32", "scale='binary64:saturate'"),
         (BlockScaling("e4m3fn", 8, scale="float64", rule="absmax"), "float64", None),
         (BlockScaling("e4m3fn", 8, scale="e2m1(bias=9)"), "float32", "has no number from 1 on"),
-        (BlockScaling("int8", 8, scale="e4m3fn", rule="two_level"), "float32", "has 7 significant bits, and float32"),
-        (BlockScaling("int8", 8, scale="e4m3fn", rule="two_level"), "float64", None),
+        (
+            BlockScaling("integer8", 8, scale="e4m3fn", rule="two_level"),
+            "float32",
+            "has 7 significant bits, and float32",
+        ),
+        (BlockScaling("integer8", 8, scale="e4m3fn", rule="two_level"), "float64", None),
         (BlockScaling("e2m1fn", 8, scale="bfloat16", rule="two_level"), "float32", "scale=bfloat16 has 8 significant"),
     ],
     ids=str,

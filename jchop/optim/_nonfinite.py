@@ -57,41 +57,41 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
 
 
 class SkipState(NamedTuple):
-    """State of `skip_faulty`: that of the wrapped transformation, and an int32 count of the steps left out."""
+    """State of `skip_nonfinite`: that of the wrapped transformation, and an int32 count of the steps left out."""
 
-    inner: Any
+    inner_state: Any
     skipped: Array
 
 
-def skip_faulty(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx`, but a step with a NaN or an infinity is left out: parameters and the state of `tx` stay as they are.
+def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`inner`, but a step with a NaN or an infinity is left out: parameters and the state of `inner` stay as they are.
 
-    Looked at are the gradients and what `tx` makes of them: updates and new state (the square of a gradient of 1e20
+    Looked at are the gradients and what `inner` makes of them: updates and new state (the square of a gradient of 1e20
     overflows, though the gradient does not). `optax.apply_if_finite` looks at gradients alone, and gives up after some
     steps; this one does not.
 
     Args:
-        tx: any Optax transformation.
+        inner: any Optax transformation.
 
     Returns:
         An Optax transformation. Its state is a `SkipState`.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc, optax
-        >>> tx, params = jc.optim.skip_faulty(optax.adam(0.1)), jnp.ones(2)
+        >>> tx, params = jc.optim.skip_nonfinite(optax.adam(0.1)), jnp.ones(2)
         >>> updates, state = tx.update(jnp.array([1.0, jnp.inf]), tx.init(params), params)
-        >>> updates.tolist(), int(state.skipped), state.inner[0].mu.tolist()
+        >>> updates.tolist(), int(state.skipped), state.inner_state[0].mu.tolist()
         ([0.0, 0.0], 1, [0.0, 0.0])
     """
-    tx = as_transformation(tx)
+    inner = as_transformation(inner)
 
     def init(params: Any) -> SkipState:
-        return SkipState(tx.init(params), jnp.zeros([], jnp.int32))
+        return SkipState(inner.init(params), jnp.zeros([], jnp.int32))
 
     def update(updates: Any, state: SkipState, params: Any = None, **extra: Any) -> tuple[Any, SkipState]:
-        made, inner = tx.update(updates, state.inner, params, **extra)
-        sound = all_finite((updates, made)) & stays_finite(inner, state.inner)
-        kept = SkipState(select(sound, inner, state.inner), counted(state.skipped, sound))
+        made, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        sound = all_finite((updates, made)) & stays_finite(inner_state, state.inner_state)
+        kept = SkipState(select(sound, inner_state, state.inner_state), counted(state.skipped, sound))
         return zeros_unless(sound, made), kept
 
     return transformation(init, update)
@@ -105,14 +105,14 @@ def counted(skipped: Array, sound: Array) -> Array:
 class LossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`: float32 scale, int32 counts of sound steps in a row and of those left out."""
 
-    inner: Any
+    inner_state: Any
     scale: Array
     steady: Array
     skipped: Array
 
 
 def dynamic_loss_scale(
-    tx: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     initial: float = 2.0**15,
     *,
     growth_interval: int = 2000,
@@ -120,19 +120,19 @@ def dynamic_loss_scale(
     smallest: float = 1.0,
     largest: float = 2.0**24,
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` for gradients of a scaled loss: they are divided by the scale, which shrinks on overflow and else grows.
+    """`inner` for gradients of a scaled loss: they are divided by the scale, which shrinks on overflow and else grows.
 
-    16-bit gradients are divided in float32, and reach `tx` so.
+    16-bit gradients are divided in float32, and reach `inner` so.
 
     Multiply the loss by ``loss_scale(state)`` before differentiating. Where a gradient, an update or the new state is
-    NaN or infinite the step is left out, as in `skip_faulty`, and the scale is divided by `factor`; after
+    NaN or infinite the step is left out, as in `skip_nonfinite`, and the scale is divided by `factor`; after
     `growth_interval` sound steps in a row it is multiplied by it. A scale in the state that is zero, negative, NaN or
     infinite leaves the step out, too, and becomes `initial`.
 
     `initial`, `smallest` and `largest` are normal numbers of float32.
 
     Args:
-        tx: any Optax transformation.
+        inner: any Optax transformation.
         initial: the first scale; of powers of two no gradient is rounded. Default 2^15.
         growth_interval: sound steps before the scale grows. Default 2000.
         factor: by which it grows and shrinks. Default 2.
@@ -163,22 +163,22 @@ def dynamic_loss_scale(
     if not any(map(is_traced, limits.values())) and not smallest <= initial <= largest:
         raise ValueError(f"initial={initial!r} must lie between smallest={smallest!r} and largest={largest!r}")
     check_number("factor", factor, GROWS)
-    tx = as_transformation(tx)
+    inner = as_transformation(inner)
 
     def init(params: Any) -> LossScaleState:
         none = jnp.zeros([], jnp.int32)
-        return LossScaleState(tx.init(params), jnp.asarray(initial, jnp.float32), none, none)
+        return LossScaleState(inner.init(params), jnp.asarray(initial, jnp.float32), none, none)
 
     def update(updates: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
         gradients = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / state.scale, updates)
-        made, inner = tx.update(gradients, state.inner, params, **extra)
+        made, inner_state = inner.update(gradients, state.inner_state, params, **extra)
         usable = jnp.isfinite(state.scale) & (state.scale > 0)
-        sound = usable & all_finite((updates, made)) & stays_finite(inner, state.inner)
+        sound = usable & all_finite((updates, made)) & stays_finite(inner_state, state.inner_state)
         steady = jnp.where(sound, state.steady + 1, 0)
         grown = steady >= growth_interval
         scale = jnp.where(sound, jnp.where(grown, state.scale * factor, state.scale), state.scale / factor)
         kept = LossScaleState(
-            select(sound, inner, state.inner),
+            select(sound, inner_state, state.inner_state),
             jnp.clip(jnp.where(usable, scale, initial), smallest, largest).astype(jnp.float32),
             jnp.where(grown, 0, steady),
             counted(state.skipped, sound),

@@ -1,8 +1,8 @@
-"""Cuts a large array into pieces that are quantized separately, with the same result as for the whole array.
+"""Cuts a large array into chunks that are quantized separately, with the same result as for the whole array.
 
-A piece has one index of each axis before the cut axis, a range of the cut axis, and all of the axes after it. So its
+A chunk has one index of each axis before the cut axis, a range of the cut axis, and all of the axes after it. So its
 elements are contiguous in C order, and so are its codes and scales. Axes in blocks are cut between blocks. If a scale
-is shared along the cut axis, the extremes of its group are prepended to each piece, so that the rule includes them; all
+is shared along the cut axis, the extremes of its group are prepended to each chunk, so that the rule includes them; all
 rules but "mse" and "percentile" depend only on the extremes.
 """
 
@@ -29,10 +29,10 @@ class Cut:
     """The cut of an array.
 
     Args:
-        axis: axis of the cut; None for an array without axes, which is one piece.
-        step: length of a piece along it.
+        axis: axis of the cut; None for an array without axes, which is one chunk.
+        step: length of a chunk along it.
         kinds: grouping of each axis.
-        needs_extremes: whether pieces share a scale.
+        needs_extremes: whether chunks share a scale.
     """
 
     axis: int | None
@@ -42,8 +42,8 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of an array: its first index (by axis, and flat), and its shape."""
+class Chunk:
+    """A chunk of an array: its first index (by axis, and flat), and its shape."""
 
     starts: tuple[int, ...]
     start: int
@@ -51,14 +51,14 @@ class Piece:
     is_first_of_groups: bool
 
 
-def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chunk: int) -> Cut:
-    """The cut of an array into pieces of about `chunk` bytes at most, if its groups allow it.
+def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chunk_bytes: int) -> Cut:
+    """The cut of an array into chunks of about `chunk_bytes` bytes at most, if its groups allow it.
 
     Args:
         shape: shape of the array.
         itemsize: bytes of an element.
         fmt: the scaled format, with axes counted from the end; None for a plain one.
-        chunk: bytes.
+        chunk_bytes: bytes.
     """
     if not shape:
         return Cut(None, 1, (), False)
@@ -69,8 +69,8 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
         unit = units[axis]
         if size > 1 and torn[axis]:
             step = size
-        elif unit * inner <= chunk or axis == len(shape) - 1 or unit > 1:
-            step = max(1, chunk // max(unit * inner, 1)) * unit
+        elif unit * inner <= chunk_bytes or axis == len(shape) - 1 or unit > 1:
+            step = max(1, chunk_bytes // max(unit * inner, 1)) * unit
         else:
             continue
         break
@@ -96,30 +96,30 @@ def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[
     return units, torn
 
 
-def pieces(shape: Sequence[int], cut: Cut) -> Iterator[Piece]:
-    """The pieces of an array in C order."""
+def chunks(shape: Sequence[int], cut: Cut) -> Iterator[Chunk]:
+    """The chunks of an array in C order."""
     if cut.axis is None:
-        yield Piece((), 0, (), True)
+        yield Chunk((), 0, (), True)
         return
     axis, rest = cut.axis, tuple(shape[cut.axis + 1 :])
     inner, start = math.prod(rest), 0
     if math.prod(shape) == 0:
-        yield Piece((0,) * len(shape), 0, tuple(shape), True)
+        yield Chunk((0,) * len(shape), 0, tuple(shape), True)
         return
     for outer in itertools.product(*map(range, shape[:axis])):
         for first in range(0, shape[axis], cut.step):
             length = min(cut.step, shape[axis] - first)
             begins = (*outer, first)
             leads = all(at == 0 for at, kind in zip(begins, cut.kinds, strict=False) if kind == WHOLE)
-            yield Piece((*begins, *(0 for _ in rest)), start, ((1,) * axis) + (length, *rest), leads)
+            yield Chunk((*begins, *(0 for _ in rest)), start, ((1,) * axis) + (length, *rest), leads)
             start += length * inner
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """The least and the largest finite element of each group of an array that is read in pieces."""
+    """The least and the largest finite element of each group of an array that is read in chunks."""
 
-    axis: int  # along which they are prepended to a piece
+    axis: int  # along which they are prepended to a chunk
     count: int  # number of prepended entries
     shared: tuple[bool, ...]  # for each axis, whether scales are shared along it
     low: np.ndarray
@@ -137,28 +137,28 @@ class Extremes:
         unit = kind if isinstance(kind, int) else 1
         return cls(axis, unit * _BYTES, shared, np.full(bounds, np.inf), np.full(bounds, -np.inf))
 
-    def _place(self, piece: Piece) -> tuple[slice, ...]:
-        spans = zip(self.shared, piece.starts, piece.shape, strict=True)
+    def _place(self, chunk: Chunk) -> tuple[slice, ...]:
+        spans = zip(self.shared, chunk.starts, chunk.shape, strict=True)
         return tuple(slice(None) if shared else slice(at, at + n) for shared, at, n in spans)
 
-    def see(self, x: np.ndarray, piece: Piece) -> None:
-        """Updates the extremes with a piece."""
+    def see(self, x: np.ndarray, chunk: Chunk) -> None:
+        """Updates the extremes with a chunk."""
         axes = tuple(axis for axis, shared in enumerate(self.shared) if shared)
-        place, finite = self._place(piece), np.isfinite(x)
+        place, finite = self._place(chunk), np.isfinite(x)
         wide = x.astype(np.float64)
         low = np.min(wide, axis=axes, keepdims=True, initial=np.inf, where=finite)
         high = np.max(wide, axis=axes, keepdims=True, initial=-np.inf, where=finite)
         self.low[place] = np.minimum(self.low[place], low)
         self.high[place] = np.maximum(self.high[place], high)
 
-    def add(self, x: np.ndarray, piece: Piece) -> np.ndarray:
-        """A piece with the extremes prepended."""
-        place = self._place(piece)
+    def add(self, x: np.ndarray, chunk: Chunk) -> np.ndarray:
+        """A chunk with the extremes prepended."""
+        place = self._place(chunk)
         shape = (*x.shape[: self.axis], 1, *x.shape[self.axis + 1 :])
         ends = [np.where(np.isfinite(end[place]), end[place], 0).astype(x.dtype) for end in (self.low, self.high)]
         front = [np.broadcast_to(ends[i % 2], shape) for i in range(self.count)]
         return np.concatenate([*front, x], axis=self.axis)
 
     def drop(self, q: QArray) -> QArray:
-        """The quantized piece without the extremes."""
+        """The quantized chunk without the extremes."""
         return q[(*(slice(None),) * self.axis, slice(self.count, None))]

@@ -24,13 +24,13 @@ SOUND = {"w": jnp.full((2, 64), 0.5), "b": jnp.ones(3)}
 FAULTS = {"nan": jnp.nan, "inf": -jnp.inf, "overflow": 1e30}
 
 WRAPPERS = {
-    "skip_faulty": optim.skip_faulty(optax.adam(0.1)),
+    "skip_nonfinite": optim.skip_nonfinite(optax.adam(0.1)),
     "quantize_state": optim.quantize_state(optax.adam(0.1), GROUPS, min_size=8),
     "dynamic_loss_scale": optim.dynamic_loss_scale(optim.quantize_state(optax.adam(0.1), GROUPS, min_size=8), 4.0),
 }
 
 
-def faulty(number: float) -> dict[str, jax.Array]:
+def spoiled(number: float) -> dict[str, jax.Array]:
     return SOUND | {"w": SOUND["w"].at[1, 40].set(number)}
 
 
@@ -38,11 +38,11 @@ LARGE = jnp.asarray(np.random.default_rng(3).standard_normal((128, 256)), "float
 
 
 @pytest.mark.in_turn(3)
-@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("at", [(0, 3), (63, 200), (127, 255)])
-def test_one_nan_among_many_numbers_leaves_a_step_out(at: tuple[int, int], pieces: int) -> None:
+def test_one_nan_among_many_numbers_leaves_a_step_out(at: tuple[int, int], chunks: int) -> None:
     """XLA's CPU backend may lose a NaN on the way to the largest number of a large array."""
-    tx = optim.adamw8bit(0.1, pieces=pieces)
+    tx = optim.adamw8bit(0.1, chunks=chunks)
     state = jax.jit(tx.init)(LARGE)
     updates, after = jax.jit(tx.update)(LARGE.at[at].set(jnp.nan), state, LARGE)
     assert float(jnp.abs(updates).sum()) == 0 and int(after.skipped) == 1
@@ -67,17 +67,17 @@ def unkeyed(state: Any) -> Any:
 def left_out(state: Any) -> int:
     """Steps left out, by a wrapper or by one within it."""
     own = int(state.skipped)
-    return own + (left_out(state.inner) if isinstance(state, optim.LossScaleState) else 0)
+    return own + (left_out(state.inner_state) if isinstance(state, optim.LossScaleState) else 0)
 
 
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_faulty_step_is_left_out(name: str) -> None:
+def test_a_step_that_is_not_finite_is_left_out(name: str) -> None:
     tx = WRAPPERS[name]
     step = jax.jit(tx.update)
     _, state = step(SOUND, jax.jit(tx.init)(PARAMS), PARAMS)
     for i, number in enumerate(FAULTS.values()):
-        updates, after = step(faulty(number), state, PARAMS)
+        updates, after = step(spoiled(number), state, PARAMS)
         jax.tree.map(np.testing.assert_array_equal, optax.apply_updates(PARAMS, updates), PARAMS)
         jax.tree.map(np.testing.assert_array_equal, unkeyed(after), unkeyed(state))
         assert left_out(after) == i + 1
@@ -90,7 +90,7 @@ def test_a_faulty_step_is_left_out(name: str) -> None:
 def test_a_state_that_holds_an_infinity_by_right_is_no_fault() -> None:
     plateau = optax.contrib.reduce_on_plateau()
     assert bool(jnp.isinf(plateau.init(PARAMS).best_value))
-    for wrap in (optim.skip_faulty, lambda tx: optim.quantize_state(tx, "bfloat16", min_size=8)):
+    for wrap in (optim.skip_nonfinite, lambda tx: optim.quantize_state(tx, "bfloat16", min_size=8)):
         tx = wrap(optax.chain(optax.sgd(0.1, 0.9), plateau))
         state = tx.init(PARAMS)
         updates, state = tx.update(SOUND, state, PARAMS, value=jnp.float32(1.0))
@@ -106,19 +106,19 @@ def test_a_packed_state_may_hold_infinities_too() -> None:
     tx = optim.quantize_state(plain, "bfloat16", min_size=1)
     step, state = jax.jit(tx.update), tx.init(jnp.ones(3))
     _, state = step(jnp.asarray([1.0, 0.0, 3.0]), state, None)
-    assert int(state.skipped) == 0 and jc.dequantize(state.inner).tolist() == [1.0, np.inf, 3.0]
+    assert int(state.skipped) == 0 and jc.dequantize(state.inner_state).tolist() == [1.0, np.inf, 3.0]
     _, after = step(jnp.asarray([2.0, 4.0, -1.0]), state, None)  # 3 / 0 is new
-    assert int(after.skipped) == 1 and jc.dequantize(after.inner).tolist() == [1.0, np.inf, 3.0]
+    assert int(after.skipped) == 1 and jc.dequantize(after.inner_state).tolist() == [1.0, np.inf, 3.0]
 
 
 def test_a_fault_that_is_let_through_shows() -> None:
-    tx = optim.quantize_state(optax.sgd(0.1, 0.9), GROUPS, min_size=8, faulty="propagate")
-    _, state = jax.jit(tx.update)(faulty(jnp.nan), jax.jit(tx.init)(PARAMS), PARAMS)
-    kept = np.asarray(jc.dequantize(state.inner[0].trace["w"]))
+    tx = optim.quantize_state(optax.sgd(0.1, 0.9), GROUPS, min_size=8, nonfinite="propagate")
+    _, state = jax.jit(tx.update)(spoiled(jnp.nan), jax.jit(tx.init)(PARAMS), PARAMS)
+    kept = np.asarray(jc.dequantize(state.inner_state[0].trace["w"]))
     assert np.isnan(kept[1, 32:]).all() and not np.isnan(kept[0]).any() and not np.isnan(kept[1, :32]).any()
-    for spec in ("int8", "nf4(scale=int8(group=256))"):
-        with pytest.raises(ValueError, match="faulty='propagate'"):
-            optim.quantize_state(optax.sgd(0.1, 0.9), jc.parse(spec), faulty="propagate")
+    for spec in ("integer8", "nf4(scale=int8(group=256))"):
+        with pytest.raises(ValueError, match="nonfinite='propagate'"):
+            optim.quantize_state(optax.sgd(0.1, 0.9), jc.parse(spec), nonfinite="propagate")
 
 
 @pytest.mark.smoke

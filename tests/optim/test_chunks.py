@@ -1,4 +1,4 @@
-"""Steps taken piece by piece beside those of whole arrays."""
+"""Steps taken chunk by chunk beside those of whole arrays."""
 
 # Optax types every state as a tree of arrays, which has no fields.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
@@ -13,8 +13,8 @@ import optax
 import pytest
 
 import jchop as jc
+from jchop.optim._chunks import chunks_of
 from jchop.optim._pack import is_packed
-from jchop.optim._pieces import pieces_of
 
 KEY = jax.random.key(5)
 
@@ -44,13 +44,13 @@ def assert_same(got: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def test_a_step_in_pieces_is_that_of_whole_arrays(rng: np.random.Generator) -> None:
+def test_a_step_in_chunks_is_that_of_whole_arrays(rng: np.random.Generator) -> None:
     params = {"w": params_of(rng)["w"], "odd": jnp.ones((3, 32))}
     grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in (1, 2, 3)]
-    grads[1]["w"] = grads[1]["w"].at[5, 0].set(jnp.nan)  # in a piece: the whole step is left out
+    grads[1]["w"] = grads[1]["w"].at[5, 0].set(jnp.nan)  # in a chunk: the whole step is left out
     rules = {r"0\.mu.*": "mxfp8_e4m3", r"0\.nu.*": "bfloat16:stochastic"}
     results = [
-        run(jc.optim.quantize_state(optax.adamw(1e-2), rules, KEY, min_size=32, pieces=n), params, grads)
+        run(jc.optim.quantize_state(optax.adamw(1e-2), rules, KEY, min_size=32, chunks=n), params, grads)
         for n in (1, 4)
     ]
     assert int(results[1][1].skipped) == 1
@@ -58,34 +58,34 @@ def test_a_step_in_pieces_is_that_of_whole_arrays(rng: np.random.Generator) -> N
 
 
 @pytest.mark.smoke
-def test_faulty_numbers_may_pass_in_pieces(rng: np.random.Generator) -> None:
+def test_numbers_that_are_not_finite_may_pass_in_chunks(rng: np.random.Generator) -> None:
     params = {name: params_of(rng)[name] for name in ("v", "b")}
     bad = jax.tree.map(jnp.ones_like, params)
     bad["v"] = bad["v"].at[600].set(jnp.inf)
     made = [
         run(
-            jc.optim.quantize_state(optax.sgd(0.1, 0.9), "mxfp8_e4m3", min_size=32, faulty="propagate", pieces=n),
+            jc.optim.quantize_state(optax.sgd(0.1, 0.9), "mxfp8_e4m3", min_size=32, nonfinite="propagate", chunks=n),
             params,
             [bad, bad],
         )
         for n in (1, 4)
     ]
-    assert np.isnan(jc.dequantize(made[1][1].inner[0].trace["v"])).sum() == 32
+    assert np.isnan(jc.dequantize(made[1][1].inner_state[0].trace["v"])).sum() == 32
     assert_same(*made)
 
 
 @pytest.mark.slow
-def test_adamw8bit_in_pieces(rng: np.random.Generator) -> None:
+def test_adamw8bit_in_chunks(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.standard_normal((16, 512)), jnp.float32)}
     grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in range(4)]
-    assert_same(*(run(jc.optim.adamw8bit(1e-2, pieces=n), params, grads) for n in (1, 4)))
+    assert_same(*(run(jc.optim.adamw8bit(1e-2, chunks=n), params, grads) for n in (1, 4)))
 
 
 def cut_leaves(params: Any, spec: Any, count: int, **options: Any) -> list[bool]:
     """For each parameter whether it would be cut."""
     tx = jc.optim.quantize_state(optax.adam(1e-3), spec, min_size=32, **options)
     state = jax.eval_shape(tx.init, params)
-    found = pieces_of(params, state.inner, count)
+    found = chunks_of(params, state.inner_state, count)
     return [] if found is None else list(found.updates)
 
 
@@ -107,16 +107,16 @@ def test_which_arrays_are_cut(rng: np.random.Generator) -> None:
 def test_nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
     params = params_of(rng)
     state = jax.jit(jc.optim.quantize_state(optax.adam(1e-3), "mxfp8_e4m3", min_size=32).init)(params)
-    cut = pieces_of(params, state.inner, 4)
+    cut = chunks_of(params, state.inner_state, 4)
     assert cut is not None
-    updates, inner, none = cut.rest(params, state.inner, None)
+    updates, inner, none = cut.rest(params, state.inner_state, None)
     assert none is None and updates["w"].shape == (0, 64) and updates["odd"].shape == (3, 64)
     assert inner[0].mu["w"].shape == (0, 64) and is_packed(inner[0].mu["odd"]) and inner[0].count.shape == ()
-    updates, inner, _ = cut.piece(params, state.inner, params, jnp.asarray(1))
+    updates, inner, _ = cut.chunk(params, state.inner_state, params, jnp.asarray(1))
     np.testing.assert_array_equal(updates["v"], params["v"][256:512])
     assert inner[0].nu["v"].shape == (256,) and updates["s"].shape == (0,) and inner[0].count.shape == ()
 
 
-def test_pieces_is_a_count() -> None:
-    with pytest.raises(ValueError, match="pieces=0 must be an integer >= 1"):
-        jc.optim.adamw8bit(1e-3, pieces=0)
+def test_chunks_is_a_count() -> None:
+    with pytest.raises(ValueError, match="chunks=0 must be an integer >= 1"):
+        jc.optim.adamw8bit(1e-3, chunks=0)

@@ -1,7 +1,7 @@
-"""A step taken piece by piece, each a part of every large array, so that what is computed on the way stays in a cache.
+"""A step taken chunk by chunk, each a part of every large array, so that what is computed on the way stays in a cache.
 
 Arrays are cut along their first axis. That changes nothing for a transformation that treats each number by itself; and
-nothing is moved where the pieces are made or joined.
+nothing is moved where the chunks are made or joined.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MOST = 1 << 32
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Which leaves are cut, and into how many pieces.
+class Chunks:
+    """Which leaves are cut, and into how many chunks.
 
     Args:
-        count: of pieces.
+        count: of chunks.
         updates: for each leaf of the updates whether it is cut.
         state: for each leaf of the state, packed ones as one, the place of the leaf of the updates that it goes with;
             None for one that goes with none.
@@ -50,8 +50,8 @@ class Pieces:
         """Updates, state and parameters with nothing left of the leaves that are cut."""
         return self._each(updates, state, params, lambda leaf, cut: _none_of(leaf) if cut else leaf)
 
-    def piece(self, updates: Any, state: Any, params: Any, i: Array) -> tuple[Any, Any, Any]:
-        """Piece i of the leaves that are cut, and nothing of the others; what goes with no leaf is there as it is."""
+    def chunk(self, updates: Any, state: Any, params: Any, i: Array) -> tuple[Any, Any, Any]:
+        """Chunk i of the leaves that are cut, and nothing of the others; what goes with no leaf is there as it is."""
         return self._each(updates, state, params, lambda leaf, cut: self._part(leaf, i) if cut else _none_of(leaf))
 
     def _each(self, updates: Any, state: Any, params: Any, change: Callable[[Any, bool], Any]) -> tuple[Any, Any, Any]:
@@ -69,16 +69,16 @@ class Pieces:
 
     def _part(self, leaf: Any, i: Array) -> Any:
         if isinstance(leaf, QArray):
-            return replace(jax.tree.map(lambda x: self._part(x, i), leaf), size=_piece_size(leaf, self.count))
+            return replace(jax.tree.map(lambda x: self._part(x, i), leaf), size=_chunk_size(leaf, self.count))
         return _number(lax.dynamic_index_in_dim(_folded(_word(leaf), self.count), i, 0, keepdims=False), leaf.dtype)
 
     def start(self, leaf: Any, i: Array) -> Array:
-        """Where piece i of a leaf of the state begins, counted in elements."""
+        """Where chunk i of a leaf of the state begins, counted in elements."""
         return i.astype(jnp.uint32) * jnp.uint32(math.prod(leaf.shape) // self.count)
 
 
-def pieces_of(updates: Any, state: Any, count: int) -> Pieces | None:
-    """Which leaves can be cut into so many pieces; None where none can.
+def chunks_of(updates: Any, state: Any, count: int) -> Chunks | None:
+    """Which leaves can be cut into so many chunks; None where none can.
 
     A leaf of the updates can where its first axis is a multiple of `count`, and that of all that is stored of each leaf
     of the state whose path ends with its path and that has its shape; one of them at least is packed.
@@ -86,7 +86,7 @@ def pieces_of(updates: Any, state: Any, count: int) -> Pieces | None:
     Args:
         updates: a pytree of arrays.
         state: of the wrapped transformation, with packed leaves.
-        count: of pieces, 2 or more.
+        count: of chunks, 2 or more.
     """
     known = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]]
     held = [
@@ -99,7 +99,7 @@ def pieces_of(updates: Any, state: Any, count: int) -> Pieces | None:
         own = [leaf for owner, (_, leaf) in zip(owners, held, strict=True) if owner == place]
         able = is_float(update) and all(_is_divisible(leaf, count) for leaf in (update, *own))
         cut.append(able and any(map(is_packed, own)))
-    return Pieces(count, tuple(cut), tuple(owners)) if any(cut) else None
+    return Chunks(count, tuple(cut), tuple(owners)) if any(cut) else None
 
 
 def _owner(path: tuple[str, ...], leaf: Any, known: list[tuple[tuple[str, ...], Any]]) -> int | None:
@@ -130,8 +130,8 @@ def _is_divisible(leaf: Any, count: int) -> bool:
     ]
 
 
-def _piece_size(leaf: QArray, count: int) -> int | None:
-    """The length of the last axis of a piece."""
+def _chunk_size(leaf: QArray, count: int) -> int | None:
+    """The length of the last axis of a chunk."""
     return leaf.size // count if leaf.ndim == 1 and leaf.size is not None else leaf.size
 
 
@@ -141,7 +141,7 @@ def _none_of(leaf: Any) -> Any:
 
 
 def _word(x: Array) -> Array:
-    """The bits of short floats: XLA's CPU backend would convert whole arrays of them to float32 for each piece."""
+    """The bits of short floats: XLA's CPU backend would convert whole arrays of them to float32 for each chunk."""
     short = is_float(x) and x.dtype.itemsize < 4
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) if short else x
 
@@ -159,13 +159,13 @@ def _folded(x: Array, count: int) -> Array:
 
 
 def collect(one: Callable[[Array], tuple[Any, Any, Array]], count: int) -> tuple[Any, Any, Array]:
-    """What `one` gives for each piece, joined along the first axis; and whether all pieces are sound.
+    """What `one` gives for each chunk, joined along the first axis; and whether all chunks are sound.
 
     Args:
-        one: of the index of a piece, an int32 scalar: a pytree of arrays, another one, and a bool scalar. The arrays of
+        one: of the index of a chunk, an int32 scalar: a pytree of arrays, another one, and a bool scalar. The arrays of
             the second are stored one turn later: what writes straight into a part of an array, XLA's CPU backend does
             in one thread, which does not do for what takes long to compute.
-        count: of pieces.
+        count: of chunks.
     """
     first = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
     words = jax.eval_shape(lambda parts: jax.tree.map(_word, parts), first[:2])
@@ -195,4 +195,4 @@ def _put(whole: Any, parts: Any, i: Array) -> Any:
 def joined(whole: list[Any], cut: list[Any], is_cut: tuple[bool, ...]) -> list[Any]:
     """Leaves in order: the next of `cut` where one is cut, else that of `whole`."""
     rest = iter(cut)
-    return [next(rest) if piece else leaf for leaf, piece in zip(whole, is_cut, strict=True)]
+    return [next(rest) if chunk else leaf for leaf, chunk in zip(whole, is_cut, strict=True)]

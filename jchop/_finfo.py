@@ -1,0 +1,121 @@
+"""The facts of a format under the names of `jax.numpy.finfo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
+from jchop.spec import Spec, as_spec
+
+Number = float | Fraction
+
+
+@dataclass(frozen=True)
+class finfo:
+    """The facts of a format under the names of `jax.numpy.finfo`, each exact: a float, or a fraction if none holds it.
+
+    Fixed point, integers and codebooks have `bits`, `max` and `min` alone. A fact that a format does not have raises
+    AttributeError, so ``getattr(jc.finfo("int8"), "eps", None)`` is None.
+
+    Args:
+        format: a format, a `Spec` or text. Of a scaled format and of a Spec the facts are those of the elements.
+
+    Raises:
+        TypeError, ValueError: for a value that is no format.
+
+    Example:
+        >>> import jchop as jc
+        >>> info = jc.finfo("float8_e4m3fn")
+        >>> info.max, info.eps, info.smallest_subnormal, info.minexp
+        (448.0, 0.125, 0.001953125, -6)
+    """
+
+    format: ElementFormat
+
+    if TYPE_CHECKING:  # what may be given is more than what is stored
+
+        def __init__(self, format: Spec | ElementFormat | ScaledFormat | str) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", as_spec(self.format, "format", scaled=True).element)
+
+    def _known(self, name: str, value: Any) -> Any:
+        if value is None:
+            raise AttributeError(f"{self.format} has no {name}", name=name, obj=self)
+        return value
+
+    def _float(self, name: str) -> FloatFormat:
+        return self._known(name, self.format if isinstance(self.format, FloatFormat) else None)
+
+    @property
+    def bits(self) -> int:
+        """Width of a code."""
+        return self.format.bits
+
+    @property
+    def max(self) -> Number:
+        """Largest finite value."""
+        return self.format.max
+
+    @property
+    def min(self) -> Number:
+        """Smallest (most negative) finite value."""
+        return self.format.min
+
+    @property
+    def eps(self) -> Number:
+        """Distance from 1 to the next larger value, 2^-m for m fraction bits."""
+        return self._float("eps").eps
+
+    @property
+    def epsneg(self) -> Number:
+        """Distance from 1 to the next smaller value, 2^(-m-1), or 2^-m if 1 is the smallest normal value."""
+        return 2.0**self.negep
+
+    @property
+    def machep(self) -> int:
+        """Exponent of `eps`, -m."""
+        return -self._float("machep").frac_bits
+
+    @property
+    def negep(self) -> int:
+        """Exponent of `epsneg`."""
+        fmt = self._float("negep")
+        return -fmt.frac_bits - (fmt.emin < 0)
+
+    @property
+    def tiny(self) -> Number:
+        """As `smallest_normal`."""
+        return self.smallest_normal
+
+    @property
+    def smallest_normal(self) -> Number:
+        """Smallest positive value of full precision, 2^minexp."""
+        return self._float("smallest_normal").smallest_normal
+
+    @property
+    def smallest_subnormal(self) -> Number:
+        """Smallest positive subnormal value, 2^(minexp - m)."""
+        return self._known("smallest_subnormal", self.format.smallest_subnormal)
+
+    @property
+    def maxexp(self) -> int:
+        """Least power of two above the largest finite value, as an exponent."""
+        return self._float("maxexp").emax + 1
+
+    @property
+    def minexp(self) -> int:
+        """Exponent of the smallest normal value."""
+        return self._float("minexp").emin
+
+    @property
+    def nmant(self) -> int:
+        """Fraction bits m."""
+        return self._float("nmant").frac_bits
+
+    @property
+    def nexp(self) -> int:
+        """Exponent bits."""
+        return self._float("nexp").exp_bits

@@ -1,0 +1,61 @@
+"""Facts under the names of NumPy's `finfo`."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop.formats import ALIASES, CATALOGUE
+
+NAMES = ("bits", "eps", "epsneg", "machep", "negep", "max", "min", "tiny", "smallest_normal", "smallest_subnormal",
+         "maxexp", "minexp", "nmant", "nexp")  # fmt: skip
+DTYPES = {name: getattr(ml_dtypes, name) for name in CATALOGUE if hasattr(ml_dtypes, name)}
+DTYPES |= {"binary16": np.float16, "binary32": np.float32, "binary64": np.float64}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_facts_are_those_of_the_dtype(name: str) -> None:
+    theirs, ours = jnp.finfo(DTYPES[name]), jc.finfo(name)
+    for fact in NAMES:
+        if (name, fact) == ("float8_e8m0fnu", "smallest_subnormal"):  # it has none, and ml_dtypes gives the normal one
+            continue
+        assert getattr(ours, fact) == np.float64(getattr(theirs, fact)), fact
+
+
+def test_a_format_a_spec_and_texts_mean_the_same() -> None:
+    wanted = jc.finfo(jc.float8_e5m2)
+    alias = next(other for other, name in ALIASES.items() if name == "float8_e5m2")
+    for given in ("float8_e5m2", alias, "e5m2:stochastic", jc.Spec("e5m2"), jc.mxfp8_e5m2, "e5m2(channel=0)"):
+        assert jc.finfo(given) == wanted
+    assert hash(jc.finfo("e5m2")) == hash(wanted)
+
+
+def test_values_that_no_float_holds_are_fractions() -> None:
+    info = jc.finfo(jc.FloatFormat(14, 3))
+    assert info.max == Fraction(15, 8) * Fraction(2) ** 8191 and info.smallest_normal == Fraction(1, 2**8190)
+
+
+@pytest.mark.parametrize("text", ["fixed4.4", "integer8", "int8", "nf4", "codebook(-1,0,1)"])
+def test_formats_without_an_exponent_have_no_such_facts(text: str) -> None:
+    info, element = jc.finfo(text), jc.parse(text).element
+    assert (info.bits, info.max, info.min) == (element.bits, element.max, element.min)
+    for fact in set(NAMES) - {"bits", "max", "min"}:
+        with pytest.raises(AttributeError, match=" has no "):
+            getattr(info, fact)
+
+
+def test_a_format_without_subnormal_numbers() -> None:
+    info = jc.finfo("e4m3(subnormals=false)")
+    assert info.smallest_normal == 2.0**-6
+    with pytest.raises(AttributeError, match="has no smallest_subnormal"):
+        _ = info.smallest_subnormal
+
+
+def test_no_format() -> None:
+    with pytest.raises(TypeError, match="format=8 must be a Spec, a format, or text"):
+        jc.finfo(8)  # type: ignore[arg-type]
