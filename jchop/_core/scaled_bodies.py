@@ -24,7 +24,7 @@ from jchop._core.scaled.groups import Groups, materialize_per_group, maximum
 from jchop._core.scaled.scales import Plan, Scales, choose_scales, load_scales, make_plan, store_scales, tensor_scale
 from jchop._core.scaled_float32 import integers, select
 from jchop.formats import IntegerFormat, ScaledFormat, binary32
-from jchop.scaling import RULES, BlockScaling
+from jchop.scaling import BlockScaling
 from jchop.spec import Gradient, Spec
 
 Array = jax.Array
@@ -38,7 +38,7 @@ def scaling_of(spec: Spec) -> BlockScaling:
     fmt = _format(spec)
     element = replace(spec, format=fmt.element, gradient=Gradient())
     scale = binary32 if isinstance(fmt.scale, ScaledFormat) else fmt.scale
-    return BlockScaling(element, 1, 0, scale, fmt.rule if fmt.rule in RULES else "absmax", fmt.nan_block)
+    return BlockScaling(element, 1, 0, scale, fmt.rule if fmt.scale_rule.by_ends else "absmax", fmt.nan_block)
 
 
 def plan_of(spec: Spec, dtype: str) -> Plan:

@@ -33,7 +33,7 @@ from jchop._kernels.primitive import make_op
 from jchop._kernels.scaled import dequantize_blocks_op, fit_tensor_scale, quantize_blocks_op, round_blocks_op
 from jchop._settings import compiled
 from jchop.formats import ScaledFormat
-from jchop.scaling import RULES, BlockScaling
+from jchop.scaling import BlockScaling
 from jchop.spec import Spec
 
 __all__ = [
@@ -111,7 +111,7 @@ def _blocks(spec: Spec, shape: tuple[int, ...]) -> BlockScaling | None:
     """The format as blocks along one axis, where it is no more than that."""
     fmt = _format(spec)
     plain = isinstance(fmt.group, int) and isinstance(fmt.axis, int) and not fmt.zero_point
-    if not plain or isinstance(fmt.scale, ScaledFormat) or fmt.rule not in RULES:
+    if not plain or isinstance(fmt.scale, ScaledFormat) or not fmt.scale_rule.by_ends:
         return None
     assert isinstance(fmt.group, int) and isinstance(fmt.axis, int)
     return replace(scaling_of(spec), block=fmt.group, axis=fmt.axis) if 1 < fmt.group < shape[fmt.axis] else None
