@@ -189,6 +189,11 @@ class ScaledFormat:
         return rule_of(self.rule)
 
     @property
+    def scale_format(self) -> FloatFormat:
+        """The format of scales before they are quantized again: binary32 if `scale` is a ScaledFormat."""
+        return binary32 if isinstance(self.scale, ScaledFormat) else self.scale
+
+    @property
     def percentile(self) -> Fraction | None:
         """The q of the rule "percentile(q)"; None for another rule."""
         return self.scale_rule.percentile

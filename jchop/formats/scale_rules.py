@@ -6,6 +6,7 @@ value of the element format.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ class ScaleRule:
         fit: which numbers of a group count: its "ends" alone, the "range" of all x for a zero point, a "percentile", or
             all of them, by least "squares".
         percentile: the q of "percentile".
+        fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
         takes: whether an element format may have this rule.
         needs: the element formats that may, in words.
     """
@@ -80,6 +82,7 @@ class ScaleRule:
     tensor_scale: bool = False
     fit: Literal["ends", "range", "percentile", "squares"] = "ends"
     percentile: Fraction | None = None
+    fill: float = 0.0
     takes: Callable[[ElementFormat], bool] = _any
     needs: str = ""
 
@@ -87,6 +90,11 @@ class ScaleRule:
     def by_ends(self) -> bool:
         """Whether the ends of a group decide, so that neither order nor sums matter."""
         return self.fit == "ends"
+
+    @property
+    def by_extremes(self) -> bool:
+        """Whether the least and the largest number of a group decide, so that a group may be read in pieces."""
+        return self.fit in ("ends", "range")
 
 
 _PERCENTILE = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,2})?)\)")
@@ -142,6 +150,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 "percentile(q)",
                 "as absmax, after a became the smallest magnitude that q % of the finite x do not exceed",
                 fit="percentile",
+                fill=math.nan,
             ),
         )
     }

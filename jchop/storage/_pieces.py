@@ -90,7 +90,7 @@ def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[
         inner = kinds_of(fmt.scale, ndim)
         units = [unit * (kind if isinstance(kind, int) else 1) for unit, kind in zip(units, inner, strict=True)]
         torn = [WHOLE in pair for pair in zip(kinds, inner, strict=True)]
-    elif fmt is not None and (fmt.scale_rule.tensor_scale or fmt.scale_rule.fit in ("squares", "percentile")):
+    elif fmt is not None and (fmt.scale_rule.tensor_scale or not fmt.scale_rule.by_extremes):
         torn = [kind == WHOLE for kind in kinds]
     units[-1] *= _BYTES
     return units, torn
