@@ -220,17 +220,17 @@ def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool
     Else a compiler may work them out anew for every element, or take minutes over the fused program.
     """
     found = _fit_groups(x, view, groups, plan, branch_allowed)
-    scales = found.scales
-    values, zero, stored = materialize_per_group(((scales.value, scales.nan, scales.tensor), found.zero, found.stored))
-    return _Fitted(Scales(*values), zero, stored)
+    zero, stored = materialize_per_group((found.zero, found.stored))
+    return _Fitted(found.scales, zero, stored)
 
 
 def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool) -> _Fitted:
+    """The same; scales alone are held, before they are stored, so that they are worked out once for both."""
     fmt, zero = plan.fmt, None
     if plan.rule.tensor_scale:
         whole = tensor_scale(elements.widen(x, plan.carrier), plan)
         tensor = lax.bitcast_convert_type(whole, jnp.int32)
-        scales = choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed)
+        scales = select.held(choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed))
         return _Fitted(scales, None, ((groups.squeeze(store_scales(scales, plan)), whole), None))
     if fmt.zero_point:
         fit = float_zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
@@ -239,6 +239,7 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowe
         scales = fitting.FITTED[plan.rule.fit](view, groups.axes, plan)
     else:
         scales = choose_scales(view, groups.axes, plan, maximum=maximum, branch_allowed=branch_allowed)
+    scales = select.held(scales)
     stored = groups.squeeze(store_scales(scales, plan))
     zeros = None if zero is None else groups.squeeze(zero)
     if zeros is not None and fmt.zero_point == "float":
@@ -246,7 +247,7 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowe
     if plan.of_scales is None:
         return _Fitted(scales, zero, (stored, zeros))
     parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(stored), plan.of_scales))
-    return _Fitted(_load(parts, groups, plan), zero, (parts, zeros))
+    return _Fitted(select.held(_load(parts, groups, plan)), zero, (parts, zeros))
 
 
 def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan) -> _Fitted:
