@@ -200,7 +200,7 @@ class ScaledFormat:
 
     @property
     def scale_parts(self) -> tuple[str, ...]:
-        """What a stored scale consists of, by name: one part; or under "two_level", and quantized again, several."""
+        """The parts of a stored scale by name: several if the tensor has a scale, or scales are quantized again."""
         if self.scale_rule.tensor_scale:
             return ("scale", "tensor_scale")
         if isinstance(self.scale, ScaledFormat):

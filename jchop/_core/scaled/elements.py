@@ -195,7 +195,7 @@ def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tenso
         axis: along which the blocks lie.
         plan: says how.
         word: for a stochastic element, a word for each number.
-        tensor: for "two_level", the bits of the tensor's scale, int32.
+        tensor: for a rule with a scale of the tensor, its bits, int32.
 
     Returns:
         Numbers of the plan's carrier.

@@ -90,7 +90,7 @@ class Plan:
 
     @cached_property
     def divisors(self) -> tuple[Fraction, ...]:
-        """What the rule divides by."""
+        """The divisors of the rule."""
         return self.rule.divisors(self.element.format)
 
     @cached_property
@@ -159,7 +159,7 @@ def make_plan(spec: Spec, carrier: Carrier) -> Plan:
         if compute.magnitude_bits(divisor) is None:
             raise ValueError(f"element={element} gives the divisor {divisor}, which {compute.name} does not hold")
     if plan.rule.tensor_scale:
-        _require_two_level(plan)
+        _require_room(plan)
     return plan
 
 
@@ -173,7 +173,7 @@ def _is_within_reach(fmt: ElementFormat, carrier: Carrier) -> bool:
     return 1 / reach <= Fraction(fmt.smallest or 1) <= Fraction(fmt.max) <= reach
 
 
-def _require_two_level(plan: Plan) -> None:
+def _require_room(plan: Plan) -> None:
     """A scale, and a divisor, times a float32 number has to fit into a divisor's significand."""
     room = divisor_bits(plan.compute) - (TENSOR_SCALE.frac_bits + 1)
     for name, bits in (
@@ -215,7 +215,7 @@ class Scales:
     Args:
         value: where all scales are powers of two their exponents, else the magnitude bits of finite positive numbers.
         nan: where the scale is NaN instead.
-        tensor: magnitude bits of the tensor's scale; for "two_level" alone, whose scales are the products.
+        tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products.
     """
 
     value: Array
@@ -247,7 +247,7 @@ def choose_scales(
         x: a tile of numbers of the carrier of the arithmetic; zeros may fill up a block.
         axis: along which the blocks lie, or several.
         plan: says by which rule.
-        tensor: for "two_level", the bits of the tensor's scale, int32.
+        tensor: for a rule with a scale of the tensor, its bits, int32.
         maximum: takes what `jnp.max` takes. Default: that.
         branch_allowed: whether the program may branch on the sizes of numbers, which pays on a CPU. Default False.
     """
@@ -379,7 +379,7 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
 
     Args:
         x: numbers of the carrier of the arithmetic.
-        plan: with the rule "two_level".
+        plan: of a rule with a scale of the tensor.
     """
     compute = plan.compute
     if not x.size:
