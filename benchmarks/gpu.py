@@ -28,9 +28,8 @@ import jchop as jc
 import jchop.math
 from jchop._files import write_atomically
 from jchop._kernels.dequantize_matmul import dequantize_matmul
-from jchop._kernels.scaled import quantize_blocks, round_blocks
+from jchop._kernels.scaled import quantize_scaled, round_scaled
 from jchop.formats import parse_format
-from jchop.scaling import BlockScaling, integer_groups, mx, nvfp4
 
 IMPLS = ("xla", "pallas")
 
@@ -103,16 +102,16 @@ def rows(side: int, product: int) -> list[Row]:
             (little.astype(half),),
         )
     )
-    for name, scaling in (
-        ("mxfp8 e4m3", mx("e4m3fn")),
-        ("mxfp8 e4m3, axis -2", mx("e4m3fn", axis=-2)),
-        ("mxfp6 e2m3", mx("e2m3fn")),
-        ("mxfp4", mx("e2m1fn")),
-        ("nvfp4", nvfp4()),
-        ("int4, groups of 128", integer_groups(4, 128, scale="bfloat16")),
+    for name, text in (
+        ("mxfp8 e4m3", "mxfp8_e4m3"),
+        ("mxfp8 e4m3, axis -2", "mxfp8_e4m3(axis=-2)"),
+        ("mxfp6 e2m3", "mxfp6_e2m3"),
+        ("mxfp4", "mxfp4"),
+        ("nvfp4", "nvfp4"),
+        ("int4, groups of 128", "int4(group=128,scale=bfloat16)"),
     ):
-        found += [scaled_row(f"{name}: quantize", quantize_blocks, scaling, wide, little)]
-        found += [scaled_row(f"{name}: quantize and dequantize", round_blocks, scaling, wide, little)]
+        found += [scaled_row(f"{name}: quantize", quantize_scaled, text, wide, little)]
+        found += [scaled_row(f"{name}: quantize and dequantize", round_scaled, text, wide, little)]
     e5m10 = {"operands": "e5m10", "product": "e5m10", "accumulate": "e5m10"}
     for name, spec, size, target in (
         ("e5m10, sequential", jc.MatmulSpec(**e5m10), product // 2, ">= 0.5 T-MAC/s"),
@@ -144,10 +143,10 @@ def matrix_unit(operands: str, accumulate: str) -> jc.MatmulSpec:
     return jc.MatmulSpec(operands, accumulate=accumulate, order="matrix_unit(32)")
 
 
-def scaled_row(name: str, op: Callable[..., Any], scaling: BlockScaling, wide: Any, little: Any) -> Row:
+def scaled_row(name: str, op: Callable[..., Any], text: str, wide: Any, little: Any) -> Row:
     return Row(
         name,
-        lambda x, impl: op(x, scaling, impl=impl),
+        lambda x, impl: op(x, spec=jc.parse(text), impl=impl),
         (wide,),
         (little,),
         target=">= 80 % of copy" if name.startswith("mxfp8") else "",

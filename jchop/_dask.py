@@ -71,7 +71,7 @@ def _check_groups(fmt: ScaledFormat, x: Any) -> None:
     several = [axis for axis, sizes in enumerate(x.chunks) if len(sizes) > 1]
     for axis in several:
         for at in list(accumulate(x.chunks[axis]))[:-1]:
-            if fmt.rule == "two_level" or not _begins_a_group(fmt, x.shape, axis, at):
+            if fmt.scale_rule.tensor_scale or not _begins_a_group(fmt, x.shape, axis, at):
                 raise ValueError(
                     f"x has chunks {x.chunks[axis]} along axis {axis}, which cut groups of {fmt}; x.rechunk puts "
                     "whole groups into a chunk"

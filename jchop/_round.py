@@ -24,7 +24,7 @@ from jchop._core.rounding.stream_offset import AT_START, StreamOffset, draw, wor
 from jchop._dask import is_dask, round_blocks
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.round import round_op, round_with_hardware_bits_op
-from jchop._kernels.scaled_formats import overflowed_scaled, require_scaled, round_scaled
+from jchop._kernels.scaled import overflowed_scaled, require_scaled, round_scaled
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.gradients import on_cotangent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -9,6 +10,30 @@ import cases
 import numpy as np
 import oracle
 from oracle import CARRIERS, Special
+
+import jchop as jc
+from jchop.formats import ScaledFormat
+from jchop.spec import Spec
+
+
+def blocks(element: str, group: int, axis: int = -1, scale: Any = "e8m0fnu", rule: str = "floor", **more: Any) -> Spec:
+    """Blocks along an axis, from the text of the elements' spec, whose overflow rule is its own."""
+    spec = jc.parse(element)
+    return replace(spec, format=ScaledFormat(spec.element, group, axis, scale=scale, rule=rule, **more))
+
+
+def mx(element: str, *, rule: str = "floor", block: int = 32, axis: int = -1) -> Spec:
+    """Elements under powers of two, as those of OCP MX; int8 is MXINT8, and int4 likewise."""
+    fixed = {"int8": "fixed2.6(symmetric=true)", "int4": "fixed2.2(symmetric=true)"}
+    return blocks(f"{fixed.get(element, element)}:saturate", block, axis, rule=rule)
+
+
+def nvfp4(*, two_level: bool = True, axis: int = -1) -> Spec:
+    return Spec(jc.nvfp4(axis=axis, rule="two_level" if two_level else "absmax"))
+
+
+def integer_groups(bits: int, block: int, *, scale: str = "float32", rule: str = "absmax", axis: int = -1) -> Spec:
+    return blocks(f"integer{bits}", block, axis, scale, rule)
 
 
 def values_of(x: np.ndarray) -> list[oracle.Value]:

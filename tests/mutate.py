@@ -64,7 +64,11 @@ _BY_TABLES = (
     "_core/scaled_float32/test_select.py::test_many_levels_beside_rationals",
     "_core/scaled_float32/test_select.py::test_many_levels",
 )
-_SCALES = ("_core/scaled/test_elements.py::test_scales_are_read_back", "_core/scaled/test_elements.py")
+_SCALES = (
+    "_core/scaled/test_scales.py",
+    "_core/scaled/test_elements.py::test_scales_are_read_back",
+    "_core/scaled/test_elements.py",
+)
 _GROUPED = ("_kernels/test_scaled_formats.py", "storage/test_quantize.py")
 _STORED = ("storage/test_qarray.py", "storage/test_properties.py")
 _EMULATED = ("test_emulate_rules.py", "test_emulate_transforms.py", "test_emulate.py")
@@ -77,6 +81,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/formats/_fixed.py": ("formats/test_fixed.py", "formats/test_catalogue.py"),
     "jchop/formats/_float.py": ("formats/test_tables.py", "formats/test_float.py", "formats/test_catalogue.py"),
     "jchop/formats/_grouping.py": ("formats/test_scaled.py",),
+    "jchop/formats/scale_rules.py": ("formats/test_scale_rules.py", *_SCALED),
     "jchop/formats/_named.py": ("formats/test_scaled.py", "formats/test_text.py"),
     "jchop/formats/_scaled.py": (
         "formats/test_scaled.py",
@@ -117,7 +122,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_core/rounding/modes.py": ("test_round_stochastic.py::test_every_draw_of_a_few_bits", *_ROUNDED),
     "jchop/_core/rounding/bins.py": ("_core/rounding/test_bins.py", "_core/scaled_float32/test_select.py"),
     "jchop/_core/rounding/codes.py": ("_core/rounding/test_codes.py", *_STORED),
-    "jchop/_core/scaled_blocks.py": _SCALED,
     "jchop/_core/rounding/codebooks.py": (
         "test_round_values.py::test_codebooks",
         "test_round_stochastic.py::test_codebooks_given_the_words",
@@ -139,7 +143,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "jchop/_core/scaled_float32/products.py": ("_core/scaled_float32/test_select.py::test_minifloats", *_BY_TABLES),
     "jchop/_core/scaled/fitting.py": _GROUPED,
-    "jchop/_core/scaled_bodies.py": _GROUPED,
+    "jchop/_core/scaled_bodies.py": (*_SCALED, *_GROUPED),
     "jchop/_core/scaled/float_zero_points.py": ("_core/scaled/test_float_zero_points.py", *_GROUPED),
     "jchop/_core/scaled/power_of_two_scales.py": ("_kernels/test_scaled.py",),
     "jchop/_core/arithmetic/matmul.py": ("_core/arithmetic/test_matmul.py", "_kernels/test_matmul.py"),
@@ -190,11 +194,11 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ): "a sum has one result, which draws once",
     (
         "jchop/_core/scaled_float32/floats.py",
-        "other = plan.scaling.scale.frac_bits + 1 if two_level else 0",
+        "other = plan.scale.frac_bits + 1 if tensor_scale else 0",
         "1",
         "(0)",
     ): "of two levels the largest element and the scales have at most four bits each, which leaves two to spare",
-    ("jchop/_core/scaled_blocks.py", "ask: bool = False,", "False", "(True)"): (
+    ("jchop/_core/scaled_bodies.py", "branch_allowed: bool = False,", "False", "(True)"): (
         "which of two programs runs; `test_asking_changes_no_bit` shows that they are one in every bit"
     ),
 }

@@ -28,7 +28,6 @@ FLOORS: list[tuple[int, str]] = [
     (2, "spec"),
     (2, "_finfo"),
     (2, "accumulation"),
-    (3, "scaling"),
     (3, "gradients"),
     (4, "_core"),
     (5, "_kernels"),
@@ -69,7 +68,7 @@ ONLY_IN: dict[str, set[str]] = {
     "qwix": {"storage"},
     "dask": set(),
 }
-NO_JAX = {"rounding", "_checks", "formats", "spec", "accumulation", "scaling"}
+NO_JAX = {"rounding", "_checks", "formats", "spec", "accumulation"}
 
 # Only this file asks what device it is on.
 DEVICE_FILE = "_kernels.primitive"

@@ -16,7 +16,7 @@ import pytest
 
 import jchop as jc
 from jchop._core.rounding.codes import unpack
-from jchop._kernels.scaled_formats import dequantize_scaled, quantize_scaled
+from jchop._kernels.scaled import dequantize_scaled, quantize_scaled
 from jchop.formats import CodebookFormat
 from jchop.spec import Spec, as_spec
 

@@ -11,7 +11,6 @@ from jchop._files import require_extra, write_atomically
 from jchop.formats import (
     ALIASES,
     CATALOGUE,
-    SCALE_RULES,
     SCALED_CATALOGUE,
     ElementFormat,
     FloatFormat,
@@ -92,11 +91,10 @@ def _facts(fmt: ElementFormat) -> list[tuple[str, str]]:
 def _scaled_facts(fmt: ScaledFormat) -> list[tuple[str, str]]:
     """The grouping of a scaled format, and the choice and format of its scales."""
     group = f"{fmt.group} along axis {fmt.axis}" if fmt.group is not None else "the whole tensor"
-    rule = SCALE_RULES.get(fmt.rule, SCALE_RULES["percentile(q)"])
     facts = {
         "group": group if fmt.channel is None else f"each index of axis {fmt.channel}",
         "scale": str(fmt.scale),
-        "rule": f"{fmt.rule}: {rule}",
+        "rule": f"{fmt.rule}: {fmt.scale_rule.formula}",
         "zero point": _or_none(fmt.zero_point),
         "bits per element": f"{fmt.bits_per_element():g}"
         + (" in a large array" if fmt.bits_per_element() == fmt.bits else ""),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -21,38 +20,14 @@ from jchop._core.rounding.codes import encode_elements, pack, unpack
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset, words_like
 from jchop._core.scaled import elements, fitting, float_zero_points, zero_points
 from jchop._core.scaled.groups import Groups, materialize_per_group, maximum
-from jchop._core.scaled.scales import Plan, Scales, choose_scales, load_scales, make_plan, store_scales, tensor_scale
+from jchop._core.scaled.scales import Plan, Scales, choose_scales, load_scales, store_scales, tensor_scale
 from jchop._core.scaled_float32 import integers, select
-from jchop.formats import IntegerFormat, ScaledFormat, binary32
-from jchop.scaling import RULES, BlockScaling
-from jchop.spec import Gradient, Spec
+from jchop.formats import IntegerFormat, ScaledFormat
+from jchop.spec import Spec
 
 Array = jax.Array
 #: A scale as it is stored: an array, or a tuple where a format has several parts (`ScaledFormat.scale_parts`).
 Stored = Any
-
-
-@lru_cache(maxsize=1024)
-def scaling_of(spec: Spec) -> BlockScaling:
-    """Elements, scales and rule of a scaled format as tiles have them; block and axis say nothing."""
-    fmt = _format(spec)
-    element = replace(spec, format=fmt.element, gradient=Gradient())
-    scale = binary32 if isinstance(fmt.scale, ScaledFormat) else fmt.scale
-    return BlockScaling(element, 1, 0, scale, fmt.rule if fmt.rule in RULES else "absmax", fmt.nan_block)
-
-
-def plan_of(spec: Spec, dtype: str) -> Plan:
-    """The Plan of a scaled format in arrays of a carrier's dtype.
-
-    Raises:
-        ValueError: where the carrier of the arithmetic is too narrow for elements or scales.
-    """
-    return make_plan(scaling_of(spec), CARRIERS[dtype])
-
-
-def _format(spec: Spec) -> ScaledFormat:
-    assert spec.scaled is not None
-    return spec.scaled
 
 
 @dataclass(frozen=True)
@@ -73,22 +48,22 @@ class _Fitted:
 
 
 def round_body(
-    x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, branch_allowed: bool = False
+    x: Array, *drawn: Array, plan: Plan, place: StreamOffset = AT_START, branch_allowed: bool = False
 ) -> Array:
     """`x` quantized and dequantized.
 
     Args:
         x: a carrier, not empty.
-        drawn: for a stochastic spec the words of `seed_words`, then the traced starts that `place` leaves open.
-        spec: of a scaled format.
+        drawn: for a stochastic element the words of `seed_words`, then the traced starts that `place` leaves open.
+        plan: of the scaled format in arrays like `x`.
         place: where `x` lies in the random stream.
         branch_allowed: whether the program may branch on the scales' sizes.
     """
-    plan, groups = _planned(x, spec)
-    fitted = _fit(x, _view(x, groups, plan, spec), groups, plan, spec)
+    groups = _groups(x.shape, plan)
+    fitted = _fit(x, _view(x, groups, plan), groups, plan)
 
     def run(plan: Plan) -> Array:
-        view, word = _view(x, groups, plan, spec), _words(x, drawn, groups, place)
+        view, word = _view(x, groups, plan), _words(x, drawn, groups, place)
         if fitted.zero is None:
             return groups.back(select.rounded(view, fitted.scales, plan, word))
         return groups.back(_multiply_back(_elements(view, fitted, plan, word), fitted, plan))
@@ -99,7 +74,7 @@ def round_body(
 def quantize_body(
     x: Array,
     *arrays: Array,
-    spec: Spec,
+    plan: Plan,
     given: int = 0,
     place: StreamOffset = AT_START,
     as_dtype: Any = "uint8",
@@ -110,51 +85,46 @@ def quantize_body(
     Args:
         x: a carrier, not empty.
         arrays: `given` arrays, scales and zero points as they are stored; then what was drawn, as for `round_body`.
-        spec: of a scaled format.
+        plan: as for `round_body`.
         given: how many arrays of scales and zero points there are; 0 where they are to be fitted.
         place: as for `round_body`.
-        as_dtype: of the codes, 8 bits.
+        as_dtype: of the codes, 8 bits. None: no codes are made, scales and zero points alone.
         branch_allowed: as for `round_body`.
     """
-    plan, groups = _planned(x, spec)
+    groups = _groups(x.shape, plan)
     if given:
-        fitted = _loaded(arrays[:given], groups, plan, spec)
+        fitted = _loaded(arrays[:given], groups, plan)
     else:
-        fitted = _fit(x, _view(x, groups, plan, spec), groups, plan, spec, branch_allowed)
+        fitted = _fit(x, _view(x, groups, plan), groups, plan, branch_allowed)
+    if as_dtype is None:
+        return flat(*fitted.stored)
 
     def run(plan: Plan) -> Array:
-        view, word = _view(x, groups, plan, spec), _words(x, arrays[given:], groups, place)
+        view, word = _view(x, groups, plan), _words(x, arrays[given:], groups, place)
         if fitted.zero is None:
             codes = select.codes_of(view, fitted.scales, plan, word)
         else:
             codes = integers.encode_whole(_elements(view, fitted, plan, word), plan)
-        return lax.bitcast_convert_type(_pack(codes, groups, _format(spec).bits), as_dtype)
+        return lax.bitcast_convert_type(_pack(codes, groups, plan.fmt.bits), as_dtype)
 
     return select.branch_on_range(run, x, fitted.scales, plan, branch_allowed, fitted.zero), *flat(*fitted.stored)
 
 
-def dequantize_body(codes: Array, *stored: Array, spec: Spec, shape: tuple[int, ...], dtype: str) -> Array:
+def dequantize_body(codes: Array, *stored: Array, plan: Plan, shape: tuple[int, ...]) -> Array:
     """The numbers that `quantize_body` stored: what `round_body` gives, bit for bit."""
-    plan = plan_of(spec, dtype)
-    groups = Groups(shape, _format(spec).group_shape(shape))
-    fitted = _loaded(stored, groups, plan, spec)
-    view = _unpack(codes, groups, _format(spec).bits)
+    groups = _groups(shape, plan)
+    fitted = _loaded(stored, groups, plan)
+    view = _unpack(codes, groups, plan.fmt.bits)
     if fitted.zero is None:
         return groups.back(select.numbers_of(view, fitted.scales, plan))
     return groups.back(_multiply_back(integers.decode_whole(view, plan)[0].astype(plan.compute.work), fitted, plan))
 
 
-def fit_body(x: Array, *, spec: Spec, branch_allowed: bool = False) -> tuple[Array, ...]:
-    """The scales and zero points of `x` as they are stored, one after the other; arguments as for `round_body`."""
-    plan, groups = _planned(x, spec)
-    return flat(*_fit(x, _view(x, groups, plan, spec), groups, plan, spec, branch_allowed).stored)
-
-
-def overflowed_body(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
+def overflowed_body(x: Array, *drawn: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
     """Where the rounded x / s + z lies beyond the ends of the element format; NaN counts as inside."""
-    plan, groups = _planned(x, spec)
-    view, word = _view(x, groups, plan, spec), _words(x, drawn, groups, place)
-    fitted = _fit(x, view, groups, plan, spec)
+    groups = _groups(x.shape, plan)
+    view, word = _view(x, groups, plan), _words(x, drawn, groups, place)
+    fitted = _fit(x, view, groups, plan)
     if fitted.zero is not None:
         return groups.back(zero_points.beyond_ends(view, _shifted(view, fitted, plan, word), plan))
     return groups.back(elements.overflowed_quotients(view, fitted.scales, plan, word))
@@ -171,15 +141,15 @@ def unflat(arrays: Sequence[Array], fmt: ScaledFormat) -> tuple[Stored, Array | 
     return tuple(arrays[:count]) if count > 1 else arrays[0], arrays[-1] if fmt.zero_point else None
 
 
-def _planned(x: Array, spec: Spec) -> tuple[Plan, Groups]:
-    return plan_of(spec, x.dtype.name), Groups(x.shape, _format(spec).group_shape(x.shape))
+def _groups(shape: tuple[int, ...], plan: Plan) -> Groups:
+    return Groups(shape, plan.fmt.group_shape(shape))
 
 
-def _view(x: Array, groups: Groups, plan: Plan, spec: Spec) -> Array:
+def _view(x: Array, groups: Groups, plan: Plan) -> Array:
     """The numbers, those of 16 bits in float32."""
-    # What fills up a group is none of its numbers: to rules that look at more than the largest magnitude it shows.
-    no_number = _format(spec).percentile is not None or _format(spec).zero_point == "float"
-    return groups.view(elements.widen(x, plan.carrier), float("nan") if no_number else 0)
+    # The range of numbers that need not hold 0 must not see a zero that fills up a group.
+    fill = float("nan") if plan.fmt.zero_point == "float" else plan.rule.fill
+    return groups.view(elements.widen(x, plan.carrier), fill)
 
 
 def _words(x: Array, drawn: Sequence[Array], groups: Groups, place: StreamOffset) -> Array | None:
@@ -225,7 +195,7 @@ def _shifted(view: Array, fitted: _Fitted, plan: Plan, word: Array | None) -> Ar
 def _codes(values: Array, fitted: _Fitted, plan: Plan) -> Array:
     """The codes of what `_elements` gave."""
     if fitted.zero is None:
-        return encode_elements(values, plan.scaling.element.format, plan.compute)
+        return encode_elements(values, plan.element.format, plan.compute)
     return integers.encode_whole(values, plan)
 
 
@@ -237,84 +207,82 @@ def _multiply_back(values: Array, fitted: _Fitted, plan: Plan) -> Array:
     if integers.multiplies(plan):
         return select.times_whole(values, fitted.scales, plan)
     difference = values.astype(plan.compute.name)
-    wider = Spec(IntegerFormat(plan.scaling.element.format.bits + 1))
-    plan = replace(plan, scaling=replace(plan.scaling, element=wider))
-    return elements.multiply_back(difference, fitted.scales, plan)
+    wider = Spec(IntegerFormat(plan.element.format.bits + 1))
+    return elements.multiply_back(difference, fitted.scales, replace(plan, element=wider))
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-def _fit(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec, branch_allowed: bool = False) -> _Fitted:
+def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool = False) -> _Fitted:
     """Scales and zero points of the groups of `x`, worked out once for each group.
 
     Else a compiler may work them out anew for every element, or take minutes over the fused program.
     """
-    found = _fit_groups(x, view, groups, plan, spec, branch_allowed)
-    scales = found.scales
-    values, zero, stored = materialize_per_group(((scales.value, scales.nan, scales.tensor), found.zero, found.stored))
-    return _Fitted(Scales(*values), zero, stored)
+    found = _fit_groups(x, view, groups, plan, branch_allowed)
+    zero, stored = materialize_per_group((found.zero, found.stored))
+    return _Fitted(found.scales, zero, stored)
 
 
-def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, spec: Spec, branch_allowed: bool) -> _Fitted:
-    fmt, zero = _format(spec), None
-    if fmt.rule == "two_level":
+def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool) -> _Fitted:
+    """The same; scales alone are held, before they are stored, so that they are worked out once for both."""
+    fmt, zero = plan.fmt, None
+    if plan.rule.tensor_scale:
         whole = tensor_scale(elements.widen(x, plan.carrier), plan)
-        scales = choose_scales(view, groups.axes, plan, lax.bitcast_convert_type(whole, jnp.int32), maximum)
+        tensor = lax.bitcast_convert_type(whole, jnp.int32)
+        scales = select.held(choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed))
         return _Fitted(scales, None, ((groups.squeeze(store_scales(scales, plan)), whole), None))
     if fmt.zero_point:
         fit = float_zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
         scales, zero = fit(view, groups.axes, plan)
-    elif fmt.percentile is not None:
-        scales = fitting.fit_percentile(view, groups.axes, plan, fmt.percentile)
-    elif fmt.rule == "mse":
-        scales = fitting.fit_squares(view, groups.axes, plan)
+    elif plan.rule.fit in fitting.FITTED:
+        scales = fitting.FITTED[plan.rule.fit](view, groups.axes, plan)
     else:
         scales = choose_scales(view, groups.axes, plan, maximum=maximum, branch_allowed=branch_allowed)
+    scales = select.held(scales)
     stored = groups.squeeze(store_scales(scales, plan))
     zeros = None if zero is None else groups.squeeze(zero)
     if zeros is not None and fmt.zero_point == "float":
         zeros = float_zero_points.store_zero(zeros, plan)
-    if not isinstance(fmt.scale, ScaledFormat):
+    if plan.of_scales is None:
         return _Fitted(scales, zero, (stored, zeros))
-    parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(stored), fmt.scale))
-    return _Fitted(_load(parts, groups, plan, fmt), zero, (parts, zeros))
+    parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(stored), plan.of_scales))
+    return _Fitted(select.held(_load(parts, groups, plan)), zero, (parts, zeros))
 
 
-def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan, spec: Spec) -> _Fitted:
+def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan) -> _Fitted:
     """Scales and zero points that were stored."""
-    stored, zeros = unflat(arrays, _format(spec))
+    stored, zeros = unflat(arrays, plan.fmt)
     zero = None if zeros is None else groups.expand(zeros)
-    if zero is not None and _format(spec).zero_point == "float":
+    if zero is not None and plan.fmt.zero_point == "float":
         zero = float_zero_points.load_zero(zero, plan)
-    return _Fitted(select.held(_load(stored, groups, plan, _format(spec))), zero, (stored, zeros))
+    return _Fitted(select.held(_load(stored, groups, plan)), zero, (stored, zeros))
 
 
-def _load(stored: Stored, groups: Groups, plan: Plan, fmt: ScaledFormat) -> Scales:
-    if isinstance(fmt.scale, ScaledFormat):
-        stored = _dequantize_scales(stored, fmt.scale, groups.counts)
-    if fmt.rule == "two_level":
+def _load(stored: Stored, groups: Groups, plan: Plan) -> Scales:
+    if plan.of_scales is not None:
+        stored = _dequantize_scales(stored, plan.of_scales, groups.counts)
+    if plan.rule.tensor_scale:
         stored, whole = stored
         return load_scales(groups.expand(stored), plan, lax.bitcast_convert_type(whole, jnp.int32))
     return load_scales(groups.expand(stored), plan)
 
 
-def _quantize_scales(scales: Array, fmt: ScaledFormat) -> tuple[Array, ...]:
+def _quantize_scales(scales: Array, plan: Plan) -> tuple[Array, ...]:
     """binary32 scales under a format of their own, none of them zero: codes, scales, and zero points if any."""
-    spec = Spec(fmt)
-    plan, groups = _planned(scales, spec)
-    view = _view(scales, groups, plan, spec)
-    fitted = _fit(scales, view, groups, plan, spec)
+    groups = _groups(scales.shape, plan)
+    view = _view(scales, groups, plan)
+    fitted = _fit(scales, view, groups, plan)
     values = _elements(view, fitted, plan, None)
     if fitted.zero is None:
         sign, magnitude = _bits.split(values, plan.compute)
-        smallest = plan.compute.toward_zero(fitting.smallest_of(fmt.element))[0]
+        smallest = plan.compute.toward_zero(fitting.smallest_of(plan.element.format))[0]
         values = _bits.join(sign, jnp.maximum(magnitude, smallest), plan.compute)
-    return _pack(_codes(values, fitted, plan), groups, fmt.element.bits), *flat(*fitted.stored)
+    return _pack(_codes(values, fitted, plan), groups, plan.fmt.bits), *flat(*fitted.stored)
 
 
-def _dequantize_scales(stored: tuple[Array, ...], fmt: ScaledFormat, shape: tuple[int, ...]) -> Array:
-    scales = dequantize_body(*stored, spec=Spec(fmt), shape=shape, dtype="float32")
+def _dequantize_scales(stored: tuple[Array, ...], plan: Plan, shape: tuple[int, ...]) -> Array:
+    scales = dequantize_body(*stored, plan=plan, shape=shape)
     bits = lax.bitcast_convert_type(scales, jnp.int32)
     finite = jnp.clip(bits, 1, CARRIERS["float32"].inf - 1)  # the largest may round up beyond the ends
     return lax.bitcast_convert_type(finite, jnp.float32)

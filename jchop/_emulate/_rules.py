@@ -42,8 +42,8 @@ _ELEMENTARY = """
 """
 #: Sums without an order of their own, and what makes floats of other things: the carrier's result, rounded once.
 _MADE = """
-    bitcast_convert_type cumlogsumexp iota jchop_chain jchop_dequantize_blocks jchop_dequantize_matmul jchop_matmul
-    jchop_quantize_blocks jchop_round jchop_round_blocks jchop_round_with_hardware_bits psum psum_invariant psum_scatter
+    bitcast_convert_type cumlogsumexp iota jchop_chain jchop_dequantize_scaled jchop_dequantize_matmul jchop_matmul
+    jchop_quantize_scaled jchop_round jchop_round_scaled jchop_round_with_hardware_bits psum psum_invariant psum_scatter
     random_gamma reduce_precision reduce_scatter rng_uniform scatter-add scatter-mul scatter_add
     scatter_mul select_and_scatter_add select_and_gather_add unreduced_psum
 """

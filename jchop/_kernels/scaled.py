@@ -1,8 +1,7 @@
-"""Scaled blocks as operations: quantized and dequantized, as codes and scales, and back; and how kernels tile them."""
+"""Scaled formats as operations: rounded, as codes and scales, and back; with kernels for blocks along one axis."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,56 +13,41 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._bits import CARRIERS, types_for
-from jchop._checks import check_int
 from jchop._core.rounding.codebooks import COMPARE_ALL
 from jchop._core.rounding.codes import packed_size
-from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset
-from jchop._core.scaled import scales as _scales
 from jchop._core.scaled.elements import widen
-from jchop._core.scaled.scales import make_plan, scale_dtype
-from jchop._core.scaled_blocks import (
-    block_axis,
-    dequantize_blocks_body,
-    quantize_blocks_body,
-    round_blocks_body,
-    scales_shape,
+from jchop._core.scaled.scales import Plan, make_plan, scale_dtype, tensor_scale
+from jchop._core.scaled_bodies import (
+    Stored,
+    dequantize_body,
+    flat,
+    overflowed_body,
+    quantize_body,
+    round_body,
+    unflat,
 )
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.round import chunk_arguments
-from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem, ScaledGpuTiling, ScaledTpuTiling
+from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem
 from jchop._settings import compiled
-from jchop.formats import CodebookFormat
-from jchop.scaling import BlockScaling
+from jchop.formats import CodebookFormat, ScaledFormat
+from jchop.spec import Spec
 
 __all__ = [
-    "dequantize_blocks",
-    "dequantize_blocks_op",
-    "fit_tensor_scale",
-    "quantize_blocks",
-    "quantize_blocks_op",
-    "round_blocks",
-    "round_blocks_op",
+    "dequantize_scaled",
+    "fit_scaled",
+    "overflowed_scaled",
+    "quantize_scaled",
+    "require_scaled",
+    "round_scaled",
+    "stored_shapes",
 ]
 
 Array = jax.Array
 
 
-# -- operations --------------------------------------------------------------------------------------------------------
-
-
-def _words(arrays: Sequence[Array], scaling: BlockScaling, place: StreamOffset) -> Array:
-    """The tensor's scale, seeds and start of an operation as the kernels take them: nine words, zero where unused.
-
-    They are a row, not a vector: an axis that vmap adds to the blocks of a vector breaks their tiling on TPU.
-    """
-    parts = [jnp.zeros(1, jnp.uint32)]
-    if scaling.rule == "two_level":
-        parts = [lax.bitcast_convert_type(arrays[0], jnp.uint32)[None]]
-        arrays = arrays[1:]
-    parts += chunk_arguments(tuple(arrays), place)
-    words = jnp.concatenate(parts)
-    return jnp.pad(words, (0, WORDS - words.size))[None]
+# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 def _tpu() -> ModuleType:
@@ -78,32 +62,48 @@ def _gpu() -> ModuleType:
     return scaled_gpu
 
 
-def _kernel(module: Callable[[], ModuleType], name: str) -> Callable[..., Any]:
-    """A kernel by its name, with the arguments of the operation's body; its module is imported when it runs."""
+def kernel_words(tensor: Array | None, drawn: Sequence[Array], place: StreamOffset) -> Array:
+    """The tensor's scale, the seeds and the start of an array as kernels take them: nine words, zero if unused.
 
-    def run(x: Array, *arrays: Array, scaling: BlockScaling, place: StreamOffset = AT_START, tiling: Any = None) -> Any:
-        return getattr(module(), name)(x, _words(arrays, scaling, place), scaling=scaling, tiling=tiling)
+    They are a row, not a vector: an axis that vmap adds to the blocks of a vector breaks their tiling on TPU.
+    """
+    scale = jnp.zeros(1, jnp.uint32) if tensor is None else lax.bitcast_convert_type(tensor, jnp.uint32)[None]
+    words = jnp.concatenate([scale, *chunk_arguments(tuple(drawn), place)])
+    return jnp.pad(words, (0, WORDS - words.size))[None]
+
+
+def _tensor(x: Array, plan: Plan) -> Array | None:
+    """The scale of the tensor, if the rule has one."""
+    return tensor_scale(widen(x, plan.carrier), plan) if plan.rule.tensor_scale else None
+
+
+def _rounds(module: Callable[[], ModuleType]) -> Callable[..., Array]:
+    """A kernel with the arguments of `round_body`; its module is imported when it runs."""
+
+    def run(x: Array, *drawn: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
+        return module().round_blocks(x, kernel_words(_tensor(x, plan), drawn, place), plan=plan)
 
     return run
 
 
-def _held(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that quantizes, its codes in a dtype of 8 bits."""
+def _quantizes(module: Callable[[], ModuleType]) -> Callable[..., tuple[Array, ...]]:
+    """A kernel with the arguments of `quantize_body`."""
 
-    def run(*arrays: Array, as_dtype: Any = "uint8", **static: Any) -> Any:
-        codes, scales = kernel(*arrays, **static)
-        return lax.bitcast_convert_type(codes, as_dtype), scales
+    def run(
+        x: Array, *drawn: Array, plan: Plan, given: int = 0, place: StreamOffset = AT_START, as_dtype: Any = "uint8"
+    ) -> tuple[Array, ...]:
+        tensor = _tensor(x, plan)
+        codes, scales = module().quantize_blocks(x, kernel_words(tensor, drawn, place), plan=plan)
+        return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
 
     return run
 
 
-def refuse(
-    x: Any, *arrays: Any, scaling: BlockScaling, place: StreamOffset = AT_START, tiling: Any = None
-) -> str | None:
-    """Why no kernel takes these arguments, or None."""
-    fmt = scaling.element.format
-    if isinstance(fmt, CodebookFormat) and len(fmt.levels) > COMPARE_ALL:
-        return f"{fmt} has more than {COMPARE_ALL} levels, which are gathered from a table"
+def refuse(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
+    """Why no kernel takes blocks of these arguments, or None."""
+    element = plan.element.format
+    if isinstance(element, CodebookFormat) and len(element.levels) > COMPARE_ALL:
+        return f"{element} has more than {COMPARE_ALL} levels, which are gathered from a table"
     if place.whole is not None:
         return "the random words of a tile of a larger array (offset of starts and shape) have no kernel"
     if math.prod(x.shape) >= 1 << 31:
@@ -111,47 +111,74 @@ def refuse(
     return None
 
 
-def refuse_tpu(x: Any, *arrays: Any, scaling: BlockScaling, **static: Any) -> str | None:
+def refuse_tpu(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
     """Why the TPU kernel that rounds does not take these arguments, or None."""
+    if why := refuse(x, plan=plan, place=place):
+        return why
     if x.dtype.name in _NOT_ON_TPU:
         return f"x has dtype {x.dtype.name}, which TPU kernels do not take"
-    block = scaling.block
+    block = Problem.of(x, plan).block
     if block % 8 or (block % SUBLANES and SUBLANES % block) or block > _MOST_TPU:
-        return f"block={block} is not 8, 16 or a multiple of 32 up to {_MOST_TPU}"
-    return refuse(x, *arrays, scaling=scaling, **static)
+        return f"group={block} is not 8, 16 or a multiple of 32 up to {_MOST_TPU}"
+    return None
 
 
-def refuse_gpu(x: Any, *arrays: Any, scaling: BlockScaling, **static: Any) -> str | None:
+def refuse_gpu(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
     """Why the GPU kernel that rounds does not take these arguments, or None."""
-    most = _MOST_GPU[Problem.of(x, scaling).last]
-    if scaling.block > most:
-        return f"block={scaling.block} is larger than {most}"
-    return refuse(x, *arrays, scaling=scaling, **static)
+    if why := refuse(x, plan=plan, place=place):
+        return why
+    problem = Problem.of(x, plan)
+    most = _MOST_GPU[problem.last]
+    return f"group={problem.block} is larger than {most}" if problem.block > most else None
 
 
-def _refuse_codes(x: Any, scaling: BlockScaling) -> str | None:
-    problem = Problem.of(x, scaling)
+def _refuse_codes(x: Any, plan: Plan, given: int, as_dtype: Any) -> str | None:
+    if given or as_dtype is None:
+        return "kernels fit scales and make codes, both"
+    problem = Problem.of(x, plan)
     if problem.bits > 8:
-        return f"element={scaling.element} has codes of {problem.bits} bits, and they are stored in bytes"
+        return f"element={plan.element} has codes of {problem.bits} bits, and they are stored in bytes"
     return problem.packs_in_view()
 
 
-def refuse_codes_tpu(x: Any, *arrays: Any, scaling: BlockScaling, **static: Any) -> str | None:
+def refuse_codes_tpu(
+    x: Any, *arrays: Any, plan: Plan, given: int = 0, place: StreamOffset = AT_START, as_dtype: Any = "uint8"
+) -> str | None:
     """Why the TPU kernel that quantizes does not take these arguments, or None."""
-    dtype = scale_dtype(scaling)
+    if why := refuse_tpu(x, plan=plan, place=place):
+        return why
+    dtype = scale_dtype(plan.scale)
     if dtype.name in _NOT_ON_TPU:
-        return f"scale={scaling.scale} has dtype {dtype.name}, which TPU kernels do not store"
-    return _refuse_codes(x, scaling) or refuse_tpu(x, *arrays, scaling=scaling, **static)
+        return f"scale={plan.scale} has dtype {dtype.name}, which TPU kernels do not store"
+    return _refuse_codes(x, plan, given, as_dtype)
 
 
-def refuse_codes_gpu(x: Any, *arrays: Any, scaling: BlockScaling, **static: Any) -> str | None:
+def refuse_codes_gpu(
+    x: Any, *arrays: Any, plan: Plan, given: int = 0, place: StreamOffset = AT_START, as_dtype: Any = "uint8"
+) -> str | None:
     """Why the GPU kernel that quantizes does not take these arguments, or None."""
-    problem = Problem.of(x, scaling)
+    if why := refuse_gpu(x, plan=plan, place=place):
+        return why
+    problem = Problem.of(x, plan)
     if problem.bits in (5, 7):
         return f"codes of {problem.bits} bits have no kernel; 1, 2, 3, 4, 6 and 8 have"
     if problem.last and problem.block % problem.codes_together:
         return f"a block of {problem.block} codes of {problem.bits} bits does not fill whole bytes"
-    return _refuse_codes(x, scaling) or refuse_gpu(x, *arrays, scaling=scaling, **static)
+    return _refuse_codes(x, plan, given, as_dtype)
+
+
+def blocks_only(refuses: Callable[..., str | None]) -> Callable[..., str | None]:
+    """`refuses`, and a reason for all but blocks within one axis, of which the ends decide on the scales."""
+
+    def run(x: Any, *arrays: Any, plan: Plan, **static: Any) -> str | None:
+        group, axis = plan.fmt.group, plan.fmt.axis
+        if not isinstance(group, int) or not isinstance(axis, int) or not 1 < group < x.shape[axis]:
+            return f"{plan.fmt} has no blocks within one axis of shape {tuple(x.shape)}"
+        if plan.of_scales is not None or not plan.rule.by_ends:
+            return f"{plan.fmt} has scales that are quantized again, or depend on more than the ends of a block"
+        return refuses(x, *arrays, plan=plan, **static)
+
+    return run
 
 
 #: The TPU's vector unit has neither float16 nor 64-bit numbers.
@@ -160,195 +187,221 @@ _NOT_ON_TPU = {"float16", "float64"}
 _MOST_TPU = 1024
 _MOST_GPU = {True: 4096, False: 256}
 
-round_blocks_op = make_op(
-    "jchop_round_blocks",
-    round_blocks_body,
-    tpu=Kernel(_kernel(_tpu, "round_blocks"), refuse_tpu),
-    gpu=Kernel(_kernel(_gpu, "round_blocks"), refuse_gpu),
-    single_cpu=partial(round_blocks_body, branch_allowed=True),
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+round_scaled_op = make_op(
+    "jchop_round_scaled",
+    round_body,
+    tpu=Kernel(_rounds(_tpu), blocks_only(refuse_tpu)),
+    gpu=Kernel(_rounds(_gpu), blocks_only(refuse_gpu)),
+    single_cpu=partial(round_body, branch_allowed=True),
     apart=True,
 )
-quantize_blocks_op = make_op(
-    "jchop_quantize_blocks",
-    quantize_blocks_body,
-    tpu=Kernel(_held(_kernel(_tpu, "quantize_blocks")), refuse_codes_tpu),
-    gpu=Kernel(_held(_kernel(_gpu, "quantize_blocks")), refuse_codes_gpu),
+#: Codes, scales and zero points; without codes it fits.
+quantize_scaled_op = make_op(
+    "jchop_quantize_scaled",
+    quantize_body,
+    tpu=Kernel(_quantizes(_tpu), blocks_only(refuse_codes_tpu)),
+    gpu=Kernel(_quantizes(_gpu), blocks_only(refuse_codes_gpu)),
     single=False,
-    single_cpu=partial(quantize_blocks_body, branch_allowed=True),
+    single_cpu=partial(quantize_body, branch_allowed=True),
 )
 #: XLA reads codes and scales once and writes once, and fuses with what uses the result: there is nothing for a kernel.
-dequantize_blocks_op = make_op("jchop_dequantize_blocks", dequantize_blocks_body)
+dequantize_scaled_op = make_op("jchop_dequantize_scaled", dequantize_body)
+
+
+# -- what is static ----------------------------------------------------------------------------------------------------
+
+
+def require_scaled(spec: Spec, shape: Sequence[int], dtype: str) -> Plan:
+    """The plan of a scaled format in an array of a carrier's dtype.
+
+    Raises:
+        ValueError: for an array without the axes that the format names, or a carrier that is too narrow for it.
+    """
+    fmt = _format(spec)
+    fmt.group_shape(shape)
+    if isinstance(fmt.scale, ScaledFormat):
+        fmt.scale.group_shape(shape)
+    return make_plan(spec, CARRIERS[dtype])
+
+
+def stored_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, Stored, Any]:
+    """What `quantize_scaled` gives for an array of `shape`, as `jax.ShapeDtypeStruct`."""
+    fmt, bits = _storable(spec), _format(spec).bits
+    row = (*shape[:-1], packed_size(shape[-1] if shape else 1, bits))
+    codes = jax.ShapeDtypeStruct(row, jnp.uint8)
+    counts = fmt.scale_shape(shape)
+    own = scale_dtype(fmt.scale_format)
+    zero_point = jax.ShapeDtypeStruct(counts, own if fmt.zero_point == "float" else jnp.int32)
+    if isinstance(fmt.scale, ScaledFormat):
+        codes_of_scales, *more = stored_shapes(Spec(fmt.scale), counts)
+        scale: Stored = (codes_of_scales, *(part for part in more if part is not None))
+    else:
+        scale = jax.ShapeDtypeStruct(counts, own)
+        if fmt.scale_rule.tensor_scale:
+            scale = (scale, jax.ShapeDtypeStruct((), jnp.float32))
+    return codes, scale, zero_point if fmt.zero_point else None
+
+
+def _format(spec: Spec) -> ScaledFormat:
+    if spec.scaled is None:
+        raise ValueError(f"spec={str(spec)!r} is not scaled; a scaled format is needed, such as 'int8(group=128)'")
+    return spec.scaled
+
+
+def _storable(spec: Spec) -> ScaledFormat:
+    fmt = _format(spec)
+    if fmt.bits > 8:
+        raise ValueError(f"spec={str(spec)!r} has codes of {fmt.bits} bits; at most 8 are stored")
+    return fmt
+
+
+def _empty(shape: Sequence[int]) -> bool:
+    return 0 in shape
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-def round_blocks(
-    x: Array,
-    scaling: BlockScaling,
-    key: Array | None = None,
-    *,
-    tensor_scale: Array | None = None,
-    impl: str = "auto",
-    tiling: ScaledTpuTiling | ScaledGpuTiling | None = None,
-) -> Array:
-    """`x` quantized in blocks and dequantized: a block's elements rounded to s times the values of the element format.
+def round_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, impl: str = "auto") -> Array:
+    """`x` rounded to a scaled format: what `dequantize_scaled` makes of what `quantize_scaled` gives, bit for bit.
 
     Args:
-        x: float16, bfloat16, float32 or float64, of at least one dimension.
-        scaling: blocks, their scales and elements.
-        key: a typed key, needed by a stochastic element format; the words are those of `round_to_format`.
-        tensor_scale: for the rule "two_level", the float32 scale of the whole tensor. Default: `fit_tensor_scale`.
-        impl: "auto", "xla" or "pallas"; only "auto" may fall back.
-        tiling: the kernel's tiles, in place of the heuristic's. They do not change the result.
-
-    Returns:
-        Scale times element, rounded once to the dtype of `x`, to nearest, ties to even.
-
-    Raises:
-        TypeError: for a dtype that is no carrier.
-        ValueError: for an axis that `x` does not have, a stochastic element without a key, a format that the carrier is
-            too narrow for, or a bad `impl`.
-        NotImplementedError: while it is lowered, where ``impl="pallas"`` and no kernel can run.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jchop.scaling import mx
-        >>> round_blocks(jnp.array([1.0, 0.3, -7.5, 100.0]), mx("e2m1fn", block=2)).tolist()
-        [1.0, 0.25, -8.0, 96.0]
+        x: a carrier.
+        drawn: for a stochastic spec the words of `seed_words`, then the traced starts that `place` leaves open.
+        spec: of a scaled format, which `require_scaled` let pass.
+        place: where `x` lies in the random stream.
+        impl: "auto", "xla" or "pallas".
     """
-    with _wide(x):
-        arrays = _arrays(x, scaling, key, tensor_scale)
-        return round_blocks_op(x, *arrays, impl=impl, scaling=scaling, place=AT_START, tiling=tiling)
+    if _empty(x.shape):
+        return x
+    return round_scaled_op(x, *drawn, impl=impl, plan=make_plan(spec, CARRIERS[x.dtype.name]), place=place)
 
 
-def quantize_blocks(
+def overflowed_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
+    """Where the rounded x / s + z lies beyond the ends of the element format, with the arguments of `round_scaled`."""
+    if _empty(x.shape):
+        return jnp.zeros_like(x, bool)
+    return overflowed_body(x, *drawn, plan=make_plan(spec, CARRIERS[x.dtype.name]), place=place)
+
+
+def quantize_scaled(
     x: Array,
-    scaling: BlockScaling,
-    key: Array | None = None,
-    *,
-    tensor_scale: Array | None = None,
+    *drawn: Array,
+    spec: Spec,
+    place: StreamOffset = AT_START,
+    scale: Stored = None,
+    zero_point: Array | None = None,
     impl: str = "auto",
-    tiling: ScaledTpuTiling | ScaledGpuTiling | None = None,
-) -> tuple[Array, Array]:
-    """`x` as packed codes and scales; arguments and errors as for `round_blocks`.
-
-    Returns:
-        ``(codes, scales)``. The codes are uint8, packed along the last axis: the k-bit code i of a row takes the bits
-        [k i, k i + k) of the row's little-endian bit stream (low nibble first for 4 bits), and each row is padded to
-        whole bytes. The scales have the shape of `x` with one for each block along the axis; they are float32,
-        bfloat16, float16 or float64 where that is their format, else codes (uint8, uint16).
-
-    Raises:
-        ValueError: also for elements of more than 8 bits.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jchop.scaling import mx
-        >>> codes, scales = quantize_blocks(jnp.array([1.0, 0.5, 8.0, -6.0]), mx("e2m1fn", block=2))
-        >>> [hex(code) for code in codes.tolist()], scales.tolist()
-        (['0x46', '0xd6'], [125, 128])
-    """
-    if scaling.element.format.bits > 8:
-        raise ValueError(
-            f"element={scaling.element} has codes of {scaling.element.format.bits} bits; at most 8 are stored"
-        )
-    with _wide(x):
-        arrays = _arrays(x, scaling, key, tensor_scale)
-        codes, scales = quantize_blocks_op(x, *arrays, impl=impl, scaling=scaling, place=AT_START, tiling=tiling)
-        return codes, scales
-
-
-def dequantize_blocks(
-    codes: Array,
-    scales: Array,
-    scaling: BlockScaling,
-    *,
-    size: int | None = None,
-    dtype: str = "float32",
-    tensor_scale: Array | None = None,
-) -> Array:
-    """The numbers that `quantize_blocks` stored: what `round_blocks` gives, bit for bit.
+    as_dtype: Any = "uint8",
+) -> tuple[Array, Stored, Array | None]:
+    """`x` as codes, scales and zero points.
 
     Args:
-        codes: packed codes.
-        scales: stored scales.
-        scaling: as it was.
-        size: length of the last axis, needed where its codes do not fill whole bytes. Default: as many as there are.
-        dtype: of the result, that of the original; another one rounds scale times element to its own precision.
-        tensor_scale: for "two_level", as it was.
+        x: a carrier.
+        drawn: as for `round_scaled`.
+        spec: of a scaled format with elements of at most 8 bits.
+        place: as for `round_scaled`.
+        scale: the scales, as `fit_scaled` gives them. Default: fitted to `x`.
+        zero_point: the zero points, needed with `scale` by a format that has them.
+        impl: "auto", "xla" or "pallas".
+        as_dtype: of the codes, 8 bits.
+
+    Returns:
+        ``(codes, scale, zero_point)``. The codes are of `as_dtype`, packed along the last axis (a 0-d array as a row of
+        one). The scales have the shape ``fmt.scale_shape(x.shape)`` and the dtype of their format where it is float16,
+        bfloat16, float32 or float64, else they are codes (uint8, uint16). Under the rule "two_level" a pair: they and
+        the float32 scale of the tensor. Where scales are quantized again their packed codes, and their scales (and
+        zero points). Zero points are int32 of the same shape, or of the dtype of the scales where they are numbers;
+        None for a format without.
 
     Raises:
-        ValueError: for a size that does not fit the codes, scales of another shape, or "two_level" without
-            `tensor_scale`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jchop.scaling import mx
-        >>> codes, scales = jnp.array([0x46, 0xF6], jnp.uint8), jnp.array([125, 128], jnp.uint8)
-        >>> dequantize_blocks(codes, scales, mx("e2m1fn", block=2)).tolist()
-        [1.0, 0.5, 8.0, -12.0]
+        ValueError: for an array, a scale or a zero point that does not fit the format.
     """
-    bits = scaling.element.format.bits
-    size = codes.shape[-1] * 8 // bits if size is None else check_int("size", size, 0)
-    shape = (*codes.shape[:-1], size)
-    if packed_size(size, bits) != codes.shape[-1]:
-        raise ValueError(f"size={size} codes of {bits} bits do not take {codes.shape[-1]} bytes")
-    if scales.shape != scales_shape(scaling, shape):
-        raise ValueError(
-            f"scales has shape {scales.shape}; for {shape} and {scaling} it is {scales_shape(scaling, shape)}"
-        )
-    if scaling.rule == "two_level" and tensor_scale is None:
-        raise ValueError("rule='two_level' needs the tensor_scale that the array was quantized under")
-    arrays = () if tensor_scale is None else (tensor_scale,)
+    fmt = _storable(spec)
+    plan = require_scaled(spec, x.shape, x.dtype.name)
+    given = _given(spec, x.shape, scale, zero_point)
+    if _empty(x.shape):
+        codes, *rest = _zeros(stored_shapes(spec, x.shape))
+        return codes.astype(as_dtype), *rest
+    with types_for(x.dtype):
+        codes, *rest = _quantize(x, given, drawn, plan=plan, place=place, impl=impl, as_dtype=as_dtype)
+        return codes, *unflat(rest, fmt)
+
+
+def dequantize_scaled(
+    qvalue: Array, scale: Stored, zero_point: Array | None = None, *, spec: Spec, shape: Sequence[int], dtype: str
+) -> Array:
+    """The numbers that `quantize_scaled` stored.
+
+    Args:
+        qvalue: packed codes.
+        scale: as stored.
+        zero_point: as stored.
+        spec: as it was.
+        shape: of the array.
+        dtype: of the result, a carrier; that of the original gives what `round_scaled` gives.
+
+    Raises:
+        ValueError: for codes, scales or zero points of another shape or dtype.
+    """
+    shape = tuple(shape)
+    plan = require_scaled(spec, shape, dtype)
+    codes = stored_shapes(spec, shape)[0]
+    if qvalue.shape != codes.shape or qvalue.dtype != codes.dtype:
+        raise ValueError(f"qvalue is {qvalue.dtype}{qvalue.shape}; for {spec} and {shape} it is uint8{codes.shape}")
+    stored = _given(spec, shape, scale, zero_point)
+    if not stored:
+        raise ValueError(f"scale=None: {spec} needs the scales that the array was quantized under")
     with types_for(dtype):
-        return dequantize_blocks_op(codes, scales, *arrays, scaling=scaling, size=size, dtype=dtype)
+        if _empty(shape):
+            return jnp.zeros(shape, dtype)
+        return _dequantize(qvalue, stored, plan=plan, shape=shape)
 
 
-def fit_tensor_scale(x: Array, scaling: BlockScaling) -> Array:
-    """The scale of a whole tensor for the rule "two_level", under which its blocks' scales have their whole range.
-
-    The largest finite magnitude of `x` over the product of the largest scale and the largest element, as float32; 1
-    where there is no finite number other than zero.
-
-    Args:
-        x: the tensor, of a carrier's dtype.
-        scaling: with the rule "two_level".
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jchop.scaling import nvfp4
-        >>> float(fit_tensor_scale(jnp.array([0.5, -2688.0]), nvfp4()))
-        1.0
-    """
-    with _wide(x):
-        return _fit_tensor_scale(x, scaling=scaling)
+def fit_scaled(x: Array, *, spec: Spec) -> tuple[Stored, Array | None]:
+    """The scales and zero points that `quantize_scaled` would choose for `x`, as it stores them."""
+    plan = require_scaled(spec, x.shape, x.dtype.name)
+    if _empty(x.shape):
+        _, scale, zero_point = _zeros(stored_shapes(spec, x.shape))
+        return scale, zero_point
+    with types_for(x.dtype):
+        return unflat(_quantize(x, (), (), plan=plan, place=AT_START, impl="auto", as_dtype=None), plan.fmt)
 
 
-@partial(compiled, static_argnames="scaling", inline=True)
-def _fit_tensor_scale(x: Array, *, scaling: BlockScaling) -> Array:
-    carrier = CARRIERS[x.dtype.name]
-    return _scales.tensor_scale(widen(x, carrier), make_plan(scaling, carrier))
+def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | None) -> tuple[Array, ...]:
+    """Scales and zero points, checked, as a tuple of arrays; empty where they are to be fitted."""
+    if scale is None:
+        if zero_point is not None:
+            raise ValueError("zero_point is given without scale; the two are fitted together")
+        return ()
+    _, *expected = stored_shapes(spec, shape)
+    names = ("scale", "zero_point")
+    for name, value, wanted in zip(names, (scale, zero_point), expected, strict=True):
+        leaves = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), value)
+        needed = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), wanted)
+        if leaves != needed:
+            raise ValueError(f"{name} has shape and dtype {leaves}; for {spec} and {tuple(shape)} it is {needed}")
+    return flat(scale, zero_point)
 
 
-def _wide(x: Array) -> contextlib.AbstractContextManager:
-    """64-bit data stays so, whatever the flag; what is no carrier is refused."""
-    if x.dtype.name not in CARRIERS:
-        raise TypeError(f"x has dtype {x.dtype}, which is no carrier; allowed: {', '.join(CARRIERS)}")
-    return types_for(x.dtype)
+# -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-def _arrays(x: Array, scaling: BlockScaling, key: Array | None, tensor_scale: Array | None) -> tuple[Array, ...]:
-    """What an operation takes beside the array."""
-    make_plan(scaling, CARRIERS[x.dtype.name])
-    block_axis(scaling, x.ndim)
-    tensor: tuple[Array, ...] = ()
-    if scaling.rule == "two_level":
-        tensor = (fit_tensor_scale(x, scaling) if tensor_scale is None else jnp.asarray(tensor_scale, jnp.float32),)
-    elif tensor_scale is not None:
-        raise ValueError(f"tensor_scale is for rule='two_level', not rule={scaling.rule!r}")
-    if not scaling.element.rounding.stochastic:
-        return tensor
-    if key is None:
-        raise ValueError(f"key=None, but element={str(scaling.element)!r} rounds stochastically: pass a typed key")
-    return (*tensor, *seed_words(key))
+@partial(compiled, static_argnames=("plan", "place", "impl", "as_dtype"), inline=True)
+def _quantize(
+    x: Array, given: tuple, drawn: tuple, *, plan: Plan, place: StreamOffset, impl: str, as_dtype: Any
+) -> tuple:
+    more = {"plan": plan, "given": len(given), "place": place, "as_dtype": as_dtype}
+    return quantize_scaled_op(x, *given, *drawn, impl=impl, **more)
+
+
+@partial(compiled, static_argnames=("plan", "shape"), inline=True)
+def _dequantize(codes: Array, stored: tuple, *, plan: Plan, shape: tuple[int, ...]) -> Array:
+    return dequantize_scaled_op(codes, *stored, plan=plan, shape=shape)

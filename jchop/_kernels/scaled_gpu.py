@@ -19,40 +19,40 @@ from jax.experimental.pallas import triton as plt
 
 from jchop._core.scaled.elements import widen
 from jchop._core.scaled.power_of_two_scales import quantize_tile, round_tile
+from jchop._core.scaled.scales import Plan
 from jchop._kernels.round_tile import result_like
 from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledGpuTiling, stream
-from jchop.scaling import BlockScaling
 
 Array = jax.Array
 
 
 def round_blocks(
-    x: Array, words: Array, *, scaling: BlockScaling, tiling: ScaledGpuTiling | None = None, interpret: Any = False
+    x: Array, words: Array, *, plan: Plan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
 ) -> Array:
-    """What `round_blocks_body` gives.
+    """What `round_body` gives.
 
     Args:
         x: a carrier of at least one dimension, fewer than 2^31 elements.
         words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero where unused.
-        scaling: blocks, their scales and elements.
+        plan: of a format whose groups are blocks along one axis.
         tiling: default: the heuristic's.
         interpret: as in `pallas_call`: run it on any device.
     """
     if not x.size:
         return x
-    tile = _Tile.of(x, scaling, tiling)
+    tile = _Tile.of(x, plan, tiling)
     (result,) = tile.call(tile.round, x, words, [(x.shape, x.dtype)], interpret)
     return result
 
 
 def quantize_blocks(
-    x: Array, words: Array, *, scaling: BlockScaling, tiling: ScaledGpuTiling | None = None, interpret: Any = False
+    x: Array, words: Array, *, plan: Plan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """What `quantize_blocks_body` gives; arguments as for `round_blocks`."""
-    problem = Problem.of(x, scaling)
+    """The codes and scales that `quantize_body` gives; arguments as for `round_blocks`."""
+    problem = Problem.of(x, plan)
     if not x.size:
         return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
-    tile = _Tile.of(x, scaling, tiling)
+    tile = _Tile.of(x, plan, tiling)
     outputs = [(tile.stored_shape, tile.stored_dtype), (problem.scales_shape, problem.scale_dtype)]
     codes, scales = tile.call(tile.quantize, x, words, outputs, interpret)
     return lax.bitcast_convert_type(codes, jnp.uint8).reshape(problem.packed_shape), scales
@@ -70,8 +70,8 @@ class _Tile:
     tiling: ScaledGpuTiling
 
     @classmethod
-    def of(cls, x: Array, scaling: BlockScaling, tiling: ScaledGpuTiling | None) -> _Tile:
-        problem = Problem.of(x, scaling)
+    def of(cls, x: Array, plan: Plan, tiling: ScaledGpuTiling | None) -> _Tile:
+        problem = Problem.of(x, plan)
         tiling = tiling or ScaledGpuTiling.for_shape(problem)
         if misfit := tiling.misfit(problem):
             raise ValueError(f"tiling={tiling}: {misfit}")
@@ -132,13 +132,13 @@ class _Tile:
     def _load(self, words: Any, x: Any, place: _Place) -> tuple[Array, Array | None]:
         plan = self.problem.plan
         values = widen(plt.load(x.at[place.element], mask=place.valid, other=0), plan.carrier)
-        if not plan.scaling.element.rounding.stochastic:
+        if not plan.element.rounding.stochastic:
             return values, None
         index = place.element.astype(jnp.uint32)
         return values, stream(words).words(jnp.uint32(0), index, plan.compute.work_width)
 
     def _tensor(self, words: Any) -> Array | None:
-        return words[0, TENSOR].astype(jnp.int32) if self.problem.plan.scaling.rule == "two_level" else None
+        return words[0, TENSOR].astype(jnp.int32) if self.problem.plan.rule.tensor_scale else None
 
     # -- packing -------------------------------------------------------------------------------------------------------
     @property

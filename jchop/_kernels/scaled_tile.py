@@ -8,13 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jchop._bits import CARRIERS
 from jchop._checks import check_int
 from jchop._core.rounding.random_bits import SEEDS
-from jchop._core.scaled.scales import Plan, make_plan, scale_dtype
-from jchop._core.scaled_blocks import block_axis, scales_shape
+from jchop._core.scaled.scales import Plan, scale_dtype
 from jchop._kernels.round_tile import Stream
-from jchop.scaling import BlockScaling
 
 __all__ = ["SUBLANES", "TENSOR", "WORDS", "Problem", "ScaledGpuTiling", "ScaledTpuTiling", "stream"]
 
@@ -26,7 +23,7 @@ class Problem:
     """An array seen as (outer, size, inner), its blocks along the middle; inner is 1 where that is the last axis.
 
     Args:
-        plan: of the blocks.
+        plan: of a format whose groups are blocks along one axis.
         shape: of the array.
     """
 
@@ -34,13 +31,14 @@ class Problem:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Any, scaling: BlockScaling) -> Problem:
+    def of(cls, x: Any, plan: Plan) -> Problem:
         """That of an array, or of its shape and dtype."""
-        return cls(make_plan(scaling, CARRIERS[x.dtype.name]), tuple(x.shape))
+        return cls(plan, tuple(x.shape))
 
     @property
     def axis(self) -> int:
-        return block_axis(self.plan.scaling, len(self.shape))
+        assert isinstance(self.plan.fmt.axis, int)
+        return self.plan.fmt.axis % len(self.shape)
 
     @property
     def last(self) -> bool:
@@ -61,7 +59,8 @@ class Problem:
 
     @property
     def block(self) -> int:
-        return self.plan.scaling.block
+        assert isinstance(self.plan.fmt.group, int)
+        return self.plan.fmt.group
 
     @property
     def blocks(self) -> int:
@@ -71,7 +70,7 @@ class Problem:
     @property
     def bits(self) -> int:
         """Width of a code."""
-        return self.plan.scaling.element.format.bits
+        return self.plan.element.format.bits
 
     @property
     def codes_together(self) -> int:
@@ -85,11 +84,11 @@ class Problem:
 
     @property
     def scales_shape(self) -> tuple[int, ...]:
-        return scales_shape(self.plan.scaling, self.shape)
+        return self.plan.fmt.scale_shape(self.shape)
 
     @property
     def scale_dtype(self) -> jnp.dtype:
-        return scale_dtype(self.plan.scaling)
+        return scale_dtype(self.plan.scale)
 
     def packs_in_view(self) -> str | None:
         """Why the packed rows of the array are not those of the view, or None."""
@@ -207,7 +206,7 @@ class ScaledGpuTiling:
         """Why the tiles do not fit a problem, or None."""
         name, value = ("lanes", self.lanes) if problem.last else ("blocks", self.blocks)
         if value != 1:
-            return f"{name}={value} must be 1 for blocks along axis {problem.plan.scaling.axis}"
+            return f"{name}={value} must be 1 for blocks along axis {problem.plan.fmt.axis}"
         if not problem.last and self.lanes % problem.codes_together:
             return f"lanes={self.lanes} is no multiple of {problem.codes_together}"
         return None

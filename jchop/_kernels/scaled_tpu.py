@@ -25,9 +25,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jchop._core.scaled.elements import widen
 from jchop._core.scaled.power_of_two_scales import quantize_tile, round_tile
+from jchop._core.scaled.scales import Plan
 from jchop._kernels.round_tile import result_like
 from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledTpuTiling, stream
-from jchop.scaling import BlockScaling
 
 Array = jax.Array
 #: Where a tile begins in the array: its outer index, along the blocks' axis, and across.
@@ -35,32 +35,32 @@ _Origin = tuple[Array, Array, Array]
 
 
 def round_blocks(
-    x: Array, words: Array, *, scaling: BlockScaling, tiling: ScaledTpuTiling | None = None, interpret: Any = False
+    x: Array, words: Array, *, plan: Plan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
 ) -> Array:
-    """What `round_blocks_body` gives.
+    """What `round_body` gives.
 
     Args:
         x: float32 or bfloat16, of at least one dimension.
         words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero where unused.
-        scaling: blocks, their scales and elements.
+        plan: of a format whose groups are blocks along one axis.
         tiling: default: the heuristic's.
         interpret: as in `pallas_call`: run it on any device.
     """
     if not x.size:
         return x
-    tile = _Tile.of(x, scaling, tiling)
+    tile = _Tile.of(x, plan, tiling)
     (result,) = tile.call(tile.round, x, words, [(tile.view, x.dtype, tile.x_spec)], [], interpret)
     return result.reshape(x.shape)
 
 
 def quantize_blocks(
-    x: Array, words: Array, *, scaling: BlockScaling, tiling: ScaledTpuTiling | None = None, interpret: Any = False
+    x: Array, words: Array, *, plan: Plan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """What `quantize_blocks_body` gives; arguments as for `round_blocks`."""
-    problem = Problem.of(x, scaling)
+    """The codes and scales that `quantize_body` gives; arguments as for `round_blocks`."""
+    problem = Problem.of(x, plan)
     if not x.size:
         return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
-    tile = _Tile.of(x, scaling, tiling)
+    tile = _Tile.of(x, plan, tiling)
     outputs = [
         (tile.packed_view, jnp.dtype(jnp.uint8), tile.codes_spec),
         (tile.scales_view, tile.tiling.scale_dtype(problem), tile.scales_spec),
@@ -81,8 +81,8 @@ class _Tile:
     tiling: ScaledTpuTiling
 
     @classmethod
-    def of(cls, x: Array, scaling: BlockScaling, tiling: ScaledTpuTiling | None) -> _Tile:
-        problem = Problem.of(x, scaling)
+    def of(cls, x: Array, plan: Plan, tiling: ScaledTpuTiling | None) -> _Tile:
+        problem = Problem.of(x, plan)
         tiling = tiling or ScaledTpuTiling.for_shape(problem)
         if misfit := tiling.misfit(problem):
             raise ValueError(f"tiling={tiling}: {misfit}")
@@ -221,7 +221,7 @@ class _Tile:
         if self.across % lanes and not problem.last:
             valid = across < problem.inner
         shape = (self.step, problem.block, lanes)
-        if problem.plan.scaling.element.rounding.stochastic:
+        if problem.plan.element.rounding.stochastic:
             word = self._draw(words, origin[0], along, across).reshape(shape)
         return values.reshape(shape), word, valid
 
@@ -234,7 +234,7 @@ class _Tile:
         return stream(words).words(jnp.uint32(0), flat.astype(jnp.uint32), 32)
 
     def _tensor(self, words: Any) -> Array | None:
-        return words[0, TENSOR].astype(jnp.int32) if self.problem.plan.scaling.rule == "two_level" else None
+        return words[0, TENSOR].astype(jnp.int32) if self.problem.plan.rule.tensor_scale else None
 
     # -- packing -------------------------------------------------------------------------------------------------------
     @cached_property

@@ -25,7 +25,6 @@ from jchop.formats._catalogue import (
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat, UniformFormat
 from jchop.formats._float import FloatFormat
-from jchop.formats._grouping import SCALE_RULES
 from jchop.formats._scaled import (
     SCALED_CATALOGUE,
     ScaledFormat,
@@ -49,6 +48,7 @@ from jchop.formats._scaled import (
     uint4,
     uint8,
 )
+from jchop.formats.scale_rules import SCALE_RULES
 
 __all__ = [
     "ALIASES",

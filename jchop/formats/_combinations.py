@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
 
@@ -34,7 +33,7 @@ def _check_grouping(fmt: Any) -> None:
 
 def _check_zero_point(fmt: Any) -> None:
     given = f"zero_point={fmt.zero_point}"
-    if bool(fmt.zero_point) != (fmt.rule == "minmax"):
+    if bool(fmt.zero_point) != (fmt.scale_rule.fit == "range"):
         raise ValueError(f"{given} with rule={fmt.rule!r}: zero points go with rule='minmax'")
     if not fmt.zero_point:
         return
@@ -54,10 +53,9 @@ def _check_rule(fmt: Any) -> None:
     element = fmt.element
     if element.max <= 0:
         raise ValueError(f"element={element} has no positive value to scale to")
-    if fmt.rule in ("half_range", "no_clip") and not element.min < 0:
-        raise ValueError(f"rule={fmt.rule!r} needs an element format with negative values, not element={element}")
-    if fmt.rule == "even" and isinstance(element, CodebookFormat):
-        raise ValueError(f"rule='even' needs an element format with fraction bits, not element={element}")
+    rule = fmt.scale_rule
+    if not rule.takes(element):
+        raise ValueError(f"rule={fmt.rule!r} needs an element format with {rule.needs}, not element={element}")
 
 
 def _check_scale(fmt: Any) -> None:
@@ -67,14 +65,14 @@ def _check_scale(fmt: Any) -> None:
             raise ValueError(f"scale={scale} has no number from 1 on, and scales need one")
         if fmt.nan_block and not scale.has_nan:
             raise ValueError(f"nan_block=True needs a scale format with a NaN, not scale={scale}")
-        if fmt.nan_block and (fmt.zero_point or fmt.percentile is not None or fmt.rule == "mse"):
+        if fmt.nan_block and not fmt.scale_rule.by_ends:
             raise ValueError(f"nan_block=True does not go with rule={fmt.rule!r}")
         return
     if (
         not isinstance(scale.scale, FloatFormat)
         or scale.zero_point == "integer"
         or scale.nan_block
-        or scale.rule == "two_level"
+        or scale.scale_rule.tensor_scale
     ):
         raise ValueError(f"scale={scale} must have scales of its own that are numbers, without zero_point=integer, "
                          "nan_block or rule='two_level'")  # fmt: skip
@@ -82,5 +80,5 @@ def _check_scale(fmt: Any) -> None:
         raise ValueError(f"scale={scale}: scales are positive; with a zero point an unsigned element is for them")
     if scale.element.bits > 8:
         raise ValueError(f"scale={scale} has codes of {scale.element.bits} bits; at most 8 are stored")
-    if fmt.nan_block or fmt.rule == "two_level":
+    if fmt.nan_block or fmt.scale_rule.tensor_scale:
         raise ValueError(f"scale={scale} is quantized again: nan_block and rule='two_level' do not go with that")

@@ -1,57 +1,19 @@
-"""What a scaled format is given beside its element: groups, axes, and the rule of its scales."""
+"""The groups and axes of a scaled format."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from fractions import Fraction
-from types import MappingProxyType
 
-from jchop._checks import check_int, quoted
+from jchop._checks import check_int
 
 #: A size, or "all" of an axis.
 Group = int | str
-
-#: Each rule by the scale that it asks for, which is then rounded to the scale format and clamped to its positive range;
-#: a: largest finite magnitude of a group, M and m: largest and least value of the element format.
-SCALE_RULES = MappingProxyType(
-    {
-        "floor": "2^(floor(log2 a) - floor(log2 M))",
-        "ceil": "2^(ceil(log2 a) - floor(log2 M))",
-        "even": "as floor, after a was rounded to the element's fraction bits, halves up",
-        "rceil": "2^ceil(log2(a / M))",
-        "absmax": "a / M",
-        "half_range": "a / ((M - m) / 2)",
-        "no_clip": "the larger of (largest x) / M and (least x) / m",
-        "two_level": "a / (M t), and the product of that and t is the scale, t being a binary32 scale of the tensor",
-        "minmax": "(largest x - least x) / (M - m), of the range that all x, and 0 but under 'float', span; for zero "
-        "points",
-        "mse": "of absmax times 1, 63/64 ... 32/64 the first with the least sum of squared errors, summed in binary32",
-        "percentile(q)": "as absmax, after a became the smallest magnitude that q % of the finite x do not exceed",
-    }
-)
-PERCENTILE = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,2})?)\)")
 
 
 def check_zero_point(value: object) -> None:
     """Refuse a kind of zero points that there is not."""
     if value is not None and (not isinstance(value, str) or value not in ("integer", "float")):
         raise ValueError(f"zero_point={value!r} must be None, 'integer' or 'float'")
-
-
-def as_rule(rule: object, zero_point: str | None) -> str:
-    """A rule as it is stored; None is the usual one."""
-    if rule is None:
-        return "minmax" if zero_point else "absmax"
-    found = PERCENTILE.fullmatch(rule) if isinstance(rule, str) else None
-    if found and 0 < Fraction(found[1]) <= 100:
-        return rule  # type: ignore[return-value]
-    if found or rule == "percentile(q)" or rule not in SCALE_RULES:
-        raise ValueError(
-            f"rule={quoted(rule)} must be one of {', '.join(map(repr, SCALE_RULES))}, with 0 < q <= 100 of at most two "
-            "decimals"
-        )
-    return rule  # type: ignore[return-value]
 
 
 def as_axes(name: str, value: object) -> int | tuple[int, ...]:

@@ -20,17 +20,16 @@ from jchop.formats._combinations import check_fields
 from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._grouping import (
-    PERCENTILE,
     Group,
     as_axes,
     as_groups,
-    as_rule,
     axis_indexes,
     check_zero_point,
     same_count,
 )
 from jchop.formats._named import NAMED
 from jchop.formats._scaled_text import parse_any, shown, shown_element
+from jchop.formats.scale_rules import ScaleRule, as_rule, rule_of
 
 
 @dataclass(frozen=True)
@@ -186,15 +185,24 @@ class ScaledFormat:
         return self.element.bits
 
     @property
+    def scale_rule(self) -> ScaleRule:
+        """The rule as a value."""
+        return rule_of(self.rule)
+
+    @property
+    def scale_format(self) -> FloatFormat:
+        """The format of scales before they are quantized again: binary32 if `scale` is a ScaledFormat."""
+        return binary32 if isinstance(self.scale, ScaledFormat) else self.scale
+
+    @property
     def percentile(self) -> Fraction | None:
         """The q of the rule "percentile(q)"; None for another rule."""
-        found = PERCENTILE.fullmatch(self.rule)
-        return Fraction(found[1]) if found else None
+        return self.scale_rule.percentile
 
     @property
     def scale_parts(self) -> tuple[str, ...]:
-        """What a stored scale consists of, by name: one part; or under "two_level", and quantized again, several."""
-        if self.rule == "two_level":
+        """The parts of a stored scale by name: several if the tensor has a scale, or scales are quantized again."""
+        if self.scale_rule.tensor_scale:
             return ("scale", "tensor_scale")
         if isinstance(self.scale, ScaledFormat):
             return ("scale", "scale_scale", *(("scale_zero_point",) if self.scale.zero_point else ()))
@@ -218,7 +226,7 @@ class ScaledFormat:
             if not math.prod(scales):
                 return float(self.bits)
             each = self._scale_bits(scales)
-            return self.bits + (math.prod(scales) * each + 32 * (self.rule == "two_level")) / count
+            return self.bits + (math.prod(scales) * each + 32 * self.scale_rule.tensor_scale) / count
         groups = self.group if isinstance(self.group, tuple) else (self.group,)
         sizes = [group for group in groups if isinstance(group, int)]
         if len(sizes) < len(groups):

@@ -13,7 +13,6 @@ from jchop._round import round_to_format
 from jchop.formats import ScaledFormat
 from jchop.formats._grouping import axis_indexes
 from jchop.nn._rule import StreamOffset
-from jchop.scaling import RULES
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -74,7 +73,7 @@ class Layout:
         and so do sums over a group, where a rule takes some, and groups of scales.
         """
         fmt, behind = spec.format, spec.gradient.round
-        if not isinstance(fmt, ScaledFormat) or fmt.rule not in RULES or isinstance(fmt.scale, ScaledFormat):
+        if not isinstance(fmt, ScaledFormat) or not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
             return None
         placed = behind is not None and (behind.rounding.stochastic or behind.scaled is not None)
         if spec.rounding.stochastic or placed:

@@ -54,8 +54,8 @@ class Rule:
             one with scales for each token and head, such as ``"int8(group=all)"``.
         matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products forward and
             backward, in convolutions only forward.
-        scale_from: the source of the scales of the kernel and of the layer's input: `MovingAverage`, `DelayedScaling` or
-            `LSQ`, in Linear, LinearGeneral, Einsum and Conv; it has no effect on other layers and operands. Under
+        scale_from: the source of the scales of the kernel and of the layer's input: `MovingAverage`, `DelayedScaling`
+            or `LSQ`, in Linear, LinearGeneral, Einsum and Conv; it has no effect on other layers and operands. Under
             such scales an operand is rounded once, for all three products. Default None: from each array itself.
         stochastic_stream: the stream of `flax.nnx.Rngs` for stochastic roundings. Default ``"rounding"``.
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._kernels.scaled_formats import stored_shapes
+from jchop._kernels.scaled import stored_shapes
 from jchop.optim._leaves import is_float
 from jchop.optim._pack import codes_of, is_packed
 from jchop.storage import QArray

@@ -230,7 +230,7 @@ class QArray:
         if fmt is None:
             return (OWN,) * self.ndim, 0
         batch = batch_axes(self.spec, self.shape, self.scale)
-        return kinds_of(fmt, self.ndim, batch), batch if fmt.rule == "two_level" else 0
+        return kinds_of(fmt, self.ndim, batch), batch if fmt.scale_rule.tensor_scale else 0
 
     def _entries(self) -> Any:
         """The codes, one entry for each element, in the shape of the array."""
@@ -246,7 +246,7 @@ class QArray:
             return None
         if isinstance(fmt.scale, ScaledFormat):
             return inner(self._quantized_scale(fmt, fmt.scale))
-        if fmt.rule == "two_level":
+        if fmt.scale_rule.tensor_scale:
             return whole(self.scale[0]), tensor(self.scale[1])
         return whole(self.scale)
 

@@ -78,8 +78,8 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
         raise AssertionError("the last axis ends the search")
     parts = [*(n > 1 for n in shape[:axis]), step < shape[axis]]
     shared = any(several and kinds[i] == WHOLE for i, several in enumerate(parts))
-    two_level = fmt is not None and fmt.rule == "two_level"
-    return Cut(axis, min(step, max(shape[axis], 1)), kinds, shared or (two_level and any(parts)))
+    of_tensor = fmt is not None and fmt.scale_rule.tensor_scale
+    return Cut(axis, min(step, max(shape[axis], 1)), kinds, shared or (of_tensor and any(parts)))
 
 
 def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
@@ -90,7 +90,7 @@ def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[
         inner = kinds_of(fmt.scale, ndim)
         units = [unit * (kind if isinstance(kind, int) else 1) for unit, kind in zip(units, inner, strict=True)]
         torn = [WHOLE in pair for pair in zip(kinds, inner, strict=True)]
-    elif fmt is not None and (fmt.rule in ("mse", "two_level") or fmt.percentile is not None):
+    elif fmt is not None and (fmt.scale_rule.tensor_scale or not fmt.scale_rule.by_extremes):
         torn = [kind == WHOLE for kind in kinds]
     units[-1] *= _BYTES
     return units, torn
@@ -129,7 +129,7 @@ class Extremes:
     def of(cls, shape: Sequence[int], cut: Cut, fmt: ScaledFormat) -> Self:
         """The state before the first piece."""
         assert cut.axis is not None
-        everywhere = fmt.rule == "two_level"
+        everywhere = fmt.scale_rule.tensor_scale
         shared = tuple(everywhere or kind == WHOLE for kind in cut.kinds)
         axis = cut.axis if everywhere else cut.kinds.index(WHOLE)
         kind = cut.kinds[axis]

@@ -13,7 +13,7 @@ from jax import lax
 
 from jchop._bits import CARRIERS
 from jchop._core.rounding.codes import packed_size
-from jchop._kernels.scaled_formats import dequantize_scaled, stored_shapes
+from jchop._kernels.scaled import dequantize_scaled, stored_shapes
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec
 from jchop.storage._codes import code_dtype, decode_plain, is_packed, raw

@@ -18,7 +18,7 @@ from jchop._checks import as_numpy, check_choice
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._kernels.scaled_formats import fit_scaled, quantize_scaled, stored_shapes
+from jchop._kernels.scaled import fit_scaled, quantize_scaled, stored_shapes
 from jchop._round import _keys, _place, round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat

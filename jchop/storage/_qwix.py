@@ -65,7 +65,12 @@ def to_qwix(q: QArray) -> Any:
     if not isinstance(q, QArray):
         raise TypeError(f"q={q!r} must be a QArray, as returned by jchop.quantize")
     fmt = q.spec.scaled
-    if fmt is None or not isinstance(fmt.scale, FloatFormat) or fmt.rule == "two_level" or fmt.zero_point == "float":
+    if (
+        fmt is None
+        or not isinstance(fmt.scale, FloatFormat)
+        or fmt.scale_rule.tensor_scale
+        or fmt.zero_point == "float"
+    ):
         raise ValueError(f"q is of {q.spec.format}; qwix has one scale for each group, and zero points that are codes")
     qtype = _qtype_of(fmt.element)
     groups = fmt.group_shape(q.shape[batch_axes(q.spec, q.shape, q.scale) :])

@@ -52,10 +52,6 @@ def cases(target: str) -> Iterator[Case]:
         from jchop._kernels import round_gpu
 
         yield from _every_kind(round_gpu, GPU_DTYPES, ("masked", "ptx"))
-    if target == "h200":
-        from jchop._kernels import round_mosaic
-
-        yield from _every_kind(round_mosaic, GPU_DTYPES[:3], ())
 
 
 def _every_kind(module: ModuleType, dtypes: tuple[str, ...], checks: tuple[str, ...]) -> Iterator[Case]:
@@ -72,8 +68,6 @@ def _every_kind(module: ModuleType, dtypes: tuple[str, ...], checks: tuple[str, 
     for number, (shape, (x64, start)) in enumerate(zip((*SHAPES, *LARGE), flags, strict=False)):
         yield case("e4m3fn", dtypes[number % 2], shape, x64)
         yield case("e5m2:stochastic", dtypes[(number + 1) % 2], shape, x64, start)
-    if module.__name__.endswith("round_mosaic"):
-        return
     for shape, drawn in itertools.product(((6, 1025), (6, 37, 101)), (None, 0)):
         yield case("e4m3fn:stochastic", "float32", shape, mapped=(0, drawn))
     yield case("e4m3fn", "bfloat16", (6, 1025), mapped=(0,))

@@ -1,4 +1,4 @@
-"""The cases of the kernels of scaled blocks: every kind of block format, both axes, every dtype, odd shapes."""
+"""The cases of the kernels of scaled blocks: every kind of format, both axes, every dtype, odd shapes."""
 
 from __future__ import annotations
 
@@ -11,29 +11,45 @@ import jax
 import jax.numpy as jnp
 from _kernels.compiling import Case, checks_of, is_tpu
 
+import jchop as jc
+from jchop._bits import CARRIERS
+from jchop._core.scaled.scales import Plan, make_plan
 from jchop._kernels import scaled
-from jchop.scaling import BlockScaling, integer_groups, mx, nvfp4
+from jchop.spec import Spec
 
-#: Block formats that differ in the kernels' code: element kinds and widths, rules, scale formats, block lengths.
-SCALINGS: dict[str, BlockScaling] = {
-    "mxfp8 e4m3": mx("e4m3fn"),
-    "mxfp8 e5m2, rceil": mx("e5m2", rule="rceil"),
-    "mxfp6 e3m2, ceil": mx("e3m2fn", rule="ceil"),
-    "mxfp4, even": mx("e2m1fn", rule="even"),
-    "mxint8": mx("integer8"),
-    "nvfp4": nvfp4(),
-    "int4 of 32, half range": integer_groups(4, 32, rule="half_range"),
-    "int4 of 128, bfloat16": integer_groups(4, 128, scale="bfloat16"),
-    "int3 of 16, no clip": integer_groups(3, 16, scale="e4m3fn", rule="no_clip"),
-    "e5m2 of 8, NaN blocks": BlockScaling("e5m2", 8, scale="e8m0fnu", rule="absmax", nan_block=True),
-    "codebook of 64": BlockScaling("codebook(-1,-0.25,0,0.3125,1)", 64, scale="float32", rule="absmax"),
-    "mxfp4, stochastic": BlockScaling("e2m1fn:stochastic:saturate", 32),
-    "int4 of 32, stochastic": BlockScaling("integer4:stochastic", 32, scale="float32", rule="absmax"),
+#: Formats of blocks that differ in the kernels' code: element kinds and widths, rules, scale formats, block lengths.
+SCALINGS: dict[str, Spec] = {
+    name: jc.parse(text)
+    for name, text in {
+        "mxfp8 e4m3": "mxfp8_e4m3",
+        "mxfp8 e5m2, rceil": "mxfp8_e5m2(rule=rceil)",
+        "mxfp6 e3m2, ceil": "mxfp6_e3m2(rule=ceil)",
+        "mxfp4, even": "mxfp4(rule=even)",
+        "mxint8": "mxint8",
+        "nvfp4": "nvfp4",
+        "int4 of 32, half range": "int4(group=32,rule=half_range)",
+        "int4 of 128, bfloat16": "int4(group=128,scale=bfloat16)",
+        "int3 of 16, no clip": "int3(group=16,scale=e4m3fn,rule=no_clip)",
+        "e5m2 of 8, NaN blocks": "e5m2(group=8,scale=e8m0fnu,nan_block=true):ieee",
+        "codebook of 64": "codebook(-1,-0.25,0,0.3125,1,group=64)",
+        "mxfp4, stochastic": "mxfp4:stochastic",
+        "int4 of 32, stochastic": "int4(group=32):stochastic",
+    }.items()
 }
 TPU_DTYPES = ("float32", "bfloat16")
 GPU_DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHAPES = ((256, 512), (37, 101), (3, 5, 257), (1, 1000), (129,))
 WORDS = jax.ShapeDtypeStruct((1, 9), jnp.uint32)
+
+
+def along(spec: Spec, axis: int) -> Spec:
+    """The same blocks along another axis."""
+    assert spec.scaled is not None
+    return replace(spec, format=spec.scaled(axis=axis))
+
+
+def plan_of(spec: Spec, dtype: str) -> Plan:
+    return make_plan(spec, CARRIERS[dtype])
 
 
 def kernels(target: str) -> ModuleType:
@@ -46,25 +62,25 @@ def kernels(target: str) -> ModuleType:
 
 def cases(target: str) -> Iterator[Case]:
     dtypes = TPU_DTYPES if is_tpu(target) else GPU_DTYPES
-    for number, (name, scaling) in enumerate(SCALINGS.items()):
+    for number, (name, spec) in enumerate(SCALINGS.items()):
         for axis in (-1, -2):
             turn = 2 * number + (axis == -2)
             dtype = dtypes[turn % len(dtypes)]
             shape = SHAPES[turn % 3]
             kernel = ("quantize_blocks", "round_blocks")[(turn + number // 3) % 2]
-            yield case(target, kernel, name, replace(scaling, axis=axis), dtype, shape, number % 2 == 0)
+            yield case(target, kernel, name, along(spec, axis), dtype, shape, number % 2 == 0)
     for shape in SHAPES[3:]:
         yield case(target, "quantize_blocks", "mxfp4, even", SCALINGS["mxfp4, even"], "bfloat16", shape)
     for axis in (-1, -2):
         for kernel in ("quantize_blocks", "round_blocks"):
-            yield case(target, kernel, "mxfp8 e4m3", mx("e4m3fn", axis=axis), "float32", (4096, 4096))
+            yield case(target, kernel, "mxfp8 e4m3", along(jc.parse("mxfp8_e4m3"), axis), "float32", (4096, 4096))
 
 
 def case(
     target: str,
     kernel: str,
     name: str,
-    scaling: BlockScaling,
+    spec: Spec,
     dtype: str,
     shape: tuple[int, ...],
     x64: bool = False,
@@ -75,8 +91,9 @@ def case(
         "quantize_blocks": {"tpu": scaled.refuse_codes_tpu, "gpu": scaled.refuse_codes_gpu},
         "round_blocks": {"tpu": scaled.refuse_tpu, "gpu": scaled.refuse_gpu},
     }[kernel][platform]
-    why = refuse(x, scaling=scaling)
+    plan = plan_of(spec, dtype)
+    why = refuse(x, plan=plan)
     assert why is None, f"{name} on {target}: {why}"
-    text = f"{kernel} {name} axis {scaling.axis} {dtype}{list(shape)}{' x64' * x64}"
-    run = partial(getattr(kernels(target), kernel), scaling=scaling)
+    text = f"{kernel} {name} axis {plan.fmt.axis} {dtype}{list(shape)}{' x64' * x64}"
+    run = partial(getattr(kernels(target), kernel), plan=plan)
     return Case(text, run, (x, WORDS), x64 or dtype == "float64", checks_of(target, shape[-1] % 16 == 0))

@@ -281,23 +281,3 @@ def test_hardware_bits_decide(shape: tuple[int, ...], dtype: str) -> None:
     toward_zero = round_elements(x, jc.parse("e4m3fn:toward_zero"), CARRIERS[dtype])
     inside = np.abs(np.asarray(x, np.float32)) <= 448
     same_bits(np.asarray(expected)[inside], np.asarray(toward_zero)[inside], dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(5,), (3, 5, 257)], ids=str)
-def test_mosaic_gpu(shape: tuple[int, ...], dtype: str) -> None:
-    pytest.importorskip("absl", reason="Pallas on Mosaic GPU needs absl-py")
-    from jax.experimental.pallas import mosaic_gpu
-
-    from jchop._kernels import round_mosaic
-
-    interpreter = getattr(mosaic_gpu, "InterpretGPUParams", None)
-    if interpreter is None:
-        pytest.skip("this JAX has no interpreter of Mosaic GPU kernels; it came with 0.11")
-    run = functools.partial(round_mosaic.round_elements, interpret=interpreter())
-    x = jnp.asarray(numbers(shape, dtype))
-    for text, start in (("e4m3fn:up", 0), ("e4m3fn:stochastic", 2**32 - 3)):
-        spec = jc.parse(text)
-        same_bits(by_kernel(run, x, start, spec, tiling=RoundGpuTiling(1024)), body(x, start, spec), text)
-    with pytest.raises(ValueError, match="num_warps=8 must be 4"):
-        run(x, spec=jc.parse("e4m3fn"), tiling=RoundGpuTiling(1024, 8))

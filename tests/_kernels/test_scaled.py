@@ -1,7 +1,7 @@
 """The kernels of scaled blocks, interpreted: bit for bit what the portable body gives, for one table of cases.
 
-The body's values are proven against exact rationals by tests/_core/scaled/test_elements.py. The table of block formats
-and shapes is that of compile_scaled.py, where the same kernels are compiled.
+The body's values are proven against exact rationals by tests/_core/scaled/test_elements.py. The table of formats and
+shapes is that of compile_scaled.py, where the same kernels are compiled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _kernels.compile_round import MODES
-from _kernels.compile_scaled import GPU_DTYPES, SCALINGS, SHAPES, TPU_DTYPES
+from _kernels.compile_scaled import GPU_DTYPES, SCALINGS, SHAPES, TPU_DTYPES, along, plan_of
 from _kernels.quickly import compiled
+from cases_scaled import blocks, integer_groups, mx
 
 import jchop as jc
 from jchop import _bits
@@ -28,11 +29,11 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset
 from jchop._core.scaled import elements as reference
 from jchop._core.scaled import power_of_two_scales
-from jchop._core.scaled.scales import make_plan
-from jchop._core.scaled_blocks import quantize_blocks_body, round_blocks_body
+from jchop._core.scaled.scales import Plan, tensor_scale
+from jchop._core.scaled_bodies import quantize_body, round_body
 from jchop._kernels import scaled, scaled_gpu, scaled_tpu
 from jchop._kernels.scaled_tile import Problem, ScaledGpuTiling, ScaledTpuTiling
-from jchop.scaling import BlockScaling, integer_groups, mx, nvfp4
+from jchop.formats import ScaledFormat
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -58,13 +59,12 @@ def numbers(shape: tuple[int, ...], dtype: str) -> dict[str, np.ndarray]:
     return {"plain": plain, "wild": wild}
 
 
-def operands(x: Array, scaling: BlockScaling, start: int = 0) -> tuple[tuple[Array, ...], StreamOffset]:
+def operands(spec: Spec, start: int = 0) -> tuple[tuple[Array, ...], StreamOffset]:
     """What an operation takes beside the array, its random words from `start` on."""
-    tensor = (scaled.fit_tensor_scale(x, scaling),) if scaling.rule == "two_level" else ()
-    if not scaling.element.rounding.stochastic:
-        return tensor, AT_START
+    if not spec.rounding.stochastic:
+        return (), AT_START
     seeds = seed_words(jax.random.key(KEY))
-    return ((*tensor, *seeds, jnp.uint32(start)), StreamOffset((None,))) if start else ((*tensor, *seeds), AT_START)
+    return ((*seeds, jnp.uint32(start)), StreamOffset((None,))) if start else (tuple(seeds), AT_START)
 
 
 def same_bits(got: Any, expected: Any, what: str) -> None:
@@ -74,35 +74,33 @@ def same_bits(got: Any, expected: Any, what: str) -> None:
     assert not len(wrong), f"{what}: {len(wrong)} of {got.size} differ, first at {wrong[:4].tolist()}"
 
 
-def check(
-    platform: str, operation: str, scaling: BlockScaling, dtype: str, shape: tuple[int, ...], **more: Any
-) -> None:
+def check(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[int, ...], **more: Any) -> None:
     """A kernel against the body, each compiled once and run on all arrays."""
     module = KERNELS[platform][0]
     tiling, start = more.get("tiling"), more.get("start", 0)
-    body = {"round_blocks": round_blocks_body, "quantize_blocks": quantize_blocks_body}[operation]
+    body = {"round_blocks": round_body, "quantize_blocks": quantize_body}[operation]
     with jax.enable_x64(dtype == "float64"):
         arrays = {name: jnp.asarray(x) for name, x in numbers(shape, dtype).items()}
-        place = operands(arrays["plain"], scaling, start)[1]
+        drawn, place = operands(spec, start)
+        plan = plan_of(spec, dtype)
 
         @compiled
-        def both(x: Array, *others: Array) -> tuple[Any, Any]:
-            words = scaled._words(others, scaling, place)
+        def both(x: Array, *drawn: Array) -> tuple[Any, Any]:
+            tensor = tensor_scale(reference.widen(x, plan.carrier), plan) if plan.rule.tensor_scale else None
+            words = scaled.kernel_words(tensor, drawn, place)
             run = getattr(module, operation)
-            return run(x, words, scaling=scaling, tiling=tiling, interpret=True), body(
-                x, *others, scaling=scaling, place=place
-            )
+            return run(x, words, plan=plan, tiling=tiling, interpret=True), body(x, *drawn, plan=plan, place=place)
 
         for name, x in arrays.items():
-            got, expected = both(x, *operands(x, scaling, start)[0])
-            what = f"{operation} {scaling} {dtype}{list(shape)}, {name} numbers"
-            for part, (one, other) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)):
+            got, expected = both(x, *drawn)
+            what = f"{operation} {spec} {dtype}{list(shape)}, {name} numbers"
+            for part, (one, other) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(expected)[:2], strict=True)):
                 same_bits(one, other, f"{what}, result {part}")
 
 
-def small(platform: str, scaling: BlockScaling, dtype: str, shape: tuple[int, ...]) -> Any:
+def small(platform: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> Any:
     """The smallest tiles, so that there are several."""
-    problem = Problem.of(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), scaling)
+    problem = problem_of(spec, dtype, shape)
     if platform == "gpu":
         return ScaledGpuTiling(4, 1, 4) if problem.last else ScaledGpuTiling(1, 16, 4)
     lanes = 128 * (1 if problem.last else problem.codes_together)
@@ -118,19 +116,23 @@ TABLE = [
 ]  # fmt: skip
 
 
-def refused(platform: str, operation: str, scaling: BlockScaling, dtype: str, shape: tuple[int, ...]) -> str | None:
+def problem_of(spec: Spec, dtype: str, shape: tuple[int, ...]) -> Problem:
+    return Problem(plan_of(spec, dtype), shape)
+
+
+def refused(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> str | None:
     _, rounds, quantizes = KERNELS[platform]
     refuse = {"round_blocks": rounds, "quantize_blocks": quantizes}[operation]
-    return refuse(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), scaling=scaling)
+    return refuse(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), plan=plan_of(spec, dtype))
 
 
 @pytest.mark.parametrize(("platform", "operation", "name", "axis", "dtype", "shape"), cases.in_turn(TABLE, 7), ids=str)
 def test_equals_the_body(platform, operation, name, axis, dtype, shape):
-    scaling = replace(SCALINGS[name], axis=axis)
-    dtype = "float32" if refused(platform, operation, scaling, dtype, shape) else dtype
-    tiling = small(platform, scaling, dtype, shape) if shape != (37, 101) else None
-    start = (1 << 32) - 700 if scaling.element.rounding.stochastic else 0
-    check(platform, operation, scaling, dtype, shape, tiling=tiling, start=start)
+    spec = along(SCALINGS[name], axis)
+    dtype = "float32" if refused(platform, operation, spec, dtype, shape) else dtype
+    tiling = small(platform, spec, dtype, shape) if shape != (37, 101) else None
+    start = (1 << 32) - 700 if spec.rounding.stochastic else 0
+    check(platform, operation, spec, dtype, shape, tiling=tiling, start=start)
 
 
 #: Every block format under every mode; all combinations of the rest take turns.
@@ -147,12 +149,12 @@ MODES_IN_TURN = [row for number, row in enumerate(EVERY_MODE) if number % 3 == 0
     ("name", "mode", "platform", "operation", "axis", "dtype", "shape"), cases.in_turn(MODES_IN_TURN, 16), ids=str
 )
 def test_every_mode(name, mode, platform, operation, axis, dtype, shape):
-    scaling = replace(SCALINGS[name], axis=axis)
-    scaling = replace(scaling, element=replace(scaling.element, rounding=mode, random_bits=None))
+    spec = along(SCALINGS[name], axis)
+    spec = replace(spec, rounding=mode, random_bits=None)
     dtypes = TPU_DTYPES if platform == "tpu" else GPU_DTYPES
     dtype = dtypes[dtype % len(dtypes)]
-    dtype = "float32" if refused(platform, operation, scaling, dtype, shape) else dtype
-    check(platform, operation, scaling, dtype, shape)
+    dtype = "float32" if refused(platform, operation, spec, dtype, shape) else dtype
+    check(platform, operation, spec, dtype, shape)
 
 
 ALL_SHAPES = [*SHAPES, (1, 1), (7,), (127,), (128,), (1025,), (8, 128), (2, 64, 1, 32)]
@@ -172,11 +174,11 @@ IN_TURN = [
 def test_all_equal_the_body(platform, operation, name, shape):
     """Every shape of the table of rounding, and every axis; dtypes and tiles in turn."""
     for axis in range(-len(shape), 0):
-        scaling = replace(SCALINGS[name], axis=axis)
+        spec = along(SCALINGS[name], axis)
         dtypes = GPU_DTYPES if platform == "gpu" else TPU_DTYPES
         dtype = dtypes[(axis + len(name)) % len(dtypes)]
-        if refused(platform, operation, scaling, dtype, shape) is None:
-            check(platform, operation, scaling, dtype, shape, tiling=small(platform, scaling, dtype, shape))
+        if refused(platform, operation, spec, dtype, shape) is None:
+            check(platform, operation, spec, dtype, shape, tiling=small(platform, spec, dtype, shape))
 
 
 @pytest.mark.parametrize(
@@ -196,9 +198,9 @@ def test_all_equal_the_body(platform, operation, name, shape):
 )
 def test_two_levels_of_wide_scales(platform, dtype, scale, element):
     """The product of the two scales is no number of float32; numbers of every magnitude, to the ends of the carrier."""
-    scaling = BlockScaling(Spec(element, overflow="saturate"), 16, scale=scale, rule="two_level")
+    spec = Spec(ScaledFormat(element, group=16, scale=scale, rule="two_level"))
     for operation in ("round_blocks", "quantize_blocks"):
-        check(platform, operation, scaling, dtype, (3, 5, 64))
+        check(platform, operation, spec, dtype, (3, 5, 64))
 
 
 @pytest.mark.slow
@@ -215,12 +217,12 @@ def test_blocks_of_other_lengths(platform):
 @pytest.mark.parametrize("shape", cases.in_turn([((0,),), ((3, 0),), ((0, 32),)], 3), ids=str)
 def test_empty_arrays(platform, shape):
     for axis in range(-len(shape), 0):
-        scaling, x = mx("e2m1fn", axis=axis), jnp.zeros(shape)
-        words = scaled._words((), scaling, AT_START)
+        plan, x = plan_of(mx("e2m1fn", axis=axis), "float32"), jnp.zeros(shape)
+        words = scaled.kernel_words(None, (), AT_START)
         module = KERNELS[platform][0]
-        assert module.round_blocks(x, words, scaling=scaling).shape == shape
-        got = module.quantize_blocks(x, words, scaling=scaling)
-        for one, other in zip(got, quantize_blocks_body(x, scaling=scaling), strict=True):
+        assert module.round_blocks(x, words, plan=plan).shape == shape
+        got = module.quantize_blocks(x, words, plan=plan)
+        for one, other in zip(got, quantize_body(x, plan=plan), strict=True):
             same_bits(one, other, f"{shape} along {axis}")
 
 
@@ -231,30 +233,30 @@ SHORT = [mx(element, rule=rule) for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m
 
 
 def test_the_short_way_is_taken_where_it_may_be():
-    for scaling in SHORT:
-        assert power_of_two_scales.has_short_way(make_plan(scaling, _bits.CARRIERS["bfloat16"])), scaling
-    for scaling in (
+    for spec in SHORT:
+        assert power_of_two_scales.has_short_way(plan_of(spec, "bfloat16")), spec
+    for spec in (
         mx("float8_e4m3fnuz"),  # no -0
-        BlockScaling("e4m3fn", 32),  # overflows to NaN
-        BlockScaling("e4m3fn:up:saturate", 32),
-        BlockScaling("e4m3fn:stochastic:saturate", 32),
-        BlockScaling("e4m3fn:saturate", 32, scale="float32", rule="absmax"),
-        BlockScaling("e4m3fn:saturate", 32, scale="e5m2"),
-        BlockScaling("e4m3fn:flush:saturate", 32),
-        BlockScaling("uinteger4", 32),
-        BlockScaling("codebook(-1,0,1)", 32),
+        blocks("e4m3fn", 32),  # overflows to NaN
+        blocks("e4m3fn:up:saturate", 32),
+        blocks("e4m3fn:stochastic:saturate", 32),
+        blocks("e4m3fn:saturate", 32, scale="float32", rule="absmax"),
+        blocks("e4m3fn:saturate", 32, scale="e5m2"),
+        blocks("e4m3fn:flush:saturate", 32),
+        blocks("uinteger4", 32),
+        blocks("codebook(-1,0,1)", 32),
     ):
-        assert not power_of_two_scales.has_short_way(make_plan(scaling, _bits.CARRIERS["float32"])), scaling
-    assert not power_of_two_scales.has_short_way(make_plan(mx("e4m3fn"), _bits.CARRIERS["float64"]))
+        assert not power_of_two_scales.has_short_way(plan_of(spec, "float32")), spec
+    assert not power_of_two_scales.has_short_way(plan_of(mx("e4m3fn"), "float64"))
 
 
-def ties(scaling: BlockScaling, rng: np.random.Generator) -> np.ndarray:
+def ties(plan: Plan, rng: np.random.Generator) -> np.ndarray:
     """Blocks of grid points and the numbers halfway, one unit in the last place about, from 2^-62 to 2^62."""
-    fmt = scaling.element.format
+    fmt = plan.element.format
     values = fmt.values() if fmt.bits <= 8 else np.zeros(1)
     grid = np.concatenate([values, (values[1:] + values[:-1]) / 2, 1.1 * values])
     count = 4 * 125
-    x = rng.choice(grid, (count, scaling.block)).astype(np.float32)
+    x = rng.choice(grid, (count, 32)).astype(np.float32)
     largest = float(fmt.max)
     x[:, 0] = rng.choice([largest, 1.0, 1.06 * largest, 0.49 * largest], count)
     x *= 2.0 ** np.repeat(np.arange(-62, 63), 4)[:, None].astype(np.float32)
@@ -265,11 +267,11 @@ def ties(scaling: BlockScaling, rng: np.random.Generator) -> np.ndarray:
     return np.where(np.abs(x) > np.abs(x[:, :1]), x[:, :1], x)
 
 
-@pytest.mark.parametrize("scaling", cases.in_turn(SHORT, 2), ids=str)
-def test_the_short_way_gives_the_same_bits(scaling, rng):
+@pytest.mark.parametrize("spec", cases.in_turn(SHORT, 2), ids=str)
+def test_the_short_way_gives_the_same_bits(spec, rng):
     """Each block by itself, so that each takes the way that it may: against the general way on ties."""
-    plan = make_plan(scaling, _bits.CARRIERS["float32"])
-    x = ties(scaling, rng)
+    plan = plan_of(spec, "float32")
+    x = ties(plan, rng)
 
     @jax.jit
     def both(x: Array) -> tuple[Any, Any]:
@@ -291,7 +293,7 @@ def test_the_short_way_gives_the_same_bits(scaling, rng):
 def test_heuristics_fit(name, shape):
     for axis in {-1, -min(2, len(shape))}:
         for dtype in ("float32", "bfloat16"):
-            problem = Problem.of(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), replace(SCALINGS[name], axis=axis))
+            problem = problem_of(along(SCALINGS[name], axis), dtype, shape)
             for kind in (ScaledTpuTiling, ScaledGpuTiling):
                 tiling = kind.for_shape(problem)
                 assert tiling.misfit(problem) is None
@@ -299,7 +301,7 @@ def test_heuristics_fit(name, shape):
 
 
 def test_tiles_are_checked():
-    problem = Problem.of(jax.ShapeDtypeStruct((64, 64), jnp.float32), mx("e2m1fn"))
+    problem = problem_of(mx("e2m1fn"), "float32", (64, 64))
     for wrong, message in (
         (lambda: ScaledTpuTiling(1, 100), "lanes=100 must be a multiple of 128"),
         (lambda: ScaledTpuTiling(0, 128), "blocks=0 must be"),
@@ -310,15 +312,15 @@ def test_tiles_are_checked():
             wrong()
     assert "blocks=3 is no multiple of" in str(ScaledTpuTiling(3, 128).misfit(problem))
     assert "lanes=2 must be 1" in str(ScaledGpuTiling(1, 2, 4).misfit(problem))
-    down = Problem.of(jax.ShapeDtypeStruct((64, 64), jnp.float32), mx("e2m1fn", axis=0))
+    down = problem_of(mx("e2m1fn", axis=0), "float32", (64, 64))
     assert "lanes=128 is no multiple of 256" in str(ScaledTpuTiling(32, 128).misfit(down))
     assert "blocks=2 must be 1" in str(ScaledGpuTiling(2, 64, 4).misfit(down))
     assert "lanes=1 is no multiple of 2" in str(ScaledGpuTiling(1, 1, 4).misfit(down))
     x = jnp.zeros((64, 64))
     for module, tiling in ((scaled_tpu, ScaledTpuTiling(3, 128)), (scaled_gpu, ScaledGpuTiling(1, 2, 4))):
         with pytest.raises(ValueError, match="tiling="):
-            words = scaled._words((), mx("e2m1fn"), AT_START)
-            module.round_blocks(x, words, scaling=mx("e2m1fn"), tiling=tiling, interpret=True)
+            words = scaled.kernel_words(None, (), AT_START)
+            module.round_blocks(x, words, plan=plan_of(mx("e2m1fn"), "float32"), tiling=tiling, interpret=True)
 
 
 # -- what kernels refuse -----------------------------------------------------------------------------------------------
@@ -327,108 +329,44 @@ MANY = f"codebook({','.join(map(str, range(33)))})"
 
 
 @pytest.mark.parametrize(
-    ("platform", "operation", "scaling", "shape", "dtype", "message"),
+    ("platform", "operation", "spec", "shape", "dtype", "message"),
     [
         ("tpu", "round_blocks", mx("e4m3fn"), (64,), "float16", "x has dtype float16"),
-        ("tpu", "round_blocks", mx("e4m3fn", block=24), (64,), "float32", "block=24 is not 8, 16 or a multiple of 32"),
-        ("tpu", "round_blocks", mx("e4m3fn", block=2048), (64,), "float32", "block=2048"),
+        ("tpu", "round_blocks", mx("e4m3fn", block=24), (64,), "float32", "group=24 is not 8, 16 or a multiple of 32"),
+        ("tpu", "round_blocks", mx("e4m3fn", block=2048), (64,), "float32", "group=2048"),
         ("tpu", "quantize_blocks", integer_groups(4, 32, scale="float16"), (64,), "float32", "dtype float16"),
-        ("gpu", "round_blocks", mx("e4m3fn", block=8192), (64,), "float32", "block=8192 is larger than 4096"),
-        ("gpu", "round_blocks", mx("e4m3fn", block=512, axis=0), (64, 2), "float32", "block=512 is larger than 256"),
+        ("gpu", "round_blocks", mx("e4m3fn", block=8192), (64,), "float32", "group=8192 is larger than 4096"),
+        ("gpu", "round_blocks", mx("e4m3fn", block=512, axis=0), (64, 2), "float32", "group=512 is larger than 256"),
         ("gpu", "quantize_blocks", integer_groups(5, 32), (64,), "float32", "codes of 5 bits have no kernel"),
         ("gpu", "quantize_blocks", mx("e3m2fn", block=6), (64,), "float32", "does not fill whole bytes"),
         ("gpu", "quantize_blocks", mx("e2m1fn", axis=0), (64, 3, 5), "float32", "last axis of length 5"),
-        ("gpu", "round_blocks", BlockScaling(MANY, 8), (64,), "float32", "more than 32 levels"),
+        ("gpu", "round_blocks", blocks(MANY, 8), (64,), "float32", "more than 32 levels"),
         ("gpu", "round_blocks", mx("e4m3fn"), (1 << 16, 1 << 15), "float32", "fewer than 2^31"),
     ],
     ids=str,
 )
-def test_refusals_say_why(platform, operation, scaling, shape, dtype, message):
-    assert message in str(refused(platform, operation, scaling, dtype, shape))
+def test_refusals_say_why(platform, operation, spec, shape, dtype, message):
+    assert message in str(refused(platform, operation, spec, dtype, shape))
 
 
 def test_tiles_of_larger_arrays_are_refused():
     x = jax.ShapeDtypeStruct((64,), jnp.float32)
-    scaling = BlockScaling("integer4:stochastic", 8)
-    assert "tile of a larger array" in str(scaled.refuse(x, scaling=scaling, place=StreamOffset((0,), (128,))))
-
-
-# -- the functions -----------------------------------------------------------------------------------------------------
+    plan = plan_of(blocks("integer4:stochastic", 8), "float32")
+    assert "tile of a larger array" in str(scaled.refuse(x, plan=plan, place=StreamOffset((0,), (128,))))
 
 
 @pytest.mark.parametrize(
-    "name", cases.in_turn(["mxfp8 e4m3", "nvfp4", "int4 of 128, bfloat16", "mxfp4, stochastic"], 3)
-)
-def test_functions_give_what_the_bodies_give(name):
-    scaling, key = SCALINGS[name], jax.random.key(KEY)
-    x = jnp.asarray(numbers((5, 130), "float32")["plain"])
-    others, place = operands(x, scaling)
-    rounded = scaled.round_blocks(x, scaling, key)
-    same_bits(rounded, jax.jit(functools.partial(round_blocks_body, scaling=scaling, place=place))(x, *others), name)
-    codes, scales = scaled.quantize_blocks(x, scaling, key)
-    tensor = others[0] if scaling.rule == "two_level" else None
-    back = scaled.dequantize_blocks(codes, scales, scaling, size=130, tensor_scale=tensor)
-    same_bits(back, rounded, name)
-    mapped = jax.vmap(lambda row: scaled.round_blocks(row, scaling, key, tensor_scale=tensor))(x)
-    assert mapped.shape == x.shape
-    if "stochastic" not in name:
-        same_bits(mapped, rounded, f"{name} under vmap")
+    "text", ["int8(channel=0)", "mxfp4(group=all)", "mxfp4(group=64)", "mxfp4(group=(2,4))", "int4(group=1)",
+             "uint4(group=8,zero_point=true)", "int4(group=8,rule=mse)", "nf4(group=8,scale=int8(group=2))"],
+)  # fmt: skip
+def test_operations_take_kernels_for_blocks_within_one_axis(text):
+    x, plan = jax.ShapeDtypeStruct((4, 64), jnp.float32), plan_of(jc.parse(text), "float32")
+    why = str(scaled.blocks_only(scaled.refuse_gpu)(x, plan=plan))
+    assert "no blocks within one axis" in why or "depend on more than the ends" in why
 
 
-@pytest.mark.slow
-def test_float64_stays_float64():
-    """Whatever the flag; scales of the tensor too."""
-    with jax.enable_x64(True):
-        x = jnp.asarray(numbers((3, 40), "float64")["plain"])
-    for scaling in (mx("e4m3fn"), nvfp4()):
-        rounded = scaled.round_blocks(x, scaling)
-        codes, scales = scaled.quantize_blocks(x, scaling)
-        tensor = scaled.fit_tensor_scale(x, scaling) if scaling.rule == "two_level" else None
-        back = scaled.dequantize_blocks(codes, scales, scaling, size=40, dtype="float64", tensor_scale=tensor)
-        assert rounded.dtype == back.dtype == np.float64
-        same_bits(back, rounded, str(scaling))
-
-
-@pytest.mark.smoke
-def test_scale_of_a_tensor(rng):
-    """Its blocks' scales reach the largest; zeros, infinities and NaN do not count."""
-    x = rng.standard_normal((8, 64)).astype(np.float32)
-    _, scales = scaled.quantize_blocks(jnp.asarray(x), nvfp4())
-    assert jc.float8_e4m3fn.decode(np.asarray(scales)).max() == 448
-    for odd in ([0.0, -0.0], [np.nan, np.inf, 0.0]):
-        assert float(scaled.fit_tensor_scale(jnp.array(odd), nvfp4())) == 1.0
-    assert float(scaled.fit_tensor_scale(jnp.zeros((0, 4)), nvfp4())) == 1.0
-    assert float(scaled.fit_tensor_scale(jnp.array([5376.0, np.nan, -np.inf]), nvfp4())) == 2.0
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda x: scaled.round_blocks(x.astype(jnp.int32), mx("e4m3fn")), TypeError, "x has dtype int32, which is no"),
-        (lambda x: scaled.round_blocks(x, mx("e4m3fn", axis=2)), ValueError, "axis=2 is none of an array of 2"),
-        (lambda x: scaled.round_blocks(x, mx("e4m3fn", axis=-3)), ValueError, "axis=-3 is none of"),
-        (lambda x: scaled.round_blocks(x, BlockScaling("integer4:stochastic", 8)), ValueError, "key=None"),
-        (lambda x: scaled.round_blocks(x, mx("e4m3fn"), tensor_scale=x[0, 0]), ValueError, "tensor_scale is for"),
-        (lambda x: scaled.round_blocks(x, mx("e4m3fn"), impl="fast"), ValueError, "impl='fast' must be"),
-        (lambda x: scaled.quantize_blocks(x, BlockScaling("e5m3", 8)), ValueError, "at most 8 are stored"),
-        (lambda x: scaled.round_blocks(x, mx("e4m3fn"), impl="pallas"), NotImplementedError, "cannot be had"),
-    ],
-    ids=range(8),
-)
-def test_errors_name_the_argument(call, error, message):
-    with pytest.raises(error) as caught:
-        call(jnp.ones((4, 32)))
-    assert message in str(caught.value)
-
-
-def test_errors_of_dequantizing():
-    codes, scales = scaled.quantize_blocks(jnp.ones((4, 33)), mx("e2m1fn"))
-    for more, message in (
-        ({"size": 30}, "size=30 codes of 4 bits do not take 17 bytes"),
-        ({"scales": scales[:, :1]}, "scales has shape (4, 1)"),
-        ({"scaling": replace(nvfp4(), block=32)}, "needs the tensor_scale"),
-    ):
-        arguments: dict[str, Any] = {"codes": codes, "scales": scales, "scaling": mx("e2m1fn"), "size": 33}
-        with pytest.raises(ValueError) as caught:
-            scaled.dequantize_blocks(**{**arguments, **more})
-        assert message in str(caught.value)
+def test_operations_take_kernels_that_fit_and_encode():
+    x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    takes = functools.partial(scaled.blocks_only(scaled.refuse_codes_gpu), x, plan=plan_of(mx("e2m1fn"), "float32"))
+    assert takes() is None
+    assert "fit scales" in str(takes(given=1)) and "fit scales" in str(takes(as_dtype=None))

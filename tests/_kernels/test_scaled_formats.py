@@ -20,11 +20,13 @@ from oracle import CARRIERS
 from oracle_scaled import Blocks, Scheme
 
 import jchop as jc
+from jchop import _bits
 from jchop._core.rounding.codes import unpack
 from jchop._core.rounding.random_bits import seed_words
-from jchop._core.scaled_bodies import fit_body, quantize_body, round_body
+from jchop._core.scaled.scales import Plan, make_plan
+from jchop._core.scaled_bodies import quantize_body, round_body
 from jchop._core.scaled_float32 import select
-from jchop._kernels.scaled_formats import (
+from jchop._kernels.scaled import (
     dequantize_scaled,
     fit_scaled,
     quantize_scaled,
@@ -36,6 +38,10 @@ from jchop.formats import ScaledFormat
 from jchop.spec import Spec
 
 KEY = 7
+
+
+def plan_of(spec: Spec, dtype: str) -> Plan:
+    return make_plan(spec, _bits.CARRIERS[dtype])
 
 
 def scheme_of(spec: Spec) -> Scheme:
@@ -381,17 +387,6 @@ def test_empty_arrays(shape, text):
     assert back.dtype == jnp.bfloat16
 
 
-@pytest.mark.slow
-def test_the_blocks_of_an_axis_are_those_of_the_general_body(rng):
-    """Both ways through `round_scaled` and `quantize_scaled`: a group of two axes of which one has length 1."""
-    x = (rng.standard_normal((1, 6, 40)) * 2.0 ** rng.integers(-9, 9, (1, 6, 40))).astype(np.float32)
-    for name in ("mxfp4", "nvfp4(group=32)", "int4(group=32)", "nf4(group=32)"):
-        fmt = jc.parse(name).scaled
-        assert fmt is not None
-        one, two = every_way(x, Spec(fmt)), every_way(x, Spec(fmt(group=(32, "all"), axis=(2, 0))))
-        jax.tree.map(np.testing.assert_array_equal, one, two)
-
-
 # -- programs that ask for the sizes of scales -------------------------------------------------------------------------
 
 #: What a row of numbers is multiplied by.
@@ -409,12 +404,12 @@ def test_asking_changes_no_bit(text, dtype, rng):
     """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
     spec = jc.parse(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
-    shape = (64, select.LEAST_TO_BRANCH // 32)
+    shape, plan = (64, select.LEAST_TO_BRANCH // 32), plan_of(spec, dtype)
 
     @jax.jit
     def both(x):
         asked = round_scaled(x, *drawn, spec=spec), quantize_scaled(x, *drawn, spec=spec)
-        return asked, (round_body(x, *drawn, spec=spec), quantize_body(x, *drawn, spec=spec))
+        return asked, (round_body(x, *drawn, plan=plan), quantize_body(x, *drawn, plan=plan))
 
     assert "conditional(" in str(both.lower(jnp.zeros(shape, dtype)).compile().as_text())
     for name, factor in SIZES.items():
@@ -436,7 +431,7 @@ def test_zero_points_far_outside_are_not_called_moderate(rng):
     for far in (-(2**31), -70_000, -1025, 1025, 70_000, 2**31 - 1):
         given = (scale, zero.at[7].set(far))
         found = quantize_scaled(x, spec=spec, scale=given[0], zero_point=given[1])
-        expected = quantize_body(x, *given, spec=spec, given=2)
+        expected = quantize_body(x, *given, plan=plan_of(spec, "float32"), given=2)
         np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(expected[0]), str(far))
 
 
@@ -458,10 +453,11 @@ COLUMNS = {
 def test_the_largest_number_of_a_column(text, dtype, rng):
     """A program of one CPU looks for it among numbers first; the body that does not branch_allowed, among integers."""
     spec, shape = jc.parse(text), (select.LEAST_TO_BRANCH // 64, 65)
+    plan = plan_of(spec, dtype)
 
     @jax.jit
     def both(x):
-        return fit_scaled(x, spec=spec), fit_body(x, spec=spec)
+        return fit_scaled(x, spec=spec), quantize_body(x, plan=plan, as_dtype=None)
 
     assert "conditional(" in str(both.lower(jnp.zeros(shape, dtype)).compile().as_text())
     for name, change in COLUMNS.items():

@@ -77,16 +77,16 @@ def narrow(x: Array, carrier: Carrier) -> Array:
 
 def round_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
     """The quotients x / s rounded once to the element format, as numbers of the carrier of the arithmetic."""
-    compute, element = plan.compute, plan.scaling.element
+    compute, element = plan.compute, plan.element
     sign, magnitude = _bits.split(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
     levels = isinstance(element.format, CodebookFormat)
-    if not plan.scaling.is_power and levels != element.rounding.stochastic:
+    if not plan.is_power and levels != element.rounding.stochastic:
         exact = exact_quotient(sign, magnitude, plain, _divisor(scales, plan), compute)
         if isinstance(element.format, CodebookFormat):
             return _one_nan(round_to_levels(exact, element.format, element.rounding, compute), plan)
         return _one_nan(round_exact(exact, element, compute, word), plan)
-    if plan.scaling.is_power:
+    if plan.is_power:
         quotient = _over_power(magnitude, scales.value, compute)
     else:
         quotient = odd_quotient(magnitude, _divisor(scales, plan), compute)
@@ -96,7 +96,7 @@ def round_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) ->
 
 def _one_nan(elements: Array, plan: Plan) -> Array:
     """NaN as the one that its code gives; where the element format has none its largest value."""
-    compute, fmt = plan.compute, plan.scaling.element.format
+    compute, fmt = plan.compute, plan.element.format
     sign, magnitude = _bits.split(elements, compute)
     nan = magnitude > compute.inf
     instead = compute.nan if fmt.has_nan else compute.toward_zero(Fraction(fmt.max))[0]
@@ -105,10 +105,10 @@ def _one_nan(elements: Array, plan: Plan) -> Array:
 
 def overflowed_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
     """Where the rounded quotients x / s lie beyond the ends of the element format; NaN counts as inside."""
-    compute, element = plan.compute, plan.scaling.element
+    compute, element = plan.compute, plan.element
     sign, magnitude = _bits.split(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
-    if plan.scaling.is_power:
+    if plan.is_power:
         quotient = jnp.where(plain, _over_power(magnitude, scales.value, compute), magnitude)
         return overflowed(_bits.join(sign, quotient, compute), element, compute, word)
     return overflowed_exact(
@@ -127,7 +127,7 @@ def _divisor(scales: Scales, plan: Plan) -> Divisor:
     compute = plan.compute
     if scales.tensor is None:
         return divisor_of(scales.value, compute)
-    bits, width = extended(scales.value, compute), plan.scaling.scale.frac_bits + 1
+    bits, width = extended(scales.value, compute), plan.scale.frac_bits + 1
     count = significand_of(bits, compute) >> compute.fraction + 1 - width
     exponent = (bits >> compute.fraction) - compute.bias - (width - 1)
     return divisor_of_product(count, width, exponent, scales.tensor, TENSOR_SCALE.frac_bits, compute)
@@ -140,7 +140,7 @@ def multiply_back(elements: Array, scales: Scales, plan: Plan) -> Array:
     """The products s e rounded once to nearest, ties to even, as numbers of the plan's carrier."""
     compute = plan.compute
     spec = NARROW.get(plan.carrier.name)
-    if plan.scaling.is_power:
+    if plan.is_power:
         result = times_power(elements, scales.value, compute)
         result = result if spec is None else round_elements(result, spec, compute)
     else:
@@ -165,7 +165,7 @@ def _times(elements: Array, scales: Scales, spec: Spec | None, plan: Plan) -> Ar
         v = double_word.multiply_by(elements, whole.significand << up, whole.field - compute.bias, compute)
         return round_exact(v, spec, compute, None)
     scale = jnp.broadcast_to(positive(scale_magnitude(scales, plan), compute), elements.shape)
-    ranges = range_of(plan.scaling.element, compute), range_of(Spec(plan.scaling.scale), compute)
+    ranges = range_of(plan.element, compute), range_of(Spec(plan.scale), compute)
     return multiply(elements, scale, spec, compute, None, *ranges)
 
 
@@ -195,7 +195,7 @@ def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tenso
         axis: along which the blocks lie.
         plan: says how.
         word: for a stochastic element, a word for each number.
-        tensor: for "two_level", the bits of the tensor's scale, int32.
+        tensor: for a rule with a scale of the tensor, its bits, int32.
 
     Returns:
         Numbers of the plan's carrier.
@@ -210,4 +210,4 @@ def quantize_tile(
     """The codes of a tile's elements, not yet packed, and its stored scales with length 1 along `axis`."""
     scales = choose_scales(x, axis, plan, tensor)
     elements = round_quotients(x, scales, plan, word)
-    return encode_elements(elements, plan.scaling.element.format, plan.compute), store_scales(scales, plan)
+    return encode_elements(elements, plan.element.format, plan.compute), store_scales(scales, plan)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +33,8 @@ def smallest_of(fmt: ElementFormat) -> Fraction:
 # -- percentiles -------------------------------------------------------------------------------------------------------
 
 
-def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan, percentile: Fraction) -> Scales:
-    """As "absmax" of the smallest magnitude that `percentile` % of a group's finite numbers do not exceed.
+def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
+    """As "absmax" of the smallest magnitude that the rule's percentile of a group's finite numbers do not exceed.
 
     Where that is zero the largest magnitude takes its place. The magnitude is found bit by bit, by counting: exact,
     whatever the order, and without moving an element.
@@ -41,7 +43,6 @@ def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan, percentile: Frac
         x: numbers of the carrier of the arithmetic; NaN may fill up a group.
         axes: that a group extends over.
         plan: says how.
-        percentile: q of 100.
     """
     compute = plan.compute
     magnitude = _bits.split(x, compute)[1]
@@ -51,7 +52,8 @@ def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan, percentile: Frac
     def count(within: Array) -> Array:
         return jnp.sum(within, axis=axes, keepdims=True, dtype=jnp.int32)
 
-    rank = _rank(count(finite), percentile / 100)
+    assert plan.rule.percentile is not None
+    rank = _rank(count(finite), plan.rule.percentile / 100)
 
     def step(i: Array, least: Array) -> Array:
         bit = lax.shift_left(jnp.ones_like(least), jnp.full_like(least, compute.work_width - 2) - i.astype(least.dtype))
@@ -83,8 +85,8 @@ def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
         plan: says how.
     """
     compute = plan.compute
-    element = replace(plan.scaling.element, rounding=Rounding.NEAREST_EVEN, random_bits=None)
-    plan = replace(plan, scaling=replace(plan.scaling, element=element))
+    element = replace(plan.element, rounding=Rounding.NEAREST_EVEN, random_bits=None)
+    plan = replace(plan, element=element)
     wide = replace(plan, carrier=compute)
     magnitude = _bits.split(x, compute)[1]
     largest = largest_of(magnitude, axes, compute)
@@ -118,3 +120,9 @@ def _normal(x: Array, plan: Plan) -> Array:
     """Numbers with zeros for those below the normal range."""
     sign, magnitude = _bits.split(x, plan.compute)
     return _bits.join(sign, jnp.where(magnitude >> plan.compute.fraction == 0, 0, magnitude), plan.compute)
+
+
+#: The functions that fit scales to all numbers of a group, by `ScaleRule.fit`.
+FITTED: Mapping[str, Callable[[Array, tuple[int, ...], Plan], Scales]] = MappingProxyType(
+    {"percentile": fit_percentile, "squares": fit_squares}
+)

@@ -52,9 +52,9 @@ def add_back(values: Array, scales: Scales, zero: Array, plan: Plan) -> Array:
     """The sums s e + z rounded once to nearest, ties to even, as numbers of the plan's carrier."""
     compute, spec = plan.compute, elements.NARROW.get(plan.carrier.name)
     scale = jnp.broadcast_to(positive(scale_magnitude(scales, plan), compute), values.shape)
-    own = range_of(Spec(plan.scaling.scale), compute)
+    own = range_of(Spec(plan.scale), compute)
     whole = values.astype(compute.name)
-    element = range_of(plan.scaling.element, compute)
+    element = range_of(plan.element, compute)
     zero = jnp.broadcast_to(zero, values.shape)
     result = multiply_add(whole, scale, zero, spec, compute, None, element, own, own)
     result = result if scales.nan is None else jnp.where(scales.nan, jnp.nan, result)
@@ -71,7 +71,7 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arr
         axes: that a group extends over.
         plan: with an integer element.
     """
-    compute, fmt = plan.compute, plan.scaling.element.format
+    compute, fmt = plan.compute, plan.element.format
     assert isinstance(fmt, IntegerFormat)
     low, high = _ends(x, axes, compute)
     width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
@@ -79,21 +79,21 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arr
     asked = _bits.split(round_exact(asked, scale_rounding(plan), compute, None), compute)[1]
     scales = Scales(settle(asked, ~some, plan)[0])
     step = jnp.where(some, positive(scale_magnitude(scales, plan), compute), 0)
-    whole, spec = range_of(None, compute), Spec(plan.scaling.scale, overflow=Overflow.SATURATE)
+    whole, spec = range_of(None, compute), Spec(plan.scale, overflow=Overflow.SATURATE)
     least = jnp.full_like(low, float(-fmt.min_code))
     return scales, multiply_add(least, step, low, spec, compute, None, whole, whole, whole)
 
 
 def store_zero(zero: Array, plan: Plan) -> Array:
     """Zero points as they are stored, in `scale_dtype`."""
-    dtype = scale_dtype(plan.scaling)
-    codes = encode_elements(zero, plan.scaling.scale, plan.compute)
+    dtype = scale_dtype(plan.scale)
+    codes = encode_elements(zero, plan.scale, plan.compute)
     return codes if codes.dtype == dtype else lax.bitcast_convert_type(codes, dtype)
 
 
 def load_zero(stored: Array, plan: Plan) -> Array:
     """What `store_zero` stored."""
-    fmt = plan.scaling.scale
+    fmt = plan.scale
     codes = stored if stored.dtype == fmt.code_dtype else lax.bitcast_convert_type(stored, fmt.code_dtype)
     return decode_elements(codes, fmt, plan.compute)
 

@@ -58,7 +58,7 @@ def quantize_tile(
 
 def has_short_way(plan: Plan) -> bool:
     """Whether plain blocks are treated apart: by the plan, before any number is known."""
-    element = plan.scaling.element
+    element = plan.element
     fmt = element.format
     if plan.compute is not _CARRIER or not plan.stores_exponents or element.flush:
         return False
@@ -100,15 +100,15 @@ def _power(exponent: Array) -> Array:
 
 
 def _quantize(x: Array, largest: Array, plan: Plan) -> tuple[Array, Array]:
-    exponent, scaling = _exponent(largest, plan), plan.scaling
-    quotient, fmt = x * _power(-exponent), scaling.element.format
+    exponent, scale = _exponent(largest, plan), plan.scale
+    quotient, fmt = x * _power(-exponent), plan.element.format
     assert isinstance(fmt, FloatFormat | UniformFormat)
     codes = _encode_float(quotient, fmt) if isinstance(fmt, FloatFormat) else _encode_uniform(quotient, fmt)
-    return codes.astype(fmt.code_dtype), (exponent + scaling.scale.bias).astype(scaling.scale.code_dtype)
+    return codes.astype(fmt.code_dtype), (exponent + scale.bias).astype(scale.code_dtype)
 
 
 def _round(x: Array, largest: Array, plan: Plan) -> Array:
-    exponent, fmt = _exponent(largest, plan), plan.scaling.element.format
+    exponent, fmt = _exponent(largest, plan), plan.element.format
     assert isinstance(fmt, FloatFormat | UniformFormat)
     scale = _power(exponent)
     if isinstance(fmt, FloatFormat):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 
@@ -26,10 +26,19 @@ from jchop._core.rounding.codes import decode_elements, encode_elements, extende
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.scaled import groups
-from jchop.formats import CodebookFormat, ElementFormat, bfloat16, binary16, binary32, binary64
+from jchop.formats import (
+    CodebookFormat,
+    ElementFormat,
+    FloatFormat,
+    ScaledFormat,
+    bfloat16,
+    binary16,
+    binary32,
+    binary64,
+)
+from jchop.formats.scale_rules import ScaleRule
 from jchop.rounding import Overflow
-from jchop.scaling import POWERS, BlockScaling, divisor_parts
-from jchop.spec import Spec
+from jchop.spec import Gradient, Spec
 
 Array = jax.Array
 
@@ -47,17 +56,21 @@ _MANY = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static about scaled blocks in arrays of `carrier`.
+    """Everything static about a scaled format in arrays of `carrier`.
 
     Args:
-        scaling: blocks, their scales and elements.
+        fmt: groups, and how their scales are chosen and stored.
+        element: the format of the elements, and how they are rounded.
         carrier: of the numbers.
+        of_scales: the plan of the scales if they are quantized again.
         in_safe_range: whether every scale is known to lie in the safe range, and none is NaN. Then no intermediate
             result that counts is subnormal.
     """
 
-    scaling: BlockScaling
+    fmt: ScaledFormat
+    element: Spec
     carrier: Carrier
+    of_scales: Plan | None = None
     in_safe_range: bool = False
 
     @property
@@ -65,10 +78,37 @@ class Plan:
         """The carrier of the arithmetic: float32 for 16-bit data, which it holds."""
         return CARRIERS["float64" if self.carrier.width == 64 else "float32"]
 
+    @property
+    def rule(self) -> ScaleRule:
+        """The rule that chooses the scales."""
+        return self.fmt.scale_rule
+
+    @property
+    def scale(self) -> FloatFormat:
+        """The format that the rule rounds scales to."""
+        return self.fmt.scale_format
+
+    @cached_property
+    def divisors(self) -> tuple[Fraction, ...]:
+        """The divisors of the rule."""
+        return self.rule.divisors(self.element.format)
+
+    @cached_property
+    def is_power(self) -> bool:
+        """Whether every scale is a power of two."""
+        return self.rule.carry is not None or (not self.scale.frac_bits and not self.rule.tensor_scale)
+
+    @cached_property
+    def largest_bits(self) -> int:
+        """Magnitude bits of the largest element."""
+        bits = self.compute.magnitude_bits(Fraction(self.element.format.max))
+        assert bits is not None
+        return bits
+
     @cached_property
     def scale_bits(self) -> tuple[int, int, int]:
         """Magnitude bits of the smallest scale, of that of a block of zeros, and of the largest scale."""
-        fmt = self.scaling.scale
+        fmt = self.scale
         smallest, largest = Fraction(fmt.smallest), Fraction(fmt.max)
         ends = (smallest, max(Fraction(1), smallest), largest)
         return tuple(self.compute.toward_zero(end)[0] for end in ends)  # type: ignore[return-value]
@@ -76,7 +116,7 @@ class Plan:
     @property
     def exponents(self) -> tuple[int, int, int]:
         """Of the powers of two among the scales the least exponent, that for a block of zeros, and the largest."""
-        fmt = self.scaling.scale
+        fmt = self.scale
         least = fmt.emin - (fmt.frac_bits if fmt.subnormals and fmt.zero else 0)
         least = max(least, self.compute.tiny_exponent)
         return least, max(least, 0), min(fmt.emax, self.compute.bias)
@@ -84,19 +124,22 @@ class Plan:
     @property
     def stores_exponents(self) -> bool:
         """Whether the code of a scale is its exponent, biased."""
-        fmt = self.scaling.scale
-        return self.scaling.is_power and not fmt.frac_bits and not fmt.zero
+        fmt = self.scale
+        return self.is_power and not fmt.frac_bits and not fmt.zero
 
 
-@lru_cache(maxsize=256)
-def make_plan(scaling: BlockScaling, carrier: Carrier) -> Plan:
-    """The Plan, if results can be had exactly.
+@lru_cache(maxsize=1024)
+def make_plan(spec: Spec, carrier: Carrier) -> Plan:
+    """The Plan of a scaled format, if results can be had exactly.
 
     Raises:
         ValueError: for an element or scale format that the carrier of the arithmetic is too narrow for.
     """
-    plan = Plan(scaling, carrier)
-    compute, element, scale = plan.compute, scaling.element, Spec(scaling.scale, overflow=Overflow.SATURATE)
+    assert spec.scaled is not None
+    again = spec.scaled.scale
+    of_scales = make_plan(Spec(again), CARRIERS["float32"]) if isinstance(again, ScaledFormat) else None
+    plan = Plan(spec.scaled, replace(spec, format=spec.element, gradient=Gradient()), carrier, of_scales)
+    compute, element, scale = plan.compute, plan.element, Spec(plan.scale, overflow=Overflow.SATURATE)
     require_carrier(element, compute)
     reach = _reach(compute)
     if not _is_within_reach(element.format, compute):
@@ -104,9 +147,7 @@ def make_plan(scaling: BlockScaling, carrier: Carrier) -> Plan:
             f"element={element} has values beyond 2^-{reach} ... 2^{reach}, which is all that scaled elements may have "
             f"in {compute.name}"
         )
-    if scaling.scale.max < 1:
-        raise ValueError(f"scale={scaling.scale} has no number from 1 on, and scales need one")
-    if scaling.is_power:
+    if plan.is_power:
         require_carrier(scale, compute)
     else:
         if not isinstance(element.format, CodebookFormat):
@@ -114,11 +155,11 @@ def make_plan(scaling: BlockScaling, carrier: Carrier) -> Plan:
         elif not element.rounding.stochastic:
             require_levels(element.format, element.rounding, compute)
         require_operation(scale, compute, "scale")
-    for divisor in scaling.divisors:
+    for divisor in plan.divisors:
         if compute.magnitude_bits(divisor) is None:
             raise ValueError(f"element={element} gives the divisor {divisor}, which {compute.name} does not hold")
-    if scaling.rule == "two_level":
-        _require_two_level(plan)
+    if plan.rule.tensor_scale:
+        _require_room(plan)
     return plan
 
 
@@ -132,17 +173,31 @@ def _is_within_reach(fmt: ElementFormat, carrier: Carrier) -> bool:
     return 1 / reach <= Fraction(fmt.smallest or 1) <= Fraction(fmt.max) <= reach
 
 
-def _require_two_level(plan: Plan) -> None:
+def _require_room(plan: Plan) -> None:
     """A scale, and a divisor, times a float32 number has to fit into a divisor's significand."""
-    scaling, room = plan.scaling, divisor_bits(plan.compute) - (TENSOR_SCALE.frac_bits + 1)
+    room = divisor_bits(plan.compute) - (TENSOR_SCALE.frac_bits + 1)
     for name, bits in (
-        (f"scale={scaling.scale}", scaling.scale.frac_bits + 1),
-        (f"the largest value of element={scaling.element}", divisor_parts(*scaling.divisors)[0].bit_length()),
+        (f"scale={plan.scale}", plan.scale.frac_bits + 1),
+        (f"the largest value of element={plan.element}", divisor_parts(*plan.divisors)[0].bit_length()),
     ):
         if bits > room:
             raise ValueError(
-                f"rule='two_level': {name} has {bits} significant bits, and {plan.compute.name} has room for {room}"
+                f"rule={plan.rule.name!r}: {name} has {bits} significant bits, and {plan.compute.name} has room for "
+                f"{room}"
             )
+
+
+def divisor_parts(divisor: Fraction) -> tuple[int, int]:
+    """A dyadic number as an odd integer times a power of two: (integer, exponent).
+
+    Raises:
+        ValueError: for a number that is not dyadic, which no binary format has.
+    """
+    shift = divisor.denominator.bit_length() - 1
+    if divisor.denominator != 1 << shift:
+        raise ValueError(f"{divisor} is no integer times a power of two")
+    low = (divisor.numerator & -divisor.numerator).bit_length() - 1
+    return divisor.numerator >> low, low - shift
 
 
 def positive(magnitude: Array, carrier: Carrier) -> Array:
@@ -160,7 +215,7 @@ class Scales:
     Args:
         value: where all scales are powers of two their exponents, else the magnitude bits of finite positive numbers.
         nan: where the scale is NaN instead.
-        tensor: magnitude bits of the tensor's scale; for "two_level" alone, whose scales are the products.
+        tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products.
     """
 
     value: Array
@@ -172,7 +227,7 @@ def all_in_safe_range(scales: Scales, plan: Plan) -> Array:
     """Whether all scales lie in the safe range; for plans without a scale of the tensor."""
     value, compute = scales.value, plan.compute
     low, high = -SAFE_EXPONENT, SAFE_EXPONENT
-    if not plan.scaling.is_power:
+    if not plan.is_power:
         low, high = (exponent + compute.bias << compute.fraction for exponent in (low, high))
     inside = (value >= low) & (value <= high)
     return jnp.all(inside if scales.nan is None else inside & ~scales.nan)
@@ -192,27 +247,27 @@ def choose_scales(
         x: a tile of numbers of the carrier of the arithmetic; zeros may fill up a block.
         axis: along which the blocks lie, or several.
         plan: says by which rule.
-        tensor: for "two_level", the bits of the tensor's scale, int32.
+        tensor: for a rule with a scale of the tensor, its bits, int32.
         maximum: takes what `jnp.max` takes. Default: that.
         branch_allowed: whether the program may branch on the sizes of numbers, which pays on a CPU. Default False.
     """
-    compute, scaling = plan.compute, plan.scaling
+    compute = plan.compute
     sign, magnitude = _bits.split(x, compute)
     largest = _largest_by_numbers(
         x, partial(largest_of, axis=axis, carrier=compute, maximum=maximum), axis, compute, branch_allowed
     )
     tensor = None if tensor is None else tensor_bits(tensor, largest, plan)
-    if scaling.rule in POWERS:
+    if plan.rule.carry is not None:
         value, beyond = power_of_two(largest, plan)
     else:
-        if len(scaling.divisors) == 2:
+        if len(plan.divisors) == 2:
             ends = (
                 largest_of(jnp.where(side, magnitude, 0), axis, compute, maximum) for side in (sign == 0, sign != 0)
             )
         else:
             ends = (largest,)
         value, beyond = quotients_by_scale(tuple(ends), tensor, plan)
-    if not scaling.nan_block:
+    if not plan.fmt.nan_block:
         return Scales(value, None, tensor)
     return Scales(value, beyond | (maximum(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
 
@@ -258,29 +313,20 @@ def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:
 
 def carried(plan: Plan) -> int:
     """What is added to the largest magnitude's bits, to carry into the exponent where the rule takes the next one."""
-    compute, scaling = plan.compute, plan.scaling
-    mask = _bits.low_mask(compute.fraction)
-    assert isinstance(mask, int)
-    if scaling.rule == "even":
-        kept = scaling.element_fraction
-        assert kept is not None
-        return 1 << compute.fraction - kept - 1 if kept < compute.fraction else 0
-    if scaling.rule == "rceil":  # where the significand is above that of the largest element
-        top = compute.magnitude_bits(Fraction(scaling.element.format.max))
-        assert top is not None
-        return mask - (top & mask)
-    return mask if scaling.rule == "ceil" else 0
+    fraction, carry = plan.compute.fraction, plan.rule.carry
+    assert carry is not None
+    return carry(plan.element.format, fraction, plan.largest_bits & (1 << fraction) - 1)
 
 
 def lag(plan: Plan) -> int:
     """What is subtracted from the biased exponent."""
-    return plan.compute.bias + plan.scaling.element_emax
+    return plan.largest_bits >> plan.compute.fraction
 
 
 def quotients_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan) -> tuple[Array, Array]:
     """The larger of the ends' magnitudes over their divisors, rounded to the scale format; and whether it lay above."""
     if tensor is None:
-        rounded = [_over_constant(end, divisor, plan) for end, divisor in zip(ends, plan.scaling.divisors, strict=True)]
+        rounded = [_over_constant(end, divisor, plan) for end, divisor in zip(ends, plan.divisors, strict=True)]
     else:
         rounded = [_over_tensor(ends[0], tensor, plan)]
     bits = rounded[0] if len(rounded) == 1 else jnp.maximum(*rounded)
@@ -292,7 +338,7 @@ def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
     """The value of `Scales` for rounded quotients, that of zeros where a block is empty; and whether they lay above."""
     low, zero, high = plan.scale_bits
     chosen = jnp.where(empty, zero, jnp.clip(bits, low, high)).astype(bits.dtype)
-    return (_exponent(chosen, plan.compute) if plan.scaling.is_power else chosen), bits > high
+    return (_exponent(chosen, plan.compute) if plan.is_power else chosen), bits > high
 
 
 def _exponent(power: Array, carrier: Carrier) -> Array:
@@ -302,7 +348,7 @@ def _exponent(power: Array, carrier: Carrier) -> Array:
 
 def scale_rounding(plan: Plan) -> Spec:
     """How a quotient is rounded to the scale format: what lies above its range must show if it makes a NaN block."""
-    return Spec(plan.scaling.scale, overflow=Overflow.IEEE if plan.scaling.nan_block else Overflow.SATURATE)
+    return Spec(plan.scale, overflow=Overflow.IEEE if plan.fmt.nan_block else Overflow.SATURATE)
 
 
 def _over_constant(largest: Array, divisor: Fraction, plan: Plan) -> Array:
@@ -314,10 +360,10 @@ def _over_constant(largest: Array, divisor: Fraction, plan: Plan) -> Array:
 
 def _over_tensor(largest: Array, tensor: Array, plan: Plan) -> Array:
     """The same over the tensor's scale too, rounded once."""
-    compute, (count, exponent) = plan.compute, divisor_parts(*plan.scaling.divisors)
+    compute, (count, exponent) = plan.compute, divisor_parts(*plan.divisors)
     whole = jnp.full_like(largest, count)
     divisor = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
-    ends = not _is_within_reach(plan.scaling.scale, compute)
+    ends = not _is_within_reach(plan.scale, compute)
     odd = jnp.where(largest == 0, 0, odd_quotient(largest, divisor, compute, ends))
     return _bits.split(round_elements(positive(odd, compute), scale_rounding(plan), compute), compute)[1]
 
@@ -333,14 +379,15 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
 
     Args:
         x: numbers of the carrier of the arithmetic.
-        plan: with the rule "two_level".
+        plan: of a rule with a scale of the tensor.
     """
     compute = plan.compute
     if not x.size:
         return jnp.ones((), jnp.float32)
     magnitude = _bits.split(x, compute)[1]
     largest = largest_of(magnitude, tuple(range(x.ndim)), compute, groups.maximum).reshape(())
-    count, exponent = divisor_parts(plan.scaling.tensor_divisor)  # it may be no number of the carrier
+    # The divisor may be no number of the carrier.
+    count, exponent = divisor_parts(Fraction(plan.scale.max) * Fraction(plan.element.format.max))
     exact = double_word.divide(
         positive(largest, compute), jnp.full((), float(count), compute.name), compute, 2, -exponent
     )
@@ -361,14 +408,14 @@ def tensor_bits(tensor: Array, like: Array, plan: Plan) -> Array:
 # -- storing -----------------------------------------------------------------------------------------------------------
 
 
-def scale_dtype(scaling: BlockScaling) -> jnp.dtype:
-    """The dtype of stored scales: of numbers where their format is a dtype's own, else of codes."""
-    return jnp.dtype(_NUMBERS.get(scaling.scale, scaling.scale.code_dtype))
+def scale_dtype(fmt: FloatFormat) -> jnp.dtype:
+    """The dtype of stored scales of a format: of numbers where the format is a dtype's own, else of codes."""
+    return jnp.dtype(_NUMBERS.get(fmt, fmt.code_dtype))
 
 
 def store_scales(scales: Scales, plan: Plan) -> Array:
     """The scales as they are stored, in `scale_dtype`."""
-    compute, fmt = plan.compute, plan.scaling.scale
+    compute, fmt = plan.compute, plan.scale
     if plan.stores_exponents:
         codes = scales.value + fmt.bias
         nan = fmt.code_of(float("nan"))
@@ -378,23 +425,23 @@ def store_scales(scales: Scales, plan: Plan) -> Array:
     bits = scale_magnitude(scales, plan)
     bits = bits if scales.nan is None else jnp.where(scales.nan, compute.nan, bits)
     codes = encode_elements(positive(bits, compute), fmt, compute)
-    return lax.bitcast_convert_type(codes, scale_dtype(plan.scaling)) if fmt in _NUMBERS else codes
+    return lax.bitcast_convert_type(codes, scale_dtype(plan.scale)) if fmt in _NUMBERS else codes
 
 
 def load_scales(stored: Array, plan: Plan, tensor: Array | None = None) -> Scales:
     """What `store_scales` stored; `tensor` as for `choose_scales`."""
-    compute, fmt = plan.compute, plan.scaling.scale
+    compute, fmt = plan.compute, plan.scale
     codes = lax.bitcast_convert_type(stored, fmt.code_dtype) if fmt in _NUMBERS else stored
     bits = _bits.split(decode_elements(codes, fmt, compute), compute)[1]
     tensor = None if tensor is None else tensor_bits(tensor, bits, plan)
     nan = bits >= compute.inf if fmt.has_nan or fmt.has_inf else None
     bits = bits if nan is None else jnp.where(nan, plan.scale_bits[1], bits)
-    return Scales(_exponent(bits, compute) if plan.scaling.is_power else bits, nan, tensor)
+    return Scales(_exponent(bits, compute) if plan.is_power else bits, nan, tensor)
 
 
 def scale_magnitude(scales: Scales, plan: Plan) -> Array:
     """The magnitude bits of scales, without the tensor's."""
-    if not plan.scaling.is_power:
+    if not plan.is_power:
         return scales.value
     compute, exponent = plan.compute, scales.value
     normal = exponent + compute.bias << compute.fraction

@@ -35,7 +35,7 @@ _LIMBS = {32: (12, 6), 64: (44, 3)}
 
 
 def _integers(plan: Plan) -> IntegerFormat:
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     assert isinstance(fmt, IntegerFormat)
     return fmt
 
@@ -111,7 +111,7 @@ def round_shifted(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array
 
 def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array | None) -> Array:
     """Numbers rounded to whole ones: what is not above them, the word that follows, and whether anything follows it."""
-    element = plan.scaling.element
+    element = plan.element
     negative, inexact = total < 0, (share != 0) | sticky
     low, share = jnp.where(negative, -total - inexact, total), jnp.where(negative, _complement(share, sticky), share)
     v = _Sum(low, share, sticky, negative, draw(word, element, plan.compute))

@@ -110,17 +110,17 @@ def _exponent(value: Fraction) -> int:
 
 def applies(plan: Plan) -> bool:
     """Whether `encode` gives the codes that the exact way gives."""
-    element, fmt = plan.scaling.element, plan.scaling.element.format
-    if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.scaling.rule == "two_level":
+    element, fmt = plan.element, plan.element.format
+    if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
     return _table(fmt, element.rounding) is not None
 
 
 def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     """The codes of the quotients x / s rounded once to a level."""
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     assert isinstance(fmt, CodebookFormat)
-    table = _table(fmt, plan.scaling.element.rounding)
+    table = _table(fmt, plan.element.rounding)
     assert table is not None
     bits = extended(scale_magnitude(scales, plan), _CARRIER)
     factor, small, inverse, significand, exponent = materialize_per_group(_prepared(bits))
@@ -188,8 +188,8 @@ def _compares(side: Array, number: Array, table: _Table) -> Array:
 
 def multiplies(plan: Plan) -> bool:
     """Whether `numbers_of` gives the numbers that the exact way gives."""
-    fmt = plan.scaling.element.format
-    if plan.carrier is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.scaling.rule == "two_level":
+    fmt = plan.element.format
+    if plan.carrier is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
     sizes = [abs(Fraction(level)) for level in fmt.levels if level]
     within = (Fraction(1, 1 << products.LEAST) <= size <= 1 << products.MOST for size in sizes)
@@ -198,7 +198,7 @@ def multiplies(plan: Plan) -> bool:
 
 def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
     """Codes times scales, rounded once to nearest even; float32, NaN for a code that is not used."""
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     assert isinstance(fmt, CodebookFormat)
     values = [fmt.value_of(code) for code in range(1 << fmt.bits)]
     table = np.array([np.nan if value is None else float(value) for value in values], np.float32)

@@ -24,7 +24,6 @@ from jchop._core.scaled_float32 import integers, products
 from jchop._core.scaled_float32.integers import Quanta, number_of, word_of
 from jchop.formats import FloatFormat
 from jchop.rounding import Overflow, Rounding
-from jchop.scaling import BlockScaling
 
 Array = jax.Array
 
@@ -40,23 +39,23 @@ _SMALLEST = 38
 
 def applies(plan: Plan) -> bool:
     """Whether `encode` and `round_quotients` give what the exact way gives."""
-    element, fmt = plan.scaling.element, plan.scaling.element.format
+    element, fmt = plan.element, plan.element.format
     if not _is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
         return False
     assert isinstance(fmt, FloatFormat)
     saturates = element.overflow is Overflow.SATURATE or fmt.saturates
-    if plan.scaling.is_power:
+    if plan.is_power:
         return saturates
     # The middle of a step, times the scale of a block where there is one of the tensor, times half of the other.
-    two_level = plan.scaling.rule == "two_level"
-    other = plan.scaling.scale.frac_bits + 1 if two_level else 0
+    tensor_scale = plan.rule.tensor_scale
+    other = plan.scale.frac_bits + 1 if tensor_scale else 0
     fits = fmt.frac_bits + 2 + other + _HALF <= _FRACTION + 1
-    return saturates and fits and (not two_level or _is_near_one(plan.scaling))
+    return saturates and fits and (not tensor_scale or _is_near_one(plan))
 
 
-def _is_near_one(scaling: BlockScaling) -> bool:
+def _is_near_one(plan: Plan) -> bool:
     """Whether scales, and elements times scales, may be multiplied by any that is moved, and by its last bit."""
-    fmt, scale = scaling.element.format, scaling.scale
+    fmt, scale = plan.element.format, plan.scale
     least = Fraction(scale.smallest) * min(Fraction(fmt.smallest or 1), 1)
     most = Fraction(scale.max) * max(Fraction(fmt.max), 1)
     return least >= Fraction(1, 1 << _SMALLEST) and most <= 1 << products.MOST
@@ -66,34 +65,34 @@ def multiplies(plan: Plan) -> bool:
     """Whether `multiply_back` gives the numbers that the exact way gives."""
     if not _is_plain(plan):
         return False
-    if plan.scaling.rule == "two_level":
+    if plan.rule.tensor_scale:
         return _multiplies_twice(plan)
     return plan.carrier is _CARRIER or (_is_exact(plan) and _is_multiple(plan))
 
 
 def _is_exact(plan: Plan) -> bool:
     """Whether products with scales need no rounding but below the normal range."""
-    fmt, scaling = plan.scaling.element.format, plan.scaling
+    fmt = plan.element.format
     assert isinstance(fmt, FloatFormat)
-    return scaling.is_power or fmt.frac_bits + scaling.scale.frac_bits + 2 <= _FRACTION + 1
+    return plan.is_power or fmt.frac_bits + plan.scale.frac_bits + 2 <= _FRACTION + 1
 
 
 def _is_multiple(plan: Plan) -> bool:
     """Whether every product is a multiple of the smallest number."""
-    smallest = Fraction(plan.scaling.scale.smallest) * Fraction(plan.scaling.element.format.smallest or 1)
+    smallest = Fraction(plan.scale.smallest) * Fraction(plan.element.format.smallest or 1)
     return smallest >= Fraction(2) ** _CARRIER.tiny_exponent
 
 
 def _multiplies_twice(plan: Plan) -> bool:
-    fmt, scaling = plan.scaling.element.format, plan.scaling
+    fmt, scale = plan.element.format, plan.scale
     assert isinstance(fmt, FloatFormat)
-    ends = (scaling.scale.smallest * fmt.smallest, scaling.scale.max * fmt.max)
+    ends = (scale.smallest * fmt.smallest, scale.max * fmt.max)
     within = all(2.0**-products.LEAST <= end <= 2.0**products.MOST for end in ends)
     return plan.carrier is _CARRIER and _is_exact(plan) and within
 
 
 def _is_plain(plan: Plan) -> bool:
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     if plan.compute is not _CARRIER or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
         return False
     # With one bit of precision the parity that decides a tie is the exponent's.
@@ -157,7 +156,7 @@ def round_quotients(x: Array, scales: Scales, plan: Plan) -> Array:
 
 
 def _format(plan: Plan) -> FloatFormat:
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     assert isinstance(fmt, FloatFormat)
     return fmt
 
@@ -169,7 +168,7 @@ def _saturated(value: Array, top: float, magnitude: Array, plan: Plan) -> Array:
 
 def _nearest(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> _Step:
     """The quotients' magnitudes on the grid; what is too large for the format, anywhere above its largest number."""
-    if not plan.scaling.is_power:
+    if not plan.is_power:
         return _over_any(x, scales, plan)
     return (_over_safe_power if plan.in_safe_range else _over_power)(magnitude, scales, _format(plan))
 

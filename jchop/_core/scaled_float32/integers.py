@@ -50,8 +50,8 @@ _SHIFT_BITS = int(np.float32(_SHIFT).view(np.int32))
 
 def applies(plan: Plan) -> bool:
     """Whether `round_whole` does what the exact way does."""
-    element, fmt = plan.scaling.element, plan.scaling.element.format
-    if plan.compute is not _CARRIER or plan.scaling.rule == "two_level" or not isinstance(fmt, UniformFormat):
+    element, fmt = plan.element, plan.element.format
+    if plan.compute is not _CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
         return False
     narrow = fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION
     known = element.rounding in {*_NEAREST, *_DIRECTED, *_DRAWN}
@@ -60,8 +60,8 @@ def applies(plan: Plan) -> bool:
 
 def multiplies(plan: Plan) -> bool:
     """Whether `multiply_back` does what the exact way does."""
-    fmt, scale = plan.scaling.element.format, plan.scaling.scale
-    if plan.compute is not _CARRIER or plan.scaling.rule == "two_level" or not isinstance(fmt, UniformFormat):
+    fmt, scale = plan.element.format, plan.scale
+    if plan.compute is not _CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
         return False
     if not (fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION):
         return False
@@ -73,7 +73,7 @@ def multiplies(plan: Plan) -> bool:
 
 def _has_room(plan: Plan) -> bool:
     """Whether products of elements and scales have no more bits than a number of the normal range."""
-    return plan.scaling.is_power or plan.scaling.element.format.bits + plan.scaling.scale.frac_bits + 1 < _FRACTION
+    return plan.is_power or plan.element.format.bits + plan.scale.frac_bits + 1 < _FRACTION
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Quanta:
 
 def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
     """The quanta of integers and fixed point; for other elements the scales."""
-    fmt, scale = plan.scaling.element.format, plan.scaling.scale
+    fmt, scale = plan.element.format, plan.scale
     places = fmt.frac_bits if isinstance(fmt, UniformFormat) else 0
     bits = extended(scale_magnitude(scales, plan), _CARRIER) - (places << _FRACTION)
     least = Fraction(scale.smallest) / (1 << places)
@@ -194,7 +194,7 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
         plan: which `applies` let pass.
         word: for a stochastic element, a word for each number.
     """
-    fmt, mode = plan.scaling.element.format, plan.scaling.element.rounding
+    fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, UniformFormat)
     nearest = mode in _NEAREST
     quanta = quanta_of(scales, plan)
@@ -222,7 +222,7 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
         return rounded if zero is None or plan.in_safe_range else jnp.clip(rounded, fmt.min_code, fmt.max_code)
     side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
     v = _Near(total, side)
-    random = draw(word, plan.scaling.element, _CARRIER)
+    random = draw(word, plan.element, _CARRIER)
     compare = partial(_compare_wide, rest, high, low) if plan.in_safe_range else partial(_compare, rest, quanta.value)
     rounded = _DIRECTED[mode](v) if random is None else _drawn(v, random, mode, compare)
     return jnp.clip(rounded, fmt.min_code, fmt.max_code)
@@ -298,13 +298,13 @@ def _times(a: Array, b: Array) -> tuple[Array, Array]:
 
 def encode_whole(whole: Array, plan: Plan) -> Array:
     """Quanta as codes."""
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     return (whole & _bits.low_mask(fmt.bits)).astype(fmt.code_dtype)
 
 
 def decode_whole(codes: Array, plan: Plan) -> tuple[Array, Array | None]:
     """Codes as quanta; and where a code is not used, which is NaN."""
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     assert isinstance(fmt, UniformFormat)
     codes, spare = codes.astype(jnp.int32), 32 - fmt.bits
     whole = (codes << spare) >> spare if fmt.signed else codes

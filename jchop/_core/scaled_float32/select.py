@@ -62,7 +62,7 @@ def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
         return thresholds.encode(x, scales, plan)
     if codebooks.applies(plan):
         return codebooks.encode(x, scales, plan)
-    return encode_elements(elements.round_quotients(x, scales, plan, word), plan.scaling.element.format, plan.compute)
+    return encode_elements(elements.round_quotients(x, scales, plan, word), plan.element.format, plan.compute)
 
 
 def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
@@ -86,7 +86,7 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
         return times_whole(counts, scales, plan, unused)
     if floats.multiplies(plan):
         return _finished(floats.numbers_of(codes, scales, plan), scales, plan)
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     if codebooks.multiplies(plan):
         return _finished(codebooks.numbers_of(codes, scales, plan), scales, plan)
     if thresholds.has_products(plan):

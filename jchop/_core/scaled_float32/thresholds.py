@@ -39,15 +39,15 @@ _DIGIT, _DIGITS, _REACH = 7, 4, 40
 
 def applies(plan: Plan) -> bool:
     """Whether `encode` gives the codes that the exact way gives."""
-    element, fmt = plan.scaling.element, plan.scaling.element.format
+    element, fmt = plan.element, plan.element.format
     if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or fmt.bits > _BITS:
         return False
-    return plan.scaling.rule != "two_level" and _table(fmt, element.rounding) is not None
+    return not plan.rule.tensor_scale and _table(fmt, element.rounding) is not None
 
 
 def has_products(plan: Plan) -> bool:
     """Whether the numbers of a group are picked from its products."""
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     return plan.compute is _CARRIER and isinstance(fmt, CodebookFormat) and fmt.bits <= _BITS
 
 
@@ -81,9 +81,9 @@ def _parts(value: Fraction) -> tuple[Fraction, int]:
 
 def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     """The codes of the quotients x / s rounded once to a level."""
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     assert isinstance(fmt, CodebookFormat)
-    table = _table(fmt, plan.scaling.element.rounding)
+    table = _table(fmt, plan.element.rounding)
     assert table is not None
     starts = materialize_per_group(_starts(extended(scale_magnitude(scales, plan), _CARRIER), table))
     sign, magnitude = _bits.split(x, _CARRIER)

@@ -18,7 +18,7 @@ import numpy as np
 import oracle
 import oracle_scaled
 import pytest
-from cases_scaled import adversarial, moved, value_of, values_of
+from cases_scaled import adversarial, blocks, integer_groups, moved, mx, nvfp4, value_of, values_of
 from oracle import CARRIERS, Special
 from oracle_scaled import Blocks
 
@@ -28,39 +28,71 @@ from jchop._core.rounding.codes import unpack
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.scaled import scales as chosen
 from jchop._core.scaled.elements import multiply_back, narrow, round_quotients, widen
-from jchop._core.scaled.scales import Scales, choose_scales, make_plan, scale_magnitude, store_scales, tensor_scale
-from jchop._core.scaled_blocks import dequantize_blocks_body, quantize_blocks_body, round_blocks_body
-from jchop.scaling import POWERS, BlockScaling, integer_groups, mx, nvfp4
+from jchop._core.scaled.scales import (
+    Plan,
+    Scales,
+    choose_scales,
+    make_plan,
+    scale_magnitude,
+    store_scales,
+    tensor_scale,
+)
+from jchop._core.scaled_bodies import dequantize_body, quantize_body, round_body
+from jchop.formats import FloatFormat, ScaledFormat
+from jchop.spec import Spec
 
 DATA = pathlib.Path(__file__).parents[2] / "data"
 KEY = 5
+POWERS = ("floor", "ceil", "even", "rceil")
 
 
-def blocks_of(scaling: BlockScaling) -> Blocks:
-    element = scaling.element
+def format_of(spec: Spec) -> ScaledFormat:
+    assert spec.scaled is not None
+    return spec.scaled
+
+
+def scale_of(spec: Spec) -> FloatFormat:
+    return format_of(spec).scale_format
+
+
+def size_of(spec: Spec) -> int:
+    size = format_of(spec).group
+    assert isinstance(size, int)
+    return size
+
+
+def changed(spec: Spec, **fields: Any) -> Spec:
+    """Other blocks of the same elements."""
+    return replace(spec, format=format_of(spec)(**fields))
+
+
+def plan_of(spec: Spec, dtype: str) -> Plan:
+    return make_plan(spec, _bits.CARRIERS[dtype])
+
+
+def blocks_of(spec: Spec) -> Blocks:
     return Blocks(
-        oracle.describe(element.format),
-        oracle.describe(scaling.scale),  # type: ignore[arg-type]
-        scaling.rule,
-        element.rounding.value,
-        element.overflow.value,
-        scaling.nan_block,
-        element.flush,
+        oracle.describe(spec.element),
+        oracle.describe(scale_of(spec)),  # type: ignore[arg-type]
+        format_of(spec).rule,
+        spec.rounding.value,
+        spec.overflow.value,
+        format_of(spec).nan_block,
+        spec.flush,
     )
 
 
-def every_way(x: np.ndarray, *arrays: Any, scaling: BlockScaling) -> dict[str, np.ndarray]:
+def every_way(x: np.ndarray, *arrays: Any, spec: Spec) -> dict[str, np.ndarray]:
     """Rounded, quantized, and dequantized again, in one compiled function; 64-bit data stays so."""
-    size, dtype, stores = x.shape[-1], x.dtype.name, scaling.element.format.bits <= 8
+    size, plan, stores = x.shape[-1], plan_of(spec, x.dtype.name), spec.element.bits <= 8
 
     @jax.jit
     def run(x: jax.Array, *arrays: jax.Array) -> dict[str, jax.Array]:
-        result = {"rounded": round_blocks_body(x, *arrays, scaling=scaling)}
+        result = {"rounded": round_body(x, *arrays, plan=plan)}
         if stores:
-            codes, scales = quantize_blocks_body(x, *arrays, scaling=scaling)
-            tensor = arrays[:1] if scaling.rule == "two_level" else ()
-            back = dequantize_blocks_body(codes, scales, *tensor, scaling=scaling, size=size, dtype=dtype)
-            unpacked = unpack(codes, scaling.element.format.bits, size)
+            codes, scales, *tensor = quantize_body(x, *arrays, plan=plan)
+            back = dequantize_body(codes, scales, *tensor, plan=plan, shape=x.shape)
+            unpacked = unpack(codes, spec.element.bits, size)
             result |= {"codes": unpacked, "scales": scales, "dequantized": back}
         return result
 
@@ -68,45 +100,44 @@ def every_way(x: np.ndarray, *arrays: Any, scaling: BlockScaling) -> dict[str, n
         return {name: np.asarray(value) for name, value in run(x, *arrays).items()}
 
 
-def drawn(scaling: BlockScaling, x: np.ndarray) -> tuple[list[jax.Array], int, np.ndarray]:
+def drawn(spec: Spec, x: np.ndarray) -> tuple[list[jax.Array], int, np.ndarray]:
     """The seeds that a stochastic element takes, how many bits it draws, and the draws."""
-    if not scaling.element.rounding.stochastic:
+    if not spec.rounding.stochastic:
         return [], 1, np.zeros(x.shape, object)
     width = 64 if x.dtype.itemsize == 8 else 32
     key = jax.random.key(KEY)
     with jax.enable_x64(True):
         words = np.asarray(jc.random_bits(key, x.shape, width=width))
-    looks_further = scaling.element.rounding.value in ("stochastic_b", "stochastic_c")
-    bits = scaling.element.random_bits or width - looks_further
+    looks_further = spec.rounding.value in ("stochastic_b", "stochastic_c")
+    bits = spec.random_bits or width - looks_further
     return list(seed_words(key)), bits, words.astype(object) >> width - bits
 
 
-def check(scaling: BlockScaling, dtype: str, count: int) -> None:
+def check(spec: Spec, dtype: str, count: int) -> None:
     """Bodies against the oracle, on adversarial blocks along the last axis or the first of two."""
-    carrier, rules, fmt = CARRIERS[dtype], blocks_of(scaling), scaling.element.format
-    x = adversarial(fmt, scaling.block, dtype, count, np.random.default_rng(count))
-    x = x if scaling.axis == -1 else np.ascontiguousarray(x.T)
-    seeds, n, draws = drawn(scaling, x)
-    arrays, tensor = seeds, Fraction(1)
-    if scaling.rule == "two_level":
+    carrier, rules, fmt = CARRIERS[dtype], blocks_of(spec), spec.element
+    x = adversarial(fmt, size_of(spec), dtype, count, np.random.default_rng(count))
+    x = x if format_of(spec).axis == -1 else np.ascontiguousarray(x.T)
+    seeds, n, draws = drawn(spec, x)
+    tensor = Fraction(1)
+    if format_of(spec).scale_rule.tensor_scale:
         tensor = oracle_scaled.tensor_scale(values_of(x.ravel()), rules)
         with jax.enable_x64(x.dtype.itemsize == 8):
-            plan = make_plan(scaling, _bits.CARRIERS[dtype])
+            plan = plan_of(spec, dtype)
             got = tensor_scale(widen(jnp.asarray(x), plan.carrier), plan)
         assert Fraction(float(got)) == tensor
-        arrays = [got, *seeds]
-    results = every_way(x, *arrays, scaling=scaling)
-    if scaling.axis != -1:
+    results = every_way(x, *seeds, spec=spec)
+    if format_of(spec).axis != -1:
         x, draws = x.T, draws.T
         results = {name: value.T for name, value in results.items()}
     for i in range(count):
         expected = oracle_scaled.quantize(values_of(x[i]), rules, carrier, tensor, n, draws[i].tolist())
         numbers = np.array([oracle.to_bits(value, carrier) for value in expected.numbers], carrier.words)
-        what = f"{scaling} in {dtype}, block {i}, {x[i]}"
+        what = f"{spec} in {dtype}, block {i}, {x[i]}"
         cases.assert_bits(np.ascontiguousarray(x[i]), np.ascontiguousarray(results["rounded"][i]), numbers, what)
         if "codes" in results:
             scale = results["scales"][i, 0]
-            stored = scaling.scale.decode(scale) if scale.dtype.kind == "u" else scale
+            stored = scale_of(spec).decode(scale) if scale.dtype.kind == "u" else scale
             assert value_of(stored) == expected.scale, what
             if expected.elements:
                 elements = fmt.decode(results["codes"][i])
@@ -120,7 +151,7 @@ NF4 = f"codebook({','.join(map(repr, cases.CODEBOOKS['nf4']))})"
 TABLE = f"codebook({','.join(repr(i * abs(i) / 1024) for i in range(-30, 33))})"
 
 #: One of each kind of element, rule, scale format, carrier and axis; the slow test has them all.
-SOME: list[tuple[BlockScaling, str]] = [
+SOME: list[tuple[Spec, str]] = [
     (mx("e4m3fn", block=8), "float32"),
     (mx("e2m1fn", rule="even", block=8, axis=-2), "bfloat16"),
     (mx("e3m2fn", rule="rceil", block=8), "float16"),
@@ -128,18 +159,18 @@ SOME: list[tuple[BlockScaling, str]] = [
     (mx("integer8", block=8), "float32"),
     (nvfp4(), "float32"),
     (nvfp4(axis=-2), "float64"),
-    (replace(nvfp4(two_level=False), block=8), "bfloat16"),
+    (changed(nvfp4(two_level=False), group=8), "bfloat16"),
     (integer_groups(4, 8), "float32"),
     (integer_groups(4, 8, scale="bfloat16", rule="half_range"), "bfloat16"),
     (integer_groups(8, 8, rule="no_clip", axis=-2), "float32"),
     (integer_groups(4, 8), "float64"),
-    (BlockScaling("e5m2", 8, scale="e8m0fnu", rule="absmax", nan_block=True), "float32"),
-    (BlockScaling("integer4:stochastic", 8, -2, scale="float32", rule="absmax"), "float32"),
-    (BlockScaling("e2m1fn:stochastic_c:random_bits=7", 8), "bfloat16"),
-    (BlockScaling(NF4, 8, scale="float32", rule="absmax"), "float32"),
-    (BlockScaling(f"{NF4}:odd", 8, scale="float32", rule="absmax"), "float32"),
+    (blocks("e5m2", 8, scale="e8m0fnu", rule="absmax", nan_block=True), "float32"),
+    (blocks("integer4:stochastic", 8, -2, scale="float32", rule="absmax"), "float32"),
+    (blocks("e2m1fn:stochastic_c:random_bits=7", 8), "bfloat16"),
+    (blocks(NF4, 8, scale="float32", rule="absmax"), "float32"),
+    (blocks(f"{NF4}:odd", 8, scale="float32", rule="absmax"), "float32"),
 ]
-MORE: list[BlockScaling] = [
+MORE: list[Spec] = [
     *(
         mx(element, rule=rule, block=8)
         for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m3fn", "e2m1fn", "integer8", "integer4", "binary8p3se")
@@ -152,53 +183,53 @@ MORE: list[BlockScaling] = [
         for rule in ("absmax", "half_range", "no_clip")
     ),
     *(
-        BlockScaling(f"{element}:{mode}", 8, scale=scale, rule="absmax")
+        blocks(f"{element}:{mode}", 8, scale=scale, rule="absmax")
         for element, scale in (("e4m3fn", "float32"), ("integer8", "e8m0fnu"), ("e3m2fn", "bfloat16"))
         for mode in ("nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")
     ),
     *(
-        BlockScaling(f"e4m3fn:{mode}", 8, scale=scale, rule=rule)
+        blocks(f"e4m3fn:{mode}", 8, scale=scale, rule=rule)
         for mode in ("stochastic", "stochastic_b", "stochastic_c", "stochastic_equal", "stochastic_c:random_bits=5")
         for scale, rule in (("float32", "absmax"), ("e8m0fnu", "floor"))
     ),
     *(
-        BlockScaling(f"e5m2:{rule}", 8, scale="bfloat16", rule="absmax", nan_block=nan)
+        blocks(f"e5m2:{rule}", 8, scale="bfloat16", rule="absmax", nan_block=nan)
         for rule in ("ieee", "saturate", "propagate")
         for nan in (False, True)
     ),
     nvfp4(),
     nvfp4(two_level=False),
-    BlockScaling("e4m3fn:saturate", 8, scale="e2m3(subnormals=false)", rule="two_level"),
-    BlockScaling("integer4", 8, scale="e4m3fn", rule="two_level"),
-    BlockScaling("e5m2:flush:saturate", 8),
-    BlockScaling("float8_e4m3fnuz", 8),
-    BlockScaling("binary16:down", 8, scale="float32", rule="absmax"),
-    BlockScaling("codebook(-1,-0.5,0,0.25,1)", 8, scale="e8m0fnu", rule="absmax"),
+    blocks("e4m3fn:saturate", 8, scale="e2m3(subnormals=false)", rule="two_level"),
+    blocks("integer4", 8, scale="e4m3fn", rule="two_level"),
+    blocks("e5m2:flush:saturate", 8),
+    blocks("float8_e4m3fnuz", 8),
+    blocks("binary16:down", 8, scale="float32", rule="absmax"),
+    blocks("codebook(-1,-0.5,0,0.25,1)", 8, scale="e8m0fnu", rule="absmax"),
     *(
-        BlockScaling(f"{NF4}:{mode}", 8, scale="float32", rule="absmax")
+        blocks(f"{NF4}:{mode}", 8, scale="float32", rule="absmax")
         for mode in ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")
     ),
-    BlockScaling(TABLE, 8, scale="bfloat16", rule="absmax"),
-    BlockScaling(f"{TABLE}:odd", 8, scale="bfloat16", rule="absmax"),
-    BlockScaling("codebook(-1,0,1,2):odd", 8, scale="float32", rule="absmax"),
-    BlockScaling("uinteger4", 8, scale="float32", rule="absmax"),
-    BlockScaling("e4m3fn:saturate", 8, scale="e4m3fn", rule="floor"),
-    BlockScaling("integer8(narrow=true)", 8, scale="float32", rule="floor"),
+    blocks(TABLE, 8, scale="bfloat16", rule="absmax"),
+    blocks(f"{TABLE}:odd", 8, scale="bfloat16", rule="absmax"),
+    blocks("codebook(-1,0,1,2):odd", 8, scale="float32", rule="absmax"),
+    blocks("uinteger4", 8, scale="float32", rule="absmax"),
+    blocks("e4m3fn:saturate", 8, scale="e4m3fn", rule="floor"),
+    blocks("integer8(narrow=true)", 8, scale="float32", rule="floor"),
 ]
 
 
 @pytest.mark.in_turn(2)
-@pytest.mark.parametrize(("scaling", "dtype"), cases.in_turn(SOME, 3), ids=lambda value: str(value))
-def test_against_exact_rationals(scaling, dtype):
-    check(scaling, dtype, 30)
+@pytest.mark.parametrize(("spec", "dtype"), cases.in_turn(SOME, 3), ids=lambda value: str(value))
+def test_against_exact_rationals(spec, dtype):
+    check(spec, dtype, 30)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scaling", MORE, ids=str)
-def test_all_against_exact_rationals(scaling):
+@pytest.mark.parametrize("spec", MORE, ids=str)
+def test_all_against_exact_rationals(spec):
     """The carriers in turn, so that every kind, rule and mode meets all of them."""
-    number = MORE.index(scaling)
-    check(scaling, list(CARRIERS)[(number + number // 4) % 4], 120)
+    number = MORE.index(spec)
+    check(spec, list(CARRIERS)[(number + number // 4) % 4], 120)
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
@@ -207,34 +238,34 @@ EXPONENTS = range(-149, 128)
 
 
 @pytest.mark.parametrize(
-    "scaling",
+    "spec",
     [
-        *(mx(element, rule=rule, block=2) for element in ("e2m1fn", "integer8") for rule in POWERS),
-        *(BlockScaling("e4m3fn", 2, scale=scale, rule="absmax") for scale in ("e8m0fnu", "float32", "e4m3fn")),
+        *(mx(element, rule=rule, block=2) for element in ("e2m1fn", "int8") for rule in POWERS),
+        *(blocks("e4m3fn", 2, scale=scale, rule="absmax") for scale in ("e8m0fnu", "float32", "e4m3fn")),
     ],
     ids=str,
 )
-def test_scales_of_every_exponent(scaling):
+def test_scales_of_every_exponent(spec):
     """The largest magnitude 2^k and its neighbours, for every k of float32: the stored scale is the exact rule's."""
     powers = np.ldexp(np.float32(1), np.array(EXPONENTS)).astype(np.float32)
     largest = np.unique(np.concatenate([moved(powers, i) for i in (-1, 0, 1)]))
-    plan, rules = make_plan(scaling, _bits.CARRIERS["float32"]), blocks_of(scaling)
+    plan, rules = plan_of(spec, "float32"), blocks_of(spec)
     blocks = np.stack([-largest, largest / 3], 1)
     stored = np.asarray(jax.jit(lambda x: store_scales(choose_scales(x, 1, plan), plan))(blocks))[:, 0]
-    decoded = scaling.scale.decode(stored) if stored.dtype.kind == "u" else stored
+    decoded = scale_of(spec).decode(stored) if stored.dtype.kind == "u" else stored
     for value, scale in zip(largest.astype(np.float64), decoded, strict=True):
         assert value_of(scale) == oracle_scaled.scale_of([-Fraction(value)], rules), value.hex()
 
 
 def test_scales_are_read_back():
     """Every code of an 8-bit scale format, NaN among them; and numbers that are stored as such."""
-    for scaling in (mx("e4m3fn"), BlockScaling("e4m3fn", 4, scale="e4m3fn", rule="absmax")):
-        plan = make_plan(scaling, _bits.CARRIERS["float32"])
-        codes = np.arange(256 if not scaling.scale.signed else 128, dtype=np.uint8)
-        codes = codes[scaling.scale.decode(codes) != 0]
+    for spec in (mx("e4m3fn"), blocks("e4m3fn", 4, scale="e4m3fn", rule="absmax")):
+        plan = plan_of(spec, "float32")
+        codes = np.arange(256 if not scale_of(spec).signed else 128, dtype=np.uint8)
+        codes = codes[scale_of(spec).decode(codes) != 0]
         loaded = chosen.load_scales(jnp.asarray(codes), plan)
         np.testing.assert_array_equal(store_scales(loaded, plan), codes)
-        expected, nan = scaling.scale.decode(codes), np.asarray(loaded.nan)
+        expected, nan = scale_of(spec).decode(codes), np.asarray(loaded.nan)
         np.testing.assert_array_equal(nan, np.isnan(expected))
         bits = np.asarray(scale_magnitude(loaded, plan))
         np.testing.assert_array_equal(bits[~nan], cases.bits(expected[~nan].astype(np.float32)).astype(np.int32))
@@ -244,9 +275,9 @@ def test_scales_are_read_back():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_elements_times_powers_of_two_below_the_normal_range(dtype):
     """The exact way: ties of every depth, either neighbour even."""
-    carrier, plan = CARRIERS[dtype], make_plan(mx("e4m3fn"), _bits.CARRIERS[dtype])
+    carrier, plan = CARRIERS[dtype], plan_of(mx("e4m3fn"), dtype)
     elements = np.arange(1, 128, dtype=np.uint8)
-    values = plan.scaling.element.format.decode(elements).astype(dtype)[:, None]
+    values = plan.element.format.decode(elements).astype(dtype)[:, None]
     values = np.concatenate([values[np.isfinite(values)], [0.0, -1.125, -np.inf, np.nan]]).reshape(-1, 1)
     powers = np.arange(-carrier.bias - carrier.m - 9, 8 - carrier.bias)
     with jax.enable_x64(True):
@@ -264,26 +295,26 @@ def test_elements_times_powers_of_two_below_the_normal_range(dtype):
 
 
 @functools.cache
-def products(scaling: BlockScaling, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def products(spec: Spec, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Every element code under every scale code of a block format."""
-    bits = scaling.element.format.bits
+    bits = spec.element.bits
     codes = np.tile(np.arange(1 << bits, dtype=np.uint8), (256, 1))
     packed = codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
     scales = np.arange(256, dtype=np.uint8)[:, None]
-    fun = functools.partial(dequantize_blocks_body, scaling=scaling, size=1 << bits, dtype=dtype)
+    fun = functools.partial(dequantize_body, plan=plan_of(spec, dtype), shape=codes.shape)
     return codes, np.asarray(jax.jit(fun)(packed, scales))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_code_under_every_scale(dtype):
     """mxfp4: each product rounded once, overflow and subnormal numbers included."""
-    scaling, carrier = mx("e2m1fn", block=16), CARRIERS[dtype]
-    codes, numbers = products(scaling, dtype)
+    spec, carrier = mx("e2m1fn", block=16), CARRIERS[dtype]
+    codes, numbers = products(spec, dtype)
     expected = np.empty(numbers.shape, carrier.words)
     for i, row in enumerate(codes):
-        scale = value_of(scaling.scale.decode(i))
+        scale = value_of(scale_of(spec).decode(i))
         for j, code in enumerate(row):
-            element = value_of(scaling.element.format.decode(code))
+            element = value_of(spec.element.decode(code))
             product = Special.NAN if isinstance(scale, Special) else oracle_scaled.back(element, scale, carrier)
             expected[i, j] = oracle.to_bits(product, carrier)
     cases.assert_bits(numbers.ravel(), numbers.ravel(), expected.ravel(), dtype)
@@ -292,11 +323,11 @@ def test_every_code_under_every_scale(dtype):
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-def along_last(x: np.ndarray, scaling: BlockScaling) -> tuple[np.ndarray, ...]:
+def along_last(x: np.ndarray, spec: Spec) -> tuple[np.ndarray, ...]:
     """Rounded numbers, codes and scales by blocks along the last axis, those of each row filled up with zeros."""
-    size, block = x.shape[-1], scaling.block
+    size, block = x.shape[-1], size_of(spec)
     padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % block)]).reshape(-1, block)
-    whole = every_way(padded, scaling=replace(scaling, axis=-1))
+    whole = every_way(padded, spec=changed(spec, axis=-1))
     lead = x.shape[:-1]
     rounded, codes = (
         whole[name].reshape(*lead, padded.size // max(np.prod(lead, dtype=int), 1)) for name in ("rounded", "codes")
@@ -311,10 +342,10 @@ def test_axes_and_ragged_tails(shape, axes, rng):
     """Any axis is the last one of the array with that axis moved there, and a tail is a smaller block."""
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-9, 9, shape)).astype(np.float32)
     for axis in axes:
-        scaling = mx("e2m1fn", block=4, axis=axis)
-        got = every_way(x, scaling=scaling)
+        spec = mx("e2m1fn", block=4, axis=axis)
+        got = every_way(x, spec=spec)
         moved_x = np.ascontiguousarray(np.moveaxis(x, axis, -1))
-        for name, expected in zip(("rounded", "codes", "scales"), along_last(moved_x, scaling), strict=True):
+        for name, expected in zip(("rounded", "codes", "scales"), along_last(moved_x, spec), strict=True):
             np.testing.assert_array_equal(np.moveaxis(got[name], axis, -1), expected, f"{name} along {axis}")
         np.testing.assert_array_equal(cases.bits(got["dequantized"]), cases.bits(got["rounded"]))
 
@@ -322,7 +353,7 @@ def test_axes_and_ragged_tails(shape, axes, rng):
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
 def test_empty_arrays(shape):
     for axis in range(-len(shape), 0):
-        got = every_way(np.zeros(shape, np.float32), scaling=mx("e2m1fn", block=4, axis=axis))
+        got = every_way(np.zeros(shape, np.float32), spec=mx("e2m1fn", block=4, axis=axis))
         assert got["rounded"].shape == got["dequantized"].shape == shape
         scales = list(shape)
         scales[axis] = -(-shape[axis] // 4)
@@ -337,8 +368,8 @@ def test_draws_depend_on_the_flat_index_alone(rng):
     seeds = seed_words(jax.random.key(KEY))
     plain = np.asarray(jc.round_to_format(x, "integer4:stochastic", jax.random.key(KEY)))
     for axis, block in ((-1, 10), (-2, 6)):
-        scaling = BlockScaling("integer4:stochastic", block, axis, "float32", "absmax")
-        np.testing.assert_array_equal(every_way(x, *seeds, scaling=scaling)["rounded"], plain)
+        spec = blocks("integer4:stochastic", block, axis, "float32", "absmax")
+        np.testing.assert_array_equal(every_way(x, *seeds, spec=spec)["rounded"], plain)
 
 
 # -- what others have --------------------------------------------------------------------------------------------------
@@ -357,22 +388,21 @@ def test_conformance():
     """
     scales = {None: jc.float8_e8m0fnu, 5: jc.FloatFormat(5, 0, infinities=False, nans="top", signed=False, zero=False)}
     for case in CONFORMANCE:
-        spec = case["spec"]
-        assert set(spec) <= {"mx", "block", "round", "scale_bits"}
-        scaling = mx(spec["mx"], block=spec["block"])
-        bits = spec.get("scale_bits")
-        element = jc.Spec(scaling.element.format, spec["round"], "saturate")
-        scaling = replace(scaling, element=element, scale=scales[bits], nan_block=bits is not None)
+        given = case["spec"]
+        assert set(given) <= {"mx", "block", "round", "scale_bits"}
+        bits = given.get("scale_bits")
+        spec = replace(mx(given["mx"], block=given["block"]), rounding=given["round"])
+        spec = changed(spec, scale=scales[bits], nan_block=bits is not None)
         x, expected = (
             np.array([int(w, 16) for w in case[k]], np.uint32).view(np.float32) for k in ("input", "expected")
         )
-        rounded = np.asarray(_round(x, scaling))
+        rounded = np.asarray(_round(x, spec))
         cases.assert_bits(x, rounded, cases.bits(expected), case["id"])
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _round(x: Any, scaling: BlockScaling) -> jax.Array:
-    return round_blocks_body(x, scaling=scaling)
+def _round(x: Any, spec: Spec) -> jax.Array:
+    return round_body(x, plan=plan_of(spec, "float32"))
 
 
 @functools.cache
@@ -391,7 +421,7 @@ def decibels(x: np.ndarray, rounded: np.ndarray) -> float:
 
 #: Digests of torchao's codes of `weights()`, where it divides by powers of two or as a rounded quotient happens to
 #: agree; and its signal-to-noise ratios.
-TORCHAO: Sequence[tuple[BlockScaling, str | None, float]] = (
+TORCHAO: Sequence[tuple[Spec, str | None, float]] = (
     (mx("e4m3fn"), "b1df183e0d7e", 30.66),
     (mx("e4m3fn", rule="rceil"), None, 31.53),
     (mx("e2m1fn"), "60593f98e3d1", 18.86),
@@ -406,15 +436,14 @@ TORCHAO: Sequence[tuple[BlockScaling, str | None, float]] = (
 
 
 @pytest.mark.in_turn(3)
-@pytest.mark.parametrize(("scaling", "expected", "ratio"), TORCHAO, ids=str)
-def test_codes_of_torchao(scaling, expected, ratio):
+@pytest.mark.parametrize(("spec", "expected", "ratio"), TORCHAO, ids=str)
+def test_codes_of_torchao(spec, expected, ratio):
     x = weights()
-    plan = make_plan(scaling, _bits.CARRIERS["float32"])
-    arrays = [tensor_scale(jnp.asarray(x), plan)] if scaling.rule == "two_level" else []
+    plan = plan_of(spec, "float32")
     if expected is not None:
-        codes, _ = jax.jit(functools.partial(quantize_blocks_body, scaling=scaling))(x, *arrays)
+        codes, *_ = jax.jit(functools.partial(quantize_body, plan=plan))(x)
         assert digest(codes) == expected
-    rounded = jax.jit(functools.partial(round_blocks_body, scaling=scaling))(x, *arrays)
+    rounded = jax.jit(functools.partial(round_body, plan=plan))(x)
     assert decibels(x, np.asarray(rounded)) == pytest.approx(ratio, abs=0.005)
 
 
@@ -430,8 +459,8 @@ def test_where_torchao_differs():
     product = x * (np.float32(1) / scale)
     theirs = np.clip(np.rint(product), -8, 7).astype(np.int8)
     assert digest(theirs) == "90e523431c9c"
-    scaling = integer_groups(4, 32, rule="half_range")
-    plan = make_plan(scaling, _bits.CARRIERS["float32"])
+    spec = integer_groups(4, 32, rule="half_range")
+    plan = plan_of(spec, "float32")
 
     @jax.jit
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -453,36 +482,31 @@ def test_where_torchao_differs():
 
 
 @pytest.mark.parametrize(
-    ("scaling", "dtype", "message"),
+    ("spec", "dtype", "message"),
     [
-        (BlockScaling("bfloat16", 8), "float32", "beyond 2^-95 ... 2^95"),
-        (BlockScaling("e5m20", 8, scale="float32", rule="absmax"), "float32", None),
-        (BlockScaling("e5m22", 8, scale="float32", rule="absmax"), "float32", "element='e5m22'"),
-        (BlockScaling("codebook(-1,1)", 8, scale="float32", rule="absmax"), "float32", None),
+        (blocks("bfloat16", 8), "float32", "beyond 2^-95 ... 2^95"),
+        (blocks("e5m20", 8, scale="float32", rule="absmax"), "float32", None),
+        (blocks("e5m22", 8, scale="float32", rule="absmax"), "float32", "element='e5m22'"),
+        (blocks("codebook(-1,1)", 8, scale="float32", rule="absmax"), "float32", None),
         (
-            BlockScaling(f"codebook({2.0**-60!r},1)", 8, scale="float32", rule="absmax"),
+            blocks(f"codebook({2.0**-60!r},1)", 8, scale="float32", rule="absmax"),
             "float32",
             "cannot tell quotients",
         ),
-        (BlockScaling("e4m3fn", 8, scale="float64", rule="absmax"), "float32", "scale='binary64:saturate'"),
-        (BlockScaling("e4m3fn", 8, scale="float64", rule="absmax"), "float64", None),
-        (BlockScaling("e4m3fn", 8, scale="e2m1(bias=9)"), "float32", "has no number from 1 on"),
-        (
-            BlockScaling("integer8", 8, scale="e4m3fn", rule="two_level"),
-            "float32",
-            "has 7 significant bits, and float32",
-        ),
-        (BlockScaling("integer8", 8, scale="e4m3fn", rule="two_level"), "float64", None),
-        (BlockScaling("e2m1fn", 8, scale="bfloat16", rule="two_level"), "float32", "scale=bfloat16 has 8 significant"),
+        (blocks("e4m3fn", 8, scale="float64", rule="absmax"), "float32", "scale='binary64:saturate'"),
+        (blocks("e4m3fn", 8, scale="float64", rule="absmax"), "float64", None),
+        (blocks("integer8", 8, scale="e4m3fn", rule="two_level"), "float32", "has 7 significant bits, and float32"),
+        (blocks("integer8", 8, scale="e4m3fn", rule="two_level"), "float64", None),
+        (blocks("e2m1fn", 8, scale="bfloat16", rule="two_level"), "float32", "scale=bfloat16 has 8 significant"),
     ],
     ids=str,
 )
-def test_what_a_carrier_is_too_narrow_for(scaling, dtype, message):
+def test_what_a_carrier_is_too_narrow_for(spec, dtype, message):
     if message is None:
-        assert make_plan(scaling, _bits.CARRIERS[dtype]).scaling == scaling
+        assert plan_of(spec, dtype).fmt == spec.scaled
         return
     with pytest.raises(ValueError) as caught:
-        make_plan(scaling, _bits.CARRIERS[dtype])
+        plan_of(spec, dtype)
     assert message in str(caught.value)
 
 

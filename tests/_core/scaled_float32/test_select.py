@@ -22,8 +22,7 @@ from jchop._core.rounding.codes import decode_elements, encode_elements, extende
 from jchop._core.scaled import elements, groups, zero_points
 from jchop._core.scaled.scales import SAFE_EXPONENT, Plan, Scales, all_in_safe_range, make_plan
 from jchop._core.scaled_float32 import codebooks, floats, integers, select, thresholds
-from jchop.formats import ElementFormat
-from jchop.scaling import BlockScaling, mx, nvfp4
+from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec
 
 ROWS, ROW = 300, 64
@@ -63,8 +62,7 @@ def words_of(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def plan_of(element: ElementFormat, mode: str, scale: Any = jc.binary32, carrier: str = "float32") -> Plan:
-    spec = Spec(element, rounding=mode, overflow="saturate")
-    return make_plan(BlockScaling(spec, ROW, -1, scale, "absmax"), CARRIERS[carrier])
+    return make_plan(Spec(ScaledFormat(element, ROW, scale=scale), rounding=mode), CARRIERS[carrier])
 
 
 def fast_codes(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
@@ -73,7 +71,7 @@ def fast_codes(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> ja
 
 def exact_codes(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
     values = elements.round_quotients(x, scales, plan, words)
-    return encode_elements(values, plan.scaling.element.format, plan.compute)
+    return encode_elements(values, plan.element.format, plan.compute)
 
 
 def exact_rounded(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
@@ -81,7 +79,7 @@ def exact_rounded(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) ->
 
 
 def exact_numbers(codes: jax.Array, scales: Scales, plan: Plan) -> jax.Array:
-    return elements.multiply_back(decode_elements(codes, plan.scaling.element.format, plan.compute), scales, plan)
+    return elements.multiply_back(decode_elements(codes, plan.element.format, plan.compute), scales, plan)
 
 
 def assert_same(got: Any, expected: Any, x: np.ndarray, s: np.ndarray, what: str) -> None:
@@ -142,13 +140,13 @@ def check(plan: Plan, points: np.ndarray, rows: int, seed: int, tensor: float | 
 def check_scales(
     plan: Plan, points: np.ndarray, rows: int, rng: np.random.Generator, tensor: float | None, moderate: bool
 ) -> None:
-    fmt = plan.scaling.element.format
+    fmt = plan.element.format
     s = scales_of(rng, rows)
     s = moderately(s) if moderate else s
-    if plan.scaling.is_power:
+    if plan.is_power:
         s = np.ldexp(1.0, np.frexp(np.maximum(s, np.float32(2.0**-127)))[1] - 1)
-    elif plan.scaling.scale is not jc.binary32:
-        values = plan.scaling.scale.values()
+    elif plan.scale is not jc.binary32:
+        values = plan.scale.values()
         values = values[np.isfinite(values) & (values > 0)]
         s = rng.choice(moderately(values) if moderate else values, rows)
     whole = s.astype(np.float64) * (1 if tensor is None else np.float32(tensor))
@@ -159,7 +157,7 @@ def check_scales(
     def run(x: jax.Array, words: jax.Array, codes: jax.Array, s: jax.Array, tensor: jax.Array | None) -> Any:
         bits = lax.bitcast_convert_type(s, jnp.int32)
         value = (extended(bits, plan.compute) >> plan.compute.fraction) - plan.compute.bias
-        scales = Scales(value if plan.scaling.is_power else bits, None, tensor)
+        scales = Scales(value if plan.is_power else bits, None, tensor)
         known = replace(plan, in_safe_range=moderate)
         coded = fast_codes(x, scales, known, words), exact_codes(x, scales, plan, words)
         rounded = select.rounded(x, scales, known, words), exact_rounded(x, scales, plan, words)
@@ -170,7 +168,7 @@ def check_scales(
     inside, found = run(x, words_of(rng, x.shape), codes, s.astype(np.float32)[:, None], word)
     assert bool(inside) or not moderate
     for (fast, exact), data in zip(found, (x, x, codes), strict=True):
-        assert_same(fast, exact, data, whole, f"{plan.scaling} in {plan.carrier.name} {moderate=}")
+        assert_same(fast, exact, data, whole, f"{plan.fmt} in {plan.carrier.name} {moderate=}")
 
 
 def moderately(scales: np.ndarray) -> np.ndarray:
@@ -208,8 +206,8 @@ def test_uniform(case: Any) -> None:
 @pytest.mark.smoke
 def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
     """A mode that first rounds to the random bits, of which there are few, to nearest."""
-    element = Spec(jc.IntegerFormat(4), rounding="stochastic_c", random_bits=2, overflow="saturate")
-    plan = make_plan(BlockScaling(element, ROW, -1, jc.binary32, "absmax"), CARRIERS["float32"])
+    spec = Spec(ScaledFormat(jc.IntegerFormat(4), ROW), rounding="stochastic_c", random_bits=2)
+    plan = make_plan(spec, CARRIERS["float32"])
     assert not integers.applies(plan) and integers.multiplies(plan)
     s, words = np.array([[1.0], [3.0]], np.float32), words_of(rng, (2, 64))
     x = (rng.integers(-64, 64, (2, 64)) / 8 * s).astype(np.float32)
@@ -226,36 +224,36 @@ def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
 # -- floating-point elements -------------------------------------------------------------------------------------------
 
 
-MINIFLOATS: list[tuple[BlockScaling, str, float | None]] = [
-    (mx("e4m3fn"), "float32", None),
-    (nvfp4(), "float32", 1.37e-5),
-    (mx("e5m2"), "bfloat16", None),
-    (mx("e3m2fn"), "float16", None),
-    (mx("e2m1fn"), "float32", None),
-    (nvfp4(), "float32", 1e-42),
-    (nvfp4(), "bfloat16", 3e37),
-    (replace(nvfp4(), element=Spec(jc.float8_e5m2, overflow="saturate")), "float32", 1e-42),
-    (replace(mx("e4m3fn"), scale=jc.binary32, rule="absmax"), "float32", None),
-    (replace(mx("e5m2"), scale=jc.bfloat16, rule="absmax"), "float32", None),
+MINIFLOATS: list[tuple[ScaledFormat, str, float | None]] = [
+    (jc.mxfp8_e4m3, "float32", None),
+    (jc.nvfp4, "float32", 1.37e-5),
+    (jc.mxfp8_e5m2, "bfloat16", None),
+    (jc.mxfp6_e3m2, "float16", None),
+    (jc.mxfp4, "float32", None),
+    (jc.nvfp4, "float32", 1e-42),
+    (jc.nvfp4, "bfloat16", 3e37),
+    (jc.nvfp4(element="e5m2"), "float32", 1e-42),
+    (jc.mxfp8_e4m3(scale=jc.binary32, rule="absmax"), "float32", None),
+    (jc.mxfp8_e5m2(scale=jc.bfloat16, rule="absmax"), "float32", None),
 ]
 
 
 @pytest.mark.parametrize(
     "cases", [MINIFLOATS[:2], pytest.param(MINIFLOATS[2:], marks=pytest.mark.slow)], ids=["some", "all"]
 )
-def test_minifloats(cases: list[tuple[BlockScaling, str, float | None]]) -> None:
-    for i, (scaling, carrier, tensor) in enumerate(cases):
-        plan = make_plan(scaling, CARRIERS[carrier])
+def test_minifloats(cases: list[tuple[ScaledFormat, str, float | None]]) -> None:
+    for i, (fmt, carrier, tensor) in enumerate(cases):
+        plan = make_plan(Spec(fmt), CARRIERS[carrier])
         assert floats.applies(plan)
         assert floats.multiplies(plan) or carrier != "float32"
-        check(plan, halves(scaling.element.format), ROWS if len(cases) == 2 else 10_000, i, tensor)
+        check(plan, halves(fmt.element), ROWS if len(cases) == 2 else 10_000, i, tensor)
 
 
 def test_products_of_as_many_bits_as_the_carrier_has() -> None:
     """What float32 holds exactly is rounded once, to 16 bits; products with a bit more would be rounded twice."""
     for bits, exact in ((15, True), (16, False)):
-        scaling = BlockScaling("e4m7:saturate", ROW, -1, f"e5m{bits}", "absmax")
-        assert floats.multiplies(make_plan(scaling, CARRIERS["bfloat16"])) is exact
+        fmt = ScaledFormat("e4m7", ROW, scale=f"e5m{bits}")
+        assert floats.multiplies(make_plan(Spec(fmt), CARRIERS["bfloat16"])) is exact
 
 
 # -- codebooks ---------------------------------------------------------------------------------------------------------

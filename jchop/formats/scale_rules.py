@@ -1,0 +1,188 @@
+"""The rules that choose the scales of groups, each a value that knows its divisor and how it is fitted.
+
+Throughout, x are the finite numbers of a group, a is their largest magnitude, and M and m are the largest and the least
+value of the element format.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal
+
+from jchop._checks import quoted
+from jchop.formats._base import ElementFormat
+from jchop.formats._codebook import CodebookFormat
+from jchop.formats._fixed import UniformFormat
+from jchop.formats._float import FloatFormat
+
+
+def _largest(element: ElementFormat) -> tuple[Fraction, ...]:
+    return (Fraction(element.max),)
+
+
+def _half_range(element: ElementFormat) -> tuple[Fraction, ...]:
+    return ((Fraction(element.max) - Fraction(element.min)) / 2,)
+
+
+def _both_ends(element: ElementFormat) -> tuple[Fraction, ...]:
+    return Fraction(element.max), -Fraction(element.min)
+
+
+def _half_of_last_place(element: ElementFormat, fraction: int, _: int) -> int:
+    """Half a unit in the last place of the element format, which rounds the fraction of a to its bits."""
+    assert isinstance(element, FloatFormat | UniformFormat)
+    bits = element.frac_bits if isinstance(element, FloatFormat) else element.bits - 1 - element.signed
+    return 1 << fraction - bits - 1 if bits < fraction else 0
+
+
+def _any(_: ElementFormat) -> bool:
+    return True
+
+
+def _has_negative(element: ElementFormat) -> bool:
+    return element.min < 0
+
+
+def _has_fraction_bits(element: ElementFormat) -> bool:
+    return not isinstance(element, CodebookFormat)
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How the scale of a group is chosen.
+
+    Args:
+        name: in text.
+        formula: the scale that the rule asks for. It is then rounded to the scale format, to nearest, ties to even, and
+            clamped to the positive range of that format.
+        divisors: of an element format, the number that a is divided by; or two, for the largest x and for minus the
+            least x, and the larger quotient is the scale.
+        carry: for a rule whose scales are 2^(E - floor(log2 M)), E being the exponent of a: the number that is added to
+            the bits of a first, so that E goes up by one for the fractions that ask for it. It is a function of the
+            element format, the fraction bits of a, and the fraction of M in as many bits. None: another rule.
+        tensor_scale: whether the scale is a product with a binary32 scale of the whole tensor.
+        fit: which numbers of a group count: its "ends" alone, the "range" of all x for a zero point, a "percentile", or
+            all of them, by least "squares".
+        percentile: the q of "percentile".
+        fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
+        takes: whether an element format may have this rule.
+        needs: the element formats that may, in words.
+    """
+
+    name: str
+    formula: str
+    divisors: Callable[[ElementFormat], tuple[Fraction, ...]] = _largest
+    carry: Callable[[ElementFormat, int, int], int] | None = None
+    tensor_scale: bool = False
+    fit: Literal["ends", "range", "percentile", "squares"] = "ends"
+    percentile: Fraction | None = None
+    fill: float = 0.0
+    takes: Callable[[ElementFormat], bool] = _any
+    needs: str = ""
+
+    @property
+    def by_ends(self) -> bool:
+        """Whether the ends of a group decide, so that neither order nor sums matter."""
+        return self.fit == "ends"
+
+    @property
+    def by_extremes(self) -> bool:
+        """Whether the least and the largest number of a group decide, so that a group may be read in pieces."""
+        return self.fit in ("ends", "range")
+
+
+_PERCENTILE = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,2})?)\)")
+#: The rules by name.
+SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
+    {
+        rule.name: rule
+        for rule in (
+            ScaleRule("floor", "2^(floor(log2 a) - floor(log2 M))", carry=lambda element, fraction, of_most: 0),
+            ScaleRule(
+                "ceil",
+                "2^(ceil(log2 a) - floor(log2 M))",
+                carry=lambda element, fraction, of_most: (1 << fraction) - 1,
+            ),
+            ScaleRule(
+                "even",
+                "as floor, after a was rounded to the element's fraction bits, halves up",
+                carry=_half_of_last_place,
+                takes=_has_fraction_bits,
+                needs="fraction bits",
+            ),
+            ScaleRule(
+                "rceil",
+                "2^ceil(log2(a / M))",
+                carry=lambda element, fraction, of_most: (1 << fraction) - 1 - of_most,
+            ),
+            ScaleRule("absmax", "a / M"),
+            ScaleRule("half_range", "a / ((M - m) / 2)", _half_range, takes=_has_negative, needs="negative values"),
+            ScaleRule(
+                "no_clip",
+                "the larger of (largest x) / M and (least x) / m",
+                _both_ends,
+                takes=_has_negative,
+                needs="negative values",
+            ),
+            ScaleRule(
+                "two_level",
+                "a / (M t), and the product of that and t is the scale, t being a binary32 scale of the tensor",
+                tensor_scale=True,
+            ),
+            ScaleRule(
+                "minmax",
+                "(largest x - least x) / (M - m), of the range that all x, and 0 but under 'float', span; for zero "
+                "points",
+                fit="range",
+            ),
+            ScaleRule(
+                "mse",
+                "of absmax times 1, 63/64 ... 32/64 the first with the least sum of squared errors, summed in binary32",
+                fit="squares",
+            ),
+            ScaleRule(
+                "percentile(q)",
+                "as absmax, after a became the smallest magnitude that q % of the finite x do not exceed",
+                fit="percentile",
+                fill=math.nan,
+            ),
+        )
+    }
+)
+
+
+@lru_cache(maxsize=256)
+def rule_of(text: str) -> ScaleRule:
+    """The rule that a text names.
+
+    Raises:
+        ValueError: for a text that names none.
+    """
+    found = _PERCENTILE.fullmatch(text)
+    if found and 0 < Fraction(found[1]) <= 100:
+        return replace(SCALE_RULES["percentile(q)"], name=text, percentile=Fraction(found[1]))
+    if found or text == "percentile(q)" or text not in SCALE_RULES:
+        raise _unknown(text)
+    return SCALE_RULES[text]
+
+
+def as_rule(rule: object, zero_point: str | None) -> str:
+    """The name of a rule as it is stored; None gives the default."""
+    if rule is None:
+        return "minmax" if zero_point else "absmax"
+    if not isinstance(rule, str):
+        raise _unknown(rule)
+    return rule_of(rule).name
+
+
+def _unknown(rule: object) -> ValueError:
+    return ValueError(
+        f"rule={quoted(rule)} must be one of {', '.join(map(repr, SCALE_RULES))}, with 0 < q <= 100 of at most two "
+        "decimals"
+    )

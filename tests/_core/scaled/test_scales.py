@@ -1,0 +1,58 @@
+"""The plan of a scaled format, and the scale of a tensor."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop._bits import CARRIERS
+from jchop._core.scaled.scales import Plan, divisor_parts, make_plan, tensor_scale
+
+
+def plan_of(text: str) -> Plan:
+    return make_plan(jc.parse(text), CARRIERS["float32"])
+
+
+@pytest.mark.parametrize(
+    ("text", "powers"),
+    [
+        ("mxfp8_e4m3", True),
+        ("int4(group=32,scale=bfloat16,rule=floor)", True),
+        ("int4(group=32,scale=e8m0fnu)", True),
+        ("int4(group=32)", False),
+        ("nvfp4(scale=e8m0fnu)", False),
+    ],
+)
+def test_powers(text: str, powers: bool) -> None:
+    assert plan_of(text).is_power is powers
+
+
+def test_a_plan_knows_that_of_its_scales() -> None:
+    plan = plan_of("nf4(scale=int8(group=4)):up")
+    assert plan.scale == jc.binary32 and plan.element.rounding is jc.Rounding.UP
+    assert plan.of_scales == make_plan(jc.parse("int8(group=4)"), CARRIERS["float32"])
+
+
+def test_parts_of_a_divisor() -> None:
+    assert divisor_parts(Fraction(448)) == (7, 6)
+    assert divisor_parts(Fraction(15, 2)) == (15, -1)
+    assert divisor_parts(Fraction(3, 64)) == (3, -6)
+    with pytest.raises(ValueError, match="1/3 is no integer times a power of two"):
+        divisor_parts(Fraction(1, 3))
+
+
+def test_scale_of_a_tensor() -> None:
+    """The largest magnitude over 448 times 6; zeros, infinities and NaN do not count."""
+    plan = plan_of("nvfp4")
+    for numbers, expected in (
+        ([5376.0, np.nan, -np.inf], 2.0),
+        ([0.5, -2688.0], 1.0),
+        ([0.0, -0.0], 1.0),
+        ([np.nan, np.inf, 0.0], 1.0),
+        ([], 1.0),
+    ):
+        assert float(tensor_scale(jnp.array(numbers, jnp.float32), plan)) == expected

@@ -1,0 +1,58 @@
+"""The rules of scales as values: their divisors, which give powers of two, and what they refuse."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+import jchop as jc
+from jchop.formats import SCALE_RULES, ScaledFormat, parse_format
+from jchop.formats.scale_rules import rule_of
+
+
+@pytest.mark.parametrize(
+    ("element", "rule", "divisors"),
+    [
+        ("e4m3fn", "floor", (448,)),
+        ("e2m3fn", "absmax", (Fraction(15, 2),)),
+        ("fixed2.6(symmetric=true)", "mse", (Fraction(127, 64),)),
+        ("int4", "half_range", (Fraction(15, 2),)),
+        ("int4", "no_clip", (7, 8)),
+        ("uint4", "minmax", (15,)),
+        ("codebook(-1,0,0.75)", "percentile(99)", (Fraction(3, 4),)),
+    ],
+)
+def test_divisors(element, rule, divisors):
+    fmt = parse_format(element)
+    assert isinstance(fmt, jc.formats.ElementFormat) and rule_of(rule).divisors(fmt) == divisors
+
+
+def test_rules_that_give_powers_of_two():
+    """The exponent of a goes up by one if a's fraction and what is added reach 1; fractions of 6 bits, M = 1.75 2^8."""
+    element, of_most = jc.float8_e4m3fn, 48
+    first = {"floor": None, "ceil": 1, "even": 60, "rceil": 49}
+    assert {name for name, rule in SCALE_RULES.items() if rule.carry is not None} == set(first)
+    for name, least in first.items():
+        carry = rule_of(name).carry
+        assert carry is not None
+        up = [fraction for fraction in range(64) if fraction + carry(element, 6, of_most) >= 64]
+        assert up == ([] if least is None else list(range(least, 64))), name
+
+
+def test_what_is_fitted_and_how():
+    assert [name for name, rule in SCALE_RULES.items() if not rule.by_ends] == ["minmax", "mse", "percentile(q)"]
+    assert [name for name, rule in SCALE_RULES.items() if rule.tensor_scale] == ["two_level"]
+    assert rule_of("percentile(99.9)").percentile == Fraction(999, 10)
+    assert rule_of("percentile(99.9)").name == "percentile(99.9)" == ScaledFormat("int8", rule="percentile(99.9)").rule
+
+
+@pytest.mark.parametrize("rule", ["best", "percentile(q)", "percentile(0)", "percentile(100.01)", "percentile(1.234)"])
+def test_texts_that_name_no_rule(rule):
+    with pytest.raises(ValueError, match="must be one of 'floor', 'ceil'"):
+        rule_of(rule)
+
+
+def test_a_rule_that_is_no_text():
+    with pytest.raises(ValueError, match=r"rule=\['floor'\] must be one of"):
+        ScaledFormat("int8", rule=["floor"])  # type: ignore[arg-type]
