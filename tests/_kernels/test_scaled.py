@@ -357,7 +357,7 @@ def test_tiles_of_larger_arrays_are_refused():
 
 @pytest.mark.parametrize(
     "text", ["int8(channel=0)", "mxfp4(group=all)", "mxfp4(group=64)", "mxfp4(group=(2,4))", "int4(group=1)",
-             "uint4(group=8,zero_point=true)", "int4(group=8,rule=mse)", "nf4(group=8,scale=int8(group=2))"],
+             "uint4(group=8,zero_point=integer)", "int4(group=8,rule=mse)", "nf4(group=8,scale=int8(group=2))"],
 )  # fmt: skip
 def test_operations_take_kernels_for_blocks_within_one_axis(text):
     x, plan = jax.ShapeDtypeStruct((4, 64), jnp.float32), plan_of(jc.parse(text), "float32")

@@ -17,9 +17,9 @@ from jchop.formats.scale_rules import rule_of
         ("e4m3fn", "floor", (448,)),
         ("e2m3fn", "absmax", (Fraction(15, 2),)),
         ("fixed2.6(symmetric=true)", "mse", (Fraction(127, 64),)),
-        ("int4", "half_range", (Fraction(15, 2),)),
-        ("int4", "no_clip", (7, 8)),
-        ("uint4", "minmax", (15,)),
+        ("integer4", "half_range", (Fraction(15, 2),)),
+        ("integer4", "no_clip", (7, 8)),
+        ("uinteger4", "minmax", (15,)),
         ("codebook(-1,0,0.75)", "percentile(99)", (Fraction(3, 4),)),
     ],
 )
@@ -44,7 +44,7 @@ def test_what_is_fitted_and_how():
     assert [name for name, rule in SCALE_RULES.items() if not rule.by_ends] == ["minmax", "mse", "percentile(q)"]
     assert [name for name, rule in SCALE_RULES.items() if rule.tensor_scale] == ["two_level"]
     assert rule_of("percentile(99.9)").percentile == Fraction(999, 10)
-    assert rule_of("percentile(99.9)").name == "percentile(99.9)" == ScaledFormat("int8", rule="percentile(99.9)").rule
+    assert rule_of("percentile(99.9)").name == "percentile(99.9)" == ScaledFormat("integer8", rule="percentile(99.9)").rule
 
 
 @pytest.mark.parametrize("rule", ["best", "percentile(q)", "percentile(0)", "percentile(100.01)", "percentile(1.234)"])
@@ -55,4 +55,4 @@ def test_texts_that_name_no_rule(rule):
 
 def test_a_rule_that_is_no_text():
     with pytest.raises(ValueError, match=r"rule=\['floor'\] must be one of"):
-        ScaledFormat("int8", rule=["floor"])  # type: ignore[arg-type]
+        ScaledFormat("integer8", rule=["floor"])  # type: ignore[arg-type]
