@@ -113,7 +113,7 @@ class MatmulSpec:
     order: Order = Order()
     fused: bool = False
 
-    if TYPE_CHECKING:  # what may be given is more than what is stored
+    if TYPE_CHECKING:  # the arguments may have more types than the fields
 
         def __init__(
             self,

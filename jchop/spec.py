@@ -33,7 +33,7 @@ class Gradient:
     clipped: bool = False
     round: Spec | None = None
 
-    if TYPE_CHECKING:  # what may be given is more than what is stored
+    if TYPE_CHECKING:  # the arguments may have more types than the fields
 
         def __init__(
             self, clipped: bool = ..., round: Spec | ElementFormat | ScaledFormat | str | None = ...
@@ -84,7 +84,7 @@ class Spec:
     flush: bool = False
     gradient: Gradient = Gradient()
 
-    if TYPE_CHECKING:  # what may be given is more than what is stored
+    if TYPE_CHECKING:  # the arguments may have more types than the fields
 
         def __init__(
             self,

@@ -42,17 +42,17 @@ def attention(
         key: shape (..., keys, heads or a divisor of them, depth).
         value: as `key`.
         bias: added to the scores.
-        mask: where a query may attend.
+        mask: the positions to which a query may attend.
         broadcast_dropout: one dropout for all heads and sequences.
         dropout_rng: its key.
         dropout_rate: of the attention weights.
         deterministic: no dropout.
         dtype: of the computation.
         precision: of the products.
-        promote_dtype: what brings arrays to one dtype.
+        promote_dtype: function that casts arrays to one dtype.
         is_causal: no query attends to later keys.
-        how: what both products round.
-        keys: of each product, where that is stochastic.
+        how: the roundings of both products.
+        keys: a key for each product, if it is stochastic.
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     groups = query.shape[-2] // key.shape[-2]  # of queries that share a key and a value

@@ -48,11 +48,11 @@ def attend(
 
     Args:
         layer: a quantized attention layer with a cache.
-        spec: what keys and values are packed under.
+        spec: the spec of keys and values.
         inputs: one token of each sequence, shape (..., 1, features).
-        mask: where the token may attend, beside the tokens that are there.
+        mask: the positions to which the token may attend, among those in the cache.
         deterministic: as of the layer; there must be no dropout.
-        is_causal: says nothing more: only earlier tokens are there.
+        is_causal: has no effect: the cache holds only earlier tokens.
         rngs: likewise, without a dropout.
         out_sharding: of the result.
         qkv_sharding: of query, key and value.

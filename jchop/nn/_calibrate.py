@@ -99,7 +99,7 @@ def calibrate(
 
 
 def check_calls(batches: Any, run: Any, progress: Any) -> None:
-    """Refuse what no model can be run with."""
+    """Refuse arguments with which no model can be run."""
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches={batches!r} must be inputs of the model, one after the other, as in a list")
     for name, value in (("run", run), ("progress", progress)):

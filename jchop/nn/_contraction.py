@@ -24,7 +24,7 @@ __all__ = ["Roundings", "contract", "conv_general_dilated", "dot_general", "eins
 
 @dataclass(frozen=True)
 class Roundings:
-    """What a product rounds: the fields of a rule, by operand; and where it stands."""
+    """The roundings of a product: the fields of a rule by operand, and its location."""
 
     left: Spec | None = None
     right: Spec | None = None
@@ -57,8 +57,8 @@ def contract(product: Product, x: Array, w: Array, how: Roundings, key: Array | 
         product: which product.
         x: the left operand, a carrier.
         w: the right operand, of the same dtype.
-        how: what is rounded to what.
-        key: a typed key where anything is stochastic. It is split: each rounding and each product has its own.
+        how: the roundings.
+        key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
 
     Returns:
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.

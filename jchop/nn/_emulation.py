@@ -22,7 +22,7 @@ class Emulation(Site):
     """Runs a layer in an emulated arithmetic.
 
     Args:
-        spec: what every operation is rounded to, arguments and parameters on entry too.
+        spec: the rounding of every operation, and of arguments and parameters on entry.
         accumulate: how sums are formed.
         stream: of keys.
     """
@@ -41,7 +41,7 @@ class Emulation(Site):
             before = _values(copy)
             result = call(copy, *args, **kwargs)
             after = _values(copy)
-            # Parameters are rounded on entry; only what the layer itself has set goes back into it.
+            # Parameters are rounded on entry; only attributes set by the layer itself are written back.
             changed[:] = [path for path, value in after.items() if value is not before[path]]
             return result, [after[path] for path in changed]
 

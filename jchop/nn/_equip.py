@@ -60,16 +60,16 @@ def equip(
     rngs: nnx.Rngs | None,
     before: Any = None,
 ) -> None:
-    """Give `layer`, which is of a class of jchop already, what a rule says for it.
+    """Add the roundings of a rule to `layer`, which already has a class of jchop.
 
     Args:
         layer: changed in place.
         kind: its line in the table.
-        rule: what is rounded to what.
+        rule: the rule of the layer.
         path: of the layer, for errors.
         packed: whether parameters are stored packed, else rounded each time.
         rngs: for streams of keys.
-        before: the site that stood in the layer's product, whose scales go on where they are of the same kind.
+        before: the previous site of the layer's product, whose scales are kept if they are of the same kind.
     """
     place = StreamOffset(type(layer).__name__, path, rule)
     _check(layer, kind, rule, path)
@@ -115,7 +115,7 @@ def equip_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs
 
 
 def _promoted(layer: Any, kind: Kind, rule: Rule, packed: bool) -> Any:
-    """What `promote_dtype` rounds: (name, spec, layout)."""
+    """The arrays that `promote_dtype` rounds: (name, spec, layout)."""
     layout = None if kind.layout is None else kind.layout(layer)
     for name, role in kind.parameters.items():
         spec = kind.spec(rule, name)
@@ -129,7 +129,7 @@ def _promoted(layer: Any, kind: Kind, rule: Rule, packed: bool) -> Any:
 
 
 def sources(layer: Any, kind: Kind, rule: Rule, packed: bool, before: Any) -> tuple[Source | None, Source | None]:
-    """Where the scales of both operands of a layer's product come from, as the rule says or as it was before."""
+    """The sources of scales of both operands of a layer's product, by the rule or from the previous site."""
     how = rule.scale_from
     if how is None or not kind.keeps_scales:
         return None, None
@@ -146,7 +146,7 @@ def sources(layer: Any, kind: Kind, rule: Rule, packed: bool, before: Any) -> tu
 
 
 def _kept(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> Source | None:
-    """The source of a site that stood here, where it is of the same kind and for the same spec."""
+    """The source of the previous site, if it is of the same kind and for the same spec."""
     source = getattr(before, side, None)
     return source if source is not None and source.how == how and getattr(before.how, side) == spec else None
 

@@ -51,7 +51,7 @@ def add(histogram: Histogram, x: Any) -> Histogram:
 
 
 def divergence(counts: np.ndarray, kept: int, levels: int) -> float:
-    """What is lost, in nats, when the first bins of a histogram are kept and merged to a few levels.
+    """The information lost, in nats, if the first bins of a histogram are kept and merged to a few levels.
 
     It is the Kullback-Leibler divergence of P, the kept bins with all that lies beyond added to the last, from Q, in
     which the occupied bins of each level share evenly what the level holds.

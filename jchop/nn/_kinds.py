@@ -1,4 +1,4 @@
-"""Which layers there are, and where each can be told to round: a table."""
+"""The table of layers and of their roundings."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Kind:
         parameters: its parameters, each with the field of a rule that it is rounded by.
         slots: what its `promote_dtype` is given, one tuple for each number of arrays: names of parameters,
             ``"inputs"``, others (``""``); with a star those that the product rounds.
-        product: the attribute that multiplies, the site that takes its place, and what Flax has there.
+        product: the attribute that multiplies, the site that replaces it, and Flax's function.
         layout: of its weights, as the product sums over them. Default: as they lie.
-        inputs: of the inputs, where `promote_dtype` rounds them. Default: as they lie.
+        inputs: layout of the inputs, if `promote_dtype` rounds them. Default: their own axes.
         axes: how many axes that parameter has; more of them in front come of a stack of layers.
         unrounded: whether there is a product that backward roundings cannot reach.
-        output: whether `output` is rounded: not where a layer inside gives it.
+        output: whether `output` is rounded: not if an inner layer returns it.
     """
 
     parameters: Mapping[str, str]
@@ -66,7 +66,7 @@ class Kind:
         )
 
     def spec(self, rule: Rule, name: str) -> Spec | None:
-        """What a rule says for a parameter."""
+        """The spec of a rule for a parameter."""
         spec = getattr(rule, self.parameters[name])
         return as_gain(spec) if name == "scale" else spec
 

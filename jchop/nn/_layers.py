@@ -61,12 +61,12 @@ def _attention(
     if self.cache is None or not (self.decode if decode is None else decode):
         return _usual_attention(self, inputs_q, inputs_k, inputs_v, decode=decode, **more)
     if inputs_k is not None or inputs_v is not None:
-        raise ValueError("inputs_k and inputs_v say nothing with a packed cache, which keys and values are taken from")
+        raise ValueError("inputs_k and inputs_v have no effect with a packed cache, which holds keys and values")
     return _cache.attend(self, self.cache, inputs_q, **more)
 
 
 def _init_cache(self: Any, input_shape: Sequence[int], dtype: Any = jax.numpy.float32) -> None:
-    """An empty cache for sequences of `input_shape`, (..., length, features), packed where the rule says so."""
+    """An empty cache for sequences of `input_shape`, (..., length, features), packed if the rule has a `cache`."""
     if self.cache is None:
         nnx.MultiHeadAttention.init_cache(self, tuple(input_shape), dtype)
     else:
@@ -187,7 +187,7 @@ def _strip(layer: Any, kind: Kind) -> Any:
     """Put Flax's functions back in the places of sites, so that a layer can be quantized in another way.
 
     Returns:
-        The site of the product, whose scales may go on; None where there was none.
+        The site of the product, whose scales may be kept; None if there was none.
     """
     if type(layer) in KINDS:
         return None
@@ -204,7 +204,7 @@ def _strip(layer: Any, kind: Kind) -> Any:
 
 
 def check_rules(rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | None]]) -> None:
-    """Refuse rules that match no layer, and fields that say nothing for any layer that they match."""
+    """Refuse rules that match no layer, and fields without effect on any layer that they match."""
     for number, rule in enumerate(rules):
         matched = [(layer, kind) for n, layer, kind in chosen if n == number]
         if not matched:
@@ -216,12 +216,12 @@ def check_rules(rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | N
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
         if idle and all(kind is not None for _, kind in matched):
             raise ValueError(
-                f"{rule}: {', '.join(idle)} says nothing for any of its layers: "
+                f"{rule}: {', '.join(idle)} has no effect on any of its layers: "
                 f"{', '.join(sorted({type(layer).__name__ for layer, _ in matched}))}"
             )
 
 
-#: The fields of a rule that a mode has, and what the others are for.
+#: The fields of a rule that a mode allows, and its purpose.
 _FIELDS = {
     "weight_only": (("weight", "bias", "cache", "scale_from"), "rounds weights, biases and caches; use mode='ptq'"),
     "emulate": (("activation", "matmul"), "rounds every operation to activation, with the sums of matmul"),

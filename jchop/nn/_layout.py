@@ -67,7 +67,7 @@ class Layout:
         return grouped and (self._order != tuple(range(len(self._order))) or len(self.summed) != 1)
 
     def as_it_lies(self, spec: Spec) -> Spec | None:
-        """A spec that gives an array as it lies what `spec` gives it in this layout; None where there is none.
+        """A spec that rounds an array with its own axes as `spec` does in this layout; None if there is none.
 
         Groups of whole axes have no order of their own, so nothing need be moved; but drawn bits depend on the layout,
         and so do sums over a group, where a rule takes some, and groups of scales.
@@ -131,7 +131,7 @@ def same_transposed(spec: Spec | None) -> bool:
 
 
 def as_gain(spec: Spec | None) -> Spec | None:
-    """What the gain of a norm is rounded to by the spec of a weight: it is one row, of which tiles are blocks."""
+    """The rounding of a norm's scale under the spec of a weight: it is one row, in which tiles are blocks."""
     fmt = None if spec is None else spec.scaled
     if spec is None or fmt is None or not isinstance(fmt.group, tuple) or fmt.axis != tuple(range(-len(fmt.group), 0)):
         return spec

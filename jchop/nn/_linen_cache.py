@@ -35,7 +35,7 @@ class Decoding:
 
     Args:
         layer: the bound layer, in its call.
-        spec: what keys and values are packed under.
+        spec: the spec of keys and values.
         stored: the packed keys and values before the step.
         index: the place of the new token.
     """

@@ -1,4 +1,4 @@
-"""What happens in a call of a quantized module of Linen: a layer's inputs, product and result are rounded."""
+"""Calls of a quantized module of Linen: rounding of each layer's inputs, product and result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Interceptor"]
 
 @dataclass(frozen=True)
 class Interceptor:
-    """What `flax.linen.intercept_methods` is given.
+    """An interceptor for `flax.linen.intercept_methods`.
 
     Args:
         rules: the rules.
@@ -39,7 +39,7 @@ class Interceptor:
     starting: bool = False
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        """A method of a layer; where a rule matches that, with its inputs, product and result rounded."""
+        """A method of a layer; if a rule matches the layer, its inputs, product and result are rounded."""
         layer, kind = context.module, KINDS.get(type(context.module))
         number = rule_of("/".join(layer.path), self.rules)
         if kind is None or number is None or context.method_name not in ("__call__", "attend"):
@@ -93,7 +93,7 @@ class Interceptor:
 
 
 def place(layer: nn.Module, rule: Rule) -> StreamOffset:
-    """Where a layer stands, for errors."""
+    """The location of a layer, for errors."""
     return StreamOffset(type(layer).__name__, "/".join(layer.path), rule)
 
 
@@ -104,7 +104,7 @@ def _is_lookup(layer: nn.Module, method: str) -> bool:
 def _attend(product: Any, how: Roundings, draw: Callable[[], Any], decoding: Decoding | None) -> Callable[..., Array]:
     """In place of `flax.linen.dot_product_attention`."""
 
-    # Linen passes what the signature names, and no more.
+    # Linen passes only the arguments of the signature.
     def attend(
         query: Array,
         key: Array,

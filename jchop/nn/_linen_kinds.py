@@ -1,4 +1,4 @@
-"""Which layers of Linen there are, and where each can be told to round: a table."""
+"""The table of Linen's layers and of their roundings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Kind:
         parameters: each with the field of a rule that it is rounded by.
         hook: the field that a product with rounded operands can be set in, and that product.
         layout: of a weight of so many axes.
-        inputs: of inputs of so many axes, where no product rounds them. Default: as they lie.
+        inputs: layout of inputs by number of axes, if no product rounds them. Default: their own axes.
         refuses: the fields of a rule that its twin of NNX has, and this one cannot have, since Flax gives no access to
             its product.
     """
@@ -50,7 +50,7 @@ class Kind:
         return self.hook is not None and bool(self.parameters)
 
     def spec(self, rule: Rule, name: str) -> Spec | None:
-        """What a rule says for a parameter."""
+        """The spec of a rule for a parameter."""
         spec = getattr(rule, self.parameters[name])
         return as_gain(spec) if name == "scale" else spec
 

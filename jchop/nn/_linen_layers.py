@@ -37,7 +37,7 @@ class Found:
     """A layer that a rule matches.
 
     Args:
-        layer: the layer; None where something has parameters and never ran.
+        layer: the layer; None if a module has parameters but did not run.
         rule: its rule.
         shapes: of its parameters in its call, by name.
     """
@@ -58,11 +58,11 @@ class Found:
 
     @property
     def place(self) -> StreamOffset:
-        """Where it stands, for errors."""
+        """Its location, for errors."""
         return StreamOffset(type(self.layer).__name__, "/".join(self.layer.path), self.rule)
 
     def spec(self, name: str) -> Spec | None:
-        """What its rule says for a parameter."""
+        """The spec of its rule for a parameter."""
         return self.kind.spec(self.rule, name)
 
     def check_axes(self) -> None:
@@ -82,7 +82,7 @@ class Found:
 
     @property
     def needs_run(self) -> bool:
-        """Whether what its rule keeps begins with a call: from its input, or as long as that."""
+        """Whether the initial state of its rule depends on the input of a call."""
         learned = isinstance(self.rule.scale_from, LSQ) and self.rule.activation is not None
         caches = self.kind.caches and self.rule.cache is not None and self.layer.decode
         return (learned and self.kind.keeps_scales) or caches
@@ -127,14 +127,14 @@ def layers_of(
         kwargs: as of Linen's `apply`.
 
     Raises:
-        ValueError: for a rule that matches no layer, or has a field that says nothing for any of them.
-        NotImplementedError: for what has parameters and is no known layer, or a product out of reach.
+        ValueError: for a rule that matches no layer, or has a field without effect on any of them.
+        NotImplementedError: for a module with parameters that is no known layer, or an inaccessible product.
     """
     return _matched(rules, seen_in(module, variables, args, rngs, kwargs), variables)
 
 
 def seen_in(module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any) -> Seen:
-    """What runs in a call that computes nothing; arguments as those of `layers_of`."""
+    """The layers that run in an abstract call; arguments as for `layers_of`."""
     seen: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
     leaves, structure = jax.tree.flatten(args)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
@@ -187,7 +187,7 @@ def _matched(rules: Sequence[Rule], seen: Seen, variables: Any) -> dict[Path, Fo
         silent = [name for name in _fields(rule) if name not in used]
         if silent:
             raise ValueError(
-                f"{rule}: {', '.join(silent)} says nothing for any of its layers: "
+                f"{rule}: {', '.join(silent)} has no effect on any of its layers: "
                 f"{', '.join(sorted({type(found.layer).__name__ for found in mine.values()}))}"
             )
     return {path: found for path, (_, found) in chosen.items()}

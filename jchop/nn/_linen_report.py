@@ -1,4 +1,4 @@
-"""What rules make of each layer of a Linen module: the rows of `jchop.nn.report`."""
+"""The effect of rules on each layer of a Linen module: the rows of `jchop.nn.report`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def report_of(seen: Seen, rules: Sequence[Rule], variables: Any) -> ModelReport:
     """A row for everything with parameters and for every layer that ran.
 
     Args:
-        seen: what ran.
+        seen: the layers that ran.
         rules: the rules.
         variables: unpacked.
     """

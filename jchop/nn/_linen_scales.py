@@ -1,4 +1,4 @@
-"""Scales that a layer of Linen keeps: where they lie among its variables, and operands rounded under them."""
+"""Kept scales of Linen's layers: their variables, and the rounding of operands under them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def prepared(
     layer: Any, source: ScaleFrom | None, layout: Layout, how: Roundings, x: Array, w: Array, key: Array | None,
     starting: bool,
 ) -> tuple[Array, Array, Roundings, Array | None]:  # fmt: skip
-    """The operands of a product, rounded already where their scales are kept, and what is left to do.
+    """The operands of a product, rounded if their scales are kept, and the remaining roundings.
 
     Args:
         layer: a bound layer of Linen, in its call.
-        source: where scales come from; None: from each array.
+        source: the source of scales; None: from each array.
         layout: of the kernel.
-        how: what the product rounds.
+        how: the roundings of the product.
         x: the input.
         w: the kernel.
         key: of the product.
@@ -90,7 +90,7 @@ def _rounded(
 
 
 def begun(layers: Mapping[Path, Found], params: Mapping[Path, Array]) -> dict[str, dict[Path, Array]]:
-    """What layers keep before their first call: by collection, then by path.
+    """The state of layers before their first call: by collection, then by path.
 
     The learned scale of an activation is not among them: `prepared` begins it, in a call on data.
 

@@ -1,4 +1,4 @@
-"""What `calibrate` notes of the inputs of a layer, and the range that it makes of that: a line for each method."""
+"""The observers of `calibrate`, one for each method: they record the inputs of a layer and return a range."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Observer(Protocol):
         ...
 
     def range(self) -> Array | None:
-        """The range of all that was seen; None where nothing was."""
+        """The range of all recorded inputs; None if there are none."""
         ...
 
 
@@ -59,7 +59,7 @@ class _OfBatches:
 
 
 class _OfAll:
-    """One histogram of all batches, cut where that loses the least information."""
+    """One histogram of all batches, cut at the bin that loses the least information."""
 
     def __init__(self, spec: Spec) -> None:
         element = spec.element
@@ -67,7 +67,7 @@ class _OfAll:
             raise ValueError(f"method='entropy' counts even levels, and {str(spec)!r} has none; use 'mse'")
         shifts = spec.scaled is not None and bool(spec.scaled.zero_point)
         codes = element.max_code - element.min_code + 1
-        # Of magnitudes, where numbers have both signs, and where they have one.
+        # Of magnitudes, for numbers of both signs and for numbers of one sign.
         self.levels = (codes // 2, codes) if shifts else (element.max_code + 1,) * 2
         self.histogram, self.least, self.most = Histogram.empty(), 0.0, 0.0
 
@@ -87,7 +87,7 @@ class _OfAll:
 
 
 def observer_of(method: str, combine: str) -> Callable[[Spec], Observer]:
-    """What makes an observer for a layer whose activation has a spec.
+    """The constructor of an observer for a layer, from the spec of its activation.
 
     Raises:
         TypeError, ValueError: for another method or combination.

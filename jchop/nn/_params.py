@@ -22,15 +22,15 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     """A pytree of parameters with those that rules match stored packed, as `jchop.QArray`.
 
     For models of any library: `jchop.storage.dequantize_params` gives the arrays back, within `jax.jit` each where it
-    is used. The tree says nothing of products, so the axes of a scaled format are those of the arrays themselves: for
-    a kernel (in, out) blocks along the sum are ``"int4(group=32,axis=0)"``, and a scale for each output is
+    is used. The tree has no products, so the axes of a scaled format are those of the arrays themselves: for a kernel
+    (in, out) blocks along the sum are ``"int4(group=32,axis=0)"``, and a scale for each output is
     ``"int8(channel=1)"``.
 
     Args:
         params: a pytree of arrays.
         rules: a `Rule`, or several, whose paths are for those of leaves (``"*/kernel"``), the first that matches
             counting, and which have a weight alone, or nothing.
-        key: a typed key where a rule is stochastic; it is split, one for each leaf.
+        key: a typed key if a rule is stochastic; it is split, one for each leaf.
 
     Returns:
         The tree with QArrays in place of arrays. Leaves that no rule matches are the same arrays.
@@ -38,7 +38,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     Raises:
         TypeError: for rules that are none, or a matched leaf that is no array of a carrier dtype.
         ValueError: for a rule that matches no leaf or has another field than a weight; a stochastic one without a key;
-            infinities or NaN in what is to be packed; an array without the axes that its format names.
+            infinities or NaN in a leaf to be packed; an array without the axes that its format names.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -51,7 +51,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     for rule in given:
         wrong = [name for name in FIELDS if name != "weight" and getattr(rule, name) is not None]
         if wrong:
-            raise ValueError(f"{rule}: parameters have a weight alone, and {', '.join(wrong)} says nothing for them")
+            raise ValueError(f"{rule}: parameters have a weight alone, and {', '.join(wrong)} has no effect on them")
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     if key is not None and not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(f"key={key!r} must be a typed key, as jax.random.key(0) gives")

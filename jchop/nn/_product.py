@@ -116,7 +116,7 @@ class Conv:
     """`jax.lax.conv_general_dilated`, with everything static about it.
 
     A sum runs over the places of the kernel and the channels, so an image is laid out as (image, places and channels):
-    groups lie along its channels where their size divides the number of those.
+    groups lie along its channels if their size divides the number of channels.
     """
 
     strides: tuple[int, ...]

@@ -63,11 +63,11 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     is not, by design, under ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``, ``"mxfp8"`` and ``"int8"``, whose
     scales are those of rows or blocks along the sum of each product.
 
-    A rule is about products. What an arithmetic says of the update of the weights is for `jchop.optim`; docs/nn.md has
-    both halves of ``"ibm_fp8"`` and ``"wage"``. Three things of WAGE are otherwise here. Errors keep their power of
-    two, which an update that takes each gradient by its own power of two cannot tell. That power is the nearest to the
-    largest magnitude by difference, not by logarithm: half the paper's where its significand is from 1.414 to 1.488.
-    The factor alpha that the paper divides the result of a layer by, a power of two, is the model's to apply.
+    A rule describes products. For the update of the weights use `jchop.optim`; docs/nn.md has both halves of
+    ``"ibm_fp8"`` and ``"wage"``. Three things of WAGE are otherwise here. Errors keep their power of two, which an
+    update that takes each gradient by its own power of two cannot tell. That power is the nearest to the largest
+    magnitude by difference, not by logarithm: half the paper's where its significand is from 1.414 to 1.488. The factor
+    alpha that the paper divides the result of a layer by, a power of two, is the model's to apply.
 
     Args:
         name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with

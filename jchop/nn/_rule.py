@@ -82,7 +82,7 @@ class Rule:
     scale_from: ScaleFrom | None = None
     stochastic_stream: str = "rounding"
 
-    if TYPE_CHECKING:  # what may be given is more than what is stored
+    if TYPE_CHECKING:  # the arguments may have more types than the fields
 
         def __init__(
             self,

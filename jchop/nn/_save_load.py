@@ -126,7 +126,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
 
 
 def _plain(tree: Any) -> Any:
-    """A tree of arrays and QArrays: what is packed without its layout, typed keys as the integers that they are."""
+    """A tree of arrays and QArrays: packed parameters without their layout, typed keys as integers."""
     return jax.tree.map(_plain_leaf, tree, is_leaf=_is_stored)
 
 

@@ -1,8 +1,8 @@
-"""The places in a layer where something is rounded: small modules that Flax's layers call in place of its functions.
+"""Sites: small modules that round in a layer, and that Flax's layers call in place of Flax's functions.
 
-A site holds what it rounds to, and where that draws random bits a stream of its own, which is state of the model like
-that of a dropout. Sites that draw nothing have no state, so a checkpoint fits the model with and without them; their
-layers hold them as static attributes, which costs `flax.nnx.jit` less than parts of the model do.
+A site holds its specs, and if they are stochastic a stream of keys, which is state of the model like that of a dropout.
+Other sites have no state, so a checkpoint fits the model with and without them; their layers hold them as static
+attributes, which costs `flax.nnx.jit` less than modules.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Attention", "Convolution", "DotGeneral", "Einsum", "Output", "Promot
 
 
 class Site(nnx.Module):
-    """A place where something is rounded, with its stream of keys; None where nothing is drawn."""
+    """A module that rounds, with its stream of keys; None if it is not stochastic."""
 
     stream: Stream = None
 
@@ -40,7 +40,7 @@ class Site(nnx.Module):
         self._hold(stream=stream)
 
     def as_attribute(self) -> Any:
-        """What a layer is given: the site as a part of the model where it has state, else as a static attribute."""
+        """The attribute of a layer: the site itself if it has state, else a static wrapper."""
         return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticSite(self))
 
     def _hold(self, **values: Any) -> None:
@@ -55,19 +55,19 @@ class Site(nnx.Module):
 
 
 class StaticSite:
-    """A site without state, which does what the site does. Static attributes are compared: by what sites are told."""
+    """A static wrapper of a site without state. Static attributes are compared, by the arguments of sites."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
         told = ((name, value) for name, value in vars(site).items() if not name.startswith("_pytree"))
         self._told = (type(site), *sorted(told))
-        self._hash = hash(self._told)  # worked out once: it is asked for in every call of `flax.nnx.jit`
+        self._hash = hash(self._told)  # computed once, because every call of `flax.nnx.jit` needs it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.site(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copying and its like ask for is not the site's
+        if name.startswith("__"):  # attributes for copying and similar operations are not the site's
             raise AttributeError(name)
         return getattr(self.site, name)
 
@@ -100,9 +100,9 @@ class Product(Site):
     """A product with rounded operands.
 
     Args:
-        how: what is rounded to what.
+        how: the roundings.
         stream: of keys.
-        left: where the scales of the left operand come from; None: from each array.
+        left: the source of scales of the left operand; None: from each array.
         right: of the right operand.
     """
 
@@ -131,7 +131,7 @@ class Product(Site):
             self.left.start(span, self.how.left)
 
     def prepared(self, x: Array, w: Array) -> tuple[Array, Array, dict[str, Any]]:
-        """The operands, rounded already where scales are not their own, and what the product is told."""
+        """The operands, rounded if their scales have a source, and the arguments of the product."""
         self._check_state()
         key, how = self.key(), self.how
         if self.observe is not None:
@@ -149,7 +149,7 @@ class Product(Site):
         return x, w, {"how": how, "key": key}
 
     def _check_state(self) -> None:
-        """Refuse what another rule has left, as a checkpoint of another model brings it."""
+        """Refuse state of another rule, for example from a checkpoint of another model."""
         held = [(self.range, (2,))] + [source.state() for source in (self.left, self.right) if source is not None]
         for variable, shape in held:
             if variable is not None and variable.shape != shape:
@@ -206,9 +206,9 @@ class Promote(Site):
     """In place of `promote_dtype`: every array on its way into the layer comes by.
 
     Args:
-        base: what it stands for.
+        base: the replaced function.
         slots: the names of the arrays, as in a `Kind`.
-        specs: what arrays are rounded to, and their layouts.
+        specs: the specs of arrays, and their layouts.
         packed: specs, layouts and shapes of those that are stored in a layout.
         stream: of keys.
         place: for errors.

@@ -37,7 +37,7 @@ __all__ = [
 
 
 class AmaxHistory(nnx.Variable):
-    """The largest magnitudes of an operand in earlier steps, the most recent first; zeros where there was none.
+    """The largest magnitudes of an operand in earlier steps, the most recent first; zeros for missing steps.
 
     It is ordinary state of the model, as the averages of a batch norm.
 
@@ -72,7 +72,7 @@ class Source(nnx.Module):
     how: Any  # the value of the rule that it was made for
 
     def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
-        """What it holds, and the shape that this has to have; None where that is seen elsewhere."""
+        """Its variable, and the required shape; None if it is checked elsewhere."""
         raise NotImplementedError
 
     def start(self, span: Array, spec: Spec) -> None:
@@ -89,7 +89,7 @@ class _Following(Source):
         self.use_running_average = False
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """What `flax.nnx.view` calls."""
+        """The hook of `flax.nnx.view`."""
         if use_running_average is not None:
             self.use_running_average = use_running_average
 
@@ -170,15 +170,15 @@ _MODULES: Mapping[type, Callable[[Any, tuple[int, ...]], Source]] = MappingProxy
 
 
 def source_of(how: ScaleFrom, name: str, spec: Spec | None, stack: tuple[int, ...]) -> Source | None:
-    """A new module for one operand, ``"activation"`` or ``"weight"``; None where its scales are those of each array."""
+    """A new module for one operand, ``"activation"`` or ``"weight"``; None if its scales are those of each array."""
     return None if spec is None or name not in how.fields else _MODULES[type(how)](how, stack)
 
 
-# -- what each kind computes, wherever its state lies ------------------------------------------------------------------
+# -- the formulas of each kind, independent of the storage of its state ------------------------------------------------
 
 
 def moved(how: MovingAverage, known: Array, x: Array, fixed: bool) -> Array:
-    """The range that `x` is rounded under: the known one, moved unless it is fixed; its own where none is known."""
+    """The range for the rounding of `x`: the known one, updated unless it is fixed; that of `x` if there is none."""
     found = span_of(x)
     span = known if fixed else how.decay * known + (1 - how.decay) * found
     return jnp.where(jnp.isnan(known), found, span)

@@ -132,8 +132,8 @@ class Quantized:
           `DelayedScaling` ``activation_history`` and ``weight_history``, zeros.
 
         Args:
-            variables: as those of the module, not packed. Where they have no ``"cache"``, and layers that decode have
-                a rule with `cache`, an empty packed one comes, for sequences as long as those in `args`.
+            variables: variables of the module, not packed. If they have no ``"cache"``, and layers that decode have a
+                rule with `cache`, an empty packed cache is added, for sequences as long as those in `args`.
             args: arguments of the module.
             rngs: streams of keys by name.
             kwargs: as of the module.
@@ -152,7 +152,7 @@ class Quantized:
         """
         if any(isinstance(leaf, Packed) for leaf in params_of(variables).values()):
             raise ValueError("variables are packed; start with those that are not")
-        # Layers that decode do so where there is a cache; without one they see whole sequences.
+        # Layers decode only if there is a cache; without one they process whole sequences.
         kwargs, given = {**kwargs, "mutable": True}, {name: v for name, v in variables.items() if name != CACHE}
         layers = layers_of(self.module, self.rules, given, args, rngs, kwargs)
         for name, new in begun(layers, params_of(variables)).items():
@@ -172,7 +172,7 @@ class Quantized:
         cache takes the new token with ``mutable=["cache"]``.
 
         Args:
-            variables: as those of the module, or packed, with what the rules keep.
+            variables: variables of the module, packed or not, including those of the rules.
             args: arguments of the module.
             rngs: streams of keys by name, with that which a stochastic rule names.
             kwargs: of the module and of Linen's `apply`.
@@ -191,7 +191,7 @@ class Quantized:
         stay.
 
         Args:
-            variables: as those of the module, with what the rules keep.
+            variables: variables of the module, including those of the rules.
             args: example arguments, of which only shapes are used.
             rngs: streams of keys by name.
             kwargs: as of `apply`.

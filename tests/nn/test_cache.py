@@ -101,5 +101,5 @@ def test_what_cannot_be_decoded_is_said() -> None:
     ):
         with pytest.raises(ValueError, match="each token and head by itself"):
             jc.nn.Rule(cache=spec)
-    with pytest.raises(ValueError, match=r"cache says nothing .* Linear"):
+    with pytest.raises(ValueError, match=r"cache has no effect .* Linear"):
         jc.nn.quantize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rule)

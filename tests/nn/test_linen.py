@@ -150,7 +150,7 @@ def test_what_cannot_be_quantized_is_named() -> None:
         run(linen.ConvTranspose(2, (3,)), jc.nn.Rule(gradient="e5m2"))
     with pytest.raises(ValueError, match="dot_general of its own"):
         run(linen.Dense(2, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k)), jc.nn.Rule(weight="e4m3"))
-    with pytest.raises(ValueError, match=r"Rule\('Dense_0', .*\): cache says nothing .*: Dense"):
+    with pytest.raises(ValueError, match=r"Rule\('Dense_0', .*\): cache has no effect .*: Dense"):
         run(Bare(), [jc.nn.Rule("Dense_0", bias="e4m3", gradient="e5m2", cache="int8(group=all)"), jc.nn.Rule("*")])
     with pytest.raises(TypeError, match="module of Flax Linen"):
         quantized_linen.quantize(Twin(rngs=nnx.Rngs(0)), jc.nn.Rule())  # type: ignore[arg-type]

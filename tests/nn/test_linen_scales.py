@@ -262,8 +262,8 @@ def test_what_cannot_be_kept_is_named() -> None:
     einsum = linen.Einsum((4, 3), "ij,jk->ik")
     for module, rule, error, words in (
         (einsum, learned, NotImplementedError, "Einsum at '': scale_from cannot be had"),
-        (linen.Embed(3, 4), learned, ValueError, "scale_from says nothing for any of its layers: Embed"),
-        (linen.Dense(3), jc.nn.Rule(cache="int8(group=all)"), ValueError, "cache says nothing .*: Dense"),
+        (linen.Embed(3, 4), learned, ValueError, "scale_from has no effect on any of its layers: Embed"),
+        (linen.Dense(3), jc.nn.Rule(cache="int8(group=all)"), ValueError, "cache has no effect .*: Dense"),
     ):
         with pytest.raises(error, match=words):
             jc.nn.linen.quantize(module, rule).init(jax.random.key(0), tokens if isinstance(module, linen.Embed) else x)

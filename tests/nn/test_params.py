@@ -50,7 +50,7 @@ def test_stochastic_leaves_draw_from_keys_of_their_own() -> None:
     ("rules", "error", "words"),
     [
         (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no leaf"),
-        (jc.nn.Rule("kernel", weight="e4m3", bias="e4m3"), ValueError, "bias says nothing"),
+        (jc.nn.Rule("kernel", weight="e4m3", bias="e4m3"), ValueError, "bias has no effect"),
         (jc.nn.Rule("step", weight="e4m3"), TypeError, "the leaf 'head/step'.*int32"),
         (jc.nn.Rule("kernel", weight="e4m3:stochastic"), ValueError, "the leaf 'head/kernel'.*key=None"),
         (jc.nn.Rule("bias", weight="int4(group=2,axis=1)"), ValueError, "the leaf 'layers/0/bias'"),

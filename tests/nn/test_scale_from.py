@@ -244,7 +244,7 @@ def test_what_says_nothing_is_said() -> None:
     assert str(rule).endswith("scale_from=DelayedScaling(length=1024, take='max'))")
     with pytest.raises(ValueError, match=r"for training, mode='qat'"):
         jc.nn.quantize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rule, mode="ptq")
-    with pytest.raises(ValueError, match="scale_from says nothing for any of its layers: Embed"):
+    with pytest.raises(ValueError, match="scale_from has no effect on any of its layers: Embed"):
         jc.nn.quantize(nnx.Embed(2, 2, rngs=nnx.Rngs(0)), jc.nn.Rule(weight=TENSOR, scale_from=jc.nn.LSQ()))
     with pytest.raises(ValueError, match=r"run jchop\.nn\.calibrate"):
         layer(activation=TENSOR, scale_from=jc.nn.LSQ())(X[0])
