@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._arguments import check_key
 from jchop._core.arithmetic.operations import draws
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate._interpret import interpret
@@ -20,7 +21,6 @@ from jchop._emulate._plan import Planner
 from jchop._emulate._rules import Settings, make_settings
 from jchop._emulate._seeds import Seeds
 from jchop._emulate._step import Plan, jaxpr_of
-from jchop._round import _check_key
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
@@ -89,7 +89,7 @@ def emulate(
     if not callable(fun):
         raise TypeError(f"fun={fun!r} must be a function")
     if key is not None:
-        _check_key("key", key)
+        check_key("key", key)
     return Emulated(fun, make_settings(spec, rules, accumulate, unknown), key)
 
 
@@ -179,7 +179,7 @@ def _check_rules(settings: Settings, used: set[str]) -> None:
 def seeds_of(settings: Settings, key: Array | None) -> Seeds | None:
     """The seeds of a call; None where nothing draws."""
     if key is not None:
-        _check_key("key", key)
+        check_key("key", key)
     if not settings.stochastic:
         return None
     if key is None:

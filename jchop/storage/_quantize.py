@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop._arguments import as_array, carrier_of, checked_keys, stream_offset
 from jchop._bits import CARRIERS, types_for
-from jchop._checks import as_numpy, check_choice
+from jchop._checks import check_choice
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled_formats import fit_scaled, quantize_scaled, stored_shapes
-from jchop._round import _keys, _place, round_to_format
+from jchop._round import round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
@@ -79,13 +80,14 @@ def quantize(
     """
     check_choice("impl", impl, IMPLEMENTATIONS)
     spec = replace(as_spec(spec, scaled=True), gradient=Gradient())
-    array, numpy = _as_array(x)
+    array, numpy = as_array("x", x), not isinstance(x, Array)
+    carrier_of(array.dtype, complex_too=False)
     if spec.scaled is not None:
         spec = replace(spec, format=from_end(spec.scaled, array.ndim))
-    drawn = _keys(spec, key, None)[0]
+    drawn = checked_keys(spec, key)[0]
     with types_for(array.dtype):
         if not isinstance(spec.format, ElementFormat):
-            place, starts = _place(offset, array.shape)
+            place, starts = stream_offset(offset, array.shape)
             how = _How(spec, place, impl)
             given = _given(array, spec, scale, zero_point)
             parts = _quantize(array, drawn, starts, *given, how=how)
@@ -167,7 +169,8 @@ def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
     spec = as_spec(spec, scaled=True)
     if spec.scaled is None:
         raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale")
-    array, numpy = _as_array(x)
+    array, numpy = as_array("x", x), not isinstance(x, Array)
+    carrier_of(array.dtype, complex_too=False)
     spec = replace(spec, format=from_end(spec.scaled, array.ndim), gradient=Gradient())
     with types_for(array.dtype):
         fitted = _fit(array, spec=spec)
@@ -213,18 +216,6 @@ def _dequantize(qvalue: Any, scale: Scale, zero_point: Any, add_to: Any, *, form
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
-
-
-def _as_array(x: Any) -> tuple[Array | np.ndarray, bool]:
-    """`x` as an array of a carrier, and whether the result is to be NumPy."""
-    numpy = not isinstance(x, Array)
-    array = as_numpy("x", x) if numpy else x
-    if array.dtype.name not in CARRIERS:
-        raise TypeError(
-            f"x has dtype {array.dtype}, which cannot be quantized; allowed: {', '.join(CARRIERS)}. Convert it first, "
-            "for example x.astype('float32')"
-        )
-    return array, numpy
 
 
 def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, Any]:
