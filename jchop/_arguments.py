@@ -24,6 +24,9 @@ SpecLike = Spec | ElementFormat | str
 #: The key of the rounding and that of the cotangent's; None if it draws nothing.
 Keys = tuple[Array | None, Array | None]
 
+#: The named scope of the operations of a public function, which `emulate` leaves in the arithmetic that it says.
+OWN_SCOPE = "jchop_function"
+
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
@@ -85,7 +88,7 @@ def _number(name: str, value: float, dtype: Any) -> np.ndarray:
 
 def run(function: Callable[..., Any], operands: Sequence[Array | np.ndarray], key: Array | None) -> Any:
     """``function(*operands, key)``, with NumPy results if all operands are NumPy. 64-bit data stays 64-bit."""
-    with types_for(carrier_of(operands[0].dtype).name):
+    with types_for(carrier_of(operands[0].dtype).name), jax.named_scope(OWN_SCOPE):
         if any(isinstance(operand, Array) for operand in operands):
             return function(*operands, key)
         return jax.tree.map(lambda leaf: leaf[()], run_numpy(lambda: function(*operands, key), key=key))
@@ -99,19 +102,20 @@ def run_numpy(function: Callable[[], Any], **given: Any) -> Any:
         given: the other values that it depends on, by name, which must not be traced.
     """
     for name, value in given.items():
-        if _has_tracer(value):
+        if has_tracer(value):
             raise TypeError(
                 f"{name} is traced but the operands are NumPy values, whose result could not be NumPy; pass "
                 "one of them as a JAX array, jax.numpy.asarray(x)"
             )
     result = function()
-    if _has_tracer(result):
+    if has_tracer(result):
         with jax.ensure_compile_time_eval():
             result = function()
     return jax.tree.map(np.array, result)
 
 
-def _has_tracer(tree: Any) -> bool:
+def has_tracer(tree: Any) -> bool:
+    """Whether a leaf of `tree` is traced, so that it has no value yet."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
@@ -173,7 +177,7 @@ def _same_key(key: Any, other: Any) -> bool:
     """Whether two keys are one; traced keys are, when they are the same object."""
     if key is other:
         return True
-    if _has_tracer((key, other)):
+    if has_tracer((key, other)):
         return False
     return key.dtype == other.dtype and np.array_equal(jax.random.key_data(key), jax.random.key_data(other))
 

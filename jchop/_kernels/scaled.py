@@ -175,6 +175,7 @@ quantize_blocks_op = make_op(
     gpu=Kernel(_held(_kernel(_gpu, "quantize_blocks")), refuse_codes_gpu),
     single=False,
     single_cpu=partial(quantize_blocks_body, branch_allowed=True),
+    stores=True,
 )
 #: XLA reads codes and scales once and writes once, and fuses with what uses the result: there is nothing for a kernel.
 dequantize_blocks_op = make_op("jchop_dequantize_blocks", dequantize_blocks_body)

@@ -52,10 +52,16 @@ round_grouped_op = make_op(
     "jchop_round_grouped", round_body, single_cpu=partial(round_body, branch_allowed=True), apart=True
 )
 quantize_grouped_op = make_op(
-    "jchop_quantize_grouped", quantize_body, single=False, single_cpu=partial(quantize_body, branch_allowed=True)
+    "jchop_quantize_grouped",
+    quantize_body,
+    single=False,
+    single_cpu=partial(quantize_body, branch_allowed=True),
+    stores=True,
 )
 dequantize_grouped_op = make_op("jchop_dequantize_grouped", dequantize_body)
-fit_grouped_op = make_op("jchop_fit_grouped", fit_body, single=False, single_cpu=partial(fit_body, branch_allowed=True))
+fit_grouped_op = make_op(
+    "jchop_fit_grouped", fit_body, single=False, single_cpu=partial(fit_body, branch_allowed=True), stores=True
+)
 
 
 # -- what is static ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._arguments import as_array
+from jchop._arguments import OWN_SCOPE, as_array
 from jchop._bits import types_for
 from jchop._checks import check_bool, check_int
 from jchop._core.scaled.groups import Groups
@@ -96,7 +96,7 @@ def fit_half_quadratic(
     nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # a search has nothing to draw
     spec = replace(spec, format=from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
     scale, zero_point = fit_scale(array, spec)
-    with types_for(array.dtype):
+    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
         if whole_start:
             zero_point = ((zero_point / scale).round() * scale).astype(scale.dtype)
         if array.size:

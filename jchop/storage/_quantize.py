@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._arguments import as_array, carrier_of, checked_keys, stream_offset
+from jchop._arguments import OWN_SCOPE, as_array, carrier_of, checked_keys, has_tracer, stream_offset
 from jchop._bits import CARRIERS, types_for
 from jchop._checks import check_choice
 from jchop._core.rounding.random_bits import seed_words
@@ -85,7 +85,7 @@ def quantize(
     if spec.scaled is not None:
         spec = replace(spec, format=from_end(spec.scaled, array.ndim))
     drawn = checked_keys(spec, key)[0]
-    with types_for(array.dtype):
+    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
         if not isinstance(spec.format, ElementFormat):
             place, starts = stream_offset(offset, array.shape)
             how = _How(spec, place, impl)
@@ -139,7 +139,7 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
     if form.dtype not in CARRIERS:
         raise TypeError(f"dtype={dtype!r} is no carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
-    with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)):
+    with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(OWN_SCOPE):
         numbers = _dequantize(q.qvalue, q.scale, q.zero_point, add_to, form=form)
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
             return _to_numpy(numbers)
@@ -172,7 +172,7 @@ def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
     array, numpy = as_array("x", x), not isinstance(x, Array)
     carrier_of(array.dtype, complex_too=False)
     spec = replace(spec, format=from_end(spec.scaled, array.ndim), gradient=Gradient())
-    with types_for(array.dtype):
+    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
         fitted = _fit(array, spec=spec)
         return jax.tree.map(_to_numpy, fitted) if numpy else fitted
 
@@ -238,7 +238,7 @@ def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, An
 
 def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
     """Refuses scales that no fit gives. Within a trace they are not known, and have to be right."""
-    if _is_traced(scale):
+    if has_tracer(scale):
         return
     fmt = spec.scaled
     assert fmt is not None
@@ -262,7 +262,7 @@ def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
 def _check_zero_point(zero_point: Any, spec: Spec) -> None:
     """Refuses zero points that no fit gives. Within a trace they are not known, and have to be right."""
     fmt = spec.element
-    if spec.scaled is None or not spec.scaled.zero_point or _is_traced(zero_point):
+    if spec.scaled is None or not spec.scaled.zero_point or has_tracer(zero_point):
         return
     if spec.scaled.zero_point == "float":
         assert isinstance(spec.scaled.scale, ElementFormat)
@@ -279,10 +279,6 @@ def _check_zero_point(zero_point: Any, spec: Spec) -> None:
             f"zero_point has {outside.flat[0]}; for spec={str(spec)!r} it must lie between {fmt.min_code} and "
             f"{fmt.max_code}"
         )
-
-
-def _is_traced(parts: Any) -> bool:
-    return any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(parts))
 
 
 def _values(stored: Any, fmt: ElementFormat) -> np.ndarray:
