@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jchop"
 
@@ -254,6 +255,24 @@ def is_private(name: str) -> bool:
 def test_private_names_stay_in_their_file() -> None:
     faults = [fault for module in FILES for fault in private_names(module, tree_of(module))]
     assert not faults, f"{len(faults)} private names are taken from another file:\n" + "\n".join(faults)
+
+
+# Where modes are told apart: the definition, the tables, and a short cut that needs tables of its own.
+MODES_IN = {"rounding", "_core.rounding.modes", "_core.scaled_float32.integers"}
+
+
+def test_rounding_modes_are_told_apart_in_one_table() -> None:
+    """Elsewhere a file may ask for a mode or two that it treats apart, but not list them all."""
+    named = {
+        module: {node.attr for node in ast.walk(tree_of(module)) if is_mode(node)} - {"NEAREST_EVEN"}
+        for module in FILES
+        if place_of(module) in ("_core", "_kernels", "rounding", "formats", "_linalg", "math", "storage", "_emulate")
+    }
+    assert {module for module, modes in named.items() if len(modes) > 3} == MODES_IN
+
+
+def is_mode(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Rounding" and node.attr.isupper()
 
 
 def test_rooms_of_the_core_have_an_order() -> None:
