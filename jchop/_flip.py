@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from fractions import Fraction
 from functools import partial
@@ -13,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop import _bits
-from jchop._bits import CARRIERS, Carrier
+from jchop._arguments import OWN_SCOPE, carrier_of, check_key, run_numpy
+from jchop._bits import CARRIERS, Carrier, types_for
 from jchop._checks import check_choice
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.random_bits import random_bits, seed_words
 from jchop._core.scaled.elements import narrow, widen
-from jchop._round import _check_key, round_to_format
+from jchop._round import round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, FloatFormat, UniformFormat
 from jchop.spec import Spec, as_spec
@@ -80,20 +80,17 @@ def flip_bits(
     last = _last_word(p)
     if key is None:
         raise ValueError("key=None, but bits flip at random: pass a typed key, for example key=jax.random.key(0)")
-    _check_key("key", key)
+    check_key("key", key)
     rounded = round_to_format(x, spec, key)
-    if rounded.dtype.name not in CARRIERS:
-        raise TypeError(f"x has dtype {rounded.dtype}; bits flip in real numbers: {', '.join(CARRIERS)}")
-    _require_codes(spec.format, CARRIERS[rounded.dtype.name])
+    _require_codes(spec.format, carrier_of(rounded.dtype, complex_too=False))
     if last is None:
         return rounded
     ends = np.array([last >> 32, last & 0xFFFF_FFFF], np.uint32)
     flip = partial(_flip, fmt=spec.format, where=where, count=count)
-    with jax.enable_x64(True) if rounded.dtype.itemsize == 8 else contextlib.nullcontext():
+    with types_for(rounded.dtype), jax.named_scope(OWN_SCOPE):
         if isinstance(rounded, Array):
             return flip(rounded, key, ends)
-        with jax.ensure_compile_time_eval():  # within a trace a NumPy value is a constant
-            flipped = np.array(flip(np.asarray(rounded), key, ends))
+        flipped = run_numpy(lambda: flip(np.asarray(rounded), key, ends))
     return flipped if isinstance(x, np.ndarray) else flipped[()]
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._bits import CARRIERS, Carrier
-from jchop._checks import as_numpy, check_choice, check_int
+from jchop._arguments import Keys, as_array, carrier_of, check_key, checked_keys, run_numpy, stream_offset
+from jchop._bits import Carrier, types_for
+from jchop._checks import check_choice, check_int
 from jchop._core.rounding.elements import overflowed
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import SEEDS, seed_words
@@ -31,7 +29,6 @@ from jchop.gradients import on_cotangent
 from jchop.spec import Gradient, Spec, as_spec
 
 Array = jax.Array
-_Keys = tuple[Array | None, Array | None]
 
 
 def round_to_format(
@@ -131,11 +128,11 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
         raise ValueError(f"width={width!r} must be 32 or 64")
     if width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError("width=64 needs 64-bit integers: set jax_enable_x64, or use jax.enable_x64(True) as a context")
-    _check_key("key", key)
+    check_key("key", key)
     if not isinstance(shape, Sequence):
         raise TypeError(f"shape={shape!r} must be a tuple of integers >= 0")
     shape = tuple(check_int("shape", size, 0) for size in shape)
-    place, starts = _place(offset, shape)
+    place, starts = stream_offset(offset, shape)
     return draw(seed_words(key), shape, place, starts, width)
 
 
@@ -173,103 +170,44 @@ def _how(spec: Spec, impl: str, generator: str, offset: Any) -> _How:
 
 def _round_array(x: Array | np.ndarray, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Array:
     spec = how.spec
-    carrier = _carrier(x.dtype)
+    carrier = carrier_of(x.dtype)
     _require(spec, x, carrier)
     if spec.gradient.round is not None:
         _require(spec.gradient.round, x, carrier)
-    keys = _keys(spec, key, gradient_key)
-    place, starts = _place(offset, x.shape, 2 if x.dtype.kind == "c" else 1)
-    if carrier.width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        with jax.enable_x64(True):
-            return _round(x, keys, starts, how=how, place=place)
-    return _round(x, keys, starts, how=how, place=place)
+    keys = checked_keys(spec, key, gradient_key)
+    place, starts = stream_offset(offset, x.shape, 2 if x.dtype.kind == "c" else 1)
+    with types_for(carrier.name):
+        return _round(x, keys, starts, how=how, place=place)
 
 
 def _round_numpy(x: Any, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
-    array = as_numpy("x", x)
-    carrier = _carrier(array.dtype)
-    for name, value in (("key", key), ("gradient_key", gradient_key), ("offset", offset)):
-        if isinstance(value, Array | tuple) and any(
-            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)
-        ):
-            raise TypeError(
-                f"{name} is traced but x is a NumPy value, whose result could not be NumPy; pass jax.numpy.asarray(x)"
-            )
-    # 64-bit data stays so, whatever the flag.
-    with jax.enable_x64(True) if carrier.width == 64 else contextlib.nullcontext():
-        rounded = _round_array(array, how, key, offset, gradient_key)
-        if isinstance(rounded, jax.core.Tracer):  # within a trace a NumPy value is a constant, rounded now
-            with jax.ensure_compile_time_eval():
-                rounded = _round_array(array, how, key, offset, gradient_key)
-    result = np.array(rounded)
+    array = as_array("x", x)
+    result = run_numpy(
+        lambda: _round_array(array, how, key, offset, gradient_key),
+        key=key,
+        gradient_key=gradient_key,
+        offset=offset,
+    )
     return result if isinstance(x, np.ndarray) else result[()]
 
 
 def _round_dask(x: Any, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
     if how.hardware or not (type(offset) is int and offset == 0):
         raise ValueError(f"offset={offset!r}: a dask array is a whole; it takes no offset, and generator='counter'")
-    _require(how.spec, x, _carrier(x.dtype))
+    _require(how.spec, x, carrier_of(x.dtype))
     rounder = partial(_round_block, replace(how, spec=replace(how.spec, gradient=Gradient())))
-    return round_blocks(x, rounder, how.spec.scaled, _keys(how.spec, key, gradient_key)[0])
+    return round_blocks(x, rounder, how.spec.scaled, checked_keys(how.spec, key, gradient_key)[0])
 
 
 def _round_block(how: _How, block: np.ndarray, key: Array | None = None, offset: Any = 0) -> np.ndarray:
     return _round_numpy(block, how, key, offset, None)
 
 
-# -- where x lies in the random stream ---------------------------------------------------------------------------------
-
-
-def _place(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[StreamOffset, tuple]:
-    """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew.
-
-    `words` is how many words an element draws. Those of known indexes from 2^64 on, which there are not, are refused.
-    """
-    if type(offset) is int and offset == 0:
-        return AT_START, ()
-    if not isinstance(offset, tuple):
-        start, high = _start(offset)
-        if not isinstance(offset, Array):
-            _check_last(offset, int(offset) + math.prod(shape), words)
-        return StreamOffset((None,), base=high), (start,)
-    pair = len(offset) == 2 and all(isinstance(entry, tuple | list) for entry in offset)
-    if not pair or not len(offset[0]) == len(offset[1]) == len(shape):
-        raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
-    whole = tuple(check_int("offset: shape of the whole", size, 0, 1 << 32) for size in offset[1])
-    for start, size, total in zip(offset[0], shape, whole, strict=True):
-        if size > total or (not isinstance(start, jax.core.Tracer) and start + size > total):
-            raise ValueError(f"offset={offset!r}: a part of shape {shape} does not lie within the whole")
-    _check_last(offset, math.prod(whole), words)
-    return StreamOffset((None,) * len(shape), whole), tuple(_start(start)[0] for start in offset[0])
-
-
-def _check_last(offset: Any, end: int, words: int) -> None:
-    if end * words > 1 << 64:
-        raise ValueError(
-            f"offset={offset!r}: the last element would have index {end - 1}, and random bits end at index "
-            f"{(1 << 64) // words - 1}"
-        )
-
-
-def _start(start: Any) -> tuple[Any, int]:
-    """A start as an integer scalar that is not static, and a static multiple of 2^32 that goes on top of it."""
-    if isinstance(start, Array):
-        if start.shape != () or not jnp.issubdtype(start.dtype, jnp.integer):
-            raise TypeError(
-                f"offset has an entry of shape {start.shape} and dtype {start.dtype}; allowed: integer scalars"
-            )
-        if isinstance(start, jax.core.Tracer):
-            return start, 0
-    start = check_int("offset", start, 0, (1 << 64) - 1)
-    low, high = start % (1 << 32), start >> 32 << 32
-    return (np.int32(low) if low < 1 << 31 else np.uint32(low)), high
-
-
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
 @partial(compiled, static_argnames=("how", "place"), inline=True)
-def _round(x: Array | np.ndarray, keys: _Keys, starts: tuple, *, how: _How, place: StreamOffset) -> Array:
+def _round(x: Array | np.ndarray, keys: Keys, starts: tuple, *, how: _How, place: StreamOffset) -> Array:
     seeds = tuple(None if key is None else seed_words(key) for key in keys)
     return _with_gradient(how, place, jnp.asarray(x), seeds, starts)
 
@@ -330,7 +268,7 @@ def _forward(
 
 
 def _overflowed(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
-    return overflowed(x, spec, _carrier(x.dtype), words_like(x, drawn, place) if drawn else None)
+    return overflowed(x, spec, carrier_of(x.dtype), words_like(x, drawn, place) if drawn else None)
 
 
 def _parts(x: Array) -> Array:
@@ -354,62 +292,3 @@ def _require(spec: Spec, x: Array | np.ndarray, carrier: Carrier) -> None:
     if np.dtype(x.dtype).kind == "c":
         raise TypeError(f"x has dtype {x.dtype}; a scaled format, as spec={str(spec)!r}, takes real numbers")
     require_scaled(spec, x.shape, carrier.name)
-
-
-_COMPLEX = {"complex64": "float32", "complex128": "float64"}
-_BY_DTYPE = {jnp.dtype(name): CARRIERS[_COMPLEX.get(name, name)] for name in (*CARRIERS, *_COMPLEX)}
-
-
-def _carrier(dtype: Any) -> Carrier:
-    carrier = _BY_DTYPE.get(dtype)
-    if carrier is None:
-        raise TypeError(
-            f"x has dtype {dtype}, which is no carrier; allowed: {', '.join(map(str, _BY_DTYPE))}. Convert it "
-            "first, for example x.astype('float32')"
-        )
-    return carrier
-
-
-def _keys(spec: Spec, key: Array | None, gradient_key: Array | None) -> _Keys:
-    """The keys that `spec` draws from, checked; None where it draws nothing."""
-    backward = spec.gradient.round
-    draws = (spec.rounding.stochastic, backward is not None and backward.rounding.stochastic)
-    for name, given, needed, what in zip(_KEY_NAMES, (key, gradient_key), draws, ("", " cotangents"), strict=True):
-        if given is not None:
-            _check_key(name, given)
-        elif needed:
-            raise ValueError(
-                f"{name}=None, but spec={str(spec)!r} rounds{what} stochastically: pass a typed key, for example "
-                f"{name}=jax.random.key(0)"
-            )
-    if all(draws) and _same_key(key, gradient_key):
-        raise ValueError(
-            "gradient_key is the same as key, so x and its cotangent would be rounded by the same random bits; pass "
-            "two keys, for example key, gradient_key = jax.random.split(key)"
-        )
-    return key if draws[0] else None, gradient_key if draws[1] else None
-
-
-def _same_key(key: Any, other: Any) -> bool:
-    """Whether two keys are one; traced keys are, when they are the same object."""
-    if key is other:
-        return True
-    if isinstance(key, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
-        return False
-    return key.dtype == other.dtype and np.array_equal(jax.random.key_data(key), jax.random.key_data(other))
-
-
-_KEY_NAMES = ("key", "gradient_key")
-
-
-def _check_key(name: str, key: Any) -> None:
-    if not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        got = f"an array of dtype {key.dtype}" if isinstance(key, Array) else repr(key)
-        raise TypeError(
-            f"{name}={got} must be a typed key, as jax.random.key(0) gives (jax.random.wrap_key_data makes one of "
-            "raw words)"
-        )
-    if key.shape != ():
-        raise ValueError(
-            f"{name} has shape {key.shape}, but one key is drawn from; use jax.vmap over x and the keys together"
-        )

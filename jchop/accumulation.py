@@ -14,7 +14,7 @@ from jchop._checks import check_bool, check_choice, check_int, check_text, quote
 from jchop.formats import ElementFormat
 from jchop.spec import Gradient, Spec, as_spec
 
-__all__ = ["MatmulSpec", "Order"]
+__all__ = ["MatmulSpec", "Order", "SumSpecLike", "as_matmul_spec"]
 
 #: The orders that take a block length.
 _BLOCKED = ("blocked", "matrix_unit")
@@ -173,3 +173,20 @@ def _as_order(value: object) -> Order:
     if isinstance(value, str):
         return Order.parse(value)
     raise TypeError(f"order={value!r} must be an Order or its text: {_ORDERS}")
+
+
+#: What stands for a `MatmulSpec`.
+SumSpecLike = MatmulSpec | Spec | ElementFormat | str
+
+
+def as_matmul_spec(value: object, argument: str = "spec") -> MatmulSpec:
+    """A `MatmulSpec`; one spec alone stands for every rounding in it, in sequential order."""
+    if isinstance(value, MatmulSpec):
+        return value
+    if not isinstance(value, Spec | ElementFormat | str):
+        raise TypeError(
+            f"{argument}={value!r} must be a MatmulSpec, such as MatmulSpec(product='e5m10', accumulate='e5m10'), or "
+            "a Spec, a format or text for every rounding"
+        )
+    spec = as_spec(value, argument)
+    return MatmulSpec(spec, spec, spec)

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jchop"
 
@@ -31,6 +32,7 @@ FLOORS: list[tuple[int, str]] = [
     (3, "gradients"),
     (4, "_core"),
     (5, "_kernels"),
+    (6, "_arguments"),
     (6, "_dask"),
     (6, "_round"),
     (6, "_flip"),
@@ -227,6 +229,52 @@ def room_of(module: str) -> int | None:
     return ROOMS.index(parts[1]) if len(parts) > 2 else len(ROOMS)
 
 
+def private_names(module: str, tree: ast.Module) -> Iterator[str]:
+    """Names with an underscore that a file imports from another file of jchop, or reads from one as an attribute."""
+    homes: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{absolute(module, node)}.{alias.name}"
+                if name.startswith("jchop.") and name.removeprefix("jchop.") in FILES:
+                    homes[alias.asname or alias.name] = name
+                elif name.startswith("jchop.") and is_private(alias.name):
+                    yield f"{where(module, node.lineno)} imports {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            home = homes.get(ast.unparse(node.value), ast.unparse(node.value))
+            name = f"{home}.{node.attr}"
+            if home.startswith("jchop.") and inner(home) == inner(name) == home.removeprefix("jchop."):
+                yield f"{where(module, node.lineno)} reads {home}.{node.attr}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_private_names_stay_in_their_file() -> None:
+    faults = [fault for module in FILES for fault in private_names(module, tree_of(module))]
+    assert not faults, f"{len(faults)} private names are taken from another file:\n" + "\n".join(faults)
+
+
+# Where modes are told apart: the definition, the tables, and a short cut that needs tables of its own.
+MODES_IN = {"rounding", "_core.rounding.modes", "_core.scaled_float32.integers"}
+
+
+def test_rounding_modes_are_told_apart_in_one_table() -> None:
+    """Elsewhere a file may ask for a mode or two that it treats apart, but not list them all."""
+    named = {
+        module: {node.attr for node in ast.walk(tree_of(module)) if is_mode(node)} - {"NEAREST_EVEN"}
+        for module in FILES
+        if place_of(module) in ("_core", "_kernels", "rounding", "formats", "_linalg", "math", "storage", "_emulate")
+    }
+    assert {module for module, modes in named.items() if len(modes) > 3} == MODES_IN
+
+
+def is_mode(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Rounding" and node.attr.isupper()
+
+
 def test_rooms_of_the_core_have_an_order() -> None:
     faults = [
         f"{where(module, line)} imports {target}"
@@ -315,3 +363,10 @@ def test_the_checks_see_what_they_should() -> None:
     assert inner("jchop.formats._float.FloatFormat") == "formats._float"
     assert inner("jchop.round_to_format") == "__init__"
     assert inner("numpy.random") is None
+    taken = "from jchop import _bits\nfrom jchop._bits import _a, b\nimport jchop._round\nimport torch\n"
+    taken += "_bits._c, _bits.d, jchop._round._e, jchop._round.f, torch._g, jchop.formats._base"
+    assert sorted(fault.split()[-1].split(".")[-1] for fault in private_names("_flip", ast.parse(taken))) == [
+        "_a",
+        "_c",
+        "_e",
+    ]

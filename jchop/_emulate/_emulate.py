@@ -11,19 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._arguments import OWN_SCOPE, check_key
 from jchop._core.arithmetic.operations import draws
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate._interpret import interpret
-from jchop._emulate._known import is_float
+from jchop._emulate._known import CARRIER_DTYPES
 from jchop._emulate._perform import round_value
-from jchop._emulate._plan import Planner
+from jchop._emulate._plan import Planner, taken_by_others
 from jchop._emulate._rules import Settings, make_settings
 from jchop._emulate._seeds import Seeds
 from jchop._emulate._step import Plan, jaxpr_of
-from jchop._round import _check_key
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
+from jchop.storage import QArray
 
 Array = jax.Array
 
@@ -89,7 +90,7 @@ def emulate(
     if not callable(fun):
         raise TypeError(f"fun={fun!r} must be a function")
     if key is not None:
-        _check_key("key", key)
+        check_key("key", key)
     return Emulated(fun, make_settings(spec, rules, accumulate, unknown), key)
 
 
@@ -105,7 +106,7 @@ class Emulated:
         seeds = seeds_of(self.settings, self.key if key is None else key)
         program = trace(self.fun, self.settings, args, kwargs)
         # A program may hold a NaN that it never takes, as that of jnp.var does: jax_debug_nans looks at the results.
-        with jax.disable_jit(False), jax.debug_nans(False):
+        with jax.disable_jit(False), jax.debug_nans(False), jax.named_scope(OWN_SCOPE):
             results = run(program, self.settings.spec, seeds)
         if jax.config.jax_debug_nans:  # type: ignore[attr-defined]
             results = [jnp.copy(x) for x in results]
@@ -118,6 +119,7 @@ class Program:
 
     plan: Plan
     values: tuple[Any, ...]
+    rounds: tuple[bool, ...]  # which values, and then which constants, are rounded on entry
     tree: Any  # of the results
 
 
@@ -127,6 +129,8 @@ def trace(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -
     Arrays and Python floats are its variables; integers, booleans and all else stay what they are.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
+    units = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
+    stored = [_is_stored(unit) for unit in units for _ in jax.tree.leaves(unit)]
     moved = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray | np.generic | float | complex)]
 
     def flat(*values: Any) -> Any:
@@ -140,10 +144,21 @@ def trace(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -
     with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
     planner = Planner(settings)
-    known = tuple(settings.spec if is_float(v.aval) else None for v in jaxpr_of(closed)[0].invars)
-    plan = planner.plan(closed, known, constants=settings.spec)
+    jaxpr = jaxpr_of(closed)[0]
+    others = taken_by_others(jaxpr)
+    numbers = (*(not stored[i] for i in moved), *(v in others for v in jaxpr.constvars))
+    rounds = tuple(
+        settings.spec is not None and is_number and v.aval.dtype.name in CARRIER_DTYPES
+        for v, is_number in zip((*jaxpr.invars, *jaxpr.constvars), numbers, strict=True)
+    )
+    known = tuple(settings.spec if r else None for r in rounds)
+    plan = planner.plan(closed, known[: len(values)], constants=known[len(values) :])
     _check_rules(settings, planner.used)
-    return Program(plan, tuple(values), jax.tree.structure(shapes))
+    return Program(plan, tuple(values), rounds, jax.tree.structure(shapes))
+
+
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, QArray)
 
 
 def run(program: Program, spec: Spec | None, seeds: Seeds | None) -> list[Any]:
@@ -156,13 +171,14 @@ def enter(program: Program, spec: Spec | None, seeds: Seeds | None) -> tuple[lis
     """Arguments and constants, rounded, and the seeds of what follows."""
     entry, inside = (None, None) if seeds is None else (seeds.turn(0), seeds.turn(1))
     count = len(program.values)
-    entered = [_entered(x, i, spec, entry) for i, x in enumerate((*program.values, *program.plan.consts))]
+    every = zip((*program.values, *program.plan.consts), program.rounds, strict=True)
+    entered = [_entered(x, i, spec if rounds else None, entry) for i, (x, rounds) in enumerate(every)]
     return entered[:count], entered[count:], inside
 
 
 def _entered(x: Any, number: int, spec: Spec | None, seeds: Seeds | None) -> Any:
     x = x if isinstance(x, Array) else jnp.asarray(x)
-    if spec is None or not is_float(x):
+    if spec is None:
         return x
     return round_value(x, spec, seeds.words(x, number) if draws(spec) and seeds is not None else None)
 
@@ -179,7 +195,7 @@ def _check_rules(settings: Settings, used: set[str]) -> None:
 def seeds_of(settings: Settings, key: Array | None) -> Seeds | None:
     """The seeds of a call; None where nothing draws."""
     if key is not None:
-        _check_key("key", key)
+        check_key("key", key)
     if not settings.stochastic:
         return None
     if key is None:

@@ -113,7 +113,7 @@ def _accumulated(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 
 
 _BY_KIND: dict[str, Callable[[Step, Seeds | None, list[Any]], list[Any]]] = {
-    **dict.fromkeys(("untouched", "structural", "carrier"), _bound),
+    **dict.fromkeys(("untouched", "structural", "carrier", "own"), _bound),
     **dict.fromkeys(("exact", "power", "elementary", "made", "converted"), _performed),
     "extremum": _extremum,
     "accumulating": _accumulated,

@@ -100,13 +100,13 @@ def measure(
 
 
 def _step(step: Step, seeds: Seeds | None, args: list[Pair], found: dict[int, Measure]) -> list[Pair]:
-    walk = _LOOPS.get(step.name)
+    walk = _LOOPS.get(step.name) if step.kind == "control" else None
     if walk is not None:
         return walk(step, seeds, args, found)
     low, carrier = ([pair[i] for pair in args] for i in (0, 1))
     results = run_step(step, seeds, low)
     plain = bind(step.eqn.primitive, step.eqn.params, *carrier)
-    if step.kind not in ("control", "untouched", "structural", "extremum"):
+    if step.kind not in ("control", "untouched", "structural", "extremum", "own"):
         same = bind(step.eqn.primitive, step.eqn.params, *low)
         for v, *three in zip(step.eqn.outvars, results, same, plain, strict=True):
             if is_float(v.aval):

@@ -137,6 +137,7 @@ OUTCOMES = {
     "converted": _converted,
     "accumulating": _accumulating,
     "carrier": _carried,
+    "own": _carried,
     "linear": _factored,
     "complex": _by_parts,
 }

@@ -16,11 +16,11 @@ from jax.extend.core import Literal
 
 from jchop._emulate._known import Known, common, holds_all, is_complex, is_float
 from jchop._emulate._outcome import OUTCOMES
-from jchop._emulate._rules import CALLS, COMPLEX, HIGH_CALLS, KINDS, Settings, scope_of
+from jchop._emulate._rules import CALLS, COMPLEX, HIGH_CALLS, Choice, Settings, is_own, kind_of, scope_of
 from jchop._emulate._step import Plan, Step, carry_count, jaxpr_of
 from jchop.spec import Spec
 
-__all__ = ["Planner"]
+__all__ = ["Planner", "taken_by_others"]
 
 
 class Planner:
@@ -30,10 +30,12 @@ class Planner:
         self.settings = settings
         self.used: set[str] = set()
 
-    def plan(self, closed: Any, known: Sequence[Known], scope: str = "", constants: Known = None) -> Plan:
+    def plan(
+        self, closed: Any, known: Sequence[Known], scope: str = "", constants: Sequence[Known] | None = None
+    ) -> Plan:
         """The plan of a jaxpr whose arguments and constants are known to be what is said of them."""
         jaxpr, consts = jaxpr_of(closed)
-        env: dict[Any, Known] = {v: constants if is_float(v.aval) else None for v in jaxpr.constvars}
+        env: dict[Any, Known] = dict(zip(jaxpr.constvars, constants or (None,) * len(jaxpr.constvars), strict=True))
         env.update(zip(jaxpr.invars, known, strict=True))
         steps, number = [], 0
         for eqn in jaxpr.eqns:
@@ -49,9 +51,12 @@ class Planner:
     def _step(self, eqn: Any, env: dict[Any, Known], outer: str, number: int) -> Step:
         name = eqn.primitive.name
         scope = scope_of(outer, eqn.source_info.name_stack)
+        if is_own(scope):
+            rounds, known = (False,) * len(eqn.invars), (None,) * len(eqn.invars)
+            return Step(eqn, "own", scope, Choice(None, None), rounds, known, (None,) * len(eqn.outvars), number)
         choice = self.settings.choose(name, scope, self.used)
         known = tuple(_known_of(v, env, choice.spec) for v in eqn.invars)
-        step = Step(eqn, KINDS.get(name, "unknown"), scope, choice, (False,) * len(known), known, known[:0], number)
+        step = Step(eqn, kind_of(eqn.primitive), scope, choice, (False,) * len(known), known, known[:0], number)
         if step.kind == "control":
             return _CONTROL[name](self, step)
         floats = [is_float(v.aval) for v in eqn.outvars]
@@ -138,6 +143,13 @@ class Planner:
                 plans = (self.plan(params["cond_jaxpr"], (*first, *known), step.scope), inner)
                 return replace(step, inner=plans, out=kept)
             known = kept
+
+
+def taken_by_others(jaxpr: Any) -> set[Any]:
+    """The variables that are results, or operands of an equation that is no part of a public function of jchop."""
+    others = (eqn for eqn in jaxpr.eqns if not is_own(scope_of("", eqn.source_info.name_stack)))
+    operands = (v for eqn in others for v in eqn.invars)
+    return {v for v in (*operands, *jaxpr.outvars) if not isinstance(v, Literal)}
 
 
 def _kept(before: tuple[Known, ...], after: tuple[Known, ...]) -> tuple[Known, ...]:

@@ -24,7 +24,7 @@ __all__ = ["Report", "Row", "report"]
 
 Array = jax.Array
 #: The kinds of equations that round nothing.
-_SILENT = frozenset({"structural", "extremum", "untouched", "control"})
+_SILENT = frozenset({"structural", "extremum", "untouched", "control", "own"})
 #: Folders whose lines are not the user's.
 _LIBRARIES = (f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 

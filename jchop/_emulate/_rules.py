@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend.core import Primitive
+
+from jchop._arguments import OWN_SCOPE
 from jchop._checks import check_choice
+from jchop._kernels.primitive import OpPrimitive
 from jchop._paths import matches_path
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat
@@ -25,6 +29,8 @@ __all__ = [
     "UNKNOWN",
     "Choice",
     "Settings",
+    "is_own",
+    "kind_of",
     "make_settings",
     "scope_of",
 ]
@@ -42,10 +48,9 @@ _ELEMENTARY = """
 """
 #: Sums without an order of their own, and what makes floats of other things: the carrier's result, rounded once.
 _MADE = """
-    bitcast_convert_type cumlogsumexp iota jchop_chain jchop_dequantize_scaled jchop_dequantize_matmul jchop_matmul
-    jchop_quantize_scaled jchop_round jchop_round_scaled jchop_round_with_hardware_bits psum psum_invariant psum_scatter
-    random_gamma reduce_precision reduce_scatter rng_uniform scatter-add scatter-mul scatter_add
-    scatter_mul select_and_scatter_add select_and_gather_add unreduced_psum
+    bitcast_convert_type cumlogsumexp iota psum psum_invariant psum_scatter random_gamma reduce_precision
+    reduce_scatter rng_uniform scatter-add scatter-mul scatter_add scatter_mul select_and_scatter_add
+    select_and_gather_add unreduced_psum
 """
 #: Nothing is computed, only moved or chosen.
 _STRUCTURAL = """
@@ -86,6 +91,15 @@ KINDS: dict[str, str] = {
     )
     for name in names.split()
 }
+
+
+def kind_of(primitive: Primitive) -> str:
+    """What a primitive is. The results of jchop's own operations are rounded, unless they are codes and scales."""
+    if isinstance(primitive, OpPrimitive):
+        return "own" if primitive.stores else "made"
+    return KINDS.get(primitive.name, "unknown")
+
+
 #: What may be done with a primitive that has no line in the table.
 UNKNOWN = ("raise", "round_output", "carrier")
 
@@ -147,6 +161,11 @@ def scope_of(outer: str, name_stack: Any, name: str | None = None) -> str:
     """The path of scopes of an equation, the marks of transformations dropped: ``vmap(jvp(f))/g`` is ``f/g``."""
     parts = [outer, _WRAPPED.sub("", str(name_stack)), name or ""]
     return "/".join(part for part in parts if part)
+
+
+def is_own(scope: str) -> bool:
+    """Whether an equation of this scope is part of a public function of jchop, which says its arithmetic itself."""
+    return OWN_SCOPE in scope.split("/")
 
 
 def make_settings(

@@ -29,7 +29,7 @@ from jax.interpreters import batching, mlir
 from jchop._checks import check_choice
 from jchop._settings import compiled, own_settings
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "make_op", "one_device_at_hand"]
+__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "OpPrimitive", "make_op", "one_device_at_hand"]
 
 Array = jax.Array
 Impl = Literal["auto", "xla", "pallas"]
@@ -75,6 +75,21 @@ class _Op:
     single: bool
 
 
+class OpPrimitive(Primitive):
+    """The primitive of an operation of jchop; every one that `make_op` makes, and no other, is of this class.
+
+    Args:
+        name: of the primitive.
+        stores: whether its results are codes and scales, which no other arithmetic rounds.
+    """
+
+    multiple_results = True
+
+    def __init__(self, name: str, stores: bool) -> None:
+        super().__init__(name)
+        self.stores = stores
+
+
 def make_op(
     name: str,
     body: Callable[..., Any],
@@ -84,6 +99,7 @@ def make_op(
     single: bool = True,
     single_cpu: Callable[..., Any] | None = None,
     apart: bool = False,
+    stores: bool = False,
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
 
@@ -100,6 +116,7 @@ def make_op(
             be partitioned or run under vmap, and so should not.
         apart: in programs for one CPU neither is fused with what stands around it: for bodies that read an array more
             than once, or whose results are read more than once.
+        stores: the results are codes and scales, and not numbers that `emulate` would round.
 
     Returns:
         ``op(*arrays, impl="auto", **static)``, the static arguments hashable.
@@ -116,8 +133,7 @@ def make_op(
     """
     kernels = tuple((platform, kernel) for platform, kernel in (("tpu", tpu), ("cuda", gpu)) if kernel is not None)
     op = _Op(name, body, kernels, single)
-    primitive = Primitive(name)
-    primitive.multiple_results = True
+    primitive = OpPrimitive(name, stores)
     primitive.def_impl(partial(_eager, op, primitive))
     primitive.def_abstract_eval(partial(_abstract, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))

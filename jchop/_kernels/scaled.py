@@ -206,6 +206,7 @@ quantize_scaled_op = make_op(
     gpu=Kernel(_quantizes(_gpu), blocks_only(refuse_codes_gpu)),
     single=False,
     single_cpu=partial(quantize_body, branch_allowed=True),
+    stores=True,
 )
 #: XLA reads codes and scales once and writes once, and fuses with what uses the result: there is nothing for a kernel.
 dequantize_scaled_op = make_op("jchop_dequantize_scaled", dequantize_body)

@@ -11,24 +11,13 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
 from jchop._checks import check_bool, check_int
-from jchop._core.arithmetic.operations import check_operation
+from jchop._core.arithmetic.operations import check_matmul, check_operation, widened
 from jchop._core.rounding.grid import require_carrier
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
-from jchop.accumulation import MatmulSpec
-from jchop.math._door import (
-    Array,
-    SpecLike,
-    SumSpecLike,
-    as_matmul_spec,
-    as_operands,
-    check_matmul_spec,
-    checked_key,
-    own_carrier,
-    run,
-    widened,
-)
+from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._family import as_dtype, check_backward, exactly
 from jchop.math._matmul import matmul, product_of_matrices
 from jchop.math._sums import sum as _sum
@@ -103,7 +92,7 @@ def einsum(subscripts: str, *operands: Any, spec: SumSpecLike, key: Array | None
     if len(arrays) == 1:
         return _of_one(arrays[0], terms[0], result, spec, key)
     mspec = as_matmul_spec(spec)
-    check_matmul_spec(mspec, arrays[0].dtype)
+    check_matmul(mspec, arrays[0].dtype)
     key = checked_key(key, mspec.stochastic, mspec)
     return run(partial(_einsum, mspec, tuple(terms), result), arrays, key)
 
@@ -146,7 +135,7 @@ def conv(
     mspec = as_matmul_spec(spec)
     arrays = as_operands(("x", "kernel"), (x, kernel))
     window = _window(arrays[0].shape, arrays[1].shape, stride, padding, dilation)
-    check_matmul_spec(mspec, arrays[0].dtype)
+    check_matmul(mspec, arrays[0].dtype)
     key = checked_key(key, mspec.stochastic, mspec)
     return run(partial(_conv, mspec, window), arrays, key)
 
@@ -177,7 +166,7 @@ def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fu
     spec = as_spec(spec)
     check_bool("fused", fused)
     arrays = as_operands("axy", (a, x, y))
-    require_carrier(spec, own_carrier(arrays[0].dtype))
+    require_carrier(spec, carrier_of(arrays[0].dtype))
     check_operation(spec, arrays[0].dtype)
     check_backward(spec)
     return run(partial(_axpy, spec, fused), arrays, checked_key(key, spec.rounding.stochastic, spec))

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.scipy import special
 
+from jchop._arguments import Array, SpecLike
 from jchop.math import _carrier, _exact
-from jchop.math._door import Array, SpecLike
 from jchop.math._family import Row, binary, call, documented, ternary, unary
 
 __all__ = [

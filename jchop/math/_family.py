@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jchop._core.arithmetic.operations import check_operation, operation, words
+from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
+from jchop._core.arithmetic.operations import check_operation, operation, widened, words
 from jchop._core.arithmetic.ranges import Range
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
-from jchop.math._door import Array, SpecLike, as_operands, checked_key, own_carrier, run, widened
 from jchop.spec import Spec, as_spec
 
 #: The exact result rounded once: the name of an `operation`, or a function (operands, spec, random words) -> result.
@@ -74,7 +74,7 @@ def call(row: Row, operands: tuple[Any, ...], spec: SpecLike, key: Array | None)
     spec = as_spec(spec)
     arrays = as_operands(row.operands, operands, complex_too=row.complex_too)
     dtype = arrays[0].dtype
-    require_carrier(spec, own_carrier(dtype))
+    require_carrier(spec, carrier_of(dtype))
     if row.exact is not None:
         check_operation(spec, dtype)
     check_backward(spec)

@@ -12,23 +12,16 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jchop._arguments import as_operands, checked_key, run
 from jchop._checks import check_choice
 from jchop._core.arithmetic.matmul import Plan
+from jchop._core.arithmetic.operations import check_matmul, operation_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.matmul import matmul_op
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
-from jchop.accumulation import MatmulSpec
-from jchop.math._door import (
-    SumSpecLike,
-    as_matmul_spec,
-    as_operands,
-    check_matmul_spec,
-    checked_key,
-    run,
-    wide_carrier,
-)
+from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -87,8 +80,8 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
     spec = as_matmul_spec(spec)
     check_choice("impl", impl, IMPLEMENTATIONS)
     x, y = as_operands("ab", (a, b))
-    carrier = wide_carrier(x.dtype)
-    check_matmul_spec(spec, x.dtype)
+    carrier = operation_carrier(x.dtype)
+    check_matmul(spec, x.dtype)
     _check_shapes(x.shape, y.shape)
     key = checked_key(key, spec.stochastic, spec)
     if key is not None:
@@ -137,7 +130,7 @@ def _one_batch(x: Array, batch: tuple[int, ...]) -> Array:
 def product_of_matrices(x: Array, y: Array, spec: MatmulSpec, dtype: Any, keys: Any) -> Array:
     """The product of rounded arrays of a wide dtype, (batch, m, k) and (batch, k, n), with the keys of `matmul`."""
     if keys[2] is not None:
-        _check_counts(x, y, Plan(spec, wide_carrier(x.dtype), x.shape[-1]))
+        _check_counts(x, y, Plan(spec, operation_carrier(x.dtype), x.shape[-1]))
     return _product(spec, "auto", jnp.dtype(dtype), x, y, None if keys[2] is None else _seeds(keys, spec))
 
 

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._arguments import Array, SpecLike, as_array, as_operands, carrier_of, checked_key, run
 from jchop._checks import check_int
-from jchop._core.arithmetic.operations import check_operation, words
+from jchop._core.arithmetic.operations import check_operation, widened, words
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.math import _carrier, _exact
-from jchop.math._door import Array, SpecLike, as_array, as_operands, checked_key, own_carrier, run, widened
 from jchop.math._family import Row, as_dtype, call, check_backward, exactly
 from jchop.spec import Spec, as_spec
 
@@ -108,7 +108,7 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
     (array,), exponent = as_operands("x", (x,)), as_array("n", n)
     if not jnp.issubdtype(exponent.dtype, jnp.integer):
         raise TypeError(f"n has dtype {exponent.dtype}; allowed: integers")
-    require_carrier(spec, own_carrier(array.dtype))
+    require_carrier(spec, carrier_of(array.dtype))
     check_operation(spec, array.dtype)
     check_backward(spec)
     if isinstance(exponent, np.ndarray):  # 64-bit integers would lose their high words
@@ -162,7 +162,7 @@ def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: 
     spec = as_spec(spec)
     (array,), n = as_operands("x", (x,)), check_int("n", n, 0)
     axis = check_axis(axis, array.ndim)
-    require_carrier(spec, own_carrier(array.dtype))
+    require_carrier(spec, carrier_of(array.dtype))
     check_operation(spec, array.dtype)
     check_backward(spec)
     key = checked_key(key, spec.rounding.stochastic, spec)

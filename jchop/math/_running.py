@@ -9,22 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
 from jchop._checks import check_bool
-from jchop._core.arithmetic.operations import check_operation, draws
+from jchop._core.arithmetic.operations import check_operation, draws, widened
 from jchop._core.arithmetic.sums import cumulative, product_along
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
-from jchop.math._door import (
-    Array,
-    SpecLike,
-    as_operands,
-    checked_key,
-    own_carrier,
-    run,
-    widened,
-)
 from jchop.math._family import check_backward
 from jchop.math._parts import Axes, Axis, as_axes
 from jchop.spec import Spec, as_spec
@@ -112,7 +104,7 @@ def _stepped(function: Callable[..., Array], x: Any, spec: SpecLike, key: Any, a
     check_bool("keepdims", keepdims)
     spec = as_spec(spec)
     (array,) = as_operands("x", (x,))
-    require_carrier(spec, own_carrier(array.dtype))
+    require_carrier(spec, carrier_of(array.dtype))
     check_operation(spec, array.dtype)
     check_backward(spec)
     axes = None if axis is None else as_axes(axis, array.ndim)

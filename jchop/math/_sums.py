@@ -10,27 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._arguments import Array, as_array, as_operands, checked_key, run
 from jchop._bits import CARRIERS
 from jchop._checks import check_bool, check_int
 from jchop._core.arithmetic.basic import carrier_range
-from jchop._core.arithmetic.operations import draws
+from jchop._core.arithmetic.operations import check_matmul, draws, widened
 from jchop._core.arithmetic.sums import sum_along
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.matmul import matmul_op
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
-from jchop.accumulation import MatmulSpec
-from jchop.math._door import (
-    Array,
-    SumSpecLike,
-    as_array,
-    as_matmul_spec,
-    as_operands,
-    check_matmul_spec,
-    checked_key,
-    run,
-    widened,
-)
+from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._family import exactly
 from jchop.math._matmul import product_of_matrices, to_dtype
 from jchop.math._parts import Axes, Axis, as_axes
@@ -214,7 +204,7 @@ def _as_sum_spec(value: Any) -> MatmulSpec:
 def _reduced(function: Callable[..., Array], x: Any, spec: MatmulSpec, key: Any, axis: Axis, keepdims: bool) -> Any:
     check_bool("keepdims", keepdims)
     (array,) = as_operands("x", (x,))
-    check_matmul_spec(spec, array.dtype)
+    check_matmul(spec, array.dtype)
     key = checked_key(key, spec.stochastic, spec)
     return run(partial(_over_rows, function, spec, as_axes(axis, array.ndim), keepdims), (array,), key)
 

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jchop._arguments import checked_keys
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.operations import operation, words
 from jchop._core.arithmetic.ranges import carrier_range, range_of, supports
 from jchop._core.rounding.random_bits import seed_words
-from jchop._round import _keys, round_to_format
+from jchop._round import round_to_format
 from jchop._settings import split
 from jchop.spec import Spec
 
@@ -31,7 +32,7 @@ def transformation(init: Callable[..., Any], update: Callable[..., Any]) -> opta
 
 def first_key(spec: Spec | None, key: Array | None) -> Array | None:
     """The key that a state starts from: `key`, checked, where `spec` draws; else None."""
-    return None if spec is None else _keys(spec, key, None)[0]
+    return None if spec is None else checked_keys(spec, key)[0]
 
 
 def split_key(key: Array | None, count: int) -> tuple[Array | None, list[Array | None]]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from jchop._round import _keys
+from jchop._arguments import checked_keys
 from jchop.optim._leaves import map_drawing, require_shapes
 from jchop.storage import QArray, dequantize, quantize
 
@@ -49,7 +49,7 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
 
     require_shapes("updates", updates, "params", params)
     packed = [p for p in jax.tree.leaves(params, is_leaf=_is_packed) if _is_packed(p)]
-    drawn = [found for p in packed if (found := _keys(p.spec, key, None)[0]) is not None]
+    drawn = [found for p in packed if (found := checked_keys(p.spec, key)[0]) is not None]
     return map_drawing(leaf, drawn[0] if drawn else None, params, updates, is_leaf=_is_packed)[1]
 
 

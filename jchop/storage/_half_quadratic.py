@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop._arguments import OWN_SCOPE, as_array
 from jchop._bits import types_for
 from jchop._checks import check_bool, check_int
 from jchop._core.scaled.groups import Groups
@@ -20,7 +21,7 @@ from jchop.formats import ScaledFormat, bfloat16, binary16, binary32, binary64
 from jchop.rounding import Rounding
 from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage._layout import from_end
-from jchop.storage._quantize import _as_array, dequantize, fit_scale, quantize
+from jchop.storage._quantize import dequantize, fit_scale, quantize
 
 Array = jax.Array
 
@@ -92,16 +93,16 @@ def fit_half_quadratic(
         _between("weight", weight, math.inf),
         _between("growth", growth, math.inf),
     )
-    array, numpy = _as_array(x)
+    array = as_array("x", x)
     nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # the search has no key
     spec = replace(spec, format=from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
     scale, zero_point = fit_scale(array, spec)
-    with types_for(array.dtype):
+    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
         if whole_start:
             zero_point = ((zero_point / scale).round() * scale).astype(scale.dtype)
         if array.size:
             zero_point = _search(jnp.asarray(array), scale, zero_point, settings, spec=spec, iterations=iterations)
-        return scale, np.asarray(zero_point) if numpy else zero_point
+        return scale, zero_point if isinstance(x, Array) else np.asarray(zero_point)
 
 
 def _between(name: str, value: Any, most: float) -> float:

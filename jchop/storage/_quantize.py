@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop._arguments import OWN_SCOPE, as_array, carrier_of, checked_keys, has_tracer, stream_offset
 from jchop._bits import CARRIERS, types_for
-from jchop._checks import as_numpy, check_choice
+from jchop._checks import check_choice
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import fit_scaled, quantize_scaled, stored_shapes
-from jchop._round import _keys, _place, round_to_format
+from jchop._round import round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
@@ -79,13 +80,14 @@ def quantize(
     """
     check_choice("impl", impl, IMPLEMENTATIONS)
     spec = replace(as_spec(spec, scaled=True), gradient=Gradient())
-    array, numpy = _as_array(x)
+    array, numpy = as_array("x", x), not isinstance(x, Array)
+    carrier_of(array.dtype, complex_too=False)
     if spec.scaled is not None:
         spec = replace(spec, format=from_end(spec.scaled, array.ndim))
-    drawn = _keys(spec, key, None)[0]
-    with types_for(array.dtype):
+    drawn = checked_keys(spec, key)[0]
+    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
         if not isinstance(spec.format, ElementFormat):
-            place, starts = _place(offset, array.shape)
+            place, starts = stream_offset(offset, array.shape)
             how = _How(spec, place, impl)
             given = _given(array, spec, scale, zero_point)
             parts = _quantize(array, drawn, starts, *given, how=how)
@@ -138,7 +140,7 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
     if form.dtype not in CARRIERS:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
-    with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)):
+    with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(OWN_SCOPE):
         numbers = _dequantize(q.qvalue, q.scale, q.zero_point, add_to, form=form)
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
             return _to_numpy(numbers)
@@ -168,9 +170,10 @@ def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
     spec = as_spec(spec, scaled=True)
     if spec.scaled is None:
         raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale")
-    array, numpy = _as_array(x)
+    array, numpy = as_array("x", x), not isinstance(x, Array)
+    carrier_of(array.dtype, complex_too=False)
     spec = replace(spec, format=from_end(spec.scaled, array.ndim), gradient=Gradient())
-    with types_for(array.dtype):
+    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
         fitted = _fit(array, spec=spec)
         return jax.tree.map(_to_numpy, fitted) if numpy else fitted
 
@@ -216,18 +219,6 @@ def _dequantize(qvalue: Any, scale: Scale, zero_point: Any, add_to: Any, *, form
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _as_array(x: Any) -> tuple[Array | np.ndarray, bool]:
-    """`x` as an array of a carrier, and whether the result is NumPy."""
-    numpy = not isinstance(x, Array)
-    array = as_numpy("x", x) if numpy else x
-    if array.dtype.name not in CARRIERS:
-        raise TypeError(
-            f"x has dtype {array.dtype}, which cannot be quantized; allowed: {', '.join(CARRIERS)}. Convert it first, "
-            "for example x.astype('float32')"
-        )
-    return array, numpy
-
-
 def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, Any]:
     """A given scale and zero point, checked to have the form of `fit_scale`."""
     if scale is None and zero_point is None:
@@ -248,7 +239,7 @@ def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, An
 
 def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
     """Refuses scales that `fit_scale` cannot return. Traced values are not known and not checked."""
-    if _is_traced(scale):
+    if has_tracer(scale):
         return
     fmt = spec.scaled
     assert fmt is not None
@@ -272,7 +263,7 @@ def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
 def _check_zero_point(zero_point: Any, spec: Spec) -> None:
     """Refuses zero points that `fit_scale` cannot return. Traced values are not known and not checked."""
     fmt = spec.element
-    if spec.scaled is None or not spec.scaled.zero_point or _is_traced(zero_point):
+    if spec.scaled is None or not spec.scaled.zero_point or has_tracer(zero_point):
         return
     if spec.scaled.zero_point == "float":
         assert isinstance(spec.scaled.scale, ElementFormat)
@@ -289,10 +280,6 @@ def _check_zero_point(zero_point: Any, spec: Spec) -> None:
             f"zero_point has {outside.flat[0]}; for spec={str(spec)!r} it must lie between {fmt.min_code} and "
             f"{fmt.max_code}"
         )
-
-
-def _is_traced(parts: Any) -> bool:
-    return any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(parts))
 
 
 def _values(stored: Any, fmt: ElementFormat) -> np.ndarray:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._arguments import has_tracer
 from jchop._bits import CARRIERS
 from jchop._checks import check_bool
 from jchop._files import write_atomically
@@ -56,6 +57,10 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
         >>> jc.load_safetensors(path)["kernel"].bits_per_element
         5.0
     """
+    if has_tracer(tree):
+        raise TypeError(
+            "tree has traced arrays, and save_safetensors writes values: call it outside of transformations"
+        )
     texts = _checked_metadata(metadata)
     tensors: dict[str, Any] = {}
     described: dict[str, dict[str, Any]] = {}

@@ -44,7 +44,8 @@ def test_what_is_fitted_and_how():
     assert [name for name, rule in SCALE_RULES.items() if not rule.by_ends] == ["minmax", "mse", "percentile(q)"]
     assert [name for name, rule in SCALE_RULES.items() if rule.tensor_scale] == ["two_level"]
     assert rule_of("percentile(99.9)").percentile == Fraction(999, 10)
-    assert rule_of("percentile(99.9)").name == "percentile(99.9)" == ScaledFormat("integer8", rule="percentile(99.9)").rule
+    name = "percentile(99.9)"
+    assert rule_of(name).name == name == ScaledFormat("integer8", rule=name).rule
 
 
 @pytest.mark.parametrize("rule", ["best", "percentile(q)", "percentile(0)", "percentile(100.01)", "percentile(1.234)"])

@@ -330,7 +330,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "16 bits": (
         lambda: untyped(A.astype(np.float16), B.astype(np.float16), MatmulSpec(accumulate="bfloat16")),
         ValueError,
-        "accumulate='bfloat16' has values that float16, the dtype of a and b, cannot hold; cast them to float32",
+        "accumulate='bfloat16' has values that float16 cannot hold; cast the operands to float32",
     ),
 }
 

@@ -24,7 +24,6 @@ from jchop._core.arithmetic import double_word, subnormal_scaling
 from jchop._core.arithmetic.exact import Exact, round_exact
 from jchop._core.arithmetic.nearest import adds_to_round, round_by_adding
 from jchop._core.arithmetic.ranges import (
-    NEAREST,
     Range,
     carrier_range,
     has_spare_bits,
@@ -36,6 +35,7 @@ from jchop._core.arithmetic.ranges import (
 )
 from jchop._core.arithmetic.round_with_error import error_of_sum, has_constant_drop, round_with_error
 from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.modes import NEAREST
 from jchop.formats import FloatFormat, binary32
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec

@@ -80,16 +80,23 @@ def _as_numbers(
     return _bits.join(v.sign, magnitude, carrier), spec, carrier, word
 
 
+@dataclass(frozen=True)
+class _Beyond(modes.Discarded):
+    """What lies beyond the last place of the carrier itself."""
+
+    value: Exact
+
+    @property
+    def odd(self) -> Array:
+        return (self.value.magnitude & 1) != 0
+
+    def share(self) -> tuple[Array, Array]:
+        return self.value.rest, self.value.sticky
+
+
 def _to_nearest(v: Exact, mode: Rounding) -> Array:
     """0, or 1 where v is rounded away from zero on the carrier's own grid."""
-    width = v.rest.dtype.itemsize * 8
-    upper, lower = v.rest >> width - 1 != 0, (v.rest << 1 != 0) | v.sticky
-    tie = {
-        Rounding.NEAREST_EVEN: (v.magnitude & 1) != 0,
-        Rounding.NEAREST_AWAY: True,
-        Rounding.NEAREST_ZERO: False,
-    }[mode]
-    return (upper & (lower | tie)).astype(v.magnitude.dtype)
+    return jnp.asarray(modes.AWAY_FROM_ZERO[mode](_Beyond(v))).astype(v.magnitude.dtype)
 
 
 def _round_directly(v: Exact, odd: Array, spec: Spec, carrier: Carrier) -> Array:
@@ -116,11 +123,11 @@ def _drawn_away(v: Exact, spec: Spec, carrier: Carrier, word: Array | None) -> A
     """The decision of a stochastic mode, from the exact discarded fraction."""
     assert isinstance(spec.format, FloatFormat | UniformFormat)
     drawn = _Drawn(v, draw(word, spec, carrier), make_grid(spec.format, carrier))
-    return modes.AWAY_FROM_ZERO[spec.rounding](drawn)  # type: ignore[arg-type]
+    return jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](drawn))
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _Drawn(modes.Discarded):
     """What a stochastic mode asks for, answered from an exact number instead of a value of the carrier."""
 
     value: Exact

@@ -21,6 +21,7 @@ from jchop import _bits
 from jchop._bits import Carrier
 from jchop._core.arithmetic.exact import Exact
 from jchop._core.rounding.codebooks import pick_level
+from jchop._core.rounding.modes import threshold
 from jchop.formats import CodebookFormat
 from jchop.rounding import Rounding
 
@@ -71,7 +72,7 @@ def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _Le
         ValueError: if a middle of two levels has too many bits.
     """
     levels = [Fraction(level) for level in fmt.levels]
-    thresholds = [threshold_of(mode, index, *pair) for index, pair in enumerate(itertools.pairwise(levels))]
+    thresholds = [threshold(mode, index, *pair) for index, pair in enumerate(itertools.pairwise(levels))]
     if mode is Rounding.ODD:
         return _odd_levels(levels, thresholds, carrier)
     parts = [_parts(value, carrier) for value, _ in thresholds]
@@ -110,20 +111,6 @@ def _odd_levels(levels: list[Fraction], thresholds: list[tuple[Fraction, bool]],
     rows.append((last, last, np.iinfo(carrier.work).max, 0, 0, last))
     columns = np.array(rows, carrier.work).T
     return _Levels(columns[2][:-1], tuple(columns))
-
-
-def threshold_of(mode: Rounding, index: int, low: Fraction, high: Fraction) -> tuple[Fraction, bool]:
-    """From where on the upper one of two neighbours is taken; and whether only beyond it."""
-    middle = (low + high) / 2
-    return {
-        Rounding.NEAREST_EVEN: (middle, False),
-        Rounding.NEAREST_AWAY: (middle, middle <= 0),
-        Rounding.NEAREST_ZERO: (middle, middle > 0),
-        Rounding.UP: (low, True),
-        Rounding.DOWN: (high, False),
-        Rounding.TOWARD_ZERO: (high, False) if middle > 0 else (low, True),
-        Rounding.ODD: (low, True) if index % 2 == 0 else (high, False),
-    }[mode]
 
 
 def _parts(value: Fraction, carrier: Carrier) -> tuple[int, Fraction]:

@@ -26,13 +26,25 @@ from jchop._core.arithmetic.exact import round_exact
 from jchop._core.arithmetic.ranges import carrier_range
 from jchop._core.arithmetic.root import divide_narrow, divides_narrow, square_root
 from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import SEEDS, random_words
 from jchop._core.rounding.stream_offset import StreamOffset, words_like
+from jchop.accumulation import MatmulSpec
 from jchop.formats import FloatFormat
 from jchop.rounding import Overflow
 from jchop.spec import Spec
 
-__all__ = ["OPERANDS", "check_operation", "draws", "fold_seeds", "operation", "operation_carrier", "words"]
+__all__ = [
+    "OPERANDS",
+    "check_matmul",
+    "check_operation",
+    "draws",
+    "fold_seeds",
+    "operation",
+    "operation_carrier",
+    "widened",
+    "words",
+]
 
 Array = jax.Array
 
@@ -67,7 +79,12 @@ def operation(
     dtype, carrier = arrays[0].dtype, operation_carrier(arrays[0].dtype)
     known = tuple(ranges) or (range_of(spec, carrier),) * len(arrays)
     step = _Step(spec, carrier, word, known)
-    return _EXACT[name](step, *(_widened(x) for x in arrays)).astype(dtype)
+    return _EXACT[name](step, *(widened(x) for x in arrays)).astype(dtype)
+
+
+def widened(x: Array) -> Array:
+    """Values of a 16-bit dtype in float32."""
+    return x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
 
 
 def operation_carrier(dtype: Any) -> Carrier:
@@ -92,6 +109,18 @@ def check_operation(spec: Spec | None, dtype: Any, argument: str = "spec") -> No
             raise ValueError(
                 f"{argument}={str(spec)!r} has values that {stored.name} cannot hold; cast the operands to float32"
             )
+
+
+def check_matmul(spec: MatmulSpec, dtype: Any) -> None:
+    """Refuse roundings that sums of products of operands of `dtype` cannot have, or their dtype not hold.
+
+    Raises:
+        ValueError: naming the field of `spec`, and the dtype that would do.
+    """
+    if spec.operands is not None:
+        require_carrier(spec.operands, operation_carrier(dtype))
+    require_operation(spec.product, operation_carrier(dtype), "product")
+    check_operation(spec.accumulate, dtype, "accumulate")
 
 
 # -- random words ------------------------------------------------------------------------------------------------------
@@ -136,10 +165,6 @@ class _Step:
     @property
     def rest(self) -> tuple[Spec, Carrier, Array | None]:
         return self.spec, self.carrier, self.word
-
-
-def _widened(x: Array) -> Array:
-    return x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
 
 
 def _add(step: _Step, x: Array, y: Array) -> Array:

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 from jchop._bits import CARRIERS, Carrier
 from jchop._core.rounding.grid import holds
+from jchop._core.rounding.modes import NEAREST
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
-from jchop.rounding import Overflow, Rounding
+from jchop.rounding import Overflow
 from jchop.spec import Spec
 
 #: The carriers that operations are computed in.
 OPERATING = ("float32", "float64")
-NEAREST = frozenset({Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.NEAREST_ZERO})
 
 
 @dataclass(frozen=True)

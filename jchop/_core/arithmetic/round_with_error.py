@@ -13,18 +13,14 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import Carrier
-from jchop._core.arithmetic.ranges import NEAREST
 from jchop._core.rounding.elements import at_ends
 from jchop._core.rounding.grid import make_grid
-from jchop._core.rounding.modes import AWAY, DroppedBits, draw
+from jchop._core.rounding.modes import AWAY, NEAREST, DroppedBits, draw
 from jchop.formats import ElementFormat, FloatFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
 Array = jax.Array
-
-#: The modes whose word is added to what is dropped.
-_ADDS_WORD = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B)
 
 
 def has_constant_drop(spec: Spec, carrier: Carrier) -> bool:
@@ -39,7 +35,7 @@ def has_constant_drop(spec: Spec, carrier: Carrier) -> bool:
 
 def needs_parts(spec: Spec) -> bool:
     """Whether `round_with_error` takes an error by its digits, and not just for its sign."""
-    return spec.rounding in _ADDS_WORD
+    return AWAY[spec.rounding] is DroppedBits.random
 
 
 def finer(spec: Spec, carrier: Carrier) -> int:
@@ -109,7 +105,7 @@ def round_with_error(
     carried = carried and spec.format.has_inf and make_grid(spec.format, carrier).top_bits == (carrier.inf - 1) & ~mask
     bits = jnp.minimum(bits, carrier.nan - (not carried))  # one with more bits could be carried away
     drawn = draw(word, spec, carrier)
-    if spec.rounding in _ADDS_WORD:
+    if needs_parts(spec):
         assert error is not None and drawn is not None
         rounded = _with_word(bits, error, binade, drawn.word, spec, carrier) & ~mask
     else:

@@ -21,7 +21,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
-from jchop._core.arithmetic.ranges import NEAREST, Range
+from jchop._core.arithmetic.ranges import Range
 from jchop._core.arithmetic.round_with_error import (
     error_of_sum,
     finer,
@@ -29,6 +29,7 @@ from jchop._core.arithmetic.round_with_error import (
     needs_parts,
     round_with_error,
 )
+from jchop._core.rounding.modes import NEAREST, SEES_THE_LEAST
 from jchop.formats import FloatFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
@@ -51,8 +52,6 @@ _SMALL_TERM, _SUM_UP = _power_bits(-60), 100
 #: A product is scaled where one factor lies below 2^-62: of two larger ones it is normal, and of this and a finite one
 #: it remains finite. One that vanishes nevertheless lies below 2^-40 of the smallest subnormal bfloat16 number.
 _SMALL_FACTOR, _PRODUCT_UP = _power_bits(-62), 48
-#: Modes to which a product counts that vanishes.
-_SEE_THE_LEAST = frozenset({Rounding.UP, Rounding.DOWN, Rounding.ODD, Rounding.STOCHASTIC_EQUAL})
 
 
 def _is_of_full_range(spec: Spec | None, carrier: Carrier) -> bool:
@@ -126,7 +125,7 @@ def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array
     scale = _scale(small, _PRODUCT_UP)
     shift, least = scale.shift, scale.least
     product = _lifted(less + shift, scale) * _float(more)
-    if spec is not None and spec.rounding in _SEE_THE_LEAST:
+    if spec is not None and spec.rounding in SEES_THE_LEAST:
         vanished = (product < 2.0 ** (1 - _BIAS)) & (less > 0)
         product = jnp.where(vanished, np.float32(2.0 ** (1 - _BIAS)), product)
     sign, magnitude, subnormal = xs ^ ys, _work(product), product < least

@@ -15,7 +15,7 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import Carrier
 from jchop._core.rounding.bins import Bins, make_bins, take
-from jchop._core.rounding.modes import Draw, draw
+from jchop._core.rounding.modes import Draw, draw, threshold
 from jchop.formats import CodebookFormat
 from jchop.rounding import Rounding
 from jchop.spec import Spec
@@ -59,20 +59,13 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
     def above(value: Fraction) -> int:  # first ordered integer whose value is > value
         return -carrier.ceil_bits(-value) + 1
 
-    middles = [(low + high) / 2 for low, high in pairs]
+    def first(mode: Rounding) -> np.ndarray:
+        points = (threshold(mode, index, *pair) for index, pair in enumerate(pairs))
+        return ordered([above(point) if strict else at_least(point) for point, strict in points])
+
     return _Table(
         levels=ordered([at_least(level) for level in levels]),
-        thresholds={
-            Rounding.NEAREST_EVEN: ordered([at_least(middle) for middle in middles]),
-            Rounding.NEAREST_AWAY: ordered([at_least(m) if m > 0 else above(m) for m in middles]),
-            Rounding.NEAREST_ZERO: ordered([above(m) if m > 0 else at_least(m) for m in middles]),
-            Rounding.DOWN: ordered([at_least(high) for _, high in pairs]),
-            Rounding.UP: ordered([above(low) for low, _ in pairs]),
-            Rounding.TOWARD_ZERO: ordered([at_least(high) if low + high > 0 else above(low) for low, high in pairs]),
-            Rounding.ODD: ordered(
-                [above(low) if index % 2 == 0 else at_least(high) for index, (low, high) in enumerate(pairs)]
-            ),
-        },
+        thresholds={mode: first(mode) for mode in Rounding if not mode.stochastic},
     )
 
 
@@ -81,8 +74,8 @@ def pick_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Arr
     if len(choices) > COMPARE_ALL:
         return _search(value, thresholds, choices)
     result = jnp.full_like(value, int(choices[0]))
-    for threshold, choice in zip(thresholds, choices[1:], strict=True):
-        result = jnp.where(value >= int(threshold), jnp.full_like(value, int(choice)), result)
+    for least, choice in zip(thresholds, choices[1:], strict=True):
+        result = jnp.where(value >= int(least), jnp.full_like(value, int(choice)), result)
     return result
 
 

@@ -15,7 +15,7 @@ from jchop import _bits
 from jchop._bits import Carrier
 from jchop._core.rounding.codebooks import round_codebook
 from jchop._core.rounding.grid import Grid, make_grid
-from jchop._core.rounding.modes import round_magnitude
+from jchop._core.rounding.modes import INWARD, TO_SMALLEST, round_magnitude
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
@@ -84,17 +84,6 @@ def _limit(negative: Array, grid: Grid) -> Array | int:
     return jnp.where(negative, kind(grid.bottom_bits), kind(grid.top_bits))
 
 
-#: Modes that round a positive or a negative overflow inward, to the largest finite value.
-_INWARD = {
-    Rounding.TOWARD_ZERO: (True, True),
-    Rounding.ODD: (True, True),
-    Rounding.UP: (False, True),
-    Rounding.DOWN: (True, False),
-}
-#: Modes that take a negative number to the smallest value of an unsigned format.
-_TO_SMALLEST = frozenset({Rounding.UP, Rounding.TOWARD_ZERO, Rounding.ODD})
-
-
 def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid: Grid) -> Array:
     """`rounded` with the overflow rule applied; `magnitude` tells infinities from finite values."""
     carrier = grid.carrier
@@ -104,7 +93,7 @@ def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid:
     finite = limit
     if spec.overflow is Overflow.IEEE:
         to_odd = grid.p3109 and spec.rounding is Rounding.ODD
-        inward = (False, False) if to_odd else _INWARD.get(spec.rounding, (False, False))
+        inward = (False, False) if to_odd else INWARD.get(spec.rounding, (False, False))
         finite = limit if all(inward) else beyond
         if inward[0] != inward[1]:
             kind = carrier.work.type
@@ -120,7 +109,7 @@ def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid:
         return result
     # Below zero an unsigned format has nothing; the modes that point upward, or to zero, point to its smallest value.
     smallest = 0 if grid.zero else grid.tiny_bits
-    finds_none = spec.overflow is Overflow.IEEE and spec.rounding not in _TO_SMALLEST
+    finds_none = spec.overflow is Overflow.IEEE and spec.rounding not in TO_SMALLEST
     below = carrier.nan if grid.has_nan and finds_none else smallest
     return jnp.where(_below(magnitude, rounded, negative, grid), below, result)
 

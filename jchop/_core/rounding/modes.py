@@ -1,15 +1,21 @@
-"""Which neighbour: every rounding mode on the bits of a magnitude.
+"""Which neighbour: every rounding mode, in three forms. Whatever else decides a neighbour asks these tables.
 
-At or above the format's smallest positive value T a mode is one addend: |x| plus the addend, its low d bits then
-cleared. The carry runs into the exponent as it should, because a carrier's bits order as its values do. Below T the
-neighbours are 0 and T, and a mode is one comparison.
+* `AWAY`: at or above the format's smallest positive value T a mode is one addend: |x| plus the addend, its low d bits
+  then cleared. The carry runs into the exponent as it should, because a carrier's bits order as its values do.
+* `AWAY_FROM_ZERO`: one comparison of what is discarded, if it is not the low bits of a magnitude. Below T the
+  neighbours are 0 and T.
+* `threshold`: the point between two levels from which on the upper one is taken.
+
+Some facts of a mode that overflow and short cuts look at stand at the end.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -163,47 +169,36 @@ def _deep_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, A
     return depth, last & 1
 
 
-# -- below the smallest value ------------------------------------------------------------------------------------------
+# -- by what is discarded ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BelowSmallest:
-    """A magnitude below T, whose neighbours are 0 and T."""
+class Discarded(ABC):
+    """What is discarded of a number between two neighbours, as the modes that a subclass is asked for look at it."""
 
-    magnitude: Array
-    negative: Array
     draw: Draw | None
-    grid: Grid
+    negative: Array
+    #: Whether the last bit of the neighbour nearer to zero is 1.
+    odd: Array | bool
+    inexact: Array | bool
 
-    @property
-    def half(self) -> int:
-        """Magnitude bits of T / 2; a carrier with values below T holds it."""
-        bits = self.grid.carrier.magnitude_bits(Fraction(2) ** (self.grid.tiny_exponent - 1))
-        assert bits is not None
-        return bits
-
-    @property
-    def inexact(self) -> Array:
-        return self.magnitude != 0
-
+    @abstractmethod
     def share(self) -> tuple[Array, Array | bool]:
-        """floor(nu 2^W) for nu = |x| / T, as an unsigned word of W bits; and whether bits were dropped."""
-        assert self.draw is not None
-        carrier, exponent, width = self.grid.carrier, self.grid.tiny_exponent, self.draw.width
-        unsigned = self.draw.word.dtype
-        if exponent + carrier.bias <= 1:  # T is a subnormal of the carrier or its smallest normal value
-            return self.magnitude.astype(unsigned) << width - (exponent - carrier.tiny_exponent), False
-        biased = self.magnitude >> carrier.fraction
-        # The significand to the top of a word; what stood above it falls out, but for the place of the leading bit.
-        significand = (self.magnitude | 1 << carrier.fraction).astype(unsigned) << width - 1 - carrier.fraction
-        if exponent + carrier.bias - 2 < width:  # else subnormals of the carrier leave no bit
-            significand = jnp.where(biased > 0, significand, significand << 1 >> 1)
-            biased = jnp.maximum(biased, 1)
-        # Not negative below T; elsewhere the result is not used.
-        shift = jnp.maximum(exponent + carrier.bias - 1 - biased, 0)
-        within = jnp.minimum(shift, width - 1).astype(unsigned)
-        share = jnp.where(shift < width, significand >> within, 0)
-        return share, (share << within != significand) & (self.magnitude != 0)
+        """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""
+
+    def nearest(self, tie: Array | bool) -> Array:
+        """Whether the nearer neighbour is the one away from zero, which takes a tie if `tie`."""
+        share, dropped = self.share()
+        return _bits.top_bit(share) & ((share << 1 != 0) | dropped | tie)
+
+    @property
+    def above(self) -> Array:
+        """Whether it is inexact and positive."""
+        return self.inexact & ~self.negative
+
+    @property
+    def below(self) -> Array:
+        """Whether it is inexact and negative."""
+        return self.inexact & self.negative
 
     def stochastic(self) -> Array:
         """P3109 StochasticA: floor(nu 2^N) + R >= 2^N, both sides scaled to words."""
@@ -222,16 +217,101 @@ class BelowSmallest:
         return (total < self.draw.word) | (up & (total >> low == word((1 << bits) - 1)))
 
 
-AWAY_FROM_ZERO: dict[Rounding, Callable[[BelowSmallest], Array | bool]] = {
-    Rounding.NEAREST_EVEN: lambda tiny: tiny.magnitude > tiny.half,
-    Rounding.NEAREST_AWAY: lambda tiny: tiny.magnitude >= tiny.half,
-    Rounding.NEAREST_ZERO: lambda tiny: tiny.magnitude > tiny.half,
-    Rounding.UP: lambda tiny: jnp.where(tiny.negative, 0, tiny.magnitude) != 0,
-    Rounding.DOWN: lambda tiny: jnp.where(tiny.negative, tiny.magnitude, 0) != 0,
-    Rounding.TOWARD_ZERO: lambda tiny: False,
-    Rounding.ODD: lambda tiny: tiny.inexact,
-    Rounding.STOCHASTIC: BelowSmallest.stochastic,
-    Rounding.STOCHASTIC_B: BelowSmallest.stochastic,
-    Rounding.STOCHASTIC_C: BelowSmallest.stochastic_to_nearest,
-    Rounding.STOCHASTIC_EQUAL: lambda tiny: tiny.inexact & _coin(tiny.draw),
+@dataclass(frozen=True)
+class BelowSmallest(Discarded):
+    """A magnitude below T, whose neighbours are 0 and T."""
+
+    magnitude: Array
+    negative: Array
+    draw: Draw | None
+    grid: Grid
+    odd: ClassVar[bool] = False
+
+    @property
+    def inexact(self) -> Array:
+        return self.magnitude != 0
+
+    @property
+    def above(self) -> Array:
+        return jnp.where(self.negative, 0, self.magnitude) != 0
+
+    @property
+    def below(self) -> Array:
+        return jnp.where(self.negative, self.magnitude, 0) != 0
+
+    def nearest(self, tie: Array | bool) -> Array:
+        half = self.grid.carrier.magnitude_bits(Fraction(2) ** (self.grid.tiny_exponent - 1))
+        assert half is not None  # a carrier with values below T holds T / 2
+        if isinstance(tie, bool):
+            return self.magnitude >= half if tie else self.magnitude > half
+        return (self.magnitude > half) | (tie & (self.magnitude == half))
+
+    def share(self) -> tuple[Array, Array | bool]:
+        assert self.draw is not None
+        carrier, exponent, width = self.grid.carrier, self.grid.tiny_exponent, self.draw.width
+        unsigned = self.draw.word.dtype
+        if exponent + carrier.bias <= 1:  # T is a subnormal of the carrier or its smallest normal value
+            return self.magnitude.astype(unsigned) << width - (exponent - carrier.tiny_exponent), False
+        biased = self.magnitude >> carrier.fraction
+        # The significand to the top of a word; what stood above it falls out, but for the place of the leading bit.
+        significand = (self.magnitude | 1 << carrier.fraction).astype(unsigned) << width - 1 - carrier.fraction
+        if exponent + carrier.bias - 2 < width:  # else subnormals of the carrier leave no bit
+            significand = jnp.where(biased > 0, significand, significand << 1 >> 1)
+            biased = jnp.maximum(biased, 1)
+        # Not negative below T; elsewhere the result is not used.
+        shift = jnp.maximum(exponent + carrier.bias - 1 - biased, 0)
+        within = jnp.minimum(shift, width - 1).astype(unsigned)
+        share = jnp.where(shift < width, significand >> within, 0)
+        return share, (share << within != significand) & (self.magnitude != 0)
+
+
+AWAY_FROM_ZERO: dict[Rounding, Callable[[Discarded], Array | bool]] = {
+    Rounding.NEAREST_EVEN: lambda rest: rest.nearest(rest.odd),
+    Rounding.NEAREST_AWAY: lambda rest: rest.nearest(True),
+    Rounding.NEAREST_ZERO: lambda rest: rest.nearest(False),
+    Rounding.UP: lambda rest: rest.above,
+    Rounding.DOWN: lambda rest: rest.below,
+    Rounding.TOWARD_ZERO: lambda rest: False,
+    Rounding.ODD: lambda rest: rest.inexact if rest.odd is False else rest.inexact & jnp.logical_not(rest.odd),
+    Rounding.STOCHASTIC: Discarded.stochastic,
+    Rounding.STOCHASTIC_B: Discarded.stochastic,
+    Rounding.STOCHASTIC_C: Discarded.stochastic_to_nearest,
+    Rounding.STOCHASTIC_EQUAL: lambda rest: rest.inexact & _coin(rest.draw),
 }
+
+
+# -- between levels ----------------------------------------------------------------------------------------------------
+
+
+def threshold(mode: Rounding, index: int, low: Fraction, high: Fraction) -> tuple[Fraction, bool]:
+    """From where on the upper one of two neighbours, of indexes `index` and one more, is taken; whether only beyond it.
+
+    Stochastic modes have none.
+    """
+    middle = (low + high) / 2
+    return {
+        Rounding.NEAREST_EVEN: (middle, False),
+        Rounding.NEAREST_AWAY: (middle, middle <= 0),
+        Rounding.NEAREST_ZERO: (middle, middle > 0),
+        Rounding.UP: (low, True),
+        Rounding.DOWN: (high, False),
+        Rounding.TOWARD_ZERO: (high, False) if middle > 0 else (low, True),
+        Rounding.ODD: (low, True) if index % 2 == 0 else (high, False),
+    }[mode]
+
+
+# -- facts of modes ----------------------------------------------------------------------------------------------------
+
+#: Modes that take the nearer neighbour.
+NEAREST = frozenset({Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.NEAREST_ZERO})
+#: Modes whose result a number close to a value of the format changes, however close: no product may vanish.
+SEES_THE_LEAST = frozenset({Rounding.UP, Rounding.DOWN, Rounding.ODD, Rounding.STOCHASTIC_EQUAL})
+#: Modes that round a positive or a negative overflow inward, to the largest finite value.
+INWARD = {
+    Rounding.TOWARD_ZERO: (True, True),
+    Rounding.ODD: (True, True),
+    Rounding.UP: (False, True),
+    Rounding.DOWN: (True, False),
+}
+#: Modes that take a negative number to the smallest value of an unsigned format.
+TO_SMALLEST = frozenset({Rounding.UP, Rounding.TOWARD_ZERO, Rounding.ODD})

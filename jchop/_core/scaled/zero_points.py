@@ -6,7 +6,6 @@ so the neighbours are whole numbers and every mode decides by v alone: ties by t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -24,7 +23,6 @@ from jchop._core.rounding.modes import Draw, draw
 from jchop._core.scaled.groups import maximum
 from jchop._core.scaled.scales import Plan, Scales, largest_of, scale_magnitude, scale_rounding, settle
 from jchop.formats import IntegerFormat
-from jchop.rounding import Rounding
 
 Array = jax.Array
 
@@ -44,7 +42,7 @@ def _integers(plan: Plan) -> IntegerFormat:
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _Sum(modes.Discarded):
     """|v| = low + (share + epsilon) 2^-W with 0 <= epsilon < 1, epsilon > 0 where `sticky`."""
 
     low: Array
@@ -61,31 +59,8 @@ class _Sum:
     def odd(self) -> Array:
         return self.low & 1 != 0
 
-    def half(self) -> tuple[Array, Array]:
-        """Whether half or more of a whole follows, and whether anything but that half."""
-        return _bits.top_bit(self.word), (self.word << 1 != 0) | self.sticky
-
-    def nearest(self, tie: Array | bool) -> Array:
-        half, more = self.half()
-        return half & (more | tie)
-
     def share(self) -> tuple[Array, Array]:
-        """What the stochastic modes ask for."""
         return self.word, self.sticky
-
-    def drawn_away(self, mode: Rounding) -> Array:
-        return modes.AWAY_FROM_ZERO[mode](self)  # type: ignore[arg-type, return-value]
-
-
-_AWAY: dict[Rounding, Callable[[_Sum], Array | bool]] = {
-    Rounding.NEAREST_EVEN: lambda v: v.nearest(v.odd),
-    Rounding.NEAREST_AWAY: lambda v: v.nearest(True),
-    Rounding.NEAREST_ZERO: lambda v: v.nearest(False),
-    Rounding.UP: lambda v: v.inexact & ~v.negative,
-    Rounding.DOWN: lambda v: v.inexact & v.negative,
-    Rounding.TOWARD_ZERO: lambda v: False,
-    Rounding.ODD: lambda v: v.inexact & ~v.odd,
-}
 
 
 def round_shifted(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array | None) -> Array:
@@ -115,7 +90,7 @@ def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array
     negative, inexact = total < 0, (share != 0) | sticky
     low, share = jnp.where(negative, -total - inexact, total), jnp.where(negative, _complement(share, sticky), share)
     v = _Sum(low, share, sticky, negative, draw(word, element, plan.compute))
-    away = _AWAY[element.rounding](v) if element.rounding in _AWAY else v.drawn_away(element.rounding)
+    away = modes.AWAY_FROM_ZERO[element.rounding](v)
     rounded = low + jnp.asarray(away).astype(low.dtype)
     return jnp.where(negative, -rounded, rounded)
 

@@ -20,9 +20,9 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS
-from jchop._core.arithmetic.levels import threshold_of
 from jchop._core.rounding.bins import Bins, make_bins, take
 from jchop._core.rounding.codes import extended
+from jchop._core.rounding.modes import threshold
 from jchop._core.scaled.groups import materialize_per_group
 from jchop._core.scaled.scales import Plan, Scales, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
@@ -72,7 +72,7 @@ def _table(fmt: CodebookFormat, mode: Rounding) -> _Table | None:
     if mode.stochastic or fmt.bits > _INDEX:
         return None
     pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
-    thresholds = [threshold_of(mode, index, *pair) for index, pair in enumerate(pairs)]
+    thresholds = [threshold(mode, index, *pair) for index, pair in enumerate(pairs)]
     values = [value for value, _ in thresholds]
     strict = tuple({beyond for value, beyond in thresholds if (value > 0) is above} for above in (True, False))
     if max(map(len, strict)) > 1 or not all(map(_fits, values)):

@@ -167,6 +167,8 @@ class _Near:
         return self.side != 0
 
 
+# Not the tables of `modes`: here the lower neighbour is known, not the one nearer to zero, and addends are cheaper than
+# conditions. A mode that is in neither table is rounded the exact way.
 #: Whether the middle of two whole numbers goes up, 1 or 0; from the lower one.
 _NEAREST: dict[Rounding, Callable[[Array], Array]] = {
     Rounding.NEAREST_EVEN: lambda floor: floor & 1,

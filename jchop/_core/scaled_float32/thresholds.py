@@ -18,9 +18,9 @@ import numpy as np
 
 from jchop import _bits
 from jchop._bits import CARRIERS
-from jchop._core.arithmetic.levels import threshold_of
 from jchop._core.arithmetic.quotient import significand_of
 from jchop._core.rounding.codes import extended
+from jchop._core.rounding.modes import threshold
 from jchop._core.scaled.groups import materialize_per_group
 from jchop._core.scaled.scales import Plan, Scales, scale_magnitude
 from jchop._core.scaled_float32.integers import number_of
@@ -57,7 +57,7 @@ def _table(fmt: CodebookFormat, mode: Rounding) -> tuple[tuple[Fraction, bool], 
     if mode.stochastic:
         return None
     pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
-    table = tuple(threshold_of(mode, index, *pair) for index, pair in enumerate(pairs))
+    table = tuple(threshold(mode, index, *pair) for index, pair in enumerate(pairs))
     least, most = Fraction(1, 1 << _REACH), Fraction(1 << _REACH)
     for value, _ in table:
         if value and not (least <= abs(value) <= most and _parts(value)[0].denominator == 1):

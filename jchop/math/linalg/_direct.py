@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._arguments import SpecLike, as_array
 from jchop._checks import check_bool
 from jchop._linalg.direct import eliminate, factor_orthogonal, factor_symmetric, substitute, through_factors
 from jchop._linalg.steps import Steps
-from jchop.math._door import SpecLike, as_array
 from jchop.math.linalg._steps import evaluate, permutation, right_side, square
 
 Array = jax.Array

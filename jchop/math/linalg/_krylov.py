@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._arguments import SpecLike, as_array
 from jchop._checks import check_int
 from jchop._linalg.direct import substitute
 from jchop._linalg.steps import Steps
-from jchop.math._door import SpecLike, as_array
 from jchop.math.linalg._steps import evaluate, right_side, square
 
 Array = jax.Array

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._arguments import SpecLike, as_array, as_operands, checked_key, run
 from jchop._bits import CARRIERS
 from jchop._checks import check_choice, check_int
-from jchop._core.arithmetic.operations import draws
+from jchop._core.arithmetic.operations import draws, widened
 from jchop._core.rounding.random_bits import seed_words
 from jchop._linalg.direct import eliminate, through_factors
 from jchop._linalg.steps import Steps
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._carrier import frexp
-from jchop.math._door import SpecLike, as_array, as_operands, checked_key, run, widened
 from jchop.math._family import as_dtype
 from jchop.math.linalg._krylov import minimal_residual
 from jchop.math.linalg._steps import check_specs, right_side, square, without_derivative

@@ -11,13 +11,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._core.arithmetic.operations import check_operation, draws
+from jchop._arguments import SpecLike, as_operands, carrier_of, checked_key, run
+from jchop._core.arithmetic.operations import check_operation, draws, widened
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._linalg.steps import Steps
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
-from jchop.math._door import SpecLike, as_operands, checked_key, own_carrier, run, widened
 from jchop.math._family import as_dtype
 from jchop.spec import Spec, as_spec
 
@@ -38,7 +38,7 @@ def evaluate(
 def check_specs(specs: Sequence[Spec], dtype: Any, names: Sequence[str] = ("spec",)) -> None:
     """Refuse a spec that operations on `dtype` cannot be rounded to, or that says something of gradients."""
     for name, spec in zip(names, specs, strict=True):
-        require_carrier(spec, own_carrier(dtype))
+        require_carrier(spec, carrier_of(dtype))
         check_operation(spec, dtype, name)
         if spec.gradient != type(spec.gradient)():
             raise ValueError(f"{name}={str(spec)!r} has a gradient, and this function has no derivative")

@@ -1,0 +1,230 @@
+"""Arguments of the public functions: arrays and their carriers, keys, offsets; NumPy results for NumPy operands."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._bits import CARRIERS, Carrier, types_for
+from jchop._checks import as_numpy, check_int
+from jchop._core.rounding.stream_offset import AT_START, StreamOffset
+from jchop.formats import ElementFormat
+from jchop.spec import Spec
+
+Array = jax.Array
+#: What stands for a `Spec` that rounds each number by itself.
+SpecLike = Spec | ElementFormat | str
+#: The key of the rounding and that of the cotangent's; None if it draws nothing.
+Keys = tuple[Array | None, Array | None]
+
+#: The named scope of the operations of a public function, which `emulate` leaves in the arithmetic that it says.
+OWN_SCOPE = "jchop_function"
+
+_PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def as_array(name: str, value: Any) -> Array | np.ndarray:
+    """A JAX array as it is, anything else as a NumPy array in the machine's byte order."""
+    return value if isinstance(value, Array) else as_numpy(name, value)
+
+
+def carrier_of(dtype: Any, name: str = "x", *, complex_too: bool = True) -> Carrier:
+    """The carrier of arrays of `dtype`; of complex numbers, that of their parts.
+
+    Raises:
+        TypeError: for a dtype that is no carrier; `name` is that of the argument.
+    """
+    allowed = (*CARRIERS, *_PARTS) if complex_too else tuple(CARRIERS)
+    if dtype.name not in allowed:
+        raise TypeError(
+            f"{name} has dtype {dtype}, which is no carrier; allowed: {', '.join(allowed)}. Convert it first, for "
+            f"example {name}.astype('float32')"
+        )
+    return CARRIERS[str(_PARTS.get(dtype.name, dtype.name))]
+
+
+def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: bool = False) -> list[Array | np.ndarray]:
+    """Arrays of one dtype, which is a carrier; Python numbers take the dtype of the arrays beside them.
+
+    Raises:
+        TypeError: for a dtype that is no carrier, or two dtypes.
+        ValueError: for a finite Python number beyond the range of the dtype.
+    """
+    number = [type(value) in (int, float) for value in values]
+    given = [None if plain else as_array(n, v) for plain, n, v in zip(number, names, values, strict=True)]
+    dtype = next((array.dtype for array in given if array is not None), np.dtype("float64"))
+    arrays = [_number(n, v, dtype) if a is None else a for n, a, v in zip(names, given, values, strict=True)]
+    for name, array in zip(names, arrays, strict=True):
+        carrier_of(array.dtype, name, complex_too=complex_too)
+        if array.dtype != dtype:
+            raise TypeError(
+                f"{names[0]} has dtype {dtype} and {name} has dtype {array.dtype}; they must be the same: cast one "
+                "of them"
+            )
+    return arrays
+
+
+def _number(name: str, value: float, dtype: Any) -> np.ndarray:
+    """A Python number in a dtype, whose range it must not leave."""
+    with np.errstate(over="ignore"), contextlib.suppress(OverflowError):
+        array = np.asarray(value, dtype)
+        if value in (math.inf, -math.inf) or not np.isinf(array):
+            return array
+    raise ValueError(f"{name}={value!r} is beyond the range of {dtype}")
+
+
+# -- NumPy results -----------------------------------------------------------------------------------------------------
+
+
+def run(function: Callable[..., Any], operands: Sequence[Array | np.ndarray], key: Array | None) -> Any:
+    """``function(*operands, key)``, with NumPy results if all operands are NumPy. 64-bit data stays 64-bit."""
+    with types_for(carrier_of(operands[0].dtype).name), jax.named_scope(OWN_SCOPE):
+        if any(isinstance(operand, Array) for operand in operands):
+            return function(*operands, key)
+        return jax.tree.map(lambda leaf: leaf[()], run_numpy(lambda: function(*operands, key), key=key))
+
+
+def run_numpy(function: Callable[[], Any], **given: Any) -> Any:
+    """The results of `function`, of NumPy operands, as NumPy arrays; within a trace they are constants, computed now.
+
+    Args:
+        function: has no arguments.
+        given: the other values that it depends on, by name, which must not be traced.
+    """
+    for name, value in given.items():
+        if has_tracer(value):
+            raise TypeError(
+                f"{name} is traced but the operands are NumPy values, whose result could not be NumPy; pass "
+                "one of them as a JAX array, jax.numpy.asarray(x)"
+            )
+    result = function()
+    if has_tracer(result):
+        with jax.ensure_compile_time_eval():
+            result = function()
+    return jax.tree.map(np.array, result)
+
+
+def has_tracer(tree: Any) -> bool:
+    """Whether a leaf of `tree` is traced, so that it has no value yet."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def check_key(name: str, key: Any) -> None:
+    """Refuse what is not one typed key."""
+    if not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        got = f"an array of dtype {key.dtype}" if isinstance(key, Array) else repr(key)
+        raise TypeError(
+            f"{name}={got} must be a typed key, as jax.random.key(0) gives (jax.random.wrap_key_data makes one of "
+            "raw words)"
+        )
+    if key.shape != ():
+        raise ValueError(
+            f"{name} has shape {key.shape}, but one key is drawn from; use jax.vmap over x and the keys together"
+        )
+
+
+def checked_key(key: Any, draws: bool, spec: Any, name: str = "key", rounded: str = "") -> Array | None:
+    """The key, checked, if `spec` draws from it; else None.
+
+    Args:
+        key: the argument.
+        draws: whether anything draws from it.
+        spec: what is said to draw, for the error.
+        name: of the argument.
+        rounded: what is rounded with it, if not the operands.
+    """
+    if key is not None:
+        check_key(name, key)
+    elif draws:
+        raise ValueError(
+            f"{name}=None, but spec={str(spec)!r} rounds{rounded} stochastically: pass a typed key, for example "
+            f"{name}=jax.random.key(0)"
+        )
+    return key if draws else None
+
+
+def checked_keys(spec: Spec, key: Any, gradient_key: Any = None) -> Keys:
+    """The keys that `spec` draws from, checked."""
+    backward = spec.gradient.round
+    keys = (
+        checked_key(key, spec.rounding.stochastic, spec),
+        checked_key(
+            gradient_key, backward is not None and backward.rounding.stochastic, spec, "gradient_key", " cotangents"
+        ),
+    )
+    if all(found is not None for found in keys) and _same_key(*keys):
+        raise ValueError(
+            "gradient_key is the same as key, so x and its cotangent would be rounded by the same random bits; pass "
+            "two keys, for example key, gradient_key = jax.random.split(key)"
+        )
+    return keys
+
+
+def _same_key(key: Any, other: Any) -> bool:
+    """Whether two keys are one; traced keys are, when they are the same object."""
+    if key is other:
+        return True
+    if has_tracer((key, other)):
+        return False
+    return key.dtype == other.dtype and np.array_equal(jax.random.key_data(key), jax.random.key_data(other))
+
+
+# -- offsets -----------------------------------------------------------------------------------------------------------
+
+
+def stream_offset(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[StreamOffset, tuple]:
+    """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew.
+
+    `words` is how many words an element draws. Indexes from 2^64 on are refused.
+    """
+    if type(offset) is int and offset == 0:
+        return AT_START, ()
+    if not isinstance(offset, tuple):
+        start, high = _start(offset)
+        if not isinstance(offset, Array):
+            _check_last(offset, int(offset) + math.prod(shape), words)
+        return StreamOffset((None,), base=high), (start,)
+    pair = len(offset) == 2 and all(isinstance(entry, tuple | list) for entry in offset)
+    if not pair or not len(offset[0]) == len(offset[1]) == len(shape):
+        raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
+    whole = tuple(check_int("offset: shape of the whole", size, 0, 1 << 32) for size in offset[1])
+    for start, size, total in zip(offset[0], shape, whole, strict=True):
+        if size > total or (not isinstance(start, jax.core.Tracer) and start + size > total):
+            raise ValueError(f"offset={offset!r}: a part of shape {shape} does not lie within the whole")
+    _check_last(offset, math.prod(whole), words)
+    return StreamOffset((None,) * len(shape), whole), tuple(_start(start)[0] for start in offset[0])
+
+
+def _check_last(offset: Any, end: int, words: int) -> None:
+    if end * words > 1 << 64:
+        raise ValueError(
+            f"offset={offset!r}: the last element would have index {end - 1}, and random bits end at index "
+            f"{(1 << 64) // words - 1}"
+        )
+
+
+def _start(start: Any) -> tuple[Any, int]:
+    """A start as an integer scalar that is not static, and a static multiple of 2^32 that goes on top of it."""
+    if isinstance(start, Array):
+        if start.shape != () or not jnp.issubdtype(start.dtype, jnp.integer):
+            raise TypeError(
+                f"offset has an entry of shape {start.shape} and dtype {start.dtype}; allowed: integer scalars"
+            )
+        if isinstance(start, jax.core.Tracer):
+            return start, 0
+    start = check_int("offset", start, 0, (1 << 64) - 1)
+    low, high = start % (1 << 32), start >> 32 << 32
+    return (np.int32(low) if low < 1 << 31 else np.uint32(low)), high

@@ -1,0 +1,82 @@
+"""What the public functions do with their arguments; test_misuse holds the errors that a user sees."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jchop._arguments import as_operands, carrier_of, checked_keys, run, run_numpy, stream_offset
+from jchop._core.rounding.stream_offset import AT_START
+from jchop.spec import parse
+
+KEY, OTHER = jax.random.split(jax.random.key(3))
+BOTH_DRAW = parse("e5m2:stochastic:gradient=[e5m2:stochastic]")
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_carriers(name: str) -> None:
+    assert carrier_of(jnp.dtype(name)).name == name
+
+
+def test_complex_numbers_have_the_carrier_of_their_parts() -> None:
+    assert [carrier_of(np.dtype(name)).name for name in ("complex64", "complex128")] == ["float32", "float64"]
+    with pytest.raises(TypeError, match=r"b has dtype complex64, .* allowed: float16, bfloat16, float32, float64\."):
+        carrier_of(np.dtype("complex64"), "b", complex_too=False)
+
+
+def test_numbers_take_the_dtype_beside_them() -> None:
+    arrays = as_operands("abc", (2, jnp.ones(3, jnp.bfloat16), 0.5))
+    assert [array.dtype for array in arrays] == [jnp.bfloat16] * 3
+    assert as_operands("a", (1.5,))[0].dtype == np.float64
+    with pytest.raises(ValueError, match=r"b=1e\+39 is beyond the range of float32"):
+        as_operands("ab", (np.ones(3, np.float32), 1e39))
+
+
+def test_keys_that_nothing_draws_from_are_dropped() -> None:
+    assert checked_keys(parse("e5m2"), KEY, OTHER) == (None, None)
+    assert checked_keys(parse("e5m2:stochastic"), KEY, OTHER) == (KEY, None)
+    assert checked_keys(BOTH_DRAW, KEY, OTHER) == (KEY, OTHER)
+    with pytest.raises(ValueError, match=r"gradient_key=None, .* rounds cotangents stochastically"):
+        checked_keys(BOTH_DRAW, KEY)
+
+
+def test_equal_traced_keys_are_told_by_the_object() -> None:
+    jax.eval_shape(lambda a, b: checked_keys(BOTH_DRAW, a, b)[0], KEY, KEY)
+    with pytest.raises(ValueError, match="gradient_key is the same as key"):
+        jax.eval_shape(lambda a: checked_keys(BOTH_DRAW, a, a)[0], KEY)
+
+
+def test_offsets_are_traced_and_their_high_words_static() -> None:
+    assert stream_offset(0, (4,)) == (AT_START, ())
+    place, (start,) = stream_offset((5 << 32) + 7, (4,))
+    assert (place.base, int(start), start.dtype) == (5 << 32, 7, np.int32)
+    assert stream_offset(1 << 31, (4,))[1][0].dtype == np.uint32
+    place, starts = stream_offset(((1, jnp.int32(2)), (4, 6)), (3, 4))
+    assert (place.whole, [int(start) for start in starts]) == ((4, 6), [1, 2])
+    with pytest.raises(ValueError, match="the last element would have index 18446744073709551616"):
+        stream_offset((1 << 64) - 1, (2,))
+    with pytest.raises(ValueError, match="random bits end at index 9223372036854775807"):
+        stream_offset(1 << 63, (2,), words=2)
+
+
+def test_results_are_numpy_if_all_operands_are() -> None:
+    wide = np.linspace(0, 1, 3)
+    result = run(lambda x, y, key: x + y, [wide, wide], None)
+    assert type(result) is np.ndarray and result.dtype == np.float64
+    assert isinstance(run(lambda x, key: x[0], [wide], None), np.float64)
+    assert isinstance(run(lambda x, y, key: x + y, [jnp.ones(3), np.ones(3, np.float32)], None), jax.Array)
+
+
+def test_numpy_operands_are_constants_within_a_trace() -> None:
+    seen = []
+
+    def traced(x: jax.Array) -> jax.Array:
+        seen.append(run_numpy(lambda: jnp.sqrt(np.float32(4))))
+        return x
+
+    jax.jit(traced)(1.0)
+    assert type(seen[0]) is np.ndarray and seen[0] == 2
+    with pytest.raises(TypeError, match="offset is traced but the operands are NumPy values"):
+        jax.jit(lambda start: run_numpy(lambda: start, offset=((0, start), (4, 4))))(1)

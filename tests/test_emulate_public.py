@@ -1,0 +1,191 @@
+"""Every public function of jchop within an emulated function: it keeps its own arithmetic, or is refused with a reason.
+
+What a function of jchop returns is that of the function called by itself, on the rounded arguments. The exceptions are
+`round_to_format`, whose results are rounded once more, and functions that need values, which a trace does not have.
+"""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop import storage
+from jchop.formats import ElementFormat, ScaledFormat
+
+math, linalg = jc.math, jc.math.linalg
+
+KEY = jax.random.key(5)
+#: The arithmetic around, and that of the functions: neither holds the other's values, and no two roundings commute.
+AROUND, OWN = "e5m4", "e5m7:up"
+SUMS, PRODUCTS = jc.MatmulSpec("e4m5:down", None, "e5m7:odd"), jc.MatmulSpec("e4m5:down", OWN, "e5m7:odd")
+X, Y, Z = (jnp.asarray(np.random.default_rng(i).uniform(0.2, 0.9, (4, 8)), jnp.float32) for i in range(3))
+SQUARE = X @ X.T + 2 * jnp.eye(4)
+SCALED, ZERO_POINTS = "int8(channel=0)", "uint4(group=4,zero_point=float)"
+PARTS = ("absmax", "zero")
+MATRICES = dict.fromkeys(("cg", "gmres", "refine", "solve_triangular"), (SQUARE, X[:, 0]))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call of a public function: what it takes, and what is expected of it within an emulated function."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...] = (X,)
+    error: str | None = None  # the words of a refusal
+    rounded: bool = False  # whether results are rounded to the arithmetic around
+
+
+def row(name: str, *args: Any, **more: Any) -> Row:
+    return Row(partial(getattr(math, name), spec=OWN, **more), args or (X,))
+
+
+def stored(x: jax.Array) -> jc.QArray:
+    return jc.quantize(x, SCALED)
+
+
+TOP: dict[str, Row] = {
+    "round_to_format": Row(lambda x: jc.round_to_format(x, SCALED), rounded=True),
+    "quantize": Row(lambda x: jc.quantize(x, "e5m2")),
+    "dequantize": Row(jc.dequantize, (jc.quantize(X, SCALED),)),
+    "fit_scale": Row(lambda x: jc.fit_scale(x, ZERO_POINTS)),
+    "flip_bits": Row(lambda x: jc.flip_bits(x, "e5m7", 0.5, KEY)),
+    "random_bits": Row(lambda x: jc.random_bits(KEY, x.shape)),
+    "emulate": Row(jc.emulate(lambda x: jnp.sin(x) * x, OWN)),
+    "save_safetensors": Row(lambda x: jc.save_safetensors("never.safetensors", {"x": x}), error="save_safetensors"),
+    "load_safetensors": Row(lambda: jc.load_safetensors(Path("none.safetensors")), (), error=r"none\.safetensors"),
+    "round_file": Row(lambda: jc.round_file("none.npy", "never.npy", "e5m2"), (), error=r"none\.npy"),
+    "to_qwix": Row(lambda x: jc.to_qwix(stored(x)), error="to_qwix|never"),
+    "from_qwix": Row(lambda x: jc.from_qwix(x), error="from_qwix|WithAux"),
+}
+#: Public functions that make formats and specs.
+MAKERS = {"parse", "bfp", "p3109"}
+
+STORAGE: dict[str, Row] = {
+    **{name: TOP[name] for name in storage.__all__ if name in TOP},
+    "dequantize_params": Row(lambda x: storage.dequantize_params({"a": stored(x), "b": x})["a"]),
+    "fit_half_quadratic": Row(lambda x: storage.fit_half_quadratic(x, ZERO_POINTS, iterations=2)),
+    "shardings": Row(lambda x: storage.shardings(stored(x), None), error="sharding"),
+}
+
+ONE = """
+    abs angle arccos arcsin arcsinh arctan arctanh cbrt ceil conj cos cosh degrees diff erf erfc exp exp2 expm1 fabs
+    floor frexp gamma imag log log1p log2 log10 modf negative radians real reciprocal round sign sin sinh sqrt
+    square tan tanh trunc cumsum cumprod prod
+"""
+TWO = """
+    add arctan2 bitwise_and bitwise_or bitwise_xor divide floor_divide hypot logaddexp maximum minimum mod multiply
+    power subtract
+"""
+
+MATH: dict[str, Row] = {
+    **{name: row(name) for name in ONE.split()},
+    **{name: row(name, X, Y) for name in TWO.split()},
+    **{name: row(name, X, Y, Z) for name in ("axpy", "fma")},
+    **{name: Row(partial(getattr(math, name), spec=SUMS)) for name in ("mean", "norm", "std", "sum", "var")},
+    "arccosh": row("arccosh", 1 + X),
+    "clip": row("clip", X, Y * 0.5, 0.5 + Y),
+    "ldexp": Row(lambda x: math.ldexp(x, np.int32(3), OWN)),
+    "conv": Row(partial(math.conv, spec=PRODUCTS), (X.reshape(1, 4, 8), Y.reshape(1, 4, 8)[:, :, :2])),
+    "dot": Row(partial(math.dot, spec=PRODUCTS), (X[0], Y[0])),
+    "einsum": Row(lambda x, y: math.einsum("ij,kj->ik", x, y, spec=PRODUCTS), (X, Y)),
+    "matmul": Row(partial(math.matmul, spec=PRODUCTS), (X, Y.T)),
+}
+
+LINALG: dict[str, Row] = {
+    "cg": Row(lambda a, b: linalg.cg(a, b, OWN, steps=2), (SQUARE, X[:, 0])),
+    "gmres": Row(lambda a, b: linalg.gmres(a, b, OWN, steps=2), (SQUARE, X[:, 0])),
+    "cholesky": Row(lambda a: linalg.cholesky(a, OWN), (SQUARE,)),
+    "lu": Row(lambda a: linalg.lu(a, OWN), (SQUARE,)),
+    "lu_solve": Row(lambda a, b: linalg.lu_solve((a, jnp.arange(4)), b, OWN), (SQUARE, X[:, 0])),
+    "qr": Row(lambda a: linalg.qr(a, OWN), (SQUARE,)),
+    "solve_triangular": Row(lambda a, b: linalg.solve_triangular(a, b, OWN), (SQUARE, X[:, 0])),
+    "refine": Row(
+        lambda a, b: linalg.refine(a, b, factor="e5m4", working=OWN, residual="binary16", steps=1), (SQUARE, X[:, 0])
+    ),
+}
+
+TABLES = {
+    "jchop": (jc, TOP),
+    "jchop.math": (math, MATH),
+    "jchop.math.linalg": (linalg, LINALG),
+    "storage": (storage, STORAGE),
+}
+CASES = [(place, name) for place, (_, rows) in TABLES.items() for name in rows if place != "storage" or name not in TOP]
+
+
+def same(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def rounded(value: Any) -> Any:
+    return jc.round_to_format(value, AROUND)
+
+
+@pytest.mark.parametrize("place", TABLES)
+def test_every_public_function_has_a_row(place: str) -> None:
+    module, rows = TABLES[place]
+    others = ElementFormat | ScaledFormat | ModuleType | type
+    assert set(rows) == {name for name in module.__all__ if not isinstance(getattr(module, name), others)} - MAKERS
+
+
+@pytest.mark.parametrize(("place", "name"), CASES)
+def test_within_an_emulated_function(place: str, name: str) -> None:
+    case = TABLES[place][1][name]
+    low = jc.emulate(case.call, AROUND)
+    if case.error is not None:
+        with pytest.raises((TypeError, ValueError, OSError, ImportError), match=case.error):
+            low(*case.args)
+        return
+    arguments = [rounded(x) if isinstance(x, jax.Array) else x for x in case.args]
+    want = case.call(*arguments)
+    same(low(*case.args), rounded(want) if case.rounded else want)
+
+
+@pytest.mark.parametrize(
+    "spec", [SCALED, "nf4(channel=0)", "mxfp4", "nvfp4", "uint4(group=4,zero_point=float)", "e5m2"]
+)
+def test_formats(spec: str) -> None:
+    """Arguments are rounded; so are results of `round_to_format`. Codes and scales are left, also of a constant."""
+    same(jc.emulate(lambda x: jc.round_to_format(x, spec), AROUND)(X), rounded(jc.round_to_format(rounded(X), spec)))
+    q = jc.quantize(X, spec)
+    same(jc.emulate(lambda: jc.dequantize(q), AROUND)(), jc.dequantize(q))
+    same(jc.emulate(jc.dequantize, AROUND)(q), jc.dequantize(q))
+    packed = jc.emulate(lambda x: jc.quantize(x, spec), AROUND)(X)
+    same(packed, jc.quantize(rounded(X), spec))
+    same(jc.emulate(lambda x: jc.dequantize(jc.quantize(x, spec)), AROUND)(X), jc.dequantize(packed))
+
+
+def test_an_operation_rounds_what_it_takes_of_a_function() -> None:
+    low = jc.emulate(lambda x: -math.exp(x, OWN), AROUND)
+    same(low(X), -rounded(math.exp(rounded(X), OWN)))
+
+
+def test_derivatives_and_transformations() -> None:
+    low = jc.emulate(lambda x: math.exp(x, OWN), AROUND)
+    want = math.exp(rounded(X), OWN)
+    same(jax.jit(low)(X), want)
+    same(jax.vmap(low)(X), want)
+    same(
+        jax.jvp(low, (X,), (jnp.ones_like(X),))[1],
+        jax.jvp(lambda x: math.exp(x, OWN), (rounded(X),), (jnp.ones_like(X),))[1],
+    )
+
+
+def test_the_report_does_not_list_operations_of_functions() -> None:
+    low = jc.emulate(lambda x: math.std(x, SUMS) + 1, AROUND)
+    assert [entry.primitive for entry in jc.emulate.report(low, X, trace_values=True).rows] == ["add"]
