@@ -13,9 +13,9 @@ from jchop._bits import CARRIERS
 from jchop._core.rounding.codes import pack, unpack
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset, words_like
 from jchop._core.scaled.elements import widen
-from jchop._core.scaled.groups import maximum
 from jchop._core.scaled.scales import Plan, Scales, choose_scales, load_scales, make_plan, store_scales
 from jchop._core.scaled_float32 import select
+from jchop._core.xla_cpu import maximum
 from jchop.scaling import BlockScaling
 
 Array = jax.Array
