@@ -55,7 +55,8 @@ FLOORS: list[tuple[int, str]] = [
     (11, "__init__"),  # the public face: names and nothing else, so nothing below imports it
 ]
 SIBLING_FLOOR = 8
-# The rooms of the core, in order; the bodies of operations stand beside them, on top.
+# The rooms of the core, in order; the bodies of operations stand beside them, on top, and BELOW_ROOMS beneath.
+BELOW_ROOMS = "xla_cpu"
 ROOMS = ["rounding", "arithmetic", "scaled", "scaled_float32"]
 MOST_FILES = 17  # in a folder of the core
 
@@ -222,10 +223,12 @@ def test_no_circle() -> None:
 
 
 def room_of(module: str) -> int | None:
-    """The number of a core file's room; the last one for the bodies. None for other files and for the packages."""
+    """The number of a core file's room; -1 below the rooms, the last for bodies. None for other files and packages."""
     parts = module.split(".")
     if parts[0] != "_core" or is_package(module):
         return None
+    if parts[1] == BELOW_ROOMS:
+        return -1
     return ROOMS.index(parts[1]) if len(parts) > 2 else len(ROOMS)
 
 
@@ -370,3 +373,4 @@ def test_the_checks_see_what_they_should() -> None:
         "_c",
         "_e",
     ]
+    assert room_of("_core.xla_cpu") == -1

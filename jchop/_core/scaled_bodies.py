@@ -19,9 +19,10 @@ from jchop._bits import CARRIERS
 from jchop._core.rounding.codes import encode_elements, pack, unpack
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset, words_like
 from jchop._core.scaled import elements, fitting, float_zero_points, zero_points
-from jchop._core.scaled.groups import Groups, materialize_per_group, maximum
+from jchop._core.scaled.groups import Groups
 from jchop._core.scaled.scales import Plan, Scales, choose_scales, load_scales, store_scales, tensor_scale
 from jchop._core.scaled_float32 import integers, select
+from jchop._core.xla_cpu import materialize_per_group, maximum
 from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.spec import Spec
 

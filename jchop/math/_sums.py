@@ -299,7 +299,7 @@ def _absolute(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
 
 
 def _largest(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
-    # The maximum of XLA's CPU backend may ignore a NaN, and the numbers before it.
+    # The maximum of all may lose a NaN: `maximum_loses_nan` in `_core/xla_cpu.py`.
     return jnp.where(jnp.isnan(rows).any(1), jnp.nan, jnp.max(jnp.abs(rows), 1, initial=0))
 
 

@@ -55,7 +55,7 @@ class Dot:
         kept, summed = self._free(0), self.contracting[0]
         if len(kept) < 2 or (*kept, *summed) != tuple(range(x.ndim)) or more or not one_device_at_hand():
             return run(x, w, (self.contracting, self.batch))
-        # With one axis of rows XLA's CPU backend multiplies x and the cotangent, for dw, up to twice as fast. But axes
+        # `rows_of_two_axes_moved` in `_core/xla_cpu.py`: with one axis of rows dw comes up to twice as fast. But axes
         # that are sharded had better not become one.
         rows = x.reshape(math.prod(x.shape[axis] for axis in kept), *(x.shape[axis] for axis in summed))
         y = run(rows, w, ((tuple(range(1, rows.ndim)), self.contracting[1]), self.batch))

@@ -141,7 +141,7 @@ def _none_of(leaf: Any) -> Any:
 
 
 def _word(x: Array) -> Array:
-    """The bits of short floats: XLA's CPU backend would convert whole arrays of them to float32 for each chunk."""
+    """The bits of short floats, because of the quirk `short_floats_converted_whole` (`_core/xla_cpu.py`)."""
     short = is_float(x) and x.dtype.itemsize < 4
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) if short else x
 
@@ -163,8 +163,8 @@ def collect(one: Callable[[Array], tuple[Any, Any, Array]], count: int) -> tuple
 
     Args:
         one: of the index of a chunk, an int32 scalar: a pytree of arrays, another one, and a bool scalar. The arrays of
-            the second are stored one turn later: what writes straight into a part of an array, XLA's CPU backend does
-            in one thread, which does not do for what takes long to compute.
+            the second take long to compute, and are stored one turn later, because of the quirk
+            `write_into_part_has_one_thread` (`_core/xla_cpu.py`).
         count: of chunks.
     """
     first = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))

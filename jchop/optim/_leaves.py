@@ -151,7 +151,7 @@ def all_finite(tree: Any, stored: bool = False) -> Array:
 def _without_rest(leaf: Any) -> Array:
     """Whether all numbers of an array are finite: of the others the difference from themselves is NaN, and so is a sum.
 
-    Not by the largest one: XLA's CPU backend may lose a NaN, and what comes before it.
+    Not by the largest one, because of the quirk `maximum_loses_nan` (`_core/xla_cpu.py`).
     """
     return jnp.sum(leaf - leaf) == 0
 
@@ -169,7 +169,7 @@ def select(taken: Array, new: Any, old: Any) -> Any:
 
 
 def _where(taken: Array, new: Any, old: Any) -> Array:
-    """Floats of 8 bits are codes; a backend that lacks them would convert them there and back."""
+    """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla_cpu.py`)."""
     if not (is_float(new) and new.dtype.itemsize == 1):
         return jnp.where(taken, new, old)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, old))

@@ -200,7 +200,7 @@ def matmul_body(a: Array, b: Array, seeds: Array | None = None, *, spec: MatmulS
 def _zero(a: Array, b: Array) -> Array:
     """+0 for each output element, with the sharding and the varying axes that the product has.
 
-    Behind a barrier, because XLA takes 0 + p for p, which is wrong where p is -0.
+    Behind a barrier, because of the quirk `zero_plus_minus_zero` (`xla_cpu`).
     """
     like = jnp.sum(a, 2)[:, :, None] + jnp.sum(b, 1)[:, None, :]
     bits = lax.bitcast_convert_type(like, jnp.dtype(f"uint{8 * like.dtype.itemsize}"))
@@ -235,8 +235,7 @@ def _in_chunks(body: Callable[[Any, Array, Array, Step], Any], state: Any, x: Ar
     elif whole > 1:
         xs, ys = (v[: whole * length].reshape(whole, length, *v.shape[1:]) for v in (x, y))
 
-        # The parts of the next turn are sliced in this one: XLA would fuse a slice at a place known only at run time
-        # into the arithmetic, which LLVM then does not vectorize.
+        # The parts of the next turn are sliced in this one: `slice_fused_into_loop` in `xla_cpu`.
         def turn(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
             state, x, y = carry
             next_x, next_y = (lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False) for v in (xs, ys))

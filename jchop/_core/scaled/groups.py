@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,43 +96,3 @@ class Groups:
     def _axis_of(self, at: int) -> int:
         """The axis of the array that was split to give this one of the view."""
         return at - 1 - self._within.index(at)
-
-
-#: Into how many parts an axis is split at most, a long one into fewer; and how many numbers each has at least.
-_PARTS, _PARTS_OF_LONG, _LONG, _LANES = 32, 16, 1 << 12, 8
-
-
-def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:
-    """`jnp.max` of integers, which XLA's CPU backend compiles to scalar code along a last axis; in two steps instead.
-
-    The first is between the parts of that axis, whose loop is unrolled, so that neighbours make vectors. An axis that
-    may be split between devices is left whole where shardings are explicit.
-    """
-    axes = (axis,) if isinstance(axis, int) else axis
-    if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None and (parts := _parts(x.shape[-1])) > 1:
-        x = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)
-        x = lax.optimization_barrier(x)  # else the two are made one again
-    return jnp.max(x, axis=axes, keepdims=keepdims)
-
-
-def _parts(length: int) -> int:
-    most = _PARTS if length <= _LONG else _PARTS_OF_LONG
-    return max((n for n in range(2, most + 1) if length % n == 0 and length // n >= _LANES), default=1)
-
-
-def materialize_per_group(values: Any) -> Any:
-    """Arrays that are worked out once for each group, though they are then broadcast over its elements; a pytree.
-
-    A compiler that fuses them with the elements works them out for each, and on XLA's CPU backend barriers are gone by
-    then. But it repeats no division: hence one by 1, which the barrier does hide from what simplifies it away.
-    """
-    return jax.tree.map(_divided, lax.optimization_barrier(values))
-
-
-def _divided(x: Array) -> Array:
-    if x.dtype == bool:
-        return _divided(x.astype(jnp.int32)) != 0
-    kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(x, kind)
-    one = lax.optimization_barrier(jnp.ones_like(bits))
-    return lax.bitcast_convert_type(lax.div(bits, one), x.dtype)

@@ -17,6 +17,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
+from jchop._core import xla_cpu
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.basic import divide, range_of, require_operation
 from jchop._core.arithmetic.exact import round_exact
@@ -25,7 +26,6 @@ from jchop._core.arithmetic.quotient import divisor_bits, divisor_of_product, od
 from jchop._core.rounding.codes import decode_elements, encode_elements, extended
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import require_carrier
-from jchop._core.scaled import groups
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,
@@ -385,7 +385,7 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
     if not x.size:
         return jnp.ones((), jnp.float32)
     magnitude = _bits.split(x, compute)[1]
-    largest = largest_of(magnitude, tuple(range(x.ndim)), compute, groups.maximum).reshape(())
+    largest = largest_of(magnitude, tuple(range(x.ndim)), compute, xla_cpu.maximum).reshape(())
     # The divisor may be no number of the carrier.
     count, exponent = divisor_parts(Fraction(plan.scale.max) * Fraction(plan.element.format.max))
     exact = double_word.divide(

@@ -20,8 +20,8 @@ from jchop._core.arithmetic.quotient import divisor_of, exact_quotient, signific
 from jchop._core.rounding import modes
 from jchop._core.rounding.codes import extended
 from jchop._core.rounding.modes import Draw, draw
-from jchop._core.scaled.groups import maximum
 from jchop._core.scaled.scales import Plan, Scales, largest_of, scale_magnitude, scale_rounding, settle
+from jchop._core.xla_cpu import maximum
 from jchop.formats import IntegerFormat
 
 Array = jax.Array

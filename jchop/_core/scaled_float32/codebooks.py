@@ -23,10 +23,10 @@ from jchop._bits import CARRIERS
 from jchop._core.rounding.bins import Bins, make_bins, take
 from jchop._core.rounding.codes import extended
 from jchop._core.rounding.modes import threshold
-from jchop._core.scaled.groups import materialize_per_group
 from jchop._core.scaled.scales import Plan, Scales, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
 from jchop._core.scaled_float32.integers import number_of, word_of
+from jchop._core.xla_cpu import materialize_per_group
 from jchop.formats import CodebookFormat
 from jchop.rounding import Rounding
 

@@ -18,10 +18,10 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._core.rounding.codes import extended
-from jchop._core.scaled.groups import materialize_per_group
 from jchop._core.scaled.scales import TENSOR_SCALE, Plan, Scales, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
 from jchop._core.scaled_float32.integers import Quanta, number_of, word_of
+from jchop._core.xla_cpu import materialize_per_group
 from jchop.formats import FloatFormat
 from jchop.rounding import Overflow, Rounding
 

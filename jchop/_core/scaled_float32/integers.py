@@ -26,8 +26,8 @@ from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._core.rounding.codes import extended
 from jchop._core.rounding.modes import Draw, draw
-from jchop._core.scaled.groups import materialize_per_group
 from jchop._core.scaled.scales import SAFE_EXPONENT, Plan, Scales, scale_magnitude
+from jchop._core.xla_cpu import materialize_per_group, prevent_fma
 from jchop.formats import UniformFormat
 from jchop.rounding import Overflow, Rounding
 
@@ -130,15 +130,6 @@ def word_of(x: Array) -> Array:
 def number_of(bits: Array) -> Array:
     """The inverse of `word_of`."""
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def prevent_fma(product: Array, factor: Array) -> Array:
-    """A product with a factor that is not negative, so that no compiler contracts it with a sum behind it.
-
-    XLA's CPU backend does, and the sum is then of what was not rounded. Between the two there is an operation on
-    integers here, which changes nothing; what is read from memory does not tell a compiler so.
-    """
-    return number_of(word_of(product) | word_of(factor) & _CARRIER.sign_bit)
 
 
 def held(values: tuple) -> tuple:

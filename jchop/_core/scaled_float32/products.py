@@ -13,8 +13,8 @@ import numpy as np
 
 from jchop import _bits
 from jchop._bits import CARRIERS
-from jchop._core.scaled.groups import materialize_per_group
-from jchop._core.scaled_float32.integers import number_of, prevent_fma, word_of
+from jchop._core.scaled_float32.integers import number_of, word_of
+from jchop._core.xla_cpu import materialize_per_group, prevent_fma
 
 Array = jax.Array
 

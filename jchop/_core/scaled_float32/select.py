@@ -18,9 +18,9 @@ from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_elements
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import narrow, with_nan
-from jchop._core.scaled.groups import materialize_per_group
 from jchop._core.scaled.scales import LEAST_TO_BRANCH, Plan, Scales, all_in_safe_range
 from jchop._core.scaled_float32 import codebooks, floats, integers, thresholds
+from jchop._core.xla_cpu import materialize_per_group
 
 Array = jax.Array
 

@@ -381,22 +381,6 @@ def test_many_levels_that_take_the_exact_way() -> None:
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, 1024), (2, 5, 64), (7,), (4096,), (12288,), (2, 50)])
-def test_maximum_in_steps(shape: tuple[int, ...]) -> None:
-    x = np.random.default_rng(1).integers(0, 1 << 30, shape).astype(np.int32)
-    for axes in ((len(shape) - 1,), tuple(range(len(shape)))):
-        np.testing.assert_array_equal(groups.maximum(jnp.asarray(x), axes), x.max(axes, keepdims=True))
-
-
-def test_once_keeps_every_bit() -> None:
-    bits = np.array([0, 1, -1, 1 << 31, 0x7F800001, 0xFFC00001], np.int64).astype(np.uint32)
-    given = {"int": bits.view(np.int32), "float": bits.view(np.float32), "bool": bits > 5, "none": None}
-    kept = jax.jit(groups.materialize_per_group)(given)
-    assert kept["none"] is None
-    for name in ("int", "float", "bool"):
-        assert np.asarray(kept[name]).tobytes() == given[name].tobytes()
-
-
 def test_codes_are_packed_beside_their_groups() -> None:
     assert groups.Groups((2, 256), (1, 64)).packed(4) == groups.Groups((2, 128), (1, 32))
     assert groups.Groups((2, 256), (1, 2)).packed(4) is None  # a byte for each group

@@ -1,0 +1,198 @@
+"""The quirks of XLA's CPU backend that jchop works around, and the functions that do so.
+
+`QUIRKS` describes each of them. `tests/_core/test_xla_cpu.py` shows each in a small program, and fails when a quirk is
+gone, so that its workaround can go too. Other files name the quirk that they work around.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._bits import CARRIERS
+
+__all__ = ["QUIRKS", "Quirk", "materialize_per_group", "maximum", "prevent_fma"]
+
+Array = jax.Array
+
+#: Into how many parts an axis is split at most, a long one into fewer; and how many numbers each has at least.
+_PARTS, _PARTS_OF_LONG, _LONG, _LANES = 32, 16, 1 << 12, 8
+
+
+@dataclass(frozen=True)
+class Quirk:
+    """One quirk.
+
+    Args:
+        name: as other files and the tests name it.
+        symptom: the wrong bits, or the slow code, that a plain program gets.
+        workaround: what jchop does instead, and where.
+        seen: the versions of jaxlib, as major and minor number, on which the test has shown the symptom.
+        gone: the versions on which it has shown that there is none.
+    """
+
+    name: str
+    symptom: str
+    workaround: str
+    seen: tuple[str, ...] = ("0.10", "0.12")
+    gone: tuple[str, ...] = ()
+
+
+#: Bits first, then the time that programs take, then the time that compiling takes.
+QUIRKS: tuple[Quirk, ...] = (
+    Quirk(
+        "subnormals_read_as_zero",
+        "Arithmetic and comparisons take a subnormal operand for zero, and give zero for a subnormal result.",
+        "Rounding is integer arithmetic on bits (`_core/rounding/`); exact arithmetic on float32 scales its operands "
+        "(`_core/arithmetic/subnormal_scaling.py`); `max` and `min` compare bits (`_core/arithmetic/operations.py`).",
+    ),
+    Quirk(
+        "product_contracted_with_sum",
+        "x s + y is one fused multiply-add, so the product is not rounded.",
+        "`prevent_fma`; arithmetic in which no inexact product meets a sum (`_core/arithmetic/`).",
+    ),
+    Quirk(
+        "conversion_pair_deleted",
+        "A product in bfloat16 that is then converted to float32 is not rounded to bfloat16.",
+        "Rounding makes no use of conversions (`_core/rounding/elements.py`).",
+    ),
+    Quirk(
+        "constants_of_sums_combined",
+        "(x + a) - a with a constant a is x.",
+        "a is a multiple of the scale (`_core/scaled/power_of_two_scales.py`).",
+        seen=("0.10",),
+        gone=("0.12",),
+    ),
+    Quirk(
+        "zero_plus_minus_zero",
+        "0 + x with a constant 0 is x, and so -0 for x = -0.",
+        "The 0 that a sum starts from is computed from the operands (`_core/arithmetic/matmul.py`).",
+    ),
+    Quirk(
+        "maximum_loses_nan",
+        "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
+        "A sum tells whether all numbers are finite (`_largest_by_numbers` in `_core/scaled/scales.py`, "
+        "`optim/_leaves.py`), or each number is asked (`math/_sums.py`).",
+    ),
+    Quirk(
+        "selected_float8_changes_nan",
+        "`where` of float8 converts to float16 and back: a NaN loses its sign and its payload.",
+        "Codes are selected as integers (`_where` in `optim/_leaves.py`).",
+    ),
+    Quirk(
+        "signalling_nan_becomes_quiet",
+        "An operation on bfloat16 makes a signalling NaN quiet where nothing should change.",
+        "The tests take every NaN for the same.",
+        seen=("0.10",),
+        gone=("0.12",),
+    ),
+    Quirk(
+        "order_of_sums_by_orientation",
+        "x w and the transpose of wᵀ xᵀ have other bits: their sums have another order.",
+        "Products of `nn` keep the orientation that Flax gives them (`nn/_product.py`).",
+    ),
+    Quirk(
+        "barriers_removed_before_fusion",
+        "An `optimization_barrier` does not keep operations from being fused: a scale is computed for every element.",
+        "`materialize_per_group`.",
+        seen=("0.10",),
+        gone=("0.12",),
+    ),
+    Quirk(
+        "computed_once_for_each_use",
+        "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
+        "A body is compiled as a call (`apart` in `_kernels/primitive.py`); a chain of operations has one result "
+        "(`_emulate/_chain.py`); a packed leaf is made in a branch (`optim/_state.py`).",
+    ),
+    Quirk(
+        "maximum_along_rows_is_scalar",
+        "The maximum of integers along the last axis is scalar code.",
+        "`maximum`.",
+    ),
+    Quirk(
+        "maxima_merged",
+        "A maximum of maxima becomes one maximum over both axes.",
+        "A barrier between the two steps of `maximum`.",
+    ),
+    Quirk(
+        "integers_written_before_maximum",
+        "The bits of numbers are written to memory before the largest of each column is found; numbers are not.",
+        "The maximum of numbers is tried first (`_largest_by_numbers` in `_core/scaled/scales.py`).",
+    ),
+    Quirk(
+        "write_into_part_has_one_thread",
+        "A computation that is fused with a write into a part of an array runs in one thread.",
+        "Results are written one turn later (`collect` in `optim/_pieces.py`).",
+    ),
+    Quirk(
+        "short_floats_converted_whole",
+        "A loop that writes a part of an array of float8 converts the whole array in every turn.",
+        "The loop carries words (`_word` in `optim/_pieces.py`).",
+    ),
+    Quirk(
+        "rows_of_two_axes_moved",
+        "For a product that sums over two axes of rows, one operand is transposed in memory first.",
+        "The rows become one axis (`Dot` in `nn/_product.py`).",
+    ),
+    Quirk(
+        "slice_fused_into_loop",
+        "A slice at a place known only at run time is fused into the arithmetic, which is then scalar code.",
+        "The parts of the next turn are sliced in this one (`_in_chunks` in `_core/arithmetic/matmul.py`).",
+    ),
+    Quirk(
+        "known_results_computed_by_compiler",
+        "The compiler computes what depends on constants only, slowly.",
+        "A barrier before the first state is packed (`pack_as_planned` in `optim/_pack.py`).",
+    ),
+)
+
+
+def materialize_per_group(values: Any) -> Any:
+    """A pytree of arrays, computed once for each group, although each is then broadcast over elements.
+
+    Quirk `barriers_removed_before_fusion`. No division is repeated for every element, so each array is divided by 1;
+    the barrier does keep that 1 from being simplified away.
+    """
+    return jax.tree.map(_divided, lax.optimization_barrier(values))
+
+
+def _divided(x: Array) -> Array:
+    if x.dtype == bool:
+        return _divided(x.astype(jnp.int32)) != 0
+    kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, kind)
+    one = lax.optimization_barrier(jnp.ones_like(bits))
+    return lax.bitcast_convert_type(lax.div(bits, one), x.dtype)
+
+
+def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:
+    """`jnp.max` of integers, in two steps along the last axis.
+
+    Quirk `maximum_along_rows_is_scalar`. The first step is between parts of the axis: that loop is unrolled, so
+    neighbours make vectors. An axis that may be split between devices is left whole if shardings are explicit.
+    """
+    axes = (axis,) if isinstance(axis, int) else axis
+    if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None and (parts := _parts(x.shape[-1])) > 1:
+        x = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)
+        x = lax.optimization_barrier(x)  # maxima_merged
+    return jnp.max(x, axis=axes, keepdims=keepdims)
+
+
+def _parts(length: int) -> int:
+    most = _PARTS if length <= _LONG else _PARTS_OF_LONG
+    return max((n for n in range(2, most + 1) if length % n == 0 and length // n >= _LANES), default=1)
+
+
+def prevent_fma(product: Array, factor: Array) -> Array:
+    """A float32 product with a factor that is not negative, rounded before a sum takes it.
+
+    Quirk `product_contracted_with_sum`. An operation on integers that changes no bit stands between the product and
+    the sum; no compiler can know that if the factor is read from memory.
+    """
+    bits = lax.bitcast_convert_type(product, jnp.int32)
+    sign = lax.bitcast_convert_type(factor, jnp.int32) & CARRIERS["float32"].sign_bit
+    return lax.bitcast_convert_type(bits | sign, jnp.float32)

@@ -1,0 +1,297 @@
+"""The quirks of XLA's CPU backend: each in a small program that shows whether it is still there."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+from jchop._core.xla_cpu import QUIRKS, Quirk, materialize_per_group, maximum, prevent_fma
+
+VERSION = ".".join(jaxlib.__version__.split(".")[:2])
+GUARDS: dict[str, Callable[[], bool]] = {}
+
+
+def guard(symptom: Callable[[], bool]) -> Callable[[], bool]:
+    """A function, named as a quirk, that says whether its symptom is there."""
+    GUARDS[symptom.__name__] = symptom
+    return symptom
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def number_of(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def optimized(fun: Callable[..., Any], *args: Any) -> Any:
+    return jax.jit(fun).lower(*args).compile()
+
+
+def text(fun: Callable[..., Any], *args: Any) -> str:
+    return optimized(fun, *args).as_text()
+
+
+def entry(fun: Callable[..., Any], *args: Any) -> str:
+    """The main computation of the optimized program."""
+    program = text(fun, *args)
+    return program[program.index("ENTRY") :]
+
+
+def computed(fun: Callable[..., Any], *args: Any) -> np.ndarray:
+    return np.asarray(jax.jit(fun)(*args))
+
+
+def scale_of_rows(x: jax.Array) -> jax.Array:
+    return number_of(bits_of(x[:, :1]) & 0x7F800000 | 5) * 3
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+@guard
+def subnormals_read_as_zero() -> bool:
+    tiny = np.float32(1e-40)
+    return computed(lambda x: x * 2.0**20, tiny) == 0 and not computed(lambda x: x > 0, tiny)
+
+
+@guard
+def product_contracted_with_sum() -> bool:
+    x, y, scale = normal(64, 64), normal(64, 64, seed=1), np.float32(1.1)
+    return bool(np.any(computed(lambda x, s, y: x * s + y, x, scale, y) != x * scale + y))
+
+
+@guard
+def conversion_pair_deleted() -> bool:
+    x, y = (normal(1000, seed=seed).astype(ml_dtypes.bfloat16) for seed in (0, 1))
+    return bool(np.any(computed(lambda x, y: (x * y).astype(jnp.float32), x, y) != (x * y).astype(np.float32)))
+
+
+@guard
+def constants_of_sums_combined() -> bool:
+    whole = 1.5 * 2.0**23
+    return bool(computed(lambda x: (x + whole) - whole, np.float32(0.3)) != 0)
+
+
+@guard
+def zero_plus_minus_zero() -> bool:
+    return bool(np.signbit(computed(lambda x: jnp.zeros_like(x) + x, np.full(3, -0.0, np.float32))).all())
+
+
+@guard
+def maximum_loses_nan() -> bool:
+    x = normal(128, 256)
+    x[63, 200] = np.nan
+    return not np.isnan(computed(jnp.max, x))
+
+
+@guard
+def selected_float8_changes_nan() -> bool:
+    codes = np.array([0xFF, 0x81, 0x7D], np.uint8)
+    x = codes.view(ml_dtypes.float8_e5m2)
+    kept = computed(lambda taken, x, y: jnp.where(taken, x, y), np.ones(3, bool), x, x[::-1])
+    return bool(np.any(kept.view(np.uint8) != codes))
+
+
+@guard
+def signalling_nan_becomes_quiet() -> bool:
+    bits = np.array([0x7F81], np.uint16)
+    x = bits.view(ml_dtypes.bfloat16)
+    return bool(np.any(computed(lambda taken, x: jnp.where(taken, x, -x), True, x).view(np.uint16) != bits))
+
+
+@guard
+def order_of_sums_by_orientation() -> bool:
+    x, w = normal(64, 512), normal(512, 32, seed=1)
+    turned = computed(jnp.matmul, np.ascontiguousarray(w.T), np.ascontiguousarray(x.T)).T
+    return bool(np.any(computed(jnp.matmul, x, w) != turned))
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+@guard
+def barriers_removed_before_fusion() -> bool:
+    return entry(lambda x: x * lax.optimization_barrier(scale_of_rows(x)), normal(64, 64)).count(" fusion(") == 1
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """To twelve bits less: one shift to the right."""
+    bits = bits_of(x)
+    return number_of(bits + 0x7FF + ((bits >> 12) & 1) & ~0xFFF)
+
+
+def shifts(fun: Callable[..., Any]) -> int:
+    return len(re.findall(r" shift-right-\w+\(", text(fun, normal(64, 64))))
+
+
+@guard
+def computed_once_for_each_use() -> bool:
+    def twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = rounded(x)
+        return y, y.T + 1
+
+    return shifts(rounded) == 1 and shifts(twice) == 2
+
+
+def seconds(program: Any, *args: Any) -> float:
+    """The least of many runs, which other processes hardly change."""
+
+    def once() -> float:
+        begun = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        return time.perf_counter() - begun
+
+    return min(once() for _ in range(30))
+
+
+@guard
+def maximum_along_rows_is_scalar() -> bool:
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 1 << 30, (256, 4096)), jnp.int32)
+    plain, steps = optimized(lambda x: jnp.max(x, axis=-1), x), optimized(lambda x: maximum(x, 1), x)
+    return seconds(plain, x) > 1.5 * seconds(steps, x)  # measured: 2.9 to 5
+
+
+@guard
+def maxima_merged() -> bool:
+    x = np.zeros((4, 64), np.int32)
+    return text(lambda x: jnp.max(jnp.max(x.reshape(4, 8, 8), -2), -1), x).count(" reduce(") == 1
+
+
+@guard
+def integers_written_before_maximum() -> bool:
+    x = jnp.zeros((1024, 1024), jnp.float32)
+
+    def written(magnitude: Callable[[jax.Array], jax.Array]) -> int:
+        program = optimized(lambda x: jnp.max(magnitude(x), axis=0), x)
+        return program.memory_analysis().temp_size_in_bytes
+
+    return written(lambda x: bits_of(x) & 0x7FFFFFFF) >= x.nbytes > written(jnp.abs)
+
+
+@guard
+def write_into_part_has_one_thread() -> bool:
+    def long(x: jax.Array) -> jax.Array:
+        for _ in range(20):
+            x = jnp.sin(x)
+        return x
+
+    def written(whole: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(whole, long(x), i, 0)
+
+    x = jnp.zeros((1024, 1024))
+    if "outer_dimension_partitions" not in text(long, x):
+        pytest.skip("programs here have one thread")
+    return "outer_dimension_partitions" not in text(written, jnp.zeros((4096, 1024)), x, jnp.int32(0))
+
+
+@guard
+def short_floats_converted_whole() -> bool:
+    def pieces(x: jax.Array) -> jax.Array:
+        def turn(i: jax.Array, whole: jax.Array) -> jax.Array:
+            part = lax.dynamic_slice_in_dim(x, i * 8, 8, 0) * 2
+            return lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), i * 8, 0)
+
+        return lax.fori_loop(0, 8, turn, jnp.zeros(x.shape, jnp.float8_e4m3fn))
+
+    return re.search(r"= \w+\[64,128\]\S* convert\(", text(pieces, normal(64, 128))) is not None
+
+
+@guard
+def rows_of_two_axes_moved() -> bool:
+    def for_weight(x: jax.Array, g: jax.Array) -> jax.Array:
+        def product(w: jax.Array) -> jax.Array:
+            return lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+        return jax.vjp(product, jnp.zeros((256, 128)))[1](g)[0]
+
+    def moves(*rows: int) -> bool:
+        program = entry(for_weight, normal(*rows, 256), normal(*rows, 128))
+        return re.search(r"^ *(ROOT )?%(copy|transpose)", program, re.MULTILINE) is not None
+
+    return moves(8, 64) and not moves(512)
+
+
+@guard
+def slice_fused_into_loop() -> bool:
+    def sums(x: jax.Array, y: jax.Array) -> jax.Array:
+        def turn(i: jax.Array, total: jax.Array) -> jax.Array:
+            a, b = (lax.dynamic_index_in_dim(v, i, 0, keepdims=False) for v in (x, y))
+            return number_of(bits_of(total + a[:, None] * b[None, :]) & ~0xFFF)
+
+        return lax.fori_loop(0, 64, turn, jnp.zeros((32, 32)))
+
+    bodies = text(sums, normal(64, 32), normal(64, 32)).split("\n\n")
+    return any("dynamic-slice(" in body and " multiply(" in body for body in bodies if "fused" in body[:60])
+
+
+@guard
+def known_results_computed_by_compiler() -> bool:
+    table = normal(100)
+
+    def taken(hide: Callable[[jax.Array], jax.Array]) -> str:
+        return text(lambda: jnp.sort(hide(jnp.asarray(table))))
+
+    return " sort(" not in taken(lambda x: x) and " sort(" in taken(lax.optimization_barrier)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_quirk_has_a_guard() -> None:
+    assert list(GUARDS.keys() - {quirk.name for quirk in QUIRKS}) == []
+    assert [quirk.name for quirk in QUIRKS if quirk.name not in GUARDS] == []
+    assert len(GUARDS) == len(QUIRKS)
+
+
+@pytest.mark.parametrize("quirk", QUIRKS, ids=lambda quirk: quirk.name)
+def test_the_quirk_is_there(quirk: Quirk) -> None:
+    there = GUARDS[quirk.name]()
+    if VERSION in quirk.gone:
+        assert not there, f"the quirk {quirk.name} is back on jaxlib {VERSION}: say so in QUIRKS"
+    else:
+        assert there, f"the quirk {quirk.name} is gone on jaxlib {VERSION}: its workaround may go: {quirk.workaround}"
+
+
+# -- the workarounds ---------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_computed_once() -> None:
+    program = entry(lambda x: x * materialize_per_group(scale_of_rows(x)), normal(64, 64))
+    assert program.count(" fusion(") >= 2
+
+
+def test_materialize_per_group_keeps_every_bit() -> None:
+    bits = np.array([0, 1, -1, 1 << 31, 0x7F800001, 0xFFC00001], np.int64).astype(np.uint32)
+    given = {"int": bits.view(np.int32), "float": bits.view(np.float32), "bool": bits > 5, "none": None}
+    kept = jax.jit(materialize_per_group)(given)
+    assert kept["none"] is None
+    for name in ("int", "float", "bool"):
+        assert np.asarray(kept[name]).tobytes() == given[name].tobytes()
+
+
+@pytest.mark.parametrize("shape", [(3, 1024), (2, 5, 64), (7,), (4096,), (12288,), (2, 50)])
+def test_maximum_in_steps(shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(1).integers(0, 1 << 30, shape).astype(np.int32)
+    for axes in ((len(shape) - 1,), tuple(range(len(shape)))):
+        np.testing.assert_array_equal(maximum(jnp.asarray(x), axes), x.max(axes, keepdims=True))
+
+
+def test_prevent_fma() -> None:
+    x, y, scale = normal(64, 64), normal(64, 64, seed=1), np.float32(1.1)
+    np.testing.assert_array_equal(computed(lambda x, s, y: prevent_fma(x * s, s) + y, x, scale, y), x * scale + y)
