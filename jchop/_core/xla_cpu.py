@@ -126,12 +126,12 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "write_into_part_has_one_thread",
         "A computation that is fused with a write into a part of an array runs in one thread.",
-        "Results are written one turn later (`collect` in `optim/_pieces.py`).",
+        "Results are written one turn later (`collect` in `optim/_chunks.py`).",
     ),
     Quirk(
         "short_floats_converted_whole",
         "A loop that writes a part of an array of float8 converts the whole array in every turn.",
-        "The loop carries words (`_word` in `optim/_pieces.py`).",
+        "The loop carries words (`_word` in `optim/_chunks.py`).",
     ),
     Quirk(
         "rows_of_two_axes_moved",
