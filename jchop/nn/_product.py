@@ -56,7 +56,7 @@ class Dot:
         if len(kept) < 2 or (*kept, *summed) != tuple(range(x.ndim)) or more or not one_device_at_hand():
             return run(x, w, (self.contracting, self.batch))
         # With one axis of rows XLA's CPU backend multiplies x and the cotangent, for dw, up to twice as fast. But axes
-        # that are sharded had better not become one.
+        # that are sharded should not be joined.
         rows = x.reshape(math.prod(x.shape[axis] for axis in kept), *(x.shape[axis] for axis in summed))
         y = run(rows, w, ((tuple(range(1, rows.ndim)), self.contracting[1]), self.batch))
         return y.reshape(*(x.shape[axis] for axis in kept), *y.shape[1:])
