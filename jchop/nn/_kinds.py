@@ -123,7 +123,7 @@ def _of_transposed(layer: nnx.ConvTranspose) -> Layout:
 _DOT = ("dot_general", _sites.DotGeneral, (lax.dot_general, None))
 _PRODUCT = (("*inputs", "*kernel", "bias"),)
 
-#: Every layer that can be quantized. Cells of recurrent networks are made of Linear layers.
+#: Every layer that can be quantized. Cells of recurrent networks consist of Linear layers.
 KINDS: Mapping[type, Kind] = MappingProxyType(
     {
         nnx.Linear: Kind(_LINEAR, _PRODUCT, _DOT, _matrix, axes=lambda layer: 2),

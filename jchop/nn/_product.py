@@ -55,8 +55,8 @@ class Dot:
         kept, summed = self._free(0), self.contracting[0]
         if len(kept) < 2 or (*kept, *summed) != tuple(range(x.ndim)) or more or not one_device_at_hand():
             return run(x, w, (self.contracting, self.batch))
-        # `rows_of_two_axes_moved` in `_core/xla_cpu.py`: with one axis of rows dw comes up to twice as fast. But axes
-        # that are sharded had better not become one.
+        # The quirk `rows_of_two_axes_moved` (`_core/xla_cpu.py`): with one axis of rows dw is up to twice as fast. But
+        # axes that are sharded should not be joined.
         rows = x.reshape(math.prod(x.shape[axis] for axis in kept), *(x.shape[axis] for axis in summed))
         y = run(rows, w, ((tuple(range(1, rows.ndim)), self.contracting[1]), self.batch))
         return y.reshape(*(x.shape[axis] for axis in kept), *y.shape[1:])

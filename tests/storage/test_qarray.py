@@ -194,7 +194,7 @@ def test_shapes_that_tear_groups(stored: Any) -> None:
         "int4(group=8,scale=int8(channel=0))": [(24, 16)],
     }.items():
         for shape in shapes:
-            with pytest.raises(ValueError, match="tear groups"):
+            with pytest.raises(ValueError, match="split groups"):
                 stored[text][0].reshape(*shape)
     for shape in ((5, 77), (-1, -1), (7, -1)):
         with pytest.raises(ValueError, match="384 elements"):

@@ -273,7 +273,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 def test_the_command_needs_a_folder_before_it_works(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert main(["study", "--out", str(tmp_path / "file")]) == 2
-    assert capsys.readouterr().err.endswith(f"{tmp_path / 'file'} is no folder that can be written to\n")
+    assert capsys.readouterr().err.endswith(f"{tmp_path / 'file'} is not a folder that can be written to\n")
     assert main(["study", "--out", str(tmp_path / "new"), "--formats", "e9x"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

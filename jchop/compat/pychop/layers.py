@@ -205,6 +205,6 @@ def __getattr__(name: str) -> Any:
 @lru_cache(maxsize=len(WORDS) * len(_TORCH))  # a class for each name
 def _layer(name: str, prefix: str, of: str) -> type[nn.Module]:
     words = ", ".join(f"``{word}=``" for word in ("chop", *WORDS[prefix].names))
-    text = f"`torch.nn.{of}` with {words}: a quantizer, or what it is made of; without one, nothing is rounded."
+    text = f"`torch.nn.{of}` with {words}: a quantizer, or its arguments; without one, nothing is rounded."
     body = {"__doc__": text, "__module__": __name__, "prefix": prefix, "of": of}
     return type(name, (_Rounding, getattr(nn, of)), body)
