@@ -292,6 +292,7 @@ def test_the_arguments_are_those_of_jax() -> None:
         assert [key for key in ours if key in wanted] == list(wanted)
 
 
+@pytest.mark.slow
 def test_a_start_a_preconditioner_and_restarts() -> None:
     """In the arithmetic of the dtype the solvers of JAX give the same, but for the order of sums."""
     a, b = definite(5, "binary32").astype(np.float32), some(5, 1, "binary32", 1)[:, 0].astype(np.float32)
