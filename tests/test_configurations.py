@@ -225,8 +225,8 @@ def linalg() -> Any:
         low.cholesky(a, spec, key()),
         low.qr(a, spec, key()),
         low.solve_triangular(jnp.tril(a), b, spec, key(), lower=True),
-        low.cg(a, b, spec, key(), steps=2),
-        low.gmres(a, b, spec, key(), steps=2),
+        low.cg(a, b, spec, key(), maxiter=2),
+        low.gmres(a, b, spec, key(), restart=2, maxiter=1),
         low.refine(A, B, factor="float8_e4m3", working="bfloat16", residual="e8m16", steps=2),
     )
 

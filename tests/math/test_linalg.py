@@ -16,6 +16,7 @@ import oracle
 import oracle_arithmetic as arithmetic
 import oracle_math
 import pytest
+from jax.scipy.sparse import linalg as sparse
 from oracle import Fraction, Value
 from oracle_matmul import How, rounded
 
@@ -269,7 +270,7 @@ def test_reflections(text: str) -> None:
 def test_conjugate_gradients() -> None:
     text = "e5m7"
     a, b = definite(4, text), some(4, 1, text, 1)[:, 0]
-    x, squares = linalg.cg(a, b, text, steps=3)
+    x, squares = linalg.cg(a, b, text, tol=0, maxiter=3)
     want_x, want_squares = Machine(HOWS[text]).cg(rows(a), oracle_math.values(b), 3)
     same(x, oracle_math.array(want_x))
     same(squares, oracle_math.array(want_squares))
@@ -278,10 +279,45 @@ def test_conjugate_gradients() -> None:
 def test_the_generalized_minimal_residual() -> None:
     text = "e6m9:toward_zero"
     a, b, machine = some(4, 4, text), some(4, 1, text, 1)[:, 0], Machine(HOWS[text])
-    x, norms = linalg.gmres(a, b, text, steps=3)
+    x, norms = linalg.gmres(a, b, text, tol=0, restart=3, maxiter=1)
     want_x, want_norms = machine.gmres(partial(machine.product, rows(a)), oracle_math.values(b), 3)
     same(x, oracle_math.array(want_x))
     same(norms, oracle_math.array(want_norms))
+
+
+def test_the_arguments_are_those_of_jax() -> None:
+    for name in ("cg", "gmres"):
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (linalg, sparse))
+        wanted = {key: value.default for key, value in theirs.items() if key not in ("A", "b", "solve_method")}
+        assert {key: value.default for key, value in ours.items() if key not in ("a", "b", "spec", "key")} == wanted
+        assert [key for key in ours if key in wanted] == list(wanted)
+
+
+@pytest.mark.slow
+def test_a_start_a_preconditioner_and_restarts() -> None:
+    """In the arithmetic of the dtype the solvers of JAX give the same, but for the order of sums."""
+    a, b = definite(5, "binary32").astype(np.float32), some(5, 1, "binary32", 1)[:, 0].astype(np.float32)
+    given = {"x0": np.linspace(-1, 1, 5, dtype=np.float32), "M": np.diag(1 / np.diag(a)).astype(np.float32)}
+    x, _ = linalg.cg(a, b, "binary32", tol=0, maxiter=3, **given)
+    want, _ = sparse.cg(a, b, tol=0.0, maxiter=3, **given)
+    np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-4)
+    x, _ = linalg.gmres(a, b, "binary32", tol=0, restart=2, maxiter=2, **given)
+    want, _ = sparse.gmres(a, b, tol=0.0, restart=2, maxiter=2, **given)
+    np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-4)
+
+
+def test_a_tolerance_stops() -> None:
+    a, b, text = definite(4, "e5m7"), some(4, 1, "e5m7", 1)[:, 0], "e5m7"
+    x, squares = linalg.cg(a, b, text, tol=0.25, maxiter=6)
+    _, every = linalg.cg(a, b, text, tol=0, maxiter=6)
+    stop = int(np.argmax(every <= 0.25**2 * every[0]))
+    assert 0 < stop < 6
+    same(squares, np.float32([*every[: stop + 1], *[every[stop]] * (6 - stop)]))
+    same(x, linalg.cg(a, b, text, tol=0, maxiter=stop)[0])
+    for solve in (linalg.cg, linalg.gmres):
+        stays, norms = solve(a, b, text, x0=x, atol=1e6, maxiter=2)
+        same(stays, x)
+        assert len(set(np.asarray(norms).tolist())) == 1
 
 
 @pytest.mark.slow
@@ -321,7 +357,7 @@ def test_the_error_is_that_of_the_format() -> None:
         assert 0.05 * u < np.abs(product - a[p]).max() < 10 * u
         q, r = linalg.qr(a, text)
         assert 0.05 * u < np.abs(q @ r - a).max() < 30 * u
-        x, norms = linalg.gmres(a, b, text, steps=10)
+        x, norms = linalg.gmres(a, b, text, tol=0, restart=10, maxiter=1)
         assert backward_error(a, x, b) < 10 * u and norms[-1] < 30 * u
 
 
@@ -330,11 +366,13 @@ def test_a_zero_column_and_a_zero_right_side() -> None:
     a = np.array([[1.0, 0.0], [0.0, 0.0]])
     q, r = linalg.qr(a, "bfloat16")
     np.testing.assert_array_equal(q @ r, a)
-    x, norms = linalg.gmres(np.eye(2), np.zeros(2), "bfloat16", steps=2)
+    x, norms = linalg.gmres(np.eye(2), np.zeros(2), "bfloat16", tol=0, restart=2, maxiter=1)
     assert not x.any() and not norms.any()
-    x, _ = linalg.gmres(np.eye(2), np.array([3.0, 4.0]), "bfloat16", steps=2)  # the basis cannot grow
+    x, _ = linalg.gmres(
+        np.eye(2), np.array([3.0, 4.0]), "bfloat16", tol=0, restart=2, maxiter=1
+    )  # the basis cannot grow
     np.testing.assert_array_equal(x, [3, 4])
-    x, squares = linalg.cg(np.eye(2), np.array([3.0, 4.0]), "bfloat16", steps=3)
+    x, squares = linalg.cg(np.eye(2), np.array([3.0, 4.0]), "bfloat16", tol=0, maxiter=3)
     np.testing.assert_array_equal(x, [3, 4])
     np.testing.assert_array_equal(squares, [25, 0, 0, 0])
     assert np.isnan(linalg.cholesky(-np.eye(2), "bfloat16")[1, 0])
@@ -387,8 +425,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "cholesky": lambda a, b, key: linalg.cholesky(a @ a.T + 9 * jnp.eye(3), TEXT, key),
     "qr": lambda a, b, key: linalg.qr(a, TEXT, key),
     "lu": lambda a, b, key: linalg.lu_solve(linalg.lu(a, TEXT, key), b, TEXT, key),
-    "cg": lambda a, b, key: linalg.cg(a @ a.T + 9 * jnp.eye(3), b, TEXT, key, steps=2),
-    "gmres": lambda a, b, key: linalg.gmres(a, b, TEXT, key, steps=2),
+    "cg": lambda a, b, key: linalg.cg(a @ a.T + 9 * jnp.eye(3), b, TEXT, key, tol=0, maxiter=2),
+    "gmres": lambda a, b, key: linalg.gmres(a, b, TEXT, key, tol=0, restart=2, maxiter=1),
     "refine": lambda a, b, key: linalg.refine(
         a, b, factor=TEXT, working="e6m9:stochastic", residual="e6m12", key=key, method="gmres", steps=1, inner=1
     ),
@@ -428,8 +466,11 @@ B = np.ones(3, np.float32)
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "not square": (lambda: untyped.lu(A[:2], "e5m2"), ValueError, r"a has shape \(2, 3\); it must be a square matrix"),
     "wide": (lambda: untyped.qr(A[:2], "e5m2"), ValueError, r"must be \(m, n\) with m >= n"),
-    "b": (lambda: untyped.gmres(A, B[:2], "e5m2", steps=1), ValueError, r"b has shape \(2,\); it must be \(3,\)"),
-    "steps": (lambda: untyped.cg(A, B, "e5m2", steps=-1), ValueError, "steps=-1 must be an integer >= 0"),
+    "x0": (lambda: untyped.cg(A, B, "e5m2", x0=B[:2]), ValueError, r"x0 has shape \(2,\); it must be \(3,\)"),
+    "M": (lambda: untyped.cg(A, B, "e5m2", M=A[:2, :2]), ValueError, r"M has shape \(2, 2\); it must be that of a"),
+    "tol": (lambda: untyped.gmres(A, B, "e5m2", tol=-1), ValueError, "tol=-1 must be a finite number >= 0"),
+    "b": (lambda: untyped.gmres(A, B[:2], "e5m2"), ValueError, r"b has shape \(2,\); it must be \(3,\)"),
+    "maxiter": (lambda: untyped.cg(A, B, "e5m2", maxiter=0), ValueError, "maxiter=0 must be an integer >= 1"),
     "key": (lambda: untyped.lu(A, TEXT), ValueError, "key=None"),
     "dtype": (lambda: untyped.lu(A.astype(int), "e5m2"), TypeError, "a has dtype int64"),
     "method": (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,22 +21,85 @@ from jchop.math.linalg._steps import evaluate, right_side, square
 Array = jax.Array
 
 
-def cg(a: Any, b: Any, spec: SpecLike, key: Array | None = None, *, steps: int) -> Any:
-    """Conjugate gradients for a x = b from x = 0 (Hestenes and Stiefel 1952).
+@dataclass(frozen=True)
+class _Plan:
+    """What is static of a solver."""
 
-    The residual is the recurrence's, which drifts from b - a x; where it becomes zero, the rest of the steps does
-    nothing.
+    tol: float
+    atol: float
+    maxiter: int
+    restart: int
+    has_start: bool
+    has_preconditioner: bool
+
+    def limit(self, norm: Array) -> Array:
+        """The norm of the residual at which to stop, for that of b; no arithmetic that is emulated."""
+        return jnp.maximum(self.tol * norm, self.atol)
+
+    def optional(self, operands: tuple[Array, ...]) -> tuple[Array | None, Array | None]:
+        """The start and the preconditioner, None for one that was not given."""
+        given = iter(operands)
+        return next(given) if self.has_start else None, next(given) if self.has_preconditioner else None
+
+
+def _solve(
+    method: Callable[..., Any],
+    operands: dict[str, Any],
+    spec: SpecLike,
+    key: Array | None,
+    tol: float,
+    atol: float,
+    maxiter: int | None,
+    restart: int = 1,
+) -> Any:
+    arrays = {name: as_array(name, value) for name, value in operands.items() if value is not None}
+    n = square(arrays["a"])
+    for name in ("b", "x0"):
+        if name in arrays:
+            right_side(arrays[name], n, name)
+    if "M" in arrays and square(arrays["M"], "M") != n:
+        raise ValueError(f"M has shape {arrays['M'].shape}; it must be that of a, {(n, n)}")
+    for name, value in (("tol", tol), ("atol", atol)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+    turns = 10 * n if maxiter is None else check_int("maxiter", maxiter, 1)
+    restart = min(check_int("restart", restart, 1), n)
+    plan = _Plan(float(tol), float(atol), turns, restart, "x0" in arrays, "M" in arrays)
+    return evaluate(partial(method, plan), list(arrays), list(arrays.values()), spec, key)
+
+
+def cg(
+    a: Any,
+    b: Any,
+    spec: SpecLike,
+    key: Array | None = None,
+    *,
+    x0: Any = None,
+    tol: float = 1e-5,
+    atol: float = 0.0,
+    maxiter: int | None = None,
+    M: Any = None,
+) -> Any:
+    """Conjugate gradients for a x = b (Hestenes and Stiefel 1952), called as `jax.scipy.sparse.linalg.cg`.
+
+    The residual r is the recurrence's, which drifts from b - a x. The method stops if √(rᵀr) is at most
+    max(tol √(bᵀb), atol); this comparison is made in the dtype.
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (n, n), symmetric and positive definite. Rounded to `spec`
-            first.
-        b: of the same dtype, shape (n,); rounded too.
+            first, as are the other arrays.
+        b: of the same dtype, shape (n,).
         spec: a `jchop.Spec`, a format or text: what every operation is rounded to; sums run one term after the other.
         key: a typed key, needed where `spec` is stochastic. Default None.
-        steps: how many, >= 0.
+        x0: the start, shape (n,). Default None: zeros.
+        tol: relative tolerance. Default 1e-5; 0 with ``atol=0`` takes all steps until the residual is zero.
+        atol: absolute tolerance. Default 0.
+        maxiter: the most steps, >= 1. Default None: 10 n.
+        M: a preconditioner, shape (n, n): an approximate inverse of a, symmetric and positive definite. Default None.
 
     Returns:
-        x, shape (n,), and rᵀr, as the recurrence has it, before each step and after the last, shape (steps + 1,).
+        x, shape (n,), and rᵀr before each step and after the last, shape (maxiter + 1,); behind the step at which the
+        method stops its last value is repeated.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
@@ -42,69 +107,126 @@ def cg(a: Any, b: Any, spec: SpecLike, key: Array | None = None, *, steps: int) 
 
     Example:
         >>> import jchop as jc
-        >>> x, squares = jc.math.linalg.cg([[2.0, 1.0], [1.0, 2.0]], [3.0, 3.0], "bfloat16", steps=1)
+        >>> x, squares = jc.math.linalg.cg([[2.0, 1.0], [1.0, 2.0]], [3.0, 3.0], "bfloat16", maxiter=2)
         >>> x.tolist(), squares.tolist()
-        ([1.0, 1.0], [18.0, 0.0])
+        ([1.0, 1.0], [18.0, 0.0, 0.0])
     """
-    check_int("steps", steps, 0)
-    a, b = as_array("a", a), as_array("b", b)
-    right_side(b, square(a))
-    return evaluate(partial(_cg, steps), "ab", (a, b), spec, key)
+    return _solve(_cg, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter)
 
 
-def _cg(count: int, steps: Steps, a: Array, b: Array) -> tuple[Array, Array]:
-    def turn(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        x, r, p, squares, history = state
+def _cg(plan: _Plan, steps: Steps, a: Array, b: Array, *optional: Array) -> tuple[Array, Array]:
+    x0, m = plan.optional(optional)
+
+    def turn(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        k, x, r, p, product, _, history = state
         now = steps.at(k)
         image = now.matmul(a, p)
-        length = now.div(squares, now.dot(p, image))
-        new_x, new_r = now.add(x, now.mul(length, p)), now.sub(r, now.mul(length, image))
-        new_squares = now.dot(new_r, new_r)
-        new_p = now.add(new_r, now.mul(now.div(new_squares, squares), p))
-        done = squares == 0
-        new = (new_x, new_r, new_p, new_squares)
-        kept = tuple(jnp.where(done, old, value) for old, value in zip(state[:4], new, strict=True))
-        return *kept, history.at[k + 1].set(kept[3])
+        length = now.div(product, now.dot(p, image))
+        x, r = now.add(x, now.mul(length, p)), now.sub(r, now.mul(length, image))
+        squares = now.dot(r, r)
+        z = r if m is None else now.matmul(m, r)
+        following = squares if m is None else now.dot(r, z)
+        p = now.add(z, now.mul(now.div(following, product), p))
+        return k + 1, x, r, p, following, squares, history.at[k + 1].set(squares)
 
-    first = steps.dot(b, b)
-    history = jnp.zeros(count + 1, b.dtype).at[0].set(first)
-    x, _, _, _, history = lax.fori_loop(0, count, turn, (jnp.zeros_like(b), b, b, first, history))
-    return x, history
+    def goes_on(state: tuple[Array, ...]) -> Array:
+        return (state[0] < plan.maxiter) & ~(state[5] <= limit)
+
+    r = b if x0 is None else steps.sub(b, steps.matmul(a, x0))
+    squares = steps.dot(r, r)
+    limit = plan.limit(jnp.sqrt(squares if x0 is None else steps.dot(b, b))) ** 2
+    z = r if m is None else steps.matmul(m, r)
+    product = squares if m is None else steps.dot(r, z)
+    history = jnp.zeros(plan.maxiter + 1, b.dtype).at[0].set(squares)
+    x = jnp.zeros_like(b) if x0 is None else x0
+    k, x, *_, squares, history = lax.while_loop(goes_on, turn, (jnp.int32(0), x, r, z, product, squares, history))
+    return x, jnp.where(jnp.arange(plan.maxiter + 1) > k, squares, history)
 
 
-def gmres(a: Any, b: Any, spec: SpecLike, key: Array | None = None, *, steps: int) -> Any:
-    """The generalized minimal residual method for a x = b from x = 0, without restarts (Saad and Schultz 1986).
+def gmres(
+    a: Any,
+    b: Any,
+    spec: SpecLike,
+    key: Array | None = None,
+    *,
+    x0: Any = None,
+    tol: float = 1e-5,
+    atol: float = 0.0,
+    restart: int = 20,
+    maxiter: int | None = None,
+    M: Any = None,
+) -> Any:
+    """The generalized minimal residual method for a x = b (Saad and Schultz 1986), as `jax.scipy.sparse.linalg.gmres`.
 
-    The basis is orthogonalized by modified Gram-Schmidt, the small problem solved by Givens rotations.
+    The basis is orthogonalized by modified Gram-Schmidt, the small problem solved by Givens rotations. The method stops
+    before a cycle if the norm of M (b - a x) is at most max(tol √(bᵀb), atol); this comparison is made in the dtype.
 
     Args:
-        a: float16, bfloat16, float32 or float64, shape (n, n). Rounded to `spec` first.
-        b: of the same dtype, shape (n,); rounded too.
+        a: float16, bfloat16, float32 or float64, shape (n, n). Rounded to `spec` first, as are the other arrays.
+        b: of the same dtype, shape (n,).
         spec: a `jchop.Spec`, a format or text: what every operation is rounded to; sums run one term after the other.
         key: a typed key, needed where `spec` is stochastic. Default None.
-        steps: vectors in the basis, >= 1.
+        x0: the start, shape (n,). Default None: zeros.
+        tol: relative tolerance. Default 1e-5.
+        atol: absolute tolerance. Default 0.
+        restart: vectors in the basis of a cycle, >= 1, of which n are used at most. Default 20.
+        maxiter: the most cycles, >= 1. Default None: 10 n.
+        M: a preconditioner, shape (n, n): an approximate inverse of a. Default None.
 
     Returns:
-        x, shape (n,), and the norms of the residual as the rotations have it, shape (steps + 1,). Where the basis
-        cannot grow, because the residual is zero, the rest of the steps does nothing.
+        x, shape (n,), and the norms of the residual as the rotations have it, shape (maxiter restart + 1,), `restart`
+        for each cycle. If the basis cannot grow, because the residual is zero, the rest of the cycle has no effect;
+        behind the cycle at which the method stops the last norm is repeated.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.cg`.
 
     Example:
         >>> import jchop as jc
-        >>> x, norms = jc.math.linalg.gmres([[2.0, 1.0], [0.0, 2.0]], [4.0, 4.0], "bfloat16", steps=2)
+        >>> x, norms = jc.math.linalg.gmres([[2.0, 1.0], [0.0, 2.0]], [4.0, 4.0], "bfloat16", maxiter=1)
         >>> x.tolist()
         [0.99609375, 1.9921875]
     """
-    check_int("steps", steps, 1)
-    a, b = as_array("a", a), as_array("b", b)
-    right_side(b, square(a))
-    return evaluate(partial(_gmres, steps), "ab", (a, b), spec, key)
+    return _solve(_gmres, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter, restart)
 
 
-def _gmres(count: int, steps: Steps, a: Array, b: Array) -> tuple[Array, Array]:
-    return minimal_residual(steps, lambda now, v: now.matmul(a, v), b, count)
+def _gmres(plan: _Plan, steps: Steps, a: Array, b: Array, *optional: Array) -> tuple[Array, Array]:
+    x0, m = plan.optional(optional)
+    size = plan.restart
+
+    def conditioned(now: Steps, r: Array) -> Array:
+        return r if m is None else now.matmul(m, r)
+
+    def image(now: Steps, v: Array) -> Array:
+        return conditioned(now, now.matmul(a, v))
+
+    def residual(now: Steps, x: Array) -> Array:
+        return conditioned(now, now.sub(b, now.matmul(a, x)))
+
+    def cycle(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        k, x, r, _, history = state
+        now = steps.at(k)
+        change, norms = minimal_residual(now, image, r, size)
+        x = now.add(x, change)
+        r = residual(now, x)
+        return k + 1, x, r, now.norm(r), lax.dynamic_update_slice(history, norms[1:], (k * size + 1,))
+
+    def goes_on(state: tuple[Array, ...]) -> Array:
+        return (state[0] < plan.maxiter) & ~(state[3] <= limit)
+
+    r = conditioned(steps, b) if x0 is None else residual(steps, x0)
+    change, norms = minimal_residual(steps, image, r, size)
+    limit = plan.limit(norms[0] if x0 is None and m is None else steps.norm(b))
+    stays = norms[0] <= limit
+    x = jnp.where(stays, 0, change) if x0 is None else jnp.where(stays, x0, steps.add(x0, change))
+    history = jnp.zeros(plan.maxiter * size + 1, b.dtype).at[: size + 1].set(norms)
+    k = jnp.int32(1)
+    if plan.maxiter > 1:
+        r = residual(steps, x)
+        left = jnp.where(stays, norms[0], steps.norm(r))
+        k, x, _, _, history = lax.while_loop(goes_on, cycle, (k, x, r, left, history))
+    last = jnp.where(stays, 0, k) * size
+    return x, jnp.where(jnp.arange(plan.maxiter * size + 1) > last, history[last], history)
 
 
 def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Array, count: int) -> tuple[Array, Array]:

@@ -87,7 +87,7 @@ def permutation(p: Any, n: int, name: str) -> None:
         raise ValueError(f"{name}={np.asarray(p).tolist()} must be a permutation of 0 to {n - 1}")
 
 
-def right_side(b: Any, n: int) -> None:
+def right_side(b: Any, n: int, name: str = "b") -> None:
     """Refuse a right-hand side that is no vector of n elements."""
     if jnp.shape(b) != (n,):
-        raise ValueError(f"b has shape {jnp.shape(b)}; it must be ({n},) (jax.vmap takes many)")
+        raise ValueError(f"{name} has shape {jnp.shape(b)}; it must be ({n},) (jax.vmap takes many)")
