@@ -42,12 +42,12 @@ def carrier_of(dtype: Any, name: str = "x", *, complex_too: bool = True) -> Carr
     """The carrier of arrays of `dtype`; of complex numbers, that of their parts.
 
     Raises:
-        TypeError: for a dtype that is no carrier; `name` is that of the argument.
+        TypeError: for a dtype that is not a carrier; `name` is that of the argument.
     """
     allowed = (*CARRIERS, *_PARTS) if complex_too else tuple(CARRIERS)
     if dtype.name not in allowed:
         raise TypeError(
-            f"{name} has dtype {dtype}, which is no carrier; allowed: {', '.join(allowed)}. Convert it first, for "
+            f"{name} has dtype {dtype}, which is not a carrier; allowed: {', '.join(allowed)}. Convert it first, for "
             f"example {name}.astype('float32')"
         )
     return CARRIERS[str(_PARTS.get(dtype.name, dtype.name))]
@@ -57,7 +57,7 @@ def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: boo
     """Arrays of one dtype, which is a carrier; Python numbers take the dtype of the arrays beside them.
 
     Raises:
-        TypeError: for a dtype that is no carrier, or two dtypes.
+        TypeError: for a dtype that is not a carrier, or two dtypes.
         ValueError: for a finite Python number beyond the range of the dtype.
     """
     number = [type(value) in (int, float) for value in values]

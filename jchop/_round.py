@@ -75,8 +75,8 @@ def round_to_format(
         An array of the shape and dtype of `x`.
 
     Raises:
-        TypeError: for a dtype that is no carrier (integers, booleans, float8 ...), a masked array, or a key that is not
-            a typed key.
+        TypeError: for a dtype that is not a carrier (integers, booleans, float8 ...), a masked array, or a key that is
+            not a typed key.
         ValueError: for an unknown text, a stochastic spec without a key, one key given as both, a carrier that cannot
             hold every result of the spec (float16 data to bfloat16, say; the message names a carrier that can), an
             array without the axes that a scaled format names, or an `offset` that is no place for `x`, below 2^64.
@@ -154,7 +154,7 @@ def _how(spec: Spec, impl: str, generator: str, offset: Any) -> _How:
     if generator == "counter":
         return _How(spec, impl, False)
     for wrong, what in (
-        (not spec.rounding.stochastic, f"says nothing under rounding={spec.rounding.value!r}"),
+        (not spec.rounding.stochastic, f"has no effect under rounding={spec.rounding.value!r}"),
         (spec.gradient.clipped, "cannot tell the backward pass what overflowed (gradient='clipped')"),
         (impl == "xla", "is a kernel's: impl='xla' has none"),
         (spec.scaled is not None, "is not for scaled formats"),

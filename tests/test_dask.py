@@ -86,7 +86,7 @@ def test_refused_when_the_graph_is_made() -> None:
     for error, said, call in (
         (ValueError, "pass a typed key", lambda: jc.round_to_format(x, "e5m2:stochastic")),
         (ValueError, "is a whole", lambda: jc.round_to_format(x, "e5m2", offset=3)),
-        (TypeError, "no carrier", lambda: jc.round_to_format(x.astype(np.int32), "e5m2")),
+        (TypeError, "not a carrier", lambda: jc.round_to_format(x.astype(np.int32), "e5m2")),
         (ValueError, "bfloat16", lambda: jc.round_to_format(x.astype(np.float16), "bfloat16")),
         (ValueError, "unknown size", lambda: jc.round_to_format(unknown, "e5m2:stochastic", KEY)),
     ):

@@ -70,7 +70,7 @@ TOP: dict[str, Row] = {
     "from_qwix": Row(lambda x: jc.from_qwix(x), error="from_qwix|WithAux"),
 }
 #: Public functions that make formats and specs.
-MAKERS = {"parse", "bfp", "p3109"}
+MAKERS = {"parse", "bfp", "p3109", "finfo"}
 
 STORAGE: dict[str, Row] = {
     **{name: TOP[name] for name in storage.__all__ if name in TOP},

@@ -71,7 +71,7 @@ def test_codes_of_integers_and_tables() -> None:
         flipped = [int(v) % 16 ^ (1 << int(b)) if h else int(v) % 16 for v, h, b in zip(x, hit, bit, strict=True)]
         expected = np.array([code - 16 if code > 7 else code for code in flipped], np.float32) / scale
         np.testing.assert_array_equal(jc.flip_bits(x / scale, text, 0.5, KEY, where=where), expected)  # type: ignore[arg-type]
-    levels = jc.CodebookFormat((-1.0, 0.0, 0.5))  # of the four codes the last says nothing
+    levels = jc.CodebookFormat((-1.0, 0.0, 0.5))  # of the four codes the last has no value
     got = jc.flip_bits(np.array([-1.0, 0.0, 0.5] * 20), levels, 1, KEY, where="code")
     _, bit = drawn((60,), 1, 2)
     table = [-1.0, 0.0, 0.5, np.nan]

@@ -409,7 +409,7 @@ def test_integers_are_refused_under_jit():
 def test_extended_precision_is_refused():
     if np.dtype(np.longdouble) == np.dtype(np.float64):
         pytest.skip("long double is float64 here")
-    with pytest.raises(TypeError, match=r"x has dtype float\d+, which is no carrier.*astype"):
+    with pytest.raises(TypeError, match=r"x has dtype float\d+, which is not a carrier.*astype"):
         jc.round_to_format(np.ones(2, np.longdouble), "e5m2")
 
 

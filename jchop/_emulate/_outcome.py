@@ -152,7 +152,7 @@ def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
     name = aval.dtype.name
     if name not in CARRIER_DTYPES:
         raise TypeError(
-            f"primitive {step.name!r} has a value of dtype {name}, which is no carrier; allowed: "
+            f"primitive {step.name!r} has a value of dtype {name}, which is not a carrier; allowed: "
             f"{', '.join(CARRIER_DTYPES)}. Leave it alone by a rule, such as rules={{{step.name!r}: None}}"
         )
     if exact:

@@ -62,7 +62,7 @@ def axis_indexes(name: str, axes: int | tuple[int, ...] | None, shape: Sequence[
     given = axes if isinstance(axes, tuple) else (axes,)
     for axis in given:
         if axis is None or not -len(shape) <= axis < len(shape):
-            raise ValueError(f"{name}={axes} is none of an array of {len(shape)} dimensions")
+            raise ValueError(f"{name}={axes} is not an axis of an array of {len(shape)} dimensions")
     indexes = tuple(axis % len(shape) for axis in given)  # type: ignore[operator]
     if len(set(indexes)) < len(indexes):
         raise ValueError(f"{name}={axes} names an axis twice in an array of {len(shape)} dimensions")

@@ -60,7 +60,7 @@ class ScaledFormat:
             whole (OCP MX 1.0, 5.3).
 
     Raises:
-        TypeError, ValueError: for a field out of range, or a combination that says nothing.
+        TypeError, ValueError: for a field out of range, or a combination without a meaning.
 
     Example:
         >>> import jchop as jc

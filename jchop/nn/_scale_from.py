@@ -131,7 +131,7 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
         raise TypeError(f"scale_from={source!r} must be a jchop.nn.MovingAverage, DelayedScaling or LSQ")
     given = {name: spec for name in source.fields if (spec := specs[name]) is not None}
     if not given:
-        raise ValueError(f"scale_from={source!r} says nothing without {' or '.join(source.fields)}")
+        raise ValueError(f"scale_from={source!r} has no effect without {' or '.join(source.fields)}")
     if specs["weight_gradient"] is not None:
         raise ValueError(
             f"scale_from={source!r} with weight_gradient={str(specs['weight_gradient'])!r}: operands under such a "

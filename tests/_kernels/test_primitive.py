@@ -315,7 +315,7 @@ def test_round_to_format_passes_impl_on():
 
 #: Arguments beside generator="hardware" that it cannot have, and what the error says.
 NOT_HARDWARE: dict[str, tuple[dict[str, Any], str]] = {
-    "deterministic": ({"spec": "e4m3"}, "says nothing under rounding='nearest_even'"),
+    "deterministic": ({"spec": "e4m3"}, "has no effect under rounding='nearest_even'"),
     "clipped": ({"spec": "e4m3:stochastic:gradient=clipped"}, "gradient='clipped'"),
     "xla": ({"impl": "xla"}, "impl='xla'"),
     "offset": ({"offset": 8}, "offset=8"),

@@ -417,7 +417,7 @@ def test_the_kind_of_array_is_kept() -> None:
 
 untyped: Any = jc.math
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "integers": (lambda: untyped.sin(np.arange(3), "e5m2"), TypeError, "x has dtype int64, which is no carrier"),
+    "integers": (lambda: untyped.sin(np.arange(3), "e5m2"), TypeError, "x has dtype int64, which is not a carrier"),
     "booleans": (lambda: untyped.add(True, 1.0, "e5m2"), TypeError, "x has dtype bool"),
     "complex": (lambda: untyped.exp(np.ones(2, np.complex64), "e5m2"), TypeError, "x has dtype complex64"),
     "two dtypes": (

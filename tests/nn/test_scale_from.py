@@ -217,7 +217,7 @@ MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.DelayedScaling(), jc.nn.
     ("fields", "error", "words"),
     [
         ({"activation": TENSOR, "scale_from": "ema"}, TypeError, "scale_from='ema' must be"),
-        ({"weight": TENSOR, "scale_from": MOVING}, ValueError, "says nothing without activation"),
+        ({"weight": TENSOR, "scale_from": MOVING}, ValueError, "has no effect without activation"),
         ({"activation": "int8(group=all)", "scale_from": MOVING}, ValueError, "one scale for the whole array"),
         (
             {"activation": TENSOR, "weight": "e4m3", "scale_from": HISTORY},

@@ -39,7 +39,7 @@ def branch_on_range(
         run: takes a plan.
         x: numbers.
         scales: of their groups.
-        plan: that says nothing.
+        plan: the plan, which knows nothing of the range.
         branch_allowed: whether it may be asked.
         zero: integer zero points, which have to lie within 2^10 of zero.
     """
