@@ -53,6 +53,7 @@ def test_bits_of_exact_numbers(name: str) -> None:
     assert carrier.toward_zero(beyond) == (carrier.inf, True) and carrier.magnitude_bits(beyond) is None
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_of_arrays(name: str) -> None:
     carrier = CARRIERS[name]

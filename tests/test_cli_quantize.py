@@ -81,7 +81,7 @@ def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str], source: Path
         ([], "--rule"),
         (["kernel"], "no equals sign"),
         (["kernel=int4x"], "int4x"),
-        (["(=int4(group=2)"], "no regular expression"),
+        (["(=int4(group=2)"], "not a regular expression"),
         (["kernel=int4(group=2)"], "no tensor is quantized by"),
         ([".*kernel=int4(group=2):stochastic"], "needs a seed"),
     ],

@@ -42,6 +42,7 @@ REFUSED: list[tuple[tuple[Any, ...], str, str, str]] = [
 ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("args", "module", "names"), PASS, ids=[f"{len(a)}-{m}" for a, m, _ in PASS])
 def test_functions_that_pass(args: tuple[Any, ...], module: str, names: str) -> None:
     """Traced and planned, not run: that finds every primitive without a rule."""

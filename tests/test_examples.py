@@ -18,6 +18,7 @@ class Listener(io.StringIO):
         raise Said(text)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_it_says_at_once_what_it_does(name, monkeypatch):
     """Within ten seconds, as "training 40 steps in float32"; run no further than that."""

@@ -216,6 +216,7 @@ def elementwise() -> Iterator[Row]:
 TABLES = {"elements": ELEMENTS, "storage": STORAGE, "math": MATH, "programs": PROGRAMS, "faces": FACES}
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("table", TABLES)
 def test_a_misuse_is_refused(table: str) -> None:
     for call, text in TABLES[table]:

@@ -52,6 +52,7 @@ def test_heat_map_ink_stands_out() -> None:
     assert inks[5] == "black"  # the highest value, on the bright end
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     "panel",
     [
@@ -90,6 +91,7 @@ def drawn(figure: Figure) -> np.ndarray:
     return np.sort([segment[0][0] for segment in segments])
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", [name for name, fmt in CATALOGUE.items() if fmt.bits <= 8])
 def test_value_grid_draws_each_magnitude_once(name: str) -> None:
     fmt = CATALOGUE[name]
@@ -130,6 +132,7 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
     return [(a, b) for a, b in others if boxes[a].overlaps(boxes[b]) or boxes[a].overlaps(lines[b])]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("fmt", [*(fmt for fmt in CATALOGUE.values() if fmt.bits <= 8), parse_format("e5m5")], ids=str)
 def test_value_grid_labels_do_not_overlap(fmt: ElementFormat) -> None:
     assert overlaps(value_grid(fmt)) == []

@@ -69,6 +69,7 @@ def run_python(block: str, namespace: dict[str, Any], where: str) -> None:
             exec(compile(ast.Module([statement], []), where, "exec"), namespace)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in PAGES])
 def test_python_blocks_run_and_show_what_they_give(page: str) -> None:
     if page in NEEDS:
@@ -97,6 +98,7 @@ def test_readme_shows_the_command_line() -> None:
     assert verbs >= {"formats", "info", "round", "study"}
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("command", "shown"), console_lines())
 def test_console_lines_run_and_print_what_is_shown(
     command: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

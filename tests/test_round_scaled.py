@@ -100,6 +100,7 @@ def test_a_format_its_call_and_its_text_are_one():
         np.testing.assert_array_equal(other, first)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 4, 5), (2, 3, 4, 5)])
 def test_every_axis_is_the_last_one_of_the_array_turned(shape):
     """Blocks with a ragged tail, along each axis counted from either end."""
@@ -174,6 +175,7 @@ def test_clipped_where_an_element_overflows():
     np.testing.assert_array_equal(pull(x, jnp.ones_like(x)), expected)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("text", "x", "expected"),
     [

@@ -95,6 +95,7 @@ def once(overflows: tuple[str, ...], seed: str, turn: int = 0) -> list[tuple[str
     return [(mode, overflows[(start + k) % len(overflows)]) for k, mode in enumerate(DETERMINISTIC)]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", [*cases.NAMED, *cases.CUSTOM, *cases.P3109, *cases.WIDE, *cases.DOUBLE, *cases.FIXED])
 def test_formats_are_the_documented_sets(text):
     table = cases.NAMED | cases.CUSTOM | cases.P3109 | cases.WIDE | cases.DOUBLE | cases.FIXED
@@ -182,6 +183,7 @@ def test_what_rounds_to_zero_from_below_is_zero_in_an_unsigned_format(text):
     np.testing.assert_array_equal(jc.round_to_format(x, f"{text}:down"), [NAN, 0])
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("text", "overflow", "beyond", "infinite"),
     [
@@ -277,6 +279,7 @@ def hard_values(fmt: oracle.Set, carrier: str, text: str, n: int) -> np.ndarray:
     return cases.adversarial(fmt, carrier, n, np.random.default_rng(sum(map(ord, carrier + text))))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("carrier", "text"), WIDE_CASES[::4])  # all of them below, in the slow run
 def test_adversarial_values(carrier, text):
     subnormals = SUBNORMALS[sum(map(ord, text)) % 3] if FLOAT64[text].zero else "kept"
@@ -382,6 +385,7 @@ def test_the_conformance_file_is_covered():
     assert {case["spec"]["round"] for case in ROUNDED} == {"rne", "rna"}
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case["id"])
 def test_conformance(case, kind):

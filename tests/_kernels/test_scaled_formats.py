@@ -315,7 +315,7 @@ def test_zero_points_that_are_numbers_in_every_mode(element, mode, dtype):
 
 
 @pytest.mark.in_turn(3)
-@pytest.mark.parametrize(("kind", "mode"), [("true", "down"), ("true", "stochastic_c"), ("float", "odd")])
+@pytest.mark.parametrize(("kind", "mode"), [("integer", "down"), ("integer", "stochastic_c"), ("float", "odd")])
 def test_zero_points_in_other_modes(kind, mode):
     check(f"int4(group=6,zero_point={kind}):{mode}", (30, 6), "float32", 3)
 

@@ -63,6 +63,7 @@ def test_values_and_codes(fmt):
     assert fmt.encode(values).dtype == (np.uint8 if fmt.bits <= 8 else np.uint16)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", [name for name, fmt in CATALOGUE.items() if fmt.bits <= 16])
 def test_named_formats_are_closed(name):
     fmt = CATALOGUE[name]

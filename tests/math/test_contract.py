@@ -68,6 +68,7 @@ EINSUMS = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("subscripts", EINSUMS)
 def test_einsum_is_that_of_numpy(subscripts: str) -> None:
     operands = [integers(*shape, seed=i) for i, shape in enumerate(EINSUMS[subscripts])]

@@ -147,7 +147,7 @@ def test_clip() -> None:
 
 
 def test_a_result_that_is_no_value_of_the_format_is_rounded() -> None:
-    assert jc.math.negative(np.float32(-8), "int4") == 7
+    assert jc.math.negative(np.float32(-8), "integer4") == 7
     assert jc.math.floor(np.float32(0.5), "float8_e8m0fnu") == 2.0**-127
     assert np.isnan(jc.math.negative(np.float32(2), "float8_e8m0fnu"))
 
@@ -324,6 +324,7 @@ def transformed(part: int) -> dict[str, tuple[Any, Any, Any, Any]]:
     return program.compile(compiler_options={"xla_backend_optimization_level": "0"})(KEY)  # less time to compile
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
     function, given = getattr(jc.math, name), example(name)
@@ -353,6 +354,7 @@ def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str
     np.testing.assert_allclose(push, np.real(slope), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["frexp", "modf", "ldexp", "diff"])
 def test_transforms_of_the_others(name: str) -> None:
     x = jnp.asarray(np.random.default_rng(1).uniform(1.1, 5, (4, 3)), jnp.float32)

@@ -37,6 +37,7 @@ def scan(tx: Any, grads: jax.Array, params: jax.Array) -> tuple[jax.Array, jax.A
     return jax.jit(run)(params)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("spec", ["fixed2.3", "e5m2", "codebook(-1.0,1.0)", "e5m2:stochastic"])
 def test_what_error_feedback_sends_sums_to_what_came(spec: str, rng: np.random.Generator) -> None:
     grads = jc.round_to_format(jnp.asarray(rng.standard_normal((50, 16)) / 4, jnp.float32), "fixed4.10")

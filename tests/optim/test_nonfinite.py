@@ -49,6 +49,7 @@ def test_one_nan_among_many_numbers_leaves_a_step_out(at: tuple[int, int], chunk
     jax.tree.map(np.testing.assert_array_equal, unkeyed(after), unkeyed(state))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_all_finite_of_many_numbers(dtype: str, stored: bool) -> None:

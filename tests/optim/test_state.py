@@ -191,7 +191,7 @@ def test_rules() -> None:
     assert kept["mu.a.w"] is None and kept["mu.b.w"] == kept["nu.a.w"] == "bfloat16" and kept["mu.b.x"] is None
     for rules, message in (
         ({"0.mu.*": "bfloat16", "0.no.*": "e5m2"}, "'0.no.*' matches none"),
-        ({"(": "bfloat16"}, "no regular expression"),
+        ({"(": "bfloat16"}, "not a regular expression"),
         ({}, "has no rule"),
         ({"0.mu": 3}, "must be a Spec"),
     ):
@@ -342,6 +342,7 @@ def test_a_checkpoint_fits_its_own_specs_and_shapes_alone(write: Any, tmp_path: 
             write(state, wrong, tmp_path)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("spec", ["fixed4.4(group=32)", "int8(group=16)", "bfloat16", {".*": None}, {"0.trace.b": OWN}])
 def test_a_state_of_other_rules_is_refused(spec: Any) -> None:
     params = {"w": jnp.ones((4, 32)), "b": jnp.ones(32)}

@@ -47,6 +47,7 @@ def same(got: Any, wanted: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", TEXTS)
 @settings(deadline=None, max_examples=20)
 @given(ROWS, st.integers(-30, 30), st.permutations(range(4)))

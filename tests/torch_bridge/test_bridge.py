@@ -82,7 +82,7 @@ def test_what_would_be_copied_is_refused_and_copied_on_demand():
         (x.t(), "strides"),
         (x[:, ::2], "strides"),
         (x[0].expand(3, 8), "strides"),
-        (x.flatten()[1:], "no multiple of 64 bytes"),
+        (x.flatten()[1:], "not a multiple of 64 bytes"),
         (z.conj(), "conjugate"),
         (z.conj().imag, "conjugate or negative"),
     ):

@@ -315,6 +315,7 @@ def test_no_spec_is_ieee(carrier: str, rng: np.random.Generator) -> None:
         assert_equal(jax.jit(run)(x, y), want, [x, y], np.zeros(len(x), kind.words), operation)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("accumulate", [None, "e5m10", "e5m10:down", "e5m10:stochastic", "bfloat16"])
 @pytest.mark.parametrize("operands", ["e5m10", "e6m14"])
 def test_contraction(operands: str, accumulate: str | None, rng: np.random.Generator) -> None:

@@ -124,6 +124,7 @@ def run(name: str, group: int, *arrays: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(partial(dequantize_matmul_body, format=FORMATS[name], group=group))(*arrays))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_has_its_value(name, dtype):
@@ -148,6 +149,7 @@ def test_sums_that_float32_holds_are_exact(name, dtype, shape, rng):
     np.testing.assert_array_equal(y, rounded(exact, dtype))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FOUR)
 def test_random_data_within_the_bound(name, dtype, rng):

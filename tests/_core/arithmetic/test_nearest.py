@@ -32,6 +32,7 @@ def widest(fmt: jc.FloatFormat, carrier: str) -> Range:
     return Range(1 - bias, fraction + 1, bias - fraction + fmt.frac_bits)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("name", "known", "carrier", "overflow"), ROWS)
 def test_it_rounds_exactly(
     name: str, known: oracle.FloatSet, carrier: str, overflow: str, rng: np.random.Generator

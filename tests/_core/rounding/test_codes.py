@@ -70,6 +70,7 @@ def test_wide_formats():
         np.testing.assert_array_equal(cases.bits(np.asarray(back)), cases.bits(x.astype(np.float64)))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", CARRIERS)
 def test_extended_bits_have_a_leading_bit(name):
     """m 2^k for all powers of two: the exponent field goes on below the carrier's, the fraction stays."""
