@@ -113,7 +113,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """About one test in `--thin` of those that `-m` has selected."""
-    thin, turn = config.getoption("--thin"), config.getoption("--turn")
+    thin: int = config.getoption("--thin") or 1
+    turn: int = config.getoption("--turn") or 0
     if not 0 <= turn < thin:
         raise pytest.UsageError(f"--turn={turn} must be from 0 to {thin - 1}, with --thin={thin}")
     picked = [_part(number, thin) == turn for number in range(len(items))]

@@ -297,7 +297,10 @@ def test_the_arguments_are_those_of_jax() -> None:
 def test_a_start_a_preconditioner_and_restarts() -> None:
     """In the arithmetic of the dtype the solvers of JAX give the same, but for the order of sums."""
     a, b = definite(5, "binary32").astype(np.float32), some(5, 1, "binary32", 1)[:, 0].astype(np.float32)
-    given = {"x0": np.linspace(-1, 1, 5, dtype=np.float32), "M": np.diag(1 / np.diag(a)).astype(np.float32)}
+    given: dict[str, Any] = {
+        "x0": np.linspace(-1, 1, 5, dtype=np.float32),
+        "M": np.diag(1 / np.diag(a)).astype(np.float32),
+    }
     x, _ = linalg.cg(a, b, "binary32", tol=0, maxiter=3, **given)
     want, _ = sparse.cg(a, b, tol=0.0, maxiter=3, **given)
     np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-4)
@@ -312,7 +315,7 @@ def test_a_tolerance_stops() -> None:
     _, every = linalg.cg(a, b, text, tol=0, maxiter=6)
     stop = int(np.argmax(every <= 0.25**2 * every[0]))
     assert 0 < stop < 6
-    same(squares, np.float32([*every[: stop + 1], *[every[stop]] * (6 - stop)]))
+    same(squares, np.array([*every[: stop + 1], *[every[stop]] * (6 - stop)], np.float32))
     same(x, linalg.cg(a, b, text, tol=0, maxiter=stop)[0])
     for solve in (linalg.cg, linalg.gmres):
         stays, norms = solve(a, b, text, x0=x, atol=1e6, maxiter=2)
