@@ -57,7 +57,7 @@ def as_rules(given: Any) -> Rules:
     """Rules from a spec for everything, or from a mapping of path patterns.
 
     Raises:
-        TypeError, ValueError: for a pattern that is no regular expression, or what means no spec.
+        TypeError, ValueError: for a pattern that is not a regular expression, or what means no spec.
     """
     if not isinstance(given, Mapping):
         return ((".*", as_spec(given, scaled=True)),)
@@ -72,7 +72,7 @@ def _pattern(text: object) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise ValueError(f"rules has the pattern {text!r}, which is no regular expression ({error})") from None
+        raise ValueError(f"rules has the pattern {text!r}, which is not a regular expression ({error})") from None
     return text
 
 

@@ -6,6 +6,10 @@ are, and is divided by the scale digit by digit, so that its quotient is rounded
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -73,9 +77,11 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arr
     """
     compute, fmt = plan.compute, plan.element.format
     assert isinstance(fmt, IntegerFormat)
-    low, high = _ends(x, axes, compute)
+    # In stages: fused into one loop, they take the compiler of JAX 0.12 for CPUs a minute.
+    low, high = lax.optimization_barrier(_ends(x, axes, compute))
     width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
-    asked, some = _quotient(high, low, divisor_of(_bits.split(width, compute)[1], compute), compute)
+    divisor = divisor_of(_bits.split(width, compute)[1], compute)
+    asked, some = _quotient(high, low, divisor, compute, lax.optimization_barrier)
     asked = _bits.split(round_exact(asked, scale_rounding(plan), compute, None), compute)[1]
     scales = Scales(settle(asked, ~some, plan)[0])
     step = jnp.where(some, positive(scale_magnitude(scales, plan), compute), 0)
@@ -116,15 +122,21 @@ def _ends(x: Array, axes: tuple[int, ...], carrier: Carrier) -> tuple[Array, Arr
 # -- division ----------------------------------------------------------------------------------------------------------
 
 
-def _quotient(x: Array, y: Array, divisor: Divisor, carrier: Carrier) -> tuple[Exact, Array]:
-    """(x - y) / d of finite numbers, exactly, and where x is not y."""
+def _quotient(
+    x: Array, y: Array, divisor: Divisor, carrier: Carrier, stage: Callable[[Any], Any] = lambda values: values
+) -> tuple[Exact, Array]:
+    """(x - y) / d of finite numbers, exactly, and whether x is not y; the values of each stage pass through `stage`."""
     (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
     a = double_word.operand(xs, *double_word.normalised(xm, carrier), carrier)
     b = double_word.operand(ys ^ carrier.sign_bit, *double_word.normalised(ym, carrier), carrier)
     v, lost = double_word.sum_exactly(a, b, 0)
     v = double_word.swept(v)
     v = double_word.lifted(v, double_word.leading_zeros(v.high, carrier))
-    return _over(v, lost, divisor, carrier), (v.high | v.low | lost) != 0
+    (*words, lost) = stage((v.sign, v.exponent, v.high, v.low, lost))
+    v = DoubleWord(*words)
+    quotient = _over(v, lost, divisor, carrier)
+    arrays = {name: part for name, part in vars(quotient).items() if isinstance(part, Array)}
+    return replace(quotient, **stage(arrays)), (v.high | v.low | lost) != 0
 
 
 def _over(v: DoubleWord, lost: Array, divisor: Divisor, carrier: Carrier) -> Exact:
