@@ -512,3 +512,16 @@ def test_every_function_is_documented_and_its_example_runs() -> None:
         for test in finder.find(getattr(linalg, name), name, globs={}):
             runner.run(test, out=report.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+def test_a_second_call_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    a, b = definite(3, "e5m7"), some(3, 1, "e5m7", 1)[:, 0]
+    for solve in (
+        lambda: linalg.cg(a, b, "e5m7", maxiter=1),
+        lambda: linalg.solve_triangular(np.triu(a), b, "e5m7"),
+    ):
+        for turn in (0, 1):
+            caplog.clear()
+            with jax.log_compiles():
+                solve()
+            assert bool([record for record in caplog.records if "Compiling" in record.message]) is (turn == 0)

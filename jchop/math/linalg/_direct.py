@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jchop._arguments import SpecLike, as_array
 from jchop._checks import check_bool
 from jchop._linalg.direct import eliminate, factor_orthogonal, factor_symmetric, substitute, through_factors
 from jchop._linalg.steps import Steps
-from jchop.math.linalg._steps import evaluate, permutation, right_side, square
+from jchop.math.linalg._steps import Bound, evaluate, permutation, right_side, square
 
 Array = jax.Array
 
@@ -47,7 +46,7 @@ def solve_triangular(
     check_bool("unit_diagonal", unit_diagonal)
     a, b = as_array("a", a), as_array("b", b)
     right_side(b, square(a))
-    return evaluate(partial(substitute, lower=lower, unit=unit_diagonal), "ab", (a, b), spec, key)
+    return evaluate(Bound(substitute, (), (("lower", lower), ("unit", unit_diagonal))), "ab", (a, b), spec, key)
 
 
 def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jchop._arguments import SpecLike, as_array
 from jchop._checks import check_int
 from jchop._linalg.direct import substitute
 from jchop._linalg.steps import Steps
-from jchop.math.linalg._steps import evaluate, right_side, square
+from jchop.math.linalg._steps import Bound, evaluate, right_side, square
 
 Array = jax.Array
 
@@ -65,7 +64,7 @@ def _solve(
     turns = 10 * n if maxiter is None else check_int("maxiter", maxiter, 1)
     restart = min(check_int("restart", restart, 1), n)
     plan = _Plan(float(tol), float(atol), turns, restart, "x0" in arrays, "M" in arrays)
-    return evaluate(partial(method, plan), list(arrays), list(arrays.values()), spec, key)
+    return evaluate(Bound(method, (plan,)), list(arrays), list(arrays.values()), spec, key)
 
 
 def cg(

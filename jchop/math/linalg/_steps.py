@@ -1,8 +1,9 @@
-"""The door of linear algebra: operands rounded, the arithmetic made, and no derivative."""
+"""Arguments of linear algebra: operands rounded, the arithmetic made, and no derivative."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,18 @@ from jchop.math._family import as_dtype
 from jchop.spec import Spec, as_spec
 
 Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A function with its first arguments and keywords. Equal ones are compiled once; a partial equals only itself."""
+
+    function: Callable[..., Any]
+    first: tuple[Any, ...] = ()
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*self.first, *args, **dict(self.keywords))
 
 
 def evaluate(
