@@ -33,7 +33,7 @@ def pychop_runs(x: torch.Tensor) -> dict[str, Run]:
     import pychop
 
     pychop.backend("torch")
-    nearest, stochastic = (pychop.Chop(exp_bits=5, frac_bits=2, rmode=mode) for mode in (1, 5))
+    nearest, stochastic = (pychop.Chop(exp_bits=5, sig_bits=2, rmode=mode) for mode in (1, 5))
     return {"pychop nearest": lambda: nearest(x), "pychop stochastic": lambda: stochastic(x)}
 
 
