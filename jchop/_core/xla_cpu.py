@@ -144,6 +144,14 @@ QUIRKS: tuple[Quirk, ...] = (
         "The parts of the next turn are sliced in this one (`_in_chunks` in `_core/arithmetic/matmul.py`).",
     ),
     Quirk(
+        "long_fusion_compiled_for_minutes",
+        "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
+        "Barriers between the stages (`_settled` in `_core/arithmetic/operations.py`, `fit_offset` in "
+        "`_core/scaled/float_zero_points.py`).",
+        seen=("0.12",),
+        gone=("0.10",),
+    ),
+    Quirk(
         "known_results_computed_by_compiler",
         "The compiler computes what depends on constants only, slowly.",
         "A barrier before the first state is packed (`pack_as_planned` in `optim/_pack.py`).",

@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.quotient import divisor_of
+from jchop._core.scaled.float_zero_points import _quotient
 from jchop._core.xla_cpu import QUIRKS, Quirk, materialize_per_group, maximum, prevent_fma
 
 VERSION = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
@@ -240,6 +243,24 @@ def slice_fused_into_loop() -> bool:
 
     bodies = text(sums, normal(64, 32), normal(64, 32)).split("\n\n")
     return any("dynamic-slice(" in body and " multiply(" in body for body in bodies if "fused" in body[:60])
+
+
+@guard
+def long_fusion_compiled_for_minutes() -> bool:
+    carrier = CARRIERS["float32"]
+    divisor = divisor_of(jnp.full((64, 1, 1), np.float32(255).view(np.int32)), carrier)
+
+    def seconds(stage: Callable[[Any], Any]) -> float:
+        def quotient(x: jax.Array, y: jax.Array) -> Any:
+            value, some = _quotient(x, y, divisor, carrier, stage)
+            return value.magnitude, value.rest, value.sticky, some
+
+        lowered = jax.jit(quotient).lower(normal(64, 1, 1), normal(64, 1, 1))
+        start = time.process_time()
+        lowered.compile()
+        return time.process_time() - start
+
+    return seconds(lambda values: values) > 4 * seconds(lax.optimization_barrier)
 
 
 @guard

@@ -73,7 +73,7 @@ def multiply(
         yr: what is known of `y`.
 
     Raises:
-        ValueError: where `spec` wraps, and a product need not fit the carrier.
+        ValueError: if `spec` wraps, and a product need not fit the carrier.
     """
     spec = _unless_own(spec, carrier)
     if _product_is_exact(xr, yr, carrier) and _ends_agree(product_range(xr, yr), spec, carrier):

@@ -204,8 +204,7 @@ def _sqrt(step: _Step, x: Array) -> Array:
 def _settled(step: _Step, *args: Array) -> tuple[Array, ...]:
     """Operands as they lie in memory, for the long work of a quotient or root of which all bits are worked out.
 
-    Fused with what comes before it, that work would repeat it in several loops, over whose depth the vectorizer of
-    JAX 0.12's compiler for the CPU takes minutes to hours.
+    The quirk `long_fusion_compiled_for_minutes` (`_core/xla_cpu.py`) is the reason.
     """
     return lax.optimization_barrier(args) if draws(step.spec) else args
 

@@ -97,7 +97,7 @@ def require_operation(spec: Spec | None, carrier: Carrier, argument: str) -> Non
         argument: the name of the argument that the spec came from, for the message.
 
     Raises:
-        ValueError: where `carrier` is too narrow; the message names the dtype that would do.
+        ValueError: if `carrier` is too narrow; the message names the dtype that would do.
     """
     if spec is None or supports(spec, carrier):
         return

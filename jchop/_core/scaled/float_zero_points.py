@@ -77,7 +77,7 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arr
     """
     compute, fmt = plan.compute, plan.element.format
     assert isinstance(fmt, IntegerFormat)
-    # In stages: fused into one loop, they take the compiler of JAX 0.12 for CPUs a minute.
+    # In stages because of the quirk `long_fusion_compiled_for_minutes` (`_core/xla_cpu.py`).
     low, high = lax.optimization_barrier(_ends(x, axes, compute))
     width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
     divisor = divisor_of(_bits.split(width, compute)[1], compute)

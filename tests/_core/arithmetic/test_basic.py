@@ -181,7 +181,6 @@ def test_accepted_at_the_edge(rng: np.random.Generator) -> None:
             check(operation, operands, [carrier_range(CARRIERS["float32"])] * 2, [spec], fmt, rng)
 
 
-@pytest.mark.smoke
 def test_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
     kind, spec, whole = oracle.CARRIERS["float32"], jc.parse("e5m10:stochastic"), carrier_range(CARRIERS["float32"])
     operands = oracle_arithmetic.pairs("multiply_add", oracle.ieee(5, 10), kind, 2000, rng)
