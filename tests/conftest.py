@@ -25,6 +25,7 @@ _prepare_environment()
 
 import collections  # noqa: E402
 import functools  # noqa: E402
+import itertools  # noqa: E402
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -45,19 +46,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 _MOST_TESTS = 200  # of one module before its compiled functions go: thousands of specs would hold gigabytes
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _module_without_leftovers() -> Iterator[None]:
-    """What a module has compiled serves its own tests, and is dropped with it."""
-    yield
+@pytest.fixture(scope="module")
+def _tests_of_module() -> Iterator[Iterator[int]]:
+    """Counts the tests of a module. Its compiled functions serve its own tests, and are dropped with it."""
+    yield itertools.count(1)
     jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
-def _compiled_code_dropped(request: pytest.FixtureRequest) -> Iterator[None]:
+def _compiled_code_dropped(_tests_of_module: Iterator[int]) -> Iterator[None]:
     yield
-    module = request.module
-    module.tests_run = getattr(module, "tests_run", 0) + 1
-    if module.tests_run % _MOST_TESTS == 0:
+    if next(_tests_of_module) % _MOST_TESTS == 0:
         jax.clear_caches()
 
 

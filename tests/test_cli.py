@@ -505,7 +505,6 @@ def test_light_commands_load_no_extra() -> None:
     assert python("-c", code, text=True).stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.smoke
 @pytest.mark.skipif(os.name != "posix", reason="pipes of another kind")
 def test_a_reader_that_leaves_is_no_error() -> None:
     process = subprocess.Popen(

@@ -188,8 +188,10 @@ def test_the_documented_facts_are_true(name: str) -> None:
     assert source
 
 
-@pytest.mark.smoke
 # -- the package ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
 def test_import_brings_in_no_extra() -> None:
     code = f"import sys, jchop; print(*sorted(set({EXTRAS!r}) & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -109,7 +109,6 @@ def test_stochastic_rules_draw_from_their_stream() -> None:
         dense.apply(variables, x)
 
 
-@pytest.mark.smoke
 def test_cells_are_made_of_dense_layers_and_state_goes_through() -> None:
     cell = quantized_linen.quantize(linen.GRUCell(4), jc.nn.Rule(weight="fixed2.2"))
     x, h = jnp.ones((2, 4)), jnp.full((2, 4), 0.5)

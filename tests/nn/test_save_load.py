@@ -110,7 +110,6 @@ def test_modules_come_back_whole_and_the_pattern_stays(tmp_path: Path) -> None:
         jc.nn.load(path, jc.nn.quantize(plain, jc.nn.Rule(weight="int8(group=all)"), "ptq"))
 
 
-@pytest.mark.smoke
 def test_variables_need_no_pattern(tmp_path: Path) -> None:
     path, variables = tmp_path / "x.safetensors", packed()
     jc.nn.save(path, variables)

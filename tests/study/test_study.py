@@ -257,8 +257,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert target.read_text() == "new" and list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.smoke
 # -- the command -------------------------------------------------------------------------------------------------------
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = "study --dataset wine --epochs 2 --seeds 2 --modes rne,sr --formats q43 fp32, codebook(-1,0,1)"
     assert main([*words.split(), "--out", str(tmp_path / "out")]) == 0
