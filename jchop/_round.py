@@ -80,7 +80,7 @@ def round_to_format(
         ValueError: for an unknown text, a stochastic spec without a key, one key given as both, a carrier that cannot
             hold every result of the spec (float16 data to bfloat16, say; the message names a carrier that can), an
             array without the axes that a scaled format names, or an `offset` that is no place for `x`, below 2^64.
-        NotImplementedError: when compiled, where ``impl="pallas"`` or ``generator="hardware"`` cannot run; it says why.
+        NotImplementedError: when compiled, if ``impl="pallas"`` or ``generator="hardware"`` cannot run; it says why.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc

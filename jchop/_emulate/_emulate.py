@@ -79,7 +79,7 @@ def emulate(
         TypeError: for a function that is none, or rules, an accumulation or a key of another type.
         ValueError: when called, for a carrier too narrow for `spec`, a stochastic spec without a key, or a rule that
             matches nothing.
-        NotImplementedError: when called, for a primitive without a rule, where ``unknown="raise"``.
+        NotImplementedError: when called, for a primitive without a rule, if ``unknown="raise"``.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc

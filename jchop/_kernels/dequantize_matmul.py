@@ -103,7 +103,7 @@ def dequantize_matmul(
     Raises:
         TypeError: for a dtype or format that is not one of those above.
         ValueError: for shapes that do not fit together, or a bad `group` or `impl`.
-        NotImplementedError: while it is lowered, where ``impl="pallas"`` and the kernel cannot run.
+        NotImplementedError: while it is lowered, if ``impl="pallas"`` and the kernel cannot run.
 
     Example:
         >>> import jax.numpy as jnp

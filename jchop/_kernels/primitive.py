@@ -123,7 +123,7 @@ def make_op(
 
     Raises:
         ValueError: by the op, for an `impl` that is not one of `IMPLEMENTATIONS`.
-        NotImplementedError: by the op, while it is lowered, where ``impl="pallas"`` and no kernel can run.
+        NotImplementedError: by the op, while it is lowered, if ``impl="pallas"`` and no kernel can run.
 
     Example:
         >>> import jax.numpy as jnp

@@ -338,7 +338,7 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
             like, and ``bfp8(group=16)``.
 
     Raises:
-        TypeError: where `text` is no text.
+        TypeError: if `text` is not a str.
         ValueError: for text that names no format, with the closest names, and for one of more than 4096 characters
             beside the levels of codebooks.
 

@@ -93,7 +93,7 @@ class ScaleRule:
 
     @property
     def by_extremes(self) -> bool:
-        """Whether the least and the largest number of a group decide, so that a group may be read in pieces."""
+        """Whether the least and the largest number of a group decide, so that a group may be read in chunks."""
         return self.fit in ("ends", "range")
 
 

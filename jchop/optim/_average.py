@@ -111,7 +111,7 @@ def averaged_params(state: Any, params: Any) -> Any:
         A pytree as `params`, in float32 at least.
 
     Raises:
-        ValueError: where there is no such part, or several; for parameters of other shapes.
+        ValueError: if there is no such part, or several; for parameters of other shapes.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc

@@ -89,7 +89,7 @@ def sum_rounded_like(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
     """`sum_rounded` in the dtype of `p`.
 
     Raises:
-        ValueError: where that dtype cannot hold the results.
+        ValueError: if that dtype cannot hold the results.
     """
     p = jnp.asarray(p)
     require_held("spec", spec, "params", p)
@@ -216,7 +216,7 @@ def the_state(state: Any, kind: type, name: str) -> Any:
     """The one state of a kind.
 
     Raises:
-        ValueError: where there is none, or several; `name` is the transformation that makes them.
+        ValueError: if there is none, or several; `name` is the transformation that makes them.
     """
     found = find_states(state, kind)
     if len(found) != 1:

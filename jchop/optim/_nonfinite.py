@@ -195,7 +195,7 @@ def loss_scale(state: Any) -> Array:
         state: of a transformation that `dynamic_loss_scale` is, or is part of.
 
     Raises:
-        ValueError: where there is no such part, or several.
+        ValueError: if there is no such part, or several.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc, optax

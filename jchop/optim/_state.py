@@ -221,7 +221,7 @@ def _saying_nan(spec: Spec) -> Spec:
     """`spec` with groups that become NaN as a whole.
 
     Raises:
-        ValueError: where its format has no way to say NaN.
+        ValueError: if its format has no NaN.
     """
     if spec.scaled is None and not spec.element.has_nan:
         raise ValueError(f"nonfinite='propagate' needs formats with a NaN, not {spec}; use nonfinite='skip'")

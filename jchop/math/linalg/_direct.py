@@ -35,7 +35,7 @@ def solve_triangular(
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
-        NotImplementedError: where it is differentiated.
+        NotImplementedError: if it is differentiated.
 
     Example:
         >>> import jchop as jc
@@ -63,7 +63,7 @@ def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for a matrix that is not square.
-        NotImplementedError: where it is differentiated.
+        NotImplementedError: if it is differentiated.
 
     Example:
         >>> import jchop as jc
@@ -155,7 +155,7 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
         q of shape (m, m) and r of shape (m, n).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`, or where m < n.
+        TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`, or if m < n.
 
     Example:
         >>> import jchop as jc

@@ -102,7 +102,7 @@ def cg(
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
-        NotImplementedError: where it is differentiated.
+        NotImplementedError: if it is differentiated.
 
     Example:
         >>> import jchop as jc

@@ -81,7 +81,7 @@ def refine(
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
-        NotImplementedError: where it is differentiated.
+        NotImplementedError: if it is differentiated.
 
     Example:
         >>> import jchop as jc
