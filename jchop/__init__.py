@@ -11,6 +11,8 @@ from jchop import formats, math, storage
 from jchop._emulate import emulate
 from jchop._finfo import finfo
 from jchop._flip import flip_bits
+from jchop._products.quantize_fn import quantize_fn
+from jchop._products.rule import Rule
 from jchop._round import random_bits, round_to_format
 from jchop._round_file import round_file
 from jchop.accumulation import MatmulSpec, Order
@@ -98,6 +100,7 @@ __all__ = [
     "Overflow",
     "QArray",
     "Rounding",
+    "Rule",
     "ScaledFormat",
     "Spec",
     "bfloat16",
@@ -142,6 +145,7 @@ __all__ = [
     "p3109",
     "parse",
     "quantize",
+    "quantize_fn",
     "random_bits",
     "round_file",
     "round_to_format",

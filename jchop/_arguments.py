@@ -11,6 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jchop._bits import CARRIERS, Carrier, types_for
 from jchop._checks import as_numpy, check_int
@@ -26,6 +27,8 @@ Keys = tuple[Array | None, Array | None]
 
 #: The named scope of the operations of a public function, which `emulate` leaves in the arithmetic that it says.
 OWN_SCOPE = "jchop_function"
+#: The name of what it returns, which `emulate` rounds to the arithmetic around.
+OWN_RESULT = "jchop_result"
 
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
@@ -90,8 +93,18 @@ def run(function: Callable[..., Any], operands: Sequence[Array | np.ndarray], ke
     """``function(*operands, key)``, with NumPy results if all operands are NumPy. 64-bit data stays 64-bit."""
     with types_for(carrier_of(operands[0].dtype).name), jax.named_scope(OWN_SCOPE):
         if any(isinstance(operand, Array) for operand in operands):
-            return function(*operands, key)
+            return own_results(function(*operands, key))
         return jax.tree.map(lambda leaf: leaf[()], run_numpy(lambda: function(*operands, key), key=key))
+
+
+def own_results(values: Any) -> Any:
+    """Results of a public function, named where they are traced: `emulate` rounds numbers of that name."""
+
+    def named(x: Any) -> Any:
+        is_number = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
+        return checkpoint_name(x, OWN_RESULT) if is_number else x
+
+    return jax.tree.map(named, values)
 
 
 def run_numpy(function: Callable[[], Any], **given: Any) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop import _bits
-from jchop._arguments import OWN_SCOPE, carrier_of, check_key, run_numpy
+from jchop._arguments import OWN_SCOPE, carrier_of, check_key, own_results, run_numpy
 from jchop._bits import CARRIERS, Carrier, types_for
 from jchop._checks import check_choice
 from jchop._core.rounding.codes import decode_elements, encode_elements
@@ -89,7 +89,7 @@ def flip_bits(
     flip = partial(_flip, fmt=spec.format, where=where, count=count)
     with types_for(rounded.dtype), jax.named_scope(OWN_SCOPE):
         if isinstance(rounded, Array):
-            return flip(rounded, key, ends)
+            return own_results(flip(rounded, key, ends))
         flipped = run_numpy(lambda: flip(np.asarray(rounded), key, ends))
     return flipped if isinstance(x, np.ndarray) else flipped[()]
 

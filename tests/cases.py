@@ -6,13 +6,11 @@ the package shows as a difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import oracle
-import pytest
 from oracle import CARRIERS, Carrier, FixedSet, FloatSet, Levels
 
 E8M0 = FloatSet(8, 0, 127, inf=False, nan="top", signed=False, zero=False)
@@ -203,11 +201,3 @@ def adversarial(fmt: FloatSet | FixedSet | Levels, carrier: str, n: int, rng: np
     sign = np.where(rng.random(n) < 0.5, word.type(c.sign), word.type(0))
     sign[len(near) + len(tiny) + len(payload) :][:8] = np.repeat(np.array([0, c.sign], word), 4)
     return (magnitude | sign).view(DTYPES[carrier])
-
-
-def in_turn(rows: Iterable[Any], every: int) -> list[Any]:
-    """Parameters of which the default run takes one in `every`, and the slow run the others."""
-    return [
-        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=[pytest.mark.slow] * (i % every > 0))
-        for i, row in enumerate(rows)
-    ]

@@ -1,7 +1,7 @@
 """What every test starts from: the CPU with eight devices, and random numbers that are the same in every run."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 DEVICES = 8
 
@@ -26,6 +26,7 @@ _prepare_environment()
 import collections  # noqa: E402
 import functools  # noqa: E402
 import itertools  # noqa: E402
+import pathlib  # noqa: E402
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--thin", type=int, default=1, metavar="N", help="run about one test in N")
     parser.addoption("--turn", type=int, default=0, metavar="K", help="with --thin=N: which of the N parts, from 0")
+    parser.addoption("--durations-file", metavar="PATH", help="write the CPU seconds of files and of the slowest tests")
 
 
 _MOST_TESTS = 200  # of one module before its compiled functions go: thousands of specs would hold gigabytes
@@ -105,8 +107,51 @@ class _Turns:
                 seen[name] += 1
 
 
+class _Durations:
+    """Counts the CPU seconds of the tests, those of the processes that they start included; a busy machine adds few.
+
+    The first test that uses a compiled function or a fixture of its file pays for it.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path, self.seconds = path, collections.Counter[str]()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, bool, bool]:
+        self.before = sum(os.times()[:4])
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report, now = (yield), sum(os.times()[:4])
+        report.user_properties.append(("cpu_seconds", now - self.before))  # which a worker of xdist sends along
+        self.before = now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += dict(report.user_properties)["cpu_seconds"]  # type: ignore[operator]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):
+            return  # the process that started the workers has the reports of all of them
+        number, files = collections.Counter[str](), collections.Counter[str]()
+        for test, seconds in self.seconds.items():
+            file = test.split("::")[0]
+            number[file] += 1
+            files[file] += seconds
+        lines = ["# CPU seconds of the tests", ""]
+        lines += [f"{number.total()} tests took {files.total():.0f} s. Written by `pytest --durations-file`.", ""]
+        lines += ["| file | tests | seconds |", "|---|--:|--:|"]
+        lines += [f"| {file} | {number[file]} | {seconds:.1f} |" for file, seconds in files.most_common()]
+        lines += ["", "| test | seconds |", "|---|--:|"]
+        lines += [f"| `{test}` | {seconds:.1f} |" for test, seconds in self.seconds.most_common(30)]
+        self.path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Turns())
+    if path := config.getoption("--durations-file"):
+        config.pluginmanager.register(_Durations(config.invocation_params.dir / path))
 
 
 @pytest.hookimpl(trylast=True)

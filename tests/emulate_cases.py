@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
 import jchop as jc
 
 KEY = jax.random.key(3)
+
+
+def foreign(name: str) -> Primitive:
+    """A primitive of somebody else: its own numbers once more, by NumPy, so that it cannot be taken apart."""
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    primitive.def_impl(lambda x, **_: jnp.asarray(np.asarray(x) * np.float32(1.1)))
+    return primitive
+
+
+FOREIGN = foreign("foreign")
 X = jnp.array([0.3, -1.7, 2.2, 5.1], jnp.float32)
 Y = jnp.array([1.1, 0.2, -0.9, 3.3], jnp.float32)
 

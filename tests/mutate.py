@@ -164,7 +164,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_emulate/_perform.py": _EMULATED,
     "jchop/_emulate/_plan.py": ("test_emulate_plan.py", *_EMULATED),
     "jchop/_emulate/_rules.py": _EMULATED,
-    "jchop/_emulate/_seeds.py": _EMULATED,
+    "jchop._program.seeds.py": _EMULATED,
 }
 
 #: Mutants with the results of the original: (file, the line, what stands in it, what the mutant has) and why.

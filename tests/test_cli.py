@@ -245,6 +245,7 @@ def test_a_failed_write_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [target]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="measures a process")
 def test_round_takes_a_file_in_pieces(tmp_path: Path) -> None:
     """Progress is shown, the whole is never in memory, and the bytes are those of the array rounded whole."""
@@ -427,6 +428,7 @@ def test_python_names_a_missing_extra_in_one_line() -> None:
         assert f'needs {packages}: pip install ".[{extra}]" in a clone of jchop' in said
 
 
+@pytest.mark.slow
 def test_modules_with_extras_load_on_first_use() -> None:
     heavy = "{'flax', 'optax', 'matplotlib', 'sklearn', 'torch'}"
     code = f"import sys, jchop as jc; print({heavy} & set(sys.modules), jc.plot.Panel.__name__, jc.study.Row.__name__)"
@@ -466,7 +468,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str], option: str) -> None:
     assert lines(capsys, option)[0].startswith("jchop ")
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(5)
 @pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 @pytest.mark.parametrize(
     ("command", "redirection", "said"),
@@ -488,6 +490,7 @@ def test_an_output_that_cannot_be_written_is_one_line(command: str, redirection:
         assert (done.returncode, done.stderr) == (2, b"jchop: error: " + said + b"\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 def test_a_closed_standard_error_changes_nothing(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros(3 << 20, np.float32))  # more than one piece, so there is progress to show
@@ -497,6 +500,7 @@ def test_a_closed_standard_error_changes_nothing(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr, b"error" in done.stdout) == (status, b"", status == 0)
 
 
+@pytest.mark.slow
 def test_light_commands_load_no_extra() -> None:
     code = (
         "import sys; from jchop.__main__ import main; main(['formats']); main(['info', 'e4m3']);"
@@ -505,6 +509,7 @@ def test_light_commands_load_no_extra() -> None:
     assert python("-c", code, text=True).stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="pipes of another kind")
 def test_a_reader_that_leaves_is_no_error() -> None:
     process = subprocess.Popen(

@@ -29,6 +29,7 @@ def same(got: Any, wanted: np.ndarray) -> None:
     np.testing.assert_array_equal(whole, wanted)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("text", "dtype"), [("e4m3", "float64"), ("bfloat16:stochastic", "float32")])
 def test_chunks_along_every_axis(text: str, dtype: str) -> None:
     x = numbers(*SHAPE, dtype=dtype)

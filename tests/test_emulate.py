@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -34,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("neighbours_kept")
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("mode", cases.in_turn(MODES, 4))
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("mode", MODES)
 def test_programs_in_every_mode(mode: str) -> None:
     """Straight lines, loops, branches and sums: every operation is the exact one rounded once, at draws of its own."""
     spec = jc.Spec("e5m3", rounding=mode)
@@ -89,6 +88,7 @@ def hard(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("text", "dtype"), [("binary16", np.float16), ("bfloat16", ml_dtypes.bfloat16)])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(tree=TREES)
@@ -118,6 +118,7 @@ def test_elementary_functions_are_the_carriers_rounded_once() -> None:
         np.testing.assert_array_equal(jc.emulate(fun, "e5m3")(X), jc.round_to_format(fun(low), "e5m3"))
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 5, 7, -1, -3])
 def test_powers_are_made_of_products(exponent: int) -> None:
     low = jc.round_to_format(X, "e5m3:up")
@@ -169,16 +170,14 @@ def test_products_of_matrices_are_those_of_math() -> None:
     np.testing.assert_array_equal(got, jnp.swapaxes(jc.math.matmul(a, b, SUM), 1, 2))
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("features", "batches", "options"),
-    cases.in_turn(
-        [
-            (2, 1, {"window_strides": (2, 1), "lhs_dilation": (2, 3)}),
-            (1, 2, {"window_strides": (1, 2), "rhs_dilation": (1, 2)}),
-            (1, 1, {}),
-        ],
-        3,
-    ),
+    [
+        (2, 1, {"window_strides": (2, 1), "lhs_dilation": (2, 3)}),
+        (1, 2, {"window_strides": (1, 2), "rhs_dilation": (1, 2)}),
+        (1, 1, {}),
+    ],
 )
 def test_convolutions(features: int, batches: int, options: dict[str, Any]) -> None:
     """In the carrier they are the carrier's but for the order; of small integers exactly so."""
@@ -192,6 +191,7 @@ def test_convolutions(features: int, batches: int, options: dict[str, Any]) -> N
     np.testing.assert_array_equal(jc.emulate(fun, None, accumulate=jc.MatmulSpec())(image, kernel), fun(image, kernel))
 
 
+@pytest.mark.slow
 def test_a_convolution_is_a_product_of_its_windows() -> None:
     image, kernel = low((2, 5, 3), 0), low((2, 3, 4), 1)
     fun = lambda x, w: lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"))  # noqa: E731
@@ -200,6 +200,7 @@ def test_a_convolution_is_a_product_of_its_windows() -> None:
     np.testing.assert_array_equal(got, jc.math.matmul(windows, jnp.swapaxes(kernel, 0, 1).reshape(6, 4), SUM))
 
 
+@pytest.mark.slow
 def test_windows_and_running_sums() -> None:
     x = jnp.abs(low((1, 6), 2))
     total = lambda v: lax.reduce_window(v, 0.0, lax.add, (1, 3), (1, 2), "VALID")  # noqa: E731
@@ -216,6 +217,7 @@ def test_windows_and_running_sums() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_accumulator_of_its_own_is_rounded_to_the_format_at_the_end() -> None:
     wide = jc.emulate(jnp.sum, "e5m2", accumulate=jc.MatmulSpec(accumulate="e6m9"))
     assert float(wide(jnp.ones(100))) == 96

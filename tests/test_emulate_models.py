@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import in_turn
 from flax import nnx
 from jax.scipy.sparse.linalg import cg
 
@@ -53,7 +52,8 @@ def assert_low(got: Any, want: Any, atol: float) -> None:
             assert not np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("spec", in_turn(SPECS, 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_cnn(spec: str) -> None:
     graph, state = nnx.split(Cnn(nnx.Rngs(0)))
     run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
@@ -62,6 +62,7 @@ def test_a_cnn(spec: str) -> None:
     assert_low(got, run(state, x), 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", LARGE)
 def test_a_transformer_block(spec: str) -> None:
     graph, state = nnx.split(Block(nnx.Rngs(0)))
@@ -102,6 +103,7 @@ def test_an_adam_step(spec: str) -> None:
         np.testing.assert_allclose(moments[0].mu["w"], by_hand, rtol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", LARGE)
 def test_conjugate_gradients(spec: str) -> None:
     a = jnp.diag(jnp.arange(1.0, 5.0)) + 0.1

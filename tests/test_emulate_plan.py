@@ -9,13 +9,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulate_cases import FOREIGN
 from jax import lax
 
 import jchop as jc
 from jchop import MatmulSpec
 from jchop._emulate._emulate import trace
 from jchop._emulate._rules import make_settings
-from jchop._emulate._step import Plan, Step
+from jchop._emulate._step import Step
+from jchop._program.step import Plan
 
 SPEC, E5M2 = jc.parse("e5m10"), jc.parse("e5m2")
 X = np.ones(3, np.float32)
@@ -56,7 +58,10 @@ def test_operands_are_rounded_unless_they_are_known() -> None:
 def test_operands_that_are_no_floats_are_left_alone() -> None:
     step = last(lax.pow, X, N)
     assert (step.rounds, step.known, step.out) == ((False, False), (SPEC, None), (SPEC,))
-    assert last(lambda x: x > 1, X).kind == "untouched"
+    assert last(lambda n: n + 1, N).kind == "compared"
+    step = last(lambda x: jnp.exp(x) > 0.1, X, rules={"exp": None})
+    assert (step.kind, step.rounds, step.out) == ("compared", (True, True), (None,))
+    assert last(lambda x: x > jnp.inf, X, spec="float8_e4m3fn").rounds == (False, False)
 
 
 def test_what_is_moved_is_still_known() -> None:
@@ -108,9 +113,7 @@ def test_solvers_know_what_they_close_over() -> None:
 
 
 def test_primitives_without_a_rule() -> None:
-    def fun(x: Any) -> Any:
-        return lax.reduce(x, np.float32(0), lambda a, b: a * b + b, (0,))
-
+    fun = FOREIGN.bind
     with pytest.raises(NotImplementedError, match="there is no rule for it"):
         plan_of(fun, X)
     assert last(fun, X, unknown="carrier").out == (None,)
@@ -121,9 +124,9 @@ def test_complex_numbers() -> None:
     z = X.astype(np.complex64)
     first, second = plan_of(lambda z: z * z + z, z).steps
     assert first.kind == second.kind == "complex" and second.number == first.number + 4 + 6  # parts, and operations
-    assert last(lambda x: x.astype(jnp.complex64), X).kind == "carrier"
-    assert last(lambda z: z.reshape(3, 1), z).kind == "structural"
-    with pytest.raises(NotImplementedError, match="only sums, differences and products"):
-        plan_of(jnp.exp, z)
-    assert last(jnp.exp, z, unknown="carrier").kind == "carrier"
+    assert (first.known, first.out) == ((SPEC, SPEC), (SPEC,))
+    for fun in (lambda x: x.astype(jnp.complex64), lambda z: z.reshape(3, 1)):
+        step = last(fun, z if "reshape" in fun.__code__.co_names else X)
+        assert (step.kind, step.out) == ("structural", (SPEC,))
+    assert (last(jnp.exp, z).kind, last(jnp.exp, z, rules={"exp": None}).kind) == ("carried", "carrier")
     assert last(lambda z: lax.real(z) * 0.1, z).rounds == (False, True)

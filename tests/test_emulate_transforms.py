@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate._seeds import Seeds
+from jchop._program.seeds import Seeds
 
 # -- derivatives and transformations -----------------------------------------------------------------------------------
 
@@ -35,6 +35,7 @@ def test_the_derivative_of_an_emulation_is_the_carriers() -> None:
     np.testing.assert_allclose(outside, jax.grad(by_hand)(X), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_derivatives_of_loops_and_of_higher_order() -> None:
     fun = lambda x: lax.fori_loop(0, 3, lambda i, c: c * x, x).sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(jc.emulate(fun, "e8m20"))(X), jax.grad(fun)(X), rtol=1e-4)
@@ -88,6 +89,7 @@ def test_scans_map_and_carry() -> None:
     assert float(carry) == float(c) and ys.tolist() == want[::-1]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["e5m3", "e5m3:stochastic"])
 def test_shards(text: str) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
@@ -139,6 +141,7 @@ def test_seeds_of_shards_are_not_those_of_turns() -> None:
 # -- random bits -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_draws_are_fresh_at_every_operation_and_turn() -> None:
     sr = "e5m2:stochastic"
     ones = jnp.full(2000, 1.0)

@@ -18,7 +18,7 @@ class Listener(io.StringIO):
         raise Said(text)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_it_says_at_once_what_it_does(name, monkeypatch):
     """Within ten seconds, as "training 40 steps in float32"; run no further than that."""
@@ -49,6 +49,7 @@ def test_harmonic_prints_and_draws(monkeypatch, capsys, tmp_path):
     assert len(lines) == 2 + 8 and picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_harmonic_stops_where_nearest_must_and_goes_on_stochastically():
     harmonic = load("harmonic")
     sums = {name: np.asarray(values) for name, values in harmonic.table(3000).items()}

@@ -38,7 +38,7 @@ FLOATS = [
 ]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("text", "carrier", "coded", "fraction"), FLOATS)
 def test_codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -> None:
     x = numbers(400).astype(carrier)
@@ -61,6 +61,7 @@ def test_codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -
         np.testing.assert_array_equal(np.signbit(got)[signs], np.signbit(expected)[signs])
 
 
+@pytest.mark.slow
 def test_codes_of_integers_and_tables() -> None:
     x = np.array([-8.0, -7.0, -1.0, 0.0, 3.0, 7.0] * 20, np.float32)
     for text, where, count, scale in (

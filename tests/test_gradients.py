@@ -183,6 +183,7 @@ def test_equal_rules_share_a_trace():
     assert traced._cache_size() == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
 def test_dtypes_and_shapes(dtype):
     for shape in ((), (0,), (2, 3)):

@@ -27,7 +27,7 @@ FORMATS = [
 MODES = {1: "nearest_even", 2: "up", 3: "down", 4: "toward_zero"}
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("name", "values", "reach"), FORMATS, ids=[row[0] for row in FORMATS])
 def test_formats_and_directions(name: str, values: oracle.FloatSet, reach: int) -> None:
     x = exact.numbers(120, -reach, reach)

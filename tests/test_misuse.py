@@ -238,6 +238,7 @@ def test_masked_blocks_of_dask_are_refused() -> None:
         jc.round_to_format(array, "e5m2").compute()
 
 
+@pytest.mark.slow
 def test_what_is_near_a_misuse_still_works() -> None:
     keys = jax.random.split(key())
     rounded(TWICE, gradient_key=keys[1])

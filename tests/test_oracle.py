@@ -38,6 +38,7 @@ FACTS = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", FACTS)
 def test_format_facts(name):
     fmt = {**cases.NAMED, **cases.P3109}[name]
@@ -165,6 +166,7 @@ def test_flush_takes_every_subnormal():
     assert round_exact(E5M2, below, "nearest_even") == normal
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("mode", oracle.DETERMINISTIC)
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2fnuz", "float6_e3m2fn", "binary8p3sf", "binary8p1se"])
 def test_values_stay_and_order_is_kept(name, mode):
@@ -252,7 +254,7 @@ BATCH_FORMATS = {
 }
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     ("name", "carrier"),
     [(name, c) for name, fmt in BATCH_FORMATS.items() for c in CARRIERS if oracle.held(fmt, CARRIERS[c])],

@@ -27,7 +27,7 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
     lines = (ROOT / ".ci" / "oldest.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     bounds = lower_bounds()
-    assert set(pinned) == set(bounds) and len(bounds) == 17
+    assert set(pinned) == set(bounds) and len(bounds) == 19
     for name, bound in bounds.items():
         assert pinned[name] == bound or re.fullmatch(re.escape(bound) + r"(\.0)+", pinned[name]), name
 

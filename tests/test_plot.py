@@ -52,7 +52,7 @@ def test_heat_map_ink_stands_out() -> None:
     assert inks[5] == "black"  # the highest value, on the bright end
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     "panel",
     [
@@ -91,7 +91,7 @@ def drawn(figure: Figure) -> np.ndarray:
     return np.sort([segment[0][0] for segment in segments])
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("name", [name for name, fmt in CATALOGUE.items() if fmt.bits <= 8])
 def test_value_grid_draws_each_magnitude_once(name: str) -> None:
     fmt = CATALOGUE[name]
@@ -102,6 +102,7 @@ def test_value_grid_draws_each_magnitude_once(name: str) -> None:
     assert png(figure).startswith(b"\x89PNG")
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     "text", ["fixed4.4", "integer8", "uinteger4", "codebook(-1,-0.5,0.25)", "codebook(2)", "e4m3(subnormals=false)"]
 )
@@ -132,7 +133,7 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
     return [(a, b) for a, b in others if boxes[a].overlaps(boxes[b]) or boxes[a].overlaps(lines[b])]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("fmt", [*(fmt for fmt in CATALOGUE.values() if fmt.bits <= 8), parse_format("e5m5")], ids=str)
 def test_value_grid_labels_do_not_overlap(fmt: ElementFormat) -> None:
     assert overlaps(value_grid(fmt)) == []

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from cases import in_turn
 
 import jchop
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE, ElementFormat, FloatFormat, ScaledFormat
@@ -142,7 +141,8 @@ def test_modules_are_loaded_when_they_are_asked_for() -> None:
     assert run.stdout.split() == ["False", "True", *(f"jchop.{name}" for name in names)]
 
 
-@pytest.mark.parametrize("module", in_turn(MODULES, 5))
+@pytest.mark.in_turn(40)
+@pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_run(module: str) -> None:
     """The examples of a public module stand on their own: they import what they use."""
     finder = doctest.DocTestFinder(exclude_empty=True)

@@ -23,7 +23,7 @@ PAGES = sorted(
     if "```python\n" in page.read_text(encoding="utf-8")
 )
 #: Pages whose code needs a package that is no part of the test environment.
-NEEDS = {"docs/torch.md": "torch"}
+NEEDS = {"docs/torch.md": "torch", "docs/programs.md": "equinox"}
 #: Pages that a newcomer does not begin with, which are for the slow run.
 LONG = {page for page in PAGES if page not in ("README.md", "docs/index.md", "docs/formats.md")}
 SMALL_STUDY = ["--epochs", "1", "--seeds", "1", "--modes", "nearest_even,stochastic"]
@@ -69,7 +69,7 @@ def run_python(block: str, namespace: dict[str, Any], where: str) -> None:
             exec(compile(ast.Module([statement], []), where, "exec"), namespace)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in PAGES])
 def test_python_blocks_run_and_show_what_they_give(page: str) -> None:
     if page in NEEDS:

@@ -29,6 +29,7 @@ def pulled(x: jax.Array, cotangent: jax.Array, spec: Any, key: jax.Array = KEY, 
 # --- straight-through ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("dtype", "spec"), [
     (np.float32, "e4m3"), (np.float32, "integer8:wrap"), (np.float16, "e5m2:stochastic"),
     (cases.DTYPES["bfloat16"], "codebook(-1,0,1):up"), (np.complex64, "e5m2:odd"),
@@ -76,6 +77,7 @@ def test_offsets_and_keys_have_no_derivative():
     assert jax.vjp(f, x, jnp.int32(5))[1](x)[1].dtype == jax.dtypes.float0
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("spec", ["e4m3", "e4m3:gradient=clipped", "integer8:stochastic:gradient=clipped"])
 def test_forward_and_reverse_agree(spec):
     """<c, J t> = <J' c, t>, both maps being linear where the cotangent is not rounded."""
@@ -131,7 +133,7 @@ def is_beyond(fmt: oracle.Set, x: oracle.Value, mode: str, n: int, r: int) -> bo
     return low + oracle.moves_away(mode, nu, fmt.odd(low), x < 0, n, r) > fmt.top(x < 0)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("case", CLIPPED)
 def test_clipped_is_zero_exactly_where_the_value_overflowed(case):
     """Values above the largest one that still round to it keep their cotangent; NaN keeps it, infinities do not."""
@@ -167,6 +169,7 @@ def test_clipped_on_narrow_carriers(dtype):
 # --- the cotangent rounded ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
 @pytest.mark.parametrize("to", ["e4m3:up", "fixed4.4:wrap", "codebook(-1,0,1)"])
 def test_cotangents_are_rounded(dtype, to):
@@ -176,6 +179,7 @@ def test_cotangents_are_rounded(dtype, to):
     same(tangent(x, cotangent), cotangent)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("forward", ["e5m2", "e5m2:stochastic"])
 def test_cotangents_are_rounded_stochastically_with_a_key_of_their_own(forward):
     x, cotangent = (jnp.asarray(numbers(np.float32, (3, 257), seed)) for seed in (0, 1))
@@ -197,6 +201,7 @@ def test_clipped_and_rounded():
     same(got, jnp.array([0.3125, 0.0, 448.0, -0.6875]))
 
 
+@pytest.mark.slow
 def test_vmap_of_rounded_cotangents():
     """Over split gradient keys, one shared key, rows of x only, and rows of the cotangent only: always the loop."""
     x, cotangent = (jnp.asarray(numbers(np.float32, (3, 17), seed)) for seed in (0, 1))
@@ -222,6 +227,7 @@ def test_vmap_of_rounded_cotangents():
     same(inside(x, cotangent), jnp.stack([rows[i][i] for i in range(3)]))
 
 
+@pytest.mark.slow
 def test_scan_of_rounded_cotangents():
     """Backward through a scan, each step's cotangent is rounded with its own key, as in the unrolled loop."""
     x, keys, others = jnp.asarray(numbers(np.float32, (17,))), jax.random.split(KEY, 3), jax.random.split(OTHER, 3)
@@ -258,7 +264,7 @@ NESTED = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("nesting", NESTED)
 @pytest.mark.parametrize("spec", ["e5m2", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])
 def test_second_derivatives(nesting, spec):
@@ -275,6 +281,7 @@ def test_second_derivatives(nesting, spec):
     same(squared, jnp.diag(jnp.array([2.0, 2.0, 0.0 if "clipped" in spec else 2.0])))
 
 
+@pytest.mark.slow
 def test_hessian_of_the_table():
     for text, dtype, shape in CASES.values():
         if shape == (17,) and np.dtype(dtype).kind == "f" and "stochastic" not in text:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cases
 import jax
 import numpy as np
 import pytest
@@ -31,26 +30,23 @@ def rounded(folder: Path, x: np.ndarray, spec: Any, **options: Any) -> np.ndarra
     return np.load(folder / "out.npy")
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(13)
 @pytest.mark.parametrize(
     ("spec", "x"),
-    cases.in_turn(
-        [
-            ("e4m3:stochastic", numbers(7, 5, 3)),
-            ("e4m3:stochastic", np.asfortranarray(numbers(7, 5, 3))),
-            ("binary16:stochastic", numbers(41, dtype=np.float64)),
-            ("e5m2:stochastic", numbers(6, 5).astype(np.complex64)),
-            ("e5m2", numbers(6, 5).astype(">f4")),
-            ("e5m2:stochastic", np.float16(1.1)),
-            ("e5m2", numbers(0, 3)),
-            ("int4(group=4):stochastic", np.asfortranarray(numbers(5, 24))),
-            ("int8(channel=1):stochastic", numbers(4, 3, 8)),
-            ("int8(channel=1):stochastic", np.asfortranarray(numbers(4, 3, 8))),
-            ("nvfp4", np.asfortranarray(numbers(3, 4, 32))),
-            ("int4(group=4)", numbers(0, 24)),
-        ],
-        2,
-    ),
+    [
+        ("e4m3:stochastic", numbers(7, 5, 3)),
+        ("e4m3:stochastic", np.asfortranarray(numbers(7, 5, 3))),
+        ("binary16:stochastic", numbers(41, dtype=np.float64)),
+        ("e5m2:stochastic", numbers(6, 5).astype(np.complex64)),
+        ("e5m2", numbers(6, 5).astype(">f4")),
+        ("e5m2:stochastic", np.float16(1.1)),
+        ("e5m2", numbers(0, 3)),
+        ("int4(group=4):stochastic", np.asfortranarray(numbers(5, 24))),
+        ("int8(channel=1):stochastic", numbers(4, 3, 8)),
+        ("int8(channel=1):stochastic", np.asfortranarray(numbers(4, 3, 8))),
+        ("nvfp4", np.asfortranarray(numbers(3, 4, 32))),
+        ("int4(group=4)", numbers(0, 24)),
+    ],
     ids=lambda value: value if isinstance(value, str) else f"{value.dtype}{list(value.shape)}",
 )
 def test_chunks_are_the_whole(tmp_path: Path, spec: str, x: np.ndarray) -> None:
@@ -122,6 +118,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be truncated")
 @pytest.mark.parametrize("order", "CF")
 def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path, order: Any) -> None:

@@ -114,7 +114,7 @@ def some(name: str) -> list[tuple[str, str]]:
     return [EVERY[(start + step) % len(EVERY)] for step in (0, 3, 6)]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("name", list(SAMPLED)[::4])  # all of them below, in the slow run
 def test_gfloat(name):
     check_with_gfloat(name, SAMPLED[name], EVERY if name in NAMED else some(name), 8_000)
@@ -136,7 +136,7 @@ def check_draws_with_gfloat(name: str, info: gfloat.FormatInfo, n: int, size: in
         cases.assert_bits(x, got, cases.bits(expected), f"{name} {mode} {n} bits")
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("name", "n"),
     [
@@ -177,7 +177,7 @@ ML_DTYPES = [
 ]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("name", [*ML_DTYPES, "binary16"])
 def test_ml_dtypes(name):
     """Every value, every middle between neighbours, their float32 neighbours, and hard values, to nearest even."""

@@ -6,7 +6,6 @@ import functools
 import itertools
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -32,6 +31,7 @@ def numbers(shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32) -> n
 # -- kinds of input ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_numpy_gives_numpy_of_its_dtype(dtype):
     x = numbers((4, 24), dtype=dtype)
@@ -100,7 +100,7 @@ def test_a_format_its_call_and_its_text_are_one():
         np.testing.assert_array_equal(other, first)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 4, 5), (2, 3, 4, 5)])
 def test_every_axis_is_the_last_one_of_the_array_turned(shape):
     """Blocks with a ragged tail, along each axis counted from either end."""
@@ -119,7 +119,8 @@ def test_every_axis_is_the_last_one_of_the_array_turned(shape):
 # -- transforms --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "mode"), cases.in_turn(itertools.product(TEXTS, [":stochastic", ""]), 5))
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize(("text", "mode"), list(itertools.product(TEXTS, [":stochastic", ""])))
 def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
     x = jnp.asarray(numbers((3, 4, 20)))
     keys = jax.random.split(KEY, 3)
@@ -155,7 +156,8 @@ def test_stochastic_rounding_is_unbiased():
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 5))
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("text", TEXTS)
 def test_straight_through(text):
     x, g = jnp.asarray(numbers((4, 20))), jnp.asarray(numbers((4, 20), 1))
     out, pull = jax.vjp(lambda x: jc.round_to_format(x, text), x)
@@ -175,7 +177,7 @@ def test_clipped_where_an_element_overflows():
     np.testing.assert_array_equal(pull(x, jnp.ones_like(x)), expected)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("text", "x", "expected"),
     [
@@ -225,8 +227,9 @@ ALIGNED = [
 ]
 
 
+@pytest.mark.in_turn(12)
 @needs_eight
-@pytest.mark.parametrize(("text", "layout", "reduces"), cases.in_turn(ALIGNED, 4))
+@pytest.mark.parametrize(("text", "layout", "reduces"), ALIGNED)
 def test_groups_are_rounded_where_they_are(text, layout, reduces):
     x = jnp.asarray(numbers((32, 128)))
     placed = jax.device_put(x, NamedSharding(mesh(), layout))
@@ -247,8 +250,9 @@ SHARDED = (
 )
 
 
+@pytest.mark.in_turn(5)
 @needs_eight
-@pytest.mark.parametrize("text", cases.in_turn(SHARDED, 4))
+@pytest.mark.parametrize("text", SHARDED)
 def test_explicit_sharding_and_shard_map(text):
     x = jnp.asarray(numbers((32, 128)))
     expected = jc.round_to_format(x, text)
@@ -287,6 +291,7 @@ def test_powers_of_two_scale_the_result(text, rows, power):
     np.testing.assert_array_equal(apply(text, np.ldexp(x, power)), np.ldexp(apply(text, x), power))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(PROPERTIES), ROWS)
 def test_monotone_within_a_group(text, rows):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +53,7 @@ def tile(text: str) -> Any:
     return part
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", TEXTS)
 def test_shard_map_on_a_line(name):
     x = jnp.asarray(numbers(np.float32, (8 * 5, 3)))
@@ -61,6 +61,7 @@ def test_shard_map_on_a_line(name):
     same(jax.jit(run)(x), rounded(x, TEXTS[name]))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", TEXTS)
 def test_shard_map_on_a_square(name):
     x = jnp.asarray(numbers(np.float32, (4 * 3, 2 * 7)))
@@ -94,6 +95,7 @@ def test_keys_folded_by_device():
     same(run(x), jnp.concatenate(rows))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("inside", [False, True], ids=["vjp of shard_map", "vjp in shard_map"])
 def test_derivatives_through_shard_map(inside):
     """Clipping and the stochastic rounding of the cotangent too are those of the unsharded call."""
@@ -117,7 +119,8 @@ def test_derivatives_through_shard_map(inside):
 # --- automatic partitioning ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", cases.in_turn(TEXTS, 2))
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("layout", ["rows", "columns", "tiles"])
 def test_automatic_partitioning_communicates_nothing(layout, name):
     mesh, spec = {"rows": (line(), P("a")), "columns": (line(), P(None, "a")), "tiles": (square(), P("a", "b"))}[layout]
@@ -152,6 +155,7 @@ def test_eager_calls_keep_the_sharding():
 EXPLICIT = TEXTS | {"long codebook": f"codebook({','.join(map(str, range(-20, 21)))})"}
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", EXPLICIT)
 @pytest.mark.parametrize("current", [True, False], ids=["mesh set", "mesh of the array"])
 def test_explicit_sharding(current, name):

@@ -91,7 +91,8 @@ FREQUENCIES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mode"), cases.in_turn(FREQUENCIES, 2))
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(("name", "mode"), FREQUENCIES)
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
 def test_observed_frequencies_are_exact(name, carrier, mode):
     fmt = OBSERVED[name]
@@ -159,11 +160,10 @@ def check_given_words(
     cases.assert_bits(x, got, expected, f"{spec} on {carrier}")
 
 
+@pytest.mark.in_turn(14)
 @pytest.mark.parametrize(
     ("name", "n", "mode"),
-    cases.in_turn(
-        itertools.product(["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"], range(1, 9), PROPORTIONAL), 5
-    ),
+    list(itertools.product(["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"], range(1, 9), PROPORTIONAL)),
 )
 def test_few_bits_as_defined(name, mode, n):
     overflow = cases.FLOAT_OVERFLOWS[n % 3]
@@ -171,27 +171,24 @@ def test_few_bits_as_defined(name, mode, n):
     check_given_words(GIVEN[name], "float32", mode, n, overflow=overflow, flush=flush, kind="jax")
 
 
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize(
     ("name", "carrier", "mode"),
-    cases.in_turn(
-        [(n, c, m) for n, f in GIVEN.items() for c in CARRIERS if oracle.held(f, CARRIERS[c]) for m in STOCHASTIC], 7
-    ),
+    [(n, c, m) for n, f in GIVEN.items() for c in CARRIERS if oracle.held(f, CARRIERS[c]) for m in STOCHASTIC],
 )
 def test_all_bits_as_defined(name, mode, carrier):
     check_given_words(GIVEN[name], carrier, mode, None)
 
 
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     ("mode", "n"),
-    cases.in_turn(
-        [
-            (mode, n)
-            for mode in PROPORTIONAL
-            for n in (1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64)
-            if n <= most_bits(mode, "float64")
-        ],
-        3,
-    ),
+    [
+        (mode, n)
+        for mode in PROPORTIONAL
+        for n in (1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64)
+        if n <= most_bits(mode, "float64")
+    ],
 )
 def test_any_number_of_bits_on_float64(mode, n):
     check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
@@ -218,6 +215,7 @@ def test_every_number_of_bits_as_defined(carrier, mode, n):
         check_given_words(GIVEN[name], carrier, mode, n, overflow=overflow, flush=flush, size=20_000)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
 def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> None:
     """rne(nu 2^N) of mode C below the smallest value, where nu has more bits than a word.
@@ -238,6 +236,7 @@ def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> No
             cases.assert_bits(x, np.asarray(got), cases.batch(x).round_drawn(fmt, "stochastic_c", n, drawn))
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("mode", PROPORTIONAL)
 def test_every_draw_of_a_few_bits(mode: str) -> None:
     """As many random bits as are dropped, more and fewer: each number meets every R, where one alone may decide."""
@@ -249,7 +248,8 @@ def test_every_draw_of_a_few_bits(mode: str) -> None:
     cases.assert_bits(x, np.asarray(got), cases.batch(x).round_drawn(fmt, mode, n, drawn))
 
 
-@pytest.mark.parametrize("mode", cases.in_turn(STOCHASTIC, 2))
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("mode", STOCHASTIC)
 @pytest.mark.parametrize("name", ["ternary", "uneven"])
 def test_codebooks_given_the_words(name, mode):
     levels = cases.CODEBOOKS[name]

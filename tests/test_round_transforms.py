@@ -65,7 +65,8 @@ def same(got: Any, expected: Any) -> None:
 # --- jit ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cases.in_turn(CASES, 2))
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("case", CASES)
 def test_jit_equals_eager_and_keeps_one_entry_for_equal_specs(case):
     text, dtype, shape = CASES[case]
     x = jnp.asarray(numbers(dtype, shape))
@@ -120,6 +121,7 @@ def test_pytrees():
     assert type(out["b"][1]) is np.ndarray
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["e5m2", "e5m2:stochastic"])
 def test_numpy_values_inside_a_trace_stay_constants(text):
     x = numbers(np.float64, (6,))
@@ -138,6 +140,7 @@ def test_numpy_values_inside_a_trace_stay_constants(text):
 # --- 64-bit mode --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", ["e4m3:odd", "e5m2:stochastic", "integer8:stochastic_b:random_bits=5"])
 def test_the_x64_flag_changes_no_bit(text):
     x, wide = numbers(np.float32, (33,)), numbers(np.float64, (33,))
@@ -173,7 +176,8 @@ def test_jax_float64_equals_numpy():
 # --- vmap ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cases.in_turn(CASES, 2))
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("case", CASES)
 def test_vmap_equals_the_loop(case):
     """With one key shared the draws are the loop's, and so they are over split keys, where equal rows then differ."""
     text, dtype, shape = CASES[case]
@@ -234,6 +238,7 @@ def test_offsets_give_the_draws_of_the_whole():
 # --- control flow -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["e4m3:nearest_away", "e4m3:stochastic"])
 def test_scan_equals_the_python_loop(text):
     x, keys = jnp.asarray(numbers(np.float32, (257,))), jax.random.split(KEY, 4)
@@ -251,6 +256,7 @@ def test_scan_equals_the_python_loop(text):
     assert len({np.asarray(row).tobytes() for row in outs}) == (4 if "stochastic" in text else 1)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["e4m3:up", "e4m3:stochastic"])
 def test_while_and_cond(text):
     x, keys = jnp.asarray(numbers(np.float32, (17,))), jax.random.split(KEY, 3)
@@ -264,6 +270,7 @@ def test_while_and_cond(text):
     same(branch(x, False), rounded(x, "integer4"))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["e5m2:gradient=clipped", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])
 def test_remat_changes_no_bit(text):
     x = jnp.asarray(numbers(np.float32, (257,)) * 1e4)
@@ -287,6 +294,7 @@ EXPORTED: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", EXPORTED)
 def test_export(name):
     """Lowers for every platform, and the exported program gives the same bits."""

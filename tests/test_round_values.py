@@ -95,7 +95,7 @@ def once(overflows: tuple[str, ...], seed: str, turn: int = 0) -> list[tuple[str
     return [(mode, overflows[(start + k) % len(overflows)]) for k, mode in enumerate(DETERMINISTIC)]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("text", [*cases.NAMED, *cases.CUSTOM, *cases.P3109, *cases.WIDE, *cases.DOUBLE, *cases.FIXED])
 def test_formats_are_the_documented_sets(text):
     table = cases.NAMED | cases.CUSTOM | cases.P3109 | cases.WIDE | cases.DOUBLE | cases.FIXED
@@ -113,15 +113,10 @@ def test_texts_of_named_formats_are_the_names(text, name):
 # --- every pattern of the 16-bit carriers -------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("carrier", "text", "subnormals"),  # every one on both carriers: below, in the slow run
-    cases.in_turn(
-        [
-            (carrier, *treated)
-            for carrier, treated in zip(itertools.cycle(["float16", "bfloat16"]), TREATED, strict=False)
-        ],
-        3,
-    ),
+    [(carrier, *treated) for carrier, treated in zip(itertools.cycle(["float16", "bfloat16"]), TREATED, strict=False)],
 )
 def test_every_pattern(carrier, text, subnormals):
     fmt, flush = variant(SMALL[text], subnormals)
@@ -138,7 +133,8 @@ def test_every_pattern_and_overflow(carrier, text, subnormals):
     check(x, fmt, every(FLOAT_OVERFLOWS), flush=flush, kind="numpy" if subnormals == "flushed" else "jax")
 
 
-@pytest.mark.parametrize("text", cases.in_turn(cases.P3109, 2))
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("text", cases.P3109)
 def test_every_pattern_of_p3109(text):
     fmt = cases.P3109[text]
     x = carried(cases.all_patterns("bfloat16"), fmt)
@@ -159,9 +155,10 @@ UNSIGNED = [
 ]
 
 
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize(
     ("text", "smallest", "has_nan", "kind"),
-    cases.in_turn([(*row, kind) for kind in ("numpy", "jax") for row in UNSIGNED], 3),
+    [(*row, kind) for kind in ("numpy", "jax") for row in UNSIGNED],
 )
 def test_unsigned_formats_below_zero(text, smallest, has_nan, kind):
     """A mode that points to a value takes it; NaN is what the others give under IEEE, and no other rule does."""
@@ -175,6 +172,7 @@ def test_unsigned_formats_below_zero(text, smallest, has_nan, kind):
         assert not np.signbit(got[~np.isnan(got)]).any()
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["e4m3(signed=false)", "binary8p3uf"])
 def test_what_rounds_to_zero_from_below_is_zero_in_an_unsigned_format(text):
     x = np.array([-1e-30, -0.0], np.float32)
@@ -183,7 +181,7 @@ def test_what_rounds_to_zero_from_below_is_zero_in_an_unsigned_format(text):
     np.testing.assert_array_equal(jc.round_to_format(x, f"{text}:down"), [NAN, 0])
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("text", "overflow", "beyond", "infinite"),
     [
@@ -250,13 +248,15 @@ def fixed_overflows(fmt: oracle.FixedSet) -> tuple[str, ...]:
     return FLOAT_OVERFLOWS if fmt.symmetric else FIXED_OVERFLOWS
 
 
-@pytest.mark.parametrize(("text", "carrier"), cases.in_turn(itertools.product(cases.FIXED, ["float16", "bfloat16"]), 5))
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize(("text", "carrier"), list(itertools.product(cases.FIXED, ["float16", "bfloat16"])))
 def test_every_pattern_of_fixed(carrier, text):
     fmt = cases.FIXED[text]
     x = carried(cases.all_patterns(carrier), fmt)
     check(x, fmt, once(fixed_overflows(fmt), carrier + text), kind="numpy" if carrier == "float16" else "jax")
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", SMALL)
 @pytest.mark.parametrize("carrier", ["float16", "bfloat16"])
 def test_carriers_that_cannot_hold_a_format_are_refused(carrier, text):
@@ -279,7 +279,7 @@ def hard_values(fmt: oracle.Set, carrier: str, text: str, n: int) -> np.ndarray:
     return cases.adversarial(fmt, carrier, n, np.random.default_rng(sum(map(ord, carrier + text))))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(("carrier", "text"), WIDE_CASES[::4])  # all of them below, in the slow run
 def test_adversarial_values(carrier, text):
     subnormals = SUBNORMALS[sum(map(ord, text)) % 3] if FLOAT64[text].zero else "kept"
@@ -302,8 +302,9 @@ def test_many_adversarial_values(carrier, text, subnormals):
     check(x, fmt, settings, flush=flush, kind="jax" if carrier == "float32" else "numpy")
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
-    ("carrier", "text"), cases.in_turn(zip(itertools.cycle(["float32", "float64"]), cases.FIXED, strict=False), 3)
+    ("carrier", "text"), list(zip(itertools.cycle(["float32", "float64"]), cases.FIXED, strict=False))
 )
 def test_adversarial_values_of_fixed(carrier, text):
     fmt = cases.FIXED[text]
@@ -320,6 +321,7 @@ def test_many_adversarial_values_of_fixed(carrier, text):
     check(hard_values(fmt, carrier, text, 200_000), fmt, every(fixed_overflows(fmt)), kind="numpy")
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", ["float8_e4m3fn", "bfloat16", "binary32", "binary64"])
 def test_jax_float64(text):
     fmt = FLOAT64[text]
@@ -328,6 +330,7 @@ def test_jax_float64(text):
         check(x, fmt, once(FLOAT_OVERFLOWS, text), kind="jax")
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32"])
 def test_numpy_equals_jax(carrier):
     fmt = cases.NAMED["float8_e5m2fnuz"]
@@ -340,7 +343,8 @@ def test_numpy_equals_jax(carrier):
 # --- codebooks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "carrier"), cases.in_turn(itertools.product(cases.CODEBOOKS, CARRIERS), 3))
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize(("name", "carrier"), list(itertools.product(cases.CODEBOOKS, CARRIERS)))
 def test_codebooks(name, carrier):
     levels = cases.CODEBOOKS[name]
     fmt, c = oracle.codebook(levels), CARRIERS[carrier]
@@ -385,7 +389,7 @@ def test_the_conformance_file_is_covered():
     assert {case["spec"]["round"] for case in ROUNDED} == {"rne", "rna"}
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case["id"])
 def test_conformance(case, kind):

@@ -6,7 +6,7 @@ format's rule, and where the format quantizes scales again it is what was stored
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +33,17 @@ Stored = Any
 
 @dataclass(frozen=True)
 class _Fitted:
-    """The scales of groups and their zero points, on a view; and both as they are stored."""
+    """The scales of groups and their zero points, on a view.
+
+    Args:
+        scales: of the groups.
+        zero: their zero points, if the format has any.
+        store: gives both as they are stored; a program that only rounds does not call it.
+    """
 
     scales: Scales
     zero: Array | None
-    stored: tuple[Stored, Array | None]
+    store: Callable[[], tuple[Stored, Array | None]]
 
     @property
     def zero_is_number(self) -> bool:
@@ -97,8 +103,9 @@ def quantize_body(
         fitted = _loaded(arrays[:given], groups, plan)
     else:
         fitted = _fit(x, _view(x, groups, plan), groups, plan, branch_allowed)
+    stored = flat(*fitted.store())
     if as_dtype is None:
-        return flat(*fitted.stored)
+        return stored
 
     def run(plan: Plan) -> Array:
         view, word = _view(x, groups, plan), _words(x, arrays[given:], groups, place)
@@ -108,7 +115,7 @@ def quantize_body(
             codes = integers.encode_whole(_elements(view, fitted, plan, word), plan)
         return lax.bitcast_convert_type(_pack(codes, groups, plan.fmt.bits), as_dtype)
 
-    return select.branch_on_range(run, x, fitted.scales, plan, branch_allowed, fitted.zero), *flat(*fitted.stored)
+    return select.branch_on_range(run, x, fitted.scales, plan, branch_allowed, fitted.zero), *stored
 
 
 def dequantize_body(codes: Array, *stored: Array, plan: Plan, shape: tuple[int, ...]) -> Array:
@@ -218,21 +225,15 @@ def _multiply_back(values: Array, fitted: _Fitted, plan: Plan) -> Array:
 def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool = False) -> _Fitted:
     """Scales and zero points of the groups of `x`, worked out once for each group.
 
-    Else a compiler may work them out anew for every element, or take minutes over the fused program.
+    Else a compiler may work them out anew for every element, or take minutes over the fused program. Scales are held
+    before they are stored too, so that they are worked out once for both.
     """
-    found = _fit_groups(x, view, groups, plan, branch_allowed)
-    zero, stored = materialize_per_group((found.zero, found.stored))
-    return _Fitted(found.scales, zero, stored)
-
-
-def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool) -> _Fitted:
-    """The same; scales alone are held, before they are stored, so that they are worked out once for both."""
     fmt, zero = plan.fmt, None
     if plan.rule.tensor_scale:
         whole = tensor_scale(elements.widen(x, plan.carrier), plan)
         tensor = lax.bitcast_convert_type(whole, jnp.int32)
         scales = select.held(choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed))
-        return _Fitted(scales, None, ((groups.squeeze(store_scales(scales, plan)), whole), None))
+        return _Fitted(scales, None, lambda: _held((groups.squeeze(store_scales(scales, plan)), whole), None))
     if fmt.zero_point:
         fit = float_zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
         scales, zero = fit(view, groups.axes, plan)
@@ -240,15 +241,25 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowe
         scales = fitting.FITTED[plan.rule.fit](view, groups.axes, plan)
     else:
         scales = choose_scales(view, groups.axes, plan, maximum=maximum, branch_allowed=branch_allowed)
-    scales = select.held(scales)
-    stored = groups.squeeze(store_scales(scales, plan))
-    zeros = None if zero is None else groups.squeeze(zero)
-    if zeros is not None and fmt.zero_point == "float":
-        zeros = float_zero_points.store_zero(zeros, plan)
+    scales, zero = select.held(scales), materialize_per_group(zero)
+
+    def stored() -> Array:
+        return groups.squeeze(store_scales(scales, plan))
+
+    def stored_zero() -> Array | None:
+        if zero is None:
+            return None
+        squeezed = groups.squeeze(zero)
+        return float_zero_points.store_zero(squeezed, plan) if fmt.zero_point == "float" else squeezed
+
     if plan.of_scales is None:
-        return _Fitted(scales, zero, (stored, zeros))
-    parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(stored), plan.of_scales))
-    return _Fitted(select.held(_load(parts, groups, plan)), zero, (parts, zeros))
+        return _Fitted(scales, zero, lambda: _held(stored(), stored_zero()))
+    parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(stored()), plan.of_scales))
+    return _Fitted(select.held(_load(parts, groups, plan)), zero, lambda: _held(parts, stored_zero()))
+
+
+def _held(stored: Stored, zero: Array | None) -> tuple[Stored, Array | None]:
+    return materialize_per_group((stored, zero))
 
 
 def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan) -> _Fitted:
@@ -257,7 +268,7 @@ def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan) -> _Fitted:
     zero = None if zeros is None else groups.expand(zeros)
     if zero is not None and plan.fmt.zero_point == "float":
         zero = float_zero_points.load_zero(zero, plan)
-    return _Fitted(select.held(_load(stored, groups, plan)), zero, (stored, zeros))
+    return _Fitted(select.held(_load(stored, groups, plan)), zero, lambda: (stored, zeros))
 
 
 def _load(stored: Stored, groups: Groups, plan: Plan) -> Scales:
@@ -279,7 +290,7 @@ def _quantize_scales(scales: Array, plan: Plan) -> tuple[Array, ...]:
         sign, magnitude = _bits.split(values, plan.compute)
         smallest = plan.compute.toward_zero(fitting.smallest_of(plan.element.format))[0]
         values = _bits.join(sign, jnp.maximum(magnitude, smallest), plan.compute)
-    return _pack(_codes(values, fitted, plan), groups, plan.fmt.bits), *flat(*fitted.stored)
+    return _pack(_codes(values, fitted, plan), groups, plan.fmt.bits), *flat(*fitted.store())
 
 
 def _dequantize_scales(stored: tuple[Array, ...], plan: Plan, shape: tuple[int, ...]) -> Array:

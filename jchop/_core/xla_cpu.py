@@ -93,7 +93,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "order_of_sums_by_orientation",
         "x w and the transpose of wᵀ xᵀ have other bits: their sums have another order.",
-        "Products of `nn` keep the orientation that Flax gives them (`nn/_product.py`).",
+        "Products of `nn` keep the orientation that Flax gives them (`jchop/_products/product.py`).",
     ),
     Quirk(
         "barriers_removed_before_fusion",
@@ -136,7 +136,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "rows_of_two_axes_moved",
         "For a product that sums over two axes of rows, one operand is transposed in memory first.",
-        "The rows become one axis (`Dot` in `nn/_product.py`).",
+        "The rows become one axis (`Dot` in `jchop/_products/product.py`).",
     ),
     Quirk(
         "slice_fused_into_loop",
@@ -163,18 +163,36 @@ def materialize_per_group(values: Any) -> Any:
     """A pytree of arrays, computed once for each group, although each is then broadcast over elements.
 
     Quirk `barriers_removed_before_fusion`. No division is repeated for every element, so each array is divided by 1;
-    the barrier does keep that 1 from being simplified away.
+    the barrier does keep that 1 from being simplified away. Arrays of one shape are divided together, because each
+    division is a loop to compile.
     """
-    return jax.tree.map(_divided, lax.optimization_barrier(values))
+    leaves, structure = jax.tree.flatten(lax.optimization_barrier(values))
+    words = [_word(x) for x in leaves]
+    for kind in dict.fromkeys(map(jax.typeof, words)):
+        places = [place for place, word in enumerate(words) if jax.typeof(word) == kind]
+        together = [words[place] for place in places]
+        parts = _divided(jnp.stack(together)) if len(together) > 1 else [_divided(together[0])]
+        for place, part in zip(places, parts, strict=True):
+            words[place] = part
+    return structure.unflatten([_number(word, x.dtype) for word, x in zip(words, leaves, strict=True)])
 
 
-def _divided(x: Array) -> Array:
-    if x.dtype == bool:
-        return _divided(x.astype(jnp.int32)) != 0
-    kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(x, kind)
-    one = lax.optimization_barrier(jnp.ones_like(bits))
-    return lax.bitcast_convert_type(lax.div(bits, one), x.dtype)
+def _word(x: Array) -> Array:
+    """The bits of numbers as integers; of a condition 1 or 0."""
+    return (
+        x.astype(jnp.int32)
+        if jnp.issubdtype(x.dtype, bool)
+        else lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    )
+
+
+def _number(word: Array, dtype: Any) -> Array:
+    """The inverse of `_word`."""
+    return word != 0 if jnp.issubdtype(dtype, bool) else lax.bitcast_convert_type(word, dtype)
+
+
+def _divided(words: Array) -> Array:
+    return lax.div(words, lax.optimization_barrier(jnp.ones_like(words)))
 
 
 def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:

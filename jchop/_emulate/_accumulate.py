@@ -18,10 +18,11 @@ from jchop._core.arithmetic.operations import draws, operation_carrier
 from jchop._core.arithmetic.sums import cumulative, product_along, sum_along
 from jchop._core.rounding.elements import round_elements
 from jchop._emulate._known import within
-from jchop._emulate._perform import bind, round_value, straight_through
-from jchop._emulate._seeds import Seeds
+from jchop._emulate._perform import round_value
 from jchop._emulate._step import Step
 from jchop._kernels.matmul import matmul_op
+from jchop._program.bind import bind, straight_through
+from jchop._program.seeds import Seeds
 from jchop.accumulation import MatmulSpec
 from jchop.spec import Spec
 

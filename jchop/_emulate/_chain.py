@@ -19,9 +19,10 @@ from jchop._core.arithmetic.operations import draws
 from jchop._emulate._known import within
 from jchop._emulate._perform import Task, perform
 from jchop._emulate._rules import EXACT
-from jchop._emulate._seeds import Seeds, varying
-from jchop._emulate._step import Plan, Step
+from jchop._emulate._step import Step
 from jchop._kernels.chain import LEAST_TRIED, chain_op
+from jchop._program.seeds import Seeds, varying
+from jchop._program.step import Plan
 from jchop._settings import compiled
 from jchop.spec import Spec
 
@@ -40,6 +41,16 @@ class Chain:
     steps: tuple[Step, ...]
     operands: tuple[Any, ...]
     result: Any
+
+    @property
+    def eqn(self) -> Any:
+        """The first equation."""
+        return self.steps[0].eqn
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The variables that it gives."""
+        return (self.result,)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,27 +12,63 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._bits import CARRIERS
 from jchop._core.arithmetic.operations import draws, operation
-from jchop._core.rounding.elements import round_elements
-from jchop._emulate._perform import bind, straight_through
-from jchop._emulate._seeds import Seeds
+from jchop._emulate._accumulate import accumulated
 from jchop._emulate._step import Step
+from jchop._program.bind import bind, straight_through
+from jchop._program.seeds import Seeds
 from jchop.spec import Spec
 
 Array = jax.Array
 Pair = tuple[Array, Array]
 
-__all__ = ["by_parts"]
+__all__ = ["by_parts", "summed_by_parts"]
 
 
 def by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The result of an equation with complex operands or a complex result; derivatives are the carrier's."""
     own = partial(bind, step.eqn.primitive, step.eqn.params)
-    if step.choice.spec is None:
-        return own(*args)
     arrays = list(jnp.broadcast_arrays(*map(jnp.asarray, args)))
     return [straight_through(partial(_run, step), lambda *args: own(*args)[0], arrays, seeds)]
+
+
+def summed_by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """A sum is two sums; a product of matrices four, of which two are subtracted and two added."""
+    (aval,), spec = (v.aval for v in step.eqn.outvars), step.choice.spec
+    if step.name in _NO_PARTS:
+        raise NotImplementedError(
+            f"primitive {step.name!r} (scope {step.scope!r}): accumulate={step.choice.accumulate} forms no products of "
+            f"complex numbers one after the other; leave it in the carrier by rules={{{step.name!r}: None}}"
+        )
+    params = dict(step.eqn.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = jnp.zeros((), aval.dtype).real.dtype
+
+    def total(part: int, *values: Array) -> Array:
+        closed = jax.make_jaxpr(partial(step.eqn.primitive.bind, **params))(*values)
+        one = replace(step, eqn=closed.jaxpr.eqns[0], kind="accumulating", number=0)
+        return accumulated(one, None if seeds is None else seeds.turn(step.number + 5, part), list(values))[0]
+
+    def two(name: str, part: int, x: Array, y: Array) -> Array:
+        if spec is None:
+            return x + y if name == "add" else x - y
+        word = seeds.words(x, step.result_number + part) if draws(spec) and seeds is not None else None
+        return straight_through(
+            lambda values, word: operation(name, values, spec, word),
+            lax.add if name == "add" else lax.sub,
+            [x, y],
+            word,
+        )
+
+    real, imag = [lax.real(x) for x in args], [lax.imag(x) for x in args]
+    if len(args) == 1:
+        return [lax.complex(total(0, *real), total(1, *imag))]
+    (a, c), (b, d) = real, imag
+    first = two("sub", 0, total(0, a, c), total(1, b, d))
+    return [lax.complex(first, two("add", 1, total(2, a, d), total(3, b, c)))]
+
+
+_NO_PARTS = ("reduce_prod", "cumprod")
 
 
 class _Arithmetic:
@@ -40,10 +77,6 @@ class _Arithmetic:
     def __init__(self, spec: Spec, seeds: Seeds | None, number: int) -> None:
         self.spec = spec
         self._words: Callable[[Array], Array | None] = partial(_next_word, spec, seeds, itertools.count(number))
-
-    def rounded(self, x: Array) -> Array:
-        """A part of an operand."""
-        return round_elements(x, self.spec, CARRIERS[x.dtype.name], self._words(x))
 
     def do(self, name: str, x: Array, y: Array) -> Array:
         """An operation on parts."""
@@ -57,11 +90,8 @@ def _next_word(spec: Spec, seeds: Seeds | None, numbers: Iterator[int], like: Ar
 
 def _run(step: Step, args: list[Array], seeds: Seeds | None) -> Array:
     assert step.choice.spec is not None
-    now = _Arithmetic(step.choice.spec, seeds, step.number)
-    parts = [
-        (now.rounded(lax.real(x)), now.rounded(lax.imag(x))) if jnp.iscomplexobj(x) else (now.rounded(x), x)
-        for x in args
-    ]
+    now = _Arithmetic(step.choice.spec, seeds, step.number + 4)
+    parts = [(lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x, x) for x in args]
     result = _RUNS[step.name](now, *parts)
     return lax.complex(*result) if isinstance(result, tuple) else result
 

@@ -11,16 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._arguments import OWN_SCOPE, check_key
-from jchop._core.arithmetic.operations import draws
+from jchop._arguments import OWN_SCOPE, check_key, own_results
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate._interpret import interpret
-from jchop._emulate._known import CARRIER_DTYPES
-from jchop._emulate._perform import round_value
-from jchop._emulate._plan import Planner, taken_by_others
+from jchop._emulate._carried import rounded
+from jchop._emulate._interpret import EMULATION
+from jchop._emulate._known import is_number
+from jchop._emulate._plan import Planner
 from jchop._emulate._rules import Settings, make_settings
-from jchop._emulate._seeds import Seeds
-from jchop._emulate._step import Plan, jaxpr_of
+from jchop._program.control import as_jax
+from jchop._program.planner import taken_by_others
+from jchop._program.run import interpret
+from jchop._program.seeds import Seeds
+from jchop._program.step import Plan, jaxpr_of
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
@@ -45,10 +47,11 @@ def emulate(
     The program that JAX traces of `fun` is run operation by operation. Arguments and constants are rounded on entry.
     For +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode; an integer power is
     made of such products. Elementary functions (exp, tanh, pow ...), conversions, scatters and sums across devices are
-    the carrier's result rounded once more. Sums along axes, products of matrices, convolutions, and cumulative sums and
-    products follow `accumulate`. What only moves or chooses values (slices, transposes, sorting, max ...) rounds
-    nothing; integers, booleans and comparisons are untouched. Calls, loops, branches, remat, shard_map and custom
-    derivative rules are entered.
+    the carrier's result rounded once more. So are calls of `jax.random`, whose results are never an excluded end. Sums
+    along axes, products of matrices, convolutions, and cumulative sums and products follow `accumulate`. What only
+    moves or chooses values (slices, transposes, sorting, max ...) rounds nothing; integers and booleans are untouched.
+    A function of jchop is one operation. Calls, loops, branches, remat, shard_map and custom derivative rules are
+    entered.
 
     ``jax.grad(emulate(fun, spec))`` differentiates in the carrier, at the rounded values, rounding taken for the
     identity (straight-through); ``emulate(jax.grad(fun), spec)`` computes the derivative in the arithmetic of `spec`.
@@ -61,8 +64,9 @@ def emulate(
             program computes in, which must be wide enough for the format.
         rules: other arithmetic for parts of the program, as a mapping. A key is the name of a primitive (``"exp"``), or
             a pattern (`fnmatch`) for a piece of the path of `jax.named_scope` and `jax.jit` names (``"softmax"``,
-            ``"block*/norm"``). A value is a spec, None for the carrier, or a `MatmulSpec` in place of `accumulate`. The
-            first key that matches counts.
+            ``"block*/norm"``). A value is a spec, None for the carrier, a `MatmulSpec` in place of `accumulate`, or a
+            Python function in place of a primitive: it takes the primitive's operands, rounded, and its parameters as
+            keywords; its results are rounded once. The first key that matches counts.
         accumulate: how sums are formed, a `MatmulSpec` with rounding of its own: its result is then rounded to `spec`.
             Cumulative sums, and products along axes, are sequential whatever its order. Default None: **the carrier's
             own sum**, rounded once at the end.
@@ -107,10 +111,10 @@ class Emulated:
         program = trace(self.fun, self.settings, args, kwargs)
         # A program may hold a NaN that it never takes, as that of jnp.var does: jax_debug_nans looks at the results.
         with jax.disable_jit(False), jax.debug_nans(False), jax.named_scope(OWN_SCOPE):
-            results = run(program, self.settings.spec, seeds)
-        if jax.config.jax_debug_nans:  # type: ignore[attr-defined]
-            results = [jnp.copy(x) for x in results]
-        return jax.tree.unflatten(program.tree, results)
+            results = [as_jax(x) for x in run(program, self.settings.spec, seeds)]
+            out = jax.tree.unflatten(program.tree, results)
+            out = jax.tree.map(lambda x: x if _is_stored(x) else own_results(x), out, is_leaf=_is_stored)
+        return jax.tree.map(jnp.copy, out) if jax.config.jax_debug_nans else out  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,8 @@ def trace(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -
     others = taken_by_others(jaxpr)
     numbers = (*(not stored[i] for i in moved), *(v in others for v in jaxpr.constvars))
     rounds = tuple(
-        settings.spec is not None and is_number and v.aval.dtype.name in CARRIER_DTYPES
-        for v, is_number in zip((*jaxpr.invars, *jaxpr.constvars), numbers, strict=True)
+        settings.spec is not None and free and is_number(v.aval)
+        for v, free in zip((*jaxpr.invars, *jaxpr.constvars), numbers, strict=True)
     )
     known = tuple(settings.spec if r else None for r in rounds)
     plan = planner.plan(closed, known[: len(values)], constants=known[len(values) :])
@@ -164,7 +168,7 @@ def _is_stored(value: Any) -> bool:
 def run(program: Program, spec: Spec | None, seeds: Seeds | None) -> list[Any]:
     """The results of a program: arguments and constants rounded on entry, then every operation."""
     values, constants, inside = enter(program, spec, seeds)
-    return interpret(program.plan, inside, values, constants)
+    return interpret(EMULATION, program.plan, inside, values, constants)
 
 
 def enter(program: Program, spec: Spec | None, seeds: Seeds | None) -> tuple[list[Any], list[Any], Seeds | None]:
@@ -177,10 +181,10 @@ def enter(program: Program, spec: Spec | None, seeds: Seeds | None) -> tuple[lis
 
 
 def _entered(x: Any, number: int, spec: Spec | None, seeds: Seeds | None) -> Any:
-    x = x if isinstance(x, Array) else jnp.asarray(x)
+    x = as_jax(x)
     if spec is None:
         return x
-    return round_value(x, spec, seeds.words(x, number) if draws(spec) and seeds is not None else None)
+    return rounded(x, spec, seeds, number)
 
 
 def _check_rules(settings: Settings, used: set[str]) -> None:

@@ -1,82 +1,91 @@
-"""Plans carried out: one equation after the other, on arrays or on whatever a transformation puts in their place."""
+"""The equations of an emulated program carried out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax import lax
 
+from jchop._arguments import OWN_RESULT
 from jchop._core.arithmetic.operations import draws
-from jchop._emulate import _control
 from jchop._emulate._accumulate import accumulated
+from jchop._emulate._carried import carried, neighbour, rounded
 from jchop._emulate._chain import Chain, parts_of, run_chain
-from jchop._emulate._complex import by_parts
-from jchop._emulate._known import constant_of, is_float
+from jchop._emulate._complex import by_parts, summed_by_parts
+from jchop._emulate._draws import drawn
+from jchop._emulate._known import is_float, is_narrow
 from jchop._emulate._linear import factored
-from jchop._emulate._perform import Task, bind, perform, power_draws, round_value
-from jchop._emulate._seeds import Seeds
-from jchop._emulate._step import Plan, Step
-from jchop.spec import Spec
+from jchop._emulate._perform import Task, perform, power_draws
+from jchop._emulate._step import Step
+from jchop._program.bind import bind
+from jchop._program.control import as_jax
+from jchop._program.run import Runner
+from jchop._program.seeds import Seeds
+from jchop._program.step import Plan
 
 Array = jax.Array
 
-__all__ = ["interpret", "run_step"]
+__all__ = ["EMULATION", "run_step"]
 
 
-def interpret(
-    plan: Plan, seeds: Seeds | None, args: Sequence[Any], constants: Sequence[Any] | None = None
-) -> list[Any]:
-    """The results of a planned program.
+class Emulation(Runner):
+    """Emulated arithmetic."""
 
-    Args:
-        plan: the plan.
-        seeds: of this program.
-        args: its arguments, rounded where the plan knows them to be.
-        constants: in place of the program's own.
-    """
-    env: dict[Any, Any] = dict(zip(plan.jaxpr.constvars, constants or plan.consts, strict=True))
-    env.update(zip(plan.jaxpr.invars, args, strict=True))
+    def parts(self, plan: Plan) -> Iterable[Any]:
+        """The steps, some of them as chains."""
+        return parts_of(plan)
 
-    def read(v: Any) -> Any:
-        return constant_of(v) if isinstance(v, Literal) else env[v]
-
-    for part in parts_of(plan):
+    def run(self, part: Step | Chain, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of one equation or chain, given its operands before they are rounded."""
         if isinstance(part, Chain):
-            with part.steps[0].eqn.ctx.manager:
-                env[part.result] = run_chain(part, seeds, [read(v) for v in part.operands])
-            continue
-        with part.eqn.ctx.manager:
-            out = run_step(part, seeds, [read(v) for v in part.eqn.invars])
-        env.update(zip(part.eqn.outvars, out, strict=True))
-    return [read(v) for v in plan.jaxpr.outvars]
+            return [run_chain(part, seeds, args)]
+        return _BY_KIND[part.kind](part, seeds, with_rounded_operands(part, seeds, args))
+
+    def control(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of an equation that holds programs, constants that it is given rounded first."""
+        return super().control(step, seeds, with_rounded_operands(step, seeds, args))
+
+
+EMULATION = Emulation()
+
+
+def with_rounded_operands(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The operands of a step, those rounded that the plan says; a step with inner plans has seeds of its own for it."""
+    spec = step.choice.spec
+    if spec is None or not any(step.rounds):
+        return args
+    number = step.number
+    if step.inner and seeds is not None:
+        seeds, number = seeds.turn(step.number + len(step.inner)), 0
+    return [
+        rounded(as_jax(x), spec, seeds, number + i) if rounds else x
+        for i, (x, rounds) in enumerate(zip(args, step.rounds, strict=True))
+    ]
 
 
 def run_step(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """The results of one equation, given its operands before they are rounded."""
-    if step.kind == "control":
-        return _control.RUNS[step.name](step, seeds, args, interpret)
-    spec = step.choice.spec
-    if spec is not None and any(step.rounds):
-        args = [
-            round_value(jnp.asarray(x), spec, _word(spec, seeds, jnp.asarray(x), step.number + i)) if r else x
-            for i, (x, r) in enumerate(zip(args, step.rounds, strict=True))
-        ]
-    return _BY_KIND[step.kind](step, seeds, args)
-
-
-def _word(spec: Spec, seeds: Seeds | None, like: Any, number: int) -> Array | None:
-    if not draws(spec):
-        return None
-    assert seeds is not None
-    return seeds.words(like, number)
+    """The results of one equation, of one that holds programs too."""
+    return (EMULATION.control if step.kind == "control" else EMULATION.run)(step, seeds, args)
 
 
 def _bound(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     del seeds
     return bind(step.eqn.primitive, step.eqn.params, *args)
+
+
+def _own(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """A part of a function of jchop as it is; the names of results are for the innermost emulation alone."""
+    is_name = step.name == "name" and step.eqn.params["name"] == OWN_RESULT
+    return args if is_name else _bound(step, seeds, args)
+
+
+def _result(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The result of a function of jchop, which is one operation."""
+    (x,), (spec,) = args, step.out
+    return [x if spec is None else rounded(x, spec, seeds, step.result_number)]
 
 
 def _performed(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -109,14 +118,25 @@ def _extremum(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 def _accumulated(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     if step.choice.accumulate is None:
         return _performed(step, seeds, args)
+    out = step.eqn.outvars[0].aval
+    args = [
+        lax.convert_element_type(x, out.dtype) if is_narrow(v.aval) else x
+        for x, v in zip(args, step.eqn.invars, strict=True)
+    ]
     return accumulated(step, seeds, args)
 
 
 _BY_KIND: dict[str, Callable[[Step, Seeds | None, list[Any]], list[Any]]] = {
-    **dict.fromkeys(("untouched", "structural", "carrier", "own"), _bound),
+    **dict.fromkeys(("untouched", "compared", "structural", "carrier"), _bound),
+    "own": _own,
+    "result": _result,
     **dict.fromkeys(("exact", "power", "elementary", "made", "converted"), _performed),
     "extremum": _extremum,
     "accumulating": _accumulated,
     "linear": factored,
     "complex": by_parts,
+    "complex sum": summed_by_parts,
+    "carried": carried,
+    "draw": drawn,
+    "neighbour": neighbour,
 }

@@ -8,7 +8,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,13 +22,23 @@ CARRIER_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def is_float(aval: Any) -> bool:
-    """Whether a value is of a real floating-point dtype, and so is rounded."""
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+    """Whether a value is of a real dtype that carries other formats, and so is rounded; a reference is none."""
+    return hasattr(aval, "dtype") and aval.dtype.name in CARRIER_DTYPES and not hasattr(aval, "inner_aval")
+
+
+def is_narrow(aval: Any) -> bool:
+    """Whether a value is of a floating-point dtype of 8 bits or fewer, which only stores numbers."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.name not in CARRIER_DTYPES
 
 
 def is_complex(aval: Any) -> bool:
     """Whether a value is complex."""
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.complexfloating)
+
+
+def is_number(aval: Any) -> bool:
+    """Whether a value, or its real and imaginary parts, are rounded."""
+    return is_float(aval) or is_complex(aval)
 
 
 @lru_cache(maxsize=4096)
@@ -66,7 +75,10 @@ def holds_all(spec: Spec | None, value: Any) -> bool:
         return True
     if np.size(value) != 1:
         return False
-    number = float(np.asarray(value, np.float64).item())
+    whole = np.asarray(value)
+    if np.iscomplexobj(whole):
+        return holds_all(spec, np.real(whole)) and holds_all(spec, np.imag(whole))
+    number = float(whole.astype(np.float64).item())
     return _holds(spec, number) if number else _holds_zero(spec.format, number)  # a cache takes -0 for 0
 
 
@@ -97,8 +109,3 @@ def _holds_float(spec: Spec, fmt: FloatFormat, value: Fraction) -> bool:
         return False
     quantum = max(exponent, fmt.emin) - fmt.frac_bits
     return (value / Fraction(2) ** quantum).denominator == 1
-
-
-def constant_of(literal: Any) -> jax.Array | Any:
-    """The value of a literal, of its dtype."""
-    return np.asarray(literal.val, literal.aval.dtype) if is_float(literal.aval) else literal.val

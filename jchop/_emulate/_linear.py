@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jchop._core.arithmetic.operations import draws, fold_seeds
-from jchop._emulate._perform import bind, straight_through
-from jchop._emulate._seeds import Seeds
 from jchop._emulate._step import Step
 from jchop._linalg.direct import eliminate, factor_orthogonal, factor_symmetric, substitute
 from jchop._linalg.steps import Steps
+from jchop._program.bind import bind, straight_through
+from jchop._program.seeds import Seeds
 
 Array = jax.Array
 Run = Callable[..., tuple[Array, ...]]

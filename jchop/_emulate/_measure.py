@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jchop._emulate._interpret import run_step
-from jchop._emulate._known import constant_of, is_float
-from jchop._emulate._perform import bind
-from jchop._emulate._rules import CALLS
-from jchop._emulate._seeds import Seeds
-from jchop._emulate._step import Plan, Step, carry_count
+from jchop._emulate._interpret import run_step, with_rounded_operands
+from jchop._emulate._known import is_float
+from jchop._emulate._step import Step
+from jchop._program.bind import bind, constant_of
+from jchop._program.control import where_active
+from jchop._program.seeds import Seeds
+from jchop._program.step import CALLS, Plan, carry_count
 
 __all__ = ["Measure", "measure"]
 
@@ -100,13 +101,16 @@ def measure(
 
 
 def _step(step: Step, seeds: Seeds | None, args: list[Pair], found: dict[int, Measure]) -> list[Pair]:
-    walk = _LOOPS.get(step.name) if step.kind == "control" else None
+    walk = _LOOPS.get(step.name, _call if step.inner else None) if step.kind == "control" else None
+    if step.name == "shard_map":
+        walk = None
     if walk is not None:
-        return walk(step, seeds, args, found)
+        low = with_rounded_operands(step, seeds, [pair[0] for pair in args])
+        return walk(step, seeds, [(x, pair[1]) for x, pair in zip(low, args, strict=True)], found)
     low, carrier = ([pair[i] for pair in args] for i in (0, 1))
     results = run_step(step, seeds, low)
     plain = bind(step.eqn.primitive, step.eqn.params, *carrier)
-    if step.kind not in ("control", "untouched", "structural", "extremum", "own"):
+    if step.kind not in ("control", "untouched", "compared", "structural", "extremum", "own"):
         same = bind(step.eqn.primitive, step.eqn.params, *low)
         for v, *three in zip(step.eqn.outvars, results, same, plain, strict=True):
             if is_float(v.aval):
@@ -158,8 +162,17 @@ def _while(step: Step, seeds: Seeds | None, args: list[Pair], found: dict[int, M
     test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
     first, fixed, carry = args[:test], args[test : test + body], args[test + body :]
     turn = 0
-    while bool(measure(step.inner[0], _turn(seeds, step.number, turn), [*first, *carry], found)[0][0]):
-        carry = measure(step.inner[1], _turn(seeds, step.number + 1, turn), [*fixed, *carry], found)
+    active = jnp.asarray(True)
+
+    def goes_on() -> Any:
+        return active & measure(step.inner[0], _turn(seeds, step.number, turn), [*first, *carry], found)[0][0]
+
+    while bool(jnp.any(active := goes_on())):
+        out = measure(step.inner[1], _turn(seeds, step.number + 1, turn), [*fixed, *carry], found)
+        carry = [
+            (where_active(active, one[0], two[0]), where_active(active, one[1], two[1]))
+            for one, two in zip(out, carry, strict=True)
+        ]
         turn += 1
     return carry
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from jchop._bits import CARRIERS
 from jchop._core.arithmetic.operations import check_operation, operation_carrier
 from jchop._core.arithmetic.ranges import require_operation
 from jchop._core.rounding.grid import require_carrier
-from jchop._emulate._known import CARRIER_DTYPES, Known, common, is_complex, is_float, within
+from jchop._emulate._known import CARRIER_DTYPES, Known, common, is_complex, is_float, is_number, within
 from jchop._emulate._step import Step
 from jchop.formats import bfloat16, binary16, binary32, binary64
 from jchop.spec import Spec
@@ -22,12 +21,12 @@ __all__ = ["OUTCOMES"]
 
 
 def _results(step: Step, known: Known) -> tuple[Known, ...]:
-    return tuple(known if is_float(v.aval) else None for v in step.eqn.outvars)
+    return tuple(known if is_number(v.aval) else None for v in step.eqn.outvars)
 
 
 def _rounded_operands(step: Step, spec: Spec | None) -> Step:
-    floats = [is_float(v.aval) for v in step.eqn.invars]
-    rounds = tuple(f and not within(k, spec) for f, k in zip(floats, step.known, strict=True))
+    numbers = [is_number(v.aval) for v in step.eqn.invars]
+    rounds = tuple(n and not within(k, spec) for n, k in zip(numbers, step.known, strict=True))
     known = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
     return replace(step, rounds=rounds, known=known)
 
@@ -36,7 +35,7 @@ def _operation(step: Step) -> Step:
     """Operands rounded, the result rounded."""
     spec = step.choice.spec
     for v in (*step.eqn.invars, *step.eqn.outvars):
-        _check(step, spec, v.aval, exact=step.kind in ("exact", "power", "linear"))
+        _check(step, spec, v.aval, exact=step.kind in ("exact", "power", "linear", "complex"))
     return replace(_rounded_operands(step, spec), out=_results(step, spec))
 
 
@@ -60,33 +59,25 @@ def _accumulating(step: Step) -> Step:
 
 
 def _factored(step: Step) -> Step:
-    """A matrix, or many; what the algorithms do not do is refused."""
+    """A matrix, or many; forms for which there is no algorithm are the carrier's."""
     params, shape = step.eqn.params, step.eqn.invars[0].aval.shape
     square, pivoting = shape[-1] == shape[-2], params.get("pivoting", False)
     if (step.name == "lu" and not square) or (step.name == "qr" and (pivoting or shape[-2] < shape[-1])):
-        raise NotImplementedError(
-            f"primitive {step.name!r} (scope {step.scope!r}) of a matrix of shape {tuple(shape)}"
-            f"{' with pivoting' * pivoting}: emulated are lu of square matrices, and qr without pivoting of matrices "
-            f"with as many rows as columns or more; leave it in the carrier by rules={{{step.name!r}: None}}"
-        )
+        return _rounded_by_carrier(step)
     return _operation(step)
 
 
-def _by_parts(step: Step) -> Step:
-    """Complex operands are never known to be rounded, so their parts are rounded anew, which changes nothing."""
-    spec = step.choice.spec
-    for v in (*step.eqn.invars, *step.eqn.outvars):
-        dtype = _PART[v.aval.dtype.name] if is_complex(v.aval) else v.aval.dtype
-        if spec is not None:
-            check_operation(spec, dtype)
-    return replace(step, out=_results(step, spec))
+def _rounded_by_carrier(step: Step) -> Step:
+    """Operands rounded, the carrier's results rounded once."""
+    kept = step.choice.spec is None and step.choice.function is None
+    return _operation(replace(step, kind="carrier" if kept else "carried"))
 
 
 def _structural(step: Step) -> Step:
     step = _rounded_constants(step)
     if step.name in _BY_OPERAND:
         return replace(step, out=tuple(step.known[: len(step.eqn.outvars)]))
-    known = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if is_float(v.aval)]
+    known = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if is_number(v.aval)]
     return replace(step, out=_results(step, common(known)))
 
 
@@ -94,7 +85,7 @@ def _rounded_constants(step: Step) -> Step:
     """Constants of the program are rounded where they are moved, too; infinities are not, where they only bound."""
     spec = step.choice.spec
     rounds = tuple(
-        spec is not None and isinstance(v, Literal) and is_float(v.aval) and k is None and math.isfinite(v.val)
+        spec is not None and isinstance(v, Literal) and is_number(v.aval) and k is None and bool(np.isfinite(v.val))
         for v, k in zip(step.eqn.invars, step.known, strict=True)
     )
     for v, r in zip(step.eqn.invars, rounds, strict=True):
@@ -108,11 +99,25 @@ def _rounded_constants(step: Step) -> Step:
 _BY_OPERAND = {"sort", "optimization_barrier", "device_put", "copy", "copy_p", "pvary", "pcast", "psum_invariant"}
 
 
+def _compared(step: Step) -> Step:
+    """Results that are no numbers, of operands that are rounded; infinities may only bound."""
+    operands = _rounded_operands(step, step.choice.spec)
+    bounds = (isinstance(v, Literal) and is_number(v.aval) and bool(np.isinf(v.val)) for v in step.eqn.invars)
+    rounds = tuple(r and not bound for r, bound in zip(operands.rounds, bounds, strict=True))
+    for v, r in zip(step.eqn.invars, rounds, strict=True):
+        if r:
+            _check(step, step.choice.spec, v.aval, exact=False)
+    known = tuple(new if r else k for r, new, k in zip(rounds, operands.known, step.known, strict=True))
+    return replace(step, rounds=rounds, known=known, out=(None,) * len(step.eqn.outvars))
+
+
 def _converted(step: Step) -> Step:
     """A conversion: what is known stays so where the new dtype holds it all."""
     spec, (source,), (target,) = step.choice.spec, step.eqn.invars, step.eqn.outvars
     _check(step, spec, target.aval, exact=not is_float(source.aval))
     known = step.known[0]
+    if is_complex(target.aval):  # a part that is zero, or a wider dtype
+        return replace(step, kind="structural", out=step.known) if known is not None else _rounded_by_carrier(step)
     if is_float(source.aval) and known is not None and within(known, _OF_DTYPE.get(target.aval.dtype.name)):
         return replace(step, kind="structural", out=(known,))
     return replace(step, out=(spec,))
@@ -127,7 +132,31 @@ def _carried(step: Step) -> Step:
     return replace(step, out=(None,) * len(step.eqn.outvars))
 
 
+def _drawn(step: Step) -> Step:
+    """What the user gives to a call of `jax.random` is rounded, and what it returns; nothing is in between."""
+    draw, spec, eqn = step.draw, step.choice.spec, step.eqn
+    if draw is None:  # a primitive that draws
+        return _operation(step)
+    given = (draw.calls if isinstance(v, Literal) else v not in draw.inner for v in eqn.invars)
+    operands = _rounded_operands(step, spec)
+    rounds = tuple(r and g for r, g in zip(operands.rounds, given, strict=True))
+    known = tuple(new if r else k for r, new, k in zip(rounds, operands.known, step.known, strict=True))
+    out = tuple(
+        spec if leaves and is_number(v.aval) else None for v, leaves in zip(eqn.outvars, draw.leaves, strict=True)
+    )
+    for v, k in zip(eqn.outvars, out, strict=True):
+        _check(step, k, v.aval, exact=False)
+    if any(leaves and is_number(v.aval) for v, leaves in zip(eqn.outvars, draw.leaves, strict=True)):
+        kind = "draw" if spec is not None else "carrier"
+    else:
+        kind = "own"
+    return replace(step, kind=kind, rounds=rounds, known=known, out=out)
+
+
 OUTCOMES = {
+    "draw": _drawn,
+    "neighbour": _operation,
+    "result": _made,
     "exact": _operation,
     "power": _operation,
     "elementary": _operation,
@@ -139,7 +168,11 @@ OUTCOMES = {
     "carrier": _carried,
     "own": _carried,
     "linear": _factored,
-    "complex": _by_parts,
+    "complex": _operation,
+    "complex sum": _accumulating,
+    "carried": _rounded_by_carrier,
+    "compared": _compared,
+    "control": _rounded_constants,
 }
 
 _PART = {"complex64": np.dtype("float32"), "complex128": np.dtype("float64")}
@@ -147,15 +180,10 @@ _PART = {"complex64": np.dtype("float32"), "complex128": np.dtype("float64")}
 
 def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
     """Refuse a dtype that cannot hold what the spec gives."""
-    if spec is None or not is_float(aval):
+    if spec is None or not is_number(aval):
         return
-    name = aval.dtype.name
-    if name not in CARRIER_DTYPES:
-        raise TypeError(
-            f"primitive {step.name!r} has a value of dtype {name}, which is not a carrier; allowed: "
-            f"{', '.join(CARRIER_DTYPES)}. Leave it alone by a rule, such as rules={{{step.name!r}: None}}"
-        )
+    dtype = _PART.get(aval.dtype.name, aval.dtype)
     if exact:
-        check_operation(spec, aval.dtype)
+        check_operation(spec, dtype)
     else:
-        require_carrier(spec, CARRIERS[name])
+        require_carrier(spec, CARRIERS[dtype.name])

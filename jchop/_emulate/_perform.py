@@ -6,6 +6,7 @@ the primitive itself at the rounded operands: straight-through.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.basic import Range, range_of
@@ -23,54 +22,17 @@ from jchop._core.arithmetic.operations import draws, operation, operation_carrie
 from jchop._core.rounding.elements import round_elements
 from jchop._emulate._known import Known, is_float
 from jchop._emulate._rules import EXACT
+from jchop._kernels.primitive import make_op
+from jchop._program.bind import bind, straight_through
 from jchop._settings import compiled
 from jchop.spec import Spec
 
 Array = jax.Array
 
-__all__ = ["Task", "bind", "perform", "round_value", "straight_through"]
+#: With fewer elements an operation is fused with its neighbours: XLA vectorizes that, and a call would cost as much.
+LEAST_APART = 1 << 14
 
-
-def bind(primitive: Any, params: dict[str, Any], *args: Any) -> list[Any]:
-    """The primitive itself, its results as a list."""
-    out = primitive.bind(*args, **primitive.get_bind_params(params))
-    return list(out) if primitive.multiple_results else [out]
-
-
-# -- derivatives -------------------------------------------------------------------------------------------------------
-
-
-def straight_through(run: Callable[..., Any], plain: Callable[..., Any], args: Sequence[Any], extra: Any) -> Any:
-    """``run(args, extra)``, with the derivative by `args` that ``plain(*args)`` has."""
-
-    @jax.custom_jvp
-    def rounded(args: Any, extra: Any) -> Any:
-        return run(args, extra)
-
-    rounded.defjvp(partial(_tangents, run, plain), symbolic_zeros=True)
-    return rounded(list(args), extra)
-
-
-def _tangents(run: Callable[..., Any], plain: Callable[..., Any], primals: Any, tangents: Any) -> Any:
-    args, extra = primals
-    out = straight_through(run, plain, args, extra)  # so that second derivatives come out too
-    moved = [i for i, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
-    if not moved:
-        return out, jax.tree.map(_no_tangent, out)
-
-    def of_moved(*values: Any) -> Any:
-        every = list(args)
-        for i, value in zip(moved, values, strict=True):
-            every[i] = value
-        return plain(*every)
-
-    _, tangent = jax.jvp(of_moved, [args[i] for i in moved], [tangents[0][i] for i in moved])
-    return out, tangent
-
-
-def _no_tangent(x: Array) -> Any:
-    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-    return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
+__all__ = ["Task", "perform", "round_value"]
 
 
 # -- tasks -------------------------------------------------------------------------------------------------------------
@@ -100,9 +62,22 @@ def perform(task: Task, args: Sequence[Array], drawn: Sequence[Array] = ()) -> l
     return list(out) if task.primitive.multiple_results else [out]
 
 
-@partial(compiled, static_argnums=0, inline=True)
+@partial(compiled, static_argnums=0)
 def _perform(task: Task, args: list[Array], drawn: list[Array]) -> Any:
-    return straight_through(task.run, task.plain, args, drawn)
+    run = _run_apart if task.kind == "exact" and max(math.prod(x.shape) for x in args) >= LEAST_APART else Task.run
+    return straight_through(partial(run, task), task.plain, args, drawn)
+
+
+def _run_apart(task: Task, args: Sequence[Array], drawn: Sequence[Array]) -> Array:
+    return _operation_op(*args, *drawn, task=task, count=len(args))
+
+
+def _body(*arrays: Array, task: Task, count: int) -> Array:
+    return task.run(arrays[:count], arrays[count:])
+
+
+#: Apart, because XLA would compute an operation once for each use, and compile it as often.
+_operation_op = make_op("jchop_operation", _body, apart=True)
 
 
 def _exact(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
@@ -199,7 +174,7 @@ def _round(x: Array, spec: Spec, word: Array | None) -> Array:
     return round_elements(x, spec, CARRIERS[x.dtype.name], word)
 
 
-@partial(compiled, static_argnums=1, inline=True)
+@partial(compiled, static_argnums=1)
 def round_value(x: Array, spec: Spec, word: Array | None = None) -> Array:
     """`x` rounded, its derivative that of the identity."""
     return straight_through(lambda args, word: _round(args[0], spec, word), lambda x: x, [x], word)

@@ -6,27 +6,26 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
-from jax.extend import source_info_util
 
 from jchop._checks import check_bool
 from jchop._emulate._emulate import Emulated, enter, seeds_of, trace
-from jchop._emulate._known import is_float
+from jchop._emulate._known import is_number
 from jchop._emulate._measure import Measure, measure
-from jchop._emulate._step import Plan, Step
+from jchop._emulate._step import Step
+from jchop._program.source import here, source_of
+from jchop._program.step import Plan
+from jchop._text import table_lines
 
 __all__ = ["Report", "Row", "report"]
 
 Array = jax.Array
 #: The kinds of equations that round nothing.
-_SILENT = frozenset({"structural", "extremum", "untouched", "control", "own"})
-#: Folders whose lines are not the user's.
-_LIBRARIES = (f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+_SILENT = frozenset({"structural", "extremum", "untouched", "compared", "control", "own"})
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Row:
 
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
-        primitive: its name.
+        primitive: its name; ``"jchop"`` for a function of jchop, the function's own for one of `jax.random`.
         spec: what results are rounded to, as text; ``"carrier"`` for nothing.
         sums: how sums are formed, as text; ``"carrier"`` for the carrier's own, empty where there are none.
         equations: how many there are in the program.
@@ -97,8 +96,7 @@ class Report:
         more = ("overflows", "underflows", "infinities", "nans", "smallest", "largest", "error", "deviation")
         names = head + more * self.traced
         lines = [(*names, "source"), *((*(_text(getattr(row, n)) for n in names), row.place) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return "\n".join(table_lines(lines))
 
 
 def _text(value: Any) -> str:
@@ -139,7 +137,7 @@ def report(fun: Emulated, *args: Any, trace_values: bool = False, key: Array | N
         raise TypeError(f"fun={fun!r} must be a function that jchop.emulate returned")
     check_bool("trace_values", trace_values)
     program = trace(fun.fun, fun.settings, args, kwargs)
-    steps = list(_walk(program.plan, 1, _source(source_info_util.current(), "")))
+    steps = list(_walk(program.plan, 1, here()))
     found: dict[int, Measure] = {}
     if trace_values:
         if any(isinstance(v, jax.core.Tracer) for v in program.values):
@@ -153,19 +151,12 @@ def report(fun: Emulated, *args: Any, trace_values: bool = False, key: Array | N
 def _walk(plan: Plan, times: int, outer: str) -> Iterator[tuple[Step, int, str]]:
     """The steps that round, how often they run, and their source; `outer` is that of the call around them."""
     for step in plan.steps:
-        source = _source(step.eqn.source_info, outer)
+        source = source_of(step.eqn.source_info, outer)
         if step.kind not in _SILENT:
             yield step, times, source
         turns = step.eqn.params["length"] if step.name == "scan" else 1
         for inner in step.inner:
             yield from _walk(inner, times * turns, source)
-
-
-def _source(info: Any, outer: str) -> str:
-    """File and line of the innermost frame outside of JAX and jchop, or `outer`."""
-    frames = () if info.traceback is None else info.traceback.frames
-    lines = (f"{f.file_name}:{f.line_num}" for f in frames if not f.file_name.startswith(_LIBRARIES))
-    return next(lines, outer)
 
 
 def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> Iterator[Row]:
@@ -174,7 +165,7 @@ def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> 
         choice = step.choice
         sums = str(choice.accumulate or "carrier") if step.kind == "accumulating" else ""
         spec = "carrier" if choice.spec is None or step.kind == "carrier" else str(choice.spec)
-        groups.setdefault((step.scope, step.name, spec, sums, source), []).append((step, times))
+        groups.setdefault((step.scope, _label(step), spec, sums, source), []).append((step, times))
     for (scope, name, spec, sums, source), members in groups.items():
         results = sum(_size(step) * times for step, times in members)
         seen = Measure()
@@ -183,5 +174,12 @@ def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> 
         yield Row(scope, name, spec, sums, len(members), results, source, **seen.facts())
 
 
+def _label(step: Step) -> str:
+    """The primitive; of a function of jchop, or of `jax.random`, which is one operation, its name."""
+    if step.kind == "result":
+        return "jchop"
+    return step.eqn.params.get("name", step.name) if step.draw is not None else step.name
+
+
 def _size(step: Step) -> int:
-    return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_float(v.aval))
+    return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_number(v.aval))

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import Primitive
 
-from jchop._arguments import OWN_SCOPE
 from jchop._checks import check_choice
 from jchop._kernels.primitive import OpPrimitive
 from jchop._paths import matches_path
+from jchop._program.step import CONTROL
 from jchop.accumulation import MatmulSpec
-from jchop.formats import ElementFormat
+from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Gradient, Spec, as_spec
 
 __all__ = [
-    "CALLS",
     "COMPLEX",
-    "CUSTOM_CALLS",
     "EXACT",
-    "HIGH_CALLS",
     "KINDS",
-    "PLAIN_CALLS",
-    "REMAT_CALLS",
     "UNKNOWN",
     "Choice",
     "Settings",
-    "is_own",
     "kind_of",
     "make_settings",
-    "scope_of",
 ]
 
 #: Primitives that are an operation of `_core.arithmetic.operations`: the exact result, rounded once.
@@ -49,31 +41,34 @@ _ELEMENTARY = """
 #: Sums without an order of their own, and what makes floats of other things: the carrier's result, rounded once.
 _MADE = """
     bitcast_convert_type cumlogsumexp iota psum psum_invariant psum_scatter random_gamma reduce_precision
-    reduce_scatter rng_uniform scatter-add scatter-mul scatter_add scatter_mul select_and_scatter_add
+    reduce_scatter scatter-add scatter-mul scatter-sub scatter_add scatter_mul scatter_sub select_and_scatter_add
     select_and_gather_add unreduced_psum
 """
 #: Nothing is computed, only moved or chosen.
 _STRUCTURAL = """
-    all_gather all_gather_invariant all_to_all approx_top_k broadcast broadcast_in_dim clamp concatenate copy copy_p
-    cummax cummin device_put dynamic_slice dynamic_update_slice expand_dims gather jchop_on_cotangent mesh_cast name
-    optimization_barrier pad pbroadcast pcast pgather pmax pmin ppermute pvary reduce_max reduce_min
+    all_gather all_gather_invariant all_to_all approx_top_k bcoo_extract bcoo_transpose broadcast broadcast_in_dim
+    freeze get clamp concatenate copy copy_p
+    cummax cummin device_put dynamic_slice dynamic_update_slice empty empty2 expand_dims gather jchop_on_cotangent
+    mesh_cast name optimization_barrier pad pbroadcast pcast pgather pmax pmin ppermute pvary reduce_max reduce_min
     reduce_window_max reduce_window_min reshape reshard rev scatter scatter-max scatter-min scatter_max scatter_min
     select_n sharding_constraint slice sort split squeeze stack stop_gradient tile top_k transpose unstack
     layout_constraint
 """
+#: Operations with arithmetic of their own: operands rounded, the carrier's results, rounded once.
+_CARRIED = """
+    bcoo_dot_general bcoo_dot_general_sampled bcoo_multiply_dense bcoo_reduce_sum bcoo_spdot_general bcoo_todense
+    bcsr_dot_general bcsr_todense coo_fromdense coo_matmat coo_matvec coo_todense csr_fromdense csr_matmat csr_matvec
+    csr_todense eig eigh ffi_call fft geqp3 geqrf hessenberg householder_product ormqr pallas_call ragged_dot
+    ragged_dot_general reduce reduce_window scaled_matmul schur select_and_scatter svd symmetric_product
+    tridiagonal tridiagonal_solve
+"""
+#: Calls of Python: left alone.
+_ALONE = "debug_callback debug_print io_callback pure_callback"
 _ACCUMULATING = "reduce_sum reduce_prod cumsum cumprod dot_general conv_general_dilated reduce_window_sum"
 #: Matrices: the textbook's algorithms, every operation rounded.
 _LINEAR = "triangular_solve cholesky lu qr"
 #: What has a rule for complex operands or results: parts that are real operations, beside what only moves numbers.
 COMPLEX = frozenset(["add", "add_any", "sub", "mul", "square", "neg", "conj", "real", "imag", "complex"])
-#: Calls of another program, by how they are put together again.
-PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "call")
-#: Primitives of a higher level, which newer versions of JAX have for some functions; they say what they consist of.
-HIGH_CALLS = ("call_hi_primitive",)
-REMAT_CALLS = ("remat", "remat2", "checkpoint")
-CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
-CALLS = (*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS, "shard_map")
-_CONTROL = " ".join((*CALLS, "custom_linear_solve scan while cond"))
 #: What each primitive is.
 KINDS: dict[str, str] = {
     name: kind
@@ -81,13 +76,19 @@ KINDS: dict[str, str] = {
         ("exact", " ".join(EXACT)),
         ("power", "integer_pow"),
         ("elementary", _ELEMENTARY),
+        ("carried", _CARRIED),
+        ("alone", _ALONE),
         ("made", _MADE),
         ("structural", _STRUCTURAL),
         ("extremum", "max min"),
+        ("draw", "rng_uniform"),
+        ("neighbour", "nextafter"),
+        ("complex", "conj real imag complex"),
+        ("compared", "new_ref swap"),  # what is written to a reference is rounded
         ("converted", "convert_element_type"),
         ("accumulating", _ACCUMULATING),
         ("linear", _LINEAR),
-        ("control", _CONTROL),
+        ("control", " ".join(CONTROL)),
     )
     for name in names.split()
 }
@@ -100,16 +101,27 @@ def kind_of(primitive: Primitive) -> str:
     return KINDS.get(primitive.name, "unknown")
 
 
+@dataclass(frozen=True)
+class Function:
+    """A user's rule for a primitive: takes its operands, and its parameters as keywords."""
+
+    call: Callable[..., Any]
+
+
 #: What may be done with a primitive that has no line in the table.
 UNKNOWN = ("raise", "round_output", "carrier")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The arithmetic of one equation: what results are rounded to, and how sums are formed; None: the carrier's."""
+    """The arithmetic of one equation: what results are rounded to, and how sums are formed; None: the carrier's.
+
+    A rule of the user takes the place of the primitive.
+    """
 
     spec: Spec | None
     accumulate: MatmulSpec | None
+    function: Function | None = None
 
 
 @dataclass(frozen=True)
@@ -117,55 +129,44 @@ class Settings:
     """What `emulate` was told; the rules in their order, each a name or pattern and what it says."""
 
     spec: Spec | None
-    rules: tuple[tuple[str, Spec | MatmulSpec | None], ...]
+    rules: tuple[tuple[str, Spec | MatmulSpec | Function | None], ...]
     accumulate: MatmulSpec | None
     unknown: str
 
     def choose(self, primitive: str, scope: str, used: set[str] | None = None) -> Choice:
         """The arithmetic of a primitive in a scope; `used` collects the rules that spoke."""
         spec, accumulate = self.spec, self.accumulate
+        function: Function | None = None
         found: set[type] = set()
         for pattern, value in self.rules:
-            kind = MatmulSpec if isinstance(value, MatmulSpec) else Spec
-            if kind in found or not _matches(pattern, primitive, scope):
+            kind = type(value) if isinstance(value, MatmulSpec | Function) else Spec
+            if kind in found or not _matches(pattern, primitive, scope if kind is not Function else ""):
                 continue
             found.add(kind)
             if used is not None:
                 used.add(pattern)
             if isinstance(value, MatmulSpec):
                 accumulate = value
+            elif isinstance(value, Function):
+                function = value
             else:
                 spec = value
                 # A part of the program that is the carrier's sums in it too, unless a rule says how.
                 accumulate = None if value is None and MatmulSpec not in found else accumulate
-        return Choice(spec, accumulate)
+        return Choice(spec, accumulate, function)
 
     @property
     def stochastic(self) -> bool:
         """Whether any rounding there may be draws."""
         values = [self.spec, self.accumulate, *(value for _, value in self.rules)]
         return any(
-            value.stochastic if isinstance(value, MatmulSpec) else value is not None and value.rounding.stochastic
+            value.stochastic if isinstance(value, MatmulSpec) else isinstance(value, Spec) and value.rounding.stochastic
             for value in values
         )
 
 
 def _matches(pattern: str, primitive: str, scope: str) -> bool:
     return pattern == primitive or matches_path(pattern, scope)
-
-
-_WRAPPED = re.compile(r"\w+\(|\)")
-
-
-def scope_of(outer: str, name_stack: Any, name: str | None = None) -> str:
-    """The path of scopes of an equation, the marks of transformations dropped: ``vmap(jvp(f))/g`` is ``f/g``."""
-    parts = [outer, _WRAPPED.sub("", str(name_stack)), name or ""]
-    return "/".join(part for part in parts if part)
-
-
-def is_own(scope: str) -> bool:
-    """Whether an equation of this scope is part of a public function of jchop, which says its arithmetic itself."""
-    return OWN_SCOPE in scope.split("/")
 
 
 def make_settings(
@@ -184,8 +185,16 @@ def make_settings(
     for pattern, value in (rules or {}).items():
         if not isinstance(pattern, str) or not pattern:
             raise TypeError(f"rules: {pattern!r} must be the name of a primitive, or a pattern of scopes")
-        coerced.append((pattern, value if isinstance(value, MatmulSpec) else _plain(value, f"rules[{pattern!r}]")))
+        coerced.append((pattern, _rule(value, f"rules[{pattern!r}]")))
     return Settings(_plain(spec, "spec"), tuple(coerced), accumulate, unknown)
+
+
+def _rule(value: Any, argument: str) -> Spec | MatmulSpec | Function | None:
+    if isinstance(value, MatmulSpec):
+        return value
+    if not isinstance(value, Spec | ElementFormat | ScaledFormat) and callable(value):
+        return Function(value)
+    return _plain(value, argument)
 
 
 def _plain(value: Any, argument: str) -> Spec | None:

@@ -24,6 +24,7 @@ import jax.core
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir, passmanager
 from jax.interpreters import batching, mlir
 
 from jchop._checks import check_choice
@@ -73,6 +74,7 @@ class _Op:
     body: Callable[..., Any]
     kernels: tuple[tuple[str, Kernel], ...]
     single: bool
+    like_first: bool
 
 
 class OpPrimitive(Primitive):
@@ -97,6 +99,7 @@ def make_op(
     tpu: Kernel | None = None,
     gpu: Kernel | None = None,
     single: bool = True,
+    like_first: bool = False,
     single_cpu: Callable[..., Any] | None = None,
     apart: bool = False,
     stores: bool = False,
@@ -112,6 +115,7 @@ def make_op(
         tpu: a kernel for TPUs.
         gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more.
         single: the result is one array; else a tuple of arrays.
+        like_first: the result has the shape and the dtype of the first array, so its type needs no trace of the body.
         single_cpu: the body of programs for one CPU. It gives the bits of `body`, and may branch on values; `body` may
             be partitioned or run under vmap, and so should not.
         apart: in programs for one CPU neither is fused with what stands around it: for bodies that read an array more
@@ -132,7 +136,7 @@ def make_op(
         8
     """
     kernels = tuple((platform, kernel) for platform, kernel in (("tpu", tpu), ("cuda", gpu)) if kernel is not None)
-    op = _Op(name, body, kernels, single)
+    op = _Op(name, body, kernels, single, like_first)
     primitive = OpPrimitive(name, stores)
     primitive.def_impl(partial(_eager, op, primitive))
     primitive.def_abstract_eval(partial(_abstract, op))
@@ -169,6 +173,7 @@ def _flat(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _
             out = mapped(*args)
         return [out] if op.single else list(out)
 
+    flat.__name__ = flat.__qualname__ = op.name
     return flat
 
 
@@ -181,15 +186,23 @@ def _eager(op: _Op, primitive: Primitive, *args: Any, impl: str, **params: Any) 
 
 
 def _abstract(op: _Op, *avals: Any, impl: str, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
+    x = avals[0]
+    if op.like_first and all(axes[0] is not None for axes in vmaps) and all(map(_is_plain, avals)):
+        return [jax.core.ShapedArray(x.shape, x.dtype)]
     # From a trace of the body, so that the results carry whatever shardings and varying axes it gives them.
     return jax.make_jaxpr(_flat(op, op.body, wide, vmaps, static))(*avals).out_avals
+
+
+def _is_plain(aval: Any) -> bool:
+    """Whether a type is a shape and a dtype alone: no sharding, no varying axes."""
+    return aval == jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
 
 
 def _lower_portable(op: _Op, ctx: Any, *args: Any, impl: str, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
     if impl == "pallas":
         able = " and ".join(_PLATFORMS[platform] for platform, _ in op.kernels) or "no platform"
         raise NotImplementedError(_cannot(op, f"it has a kernel for {able}, and this is lowered for {_platforms(ctx)}"))
-    return _lower(ctx, _flat(op, op.body, wide, vmaps, static), args)
+    return _lower(ctx, op, op.body, args, wide=wide, vmaps=vmaps, static=static)
 
 
 def _lower_single_cpu(
@@ -198,20 +211,7 @@ def _lower_single_cpu(
     if impl == "pallas" or not _one_device(ctx.module_context.axis_context):
         return _lower_portable(op, ctx, *args, impl=impl, **params)
     # Under vmap both sides of a branch would be worked out.
-    fun = _flat(op, op.body if params["vmaps"] else single_cpu, **params)
-    return _lower(ctx, _apart(fun, params["wide"]) if apart else fun, args)
-
-
-@lru_cache(maxsize=4096)
-def _apart(fun: Callable[..., list], wide: bool) -> Callable[..., Any]:
-    """`fun` as a call that XLA leaves one."""
-    called = compiled(fun)
-
-    def apart(*args: Any) -> Any:
-        with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
-            return set_xla_metadata(called(*args), inlineable="false")
-
-    return apart
+    return _lower(ctx, op, op.body if params["vmaps"] else single_cpu, args, apart, **params)
 
 
 def _lower_kernel(
@@ -241,11 +241,33 @@ def _lower_kernel(
         fun = kernel.run
     with warnings.catch_warnings():  # it is known here, and nothing that a user could act upon
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return _lower(ctx, _flat(op, fun, wide, vmaps, static), args)
+        return _lower(ctx, op, fun, args, wide=wide, vmaps=vmaps, static=static)
 
 
-def _lower(ctx: Any, fun: Callable[..., Any], args: tuple) -> Any:
-    return mlir.lower_fun(fun, multiple_results=True)(ctx, *args)
+def _lower(ctx: Any, op: _Op, fun: Callable[..., Any], args: tuple, apart: bool = False, **params: Any) -> Any:
+    module = ctx.module_context
+    known = len(module.cached_primitive_lowerings)
+    out = mlir.lower_fun(_called(op, fun, apart, **params), multiple_results=True)(ctx, *args)
+    new = len(module.cached_primitive_lowerings) > known
+    if new and "callee" in (call := out[0].owner).attributes:  # else a sharding constraint follows the call
+        # JAX writes a constant for each use: a third of the lines are repetitions.
+        function = module.symbol_table[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+        passmanager.PassManager.parse("func.func(cse)", module.context).run(function.operation)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _called(op: _Op, fun: Callable[..., Any], apart: bool, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
+    """`fun` as a call of a function that a program has once for each shape; `apart` as one that XLA leaves a call."""
+    function = compiled(_flat(op, fun, wide, vmaps, static))
+
+    def called(*args: Any) -> Any:
+        # A lowering may come after the context in which 64-bit data was traced.
+        with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
+            out = function(*args)
+            return set_xla_metadata(out, inlineable="false") if apart else out
+
+    return called
 
 
 def _batch(primitive: Primitive, args: Any, dims: Any, *, vmaps: _Vmaps, **params: Any) -> tuple:

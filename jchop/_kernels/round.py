@@ -94,6 +94,7 @@ round_op = make_op(
     body,
     tpu=Kernel(_tpu, _refuse_tpu, _not_by_itself),
     gpu=Kernel(_gpu, _refuse, _not_by_itself),
+    like_first=True,
 )
 
 

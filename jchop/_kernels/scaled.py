@@ -195,6 +195,7 @@ round_scaled_op = make_op(
     round_body,
     tpu=Kernel(_rounds(_tpu), blocks_only(refuse_tpu)),
     gpu=Kernel(_rounds(_gpu), blocks_only(refuse_gpu)),
+    like_first=True,
     single_cpu=partial(round_body, branch_allowed=True),
     apart=True,
 )

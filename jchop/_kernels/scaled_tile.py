@@ -189,11 +189,11 @@ class ScaledGpuTiling:
 
         Along rows, 16 elements of 2048 a thread, so that a block is one or a few threads'. Down columns, 128 of them
         make a warp of threads with four neighbours each, which reduce their part of a block in registers. Half as
-        many of 64 bits.
+        many of 64 bits, and along rows of codes eight of which are stored together: their registers would not do.
         """
         padded, half = cls.padded(problem), problem.plan.compute.width // 64
         if problem.last:
-            return cls(max((2048 >> half) // padded, 1), 1, 4)
+            return cls(max((2048 >> half + (problem.codes_together == 8)) // padded, 1), 1, 4)
         columns = max(_power(problem.inner), 16)
         return cls(1, max(min((4096 >> half) // padded, 128, columns), 16), 4)
 

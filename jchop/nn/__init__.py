@@ -6,6 +6,8 @@ from jchop._files import require_extra
 
 require_extra("jchop.nn", "flax", ("flax",))
 
+from jchop._products.rule import Rule
+from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop.nn import linen
 from jchop.nn._bias import correct_biases
 from jchop.nn._calibrate import calibrate
@@ -34,9 +36,7 @@ from jchop.nn._layers import (
 from jchop.nn._params import quantize_params
 from jchop.nn._recipes import recipe
 from jchop.nn._report import LayerRow, ModelReport, report
-from jchop.nn._rule import Rule
 from jchop.nn._save_load import load, save
-from jchop.nn._scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop.nn._sources import AmaxHistory, LearnedScale
 from jchop.nn._static import ActivationRange
 from jchop.nn._surgery import quantize

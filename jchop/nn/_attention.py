@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 
-from jchop.nn._contraction import Roundings, einsum
+from jchop._products.contraction import Roundings, einsum
 
 Array = jax.Array
 

@@ -11,10 +11,10 @@ import jax.core
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop._products.rule import StreamOffset
+from jchop._products.scale_from import is_tensor_scaled
 from jchop.nn._layers import layers_of
 from jchop.nn._observers import Observer, observer_of
-from jchop.nn._rule import StreamOffset
-from jchop.nn._scale_from import is_tensor_scaled
 from jchop.nn._sites import Product, site_in
 from jchop.nn._sources import PastMagnitudes
 from jchop.spec import Gradient

@@ -6,17 +6,15 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jchop._settings import split
-from jchop.nn._contraction import Roundings
+from jchop._products.contraction import Roundings
+from jchop._products.layout import Layout, check_axes, check_finite, over_stack
+from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone
+from jchop._products.scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop.nn._emulation import EmulatedAttention, Emulation
 from jchop.nn._kinds import PRODUCT_FIELDS, Kind
-from jchop.nn._layout import Layout, check_axes
-from jchop.nn._rule import Rule, StreamOffset, is_stochastic, left_alone
-from jchop.nn._scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop.nn._sites import Output, Promote
 from jchop.nn._sources import LearnedStep, Source, source_of
 from jchop.spec import Spec, as_spec
@@ -26,27 +24,28 @@ Array = jax.Array
 
 __all__ = [
     "QuantizedParam",
-    "check_finite",
     "check_parameters",
     "equip",
     "equip_emulated",
     "fitted",
+    "fork",
     "pack",
     "packed_shape",
 ]
 
 
 class QuantizedParam(nnx.Variable):
-    """A parameter that is stored as a `jchop.QArray`, laid out with the contracted axes last.
+    """A parameter that is stored as a `jchop.QArray`, in its own shape.
 
-    It is not a `flax.nnx.Param`: codes have no gradient, and filters for trainable parameters ignore it.
+    If groups run over several axes, it is laid out with the contracted axes last, as one. It is not a
+    `flax.nnx.Param`: codes have no gradient, and filters for trainable parameters ignore it.
 
     Example:
         >>> from flax import nnx
         >>> import jchop as jc
         >>> layer = jc.nn.quantize(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=4)"), mode="ptq")
         >>> type(layer.kernel).__name__, layer.kernel[...].shape, layer.kernel[...].nbytes
-        ('QuantizedParam', (3, 8), 36)
+        ('QuantizedParam', (8, 3), 40)
     """
 
 
@@ -78,7 +77,7 @@ def equip(
     stored = _pack(layer, kind, rule, path, rngs, right) if packed else ()
 
     def stream(*needed: bool) -> nnx.RngStream | None:
-        return _fork(rule, rngs, path) if any(needed) else None
+        return fork(rule, rngs, path) if any(needed) else None
 
     weight = None if packed else rule.weight
     if kind.product is not None:
@@ -106,7 +105,7 @@ def equip_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs
     if rule.activation is None:
         raise ValueError(f"{rule}: mode='emulate' needs an activation, which every operation is rounded to")
     draws = is_stochastic(rule.activation) or (rule.matmul is not None and rule.matmul.stochastic)
-    stream = _fork(rule, rngs, path) if draws else None
+    stream = fork(rule, rngs, path) if draws else None
     as_spec(rule.activation, "activation")  # a scaled format has no single numbers
     if kind.parameters:
         layer.emulation = Emulation(rule.activation, rule.matmul, stream).as_attribute()
@@ -153,9 +152,7 @@ def _kept(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> Source |
 
 def fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
     """The scales that a parameter has by the format's rule; of a stack, those of each layer."""
-    if stacked:
-        return jax.vmap(lambda v: fitted(v, layout, stacked - 1, spec))(value)
-    return fit_scale(layout.lay(value), spec)[0]
+    return over_stack(stacked, lambda v: fit_scale(layout.lay(v), spec)[0], value)
 
 
 # -- packed parameters -------------------------------------------------------------------------------------------------
@@ -163,7 +160,7 @@ def fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
 
 def _pack(
     layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None, right: Any
-) -> tuple[tuple[str, Spec, Layout, tuple[int, ...]], ...]:
+) -> tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...]:
     """Store the parameters that the rule rounds as QArrays; how to get each back."""
     stored = []
     for name, role in kind.parameters.items():
@@ -172,28 +169,13 @@ def _pack(
             continue
         layout, stacked = _layout_of(layer, kind, name)
         shape = tuple(variable.get_value().shape[stacked:])
-        check_finite(variable.get_value(), name, StreamOffset(type(layer).__name__, path, rule))
-        key = _fork(rule, rngs, path)() if spec.rounding.stochastic else None
+        check_finite(variable.get_value(), f"{name} of the {StreamOffset(type(layer).__name__, path, rule)}")
+        key = fork(rule, rngs, path)() if spec.rounding.stochastic else None
         scale = right.scale[...] if right is not None and role == "weight" else None
-        codes = _packed(layer, kind, name, spec, key, scale)
+        codes, layout = pack(_in_use(layer, name), layout, stacked, spec, key, scale)
         stored.append((name, codes.spec, layout, shape))
         setattr(layer, name, QuantizedParam(codes))
     return tuple(stored)
-
-
-def check_finite(value: Array, name: str, place: StreamOffset) -> None:
-    """Refuse to pack infinities and NaN, most of which codes have no place for; a tracer is let through.
-
-    Raises:
-        ValueError: that counts them.
-    """
-    if isinstance(value, jax.core.Tracer) or bool(jnp.isfinite(value).all()):
-        return
-    nan, infinite = int(jnp.isnan(value).sum()), int(jnp.isinf(value).sum())
-    raise ValueError(
-        f"{name} of the {place} holds {nan} NaN and {infinite} infinities among its {value.size} numbers; what is "
-        "packed must be finite"
-    )
 
 
 def _layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
@@ -202,10 +184,6 @@ def _layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
     axes = kind.axes(layer) if weight else _axes_of_bias(layer)
     layout = kind.layout(layer) if weight and kind.layout is not None else _as_it_lies(axes)
     return layout, getattr(layer, name).get_value().ndim - axes
-
-
-def _packed(layer: Any, kind: Kind, name: str, spec: Spec, key: Array | None, scale: Any) -> QArray:
-    return pack(_in_use(layer, name), *_layout_of(layer, kind, name), spec, key, scale)
 
 
 def _in_use(layer: Any, name: str) -> Array:
@@ -219,15 +197,41 @@ def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
     key = jax.eval_shape(lambda: jax.random.key(0))
     shape = jax.ShapeDtypeStruct(getattr(layer, name).get_value().shape, getattr(layer, name).get_value().dtype)
     how = _layout_of(layer, kind, name)
-    return jax.eval_shape(lambda value, key: pack(value, *how, spec, key), shape, key)
+    return jax.eval_shape(lambda value, key: pack(value, *how, spec, key)[0], shape, key)
 
 
-def pack(value: Array, layout: Layout, stacked: int, spec: Spec, key: Array | None, scale: Any = None) -> QArray:
-    """A parameter in its layout, quantized, under scales of its own or given ones; each of a stack by itself."""
-    if stacked:
-        keys = None if key is None else split(key, value.shape[0])
-        return jax.vmap(lambda v, k, s: pack(v, layout, stacked - 1, spec, k, s))(value, keys, scale)
-    return quantize(layout.lay(value), spec, key, scale=scale)
+def pack(
+    value: Array, layout: Layout, stacked: int, spec: Spec, key: Array | None, scale: Any = None
+) -> tuple[QArray, Layout | None]:
+    """A parameter quantized along the axes of its layout, under its own or given scales; each of a stack by itself.
+
+    Returns:
+        The codes and scales in the parameter's own shape, and None. If that shape would split groups, the codes and
+        scales in the layout, and the layout.
+    """
+
+    def quantized(both: tuple[Array, Any], key: Array | None) -> QArray:
+        return quantize(layout.lay(both[0]), spec, key, scale=both[1])
+
+    laid = over_stack(stacked, quantized, (value, scale), key)
+    own = _in_own_shape(laid, layout, tuple(value.shape[stacked:]), stacked)
+    return (laid, layout) if own is None else (own, None)
+
+
+def _in_own_shape(q: QArray, layout: Layout, shape: tuple[int, ...], stacked: int) -> QArray | None:
+    """A packed parameter with the axes that it had before it was laid out; None if that would split groups.
+
+    Then no transpose stands between its numbers and the product. A compiler may take a transpose into the product,
+    which then adds in another order than that of the rounded parameter in training.
+    """
+    order = (*layout.kept, *layout.summed)
+    lead = q.shape[:stacked]
+    try:
+        apart = q.reshape(*lead, *(shape[axis] for axis in order))
+    except ValueError:
+        return None
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return apart.transpose(*range(stacked), *(stacked + i for i in inverse))
 
 
 def _as_it_lies(axes: int) -> Layout:
@@ -272,7 +276,7 @@ def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False
             raise ValueError(f"{what} is packed already; quantize the model that it was made from")
 
 
-def _fork(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
+def fork(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
     if rngs is None:
         raise ValueError(
             f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "

@@ -11,10 +11,10 @@ import jax
 from flax import nnx
 from jax import lax
 
+from jchop._products.contraction import letters_of
+from jchop._products.layout import Layout, as_gain
+from jchop._products.rule import Rule
 from jchop.nn import _sites
-from jchop.nn._contraction import letters_of
-from jchop.nn._layout import Layout, as_gain
-from jchop.nn._rule import Rule
 from jchop.spec import Spec
 
 Array = jax.Array

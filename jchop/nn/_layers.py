@@ -10,18 +10,21 @@ import jax
 from flax import nnx
 
 from jchop._checks import check_choice
+from jchop._products.rule import FIELDS, Rule, as_rules, left_alone, rules_of
 from jchop.nn import _cache, _sites
 from jchop.nn._equip import QuantizedParam, equip, equip_emulated
 from jchop.nn._kinds import KINDS, Kind
 from jchop.nn._modules import Placed, modules_of
-from jchop.nn._rule import FIELDS, Rule, as_rules, left_alone, rules_of
+from jchop.nn._programs import is_program
 from jchop.nn._sources import Source
 
 Array = jax.Array
 Mode = Literal["qat", "ptq", "weight_only", "emulate"]
 MODES = ("qat", "ptq", "weight_only", "emulate")
 
-__all__ = ["CLASSES", "MODES", "Mode", "apply", "layers_of", "own_parameters", "placed_layers"]
+__all__ = [
+    "CLASSES", "MODES", "Mode", "apply", "check_modes", "layers_of", "needs_program", "own_parameters", "placed_layers",
+]  # fmt: skip
 
 
 # What a quantized layer adds to one of Flax stands in the class itself: a class with one more parent could not become
@@ -156,11 +159,9 @@ def own_parameters(placed: Placed) -> dict[str, nnx.Variable]:
 
 def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
     """Quantize every layer of a model that a rule matches, in place."""
-    check_choice("mode", mode, MODES)
+    check_modes(rules, mode)
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
-    for rule in rules:
-        _check_mode(rule, mode)
     chosen = []
     for placed, kind in placed_layers(model):
         chosen.append((rules_of(placed.paths, rules), placed, kind))
@@ -181,6 +182,23 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
             equip_emulated(layer, kind, rules[number], path, rngs)
         else:
             equip(layer, kind, rules[number], path, packed=mode != "qat", rngs=rngs, before=before)
+
+
+def check_modes(rules: Sequence[Rule], mode: str, program: bool = False) -> None:
+    """Refuse a mode that is none, and fields of rules that it does not have."""
+    check_choice("mode", mode, MODES)
+    if program and mode == "emulate":
+        raise ValueError("mode='emulate' is for layers of Flax: leave out inputs, or use jchop.emulate on the function")
+    for rule in rules:
+        _check_mode(rule, mode)
+
+
+def needs_program(model: nnx.Module, rules: Sequence[Rule], mode: str) -> bool:
+    """Whether a rule that rounds matches a module with parameters that is no layer of Flax."""
+    if mode == "emulate" or is_program(model):
+        return mode != "emulate"
+    found = (rules_of(placed.paths, rules) for placed, kind in placed_layers(model) if kind is None)
+    return any(numbers and rules[numbers[0]].rounds for numbers in found)
 
 
 def _strip(layer: Any, kind: Kind) -> Any:

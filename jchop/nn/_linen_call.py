@@ -9,14 +9,14 @@ from typing import Any
 import jax
 from flax import linen as nn
 
+from jchop._products.contraction import Roundings
+from jchop._products.layout import check_axes, round_in
+from jchop._products.rule import Rule, StreamOffset, is_stochastic, rule_of
 from jchop._settings import split
-from jchop.nn._contraction import Roundings
 from jchop.nn._kinds import PRODUCT_FIELDS
-from jchop.nn._layout import check_axes, round_in
 from jchop.nn._linen_cache import Decoding, is_filled, pack_fresh
 from jchop.nn._linen_kinds import KINDS, Kind
 from jchop.nn._linen_scales import prepared
-from jchop.nn._rule import Rule, StreamOffset, is_stochastic, rule_of
 from jchop.spec import Spec
 
 Array = jax.Array

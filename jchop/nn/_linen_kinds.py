@@ -9,11 +9,11 @@ from typing import Any
 
 from flax import linen as nn
 
+from jchop._products.contraction import conv_general_dilated, dot_general
+from jchop._products.layout import Layout, as_gain
+from jchop._products.rule import Rule
 from jchop.nn._attention import attention
-from jchop.nn._contraction import conv_general_dilated, dot_general
 from jchop.nn._kinds import PRODUCT_FIELDS, einsum_layouts
-from jchop.nn._layout import Layout, as_gain
-from jchop.nn._rule import Rule
 from jchop.spec import Spec
 
 __all__ = ["KINDS", "Kind"]

@@ -12,11 +12,11 @@ from flax import linen as nn
 from flax.core import Scope
 from flax.traverse_util import flatten_dict
 
+from jchop._products.layout import Layout, check_axes
+from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, rule_of
+from jchop._products.scale_from import LSQ
 from jchop.nn._equip import pack
-from jchop.nn._layout import Layout, check_axes
 from jchop.nn._linen_kinds import KINDS, Kind
-from jchop.nn._rule import FIELDS, Rule, StreamOffset, left_alone, rule_of
-from jchop.nn._scale_from import LSQ
 from jchop.spec import Spec
 from jchop.storage import QArray
 
@@ -77,8 +77,18 @@ class Found:
         spec = self.spec(name)
         assert spec is not None
         ndim = len(self.shapes[name])
-        layout = self.layout(name) or Layout(tuple(range(ndim - 1)), (ndim - 1,))
-        return pack(self.in_use(value), layout, self.stacked(name, value), spec, key, scale), layout
+        as_it_lies = Layout(tuple(range(ndim - 1)), (ndim - 1,))
+        layout, stack = self.layout(name) or as_it_lies, self.stacked(name, value)
+        stored, laid = pack(self.in_use(value), layout, stack, spec, key, scale)
+        return stored, laid or as_it_lies
+
+    def packed_spec(self, name: str, shape: tuple[int, ...], dtype: Any) -> Spec | None:
+        """The spec of a parameter as its rule packs it."""
+        if name not in self.kind.parameters or (spec := self.spec(name)) is None:
+            return None
+        key = jax.eval_shape(lambda: jax.random.key(0)) if spec.rounding.stochastic else None
+        value = jax.ShapeDtypeStruct(shape, dtype)
+        return jax.eval_shape(lambda value, key: self.packed(name, value, key)[0], value, key).spec
 
     @property
     def needs_run(self) -> bool:
@@ -204,7 +214,8 @@ def _check(path: Path, found: Found) -> None:
     if kind is None:
         raise NotImplementedError(
             f"{what} has parameters and is none of the layers that can be quantized: "
-            f"{', '.join(cls.__name__ for cls in KINDS)}. {left_alone(['/'.join(path)], rule)}"
+            f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, or leave it: "
+            f"{left_alone(['/'.join(path)], rule)}"
         )
     wrong = [name for name in kind.refuses if getattr(rule, name) is not None]
     if wrong:

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from jchop._products.rule import FIELDS, Rule, rule_of
 from jchop.nn._linen_kinds import KINDS
 from jchop.nn._linen_layers import Found, Path, Seen, held_by
 from jchop.nn._report import LayerRow, ModelReport, bytes_of, why_wide
-from jchop.nn._rule import FIELDS, Rule, rule_of
 
 __all__ = ["report_of"]
 

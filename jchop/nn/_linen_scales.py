@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._products.contraction import Roundings
+from jchop._products.layout import Layout
+from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
 from jchop._settings import split
-from jchop.nn._contraction import Roundings
 from jchop.nn._equip import fitted
-from jchop.nn._layout import Layout
 from jchop.nn._linen_layers import Found, Path
-from jchop.nn._scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
 from jchop.nn._sources import moved, remembered, round_stepwise, span_of, step_of
 from jchop.nn._static import round_within
 from jchop.spec import Spec

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._products.layout import check_finite
+from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules, rule_of
 from jchop._settings import split
-from jchop.nn._equip import check_finite
-from jchop.nn._rule import FIELDS, Rule, StreamOffset, as_rules, rule_of
 from jchop.storage import quantize
 
 Array = jax.Array
@@ -78,5 +78,5 @@ def _quantized(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
         packed = quantize(array, rule.weight, key)
     except (TypeError, ValueError) as error:
         raise type(error)(f"the leaf {path!r}, by {rule}: {error}") from None
-    check_finite(array, "weight", StreamOffset("leaf", path, rule))
+    check_finite(array, f"weight of the {StreamOffset('leaf', path, rule)}")
     return packed

@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from jchop._checks import check_choice
+from jchop._products.rule import Rule
+from jchop._products.scale_from import DelayedScaling
 from jchop.accumulation import MatmulSpec
-from jchop.nn._rule import Rule
-from jchop.nn._scale_from import DelayedScaling
 
 __all__ = ["RECIPES", "recipe"]
 

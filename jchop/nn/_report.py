@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import jax
 from flax import nnx
 
+from jchop._products.program_report import ProgramReport
+from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules, rules_of
 from jchop.nn._equip import check_parameters, packed_shape
 from jchop.nn._kinds import Kind
 from jchop.nn._layers import own_parameters, placed_layers
 from jchop.nn._modules import Placed
-from jchop.nn._rule import FIELDS, Rule, StreamOffset, as_rules, rules_of
+from jchop.nn._programs import Inputs, report_program
 
 __all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
 
@@ -102,17 +104,31 @@ def _described(row: LayerRow) -> str:
     return ", ".join(f"{name}={spec}" for name, spec in row.specs) or "nothing"
 
 
-def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> ModelReport:
-    """The effect of rules on each layer of a model, without quantizing it.
+@overload
+def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = ..., *, inputs: None = ...) -> ModelReport: ...
+@overload
+def report(model: nnx.Module, rules: Rule | Iterable[Rule], *, inputs: tuple[Any, ...]) -> ProgramReport: ...
+@overload
+def report(
+    model: nnx.Module, rules: Rule | Iterable[Rule], *, inputs: Mapping[str, tuple[Any, ...]]
+) -> dict[str, ProgramReport]: ...
+def report(
+    model: nnx.Module, rules: Rule | Iterable[Rule] | None = None, *, inputs: Inputs | None = None
+) -> ModelReport | ProgramReport | dict[str, ProgramReport]:
+    """The effect of rules on a model, without quantizing it: on each layer, or with `inputs` on its program.
 
     Args:
         model: a module of Flax NNX; its arrays may be abstract (`jax.eval_shape`).
         rules: as in `quantize`. Default None: no rule, so the table lists the layers.
+        inputs: as in `quantize`: example arguments of the model's call, or of several methods. Default None.
 
     Returns:
-        A `ModelReport`, whose text is a table: path, layer, roundings, and the bytes of parameters before and after
-        packing. It includes layers without a rule. Under rules, a line follows for each parameter that stays in full
-        precision, with its shape and the reason. Products in the model's own code are not listed.
+        With `inputs` the report of `jchop.quantize_fn`, which has a row for every parameter and every product; of
+        several methods, one for each, by name.
+
+        Without, a `ModelReport`, whose text is a table: path, layer, roundings, and the bytes of parameters before and
+        after packing. It includes layers without a rule. Under rules, a line follows for each parameter that stays in
+        full precision, with its shape and the reason. Products in the model's own code are not listed.
 
     Raises:
         TypeError, ValueError: for invalid rules, rules that disagree about one module, and specs in which a parameter
@@ -136,6 +152,11 @@ def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = None) -> Mod
         raise TypeError(
             f"model={model!r} must be a module of Flax NNX; one of Linen has jchop.nn.linen.Quantized.report"
         )
+    if inputs is not None:
+        if not given:
+            raise ValueError("rules=None: a report of a program needs rules")
+        found = report_program(model, given, inputs)
+        return found if isinstance(inputs, Mapping) else found["__call__"]
     return ModelReport(tuple(_row(placed, kind, given) for placed, kind in placed_layers(model)))
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop.nn._layout import Layout
+from jchop._products.layout import Layout
 from jchop.nn.linen import Packed
 from jchop.storage import QArray, load_safetensors, save_safetensors
 from jchop.storage._file import TensorFile, are_counts

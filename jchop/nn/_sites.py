@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop._products.contraction import Roundings, conv_general_dilated, dot_general, einsum
+from jchop._products.layout import Layout, check_axes, round_in
+from jchop._products.rule import StreamOffset, is_stochastic
 from jchop._settings import split
 from jchop.nn._attention import attention
-from jchop.nn._contraction import Roundings, conv_general_dilated, dot_general, einsum
-from jchop.nn._layout import Layout, check_axes, round_in
-from jchop.nn._rule import StreamOffset, is_stochastic
 from jchop.nn._sources import Source
 from jchop.nn._static import ActivationRange, round_within
 from jchop.spec import Spec
@@ -209,7 +209,7 @@ class Promote(Site):
         base: the replaced function.
         slots: the names of the arrays, as in a `Kind`.
         specs: the specs of arrays, and their layouts.
-        packed: specs, layouts and shapes of those that are stored in a layout.
+        packed: specs, layouts (None: as they lie) and shapes of those that are stored.
         stream: of keys.
         place: for errors.
     """
@@ -219,7 +219,7 @@ class Promote(Site):
         base: Callable[..., Any],
         slots: tuple[tuple[str, ...], ...],
         specs: tuple[tuple[str, Spec, Layout | None], ...],
-        packed: tuple[tuple[str, Spec, Layout, tuple[int, ...]], ...],
+        packed: tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...],
         stream: Stream,
         place: StreamOffset,
     ) -> None:
@@ -253,7 +253,7 @@ class Promote(Site):
         if known is None:
             raise ValueError(f"{name} of the {self.place} is packed as {held}, and this model packs none there")
         spec, layout, shape = known
-        laid = layout.shape(shape)
+        laid = shape if layout is None else layout.shape(shape)
         if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, laid):
             raise ValueError(
                 f"{name} of the {self.place} is {held}, and this model holds it packed as {spec} of {laid}: it belongs "
@@ -262,7 +262,8 @@ class Promote(Site):
 
     def _unpacked(self, name: str, stored: QArray, dtype: Any) -> Array:
         layout, shape = next((layout, shape) for packed, _, layout, shape in self.packed if packed == name.strip("*"))
-        return layout.back(dequantize(stored, dtype), shape)
+        numbers = dequantize(stored, dtype)
+        return numbers if layout is None else layout.back(numbers, shape)
 
 
 class Attention(Product):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jchop.nn._layout import Layout, with_nan
+from jchop._products.layout import Layout, with_nan
+from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
 from jchop.nn._learned import round_learned
-from jchop.nn._scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
 from jchop.nn._static import ActivationRange, round_within
 from jchop.spec import Spec
 from jchop.storage import fit_scale

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop.nn._layout import with_nan
+from jchop._products.layout import with_nan
 from jchop.spec import Gradient, Spec
 from jchop.storage import dequantize, fit_scale, quantize
 

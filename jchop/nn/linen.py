@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jchop._checks import check_bool
+from jchop._products.layout import Layout, check_finite, over_stack, round_in
+from jchop._products.quantize_fn import check_fields
+from jchop._products.rule import Rule, as_rules, is_stochastic
+from jchop._products.scale_from import DelayedScaling
 from jchop._settings import split
-from jchop.nn._equip import check_finite
-from jchop.nn._layout import Layout, round_in
 from jchop.nn._linen_cache import CACHE
 from jchop.nn._linen_call import Interceptor
 from jchop.nn._linen_layers import Found, Path, layers_of, params_of, seen_in
+from jchop.nn._linen_programs import Program
 from jchop.nn._linen_report import report_of
 from jchop.nn._linen_scales import begun, scale_name
 from jchop.nn._report import ModelReport
-from jchop.nn._rule import Rule, as_rules, is_stochastic
-from jchop.nn._scale_from import DelayedScaling
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
-from jchop.storage._layout import from_end
 
 Array = jax.Array
 
-__all__ = ["Packed", "Quantized", "quantize"]
+__all__ = ["Packed", "Program", "Quantized", "quantize"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["layout", "shape"])
@@ -37,7 +38,8 @@ class Packed:
     """A packed parameter among the variables of a Linen module.
 
     Args:
-        stored: the `jchop.QArray`, laid out so that the axes that a product sums over come last.
+        stored: the `jchop.QArray`, in the parameter's own shape; if groups run over several axes, laid out so that the
+            axes that a product sums over come last.
         layout: how it is laid out; axes in front of those are of a stack of layers.
         shape: shape of the parameter.
     """
@@ -49,10 +51,14 @@ class Packed:
     def unpack(self) -> Array:
         """The parameter in the form that the module expects."""
         stack = len(self.shape) - len(self.layout.kept) - len(self.layout.summed)
-        return _over_stack(stack, lambda q: self.layout.back(dequantize(q), self.shape[stack:]), self.stored)
+        return over_stack(stack, lambda q: self.layout.back(dequantize(q), self.shape[stack:]), self.stored)
 
 
-def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
+@overload
+def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: Literal[False] = ...) -> Quantized: ...
+@overload
+def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: Literal[True]) -> Program: ...
+def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool = False) -> Quantized | Program:
     """A module of Flax Linen that rounds by rules, with the same variables.
 
     Linen creates its layers while it runs, so the rules are applied in each call. Parameters are rounded before they
@@ -61,15 +67,19 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
     ``"block/attention/query"``).
 
     Args:
-        module: any module; the layers that rules match must be Dense, DenseGeneral, Einsum, Conv, ConvTranspose, Embed,
-            a norm, or attention. Cells of recurrent networks (LSTMCell, GRUCell, SimpleCell) consist of Dense layers,
-            which rules match.
+        module: any module. Without `program` the layers that rules match must be Dense, DenseGeneral, Einsum, Conv,
+            ConvTranspose, Embed, a norm, or attention. Cells of recurrent networks (LSTMCell, GRUCell, SimpleCell)
+            consist of Dense layers, which rules match.
         rules: as in `jchop.nn.quantize`. Kept scales (`scale_from`) are variables, see `start`: learned ones are
             parameters, ranges and histories are in the collection ``"scale_stats"``. A packed `cache` is in the
             collection ``"cache"``.
+        program: quantize the program of the module, as `jchop.quantize_fn` does, whatever the classes of its layers:
+            parameters of its own in an einsum, experts, scanned and boxed ones. Rules then have no `output`, `cache`
+            and `scale_from`. Default False.
 
     Returns:
-        A `Quantized` module, with the `init` and `apply` of Linen, `start`, `pack` and `report`.
+        A `Quantized` module, with the `init` and `apply` of Linen, `start`, `pack` and `report`. With ``program=True``
+        a `Program`, which has no `start`.
 
     Raises:
         TypeError: for invalid rules, or if `module` is not a module.
@@ -85,7 +95,11 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
     given = as_rules(rules)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} must be a module of Flax Linen; for NNX use jchop.nn.quantize")
-    return Quantized(module, given)
+    check_bool("program", program)
+    if not program:
+        return Quantized(module, given)
+    check_fields(given)
+    return Program(module, given)
 
 
 @dataclass(frozen=True)
@@ -210,6 +224,11 @@ class Quantized:
                     continue
                 if isinstance(value, Packed):
                     raise ValueError(f"{'/'.join((*path, name))!r} is packed already")
+                if isinstance(value, nn.meta.AxisMetadata):
+                    raise TypeError(
+                        f"variables['params'] hold {'/'.join((*path, name))!r} in a box ({type(value).__name__}): pass "
+                        "program=True to quantize, or unbox it by flax.linen.meta.unbox"
+                    )
                 scale = leaves.pop((*path, scale_name(role)), None) if role == "weight" else None
                 leaves[(*path, name)] = _packed(found, name, value, keys.of(found.rule, spec)[0], scale)
         return {**variables, "params": unflatten_dict(leaves)}
@@ -248,7 +267,7 @@ class Quantized:
                 if spec is None or inside or path in packed or (*path, name) not in weights:
                     continue
                 value, layout = weights[(*path, name)], found.layout(name)
-                weights[(*path, name)] = _over_stack(
+                weights[(*path, name)] = over_stack(
                     found.stacked(name, value), partial(_round_in, layout, spec), value, *keys.of(found.rule, spec)
                 )
         with nn.intercept_methods(Interceptor(self.rules, packed, starting)):
@@ -268,17 +287,8 @@ def _round_in(layout: Layout | None, spec: Spec, x: Array, *keys: Array | None) 
     return round_in(layout, x, spec, *keys)
 
 
-def _over_stack(stack: int, function: Any, value: Any, *keys: Array | None) -> Any:
-    """A function of each layer of a stack, of so many axes in front, with keys of its own."""
-    if not stack:
-        return function(value, *keys)
-    size = jax.tree.leaves(value)[0].shape[0]
-    many = [None if key is None else split(key, size) for key in keys]
-    return jax.vmap(lambda value, *keys: _over_stack(stack - 1, function, value, *keys))(value, *many)
-
-
 def _packed(found: Found, name: str, value: Array, key: Array | None, scale: Array | None) -> Packed:
-    check_finite(value, name, found.place)
+    check_finite(value, f"{name} of the {found.place}")
     return Packed(*found.packed(name, value, key, scale), value.shape)
 
 
@@ -291,10 +301,8 @@ def _packed_paths(variables: Any, layers: Mapping[Path, Found]) -> set[Path]:
     packed = {path: leaf for path, leaf in params_of(variables).items() if isinstance(leaf, Packed)}
     for (*above, name), leaf in packed.items():
         found = layers.get(tuple(above))
-        spec = None if found is None or name not in found.kind.parameters else found.spec(name)
-        held, fmt = leaf.stored.spec, None if spec is None else spec.scaled
-        if spec is not None and fmt is not None:
-            spec = replace(spec, format=from_end(fmt, len(leaf.layout.kept) + 1))
+        spec = None if found is None else found.packed_spec(name, leaf.shape, leaf.stored.dtype)
+        held = leaf.stored.spec
         if held != spec:
             raise ValueError(
                 f"variables['params'] hold {'/'.join((*above, name))!r} packed as {held}, and by the rules it is "

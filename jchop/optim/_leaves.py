@@ -16,7 +16,7 @@ from jchop._core.arithmetic.operations import operation, words
 from jchop._core.arithmetic.ranges import carrier_range, range_of, supports
 from jchop._core.rounding.random_bits import seed_words
 from jchop._round import round_to_format
-from jchop._settings import split
+from jchop._settings import compiled, split
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -144,10 +144,16 @@ def all_finite(tree: Any, stored: bool = False) -> Array:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
     if not leaves:
         return jnp.asarray(True)
-    of_leaf = _without_rest if stored else lambda leaf: jnp.isfinite(leaf).all()
+    of_leaf = _without_rest if stored else _is_finite
     return jnp.stack([of_leaf(leaf) for leaf in leaves]).all()
 
 
+@compiled
+def _is_finite(leaf: Any) -> Array:
+    return jnp.isfinite(leaf).all()
+
+
+@compiled
 def _without_rest(leaf: Any) -> Array:
     """Whether all numbers of an array are finite: of the others the difference from themselves is NaN, and so is a sum.
 
@@ -159,8 +165,13 @@ def _without_rest(leaf: Any) -> Array:
 def stays_finite(new: Any, old: Any) -> Array:
     """Whether every number of a state that was finite still is; some states hold infinities by right. A bool scalar."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    kept = [jnp.all(jnp.isfinite(a) | ~jnp.isfinite(b)) for a, b in pairs if is_float(a)]
+    kept = [_keeps_finite(a, b) for a, b in pairs if is_float(a)]
     return jnp.stack(kept).all() if kept else jnp.asarray(True)
+
+
+@compiled
+def _keeps_finite(new: Any, old: Any) -> Array:
+    return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
 
 
 def select(taken: Array, new: Any, old: Any) -> Any:
@@ -168,6 +179,7 @@ def select(taken: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: _where(taken, a, b), new, old)
 
 
+@compiled
 def _where(taken: Array, new: Any, old: Any) -> Array:
     """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla_cpu.py`)."""
     if not (is_float(new) and new.dtype.itemsize == 1):
@@ -193,7 +205,7 @@ def require_shapes(name: str, given: Any, whose: str, like: Any) -> None:
 
 def zeros_unless(taken: Array, updates: Any) -> Any:
     """Updates where `taken` holds; else zeros, which leave parameters as they are."""
-    return jax.tree.map(lambda u: jnp.where(taken, u, jnp.zeros_like(u)), updates)
+    return jax.tree.map(lambda u: _where(taken, u, jnp.zeros_like(u)), updates)
 
 
 def is_float(leaf: Any) -> bool:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._text import table_lines
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._leaves import is_float, path_text
 from jchop.spec import Gradient, Spec, as_spec
@@ -331,9 +332,7 @@ class StateReport:
     def __str__(self) -> str:
         cells = [(r.path, str(list(r.shape)), r.dtype, r.spec or "as it is", f"{r.nbytes:,}") for r in self.rows]
         cells = [("array", "shape", "dtype", "kept as", "bytes"), *cells]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        return "\n".join([*(line.rstrip() for line in lines), f"{self.nbytes:,} bytes"])
+        return "\n".join([*table_lines(cells), f"{self.nbytes:,} bytes"])
 
 
 def state_report(state: Any) -> StateReport:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jchop._checks import check_choice
+from jchop._settings import compiled
 from jchop.optim._arguments import as_transformation, check_size
 from jchop.optim._chunks import Chunks, chunks_of, collect, joined
 from jchop.optim._leaves import (
@@ -200,6 +201,7 @@ def _is_sound(updates: Any, made: Any, stays: list[Array], stored: bool = False)
     return all_finite(updates, stored=True) & all_finite(made, stored) & jnp.stack([jnp.asarray(True), *stays]).all()
 
 
+@compiled
 def _stays_finite(old: Any, new: Any) -> Array:
     """Whether every number of a leaf that was finite still is; one that is packed is seldom unpacked for that."""
     if not is_packed(old):
@@ -208,6 +210,7 @@ def _stays_finite(old: Any, new: Any) -> Array:
     return jax.lax.cond(finite, lambda: jnp.asarray(True), lambda: stays_finite(new, unpack_tree(old)))
 
 
+@compiled
 def _repack_if(key: Array | None, old: Any, new: Any, sound: Array) -> Any:
     """A leaf packed as the old one is, where it is sound.
 

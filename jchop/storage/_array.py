@@ -109,6 +109,17 @@ class QArray:
             values = np.asarray(decode(self.form(), self.qvalue, self.scale, self.zero_point))
         return f"QArray({np.array2string(values, separator=', ', prefix='QArray(')}, {facts})"
 
+    def __jax_array__(self) -> Any:
+        """The numbers, where a function of `jax.numpy` takes the array: ``x @ q``, ``jnp.einsum(..., q)``."""
+        return decode(self.form(), self.qvalue, self.scale, self.zero_point)
+
+    def astype(self, dtype: Any) -> Any:
+        """The numbers in a carrier, as `jchop.dequantize` gives them."""
+        return decode(self.form(dtype), self.qvalue, self.scale, self.zero_point)
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.__jax_array__() @ other
+
     def form(self, dtype: Any = None) -> Form:
         """The static data of `decode`, for results in `dtype` (default: that of the array)."""
         return Form(self.spec, self.size, np.dtype(self.dtype if dtype is None else dtype).name)

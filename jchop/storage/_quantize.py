@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._arguments import OWN_SCOPE, as_array, carrier_of, checked_keys, has_tracer, stream_offset
+from jchop._arguments import OWN_SCOPE, as_array, carrier_of, checked_keys, has_tracer, own_results, stream_offset
 from jchop._bits import CARRIERS, types_for
 from jchop._checks import check_choice
 from jchop._core.rounding.random_bits import seed_words
@@ -141,7 +141,7 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
     with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(OWN_SCOPE):
-        numbers = _dequantize(q.qvalue, q.scale, q.zero_point, add_to, form=form)
+        numbers = own_results(_dequantize(q.qvalue, q.scale, q.zero_point, add_to, form=form))
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
             return _to_numpy(numbers)
     return numbers

@@ -7,7 +7,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +58,8 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("row", "platform"), cases.in_turn(itertools.product(EXACT, KERNELS), 9), ids=str)
+@pytest.mark.in_turn(14)
+@pytest.mark.parametrize(("row", "platform"), list(itertools.product(EXACT, KERNELS)), ids=str)
 def test_bit_equal_to_the_body_where_sums_are_exact(platform, row, rng):
     name, dtype, shape = row
     check_exact(platform, name, shape, dtype, rng, scale_dtype=dtype)
@@ -74,7 +74,8 @@ TPU_TILINGS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "tiling"), cases.in_turn(TPU_TILINGS, 3), ids=str)
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(("shape", "tiling"), TPU_TILINGS, ids=str)
 def test_tpu_tilings(shape, tiling, rng):
     check_exact("tpu", "int4", shape, "bfloat16", rng, scale_dtype="bfloat16", tiling=tiling)
 
@@ -87,11 +88,13 @@ GPU_TILINGS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "tiling"), cases.in_turn(GPU_TILINGS, 2), ids=str)
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize(("shape", "tiling"), GPU_TILINGS, ids=str)
 def test_gpu_tilings(shape, tiling, rng):
     check_exact("gpu", "int4", shape, "bfloat16", rng, tiling=tiling)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize(("name", "dtype"), [("int4", "bfloat16"), ("int8", "float32"), ("float8_e4m3fn", "bfloat16")])
 def test_random_data_within_the_bound(platform, name, dtype, rng):
@@ -109,6 +112,7 @@ def test_infinite_and_nan_codes_stay_in_their_columns(platform):
     np.testing.assert_array_equal(y, [[np.inf, np.nan, 1]] * 2)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("platform", KERNELS)
 def test_vmap(platform, rng):
     both = [exact_data(rng, "int4", (3, 70, 9, 32)) for _ in range(2)]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,9 +98,8 @@ def arithmetic(order: str, product: str | None, accumulate: str | None) -> Matmu
     return MatmulSpec("e4m3", None if unit else product, accumulate, order)
 
 
-@pytest.mark.parametrize(
-    ("rounding", "order", "kernel"), cases.in_turn(itertools.product(ROUNDINGS, ORDERS, KERNELS), 7)
-)
+@pytest.mark.in_turn(10)
+@pytest.mark.parametrize(("rounding", "order", "kernel"), list(itertools.product(ROUNDINGS, ORDERS, KERNELS)))
 def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str | None, str | None]) -> None:
     product, accumulate = rounding
     assert_equal_to_body(kernel, arithmetic(order, product, accumulate), CUT, tiling=SMALL[kernel])
@@ -111,7 +109,8 @@ def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str |
 SHAPES: tuple[Shape, ...] = ((1, 1, 1, 1), (3, 7, 5, 3), (1, 16, 16, 33), (1, 129, 65, 37))
 
 
-@pytest.mark.parametrize(("shape", "order", "kernel"), cases.in_turn(itertools.product(SHAPES, ORDERS, KERNELS), 5))
+@pytest.mark.in_turn(10)
+@pytest.mark.parametrize(("shape", "order", "kernel"), list(itertools.product(SHAPES, ORDERS, KERNELS)))
 def test_shapes(kernel: str, order: str, shape: Shape) -> None:
     assert_equal_to_body(kernel, arithmetic(order, None, "e5m5"), shape)
 
@@ -138,7 +137,8 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "kernel"), cases.in_turn(itertools.product(OTHERS, KERNELS), 7))
+@pytest.mark.in_turn(14)
+@pytest.mark.parametrize(("name", "kernel"), list(itertools.product(OTHERS, KERNELS)))
 def test_other_ways(kernel: str, name: str) -> None:
     assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
 
@@ -207,20 +207,23 @@ DOUBLE = (
 )
 
 
-@pytest.mark.parametrize("spec", cases.in_turn(DOUBLE, 4), ids=str)
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("spec", DOUBLE, ids=str)
 def test_float64_on_gpus(spec: MatmulSpec) -> None:
     with jax.enable_x64(True):
         assert_equal_to_body("gpu", spec, (2, 9, 21, 17), np.float64, SMALL["gpu"])
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("order", cases.in_turn(ORDERS[::2], 2))
+@pytest.mark.parametrize("order", ORDERS[::2])
 def test_x64_changes_nothing(kernel: str, order: str) -> None:
     spec = arithmetic(order, "e5m7:stochastic", "e5m5:stochastic")
     with jax.enable_x64(True):
         assert_equal_to_body(kernel, spec, CUT, tiling=SMALL[kernel])
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_special_values(kernel: str) -> None:
     """Infinities, NaN, zeros of both signs and subnormals of the carrier, beside ordinary numbers."""
@@ -239,6 +242,7 @@ def test_special_values(kernel: str) -> None:
 # -- matrix units whose sums are not exact -----------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", [None, "bfloat16"])
 def test_inexact_sums_of_units_stay_within_their_bound(kernel: str, form: str | None) -> None:
@@ -257,6 +261,7 @@ def test_inexact_sums_of_units_stay_within_their_bound(kernel: str, form: str | 
 # -- transformations, empty products -----------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_vmap_over_operands_and_seeds(kernel: str) -> None:
     spec = arithmetic("sequential", "e5m7:stochastic", "e5m5:stochastic")

@@ -7,6 +7,7 @@ and its neighbours see to the real ones, and test_partitioned compiles for four 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -336,3 +337,60 @@ def test_hardware_bits_are_the_tpus():
         jc.round_to_format(X, "e4m3:stochastic", jax.random.key(0), generator="hardware")
     with pytest.raises(ValueError, match="generator='threefry' must be one of 'counter', 'hardware'"):
         jc.round_to_format(X, "e4m3:stochastic", jax.random.key(0), generator="threefry")  # type: ignore[arg-type]
+
+
+# -- one function for each shape ---------------------------------------------------------------------------------------
+
+
+def counting_body() -> tuple[Callable[..., jax.Array], list[Any]]:
+    """A body, and the shapes that it was traced for."""
+    traced: list[Any] = []
+
+    def run(x: jax.Array, scale: jax.Array, *, shift: int) -> jax.Array:
+        traced.append(x.shape)
+        return body(x, scale, shift=shift)
+
+    return run, traced
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("more", [{}, {"apart": True}])
+def test_a_program_has_a_body_once_for_each_shape(platform, more):
+    op = make_op("toy_often", lambda x, scale, *, shift: jnp.sin(x) * scale + shift, **more)
+
+    def often(x: jax.Array) -> jax.Array:
+        for _ in range(5):
+            x = times(op)(x)
+        return x + times(op)(x[:4]).sum()
+
+    text = lowered_for(platform, often, X)
+    assert text.count("stablehlo.sine") == 2
+    assert len(re.findall(r"func\.func private @toy_often", text)) == 2
+    assert len(re.findall(r"call @toy_often", text)) == 6
+
+
+def test_a_body_is_lowered_with_each_constant_once():
+    op = make_op("toy_constants", lambda x: (x * 3.5 + 1) * 3.5 - x * 3.5)
+    assert lowered_for("cpu", lambda x: op(x), X).count("3.5") == 1
+
+
+def test_the_type_of_a_result_like_the_first_array_needs_no_trace():
+    run, traced = counting_body()
+    op = make_op("toy_like", run, like_first=True)
+    assert jax.eval_shape(times(op), X).shape == (8, 2)
+    assert jax.eval_shape(jax.vmap(times(op), in_axes=(0, None)), X, SCALE).shape == (8, 2)
+    assert traced == []
+    assert jax.eval_shape(jax.vmap(times(op), in_axes=(None, 0)), X, np.ones(3, np.float32)).shape == (3, 8, 2)
+    assert traced
+    np.testing.assert_array_equal(jax.jit(times(op))(X), X * 3 + 1)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_result_like_the_first_array_keeps_its_sharding(kind):
+    op = make_op("toy_like", body, like_first=True)
+    sharding = NamedSharding(mesh(kind), P("a"))
+    with jax.set_mesh(mesh(kind)):
+        run = jax.jit(times(op))
+        assert run(jax.device_put(X, sharding)).sharding.is_equivalent_to(sharding, 2)
+    varying = jax.jit(mapped(lambda x: times(op)(x, x[0, 0])))(X)
+    np.testing.assert_array_equal(varying, X * X[:, :1] + 1)

@@ -120,7 +120,8 @@ both = pytest.mark.parametrize("kernel", KERNELS)
 PAIRS = [(kernel, dtype) for kernel, (_, dtypes) in KERNELS.items() for dtype in dtypes]
 
 
-@pytest.mark.parametrize(("kind", "kernel"), cases.in_turn(itertools.product(KINDS, KERNELS), 5))
+@pytest.mark.in_turn(8)
+@pytest.mark.parametrize(("kind", "kernel"), list(itertools.product(KINDS, KERNELS)))
 def test_every_kind(kernel: str, kind: str) -> None:
     number = KINDS.index(kind)
     dtypes = KERNELS[kernel][1]
@@ -128,17 +129,20 @@ def test_every_kind(kernel: str, kind: str) -> None:
     check(kernel, [f"{kind}:{mode}" for mode in MODES[number % 4 :: 4]], dtype, [SHAPE], tilings=tame(kernel, dtype))
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), cases.in_turn(PAIRS, 3))
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize(("kernel", "dtype"), PAIRS)
 def test_every_mode(kernel: str, dtype: str) -> None:
     check(kernel, [f"e4m3fn:{mode}" for mode in MODES], dtype, [(1025,)], start=2**32 - 7)
 
 
+@pytest.mark.in_turn(2)
 @both
 def test_every_option(kernel: str) -> None:
     check(kernel, OPTIONS, "float32", [(129,)])
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), cases.in_turn(PAIRS[::-1], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "dtype"), PAIRS[::-1])
 def test_every_shape(kernel: str, dtype: str) -> None:
     check(kernel, ["e4m3fn:stochastic"], dtype, SHAPES, start=2**40 - 3)
     check(kernel, ["e4m3fn:up"], dtype, SHAPES[::3])
@@ -178,7 +182,8 @@ TILINGS: dict[tuple[str, tuple[int, ...]], list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kernel", "shape"), cases.in_turn(TILINGS, 2), ids=str)
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(("kernel", "shape"), TILINGS, ids=str)
 @pytest.mark.parametrize("dtype", TPU_DTYPES)
 def test_the_tiling_does_not_matter(kernel: str, shape: tuple[int, ...], dtype: str) -> None:
     check(kernel, ["e4m3fn:stochastic"], dtype, [shape], start=2**32 - 1000, tilings=TILINGS[kernel, shape])
@@ -232,8 +237,9 @@ MAPPED: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
 }
 
 
+@pytest.mark.in_turn(8)
 @both
-@pytest.mark.parametrize("name", cases.in_turn(MAPPED, 3))
+@pytest.mark.parametrize("name", MAPPED)
 def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:
     shape, axes = MAPPED[name]
     run = functools.partial(KERNELS[kernel][0], spec=jc.parse("e4m3fn:stochastic"), interpret=True)
@@ -246,6 +252,7 @@ def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:
     same_bits(got, np.stack(each), name)
 
 
+@pytest.mark.in_turn(2)
 @both
 def test_vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:
     run = functools.partial(KERNELS[kernel][0], spec=jc.parse("e4m3fn"), interpret=True)
@@ -268,9 +275,8 @@ def test_64_bit_mode_changes_nothing(kernel: str) -> None:
 # -- other generators, other forms -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"), cases.in_turn(itertools.product(TPU_DTYPES, [(), (1025,), (3, 5, 257)]), 4)
-)
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize(("dtype", "shape"), list(itertools.product(TPU_DTYPES, [(), (1025,), (3, 5, 257)])))
 def test_hardware_bits_decide(shape: tuple[int, ...], dtype: str) -> None:
     """The interpreter's generator gives zeros, so every proportional draw goes to the neighbour nearer to zero."""
     spec = jc.parse("e4m3fn:stochastic")

@@ -201,7 +201,8 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize(("text", "shape", "dtype"), cases.in_turn(SOME, 6))
+@pytest.mark.in_turn(8)
+@pytest.mark.parametrize(("text", "shape", "dtype"), SOME)
 def test_against_exact_rationals(text, shape, dtype):
     check(text, shape, dtype)
 
@@ -223,7 +224,7 @@ MODES = (
 )  # fmt: skip
 
 
-def in_turn(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str, str]]:
+def chessboard(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str, str]]:
     """Half of the pairs, as the black squares of a chessboard, with the carriers in turn."""
     carriers = list(CARRIERS)
     pairs = [(a, b, i + j) for i, a in enumerate(first) for j, b in enumerate(second)]
@@ -231,7 +232,7 @@ def in_turn(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "grouping", "dtype"), in_turn(RULES, list(GROUPINGS)))
+@pytest.mark.parametrize(("rule", "grouping", "dtype"), chessboard(RULES, list(GROUPINGS)))
 def test_every_rule_of_every_grouping(rule, grouping, dtype):
     scale = "e4m3fn" if rule == "two_level" else "float32" if rule in RULES[4:] else "e8m0fnu"
     check(f"int4({grouping},rule={rule},scale={scale})", GROUPINGS[grouping], dtype)
@@ -256,7 +257,7 @@ def extremes() -> list[Any]:
     ]
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(("rule", "scale", "turn"), extremes())
 def test_products_with_scales_of_extreme_groups(rule, scale, turn):
     """Neither a product of two scales nor that of a scale and an element need be a number of the carrier."""
@@ -302,27 +303,28 @@ def test_every_element_in_turn(name, turn):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("element", "mode", "dtype"), in_turn(["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"], MODES)
+    ("element", "mode", "dtype"), chessboard(["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"], MODES)
 )
 def test_zero_points_in_every_mode(element, mode, dtype):
     check(f"{element}group=6,zero_point=integer):{mode}", (40, 17), dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("element", "mode", "dtype"), in_turn(["uint8(", "int12("], MODES))
+@pytest.mark.parametrize(("element", "mode", "dtype"), chessboard(["uint8(", "int12("], MODES))
 def test_zero_points_that_are_numbers_in_every_mode(element, mode, dtype):
     check(f"{element}group=6,zero_point=float):{mode}", (40, 17), dtype)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("kind", "mode"), [("integer", "down"), ("integer", "stochastic_c"), ("float", "odd")])
 def test_zero_points_in_other_modes(kind, mode):
     check(f"int4(group=6,zero_point={kind}):{mode}", (30, 6), "float32", 3)
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     "text",
-    cases.in_turn(["nvfp4(group=4)", "uint4(channel=0,zero_point=integer)", "nf4(group=4,scale=int8(group=2))"], 3),
+    ["nvfp4(group=4)", "uint4(channel=0,zero_point=integer)", "nf4(group=4,scale=int8(group=2))"],
 )
 def test_fitted_scales_give_what_quantize_chooses(text):
     spec = jc.parse(text)
@@ -360,6 +362,7 @@ def test_least_squares_is_the_least_of_its_candidates(rng):
     np.testing.assert_allclose(best, np.array(scales)[at, np.arange(5)], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [-130, 100])
 def test_least_squares_do_not_depend_on_the_size_of_the_numbers(power, rng):
     spec = jc.parse("e2m1fn(group=16,rule=mse)")
@@ -397,8 +400,8 @@ ASKING = [
 ]  # fmt: skip
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("text", cases.in_turn(ASKING, 2))
+@pytest.mark.in_turn(13)
+@pytest.mark.parametrize("text", ASKING)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_asking_changes_no_bit(text, dtype, rng):
     """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
@@ -422,6 +425,7 @@ def test_asking_changes_no_bit(text, dtype, rng):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other), name)
 
 
+@pytest.mark.slow
 def test_zero_points_far_outside_are_not_called_moderate(rng):
     """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
     spec = jc.parse("uint8(channel=0,zero_point=integer)")
@@ -448,6 +452,7 @@ COLUMNS = {
 }
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", ["int8(channel=1)", "int4(group=64,axis=0)", "float8_e4m3fn(channel=1,scale=e8m0fnu)"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_largest_number_of_a_column(text, dtype, rng):
@@ -478,9 +483,9 @@ INEXACT = [
 ]  # fmt: skip
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(13)
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("text", cases.in_turn(INEXACT, 2))
+@pytest.mark.parametrize("text", INEXACT)
 def test_products_are_rounded_before_they_are_summed(text, devices, rng):
     """XLA's CPU backend contracts a product with a sum that follows it, unless it cannot see the product."""
     if devices > jax.device_count():

@@ -62,6 +62,7 @@ def test_set_and_add() -> None:
     assert tail.tolist() == [1, 2, 3, 4, 2]
 
 
+@pytest.mark.slow
 def test_where_the_original_is_wrong() -> None:
     x = np.array([np.inf, 3e9, -np.inf, 0.49999997, 2.0**23 + 1], np.float32)
     assert piquant.quantize(x, scale=1.0, zero_point=0).tolist() == [255, 255, 0, 0, 255]

@@ -88,6 +88,7 @@ def test_fixed_point() -> None:
     np.testing.assert_array_equal(ch.quantize(x), ch(x))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_integers(symmetric: bool) -> None:
     x = np.array([[0.1, -0.2], [0.3, 0.4]], np.float32)
@@ -105,6 +106,7 @@ def test_integers(symmetric: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_integers_by_earlier_names() -> None:
     x = np.array([-3.5, -1.0, 0.0, 0.3, 3.5, 1.75])
     for bits in (3, 7):

@@ -104,6 +104,7 @@ def test_fused_norms(net: Any) -> None:
     assert torch.equal(plain(x), wanted)
 
 
+@pytest.mark.slow
 def test_mixed() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(6, 4)

@@ -102,6 +102,7 @@ def test_every_layer_runs_and_trains() -> None:
         _ = layers.QuantizedNothing
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("prefix", "chop"),
     [

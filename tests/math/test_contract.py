@@ -36,6 +36,7 @@ def in_order(a: np.ndarray, b: np.ndarray, text: str = "e5m5") -> float:
     return float(oracle_math.array([total.result()])[0])
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("left", "right"),
     [((3,), (3,)), ((2, 3), (3,)), ((2, 3), (4, 3, 5)), ((3,), (3, 4)), ((), (2, 3)), ((2,), ()), ((), ())],
@@ -100,6 +101,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_are_those_of_lax(name: str) -> None:
     how = CONVOLUTIONS[name]
@@ -111,6 +113,7 @@ def test_convolutions_are_those_of_lax(name: str) -> None:
     np.testing.assert_array_equal(jc.math.conv(x, w, PLAIN, **how), want)
 
 
+@pytest.mark.slow
 def test_the_order_of_a_convolution_is_that_of_its_kernel() -> None:
     x, w = (np.asarray(jc.round_to_format(normal(*s), "e5m5")) for s in ((1, 3, 5, 5), (2, 3, 2, 2)))
     got = jc.math.conv(x, w, "e5m5")

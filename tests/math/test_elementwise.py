@@ -61,7 +61,8 @@ def operands(text: str, count: int) -> list[np.ndarray]:
     return [np.asarray(jc.round_to_format(x, f"{text.split(':')[0]}:{how.overflow}")) for x in columns]
 
 
-@pytest.mark.parametrize(("name", "text"), cases.in_turn(itertools.product(oracle_math.EXACT, HOWS), 5))
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(("name", "text"), list(itertools.product(oracle_math.EXACT, HOWS)))
 def test_the_exact_result_is_rounded_once(name: str, text: str) -> None:
     function = getattr(jc.math, name)
     count = len(inspect.signature(function).parameters) - 2
@@ -152,6 +153,7 @@ def test_a_result_that_is_no_value_of_the_format_is_rounded() -> None:
     assert np.isnan(jc.math.negative(np.float32(2), "float8_e8m0fnu"))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", ["bitwise_and", "bitwise_or", "bitwise_xor"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_bits_of_integers(name: str, dtype: Any) -> None:
@@ -221,7 +223,8 @@ def arguments(name: str, n: int = 40) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("name", cases.in_turn(ELEMENTARY, 2))
+@pytest.mark.in_turn(8)
+@pytest.mark.parametrize("name", ELEMENTARY)
 def test_elementary_functions_are_rounded_to_the_neighbour_of_the_true_value(name: str) -> None:
     """Rounding is monotone: the result lies between those of the ends of an interval around the true value, and where
     these are one it is that, as it is nearly everywhere. At the edges of the domain it is near NumPy's, or NaN.
@@ -299,9 +302,9 @@ def test_the_table_is_whole() -> None:
     assert len(NAMES) == 57 and set(oracle_math.EXACT) | set(HELD) | set(ELEMENTARY) <= set(NAMES)
 
 
-#: The default run takes the first of these parts of the table.
+#: The functions of one part are compiled together, so the default run takes those of the first part.
 PARTS = 9
-IN_PARTS = cases.in_turn(NAMES, PARTS)
+IN_PARTS = [pytest.param(name, marks=pytest.mark.slow if i % PARTS else ()) for i, name in enumerate(NAMES)]
 
 
 @cache
@@ -324,7 +327,7 @@ def transformed(part: int) -> dict[str, tuple[Any, Any, Any, Any]]:
     return program.compile(compiler_options={"xla_backend_optimization_level": "0"})(KEY)  # less time to compile
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
     function, given = getattr(jc.math, name), example(name)
@@ -354,7 +357,7 @@ def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str
     np.testing.assert_allclose(push, np.real(slope), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", ["frexp", "modf", "ldexp", "diff"])
 def test_transforms_of_the_others(name: str) -> None:
     x = jnp.asarray(np.random.default_rng(1).uniform(1.1, 5, (4, 3)), jnp.float32)
@@ -373,6 +376,7 @@ def test_transforms_of_the_others(name: str) -> None:
     np.testing.assert_allclose(grad, [first, 1.0 if name == "diff" else 0.0, 0.0])
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", ["add", "sin", "sqrt", "floor", "power"])
 def test_16_bit_operands_go_through_float32(name: str, dtype: Any) -> None:

@@ -235,7 +235,8 @@ def definite(n: int, text: str) -> np.ndarray:
 # -- every operation is rounded ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", cases.in_turn(HOWS, 3))
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("text", HOWS)
 def test_elimination_and_substitution(text: str) -> None:
     a, b, machine = some(5, 5, text), some(5, 1, text, 1)[:, 0], Machine(HOWS[text])
     want, order = machine.lu(rows(a))
@@ -251,13 +252,15 @@ def test_elimination_and_substitution(text: str) -> None:
     )
 
 
-@pytest.mark.parametrize("text", cases.in_turn(HOWS, 3))
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("text", HOWS)
 def test_cholesky(text: str) -> None:
     a = definite(4, text)
     same(linalg.cholesky(a, text), matrix(Machine(HOWS[text]).cholesky(rows(a))))
 
 
-@pytest.mark.parametrize("text", cases.in_turn(HOWS, 3))
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("text", HOWS)
 def test_reflections(text: str) -> None:
     a = some(5, 3, text)
     q, r = linalg.qr(a, text)
@@ -309,6 +312,7 @@ def test_a_start_a_preconditioner_and_restarts() -> None:
     np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_tolerance_stops() -> None:
     a, b, text = definite(4, "e5m7"), some(4, 1, "e5m7", 1)[:, 0], "e5m7"
     x, squares = linalg.cg(a, b, text, tol=0.25, maxiter=6)
@@ -453,6 +457,7 @@ def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
     assert any(np.any(x[1] != y[1]) for x, y in zip(jax.tree.leaves(each), jax.tree.leaves(again), strict=True))
 
 
+@pytest.mark.slow
 def test_every_operation_and_every_turn_draws_afresh() -> None:
     """Equal columns are eliminated by equal operations, and come out unlike."""
     a = np.full((12, 12), 1 / 3, np.float32) + np.eye(12, dtype=np.float32)
@@ -514,6 +519,7 @@ def test_every_function_is_documented_and_its_example_runs() -> None:
     assert runner.summarize(verbose=False).failed == 0, "".join(report)
 
 
+@pytest.mark.slow
 def test_a_second_call_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     a, b = definite(3, "e5m7"), some(3, 1, "e5m7", 1)[:, 0]
     for solve in (

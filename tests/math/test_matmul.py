@@ -110,6 +110,7 @@ def test_an_empty_sum_is_plus_zero(order: str) -> None:
     )
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("order", ["sequential", "blocked(2)", "matrix_unit(2)"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_sum_from_plus_zero_is_never_minus_zero(order: str, k: int) -> None:
@@ -120,6 +121,7 @@ def test_a_sum_from_plus_zero_is_never_minus_zero(order: str, k: int) -> None:
         assert got == 0 and np.signbit(got) == negative
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_16_bit_operands_are_summed_in_float32(dtype: Any) -> None:
     a, b = normal((3, 40)).astype(dtype), normal((40, 5), 1).astype(dtype)
@@ -170,6 +172,7 @@ def test_numpy_operands_are_constants_of_a_trace() -> None:
 # -- randomness --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("batched", [False, True])
 def test_draws_are_those_of_the_split_key(batched: bool) -> None:
     """Operands by the first two keys; products and sums by the others, at step 2^32 + element."""
@@ -222,8 +225,9 @@ def test_jit_scan_remat_and_vmap_give_the_same_bits() -> None:
     same(shared[:, 1], drawn(a[1], b[0], KEY))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-@pytest.mark.parametrize("kind", cases.in_turn([AxisType.Explicit, AxisType.Auto], 2))
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_a_sharded_product_has_the_same_bits(kind: AxisType) -> None:
     a, b = jnp.asarray(normal((16, 8))), jnp.asarray(normal((8, 8), 1))
     expected = drawn(a, b, KEY)
@@ -240,6 +244,7 @@ def test_a_sharded_product_has_the_same_bits(kind: AxisType) -> None:
     same(in_batches.reshape(16, 8), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 def test_shard_map_counts_the_elements_of_a_shard() -> None:
     a, b = jnp.asarray(normal((16, 8))), jnp.asarray(normal((8, 8), 1))
@@ -277,6 +282,7 @@ def test_derivatives_by_one_operand_with_a_key_and_16_bits() -> None:
     same(grad(a), jnp.broadcast_to(row, (3, 9)))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_operands_spec_holds() -> None:
     clipped = MatmulSpec("float8_e4m3fn:saturate:gradient=clipped")
     grad = jax.grad(lambda a: jc.math.matmul(a, jnp.ones((2, 1)), clipped).sum())

@@ -116,7 +116,8 @@ def sum_spec(spec: MatmulSpec) -> MatmulSpec:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", cases.in_turn(SPECS, 3))
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("order", SPECS)
 def test_reductions_are_exact_operations_rounded_one_by_one(order: str) -> None:
     spec, scalar = SPECS[order]
     x = normal(3, 11) * 3 + 1
@@ -135,7 +136,8 @@ def test_the_other_reductions_are_parts_of_these() -> None:
     same(jc.math.norm(x, spec, axis=1), oracle_math.array([scalar.norm(row) for row in rows]))
 
 
-@pytest.mark.parametrize("name", cases.in_turn(["mean", "std", "norm"], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mean", "std", "norm"])
 def test_draws_are_those_of_the_split_key(name: str) -> None:
     """As documented: four keys, of which parts are folded."""
     text, k = "e5m4:stochastic", 7
@@ -170,6 +172,7 @@ def test_draws_are_those_of_the_split_key(name: str) -> None:
         same(got[row : row + 1], oracle_math.array([want]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["std", "norm"])
 def test_a_root_draws_from_a_part_of_the_key_of_its_own(name: str) -> None:
     """The root of rows whose other operations are exact, whatever they draw."""
@@ -182,6 +185,7 @@ def test_a_root_draws_from_a_part_of_the_key_of_its_own(name: str) -> None:
     same(getattr(jc.math, name)(x, spec, KEY, axis=1), oracle_math.array(want))
 
 
+@pytest.mark.slow
 def test_a_centre_draws_from_a_part_of_the_key_of_its_own() -> None:
     """The variance of rows whose squares are added exactly, whatever they draw; their mean is 16 or 17."""
     x = np.tile(np.array([17, 16, 16, 16], np.float32), (64, 1))
@@ -213,6 +217,7 @@ def test_a_sum_stops_where_the_next_number_is_too_far() -> None:
     assert jc.math.sum(ones, MatmulSpec()) == 100
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("text", ["bfloat16", "e5m4:up", "e5m4:stochastic"])
 def test_products_and_what_they_run_through(text: str) -> None:
     x = normal(3, 9) * 0.5 + 1
@@ -236,7 +241,7 @@ def test_products_and_what_they_run_through(text: str) -> None:
     same(jc.math.prod(x, text, KEY, axis=1), oracle_math.array([row[-1] for row in products]))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("axis", "keepdims"), [(None, True), (0, False), (-1, True), ((0, 2), False), ((2, 0), True), ((), False)]
 )
@@ -278,6 +283,7 @@ def test_of_nothing() -> None:
     assert jc.math.cumsum(nothing, "e5m2", axis=1).shape == (2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_16_bit_numbers_are_summed_in_float32(dtype: Any) -> None:
     x = normal(3, 20).astype(dtype)
@@ -300,7 +306,8 @@ def test_float64() -> None:
 NAMES = ["sum", "std", "norm", "prod", "cumsum", "cumprod"]  # mean and var are parts of std
 
 
-@pytest.mark.parametrize("name", cases.in_turn(NAMES, 6))
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize("name", NAMES)
 def test_jit_vmap_and_derivatives(name: str) -> None:
     function = getattr(jc.math, name)
     real = np.linalg.norm if name == "norm" else getattr(np, name)

@@ -26,6 +26,7 @@ def step(layer: Any, x: Any) -> Any:
     return layer(x, is_causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "per_number"),
     [

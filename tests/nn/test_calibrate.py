@@ -95,6 +95,7 @@ def test_entropy_cuts_outliers_of_all_batches() -> None:
     assert range_of(one_sign)[0] == 0 < range_of(one_sign)[1] <= float(jnp.abs(batches[0]).max())
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("method", ["minmax", "mse", "percentile(100)", "entropy"])
 def test_what_is_not_finite_does_not_count(method: str) -> None:
     x = np.random.default_rng(4).normal(size=(4096, 4)).astype(np.float32)
@@ -118,6 +119,7 @@ def test_zeros_do_not_shorten_the_range_of_least_entropy() -> None:
         assert float(jnp.mean((part - cut) ** 2)) < 1e-4
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("activation", ["int8(group=tensor)", "uint8(group=tensor,zero_point=integer)"])
 def test_inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
     static = jc.nn.calibrate(layer(activation), BATCHES)
@@ -136,6 +138,7 @@ def test_inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
     np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(static, x), plain(rounded), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_pass_and_the_range_is_state() -> None:
     static = jc.nn.calibrate(layer(weight="e4m3"), BATCHES)
 

@@ -13,8 +13,8 @@ from flax import nnx
 from jax import lax
 
 import jchop as jc
-from jchop.nn import _product
-from jchop.nn._contraction import Roundings, conv_general_dilated, dot_general, einsum
+from jchop._products import product as _product
+from jchop._products.contraction import Roundings, conv_general_dilated, dot_general, einsum
 from jchop.spec import as_spec
 
 BLOCKS = "mxfp8_e4m3(group=4)"
@@ -175,6 +175,7 @@ def test_convolutions_in_an_emulated_arithmetic() -> None:
         jc.nn.quantize(grouped, jc.nn.Rule(matmul=sums))(normal(1, 5, 4))
 
 
+@pytest.mark.slow
 def test_stochastic_products_draw_from_the_key() -> None:
     noisy = how(left="e4m3:stochastic", right="e4m3:stochastic", gradient="e5m2:stochastic")
 

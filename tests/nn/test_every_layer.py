@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import in_turn
 from flax import linen, nnx
 from flax.traverse_util import flatten_dict
 from jax import lax
@@ -146,8 +145,8 @@ LAID_OUT = (
 )
 
 
-@pytest.mark.in_turn(4)
-@pytest.mark.parametrize(("name", "family"), in_turn(TABLE, 12))
+@pytest.mark.in_turn(250)
+@pytest.mark.parametrize(("name", "family"), TABLE)
 def test_compiled_and_transformed(name: str, family: str) -> None:
     layer, formats = LAYERS[name], FAMILIES[family]
     xs = inputs(name, layer)
@@ -171,7 +170,8 @@ def test_compiled_and_transformed(name: str, family: str) -> None:
         check_training(layer, models[key].params, gradients)
 
 
-@pytest.mark.parametrize(("name", "family"), in_turn(zip(LAID_OUT, itertools.cycle(("int8", "mxfp8", "nf4"))), 11))
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize(("name", "family"), list(zip(LAID_OUT, itertools.cycle(("int8", "mxfp8", "nf4")))))
 def test_packed(name: str, family: str) -> None:
     layer, formats = LAYERS[name], FAMILIES[family]
     x = inputs(name, layer)[0, 0]
@@ -188,7 +188,8 @@ def test_packed(name: str, family: str) -> None:
         np.testing.assert_array_equal(y, wanted, err_msg=key)
 
 
-@pytest.mark.parametrize(("name", "family"), in_turn(TABLE, 41))
+@pytest.mark.in_turn(250)
+@pytest.mark.parametrize(("name", "family"), TABLE)
 def test_eager(name: str, family: str) -> None:
     layer, formats = LAYERS[name], FAMILIES[family]
     x = inputs(name, layer)[0, 0]

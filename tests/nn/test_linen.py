@@ -74,7 +74,7 @@ def test_every_layer_computes_what_its_twin_computes() -> None:
     np.testing.assert_array_equal(of_packed, of_twin)
     assert (of_twin != Tower().apply(variables, TOKENS)).any()
     kernel = packed["params"]["head"]["kernel"]
-    assert isinstance(kernel, quantized_linen.Packed) and kernel.stored.shape == (5, 6)
+    assert isinstance(kernel, quantized_linen.Packed) and kernel.stored.shape == (6, 5)
     np.testing.assert_array_equal(
         kernel.unpack(), jc.round_to_format(variables["params"]["head"]["kernel"].T, WEIGHT).T
     )
@@ -109,6 +109,7 @@ def test_stochastic_rules_draw_from_their_stream() -> None:
         dense.apply(variables, x)
 
 
+@pytest.mark.slow
 def test_cells_are_made_of_dense_layers_and_state_goes_through() -> None:
     cell = quantized_linen.quantize(linen.GRUCell(4), jc.nn.Rule(weight="fixed2.2"))
     x, h = jnp.ones((2, 4)), jnp.full((2, 4), 0.5)

@@ -71,6 +71,7 @@ def test_a_cache_is_begun_and_checked() -> None:
         LAYER.apply(usual, X[:, :1], mutable=["cache"])
 
 
+@pytest.mark.slow
 def test_masks_and_dropouts_go_through() -> None:
     """Where nothing is rounded, a rounded attention is Linen's own with all that this is given."""
     mask = linen.make_causal_mask(jnp.ones(X.shape[:2]))

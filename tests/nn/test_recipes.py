@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import in_turn
 from flax import linen, nnx
 from jax import lax
 
@@ -93,6 +92,7 @@ def own_power(g: Any, _: Any) -> Any:
     return jnp.ldexp(g, -jnp.round(jnp.log2(jnp.abs(g).max())).astype(int))
 
 
+@pytest.mark.slow
 def test_a_layer_trains_by_wage() -> None:
     layer = nnx.Linear(16, 4, use_bias=False, rngs=nnx.Rngs(0))
     graph, params = nnx.split(jc.nn.quantize(layer, jc.nn.recipe("wage")))
@@ -123,7 +123,8 @@ def test_a_layer_trains_by_wage() -> None:
     np.testing.assert_array_equal(kernel, quantized(kernel, STEP))
 
 
-@pytest.mark.parametrize("name", in_turn(RECIPES, 3))
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_rule(name: str) -> None:
     rule = jc.nn.recipe(name, "blocks")
     assert rule.path == "blocks" and rule.weight is not None and rule.gradient is not None
@@ -160,14 +161,14 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
     return jax.tree.map(np.asarray, run(x))
 
 
-@pytest.mark.in_turn(4)
-@pytest.mark.parametrize(("name", "layer"), in_turn([(name, layer) for name in RECIPES for layer in LAYERS], 6))
+@pytest.mark.in_turn(80)
+@pytest.mark.parametrize(("name", "layer"), [(name, layer) for name in RECIPES for layer in LAYERS])
 def test_one_weight_forward_and_backward(name: str, layer: str) -> None:
     forward, backward = both_weights(name, layer)
     assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("shape", [(37, 21), (1, 40)])
 @pytest.mark.parametrize("text", ["nvfp4(group=(16,16))", "int4(group=(3,3))"])
 def test_square_tiles_are_the_same_of_the_transpose(text: str, shape: tuple[int, ...]) -> None:
@@ -175,6 +176,7 @@ def test_square_tiles_are_the_same_of_the_transpose(text: str, shape: tuple[int,
     np.testing.assert_array_equal(jc.round_to_format(w.T, text), jc.round_to_format(w, text).T)
 
 
+@pytest.mark.slow
 def test_weights_of_nvfp4_are_tiles() -> None:
     w = normal(48, 37, seed=1)
     layer = nnx.Linear(48, 37, use_bias=False, rngs=nnx.Rngs(0))
@@ -191,6 +193,7 @@ def test_weights_of_nvfp4_are_tiles() -> None:
     np.testing.assert_array_equal(by_tiles(w), by_blocks(w))
 
 
+@pytest.mark.slow
 def test_a_stochastic_weight_is_drawn_once() -> None:
     layer = nnx.Linear(37, 21, use_bias=False, rngs=nnx.Rngs(0))
     rule = jc.nn.Rule(weight="nvfp4(group=(16,16)):stochastic", gradient="binary32")

@@ -48,20 +48,6 @@ def advised(error: pytest.ExceptionInfo[Any]) -> list[jc.nn.Rule]:
     return [jc.nn.Rule(words.partition("Put Rule('")[2].partition("'")[0])]
 
 
-def test_the_advice_for_own_parameters_keeps_the_layers_below() -> None:
-    plain = nnx.Sequential(Patches(rngs=nnx.Rngs(0)))
-    with pytest.raises(
-        NotImplementedError, match=r"Patches at 'layers/0' has parameters \(kept/0, position\)"
-    ) as error:
-        jc.nn.quantize(plain, WEIGHT)
-    rounded = jc.nn.quantize(plain, [*advised(error), WEIGHT])
-    for name in ("dense", "norm", "words"):
-        assert type(getattr(rounded.layers[0], name)) is getattr(jc.nn, type(getattr(plain.layers[0], name)).__name__)
-    with pytest.raises(NotImplementedError, match=r"Put Rule\('/'\) before") as error:
-        jc.nn.quantize(Patches(rngs=nnx.Rngs(0)), WEIGHT)
-    assert type(jc.nn.quantize(Patches(rngs=nnx.Rngs(0)), [*advised(error), WEIGHT]).dense) is jc.nn.Linear
-
-
 def test_the_advice_for_own_parameters_keeps_the_layers_below_in_linen() -> None:
     variables = Tokens().init(jax.random.key(0), X)
     with pytest.raises(NotImplementedError, match="Tokens at ''") as error:

@@ -106,10 +106,13 @@ def test_modules_come_back_whole_and_the_pattern_stays(tmp_path: Path) -> None:
     plain = nnx.Linear(2, 3, rngs=nnx.Rngs(0))  # not quantized
     jc.nn.save(path, plain)
     same(nnx.state(jc.nn.load(path, nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(1))))), nnx.state(plain))
-    with pytest.raises(ValueError, match=r"'kernel' is float32\[2, 3\], and int8\(group=all\) of float32\[3, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"'kernel' is float32\[2, 3\], and int8\(group=all,axis=-2\) of float32\[2, 3\]"
+    ):
         jc.nn.load(path, jc.nn.quantize(plain, jc.nn.Rule(weight="int8(group=all)"), "ptq"))
 
 
+@pytest.mark.slow
 def test_variables_need_no_pattern(tmp_path: Path) -> None:
     path, variables = tmp_path / "x.safetensors", packed()
     jc.nn.save(path, variables)
@@ -130,14 +133,14 @@ def test_refused(tmp_path: Path) -> None:
     jc.nn.save(path, variables)
     with pytest.raises(TypeError, match="like=3"):
         jc.nn.load(path, 3)
-    good = {"kept": [1], "summed": [0], "shape": [6, 4]}
+    good = {"kept": [0], "summed": [1], "shape": [6, 4]}
     name = "params.Dense_0.kernel"
     for texts, said in (
         ({"nothing": good}, "no array 'nothing'"),
         ({"params.Dense_0.bias": good}, "ArrayImpl of shape"),
-        ({name: good | {"kept": [0]}}, "are not the axes"),
+        ({name: good | {"kept": [1]}}, "are not the axes"),
         ({name: good | {"kept": [True]}}, "lists of integers"),
-        ({name: good | {"shape": [4, 6]}}, r"needs a QArray of shape \[6, 4\]"),
+        ({name: good | {"shape": [4, 6]}}, r"needs a QArray of shape \[4, 6\]"),
         ({name: good | {"shape": 24}}, "lists of integers"),
         ({name: {"kept": [1]}}, "must be an object of"),
         ({name: []}, "must be an object of"),

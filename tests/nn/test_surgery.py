@@ -94,6 +94,7 @@ def test_the_first_rule_that_matches_counts() -> None:
             np.testing.assert_array_equal(layer(X), expected)
 
 
+@pytest.mark.slow
 def test_the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> None:
     plain, rounded = model(), jc.nn.quantize(model(), BLOCKS)
     assert jax.tree.structure(nnx.state(plain)) == jax.tree.structure(nnx.state(rounded))
@@ -236,7 +237,7 @@ def test_rules_that_say_nothing_are_errors(rules: Any, error: type[Exception], w
 def test_what_cannot_be_quantized_is_named() -> None:
     bare = Bare(rngs=nnx.Rngs(0))
     with pytest.raises(NotImplementedError, match="Bare at '' has parameters"):
-        jc.nn.quantize(bare, jc.nn.Rule(weight="e4m3"))
+        jc.nn.quantize(bare, jc.nn.Rule(activation="e4m3"), mode="emulate")
     jc.nn.quantize(bare, jc.nn.Rule("linear", weight="e4m3"))
     with pytest.raises(NotImplementedError, match=r"ConvTranspose.*gradient"):
         both = [nnx.ConvTranspose(2, 2, (3,), rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0))]

@@ -118,7 +118,7 @@ TAKES_NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", TAKES_NUMBERS)
 def test_injected_numbers_give_the_bits_of_plain_ones(name: str) -> None:
     make, arguments = TAKES_NUMBERS[name]

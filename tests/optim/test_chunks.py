@@ -44,6 +44,7 @@ def assert_same(got: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 def test_a_step_in_chunks_is_that_of_whole_arrays(rng: np.random.Generator) -> None:
     params = {"w": params_of(rng)["w"], "odd": jnp.ones((3, 32))}
     grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in (1, 2, 3)]

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import in_turn
 from oracle import ieee, pow2, round_exact
 
 import jchop as jc
@@ -82,7 +81,7 @@ def adam(p: Fraction, gradients: list[Fraction], q: Any) -> list[Fraction]:
 CASES = {"sgd": (sgd, optax.sgd(LR, 0.875)), "adam": (adam, optax.adam(LR, 0.5, 0.75, 1e-8))}
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("fmt", SETS)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_exact_arithmetic(name: str, fmt: str) -> None:
@@ -116,8 +115,8 @@ TABLE = {
 }
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("name", in_turn(TABLE, 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLE)
 def test_gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, rng: np.random.Generator) -> None:
     tx = optim.low_precision(
         TABLE[name],
@@ -154,6 +153,7 @@ def test_gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, r
     np.testing.assert_allclose(params["w"], state.accumulator["w"], rtol=2**-7)
 
 
+@pytest.mark.slow
 def test_the_accumulator_moves_where_the_weight_cannot() -> None:
     plain = optax.sgd(2.0**-8)
     params, ones = jnp.ones(4), jnp.ones(4)

@@ -37,7 +37,7 @@ def spoiled(number: float) -> dict[str, jax.Array]:
 LARGE = jnp.asarray(np.random.default_rng(3).standard_normal((128, 256)), "float32")
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("at", [(0, 3), (63, 200), (127, 255)])
 def test_one_nan_among_many_numbers_leaves_a_step_out(at: tuple[int, int], chunks: int) -> None:
@@ -49,7 +49,7 @@ def test_one_nan_among_many_numbers_leaves_a_step_out(at: tuple[int, int], chunk
     jax.tree.map(np.testing.assert_array_equal, unkeyed(after), unkeyed(state))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_all_finite_of_many_numbers(dtype: str, stored: bool) -> None:
@@ -71,7 +71,7 @@ def left_out(state: Any) -> int:
     return own + (left_out(state.inner_state) if isinstance(state, optim.LossScaleState) else 0)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_step_that_is_not_finite_is_left_out(name: str) -> None:
     tx = WRAPPERS[name]

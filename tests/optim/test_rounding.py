@@ -41,7 +41,7 @@ def numbers(fmt: str, dtype: str, rng: np.random.Generator) -> tuple[jax.Array, 
     return p, jnp.asarray(u)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("fmt", "exact", "dtype"), FORMATS)
 def test_parameters_land_on_the_exact_sum_rounded_once(fmt: str, exact: Any, dtype: str, rng: Any) -> None:
     p, u = numbers(fmt, dtype, rng)
@@ -61,6 +61,7 @@ def test_parameters_land_on_the_exact_sum_rounded_once(fmt: str, exact: Any, dty
             assert (0 if wanted is Special.NEG_ZERO else wanted) == Fraction(c), (mode, a, b)
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("fmt", "exact", "dtype"), FORMATS[:3])
 def test_stochastic_parameters_land_on_a_neighbour_and_are_unbiased(fmt: str, exact: Any, dtype: str, rng: Any) -> None:
     p, u = numbers(fmt, dtype, rng)
@@ -88,6 +89,7 @@ def test_stochastic_parameters_land_on_a_neighbour_and_are_unbiased(fmt: str, ex
     assert np.all(np.abs(share - wanted) < 6 * 0.5 / np.sqrt(200))
 
 
+@pytest.mark.slow
 def test_infinities_and_nan_land_too() -> None:
     p = jnp.array([1.0, jnp.inf, 1.0, 3e38, -jnp.inf])
     u = jnp.array([jnp.inf, 1.0, jnp.nan, 3e38, jnp.inf])
@@ -153,7 +155,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_optax_wrappers_take_it(name: str) -> None:
     tx = WRAPPED[name]()

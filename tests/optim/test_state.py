@@ -93,6 +93,7 @@ def test_adamw8bit_follows_the_published_formula(rng: np.random.Generator) -> No
         m, v = (np.float64(jc.dequantize(getattr(state.inner_state[0], name))) for name in ("mu", "nu"))
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_the_wrapped_optimizer_on_the_unpacked_state(rng: np.random.Generator) -> None:
     plain, params = optax.adam(1e-2), params_of(rng)
     grads = jax.tree.map(lambda p: 0.1 * p, params)
@@ -113,6 +114,7 @@ def test_a_step_is_that_of_the_wrapped_optimizer_on_the_unpacked_state(rng: np.r
         np.testing.assert_array_equal(state.inner_state[0].mu["b"], inner[0].mu["b"])
 
 
+@pytest.mark.slow
 def test_stochastic_state_draws_anew_each_step_and_for_each_array(rng: np.random.Generator) -> None:
     params = {"a": jnp.zeros((8, 64)), "b": jnp.zeros((8, 64))}
     grads = jax.tree.map(lambda p: p + 1.001, params)
@@ -139,6 +141,7 @@ def test_a_map_without_zero_keeps_a_moment_of_zero_next_to_zero() -> None:
 # -- what is packed ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("make", "most"),
     [pytest.param("adamw8bit", 2.06, marks=pytest.mark.slow), ("adamw_fp8", 2.06), ("adamw4bit", 1.09)],
@@ -161,6 +164,7 @@ def test_bytes_of_state(make: str, most: float) -> None:
     assert "as it is" in str(report) and f"{live:,} bytes" in str(report)
 
 
+@pytest.mark.slow
 def test_odd_shapes_are_packed_too(rng: np.random.Generator) -> None:
     """Short and odd last axes are joined with those before them; a scalar is a row of one; nothing is left out."""
     shapes = {"kernel": (3, 3, 8, 12), "thin": (500, 1), "odd": (7, 257), "row": (101,), "none": ()}
@@ -208,6 +212,7 @@ def test_rules() -> None:
 # -- where it goes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_donated_state_neither_grows_nor_compiles_again(rng: np.random.Generator) -> None:
     params = params_of(rng)
     rule = {".*mu.*": GROUPS + ":stochastic", ".*nu.*": "bfloat16"}
@@ -322,7 +327,7 @@ def written_by_orbax(state: Any, other: Any, folder: Path) -> Any:
 WRITERS = [written_by_flax, written_by_safetensors, written_by_orbax]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_checkpoint_fits_its_own_specs_and_shapes_alone(write: Any, tmp_path: Path) -> None:
     params = {"w": jnp.linspace(-1, 1, 128).reshape(4, 32)}
@@ -378,6 +383,7 @@ def test_an_nnx_optimizer_refuses_the_state_of_another() -> None:
         other.update(made[1], grads)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 def test_a_part_of_a_packed_array_may_be_small() -> None:
     tx = optim.quantize_state(optax.sgd(0.5, 0.5), "int8(group=32)", min_size=256)

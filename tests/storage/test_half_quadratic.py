@@ -29,6 +29,7 @@ def searched(x: np.ndarray, iterations: int) -> tuple[np.ndarray, np.ndarray]:
     return scale, kept
 
 
+@pytest.mark.slow
 def test_the_turns_are_the_published_ones() -> None:
     x = np.random.default_rng(3).standard_t(3, (8, 64))
     scale, zero = FIT(x, "uint4(channel=0,zero_point=float,scale=float64)")

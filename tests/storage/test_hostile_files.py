@@ -233,6 +233,7 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         TensorFile(path)
 
 
+@pytest.mark.slow
 def test_some_mutants(tmp_path: Path) -> None:
     assert search(tmp_path, 100, 100) == []
 

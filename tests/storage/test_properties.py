@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +46,7 @@ def same(got: Any, wanted: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", TEXTS)
 @settings(deadline=None, max_examples=20)
 @given(ROWS, st.integers(-30, 30), st.permutations(range(4)))
@@ -70,6 +69,7 @@ def test_properties(text: str, rows: list[list[float]], power: int, order: list[
         same(values, np.ldexp(numbers, power))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(st.sampled_from(TEXTS), ROWS)
 def test_loaded_is_saved(text: str, rows: list[list[float]]) -> None:
@@ -82,8 +82,9 @@ def test_loaded_is_saved(text: str, rows: list[list[float]]) -> None:
     same(loaded, q)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("text", in_turn(TEXTS, 3))
+@pytest.mark.parametrize("text", TEXTS)
 def test_compiled_is_eager(text: str) -> None:
     x = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
     q, numbers, _ = storing(text)(x)

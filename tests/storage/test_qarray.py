@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,11 +68,17 @@ def repeated(scale: Any, fmt: jc.ScaledFormat, shape: tuple[int, ...]) -> np.nda
     return scale
 
 
+class Stored(dict[str, tuple[QArray, np.ndarray]]):
+    """Each format compiles once, when it is asked for; NumPy's leaves make indexing cheap."""
+
+    def __missing__(self, text: str) -> tuple[QArray, np.ndarray]:
+        q = jc.quantize(np.asarray(numbers()), text)
+        return self.setdefault(text, (q, decoded(q)))
+
+
 @pytest.fixture(scope="module")
-def stored() -> Any:
-    """Each format compiles once; NumPy's leaves make indexing cheap."""
-    made = {text: jc.quantize(np.asarray(numbers()), text) for text in TEXTS}
-    return {text: (q, decoded(q)) for text, q in made.items()}
+def stored() -> Stored:
+    return Stored()
 
 
 def same(got: Any, wanted: Any) -> None:
@@ -90,8 +95,9 @@ def agrees(q: QArray, wanted: np.ndarray) -> None:
 
 
 # -- as an array -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 6))
-def test_parts_along_axes_that_no_group_holds(stored: Any, text: str) -> None:
+@pytest.mark.in_turn(13)
+@pytest.mark.parametrize("text", TEXTS)
+def test_parts_along_axes_that_no_group_holds(stored: Stored, text: str) -> None:
     q, values = stored[text]
     tiles = "(2,8)" in text
     for index in (1, slice(1, 3), (slice(None, None, -2), Ellipsis), (-1, slice(None), slice(8, 16))):
@@ -103,8 +109,9 @@ def test_parts_along_axes_that_no_group_holds(stored: Any, text: str) -> None:
     agrees(q[ids], values[ids])
 
 
-def test_dequantized_parts(stored: Any) -> None:
-    for q, values in stored.values():
+@pytest.mark.slow
+def test_dequantized_parts(stored: Stored) -> None:
+    for q, values in map(stored.__getitem__, TEXTS):
         same(jc.dequantize(q), values)
     q, values = stored["nvfp4(group=8)"]
     same(jax.jit(lambda q, i: jc.dequantize(q[i]))(q, 2), values[2])
@@ -120,6 +127,7 @@ def test_parts_of_packed_rows() -> None:
         len(q[1, 2, 3])
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     "text", ["int4(group=8)", "int8(group=8,scale=e8m0fnu)", "int4(group=(2,8),zero_point=integer)"]
 )
@@ -138,7 +146,7 @@ def test_parts_with_a_last_group_that_is_shorter(text: str) -> None:
             q[:, 3:]
 
 
-def test_parts_that_cut_groups_or_do_not_exist(stored: Any) -> None:
+def test_parts_that_cut_groups_or_do_not_exist(stored: Stored) -> None:
     q = stored[GROUPS][0]
     for error, said, index in (
         (ValueError, "cuts groups of 8", np.s_[..., 4:]),
@@ -156,8 +164,9 @@ def test_parts_that_cut_groups_or_do_not_exist(stored: Any) -> None:
             q[index]
 
 
-@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 3))
-def test_axes_in_another_order(stored: Any, text: str) -> None:
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("text", TEXTS)
+def test_axes_in_another_order(stored: Stored, text: str) -> None:
     q, values = stored[text]
     agrees(q.T, values.T)
     agrees(q.transpose(1, 0, 2), values.transpose(1, 0, 2))
@@ -170,7 +179,7 @@ def test_axes_in_another_order(stored: Any, text: str) -> None:
         q.transpose(0, 1, 3)
 
 
-def test_shapes_that_leave_groups_whole(stored: Any) -> None:
+def test_shapes_that_leave_groups_whole(stored: Stored) -> None:
     for text, shapes in {
         GROUPS: [(24, 16), (2, 2, 6, 16), (4, 6, 2, 8), (-1, 2, 8), (4, 1, 6, 16)],
         ROWS: [(4, 96), (2, 2, 6, 16), (4, 3, 2, 4, 4)],
@@ -186,7 +195,7 @@ def test_shapes_that_leave_groups_whole(stored: Any) -> None:
     assert stored[GROUPS][0].reshape(4, 6, 16) is stored[GROUPS][0]
 
 
-def test_shapes_that_tear_groups(stored: Any) -> None:
+def test_shapes_that_tear_groups(stored: Stored) -> None:
     for text, shapes in {
         GROUPS: [(384,), (4, 6, 4, 4), (96, 4)],
         ROWS: [(384,), (6, 4, 16), (2, 192)],
@@ -201,7 +210,7 @@ def test_shapes_that_tear_groups(stored: Any) -> None:
             stored[GROUPS][0].reshape(shape)
 
 
-def test_repr(stored: Any) -> None:
+def test_repr(stored: Stored) -> None:
     small = jc.quantize(np.array([[1.0, -2.0]], np.float32), "int8(channel=0)")
     assert repr(small) == "QArray([[ 1.007874, -2.      ]], dtype=float32, spec='int8(channel=-2)')"
     q = jc.quantize(jnp.ones((40, 50)), "mxfp4")
@@ -211,7 +220,7 @@ def test_repr(stored: Any) -> None:
 
 
 # -- as a pytree -----------------------------------------------------------------------------------------------------
-def test_leaves_have_names(stored: Any) -> None:
+def test_leaves_have_names(stored: Stored) -> None:
     q = stored["int4(group=(2,8),zero_point=integer)"][0]
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
     assert paths == [".qvalue", ".scale", ".zero_point"]
@@ -220,7 +229,8 @@ def test_leaves_have_names(stored: Any) -> None:
     assert hash(jax.tree.structure(q)) == hash(jax.tree.structure(again))
 
 
-@pytest.mark.parametrize("text", cases.in_turn(["int8(channel=-1)", "nvfp4"], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["int8(channel=-1)", "nvfp4"])
 def test_vmap_puts_an_axis_in_front(text: str) -> None:
     x = numbers()
     q = jax.jit(jax.vmap(lambda x: jc.quantize(x, text)))(x)
@@ -233,6 +243,7 @@ def test_vmap_puts_an_axis_in_front(text: str) -> None:
     same(jax.vmap(lambda q: jc.dequantize(q[2]))(q), values[:, 2])
 
 
+@pytest.mark.slow
 def test_vmapped_tensors_scales_do_not_mix() -> None:
     q = jax.vmap(lambda x: jc.quantize(x, "nvfp4"))(numbers())
     with pytest.raises(ValueError, match="cannot be moved"):
@@ -258,6 +269,7 @@ def test_scan_takes_a_layer_at_a_time() -> None:
     jax.tree.map(same, again, weights)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("text", "batched"),
     [
@@ -282,6 +294,7 @@ def test_derivative_in_the_leaves_that_are_floats(text: str, batched: bool) -> N
     np.testing.assert_allclose(total.ravel(), np.ravel(wanted), rtol=1e-2 if text == GROUPS else 1e-5)
 
 
+@pytest.mark.slow
 def test_derivative_in_what_is_added() -> None:
     """x = s e + z: in z the sum of the weights, in s that of weights times elements."""
     x, weight = numbers((4, 16)), numbers((4, 16)) + 3
@@ -304,6 +317,7 @@ def test_derivative_in_scales_that_are_added_to() -> None:
     np.testing.assert_allclose(np.ravel(got.scale[1]), (own * np.asarray(q.scale[0])).sum(-1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_derivative_in_float_codes() -> None:
     q = jc.quantize(numbers((4, 16)), "float8_e4m3fn(channel=0)")
 
@@ -329,6 +343,7 @@ def test_donated_leaves_are_used() -> None:
     same(jc.dequantize(moved), wanted)
 
 
+@pytest.mark.slow
 def test_export() -> None:
     q = jc.quantize(numbers((4, 16)), "nvfp4")
     exported = export.export(jax.jit(jc.dequantize))(q)
@@ -353,6 +368,7 @@ def test_export_of_what_takes_and_returns_stored_arrays() -> None:
     jax.tree.map(same, got, wanted)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_orbax(tmp_path: Path) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")
     texts = ("mxfp8_e4m3(group=8)", "nvfp4", "int4(group=8,zero_point=float,scale=bfloat16)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -79,7 +78,8 @@ def same(got: Any, wanted: Any) -> None:
     np.testing.assert_array_equal(np.where(nan, 0, got.view(word)), np.where(nan, 0, wanted.view(word)))
 
 
-@pytest.mark.parametrize(("text", "shape", "bits"), cases.in_turn(SIZES, 3), ids=[row[0] for row in SIZES])
+@pytest.mark.in_turn(8)
+@pytest.mark.parametrize(("text", "shape", "bits"), SIZES, ids=[row[0] for row in SIZES])
 def test_sizes_are_those_of_the_arrays(text: str, shape: tuple[int, ...], bits: float) -> None:
     q = jc.quantize(jnp.ones(shape), text)
     leaves = jax.tree.leaves(q)
@@ -97,6 +97,7 @@ NF4 = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("text", "shape", "bits"), NF4)
 def test_the_size_of_scales_that_are_quantized_again(text: str, shape: tuple[int, ...], bits: float) -> None:
     q = jax.eval_shape(lambda x: jc.quantize(x, text), jax.ShapeDtypeStruct(shape, np.float32))
@@ -110,6 +111,7 @@ def test_the_size_of_scales_that_are_quantized_again_in_memory(text: str, shape:
     test_sizes_are_those_of_the_arrays(text, shape, bits)
 
 
+@pytest.mark.slow
 def test_the_largest_of_scales_that_are_quantized_again_stays_finite() -> None:
     """255 steps from the smallest scale lie half a unit above the largest number, and would round to infinity."""
     top, other = np.finfo(np.float32).max, np.float32(float.fromhex("0x1.66f0dp+119"))
@@ -118,6 +120,7 @@ def test_the_largest_of_scales_that_are_quantized_again_stays_finite() -> None:
     same(jc.dequantize(q), x)
 
 
+@pytest.mark.slow
 def test_codes_of_scales_that_say_zero_are_the_smallest_scale() -> None:
     """No fit gives them, and within jit they cannot be refused."""
     tiny = np.float32(2.0**-149)
@@ -128,6 +131,7 @@ def test_codes_of_scales_that_say_zero_are_the_smallest_scale() -> None:
     same(given(x, 0 * codes), np.array([[7 * tiny, -8 * tiny, 0.0, tiny] * 2], np.float32))
 
 
+@pytest.mark.slow
 def test_odd_rows_waste_less_than_a_byte() -> None:
     x = jnp.ones((3, 37))
     for bits in (3, 4, 5, 8):
@@ -135,7 +139,8 @@ def test_odd_rows_waste_less_than_a_byte() -> None:
         assert q.qvalue.shape == (3, -(-37 * bits // 8)) and q.qvalue.nbytes == 3 * -(-37 * bits // 8)
 
 
-@pytest.mark.parametrize("text", cases.in_turn(TEXTS, 4))
+@pytest.mark.in_turn(15)
+@pytest.mark.parametrize("text", TEXTS)
 def test_dequantized_is_rounded(text: str) -> None:
     x = numbers()
     q = jc.quantize(x, text)
@@ -146,7 +151,8 @@ def test_dequantized_is_rounded(text: str) -> None:
     jax.tree.map(same, compiled, q)
 
 
-@pytest.mark.parametrize("dtype", cases.in_turn([ml_dtypes.bfloat16, np.float16, np.float64], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
 def test_every_carrier(dtype: Any) -> None:
     for text in ("mxfp4", "int8(channel=0)", "e3m2fn"):
         x = numbers((3, 37), dtype)
@@ -189,6 +195,7 @@ def test_codes_are_the_bits_of_native_dtypes() -> None:
     same(q.qvalue * q.scale, jc.dequantize(q))
 
 
+@pytest.mark.slow
 def test_a_nan_that_cannot_be_said() -> None:
     x = np.array([[np.nan, 1.0, -2.0, np.inf]], np.float32)
     assert jc.dequantize(jc.quantize(x, "e2m1fn")).tolist() == [[6.0, 1.0, -2.0, 6.0]]
@@ -241,6 +248,7 @@ def test_refused() -> None:
             call()
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
 def test_scales_that_no_fit_gives_are_refused(bad: float) -> None:
     x = numbers((2, 32))

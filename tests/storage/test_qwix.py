@@ -28,6 +28,7 @@ def x() -> jnp.ndarray:
     return jnp.asarray(np.random.default_rng(2).standard_normal((4, 32)), jnp.float32)
 
 
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("text", [row[0] for row in BOTH])
 def test_there_and_back(x, text):
     qwix = pytest.importorskip("qwix")
@@ -41,6 +42,7 @@ def test_there_and_back(x, text):
     assert again.scale.shape == q.scale.shape
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("text", "qtype", "how"), [row for row in BOTH if row[1] is not None])
 def test_what_qwix_quantized(x, text, qtype, how):
     qwix = pytest.importorskip("qwix")

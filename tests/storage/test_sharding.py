@@ -37,7 +37,7 @@ def collectives(compiled: Any) -> set[str]:
     return {name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text}
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("text", "where", "moves"),
     [
@@ -70,6 +70,7 @@ def test_sharded_is_unsharded(text: str, where: P, moves: set[str]) -> None:
     assert values.sharding.is_equivalent_to(sharding, 2)
 
 
+@pytest.mark.slow
 def test_each_leaf_is_placed() -> None:
     q = jc.quantize(numbers(), "int4(group=16,scale=bfloat16)")
     placed = jax.device_put(q, NamedSharding(mesh(), P("a", "b")))
@@ -80,6 +81,7 @@ def test_each_leaf_is_placed() -> None:
     same(jc.dequantize(rows), jc.dequantize(q)[8:])
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("text", "where", "scales"),
     [
@@ -123,6 +125,7 @@ def test_explicit_meshes() -> None:
     same(values, jc.round_to_format(numbers(), "int4(group=16,scale=bfloat16)"))
 
 
+@pytest.mark.slow
 def test_shard_map_quantizes_its_own_part() -> None:
     x = numbers()
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cases
 import jax
 import numpy as np
 import pytest
@@ -41,6 +40,7 @@ def wine() -> StudyResult:
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_every_format_meets_every_mode_in_order(digits: StudyResult) -> None:
     modes = ("nearest_even", "down", "stochastic")
     assert [(row.format, row.rounding) for row in digits.rows] == [(fmt, mode) for fmt in FORMATS for mode in modes]
@@ -50,13 +50,15 @@ def test_every_format_meets_every_mode_in_order(digits: StudyResult) -> None:
     assert digits.rows[2].spec == "float4_e2m1fn:stochastic"
 
 
-@pytest.mark.parametrize("mode", cases.in_turn(["stochastic", "nearest_even", "down"], 3))
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("mode", ["stochastic", "nearest_even", "down"])
 def test_binary32_parameters_do_not_move(digits: StudyResult, mode: str) -> None:
     row = digits.cell("fp32", mode)
     assert (row.accuracy, row.cross_entropy) == (digits.accuracy, digits.cross_entropy)
     assert (row.accuracy_std, row.cross_entropy_std) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_the_network_learns_and_narrow_formats_lose(digits: StudyResult) -> None:
     assert digits.accuracy > 0.85 and digits.losses[1] < digits.losses[0]
     assert digits.cell("e2m1fn", "down").accuracy < 0.5
@@ -64,6 +66,7 @@ def test_the_network_learns_and_narrow_formats_lose(digits: StudyResult) -> None
     assert abs(digits.cell("q43", "nearest_even").accuracy - digits.accuracy) < 0.05
 
 
+@pytest.mark.slow
 def test_stochastic_runs_differ(digits: StudyResult) -> None:
     assert digits.cell("q43", "stochastic").cross_entropy_std > 0
     assert digits.cell("q43", "down").cross_entropy_std == 0
@@ -86,6 +89,7 @@ def test_the_same_seed_gives_the_same_study(wine: StudyResult) -> None:
     assert again(1).accuracy != wine.accuracy or again(1).cross_entropy != wine.cross_entropy
 
 
+@pytest.mark.slow
 def test_overflow_to_nan_is_reported_as_nan() -> None:
     # e2m1 with a NaN instead of its largest value: inputs beyond 4 become NaN, and so does every output.
     result = study.run("breast-cancer", formats=["e2m1fn(nans=top)"], modes=["rne"], epochs=1, activations=True)
@@ -94,6 +98,7 @@ def test_overflow_to_nan_is_reported_as_nan() -> None:
     assert " nan" in study.table(result)
 
 
+@pytest.mark.slow
 def test_formats_come_by_bits_and_names_of_one_format_share_a_row() -> None:
     asked = ["fp32", "half", "nvfp4", "e2m1fn", "binary16", "fp16"]
     result = study.run("wine", formats=asked, modes=["rne", "sr"], epochs=1, seeds=2)
@@ -215,6 +220,7 @@ def test_bad_arguments_are_refused_before_training(arguments: dict, said: str) -
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_files_agree_with_the_result(wine: StudyResult, tmp_path: Path) -> None:
     paths = study.save(wine, tmp_path / "new" / "folder")
     assert [path.name for path in paths] == list(NAMES) == sorted(path.name for path in paths[0].parent.iterdir())
@@ -290,6 +296,7 @@ def test_progress_is_one_line_on_a_terminal_and_few_lines_elsewhere(monkeypatch:
     assert live.getvalue().endswith("[########################] 100/100  loss 0.01\n")
 
 
+@pytest.mark.slow
 def test_importing_the_study_loads_no_extra() -> None:
     code = "import sys, jchop.study; print(sorted({'flax', 'optax', 'matplotlib', 'sklearn'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])

@@ -48,6 +48,7 @@ def test_memory_is_shared_both_ways():
         assert jc.torch.as_tensor(jc.torch.as_jax(torch.empty(shape))).shape == shape
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("spec", ["float8_e5m2", "float8_e5m2:stochastic"])
@@ -123,6 +124,7 @@ def test_without_torch_the_extra_is_named(monkeypatch):
         importlib.import_module("jchop.torch")
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_after_calls():
     """Neither arrays nor tensors: as many live after 1,000 calls, some of them with gradients, as before."""
     x = torch.randn(64)

@@ -116,6 +116,7 @@ def test_layers_draw_bits_of_their_own():
     assert not torch.equal(layer.weight, layer.weight)  # another draw each time
 
 
+@pytest.mark.slow
 def test_models_are_copied_saved_trained_and_compiled():
     low = jc.torch.quantize(
         model(), {"*": {"weight": "e5m2:stochastic", "activation": "e4m3", "gradient": "e5m2:stochastic"}}

@@ -21,6 +21,7 @@ def load():
     return module
 
 
+@pytest.mark.slow
 def test_the_recipe_learns():
     example = load()
     assert example.train(example.IBM, 3, 16) > 0.7

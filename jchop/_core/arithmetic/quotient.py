@@ -93,6 +93,55 @@ def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: boo
     return jnp.minimum(bits | lost | (count & _bits.low_mask(down) != 0), carrier.inf - 1)
 
 
+def is_short(count: int, carrier: Carrier) -> bool:
+    """Whether `quotient_by_constant` takes a divisor: an odd integer that leaves room in a word."""
+    return count > 1 and carrier.fraction + 2 + count.bit_length() <= carrier.work_width
+
+
+def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: Carrier, odd: bool) -> Array:
+    """Magnitude bits of finite magnitudes over count 2^exponent, rounded to nearest even, or to odd.
+
+    What lies beyond the carrier's largest number is infinity; rounded to odd it is the largest number.
+
+    Args:
+        magnitude: of the carrier, subnormal numbers and 0 too.
+        count: an odd integer that `is_short`.
+        exponent: an integer.
+        carrier: of the magnitudes.
+        odd: whether to round to odd.
+    """
+    fraction, more_bits = carrier.fraction, count.bit_length() + 1
+    bits = extended(magnitude, carrier)
+    whole = significand_of(bits, carrier)
+    low = fraction + 1 - (fraction + 1) // 2
+    first, rest = _over_count(whole >> low, count, carrier)
+    second, rest = _over_count(rest << low | whole & _bits.low_mask(low), count, carrier)
+    third, rest = _over_count(rest << more_bits, count, carrier)
+    # The quotient times 2^(M + 2 - field), or of one bit more, and whether anything follows.
+    quotient = (first << low | second) << more_bits | third
+    sticky = (rest != 0).astype(bits.dtype)
+    more = quotient >> fraction + 2
+    field = (bits >> fraction) - (exponent + count.bit_length()) + more
+    down = 1 + more + jnp.clip(1 - field, 0, fraction + 2)
+    kept = quotient >> down
+    if odd:
+        rounded = kept | (quotient & _bits.low_mask(down) != 0) | sticky
+    else:
+        # A tie goes up where that is to an even number.
+        rounded = quotient + ((1 << down - 1) - 1) + (kept & 1 | sticky) >> down
+    rounded = rounded + (jnp.clip(field - 1, 0, 2 * carrier.bias) << fraction)
+    return jnp.where(magnitude == 0, 0, jnp.minimum(rounded, carrier.inf - odd))
+
+
+def _over_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, Array]:
+    """Quotient and remainder of integers that leave half of a significand's bits for the quotient.
+
+    The quotient plus 1 / (2 count) lies so far from whole numbers that its error cannot be seen.
+    """
+    quotient = ((dividend.astype(carrier.name) + 0.5) * (1 / count)).astype(dividend.dtype)
+    return quotient, dividend - quotient * count
+
+
 def _within(field: Array, count: Array, carrier: Carrier) -> Array:
     """Magnitude bits of a field and a significand, held within the normal range."""
     bits = (jnp.minimum(field, 2 * carrier.bias) - 1 << carrier.fraction) + count

@@ -22,7 +22,13 @@ from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.basic import divide, range_of, require_operation
 from jchop._core.arithmetic.exact import round_exact
 from jchop._core.arithmetic.levels import require_levels
-from jchop._core.arithmetic.quotient import divisor_bits, divisor_of_product, odd_quotient
+from jchop._core.arithmetic.quotient import (
+    divisor_bits,
+    divisor_of_product,
+    is_short,
+    odd_quotient,
+    quotient_by_constant,
+)
 from jchop._core.rounding.codes import decode_elements, encode_elements, extended
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import require_carrier
@@ -44,6 +50,8 @@ Array = jax.Array
 
 #: Scale formats whose scales are stored as numbers of a dtype; others are stored as codes.
 _NUMBERS = {binary16: "float16", bfloat16: "bfloat16", binary32: "float32", binary64: "float64"}
+#: The format of a carrier.
+_OWN = {"float32": binary32, "float64": binary64}
 #: The format of the scale of a whole tensor.
 TENSOR_SCALE = binary32
 #: The safe range of scales: from 2^-SAFE_EXPONENT to 2^SAFE_EXPONENT.
@@ -352,10 +360,34 @@ def scale_rounding(plan: Plan) -> Spec:
 
 
 def _over_constant(largest: Array, divisor: Fraction, plan: Plan) -> Array:
-    compute, x = plan.compute, positive(largest, plan.compute)
-    whole = range_of(None, compute)
-    quotient = divide(x, jnp.full_like(x, float(divisor)), scale_rounding(plan), compute, None, whole, whole)
+    compute, spec = plan.compute, scale_rounding(plan)
+    bits = _short_quotient(largest, divisor, spec, compute)
+    if bits is not None:
+        return bits
+    x, whole = positive(largest, compute), range_of(None, compute)
+    quotient = divide(x, jnp.full_like(x, float(divisor)), spec, compute, None, whole, whole)
     return _bits.split(quotient, compute)[1]
+
+
+def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, carrier: Carrier) -> Array | None:
+    """Finite magnitudes over a divisor of few bits, rounded to nearest even under a spec; None for other divisors."""
+    count, exponent = divisor_parts(divisor)
+    own = spec.format == _OWN[carrier.name]
+    if not (is_short(count, carrier) and (own or _rounds_odd(spec.format, carrier))):
+        return None
+    bits = quotient_by_constant(largest, count, exponent, carrier, odd=not own)
+    if not own:
+        return _bits.split(round_elements(positive(bits, carrier), spec, carrier), carrier)[1]
+    return bits if spec.overflow is Overflow.IEEE else jnp.minimum(bits, carrier.inf - 1)
+
+
+def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
+    """Whether every number may be rounded to odd in the carrier before it is rounded to a format."""
+    return (
+        isinstance(fmt, FloatFormat)
+        and fmt.frac_bits + 2 <= carrier.fraction
+        and fmt.emin - fmt.frac_bits >= carrier.tiny_exponent + 2
+    )
 
 
 def _over_tensor(largest: Array, tensor: Array, plan: Plan) -> Array:
@@ -386,12 +418,16 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
         return jnp.ones((), jnp.float32)
     magnitude = _bits.split(x, compute)[1]
     largest = largest_of(magnitude, tuple(range(x.ndim)), compute, xla_cpu.maximum).reshape(())
-    # The divisor may be no number of the carrier.
-    count, exponent = divisor_parts(Fraction(plan.scale.max) * Fraction(plan.element.format.max))
-    exact = double_word.divide(
-        positive(largest, compute), jnp.full((), float(count), compute.name), compute, 2, -exponent
-    )
-    quotient = round_exact(exact, Spec(TENSOR_SCALE, overflow=Overflow.SATURATE), compute, None)
+    divisor = Fraction(plan.scale.max) * Fraction(plan.element.format.max)
+    spec = Spec(TENSOR_SCALE, overflow=Overflow.SATURATE)
+    bits = _short_quotient(largest, divisor, spec, compute)
+    if bits is None:  # the divisor may be no number of the carrier
+        count, exponent = divisor_parts(divisor)
+        whole = jnp.full((), float(count), compute.name)
+        exact = double_word.divide(positive(largest, compute), whole, compute, 2, -exponent)
+        quotient = round_exact(exact, spec, compute, None)
+    else:
+        quotient = positive(bits, compute)
     codes = encode_elements(quotient, TENSOR_SCALE, compute).astype(jnp.int32)
     result = lax.bitcast_convert_type(jnp.maximum(codes, 1), jnp.float32)
     return jnp.where(largest == 0, jnp.float32(1), result)

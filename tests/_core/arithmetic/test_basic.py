@@ -133,9 +133,10 @@ def apply(
 # --- any operands: integer arithmetic ---------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize(
     ("text", "carrier"),
-    cases.in_turn([*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)], 8),
+    [*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)],
 )
 def test_any_operands(text: str, carrier: str, rng: np.random.Generator) -> None:
     """Uncompiled: every primitive is compiled once for all formats and modes, and integers are integers."""
@@ -145,7 +146,8 @@ def test_any_operands(text: str, carrier: str, rng: np.random.Generator) -> None
         check(operation, operands, [carrier_range(CARRIERS[carrier])] * count, specs(text, carrier), fmt, rng)
 
 
-@pytest.mark.parametrize("carrier", cases.in_turn(["float32", "float64"], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("carrier", ["float32", "float64"])
 def test_exact_form(carrier: str, rng: np.random.Generator) -> None:
     """What integer arithmetic hands to a rounding, bit for bit: t, the W bits after it, and whether more follow."""
     kind, width = oracle.CARRIERS[carrier], CARRIERS[carrier].work_width
@@ -181,6 +183,7 @@ def test_accepted_at_the_edge(rng: np.random.Generator) -> None:
             check(operation, operands, [carrier_range(CARRIERS["float32"])] * 2, [spec], fmt, rng)
 
 
+@pytest.mark.slow
 def test_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
     kind, spec, whole = oracle.CARRIERS["float32"], jc.parse("e5m10:stochastic"), carrier_range(CARRIERS["float32"])
     operands = oracle_arithmetic.pairs("multiply_add", oracle.ieee(5, 10), kind, 2000, rng)
@@ -272,7 +275,8 @@ def fast_cases(mode: str, carrier: str, n: int, rng: np.random.Generator) -> Ite
         yield operation, operands, ranges, jc.Spec(result, rounding=mode)
 
 
-@pytest.mark.parametrize("mode", cases.in_turn(ROUNDINGS_OF_FAST, 5))
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize("mode", ROUNDINGS_OF_FAST)
 def test_known_ranges(mode: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, so that a compiler that contracts or reorders would show; against the exact results."""
     for name in ("add", "multiply", "multiply_add"):
@@ -422,6 +426,7 @@ def test_division_by_a_poor_divider(monkeypatch: pytest.MonkeyPatch, rng: np.ran
 # --- ranges and refusals ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", [*RESULTS, "ufixed4.4", "integer4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"])
 def test_range_of(text: str, rng: np.random.Generator) -> None:
     """Every value lies within its format's range, and no tighter one holds."""
@@ -473,6 +478,7 @@ def test_require_operation(carrier: str) -> None:
             require_operation(jc.parse(text), CARRIERS[carrier], "accumulate")
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", ["integer8:wrap", "fixed4.4:wrap:stochastic", "ufixed4.4:wrap:down"])
 def test_wrap(text: str, rng: np.random.Generator) -> None:
     spec = jc.parse(text)

@@ -127,7 +127,8 @@ FULL = [("bfloat16", True), ("bfloat16", False), ("tf32", True), ("e8m1", True),
 FULL_MODES = tuple(mode for mode in MODES if mode != "stochastic_c")
 
 
-@pytest.mark.parametrize(("text", "own"), cases.in_turn(FULL, 6))
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "own"), FULL)
 def test_full_range_is_what_integers_give(text: str, own: bool, rng: np.random.Generator) -> None:
     """Over the whole range, every pair of exponents met, and next to the bounds that the cheap way has."""
     n, carrier, fmt = 40_000, CARRIERS["float32"], jc.parse(text).format
@@ -183,6 +184,7 @@ def exact_root(v: Value, carrier: oracle.Carrier) -> tuple[Value, bool]:
     return Fraction(2 * whole + (not exact), 2 ** (400 + 1)), exact
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("text", "name"), [("e5m10", "float32"), ("bfloat16", "float32"), ("fixed8.8", "float32")])
 def test_roots_in_every_mode(text: str, name: str, rng: np.random.Generator) -> None:
     carrier, fmt = oracle.CARRIERS[name], FORMATS[text]
@@ -249,6 +251,7 @@ def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
         assert got == [*expected, bool(rest) or expected[2]], bits
 
 
+@pytest.mark.slow
 def test_a_root_corrects_a_bad_guess(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """A device's root may be off by many units in the last place."""
     x = (rng.random(2000) * 100).astype(np.float32)
@@ -258,6 +261,7 @@ def test_a_root_corrects_a_bad_guess(monkeypatch: pytest.MonkeyPatch, rng: np.ra
         np.testing.assert_array_equal(operation("sqrt", [jnp.asarray(x)], jc.parse("binary32")), np.sqrt(x))
 
 
+@pytest.mark.slow
 def test_a_narrow_quotient_corrects_a_bad_one() -> None:
     """The quotient of the hardware is moved by up to six units in the last place: the result stays."""
     values = jc.parse("e5m2").format.values().astype(np.float32)  # type: ignore[union-attr]
@@ -281,6 +285,7 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
 # -- the smaller ones --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["max", "min", "neg", "abs", "square", "sub"])
 def test_the_other_operations(name: str, rng: np.random.Generator) -> None:
     fmt, carrier = FORMATS["bfloat16"], oracle.CARRIERS["float32"]
@@ -308,6 +313,7 @@ def test_signs_of_formats_that_are_not_symmetric() -> None:
     assert np.signbit(operation("neg", [jnp.array(0.0)], jc.parse("bfloat16")))
 
 
+@pytest.mark.slow
 def test_a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
     """Where overflow becomes the largest value, but infinities stay."""
     largest = np.finfo(np.float32).max
@@ -389,7 +395,8 @@ def test_sums_follow_the_orders_of_products(rng: np.random.Generator) -> None:
     assert float(sum_along(jnp.zeros((0,), jnp.float32), 0, jc.MatmulSpec(accumulate="e5m2"))) == 0
 
 
-@pytest.mark.parametrize("mode", cases.in_turn(MODES, 3))
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["sum", "prod"])
 def test_running_sums_and_products(kind: str, mode: str, rng: np.random.Generator) -> None:
     carrier, fmt = oracle.CARRIERS["float32"], FORMATS["e5m2"]

@@ -39,6 +39,7 @@ def value(bits: int, name: str) -> Fraction:
     return found
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_quotients_are_exact(name: str, rng: np.random.Generator) -> None:
     """The leading bits, the word after them and whether more follow; and the same rounded to odd."""
@@ -87,6 +88,7 @@ def test_what_is_not_plain_stays() -> None:
     assert not (v.rest.any() or v.inexact.any() or jnp.any(v.sticky))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_divisors_that_are_products(name: str, rng: np.random.Generator) -> None:
     """Integers of 3 bits times powers of two times numbers of a carrier, as a significand and an exponent."""
@@ -106,3 +108,28 @@ def test_divisors_that_are_products(name: str, rng: np.random.Generator) -> None
     for exact, n, f in zip(products, made.significand.tolist(), made.field.tolist(), strict=True):
         assert n >> wide - 1 == 1 and n <= kept
         assert n * Fraction(2) ** (f - carrier.bias - wide + 1) == exact
+
+
+@pytest.mark.parametrize(("name", "count"), [("float32", 3), ("float32", 127), ("float64", 7), ("float64", 1023)])
+def test_quotients_by_constants_are_exact(name: str, count: int, rng: np.random.Generator) -> None:
+    carrier = CARRIERS[name]
+    assert quotient.is_short(count, carrier) and not quotient.is_short(count << 10 | 1, carrier)
+    # Multiples of the constant give quotients that are exact, and with half a unit in the last place ties.
+    multiples = count * rng.integers(1, (1 << carrier.fraction + 1) // count, 100)
+    x = np.concatenate([[0], magnitudes(name, rng)[:300], multiples]).astype(carrier.work)
+    for exponent in (-9, 0, 8):
+        nearest, odd = (
+            np.asarray(
+                jax.jit(quotient.quotient_by_constant, static_argnums=(1, 2, 3, 4))(x, count, exponent, carrier, o)
+            )
+            for o in (False, True)
+        )
+        assert nearest[0] == odd[0] == 0
+        for a, *got in zip(x[1:].tolist(), nearest[1:].tolist(), odd[1:].tolist(), strict=True):
+            exact = value(a, name) / count / Fraction(2) ** exponent
+            if exact >= Fraction(2) ** (carrier.bias + 1):
+                assert got == [carrier.inf, carrier.inf - 1]
+                continue
+            low, nu = oracle.neighbours(oracle.ieee(*oracle_parts(name)), exact)
+            up = 2 * nu > 1 or (2 * nu == 1 and low & 1)
+            assert got == [low + bool(up), low | (nu > 0)], (a, exponent)

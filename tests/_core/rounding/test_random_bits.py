@@ -101,6 +101,7 @@ def test_documented_vectors(data: tuple[int, ...], words: tuple[int, ...]) -> No
     assert tuple(int(word) for word in got) == words
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("data", [(0, 0), (7, 1), (WORD, 5), (0, 9, 0, 9), PI])
 def test_words_equal_the_second_implementation(data: tuple[int, ...], x64: bool) -> None:
@@ -113,6 +114,7 @@ def test_words_equal_the_second_implementation(data: tuple[int, ...], x64: bool)
             assert integers(low) == [expected_word(wanted, offset + i, 1) for i in range(24)]
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_key_flags_do_not_matter(implementation: str) -> None:
     key = jax.random.key(11, impl=implementation)
@@ -125,7 +127,7 @@ def test_key_flags_do_not_matter(implementation: str) -> None:
 # --- indexes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("shape", [(24,), (4, 6), (2, 1, 12), (1,), (), (0,), (3, 0)])
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_flat_index_of_a_chunk(shape: tuple[int, ...], offset: int) -> None:
@@ -146,6 +148,7 @@ def test_high_word_is_a_known_number_where_it_can_be() -> None:
 NARROW = [np.uint8, np.int16, np.int32, np.uint32]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("kind", "x64"),  # there are 64-bit integers only with x64
     [(kind, x64) for kind in NARROW for x64 in (False, True)] + [(np.int64, True), (np.uint64, True)],
@@ -159,6 +162,7 @@ def test_traced_offsets(kind: type[np.integer], x64: bool) -> None:
             assert integers(traced(kind(offset))) == integers(random_bits(seeds, (3, 5), offset))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("whole", [(13, 9, 8), (5, 2**20, 2**12), (2**33, 4, 2**20), (9, 2**31, 2**31)])
 @pytest.mark.parametrize("x64", [False, True])
 def test_tiles_of_an_array(whole: tuple[int, ...], x64: bool) -> None:
@@ -197,6 +201,7 @@ def test_an_axis_beyond_the_counter_is_refused() -> None:
     assert index[1].shape == (3, 2**32)
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_scan_equal_the_plain_call() -> None:
     keys = jax.random.split(jax.random.key(5), 6)
 
@@ -364,7 +369,7 @@ def report(results: dict[str, np.ndarray]) -> None:
 
 
 FULL = pytest.mark.slow
-SIZES = [pytest.param(2, 1 << 20, id="reduced"), pytest.param(20, 1 << 24, id="full", marks=FULL)]
+SIZES = [pytest.param(2, 1 << 18, id="reduced"), pytest.param(20, 1 << 24, id="full", marks=FULL)]
 
 
 @pytest.mark.parametrize(("keys", "size"), SIZES)

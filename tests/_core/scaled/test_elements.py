@@ -218,8 +218,8 @@ MORE: list[Spec] = [
 ]
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize(("spec", "dtype"), cases.in_turn(SOME, 3), ids=lambda value: str(value))
+@pytest.mark.in_turn(10)
+@pytest.mark.parametrize(("spec", "dtype"), SOME, ids=lambda value: str(value))
 def test_against_exact_rationals(spec, dtype):
     check(spec, dtype, 30)
 
@@ -237,6 +237,7 @@ def test_all_against_exact_rationals(spec):
 EXPONENTS = range(-149, 128)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -257,6 +258,7 @@ def test_scales_of_every_exponent(spec):
         assert value_of(scale) == oracle_scaled.scale_of([-Fraction(value)], rules), value.hex()
 
 
+@pytest.mark.slow
 def test_scales_are_read_back():
     """Every code of an 8-bit scale format, NaN among them; and numbers that are stored as such."""
     for spec in (mx("e4m3fn"), blocks("e4m3fn", 4, scale="e4m3fn", rule="absmax")):
@@ -305,6 +307,7 @@ def products(spec: Spec, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.asarray(jax.jit(fun)(packed, scales))
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_code_under_every_scale(dtype):
     """mxfp4: each product rounded once, overflow and subnormal numbers included."""
@@ -335,9 +338,8 @@ def along_last(x: np.ndarray, spec: Spec) -> tuple[np.ndarray, ...]:
     return rounded[..., :size], codes[..., :size], whole["scales"].reshape(*lead, -1)
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes"), cases.in_turn([((2, 3, 1, 9), (1, 3)), ((3, 5, 19), (-1, -2, 0)), ((13,), (0,))], 3)
-)
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize(("shape", "axes"), [((2, 3, 1, 9), (1, 3)), ((3, 5, 19), (-1, -2, 0)), ((13,), (0,))])
 def test_axes_and_ragged_tails(shape, axes, rng):
     """Any axis is the last one of the array with that axis moved there, and a tail is a smaller block."""
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-9, 9, shape)).astype(np.float32)
@@ -360,6 +362,7 @@ def test_empty_arrays(shape):
         assert got["scales"].shape == tuple(scales)
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_flat_index_alone(rng):
     """An element is rounded by the word of its place in the array, whatever the axis and length of the blocks."""
     x = (rng.integers(-7, 8, (6, 10)) + rng.random((6, 10))).astype(np.float32)
@@ -381,6 +384,7 @@ def test_the_conformance_file_is_covered():
     assert len(CONFORMANCE) == 75
 
 
+@pytest.mark.slow
 def test_conformance():
     """The cases of scaled formats: microxcaling's vectors and the largest magnitudes just below powers of two.
 
@@ -435,7 +439,7 @@ TORCHAO: Sequence[tuple[Spec, str | None, float]] = (
 )
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("spec", "expected", "ratio"), TORCHAO, ids=str)
 def test_codes_of_torchao(spec, expected, ratio):
     x = weights()

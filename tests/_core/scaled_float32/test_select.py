@@ -195,6 +195,7 @@ UNIFORM = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [UNIFORM[0], pytest.param(UNIFORM[1:], marks=pytest.mark.slow)], ids=["some", "all"])
 def test_uniform(case: Any) -> None:
     for i, (element, mode, scale, carrier) in enumerate([case] if isinstance(case, tuple) else case):
@@ -265,6 +266,7 @@ def check_levels(fmt: jc.CodebookFormat, mode: str, rows: int, carrier: str = "f
     check(plan, halves(fmt), rows, rows)
 
 
+@pytest.mark.slow
 def test_levels() -> None:
     nf4 = jc.nf4.element
     assert isinstance(nf4, jc.CodebookFormat)

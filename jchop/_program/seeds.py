@@ -36,6 +36,12 @@ class Seeds:
         """Those of turn `step` of the program that has the number."""
         return Seeds(fold_seeds(self.six, number, step), self.axes)
 
+    def within(self, axes: tuple[str, ...], typed: bool) -> Seeds:
+        """Those of a shard; if nothing says what varies over the axes (`typed`), everything draws otherwise."""
+        if typed:
+            return Seeds(self.six, (*self.axes, *axes))
+        return self.turn(0, lax.axis_index(axes))
+
     def of(self, *like: Any) -> tuple[Array, ...]:
         """The six words for what varies as these arrays do."""
         found = {axis for x in like for axis in varying(x)}

@@ -10,16 +10,16 @@ from typing import Any
 import jax
 from jax import lax
 
+from jchop._products.layout import check_axes, round_in, same_transposed
+from jchop._products.product import Conv, Dot, Flipped, Product
+from jchop._products.rule import NOWHERE, StreamOffset, is_stochastic
 from jchop._settings import split
 from jchop.accumulation import MatmulSpec
-from jchop.nn._layout import check_axes, round_in, same_transposed
-from jchop.nn._product import Conv, Dot, Product
-from jchop.nn._rule import NOWHERE, StreamOffset, is_stochastic
 from jchop.spec import Spec
 
 Array = jax.Array
 
-__all__ = ["Roundings", "contract", "conv_general_dilated", "dot_general", "einsum"]
+__all__ = ["Roundings", "contract", "conv_general_dilated", "dot_general", "einsum", "takes_anew"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,16 @@ class Roundings:
         return (self.gradient, self.weight_gradient, self.matmul) != (None, None, None)
 
 
-def contract(product: Product, x: Array, w: Array, how: Roundings, key: Array | None = None) -> Array:
+def contract(
+    product: Product,
+    x: Array,
+    w: Array,
+    how: Roundings,
+    key: Array | None = None,
+    *,
+    rounded: Array | None = None,
+    extra: tuple[Array, ...] = (),
+) -> Array:
     """``product(x, w)``, its operands rounded along the axes that are summed over, and its derivative as `how` says.
 
     Args:
@@ -59,6 +68,8 @@ def contract(product: Product, x: Array, w: Array, how: Roundings, key: Array | 
         w: the right operand, of the same dtype.
         how: the roundings.
         key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
+        rounded: `w` rounded already, with the same derivative; `how.right` is then of the backward products alone.
+        extra: more operands of the product, which have no derivative.
 
     Returns:
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
@@ -66,11 +77,13 @@ def contract(product: Product, x: Array, w: Array, how: Roundings, key: Array | 
     check_operands(product, how)
     keys = _Keys.of(key if how.stochastic else None)
     left = round_in(product.forward.left, x, how.left, keys.left, keys.left_gradient)
-    right = round_in(product.forward.right, w, how.right, keys.right, keys.right_gradient)
+    right = rounded
+    if right is None:
+        right = round_in(product.forward.right, w, how.right, keys.right, keys.right_gradient)
     if not how.backward:
-        return product(left, right)
-    full = lax.stop_gradient((x if _anew_left(how) else None, w if _anew_right(how) else None))
-    return _product(product, how, left, right, full, keys)
+        return product(left, right, *extra)
+    full = lax.stop_gradient((x if _anew_left(how) else None, w if takes_anew(how) else None))
+    return _product(product, how, left, right, full, (keys, extra))
 
 
 def check_operands(product: Product, how: Roundings) -> None:
@@ -80,7 +93,7 @@ def check_operands(product: Product, how: Roundings) -> None:
     right = "activation" if rule is not None and rule.weight is None else "weight"  # attention has no weight
     operands = [("activation", how.left, forward.left), (right, how.right, forward.right)]
     operands += [("gradient", how.gradient, for_input.left)]
-    if _anew_right(how):
+    if takes_anew(how):
         operands += [(right, how.right, for_input.right)]
     if how.weight_gradient is not None:
         operands += [("weight_gradient", how.weight_gradient, v) for v in (for_weight.left, for_weight.right)]
@@ -96,7 +109,7 @@ def _anew_left(how: Roundings) -> bool:
     return how.weight_gradient is not None or (how.gradient is not None and not same_transposed(how.left))
 
 
-def _anew_right(how: Roundings) -> bool:
+def takes_anew(how: Roundings) -> bool:
     """Whether dx takes a w that is rounded otherwise than the forward product's."""
     return how.gradient is not None and not same_transposed(how.right)
 
@@ -131,29 +144,30 @@ class _Keys:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, keys: _Keys) -> Array:
+def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> Array:
     """The product of rounded operands; `full` are those that are to be rounded anew, in full precision."""
-    return product(x, w) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
+    keys, extra = more
+    return product(x, w, *extra) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
 
 
-def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, keys: _Keys) -> tuple[Array, tuple]:
-    return _product(product, how, x, w, full, keys), (x, w, full, keys)
+def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> tuple[Array, tuple]:
+    return _product(product, how, x, w, full, more), (x, w, full, more)
 
 
 def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
-    x, w, (full_x, full_w), keys = kept
+    x, w, (full_x, full_w), (keys, extra) = kept
     for_input, for_weight = product.for_input, product.for_weight
     g_input = round_in(for_input.left, g, how.gradient, keys.gradient_input)
     w_input = w if full_w is None else round_in(for_input.right, full_w, how.right, keys.right_input)
     left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
     g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight)
     x_weight = x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight)
-    if how.matmul is not None and isinstance(product, Dot):
+    if how.matmul is not None and isinstance(product, Dot | Flipped) and product.emulates_backward:
         dx = product.emulated_input(g_input, w_input, x.shape, how.matmul, keys.input)
         dw = product.emulated_weight(x_weight, g_weight, w.shape, how.matmul, keys.weight)
     else:
-        (dx,) = jax.linear_transpose(lambda t: product(t, w_input), x)(g_input)
-        (dw,) = jax.linear_transpose(lambda t: product(x_weight, t), w)(g_weight)
+        (dx,) = jax.linear_transpose(lambda t: product(t, w_input, *extra), x)(g_input)
+        (dw,) = jax.linear_transpose(lambda t: product(x_weight, t, *extra), w)(g_weight)
     return dx, dw, None, None
 
 

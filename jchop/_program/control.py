@@ -11,15 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jchop._emulate._perform import bind, straight_through
-from jchop._emulate._rules import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS
-from jchop._emulate._seeds import Seeds
-from jchop._emulate._step import Step, carry_count
+from jchop._program.bind import bind, straight_through
+from jchop._program.seeds import Seeds
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Step, carry_count
 
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
 
-__all__ = ["RUNS"]
+__all__ = ["RUNS", "as_jax", "run_opened", "where_active"]
 
 
 def _folded(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | None:
@@ -28,10 +27,11 @@ def _folded(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | 
 
 def _strong(values: Sequence[Any]) -> list[Any]:
     """Values whose types are not weak, as those of carried values must stay what they are."""
-    return [lax.convert_element_type(x, x.dtype) if _is_number(x) else x for x in map(_array, values)]
+    return [lax.convert_element_type(x, x.dtype) if _is_number(x) else x for x in map(as_jax, values)]
 
 
-def _array(x: Any) -> Any:
+def as_jax(x: Any) -> Any:
+    """A constant of a program as a JAX array; arrays and keys as they are."""
     return x if isinstance(x, Array) else jnp.asarray(x)
 
 
@@ -55,6 +55,11 @@ def _custom(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpr
     return straight_through(
         lambda values, seeds: interpret(step.inner[0], seeds, values), own, _strong(args), _folded(seeds, step.number)
     )
+
+
+def run_opened(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
+    """A primitive by its implementation, which is a program; its derivative is its own, in the carrier."""
+    return _custom(step, seeds, args, interpret)
 
 
 def _solve(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
@@ -103,40 +108,58 @@ def _while(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpre
     test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
     first, fixed, start = args[:test], args[test : test + body], args[test + body :]
 
-    def go_on(carry: tuple[list[Any], Array]) -> Any:
-        values, count = carry
+    def go_on(values: list[Any], count: Array) -> Any:
         return interpret(step.inner[0], _folded(seeds, step.number, count), [*first, *values])[0]
 
-    def turn(carry: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
-        values, count = carry
-        out = interpret(step.inner[1], _folded(seeds, step.number + 1, count), [*fixed, *values])
-        return _strong(out), count + jnp.uint32(1)
+    def next_of(values: list[Any], count: Array) -> list[Any]:
+        return _strong(interpret(step.inner[1], _folded(seeds, step.number + 1, count), [*fixed, *values]))
 
-    return lax.while_loop(go_on, turn, (_strong(start), jnp.uint32(0)))[0]
+    start, zero = _strong(start), jnp.uint32(0)
+    if not step.inner[0].jaxpr.outvars[0].aval.shape:
+
+        def turn(carry: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
+            return next_of(*carry), carry[1] + jnp.uint32(1)
+
+        return lax.while_loop(lambda carry: go_on(*carry), turn, (start, zero))[0]
+
+    def turn_some(carry: tuple[list[Any], Array, Array]) -> tuple[list[Any], Array, Array]:
+        values, count, active = carry
+        out = [where_active(active, *pair) for pair in zip(next_of(values, count), values, strict=True)]
+        count = count + jnp.uint32(1)
+        return out, count, active & go_on(out, count)
+
+    # A batch of loops: one whose condition was false stays as it is, until the last one ends.
+    return lax.while_loop(lambda carry: jnp.any(carry[2]), turn_some, (start, zero, go_on(start, zero)))[0]
+
+
+def where_active(active: Array, new: Any, old: Any) -> Any:
+    """The new values of the loops of a batch that still run; the batch comes first."""
+    if not active.ndim:
+        return new
+    chosen = lax.broadcast_in_dim(active, jnp.shape(new), tuple(range(active.ndim)))
+    return lax.select(chosen, new, as_jax(old))
 
 
 def _shard_map(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
     """Each shard counts its own elements, so what varies over shards has seeds of its own there."""
     params = step.eqn.params
     axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
-    six = () if seeds is None else _folded(seeds, step.number).six  # type: ignore[union-attr]
+    own, tree = jax.tree.flatten(_folded(seeds, step.number))
     typed = params["check_vma"]
 
-    def shard(six: tuple[Array, ...], *values: Any) -> tuple[Any, ...]:
-        own = Seeds(six, (*seeds.axes, *axes) if typed else seeds.axes) if seeds is not None else None
-        if own is not None and not typed:  # nothing says what varies: everything draws otherwise
-            own = own.turn(0, lax.axis_index(axes))
-        return tuple(interpret(step.inner[0], own, list(values)))
+    def shard(own: list[Array], *values: Any) -> tuple[Any, ...]:
+        inside = jax.tree.unflatten(tree, own)
+        return tuple(interpret(step.inner[0], None if inside is None else inside.within(axes, typed), list(values)))
 
     return list(
         jax.shard_map(
             shard,
             mesh=params["mesh"],
-            in_specs=((PartitionSpec(),) * len(six), *params["in_specs"]),
+            in_specs=([PartitionSpec()] * len(own), *params["in_specs"]),
             out_specs=tuple(params["out_specs"]),
             axis_names=set(axes),
             check_vma=typed,
-        )(six, *args)
+        )(own, *args)
     )
 
 

@@ -8,12 +8,15 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from jchop._paths import matches_path
+from jchop._products.scale_from import ScaleFrom, check_scale_from
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.nn._scale_from import ScaleFrom, check_scale_from
 from jchop.spec import Spec, as_spec
 
-__all__ = ["FIELDS", "NOWHERE", "SPECS", "Rule", "StreamOffset", "as_rules", "left_alone", "rule_of", "rules_of"]
+__all__ = [
+    "FIELDS", "NOWHERE", "SPECS", "Rule", "StreamOffset", "as_rules", "is_stochastic", "left_alone", "names_parameter",
+    "rule_of", "rule_of_parameter", "rules_of",
+]  # fmt: skip
 
 #: The fields of a rule that are specs.
 SPECS = ("weight", "activation", "output", "bias", "gradient", "weight_gradient", "cache")
@@ -193,13 +196,25 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
     given: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
     wrong = [rule for rule in given if not isinstance(rule, Rule)]
     if wrong or not given:
-        raise TypeError(f"rules={rules!r} must be a jchop.nn.Rule, or several")
+        raise TypeError(f"rules={rules!r} must be a jchop.Rule, or several")
     return tuple(given)
 
 
 def rule_of(path: str, rules: Sequence[Rule]) -> int | None:
     """The index of the first rule that matches a path; None if there is none."""
     return next((number for number, rule in enumerate(rules) if rule.matches(path)), None)
+
+
+def rule_of_parameter(path: str, rules: Sequence[Rule]) -> int | None:
+    """The index of the first rule that matches a parameter's path, or its module's; None if there is none."""
+    module = path.rpartition("/")[0]
+    return next((n for n, rule in enumerate(rules) if rule.matches(path) or rule.matches(module)), None)
+
+
+def names_parameter(pattern: str, path: str) -> bool:
+    """Whether a pattern names a parameter itself, and no module above it."""
+    last = pattern.rsplit("/", 1)[-1]
+    return bool(last.strip("*")) and fnmatchcase(path.rsplit("/", 1)[-1], last)
 
 
 def rules_of(paths: Iterable[str], rules: Sequence[Rule]) -> list[int]:

@@ -17,14 +17,14 @@ import numpy as np
 from jax import lax
 
 from jchop._kernels.primitive import one_device_at_hand
+from jchop._products.layout import Layout
 from jchop.accumulation import MatmulSpec
 from jchop.math import conv as emulated_conv
 from jchop.math import matmul as emulated_matmul
-from jchop.nn._layout import Layout
 
 Array = jax.Array
 
-__all__ = ["Conv", "Dot", "Operands", "Product"]
+__all__ = ["Conv", "Dot", "Flipped", "Operands", "Product", "Ragged"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ class Dot:
         left, right = self._matrices(self.forward, x, w)
         shape = [x.shape[axis] for axis in self.forward.left.kept] + [w.shape[axis] for axis in self._free(1)]
         return emulated_matmul(left, right.swapaxes(1, 2), spec, key).reshape(shape)
+
+    @property
+    def emulates_backward(self) -> bool:
+        """Whether its backward products can be in an emulated arithmetic, too."""
+        return True
 
     def emulated_input(self, g: Array, w: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
         """The product dx of `shape`, in an emulated arithmetic."""
@@ -179,7 +184,89 @@ class Conv:
         return out.transpose(np.argsort(self.numbers.out_spec))
 
 
-Product = Dot | Conv
+@dataclass(frozen=True)
+class Ragged:
+    """`jax.lax.ragged_dot_general` of rows and a stack of matrices, one for each group of rows: (m, k), (g, k, n)."""
+
+    params: tuple[tuple[str, Any], ...]
+
+    def __call__(self, x: Array, w: Array, sizes: Array) -> Array:
+        """The product, in the carrier; `sizes` are the numbers of rows."""
+        more = dict(self.params)
+        numbers = more.pop("ragged_dot_dimension_numbers")
+        more = {name: value for name, value in more.items() if value is not None}
+        return lax.ragged_dot_general(x, w, sizes, numbers, **more)
+
+    @property
+    def forward(self) -> Operands:
+        """Of x and w."""
+        return Operands(Layout((0,), (1,)), Layout((0, 2), (1,)))
+
+    @property
+    def for_input(self) -> Operands:
+        """Of g and w, for dx."""
+        return Operands(Layout((0,), (1,)), Layout((0, 1), (2,)))
+
+    @property
+    def for_weight(self) -> Operands:
+        """Of x and g, for dw: summed over rows, of all groups as one."""
+        return Operands(Layout((1,), (0,)), Layout((1,), (0,)))
+
+    def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+        """Refused."""
+        raise NotImplementedError(f"matmul={str(spec)!r}: ragged_dot cannot be emulated; leave matmul out of its rule")
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """A product whose left operand is the weight: x is its right one."""
+
+    product: Dot | Conv | Ragged
+
+    def __call__(self, x: Array, w: Array, *extra: Array) -> Array:
+        """The product, in the carrier."""
+        return self.product(w, x, *extra)
+
+    @property
+    def forward(self) -> Operands:
+        """Of x and w."""
+        return _turned(self.product.forward)
+
+    @property
+    def for_input(self) -> Operands:
+        """Of g and w, for dx."""
+        return _turned(self.product.for_weight)
+
+    @property
+    def for_weight(self) -> Operands:
+        """Of x and g, for dw."""
+        return _turned(self.product.for_input)
+
+    def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+        """The product, in an emulated arithmetic."""
+        return self.product.emulated(w, x, spec, key)
+
+    @property
+    def emulates_backward(self) -> bool:
+        """Whether its backward products can be in an emulated arithmetic, too."""
+        return isinstance(self.product, Dot)
+
+    def emulated_input(self, g: Array, w: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
+        """The product dx of `shape`, in an emulated arithmetic."""
+        assert isinstance(self.product, Dot)
+        return self.product.emulated_weight(w, g, shape, spec, key)
+
+    def emulated_weight(self, x: Array, g: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
+        """The product dw of `shape`, in an emulated arithmetic."""
+        assert isinstance(self.product, Dot)
+        return self.product.emulated_input(g, x, shape, spec, key)
+
+
+Product = Dot | Conv | Ragged | Flipped
+
+
+def _turned(operands: Operands) -> Operands:
+    return Operands(operands.right, operands.left)
 
 
 def _channels_last(axes: Sequence[int]) -> Layout:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
+from jchop._products.rule import StreamOffset
 from jchop._round import round_to_format
+from jchop._settings import split
 from jchop.formats import ScaledFormat
-from jchop.formats._grouping import axis_indexes
-from jchop.nn._rule import StreamOffset
 from jchop.spec import Spec
+from jchop.storage._layout import OWN, Kind, kinds_of, with_kinds
 
 Array = jax.Array
 
-__all__ = ["Layout", "as_gain", "check_axes", "round_in", "same_transposed", "with_nan"]
+__all__ = [
+    "Layout",
+    "as_gain",
+    "check_axes",
+    "check_finite",
+    "over_stack",
+    "round_in",
+    "same_transposed",
+    "with_nan",
+]
 
 
 @dataclass(frozen=True)
@@ -66,11 +78,11 @@ class Layout:
         grouped = isinstance(fmt, ScaledFormat) and (fmt.group is not None or fmt.channel is not None)
         return grouped and (self._order != tuple(range(len(self._order))) or len(self.summed) != 1)
 
-    def as_it_lies(self, spec: Spec) -> Spec | None:
-        """A spec that rounds an array with its own axes as `spec` does in this layout; None if there is none.
+    def as_it_lies(self, spec: Spec, shape: Sequence[int]) -> Spec | None:
+        """A spec that rounds an array of `shape` with its own axes as `spec` does in this layout, or None.
 
-        Groups of whole axes have no order of their own, so nothing need be moved; but drawn bits depend on the layout,
-        and so do sums over a group, where a rule takes some, and groups of scales.
+        Groups along one axis need not be moved. But drawn bits depend on the layout, and so do sums over a group, where
+        a rule takes some, and groups of scales.
         """
         fmt, behind = spec.format, spec.gradient.round
         if not isinstance(fmt, ScaledFormat) or not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
@@ -78,15 +90,15 @@ class Layout:
         placed = behind is not None and (behind.rounding.stochastic or behind.scaled is not None)
         if spec.rounding.stochastic or placed:
             return None
-        last = len(self.kept)
-        if fmt.channel is not None:
-            apart = set(axis_indexes("channel", fmt.channel, range(last + 1)))
-        elif fmt.group == "all" and fmt.axis in (-1, last):
-            apart = set(range(last))
-        else:
-            return None
-        axes = [a for i in sorted(apart) for a in ((self.kept[i],) if i < last else self.summed)]
-        return replace(spec, format=fmt(channel=tuple(axes)) if axes else fmt(group=None))
+        *kept, along = kinds_of(fmt, self.ndim)
+        kinds: list[Kind] = [OWN] * len(shape)
+        for axis, kind in zip(self.kept, kept, strict=True):
+            kinds[axis] = kind
+        for axis in self.summed if isinstance(along, str) else self.summed[-1:]:
+            kinds[axis] = along
+        if isinstance(along, int) and len(self.summed) > 1 and shape[self.summed[-1]] % along:
+            return None  # a block over several axes
+        return replace(spec, format=with_kinds(fmt, kinds))
 
 
 def round_in(
@@ -97,7 +109,7 @@ def round_in(
         return x
     if layout is None or not layout.concerns(spec):
         y = round_to_format(x, spec, key, gradient_key=gradient_key)
-    elif (same := layout.as_it_lies(spec)) is not None:
+    elif (same := layout.as_it_lies(spec, x.shape)) is not None:
         y = round_to_format(jnp.asarray(x), same, key, gradient_key=gradient_key)
     else:
         y = layout.back(round_to_format(layout.lay(jnp.asarray(x)), spec, key, gradient_key=gradient_key), x.shape)
@@ -154,3 +166,27 @@ def check_axes(field: str, spec: Spec | None, ndim: int, place: StreamOffset) ->
             f"{field}={str(spec)!r} of the {place}: {error}. As it is laid out there, with what a product sums over "
             f"as its last axis, it may name {allowed}"
         ) from None
+
+
+def check_finite(value: Any, what: str) -> None:
+    """Refuse to pack infinities and NaN, most of which codes have no place for; a tracer is let through.
+
+    Raises:
+        ValueError: that counts them; `what` says whose numbers they are.
+    """
+    if isinstance(value, jax.core.Tracer) or bool(jnp.isfinite(value).all()):
+        return
+    nan, infinite = int(jnp.isnan(value).sum()), int(jnp.isinf(value).sum())
+    raise ValueError(
+        f"{what} holds {nan} NaN and {infinite} infinities among its {value.size} numbers; what is packed must be "
+        "finite"
+    )
+
+
+def over_stack(stack: int, function: Callable[..., Any], value: Any, *keys: Array | None) -> Any:
+    """A function of each layer of a stack, of so many axes in front, with keys of its own."""
+    if not stack:
+        return function(value, *keys)
+    size = jax.tree.leaves(value)[0].shape[0]
+    many = [None if key is None else split(key, size) for key in keys]
+    return jax.vmap(lambda value, *keys: over_stack(stack - 1, function, value, *keys))(value, *many)

@@ -1,0 +1,92 @@
+"""Operations that the carrier does: its results rounded once, and neighbours, which are those of the format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._bits import CARRIERS, ordered, split
+from jchop._core.arithmetic.operations import draws
+from jchop._emulate._perform import round_value
+from jchop._emulate._step import Step
+from jchop._program.bind import bind, straight_through
+from jchop._program.seeds import Seeds
+from jchop.rounding import Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["below", "carried", "neighbour", "rounded", "toward", "word_of"]
+
+
+#: The numbers of draws from here on belong to imaginary parts.
+_IMAGINARY = 1 << 30
+
+
+def carried(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The carrier's results of an equation, rounded once where the plan says so; derivatives are the carrier's."""
+    results = _results(step, args)
+    numbers = range(step.result_number, step.result_number + len(results))
+    return [
+        x if spec is None else rounded(x, spec, seeds, number)
+        for x, spec, number in zip(results, step.out, numbers, strict=True)
+    ]
+
+
+def _results(step: Step, args: list[Any]) -> list[Any]:
+    """The carrier's results, or those of the user's rule."""
+    eqn, function = step.eqn, step.choice.function
+    if function is None:
+        return bind(eqn.primitive, eqn.params, *args)
+    out = function.call(*args, **eqn.params)
+    results = [jnp.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
+    got, want = ([(x.shape, x.dtype) for x in avals] for avals in (results, [v.aval for v in eqn.outvars]))
+    if got != want:
+        raise TypeError(f"rules[{step.name!r}] returned arrays of (shape, dtype) {got}; the primitive has {want}")
+    return results
+
+
+def rounded(x: Array, spec: Spec, seeds: Seeds | None, number: int) -> Array:
+    """`x`, or its two parts, rounded at the draws of that number; its derivative that of the identity."""
+    if jnp.iscomplexobj(x):
+        parts = ((lax.real(x), number), (lax.imag(x), number + _IMAGINARY))
+        return lax.complex(*(rounded(part, spec, seeds, n) for part, n in parts))
+    return round_value(x, spec, word_of(spec, seeds, x, number))
+
+
+def word_of(spec: Spec, seeds: Seeds | None, like: Any, number: int) -> Array | None:
+    """A random word for each element, where the spec draws."""
+    if not draws(spec):
+        return None
+    assert seeds is not None
+    return seeds.words(like, number)
+
+
+def neighbour(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """`nextafter`: the next value of the format, which is the carrier's next value rounded in that direction."""
+    del seeds
+    spec = step.choice.spec
+    if spec is None:
+        return bind(step.eqn.primitive, step.eqn.params, *args)
+
+    def run(values: list[Array], extra: None) -> Array:
+        del extra
+        x, y = values
+        moved = lax.nextafter(x, y)
+        return jnp.where(below(y, x), toward(moved, spec, Rounding.DOWN), toward(moved, spec, Rounding.UP))
+
+    return [straight_through(run, lax.nextafter, list(jnp.broadcast_arrays(*args)), None)]
+
+
+def below(x: Array, y: Array) -> Array:
+    """Whether x < y, by bits: a device may take subnormal numbers for zero."""
+    carrier = CARRIERS[x.dtype.name]
+    return ordered(*split(x, carrier)) < ordered(*split(y, carrier))
+
+
+def toward(x: Array, spec: Spec, rounding: Rounding) -> Array:
+    """The next value of the format in a direction, or `x` itself if it is one."""
+    return round_value(x, Spec(spec.format, rounding, flush=spec.flush))

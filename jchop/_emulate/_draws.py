@@ -1,0 +1,152 @@
+"""Random draws: all that a call of a function of `jax.random` does is one operation of the carrier, rounded once.
+
+Between the bits and the result nothing is rounded: a rounded uniform number may be 0 or 1, where a logarithm is
+infinite. The equations of a call are found by their tracebacks, so functions that JAX does not compile apart
+(`jax.random.categorical`) are found, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal
+
+from jchop._emulate._carried import below, carried, toward
+from jchop._emulate._step import Draw, Step
+from jchop._program.bind import bind, straight_through
+from jchop._program.seeds import Seeds
+from jchop._program.step import PLAIN_CALLS, jaxpr_of
+from jchop.rounding import Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["drawn", "draws_of"]
+
+
+@lru_cache(maxsize=1)
+def _files() -> frozenset[str]:
+    """Where the functions of `jax.random` are written."""
+    functions = (inspect.unwrap(f) for f in vars(jax.random).values() if callable(f))
+    return frozenset(f.__code__.co_filename for f in functions if inspect.isfunction(f))
+
+
+def draws_of(jaxpr: Any) -> dict[int, Draw]:
+    """The equations of a jaxpr that belong to calls of `jax.random`, by their id."""
+    if not any(_is_key(v) for eqn in jaxpr.eqns for v in eqn.invars):
+        return {}
+    home = str(getattr(jaxpr.debug_info, "func_src_info", "")).rpartition(":")[0]
+    calls = [_call_of(eqn, home) for eqn in jaxpr.eqns]
+    made: dict[Hashable, set[Any]] = {}
+    taken: dict[Any, set[Hashable]] = {v: {None} for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for eqn, call in zip(jaxpr.eqns, calls, strict=True):
+        made.setdefault(call, set()).update(eqn.outvars)
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                taken.setdefault(v, set()).add(call)
+    found = {}
+    for eqn, call in zip(jaxpr.eqns, calls, strict=True):
+        if call is not None:
+            leaves = tuple(bool(taken.get(v, set()) - {call}) for v in eqn.outvars)
+            found[id(eqn)] = Draw(frozenset(made[call]), leaves, eqn.primitive.name in PLAIN_CALLS)
+    return found
+
+
+def _is_key(v: Any) -> bool:
+    return hasattr(v.aval, "dtype") and jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
+
+
+def _call_of(eqn: Any, home: str) -> Hashable | None:
+    """The place that calls the function of `jax.random` which made the equation; None for other equations.
+
+    Frames outside of the function that the jaxpr is of (`home`) say nothing: a traced function may be taken from a
+    cache.
+    """
+    frames = eqn.source_info.traceback
+    if frames is None:
+        return None
+    codes, places = frames.raw_frames()
+    outermost = None
+    for i, code in enumerate(codes):
+        if home == f"{code.co_name} at {code.co_filename}":
+            break
+        if code.co_filename in _files():
+            outermost = i
+    if outermost is None:
+        return None
+    return tuple((id(code), place) for code, place in list(zip(codes, places, strict=True))[outermost + 1 :])
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+#: Functions whose results grow with their random bits, and are never one of the ends of their interval.
+_GROWING = ("_uniform", "_truncated_normal")
+
+
+def drawn(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The results of a draw, rounded once; derivatives are the carrier's."""
+    results, spec = carried(step, seeds, args), step.choice.spec
+    limits = None if spec is None else _limits_of(step, args)
+    if spec is None or limits is None:
+        return results
+    return [_kept_within(x, spec, limits) for x in results]
+
+
+def _limits_of(step: Step, args: list[Any]) -> tuple[Array, Array] | None:
+    """The least and the largest result that a draw may have, in the carrier; None for one without ends to avoid."""
+    if step.eqn.params.get("name") in _GROWING:
+        run = partial(_with_bits, jaxpr_of(step.eqn.params["jaxpr"]), args)
+        least, largest = lax.stop_gradient((run(0), run(-1)))
+        return least, jnp.where(_among(largest, args[-1]), lax.nextafter(largest, least), largest)
+    if step.name == "rng_uniform":
+        least, end = args
+        return least, lax.nextafter(end, least)
+    return None
+
+
+def _among(x: Array, end: Any) -> Array:
+    """Whether a result is its end, where the carrier rounded it to it; a batch may come first."""
+    end = jnp.asarray(end)
+    shapes = {end.shape, (*end.shape, *(1,) * (x.ndim - end.ndim))}
+    fits = [shape for shape in shapes if all(n in (1, m) for n, m in zip(shape[::-1], x.shape[::-1], strict=False))]
+    return sum((x == end.reshape(shape) for shape in fits), jnp.zeros(x.shape, bool))
+
+
+def _with_bits(program: tuple[Any, tuple[Any, ...]], args: list[Any], bits: int) -> Array:
+    """The result of a program whose every random bit is given."""
+    jaxpr, consts = program
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    for eqn in jaxpr.eqns:
+        values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        if eqn.primitive.name == "random_bits":
+            (v,) = eqn.outvars
+            out = [jnp.full(v.aval.shape, bits, jnp.int32).astype(v.aval.dtype)]
+        elif "jaxpr" in eqn.params and any(map(_is_key, eqn.invars)):
+            out = [_with_bits(jaxpr_of(eqn.params["jaxpr"]), values, bits)]
+        else:
+            out = bind(eqn.primitive, eqn.params, *values)
+        env.update(zip(eqn.outvars, out, strict=True))
+    (result,) = jaxpr.outvars
+    return env[result]
+
+
+def _kept_within(x: Array, spec: Spec, limits: tuple[Array, Array]) -> Array:
+    """`x`, rounded already, moved to the nearest value of the format within the limits, if there is one.
+
+    So only results that would be an excluded end are moved; rounding toward zero would move them all.
+    """
+
+    def run(values: list[Array], limits: tuple[Array, Array]) -> Array:
+        (x,) = values
+        least, largest = toward(limits[0], spec, Rounding.UP), toward(limits[1], spec, Rounding.DOWN)
+        least, largest = (jnp.broadcast_to(v, x.shape) for v in (least, largest))
+        inside = jnp.where(below(x, least), least, jnp.where(below(largest, x), largest, x))
+        return jnp.where(below(largest, least) | jnp.isnan(x), x, inside)
+
+    return straight_through(run, lambda x: x, [x], limits)

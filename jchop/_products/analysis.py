@@ -1,0 +1,214 @@
+"""The plan of a program under rules: which parameters reach which products, and how each product takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax import lax
+
+from jchop._products.layout import Layout
+from jchop._products.origins import DATA, MOVES, NOTHING, Fact, Origin, joined, moved, stacked, unstacked
+from jchop._products.placement import Laid
+from jchop._products.product import Conv, Dot, Ragged
+from jchop._program import planner, step
+from jchop._program.source import source_of
+from jchop._program.step import CONTROL, Plan, is_own
+
+__all__ = ["Analyst", "ProductStep", "Use"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A place where a parameter stops being one.
+
+    Args:
+        leaf: the index of the parameter.
+        kind: ``"product"``, ``"rows"`` (rows are looked up, as in an embedding), ``"sum"`` (it is added to data), or
+            ``"other"``.
+        primitive: that takes it.
+        source: file and line.
+        laid: how a product takes it, or a look-up.
+    """
+
+    leaf: int
+    kind: str
+    primitive: str
+    source: str
+    laid: Laid | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductStep(step.Step):
+    """One equation.
+
+    Args:
+        uses: of parameters, for each operand.
+        product: which product it is; None for another equation.
+        data: which operands depend on data.
+        moves: whether it only moves numbers.
+        source: file and line.
+    """
+
+    uses: tuple[tuple[Use, ...], ...] = ()
+    product: Dot | Conv | Ragged | None = None
+    data: tuple[bool, ...] = ()
+    moves: bool = False
+    source: str = ""
+
+
+class Analyst(planner.Planner):
+    """Follows parameters through a program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = self._outer = ""  # the sources of the last equation, and of the one that holds the program
+
+    def plan(self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None) -> Plan:
+        """The plan of a jaxpr. An equation whose frames are all of libraries has the source of what holds it."""
+        before, self._outer = self._outer, self._last
+        try:
+            return super().plan(closed, known, scope, constants)
+        finally:
+            self._outer = before
+
+    def read(self, v: Any, env: dict[Any, Fact]) -> Fact:
+        """What is known of a variable; a literal or a constant is nothing."""
+        return super().read(v, env) or NOTHING
+
+    def common(self, knowns: Iterable[Fact | None]) -> Fact:
+        """What is known of values each of which is one of several."""
+        return joined([known or NOTHING for known in knowns])
+
+    def one_turn(self, known: Fact) -> Fact:
+        """What is known of one of a stack."""
+        return unstacked(known)
+
+    def all_turns(self, known: Fact) -> Fact:
+        """What is known of a stack."""
+        return stacked(known)
+
+    def draws(self, step: Any) -> int:
+        """Products split their own key."""
+        return 1
+
+    def step(self, eqn: Any, env: dict[Any, Fact], scope: str, number: int) -> ProductStep:
+        """What becomes of one equation."""
+        name = eqn.primitive.name
+        known = tuple(self.read(v, env) for v in eqn.invars)
+        source = self._last = source_of(eqn.source_info, self._outer)
+        made = ProductStep(
+            eqn=eqn, kind="bound", scope=scope, number=number, known=known, data=tuple(f.data for f in known),
+            source=source,
+        )  # fmt: skip
+        if name in CONTROL and not is_own(scope):
+            return replace(made, kind="control")
+        data = any(fact.data for i, fact in enumerate(known) if i not in _CHOOSING.get(name, ()))
+        if name in _PRODUCTS:
+            product = _PRODUCTS[name](eqn)
+            layouts = (product.forward.left, product.forward.right)
+            uses = tuple(
+                tuple(Use(o.leaf, "product", name, source, _laid(o, layout)) for o in known[i].origins)
+                for i, layout in enumerate(layouts)
+            )
+            return replace(made, kind="product", product=product, uses=uses, out=(Fact(data=data),))
+        if name == "gather" and not data:
+            return self._gather(made)
+        if data:
+            kind = "sum" if name in _SUMS else "other"
+            uses = tuple(tuple(Use(o.leaf, kind, name, source) for o in fact.origins) for fact in known)
+            return replace(made, uses=uses, out=(DATA,) * len(eqn.outvars))
+        outs = [self._out(eqn, known, v.aval) for v in eqn.outvars]
+        lost = {o.leaf for fact in known for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
+        uses = tuple(
+            tuple(Use(o.leaf, "other", name, source) for o in fact.origins if o.leaf in lost) for fact in known
+        )
+        return replace(made, uses=uses, out=tuple(outs), moves=name in MOVES)
+
+    def _out(self, eqn: Any, known: Sequence[Fact], aval: Any) -> Fact:
+        """What is known of a result that no data reaches."""
+        name, origins = eqn.primitive.name, {}
+        for v, fact in zip(eqn.invars, known, strict=True):
+            for origin in fact.origins:
+                after = moved(name, eqn.params, origin, v.aval.shape, getattr(aval, "shape", ()))
+                if after is not None:
+                    origins.setdefault(origin.leaf, after)
+        return Fact(origins=tuple(origins.values()))
+
+    def _gather(self, made: ProductStep) -> ProductStep:
+        """Of rows, an embedding; of whole matrices, those of layers or experts."""
+        eqn, fact = made.eqn, made.known[0]
+        out = self._out(eqn, (fact, *(NOTHING for _ in eqn.invars[1:])), eqn.outvars[0].aval)
+        rows = tuple(o for o in out.origins if sum(map(bool, o.axes)) <= 1)
+        if not rows:
+            return replace(made, out=(out,))
+        before = {o.leaf: o for o in fact.origins}
+        uses = tuple(Use(o.leaf, "rows", "gather", made.source, _rows(before[o.leaf], o)) for o in rows)
+        return replace(made, uses=(uses,), out=(DATA,))
+
+
+def _laid(origin: Origin, layout: Layout) -> Laid:
+    summed = tuple(part for axis in layout.summed for part in origin.axes[axis])
+    return Laid(tuple(origin.axes[axis] for axis in layout.kept), summed)
+
+
+def _rows(before: Origin, after: Origin) -> Laid:
+    """Rows that are looked up are kept; along a row is what a product would sum over."""
+    row = tuple(part for parts in after.axes for part in parts)
+    return Laid(tuple(parts for parts in before.axes if parts and parts[0] not in row), row)
+
+
+def _dot(eqn: Any) -> Dot:
+    (contracting, batch), params = eqn.params["dimension_numbers"], eqn.params
+    return Dot(
+        tuple(map(tuple, contracting)),  # type: ignore[arg-type]
+        tuple(map(tuple, batch)),  # type: ignore[arg-type]
+        (len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape)),
+        params["precision"],
+        params["preferred_element_type"],
+        params.get("out_sharding"),
+    )
+
+
+def _conv(eqn: Any) -> Conv:
+    params = eqn.params
+    if params["batch_group_count"] != 1:
+        raise NotImplementedError(
+            f"conv_general_dilated at {source_of(eqn.source_info) or 'an unknown line'} has batch_group_count="
+            f"{params['batch_group_count']}, and its operands cannot be rounded; it must be 1"
+        )
+    return Conv(
+        tuple(params["window_strides"]),
+        tuple(params["padding"]),
+        tuple(params["lhs_dilation"]),
+        tuple(params["rhs_dilation"]),
+        params["dimension_numbers"],
+        params["feature_group_count"],
+        params["precision"],
+        params["preferred_element_type"],
+        params.get("out_sharding"),
+    )
+
+
+def _ragged(eqn: Any) -> Ragged:
+    usual = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))  # type: ignore[arg-type]
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    if numbers != usual:
+        raise NotImplementedError(
+            f"ragged_dot_general at {source_of(eqn.source_info) or 'an unknown line'} has {numbers}, and only rows "
+            "(m, k) of groups and matrices (g, k, n) can be rounded"
+        )
+    return Ragged(tuple(sorted(eqn.params.items())))
+
+
+_PRODUCTS = {"dot_general": _dot, "conv_general_dilated": _conv, "ragged_dot_general": _ragged}
+_SUMS = frozenset({"add", "add_any", "sub"})
+#: Operands that only choose among the numbers of the others.
+_CHOOSING: dict[str, tuple[int, ...]] = {
+    "gather": (1,),
+    "dynamic_slice": tuple(range(1, 16)),
+    "dynamic_update_slice": tuple(range(2, 16)),
+    "select_n": (0,),
+    "ragged_dot_general": (2,),
+}

@@ -1,0 +1,227 @@
+"""Where the values of a program come from: the parameters that they are, and the axes of those that theirs are.
+
+A value that only moves a parameter's numbers (transposed, reshaped, sliced, broadcast, cast) has that parameter's axes.
+So has a value computed from parameters alone (a mask, a sum with a low-rank product, weight standardization). At a
+product they say which axes of the parameter are summed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = [
+    "DATA",
+    "MOVES",
+    "NOTHING",
+    "Fact",
+    "Origin",
+    "Part",
+    "joined",
+    "moved",
+    "of_parameter",
+    "stacked",
+    "unstacked",
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an axis of a parameter.
+
+    Args:
+        axis: of the parameter.
+        size: how many indexes the part has.
+        inner: the distance of two neighbours, in indexes of the axis.
+    """
+
+    axis: int
+    size: int
+    inner: int = 1
+
+
+#: The parts that make up an axis, the last one moving fastest. None for an axis that is no axis of the parameter.
+Axis = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A parameter that a value comes from.
+
+    Args:
+        leaf: the index of the parameter.
+        axes: the parts of each axis of the value; empty for an axis that the parameter has not.
+    """
+
+    leaf: int
+    axes: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a value.
+
+    Args:
+        data: whether its numbers depend on the arguments that are no parameters.
+        origins: the parameters that it comes from; none if it depends on data.
+    """
+
+    data: bool = False
+    origins: tuple[Origin, ...] = ()
+
+
+NOTHING = Fact()
+DATA = Fact(data=True)
+
+
+def of_parameter(leaf: int, shape: Sequence[int]) -> Fact:
+    """A parameter itself."""
+    return Fact(origins=(Origin(leaf, tuple((Part(axis, n),) if n != 1 else () for axis, n in enumerate(shape))),))
+
+
+def joined(facts: Sequence[Fact]) -> Fact:
+    """What is known of a value that is one of several."""
+    first, *rest = facts
+    if any(fact.data for fact in facts):
+        return DATA
+    kept = tuple(o for o in first.origins if all(o in fact.origins for fact in rest))
+    return first if len(kept) == len(first.origins) else replace(first, origins=kept)
+
+
+def unstacked(fact: Fact) -> Fact:
+    """What is known of one of a stack, along its first axis."""
+    return replace(fact, origins=tuple(replace(o, axes=o.axes[1:]) for o in fact.origins))
+
+
+def stacked(fact: Fact) -> Fact:
+    """What is known of a stack of values."""
+    return Fact(data=fact.data)
+
+
+# -- from one value to the next ---------------------------------------------------------------------------------------
+
+
+def moved(name: str, params: dict[str, Any], origin: Origin, shape: Sequence[int], out: Sequence[int]) -> Origin | None:
+    """The origin of what a primitive makes of a value of `shape`; None if its axes are not those of the parameter."""
+    axes = _moved(name, params, origin.axes, tuple(shape), tuple(out))
+    return None if axes is None else replace(origin, axes=axes)
+
+
+def _moved(
+    name: str, params: dict[str, Any], axes: tuple[Axis, ...], shape: tuple[int, ...], out: tuple[int, ...]
+) -> tuple[Axis, ...] | None:
+    if name in SAME_AXES or (name in ELEMENTWISE and shape == out):
+        return axes
+    if name == "transpose":
+        return tuple(axes[i] for i in params["permutation"])
+    if name == "squeeze":
+        gone = {axis % len(axes) for axis in params["dimensions"]}
+        return tuple(parts for i, parts in enumerate(axes) if i not in gone)
+    if name == "expand_dims":
+        new = {axis % len(out) for axis in params["dimensions"]}
+        rest = iter(axes)
+        return tuple(() if i in new else next(rest) for i in range(len(out)))
+    if name == "broadcast_in_dim":
+        placed = dict(zip(params["broadcast_dimensions"], axes, strict=True))
+        return tuple(placed.get(i, ()) for i in range(len(out)))
+    if name == "reshape" and params.get("dimensions") is None:
+        return _reshaped(axes, shape, out)
+    if name == "gather":
+        return _gathered(params["dimension_numbers"], axes, params["slice_sizes"], shape, out)
+    return None
+
+
+_SAME_AXES = """
+    convert_element_type copy copy_p slice dynamic_slice dynamic_update_slice rev sharding_constraint reshard name
+    optimization_barrier stop_gradient reduce_precision pad concatenate split device_put pvary pcast mesh_cast
+    layout_constraint
+"""
+_ELEMENTWISE = """
+    abs add add_any and clamp cos div erf exp exp2 expm1 integer_pow log log1p logistic max min mul neg not or pow rem
+    round rsqrt select_n sign sin sqrt square sub tanh xor
+"""
+#: Each axis stays what it is, though perhaps shorter or longer.
+SAME_AXES = frozenset(_SAME_AXES.split())
+#: Computes with numbers that stand at the same place.
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+#: Primitives that only move numbers.
+MOVES = SAME_AXES | {"transpose", "squeeze", "expand_dims", "broadcast_in_dim", "reshape", "gather"}
+
+
+def _reshaped(axes: tuple[Axis, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Axis, ...] | None:
+    """Runs of axes with as many elements before and after are taken apart and put together."""
+    result: list[Axis] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        if math.prod(old[i:]) == 1 and math.prod(new[j:]) == 1:
+            return (*result, *((),) * (len(new) - j))
+        first, last = i, j
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while (a := math.prod(old[first:i])) != (b := math.prod(new[last:j])):
+            if (a < b and i == len(old)) or (a > b and j == len(new)):
+                return None
+            i, j = (i + 1, j) if a < b else (i, j + 1)
+        run = _distributed(axes[first:i], old[first:i], new[last:j])
+        if run is None:
+            return None
+        result += run
+    return tuple(result)
+
+
+def _distributed(axes: Sequence[Axis], old: Sequence[int], new: Sequence[int]) -> list[Axis] | None:
+    """The parts of some axes over new ones, from the fastest; the slowest takes what is left."""
+    if [n for n in old if n != 1] == [n for n in new if n != 1]:
+        rest = iter([parts for parts, n in zip(axes, old, strict=True) if n != 1])
+        return [() if n == 1 else next(rest) for n in new]
+    parts: list[Part | int] = []  # a number: an axis that the parameter has not
+    for i, (some, n) in enumerate(zip(axes, old, strict=True)):
+        if some and i and math.prod(p.size for p in some) != n:
+            return None  # a piece of an axis: only the slowest may be one
+        parts += list(some) if some else [n] if n != 1 else []
+    result: list[Axis] = []
+    for position in range(len(new) - 1, 0, -1):
+        wanted, taken = new[position], []
+        while wanted > 1 and parts:
+            part = parts.pop()
+            size = part if isinstance(part, int) else part.size
+            if size > wanted:
+                if size % wanted:
+                    return None
+                if isinstance(part, int):
+                    parts.append(part // wanted)
+                else:
+                    parts.append(Part(part.axis, size // wanted, part.inner * wanted))
+                    taken.insert(0, Part(part.axis, wanted, part.inner))
+                wanted = 1
+            elif wanted % size:
+                return None
+            else:
+                wanted //= size
+                if not isinstance(part, int):
+                    taken.insert(0, part)
+        result.insert(0, _merged(taken))
+    result.insert(0, _merged([part for part in parts if not isinstance(part, int)]))
+    return result
+
+
+def _merged(parts: Sequence[Part]) -> Axis:
+    """Neighbouring parts of one axis as one."""
+    result: list[Part] = []
+    for part in parts:
+        before = result[-1] if result else None
+        if before is not None and before.axis == part.axis and before.inner == part.inner * part.size:
+            result[-1] = Part(part.axis, before.size * part.size, part.inner)
+        else:
+            result.append(part)
+    return tuple(result)
+
+
+def _gathered(
+    numbers: Any, axes: tuple[Axis, ...], sizes: Sequence[int], shape: tuple[int, ...], out: tuple[int, ...]
+) -> tuple[Axis, ...]:
+    """The axes that are taken whole are axes of the result; those that are indexed are gone."""
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = iter([parts if sizes[i] == shape[i] else () for i, parts in enumerate(axes) if i not in gone])
+    return tuple(next(kept) if i in numbers.offset_dims else () for i in range(len(out)))

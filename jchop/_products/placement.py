@@ -1,0 +1,288 @@
+"""How a parameter is rounded and stored: the groups of a format along the axes that its product sums over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from jchop._products.layout import over_stack, with_nan
+from jchop._products.origins import Axis, Part
+from jchop._round import round_to_format
+from jchop.formats import ScaledFormat
+from jchop.spec import Spec
+from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds
+
+Array = jax.Array
+
+__all__ = ["Laid", "Placement", "StoredAs", "place"]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The axes of a parameter as a product takes them: those that are kept, in order, and those that are summed over.
+
+    Args:
+        kept: the parts of each axis of the operand that is kept.
+        summed: the parts that are summed over, the last one moving fastest.
+    """
+
+    kept: tuple[Axis, ...]
+    summed: Axis
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a parameter is rounded.
+
+    Args:
+        spec: along the axes of `shape`.
+        shape: of the rounded array, without the axes of a stack; it has the parameter's numbers in their order.
+        ndim: how many axes the parameter has, without those of a stack in front. Each array of a stack is rounded by
+            itself.
+    """
+
+    spec: Spec
+    shape: tuple[int, ...]
+    ndim: int
+
+    def round(self, x: Array, key: Array | None = None) -> Array:
+        """A parameter, or one of a stack, rounded; straight-through."""
+        stack = x.ndim - self.ndim
+        laid = x.reshape(x.shape[:stack] + self.shape)
+        return over_stack(stack, partial(_round, self.spec), laid, key).reshape(x.shape)
+
+    def pack(self, x: Array, key: Array | None = None) -> QArray | StoredAs:
+        """A parameter as codes and scales, in its own shape."""
+        stack = x.ndim - self.ndim
+        core = tuple(x.shape[stack:])
+        laid = x.reshape(x.shape[:stack] + self.shape)
+        packed = over_stack(stack, lambda v, key: quantize(v, self.spec, key), laid, key)
+        return packed if core == self.shape else StoredAs(packed, core, len(self.shape))
+
+
+def _round(spec: Spec, x: Array, key: Array | None) -> Array:
+    return with_nan(x, round_to_format(x, spec, key), spec)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["core", "ndim_stored"])
+@dataclass(frozen=True, eq=False)
+class StoredAs:
+    """A packed parameter whose groups run over several of its axes, so that it is stored in another shape.
+
+    Args:
+        stored: the codes and scales, with the axes of a group as one.
+        core: the shape of the parameter, without axes of a stack.
+        ndim_stored: how many axes the stored array has for `core`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> patches = lambda w, x: jax.lax.conv(x, w, (4, 4), "VALID")
+        >>> low = jc.quantize_fn(patches, jc.Rule(weight="int4(group=32)"))
+        >>> w, x = jnp.ones((8, 3, 4, 4)), jnp.ones((1, 3, 8, 8))
+        >>> packed = low.pack(w, x)
+        >>> packed.shape, packed.stored.shape
+        ((8, 3, 4, 4), (8, 48))
+    """
+
+    stored: QArray
+    core: tuple[int, ...]
+    ndim_stored: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return (*self.stored.shape[: self.stored.ndim - self.ndim_stored], *self.core)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the parameter."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the parameter."""
+        return self.stored.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return self.stored.nbytes
+
+    @property
+    def spec(self) -> Spec:
+        """The spec of the codes, with the axes of the stored array."""
+        return self.stored.spec
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """The numbers, in the shape of the parameter."""
+        return dequantize(self.stored, dtype).reshape(self.shape)
+
+    def __jax_array__(self) -> Array:
+        """The numbers, where a function of `jax.numpy` takes the parameter."""
+        return self.dequantize()
+
+
+# -- formats along the axes of a parameter -----------------------------------------------------------------------------
+
+
+def place(shape: Sequence[int], laid: Laid | None, spec: Spec) -> Placement:
+    """The rounding of a parameter of `shape` that a product takes as `laid` (None: with its own axes).
+
+    Raises:
+        ValueError: for a format that names axes which the operand has not, or whose groups run over parts of axes that
+            do not lie together.
+    """
+    if laid is None:
+        return _checked(Placement(spec, tuple(shape), len(shape)))
+    factors = _factors(shape, laid)
+    stack = _stack(shape, laid)
+    entries = [(axis, part) for axis in range(stack, len(shape)) for part in factors[axis]]
+    core = tuple(shape[stack:])
+    fmt = spec.scaled
+    if fmt is None:
+        return Placement(spec, core, len(core))
+    sizes = [part.size for _, part in entries]
+    number = {(part.axis, part.inner): i for i, (_, part) in enumerate(entries)}
+
+    def numbers(parts: Axis) -> list[int]:
+        return [number[p.axis, p.inner] for p in parts if (p.axis, p.inner) in number]
+
+    kinds: list[Kind] = [OWN] * len(entries)
+    runs: list[list[int]] = []
+    for kind, parts in zip(kinds_of(fmt, len(laid.kept) + 1), (*laid.kept, laid.summed), strict=True):
+        ids = numbers(_split(parts, factors))
+        if isinstance(kind, str):
+            for i in ids:
+                kinds[i] = kind
+        elif not _spread(int(kind), ids, sizes, kinds):
+            ids = sorted(ids)  # groups run over the numbers as they lie
+            if ids != list(range(ids[0], ids[0] + len(ids))):
+                _spread(int(kind), ids, sizes, kinds, whole=False)
+                continue
+            runs.append(ids)
+            kinds[ids[0]] = kind
+    shape_now, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
+    stored, final = _axes_again(shape_now, kinds, owners)
+    low = replace(spec, format=_with_inner(with_kinds(fmt, final), fmt, final))
+    return _checked(Placement(low, stored, len(core)))
+
+
+def _checked(placement: Placement) -> Placement:
+    if placement.spec.scaled is not None:
+        placement.spec.scaled.group_shape(placement.shape)
+    return placement
+
+
+def _factors(shape: Sequence[int], laid: Laid) -> list[tuple[Part, ...]]:
+    """The parts of each axis of a parameter, the slowest first; an axis that is not taken whole is one part."""
+    found: list[list[Part]] = [[] for _ in shape]
+    for part in (*(part for axis in laid.kept for part in axis), *laid.summed):
+        if part not in found[part.axis]:
+            found[part.axis].append(part)
+    result: list[tuple[Part, ...]] = []
+    for axis, (n, parts) in enumerate(zip(shape, found, strict=True)):
+        parts.sort(key=lambda part: -part.inner)
+        ends = [*(part.inner * part.size for part in parts[1:]), 1]
+        whole = parts and parts[0].inner * parts[0].size == n and [part.inner for part in parts] == ends
+        result.append(tuple(parts) if whole else (Part(axis, n),))
+    return result
+
+
+def _split(parts: Axis, factors: Sequence[tuple[Part, ...]]) -> Axis:
+    """Parts as those of `factors`: a part of an axis that is not taken apart stands for all of it."""
+    result: list[Part] = []
+    for part in parts:
+        own = factors[part.axis]
+        result += [part] if part in own else [p for p in own if p not in result]
+    return tuple(result)
+
+
+def _stack(shape: Sequence[int], laid: Laid) -> int:
+    """How many axes in front the operand has not, because one index of them was taken."""
+    present = {part.axis for parts in (*laid.kept, laid.summed) for part in parts}
+    count = 0
+    while count < len(shape) and count not in present and shape[count] != 1:
+        count += 1
+    return count if present else 0
+
+
+def _spread(block: int, ids: Sequence[int], sizes: Sequence[int], kinds: list[Kind], whole: bool = True) -> bool:
+    """Blocks over several axes, the last one moving fastest; False if they cannot be blocks of each axis.
+
+    If not `whole`, blocks that do not fit an axis are cut at its end, so that some groups are shorter.
+    """
+    rest = block
+    plan: dict[int, Kind] = {}
+    for position in range(len(ids) - 1, -1, -1):
+        i, n = ids[position], sizes[ids[position]]
+        slower = any(sizes[k] > 1 for k in ids[:position])
+        if rest == 1:
+            plan[i] = OWN
+        elif n < rest and slower and (rest % n == 0 or not whole):
+            plan[i], rest = WHOLE, rest // n
+        elif n % rest == 0 or not slower or not whole:
+            plan[i], rest = rest, 1
+        else:
+            return False
+    for i, kind in plan.items():
+        kinds[i] = kind
+    return True
+
+
+def _joined(
+    sizes: Sequence[int], kinds: Sequence[Kind], owners: Sequence[int], runs: Sequence[Sequence[int]]
+) -> tuple[list[int], list[Kind], list[tuple[int, ...]]]:
+    """Sizes, kinds and axes of the parameter after the parts of each run have become one."""
+    first = {i: run[0] for run in runs for i in run}
+    shape: list[int] = []
+    found: list[Kind] = []
+    axes: list[tuple[int, ...]] = []
+    for i, (n, kind, owner) in enumerate(zip(sizes, kinds, owners, strict=True)):
+        if first.get(i, i) != i:
+            shape[-1], axes[-1] = shape[-1] * n, (*axes[-1], owner)
+        else:
+            shape.append(n)
+            found.append(kind)
+            axes.append((owner,))
+    return shape, found, axes
+
+
+def _axes_again(
+    sizes: Sequence[int], kinds: Sequence[Kind], axes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], list[Kind]]:
+    """Parts of one axis as that axis again, if blocks of the axis are blocks of its parts."""
+    shape: list[int] = []
+    found: list[Kind] = []
+    before: tuple[int, ...] = ()
+    for n, kind, own in zip(sizes, kinds, axes, strict=True):
+        together = _kind_of_both(found[-1], kind, n) if before and before[-1] == own[0] else None
+        if together is None:
+            shape.append(n)
+            found.append(kind)
+        else:
+            shape[-1], found[-1] = shape[-1] * n, together
+        before = own
+    return tuple(shape), found
+
+
+def _kind_of_both(slow: Kind, fast: Kind, n: int) -> Kind | None:
+    """The grouping of an axis from those of its slow and its fast part, of n indexes; None if there is none."""
+    if slow == OWN:
+        short = fast == WHOLE or (isinstance(fast, int) and fast >= n)
+        return n if short else fast if fast == OWN or n % int(fast) == 0 else None
+    if fast == WHOLE or (isinstance(fast, int) and fast >= n):
+        return WHOLE if slow == WHOLE else int(slow) * n
+    return None
+
+
+def _with_inner(fmt: ScaledFormat, given: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
+    """Scales that are quantized themselves have their groups along the blocks of the numbers."""
+    if not isinstance(given.scale, ScaledFormat) or given.scale.group is None or given.scale.axis != -1:
+        return fmt
+    blocks = [i - len(kinds) for i, kind in enumerate(kinds) if isinstance(kind, int)]
+    return replace(fmt, scale=replace(given.scale, axis=blocks[-1])) if blocks else fmt

@@ -1,0 +1,122 @@
+"""The report of a program under rules: a row for every parameter and every product."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from jchop._text import table_lines
+
+__all__ = ["ParameterRow", "ProductRow", "ProgramReport"]
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """What happens to a parameter.
+
+    Args:
+        path: its path, joined by slashes.
+        shape: its shape.
+        rule: the rule that matches it, as text; empty for none.
+        primitive: the first product or look-up that takes it; else the first operation that computes with it and data.
+        use: ``"product"``, ``"rows"`` (look-ups), ``"sum"`` (added to data), ``"other"``; empty if nothing takes it.
+        spec: what it is rounded to, with the groups along its own axes; empty if it is not rounded.
+        source: file and line of the primitive.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    rule: str
+    primitive: str
+    use: str
+    spec: str
+    source: str
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ProductRow:
+    """What happens to the operands of a product.
+
+    Args:
+        scope: the path of its `jax.named_scope` and `jax.jit` names.
+        primitive: its name.
+        parameters: the paths of the parameters that reach it.
+        rule: its rule, as text; empty for none.
+        roundings: the fields of the rule that have an effect beside that of the weight, as text.
+        source: file and line.
+    """
+
+    scope: str
+    primitive: str
+    parameters: tuple[str, ...]
+    rule: str
+    roundings: Mapping[str, str]
+    source: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roundings", MappingProxyType(dict(self.roundings)))
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """The rows of a program; as text, two tables.
+
+    Args:
+        parameters: a `ParameterRow` for each.
+        products: a `ProductRow` for each, in the order of the program.
+    """
+
+    parameters: tuple[ParameterRow, ...]
+    products: tuple[ProductRow, ...]
+
+    @property
+    def rounded_share(self) -> float:
+        """The share of the numbers in parameters of products that are rounded; NaN if there are none."""
+        own = [row for row in self.parameters if row.use in ("product", "rows")]
+        total = sum(row.size for row in own)
+        return sum(row.size for row in own if row.spec) / total if total else math.nan
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                row.path,
+                "×".join(map(str, row.shape)),
+                row.primitive,
+                _short(row.spec) or "as it is",
+                os.path.basename(row.source),
+            )
+            for row in self.parameters
+        ]
+        products = [
+            (
+                row.primitive,
+                ", ".join(path or "params" for path in row.parameters) or "data",
+                _fields(row.roundings),
+                row.scope,
+                os.path.basename(row.source),
+            )
+            for row in self.products
+        ]
+        head = [("parameter", "shape", "used by", "rounded to", "source")]
+        second = [("product", "of", "rounds", "scope", "source")]
+        return "\n".join([*table_lines(head + rows), "", *table_lines(second + products)])
+
+
+def _short(spec: str) -> str:
+    return spec if len(spec) <= _WIDEST else f"{spec[: _WIDEST // 2]}...{spec[-_WIDEST // 2 :]}"
+
+
+#: A codebook names each of its levels.
+_WIDEST = 60
+
+
+def _fields(fields: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items()) or "nothing more"

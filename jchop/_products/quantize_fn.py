@@ -1,0 +1,469 @@
+"""`quantize_fn`: the products of any function of parameters, rounded by rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import update_wrapper
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._arguments import check_key
+from jchop._bits import CARRIERS
+from jchop._products.analysis import Analyst, ProductStep, Use
+from jchop._products.contraction import Roundings, check_operands, takes_anew
+from jchop._products.layout import check_finite
+from jchop._products.origins import DATA, NOTHING, Fact, of_parameter
+from jchop._products.placement import Placement, place
+from jchop._products.product import Flipped
+from jchop._products.program_report import ParameterRow, ProductRow, ProgramReport
+from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules, names_parameter, rule_of_parameter
+from jchop._products.runner import Quantization
+from jchop._products.weights import Held, Keys, is_packed, numbers_of
+from jchop._program.run import interpret
+from jchop._program.step import Plan
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["QuantizedFunction", "check_fields", "quantize_fn"]
+
+
+def quantize_fn(
+    fun: Callable[..., Any], rules: Rule | Iterable[Rule], *, key: Array | None = None
+) -> QuantizedFunction:
+    """`fun(params, ...)` with the operands of its products rounded by rules, whatever library its parameters are from.
+
+    The program that JAX traces of `fun` says which parameters reach which products (`dot_general`, convolutions,
+    `ragged_dot`, and look-ups of rows, as in an embedding), also through reshapes, transposes, slices of stacks, casts,
+    masks, and loops. So models with an einsum of their own, experts, scanned layers and tied embeddings need no layer
+    of a known class. Each parameter is rounded once, in groups along the axes that its first product sums over, and all
+    that reads it gets the rounded numbers.
+
+    Args:
+        fun: a function of a pytree of parameters, and of anything else.
+        rules: a `Rule`, or several; the first that matches the path of a parameter applies to it and to its products.
+            A path is that of `jax.tree_util.keystr`, joined by slashes. `weight` rounds parameters that reach a
+            product, `bias` those that are added to data, `activation` the other operand of the product; `gradient`,
+            `weight_gradient` and `matmul` are as in `Rule`. A product without a parameter (attention) has the first
+            rule that matches its scope (`jax.named_scope`), which rounds both operands to `activation`. `output`,
+            `cache` and `scale_from` need layers, and are refused.
+        key: a typed key if a rule is stochastic; the keyword argument ``key`` of the result takes its place.
+
+    Returns:
+        A `QuantizedFunction`, with the signature of `fun` and one more keyword argument, ``key``. Called with
+        parameters in full precision, it rounds them in each call, with straight-through gradients (quantization-aware
+        training). Called with what its `pack` gives, it unpacks the codes: the same numbers.
+
+    Raises:
+        TypeError: for rules that are none.
+        NotImplementedError: for a rule with `output`, `cache` or `scale_from`.
+        ValueError: when called, for a rule that matches no parameter and no product, that names a parameter which
+            reaches no product, or that names axes which an operand has not; for a stochastic rule without a key.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> attend = lambda p, x: jnp.einsum("btd,dhk->bthk", x, p["query"])
+        >>> low = jc.quantize_fn(attend, jc.Rule(weight="int4(group=32)", activation="int8(group=all)"))
+        >>> params, x = {"query": jnp.ones((64, 4, 8))}, jnp.ones((1, 2, 64))
+        >>> packed = low.pack(params, x)
+        >>> packed["query"].shape, packed["query"].nbytes, bool((low(packed, x) == low(params, x)).all())
+        ((64, 4, 8), 1280, True)
+    """
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function of parameters and other arguments")
+    given = as_rules(rules)
+    check_fields(given)
+    if key is not None:
+        check_key("key", key)
+    return QuantizedFunction(fun, given, key, all_in_use=True)
+
+
+def check_fields(rules: Iterable[Rule]) -> None:
+    """Refuse fields of rules that a program does not have.
+
+    Raises:
+        NotImplementedError: that names them.
+    """
+    for rule in rules:
+        wrong = [name for name in ("output", "cache", "scale_from") if getattr(rule, name) is not None]
+        if wrong:
+            raise NotImplementedError(f"{rule}: {', '.join(wrong)} needs layers of Flax (jchop.nn); leave it out")
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A function traced and planned for some arguments."""
+
+    plan: Plan
+    tree: Any  # of the results
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    uses: dict[int, list[Use]]
+    numbers: tuple[int | None, ...]  # of the rule of each parameter
+    placements: dict[int, tuple[Placement, Use]]
+    runner: Quantization
+    products: tuple[tuple[ProductStep, Rule | None], ...]
+
+
+class QuantizedFunction:
+    """A function with rounded products; `quantize_fn` makes it.
+
+    Args:
+        fun: the function.
+        rules: the rules.
+        key: a typed key, or None.
+        all_in_use: whether a rule without an effect is an error; not for one of several functions of a model.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], rules: tuple[Rule, ...], key: Array | None = None, *, all_in_use: bool = False
+    ) -> None:
+        self.fun, self.rules, self.key, self.all_in_use = fun, rules, key, all_in_use
+        self._programs: dict[Any, _Program] = {}
+        update_wrapper(self, fun, updated=())
+
+    def __call__(self, params: Any, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
+        """`fun` of the arguments. `params` may be packed; `key` takes the place of the key of `quantize_fn`."""
+        call = _Call(params, args, kwargs)
+        program = self._program(call)
+        keys = self._keys(key)
+        values = [self._held(program, i, value) if i < call.count else value for i, value in enumerate(call.values)]
+        with jax.disable_jit(False):
+            out = interpret(program.runner, program.plan, keys, values)
+        return jax.tree.unflatten(program.tree, out)
+
+    def pack(self, params: Any, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
+        """The parameters with those that are rounded stored as codes and scales, in the shapes that they have.
+
+        Args:
+            params: the parameters; of a `jax.ShapeDtypeStruct` the shapes of codes and scales come back.
+            *args: arguments as in a call; only their shapes count, so `jax.ShapeDtypeStruct` will do.
+            key: a typed key if a rounding of a parameter is stochastic.
+            **kwargs: keyword arguments as in a call.
+
+        Raises:
+            ValueError: as in a call; for infinities or NaN in a parameter to be packed.
+        """
+        return self._packed(_Call(params, args, kwargs), key, again=False)
+
+    def pack_more(self, params: Any, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
+        """As `pack`, of parameters some of which are packed already: these stay as they are."""
+        return self._packed(_Call(params, args, kwargs), key, again=True)
+
+    def _packed(self, call: _Call, key: Array | None, again: bool) -> Any:
+        program = self._program(call)
+        leaves = list(call.leaves)
+        for i, (placement, _) in program.placements.items():
+            value = call.values[i]
+            if is_packed(value) and again:
+                continue
+            if is_packed(value):
+                raise ValueError(f"params: {program.paths[i]!r} is packed already; pack the parameters themselves")
+            drawn = None
+            if placement.spec.rounding.stochastic:
+                keys = self._keys(key)
+                assert keys is not None
+                drawn = jax.random.fold_in(keys.key, i)
+            if isinstance(value, jax.ShapeDtypeStruct):
+                leaves[call.places[i]] = jax.eval_shape(placement.pack, value, drawn)
+            else:
+                check_finite(value, f"params: {program.paths[i]!r}")
+                leaves[call.places[i]] = placement.pack(jnp.asarray(value), drawn)
+        return jax.tree.unflatten(call.tree, leaves)[0][0]
+
+    def report(self, params: Any, *args: Any, **kwargs: Any) -> ProgramReport:
+        """What happens to each parameter and each product; nothing is computed.
+
+        Args:
+            params: the parameters, or their shapes.
+            *args: arguments as in a call, or their shapes.
+            **kwargs: keyword arguments as in a call.
+
+        Returns:
+            A `ProgramReport`; ``str`` of it is a table.
+        """
+        call = _Call(params, args, kwargs)
+        program = self._program(call)
+        return ProgramReport(
+            tuple(self._parameter_row(program, i) for i in range(len(program.paths))),
+            tuple(_product_row(program, step, rule) for step, rule in program.products),
+        )
+
+    # -- internals -----------------------------------------------------------------------------------------------------
+
+    def _keys(self, key: Array | None) -> Keys | None:
+        key = self.key if key is None else key
+        if key is not None:
+            check_key("key", key)
+        stochastic = [rule for rule in self.rules if rule.stochastic]
+        if not stochastic:
+            return None
+        if key is None:
+            raise ValueError(
+                f"key=None, but {stochastic[0]} rounds stochastically: pass a typed key, for example "
+                "key=jax.random.key(0)"
+            )
+        return Keys(key)
+
+    def _held(self, program: _Program, i: int, value: Any) -> Any:
+        if i not in program.placements:
+            return numbers_of(value) if is_packed(value) else value
+        placement, _ = program.placements[i]
+        number = program.numbers[i]
+        assert number is not None
+        rule = self.rules[number]
+        twin = rule.weight is not None and takes_anew(Roundings(right=rule.weight, gradient=rule.gradient))
+        return Held(value if is_packed(value) else jnp.asarray(value), placement, i, twin)
+
+    def _program(self, call: _Call) -> _Program:
+        signature = call.signature
+        found = self._programs.get(signature) if signature is not None else None
+        if found is not None:
+            return found
+        found = self._traced(call)
+        plans = (found.plan, *(plan for step in found.plan.walk() for plan in step.inner))
+        if signature is not None and not any(isinstance(c, jax.core.Tracer) for plan in plans for c in plan.consts):
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+            self._programs[signature] = found
+        return found
+
+    def _traced(self, call: _Call) -> _Program:
+        def flat(*values: Any) -> Any:
+            leaves = list(call.leaves)
+            for i, value in zip(call.places, values, strict=True):
+                leaves[i] = value
+            (params, *args), kwargs = jax.tree.unflatten(call.tree, leaves)
+            return self.fun(params, *args, **kwargs)
+
+        with jax.disable_jit(False):
+            closed, out = jax.make_jaxpr(flat, return_shape=True)(*call.abstract)
+        plan = Analyst().plan(closed, call.facts)
+        uses: dict[int, list[Use]] = {}
+        for step in plan.walk():
+            for use in (use for some in step.uses for use in some):
+                uses.setdefault(use.leaf, []).append(use)
+        shapes = tuple(tuple(x.shape) for x in call.abstract[: call.count])
+        numbers = tuple(rule_of_parameter(path, self.rules) for path in call.paths)
+        placements = self._placements(call.paths, shapes, numbers, uses)
+        products = tuple(self._products(plan, numbers))
+        self._check(call.paths, numbers, uses, products)
+        roundings = {
+            id(step): how
+            for step, rule in products
+            if rule is not None and (how := self._roundings(step, rule)) is not None
+        }
+        if self.all_in_use:
+            self._check_effect(numbers, placements, products)
+        return _Program(
+            plan,
+            jax.tree.structure(out),
+            call.paths,
+            shapes,
+            uses,
+            numbers,
+            placements,
+            Quantization(roundings),
+            products,
+        )
+
+    def _placements(
+        self, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], numbers: Sequence[int | None], uses: dict
+    ) -> dict[int, tuple[Placement, Use]]:
+        found = {}
+        for leaf, number in enumerate(numbers):
+            use = _first(uses.get(leaf, ()))
+            if number is None or use is None:
+                continue
+            rule = self.rules[number]
+            spec = rule.bias if use.kind == "sum" else rule.weight if use.laid is not None else None
+            if spec is None:
+                continue
+            try:
+                found[leaf] = place(shapes[leaf], use.laid, spec), use
+            except ValueError as error:
+                field = "bias" if use.kind == "sum" else "weight"
+                raise ValueError(
+                    f"{field}={str(spec)!r} of the parameter {paths[leaf]!r}, of shape {shapes[leaf]}, in "
+                    f"{use.primitive} at {use.source or 'an unknown line'}, by {rule}: {error}"
+                ) from None
+        return found
+
+    def _products(self, plan: Plan, numbers: Sequence[int | None]) -> Iterable[tuple[ProductStep, Rule | None]]:
+        """The products of a program, each with its rule: that of its first parameter, or of its scope."""
+        for step in plan.walk():
+            if step.product is None:
+                continue
+            leaves = [use.leaf for some in step.uses for use in some]
+            if leaves:
+                chosen = [n for leaf in leaves if (n := numbers[leaf]) is not None]
+                yield step, self.rules[chosen[0]] if chosen else None
+            elif any(step.data):
+                yield step, next((rule for rule in self.rules if rule.matches(step.scope)), None)
+
+    def _roundings(self, step: ProductStep, rule: Rule) -> tuple[Roundings, int] | None:
+        """How the operands of a product are rounded, and which of them is the weight; None if nothing is."""
+        assert step.product is not None
+        weights = [i for i in (0, 1) if step.uses and step.uses[i]]
+        if len(weights) == 2:
+            return None  # a product of parameters alone
+        weight = weights[0] if weights else -1
+        place = StreamOffset(step.name, step.scope or step.source, rule)
+        right = rule.weight if weights else rule.activation
+        how = Roundings(
+            rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, place,
+        )  # fmt: skip
+        if how.left is None and not how.backward:
+            return None
+        check_operands(Flipped(step.product) if weight == 0 else step.product, how)
+        return how, weight
+
+    def _check(
+        self,
+        paths: Sequence[str],
+        numbers: Sequence[int | None],
+        uses: dict[int, list[Use]],
+        products: Sequence[tuple[ProductStep, Rule | None]],
+    ) -> None:
+        spoken = {number for number in numbers if number is not None}
+        spoken |= {self.rules.index(rule) for _, rule in products if rule is not None}
+        idle = [rule for number, rule in enumerate(self.rules) if number not in spoken]
+        if idle:
+            scopes = sorted({step.scope for step, _ in products if step.scope})
+            near = get_close_matches(idle[0].path, [*paths, *scopes], n=3, cutoff=0.3)
+            raise ValueError(
+                f"{', '.join(map(str, idle))} matches no parameter and no product, or only such as an earlier rule "
+                f"matches; the nearest paths are {', '.join(map(repr, near or paths[:3]))}"
+            )
+        for leaf, number in enumerate(numbers):
+            if number is None:
+                continue
+            rule, use = self.rules[number], _first(uses.get(leaf, ()))
+            if rule.weight is None or not names_parameter(rule.path, paths[leaf]):
+                continue
+            if use is not None and use.laid is None:
+                raise ValueError(
+                    f"{rule} names the parameter {paths[leaf]!r}, which reaches no product; it reaches {use.primitive} "
+                    f"at {use.source or 'an unknown line'}. Put Rule({paths[leaf]!r}) before it to leave it as it is"
+                )
+
+    def _check_effect(
+        self,
+        numbers: Sequence[int | None],
+        placements: Mapping[int, tuple[Placement, Use]],
+        products: Sequence[tuple[ProductStep, Rule | None]],
+    ) -> None:
+        """Refuse fields of rules that round nothing."""
+        for number, rule in enumerate(self.rules):
+            used = {
+                "bias" if use.kind == "sum" else "weight"
+                for leaf, (_, use) in placements.items()
+                if numbers[leaf] == number
+            }
+            if any(chosen is rule for _, chosen in products):
+                used |= {"activation", "gradient", "weight_gradient", "matmul"}
+            idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
+            if idle:
+                raise ValueError(
+                    f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches; report, "
+                    "under rules that have an effect, shows what each parameter reaches"
+                )
+
+    def _parameter_row(self, program: _Program, i: int) -> ParameterRow:
+        number, use = program.numbers[i], _first(program.uses.get(i, ()))
+        placement = program.placements.get(i)
+        spec: Spec | None = placement[0].spec if placement else None
+        shape = program.shapes[i]
+        return ParameterRow(
+            program.paths[i],
+            shape,
+            "" if number is None else str(self.rules[number]),
+            "" if use is None else use.primitive,
+            "" if use is None else use.kind,
+            "" if spec is None else str(spec),
+            "" if use is None else use.source,
+        )
+
+
+def _product_row(program: _Program, step: ProductStep, rule: Rule | None) -> ProductRow:
+    how = program.runner.roundings.get(id(step))
+    weights = tuple(program.paths[use.leaf] for some in step.uses for use in some)
+    fields = {} if how is None else {
+        "activation": how[0].left, "gradient": how[0].gradient, "weight_gradient": how[0].weight_gradient,
+        "matmul": how[0].matmul,
+    }  # fmt: skip
+    return ProductRow(
+        step.scope, step.name, weights, "" if rule is None else str(rule),
+        {name: str(value) for name, value in fields.items() if value is not None}, step.source,
+    )  # fmt: skip
+
+
+#: The most traced programs that a function keeps.
+_MOST_PROGRAMS = 64
+
+_ORDER = {"product": 0, "rows": 1, "sum": 2, "other": 3}
+
+
+def _first(uses: Sequence[Use]) -> Use | None:
+    """The use that says how a parameter is rounded: its first product; else a look-up; else a sum."""
+    return min(uses, key=lambda use: _ORDER[use.kind], default=None)
+
+
+class _Call:
+    """The arguments of a call, taken apart: the arrays of the parameters, then those of the others."""
+
+    def __init__(self, params: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.leaves, self.tree = jax.tree.flatten(((params, *args), kwargs), is_leaf=is_packed)
+        own = len(jax.tree.leaves(params, is_leaf=is_packed))
+        arrays = [i for i, leaf in enumerate(self.leaves) if _is_array(leaf)]
+        self.places = arrays
+        self.values = [self.leaves[i] for i in arrays]
+        self.count = sum(i < own for i in arrays)
+        keyed = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
+        self.paths = tuple(_path_of(path) for path, leaf in keyed if _is_array(leaf))
+        self.abstract = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if is_packed(x) or not isinstance(x, Array) else x
+            for x in self.values
+        ]
+
+    @property
+    def facts(self) -> list[Fact]:
+        """What is known of the arrays."""
+        known = []
+        for i, x in enumerate(self.abstract):
+            number = not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            if i >= self.count:
+                known.append(DATA if number else NOTHING)
+            else:
+                known.append(of_parameter(i, x.shape) if number and x.dtype.name in CARRIERS else NOTHING)
+        return known
+
+    @property
+    def signature(self) -> Any:
+        """What a traced program depends on; None if that cannot be compared."""
+        static = tuple((i, leaf) for i, leaf in enumerate(self.leaves) if not _is_array(leaf))
+        avals = tuple(jax.typeof(x) if isinstance(x, Array) else (x.shape, x.dtype) for x in self.abstract)
+        settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+        made = (self.tree, self.paths, avals, tuple((i, type(leaf), leaf) for i, leaf in static), settings)
+        try:
+            hash(made)
+        except TypeError:
+            return None
+        return made
+
+
+def _path_of(path: tuple[Any, ...]) -> str:
+    """The path of a parameter as text, without the ``value`` of the box (a variable, its sharding) that it is in."""
+    if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_array(leaf: Any) -> bool:
+    return is_packed(leaf) or isinstance(leaf, Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)

@@ -1,0 +1,95 @@
+"""A program run with the operands of its products rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from jchop._products.analysis import ProductStep
+from jchop._products.contraction import Roundings, contract
+from jchop._products.product import Flipped
+from jchop._products.weights import Held, Keys, Twin, rounded
+from jchop._program.bind import bind
+from jchop._program.run import Runner
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, carry_count
+
+Array = jax.Array
+
+__all__ = ["Quantization"]
+
+_ENTERED = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS))
+
+
+class Quantization(Runner):
+    """Products under rules.
+
+    Args:
+        roundings: of each product that has any but those of its weights, by the identity of its step.
+    """
+
+    def __init__(self, roundings: dict[int, tuple[Roundings, int]]) -> None:
+        self.roundings = roundings
+        self._busy: dict[int, bool] = {}
+
+    def prepare(self, part: ProductStep, env: dict[Any, Any], seeds: Keys | None) -> None:
+        """Parameters are rounded once, before the first equation that computes with them."""
+        for i, v in enumerate(part.operands):
+            held = None if isinstance(v, Literal) else env[v]
+            if isinstance(held, Held) and not self._passes(part, i, held):
+                env[v] = held.numbers(seeds)
+
+    def finish(self, value: Any, seeds: Keys | None) -> Any:
+        """A result, which is an array."""
+        return rounded(value.numbers(seeds) if isinstance(value, Held) else value)
+
+    def _passes(self, step: ProductStep, i: int, held: Held) -> bool:
+        """Whether a program within a step takes a parameter as it is held."""
+        if step.kind != "control":
+            return False
+        if step.name == "scan":
+            return i >= sum(carry_count(step.eqn.params)) and held.stack > 0
+        return step.name in _ENTERED or (step.name == "cond" and i > 0)
+
+    def control(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
+        """Programs without a rounding are left whole, with their own derivatives."""
+        if not any(isinstance(x, Held | Twin) for x in args) and not self._is_busy(step):
+            return bind(step.eqn.primitive, step.eqn.params, *args)
+        if step.name in CUSTOM_CALLS and not self._is_busy(step):
+            return bind(step.eqn.primitive, step.eqn.params, *map(rounded, args))
+        if step.name == "scan":
+            fixed, _ = carry_count(step.eqn.params)
+            args = [x if isinstance(x, Held) or i < fixed else rounded(x) for i, x in enumerate(args)]
+        elif step.name not in _ENTERED and step.name != "cond":
+            args = [rounded(x) for x in args]
+        return super().control(step, seeds, args)
+
+    def _is_busy(self, step: ProductStep) -> bool:
+        found = self._busy.get(id(step))
+        if found is None:
+            found = any(id(inner) in self.roundings for plan in step.inner for inner in plan.walk())
+            self._busy[id(step)] = found
+        return found
+
+    def run(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
+        """One equation."""
+        if part.moves and any(isinstance(x, Twin) for x in args):
+            full = [x.full if isinstance(x, Twin) else x for x in args]
+            low = bind(part.eqn.primitive, part.eqn.params, *map(rounded, args))
+            return [Twin(a, b) for a, b in zip(low, bind(part.eqn.primitive, part.eqn.params, *full), strict=True)]
+        if id(part) in self.roundings:
+            return [self._product(part, seeds, args)]
+        return bind(part.eqn.primitive, part.eqn.params, *map(rounded, args))
+
+    def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
+        how, weight = self.roundings[id(step)]
+        assert step.product is not None
+        key = None if seeds is None or not how.stochastic else seeds.turn(step.number).key
+        product = Flipped(step.product) if weight == 0 else step.product
+        x, w = (args[1], args[0]) if weight == 0 else (args[0], args[1])
+        extra = tuple(map(rounded, args[2:]))
+        if weight < 0:  # both operands are data
+            return contract(product, rounded(x), rounded(w), how, key, extra=extra)
+        full = w.full if isinstance(w, Twin) else w
+        return contract(product, rounded(x), full, how, key, rounded=rounded(w), extra=extra)

@@ -1,0 +1,97 @@
+"""Parameters within a program that is run: as they are held, until something computes with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._products.placement import Placement, StoredAs
+from jchop.storage import QArray, dequantize
+
+Array = jax.Array
+
+__all__ = ["Held", "Keys", "Twin", "is_packed", "numbers_of", "rounded"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["placement", "leaf", "twin"])
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A parameter, or one of a stack, that is rounded, or unpacked, where it is first computed with.
+
+    So a loop over a stack of layers holds the numbers of one layer at a time.
+
+    Args:
+        value: its numbers, or its codes and scales.
+        placement: its rounding.
+        leaf: its index.
+        twin: whether its numbers before the rounding are needed, too.
+    """
+
+    value: Any
+    placement: Placement
+    leaf: int
+    twin: bool = False
+
+    @property
+    def stack(self) -> int:
+        """How many axes of a stack it has still."""
+        return self.value.ndim - self.placement.ndim
+
+    def numbers(self, keys: Keys | None) -> Any:
+        """The rounded numbers."""
+        if is_packed(self.value):
+            low = numbers_of(self.value)
+        else:
+            drawn = self.placement.spec.rounding.stochastic
+            low = self.placement.round(self.value, keys.turn(_LEAVES, self.leaf).key if drawn and keys else None)
+        if not self.twin:
+            return low
+        return Twin(low, low if is_packed(self.value) else self.value)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["low", "full"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Twin:
+    """A rounded parameter beside itself in full precision, both moved alike."""
+
+    low: Any
+    full: Any
+
+
+def rounded(value: Any) -> Any:
+    """A value without its twin."""
+    return value.low if isinstance(value, Twin) else value
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a parameter is stored as codes and scales."""
+    return isinstance(value, QArray | StoredAs)
+
+
+def numbers_of(value: QArray | StoredAs) -> Array:
+    """The numbers of a packed parameter."""
+    return jnp.asarray(value.dequantize() if isinstance(value, StoredAs) else dequantize(value))
+
+
+#: The number under which parameters draw; equations have smaller ones.
+_LEAVES = 1 << 30
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=[])
+@dataclass(frozen=True)
+class Keys:
+    """The key of a program; each equation and each turn of a loop has one of its own."""
+
+    key: Array
+
+    def turn(self, number: int, step: Array | int = 0) -> Keys:
+        """That of turn `step` of the equation or program that has the number."""
+        return Keys(jax.random.fold_in(jax.random.fold_in(self.key, number), step))
+
+    def within(self, axes: tuple[str, ...], typed: bool) -> Keys:
+        """That of a shard: all draw alike if the types of values say what varies, because some may not."""
+        return self if typed else self.turn(0, jax.lax.axis_index(axes))

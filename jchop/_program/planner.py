@@ -1,0 +1,152 @@
+"""The plan of a program, made of its jaxpr alone, before anything is computed.
+
+For every equation it says what becomes of it and what is then known of its results. So what cannot be done is found
+early, a loop's carry gets what is known in every turn, a report can be made without running anything, and each random
+draw has a number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from jchop._program.opened import program_of
+from jchop._program.step import CALLS, HIGH_CALLS, Plan, carry_count, is_own, jaxpr_of, scope_of
+
+__all__ = ["Planner", "taken_by_others"]
+
+
+class Planner:
+    """Makes plans. A table of rules derives from it, and says what it knows of values: `None` is nothing."""
+
+    def __init__(self) -> None:
+        self._opened_programs: dict[int, Any] = {}
+
+    def plan(self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None) -> Plan:
+        """The plan of a jaxpr whose arguments and constants are known to be what is said of them."""
+        jaxpr, consts = jaxpr_of(closed)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants or (None,) * len(jaxpr.constvars), strict=True))
+        env.update(zip(jaxpr.invars, known, strict=True))
+        steps, number = [], 0
+        for eqn in jaxpr.eqns:
+            step = self.step(eqn, env, scope_of(scope, eqn.source_info.name_stack), number)
+            if step.kind == "control":
+                step = _CONTROL.get(step.name, Planner._opened)(self, step)
+            number += len(step.inner) + 1 if step.inner else self.draws(step)
+            env.update(zip(eqn.outvars, step.out, strict=True))
+            steps.append(step)
+        return Plan(jaxpr, consts, tuple(steps), tuple(self.read(v, env) for v in jaxpr.outvars))
+
+    # -- the table's part ----------------------------------------------------------------------------------------------
+
+    def step(self, eqn: Any, env: dict[Any, Any], scope: str, number: int) -> Any:
+        """One equation; of one that holds programs (`CONTROL`) a step of kind ``"control"``, whose rest follows."""
+        raise NotImplementedError
+
+    def read(self, v: Any, env: dict[Any, Any]) -> Any:
+        """What is known of a variable or a literal."""
+        return None if isinstance(v, Literal) else env[v]
+
+    def draws(self, step: Any) -> int:
+        """The most random draws that a step without inner plans may take."""
+        raise NotImplementedError
+
+    def common(self, knowns: Iterable[Any]) -> Any:
+        """What is known of values each of which is one of several."""
+        raise NotImplementedError
+
+    def one_turn(self, known: Any) -> Any:
+        """What is known of one of the parts along the first axis, over which a scan runs."""
+        return known
+
+    def all_turns(self, known: Any) -> Any:
+        """What is known of the results of a scan's turns, put together along a first axis."""
+        return known
+
+    def opened(self, eqn: Any) -> Any:
+        """The program of a primitive of another package; None if there is none. It is traced once."""
+        if id(eqn) not in self._opened_programs:
+            self._opened_programs[id(eqn)] = (eqn, program_of(eqn))  # held, so that its id stays its own
+        return self._opened_programs[id(eqn)][1]
+
+    # -- equations that hold programs ----------------------------------------------------------------------------------
+
+    def _call(self, step: Any) -> Any:
+        params = step.eqn.params
+        inner = self.plan(
+            params.get("jaxpr", params.get("call_jaxpr")), step.known, scope_of(step.scope, "", params.get("name"))
+        )
+        return replace(step, inner=(inner,), out=inner.out)
+
+    def _high_call(self, step: Any) -> Any:
+        (primitive,) = step.eqn.params.values()
+
+        def expanded(*values: Any) -> Any:
+            return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, values)))
+
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
+        inner = self.plan(jax.make_jaxpr(expanded)(*avals), step.known, step.scope)
+        return replace(step, inner=(inner,), out=inner.out)
+
+    def _opened(self, step: Any) -> Any:
+        inner = self.plan(self.opened(step.eqn), step.known, step.scope)
+        return replace(step, inner=(inner,), out=inner.out)
+
+    def _solve(self, step: Any) -> Any:
+        params = step.eqn.params
+        lengths = params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        known = (*step.known[first : first + lengths.solve], *step.known[sum(lengths) :])
+        inner = self.plan(params["jaxprs"].solve, known, step.scope)
+        return replace(step, inner=(inner,), out=inner.out)
+
+    def _cond(self, step: Any) -> Any:
+        inner = tuple(self.plan(branch, step.known[1:], step.scope) for branch in step.eqn.params["branches"])
+        return replace(step, inner=inner, out=tuple(map(self.common, zip(*(plan.out for plan in inner), strict=True))))
+
+    def _scan(self, step: Any) -> Any:
+        consts, carry = carry_count(step.eqn.params)
+        known = (*step.known[: consts + carry], *map(self.one_turn, step.known[consts + carry :]))
+        while True:
+            inner = self.plan(step.eqn.params["jaxpr"], known, step.scope)
+            kept = self._kept(known[consts : consts + carry], inner.out[:carry])
+            if kept == known[consts : consts + carry]:
+                return replace(step, inner=(inner,), out=(*kept, *map(self.all_turns, inner.out[carry:])))
+            known = (*known[:consts], *kept, *known[consts + carry :])
+
+    def _while(self, step: Any) -> Any:
+        params = step.eqn.params
+        test, body = params["cond_nconsts"], params["body_nconsts"]
+        first, consts, known = step.known[:test], step.known[test : test + body], step.known[test + body :]
+        while True:
+            inner = self.plan(params["body_jaxpr"], (*consts, *known), step.scope)
+            kept = self._kept(known, inner.out)
+            if kept == known:
+                plans = (self.plan(params["cond_jaxpr"], (*first, *known), step.scope), inner)
+                return replace(step, inner=plans, out=kept)
+            known = kept
+
+    def _kept(self, before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
+        """What is known of carried values in this turn and the next."""
+        return tuple(self.common(pair) for pair in zip(before, after, strict=True))
+
+
+_CONTROL = {
+    **dict.fromkeys(CALLS, Planner._call),
+    **dict.fromkeys(HIGH_CALLS, Planner._high_call),
+    "custom_linear_solve": Planner._solve,
+    "cond": Planner._cond,
+    "scan": Planner._scan,
+    "while": Planner._while,
+}
+
+
+def taken_by_others(jaxpr: Any) -> set[Any]:
+    """The variables that are results, or operands of an equation that is no part of a public function of jchop."""
+    others = (eqn for eqn in jaxpr.eqns if not is_own(scope_of("", eqn.source_info.name_stack)))
+    operands = (v for eqn in others for v in eqn.invars)
+    return {v for v in (*operands, *jaxpr.outvars) if not isinstance(v, Literal)}

@@ -1,0 +1,33 @@
+"""The line of source that an equation comes from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+
+__all__ = ["here", "source_of"]
+
+#: Folders whose lines are not the user's.
+_FOLDERS = (f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+#: Libraries of layers, wherever they are installed.
+_LAYERS = tuple(f"{os.sep}site-packages{os.sep}{name}{os.sep}" for name in ("equinox", "flax", "haiku"))
+
+
+def source_of(info: Any, outer: str = "") -> str:
+    """File and line of the innermost frame outside of JAX, jchop and libraries of layers, or `outer`."""
+    frames = () if info.traceback is None else info.traceback.frames
+    lines = (f"{f.file_name}:{f.line_num}" for f in frames if not _is_library(f.file_name))
+    return next(lines, outer)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_FOLDERS) or any(part in file for part in _LAYERS)
+
+
+def here() -> str:
+    """The line of the user that calls this."""
+    return source_of(source_info_util.current())

@@ -1,0 +1,129 @@
+"""The parts of a plan: one equation and what becomes of it, and the steps of a jaxpr."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jchop._arguments import OWN_RESULT, OWN_SCOPE
+
+__all__ = [
+    "CALLS",
+    "CONTROL",
+    "CUSTOM_CALLS",
+    "HIGH_CALLS",
+    "PLAIN_CALLS",
+    "REMAT_CALLS",
+    "Plan",
+    "Step",
+    "carry_count",
+    "is_own",
+    "is_own_result",
+    "jaxpr_of",
+    "scope_of",
+]
+
+#: Calls of another program, by how they are put together again.
+PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "composite")
+#: Primitives of a higher level, which newer versions of JAX have for some functions; they say what they consist of.
+HIGH_CALLS = ("call_hi_primitive",)
+REMAT_CALLS = ("remat", "remat2", "checkpoint")
+CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
+CALLS = (*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS, "shard_map")
+#: The primitives that hold programs.
+CONTROL = frozenset((*CALLS, "custom_linear_solve", "scan", "while", "cond"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One equation and what becomes of it.
+
+    Args:
+        eqn: the equation.
+        kind: what is done with it; ``"control"`` if it holds programs.
+        scope: the path of its `jax.named_scope` and `jax.jit` names.
+        number: of the first of its random draws.
+        known: what is known of its operands.
+        out: what is known of its results.
+        inner: the plans of the programs that it holds.
+    """
+
+    eqn: Any
+    kind: str
+    scope: str
+    number: int
+    known: tuple[Any, ...] = ()
+    out: tuple[Any, ...] = ()
+    inner: tuple[Plan, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def operands(self) -> Sequence[Any]:
+        """The variables that it takes."""
+        return self.eqn.invars
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """The variables that it gives."""
+        return self.eqn.outvars
+
+    @property
+    def result_number(self) -> int:
+        """The number of the rounding of its first result."""
+        return self.number + len(self.eqn.invars)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a jaxpr."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    steps: tuple[Any, ...]  # of a class derived from Step
+    out: tuple[Any, ...]
+
+    def walk(self) -> Iterator[Any]:
+        """Every step, those of inner plans after the one they belong to."""
+        for step in self.steps:
+            yield step
+            for plan in step.inner:
+                yield from plan.walk()
+
+
+def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jaxpr and its constants; newer versions of JAX keep them in one object."""
+    return getattr(value, "jaxpr", value), tuple(getattr(value, "consts", ()))
+
+
+def carry_count(params: dict[str, Any]) -> tuple[int, int]:
+    """The numbers of constants and of carried values of a scan."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+_WRAPPED = re.compile(r"\w+\(|\)")
+
+
+def scope_of(outer: str, name_stack: Any, name: str | None = None) -> str:
+    """The path of scopes of an equation, the marks of transformations dropped: ``vmap(jvp(f))/g`` is ``f/g``."""
+    parts = [outer, _WRAPPED.sub("", str(name_stack)), name or ""]
+    return "/".join(part for part in parts if part)
+
+
+def is_own_result(eqn: Any, scope: str) -> bool:
+    """Whether an equation names what a public function of jchop returns, one that no other one calls."""
+    names = eqn.primitive.name == "name" and eqn.params["name"] == OWN_RESULT
+    return names and scope.split("/").count(OWN_SCOPE) == 1
+
+
+def is_own(scope: str) -> bool:
+    """Whether an equation of this scope is part of a public function of jchop, which says its arithmetic itself."""
+    return OWN_SCOPE in scope.split("/")

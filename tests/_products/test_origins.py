@@ -1,0 +1,109 @@
+"""Origins: the axes of a parameter are followed through every way of moving numbers.
+
+The test of an origin is the array itself. Each index of a parameter's axis is written into the parameter as a number; a
+value has that axis where its numbers say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jchop._products.analysis import Analyst
+from jchop._products.origins import DATA, Origin, of_parameter
+
+SHAPE = (4, 6, 10)
+
+
+def origin_of(function: Callable[..., Any], *data: Any, shape: tuple[int, ...] = SHAPE) -> Origin | None:
+    """The origin of what a function makes of a parameter, and of data."""
+    closed = jax.make_jaxpr(function)(jnp.zeros(shape), *data)
+    (fact,) = Analyst().plan(closed, [of_parameter(0, shape), *[DATA] * len(data)]).out
+    assert len(fact.origins) <= 1
+    return fact.origins[0] if fact.origins else None
+
+
+def indexes_of(origin: Origin, shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """By the origin: for each axis of the parameter the index at every place of a value of `shape`."""
+    found = [np.zeros(shape, int) for _ in sizes]
+    for position, parts in enumerate(origin.axes):
+        number = np.arange(shape[position]).reshape([-1 if i == position else 1 for i in range(len(shape))])
+        for part in reversed(parts):
+            found[part.axis] = found[part.axis] + number % part.size * part.inner
+            number = number // part.size
+    return found
+
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda w: w,
+    "transposed": lambda w: w.T,
+    "axes moved": lambda w: jnp.moveaxis(w, 0, 1),
+    "joined": lambda w: w.reshape(24, 10),
+    "all joined": lambda w: w.reshape(-1),
+    "split": lambda w: w.reshape(4, 6, 2, 5),
+    "split and moved": lambda w: w.reshape(4, 2, 3, 10).transpose(2, 0, 1, 3),
+    "joined, then split otherwise": lambda w: w.reshape(24, 10).reshape(8, 3, 10),
+    "split, moved, joined": lambda w: w.reshape(4, 2, 3, 10).transpose(0, 2, 1, 3).reshape(4, 6, 10),
+    "new axes": lambda w: w[:, None, :, None],
+    "broadcast": lambda w: jnp.broadcast_to(w[None], (3, *SHAPE)),
+    "squeezed": lambda w: w.reshape(4, 1, 60).squeeze(1),
+    "cast": lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
+    "jitted": jax.jit(lambda w: w.T.reshape(10, 24)),
+    "checkpointed": jax.checkpoint(lambda w: w.T),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_the_axes_of_a_moved_parameter_are_those_that_its_numbers_say(name: str) -> None:
+    move = MOVES[name]
+    origin = origin_of(move)
+    assert origin is not None
+    for axis, n in enumerate(SHAPE):
+        index = np.arange(n).reshape([-1 if i == axis else 1 for i in range(len(SHAPE))])
+        moved = np.asarray(move(jnp.broadcast_to(jnp.asarray(index, jnp.float32), SHAPE)))
+        np.testing.assert_array_equal(indexes_of(origin, moved.shape, SHAPE)[axis], moved)
+
+
+@pytest.mark.parametrize(
+    ("change", "axes"),
+    [
+        (lambda w: w[1], [1, 2]),
+        (lambda w: w[:, 2], [0, 2]),
+        (lambda w: jax.lax.dynamic_index_in_dim(w, jnp.int32(1), 1, keepdims=False), [0, 2]),
+        (lambda w: w[jnp.array([0, 2, 1])], [None, 1, 2]),
+        (lambda w: w[:2], [0, 1, 2]),
+        (lambda w: jnp.concatenate([w, w], 1), [0, 1, 2]),
+        (lambda w: jnp.pad(w, ((0, 1), (0, 0), (0, 0))), [0, 1, 2]),
+        (lambda w: jnp.where(jnp.tri(6, 10, dtype=bool), w, 0.0), [0, 1, 2]),
+        (lambda w: (w - w.mean((1, 2), keepdims=True)) / (1e-3 + w.std((1, 2), keepdims=True)), [0, 1, 2]),
+        (lambda w: jax.lax.scan(lambda c, v: (c, v.T @ jnp.ones((6, 3))), 0, w)[1], None),
+        (lambda w: jnp.broadcast_to(w[:, None], (4, 3, 6, 10)).reshape(12, 60), [0, 1]),
+        (lambda w: jnp.sum(w), None),
+    ],
+)
+def test_the_axes_of_a_piece_or_of_what_is_computed_from_parameters(change: Any, axes: list[int | None] | None) -> None:
+    origin = origin_of(change)
+    got = None if origin is None else [parts[0].axis if parts else None for parts in origin.axes]
+    assert got == axes
+
+
+def test_a_value_that_depends_on_data_has_no_origin() -> None:
+    assert origin_of(lambda w, x: w * x, jnp.zeros(SHAPE)) is None
+    assert origin_of(lambda w, x: jnp.where(x > 0, x, w), jnp.zeros(SHAPE)) is None
+    assert origin_of(lambda w, x: jnp.where(x > 0, w, 0.0), jnp.zeros(SHAPE)) is not None  # data that only chooses
+    assert origin_of(lambda w, i: w[i], jnp.int32(1)) is not None
+
+
+def test_a_scan_takes_one_of_a_stack_and_a_loop_keeps_what_it_carries() -> None:
+    shape = (3, 4, 5)
+    closed = jax.make_jaxpr(lambda w, x: jax.lax.scan(lambda c, v: (jnp.tanh(c @ v @ v.T), None), x, w)[0])(
+        jnp.zeros(shape), jnp.zeros((2, 4))
+    )
+    plan = Analyst().plan(closed, [of_parameter(0, shape), DATA])
+    laid = [use.laid for step in plan.walk() for some in step.uses for use in some]
+    assert [[part.axis for part in use.summed] for use in laid if use] == [[1], [2]]

@@ -1,0 +1,122 @@
+"""Placement: a parameter is rounded as its operand would be, laid out for the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+
+RNG = np.random.default_rng(7)
+
+
+def numbers(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.standard_normal(shape) * np.exp2(RNG.integers(-3, 3, shape)), jnp.float32)
+
+
+def rows_of(x: Any, spec: str) -> np.ndarray:
+    """A matrix (rows, summed) rounded along its last axis."""
+    return np.asarray(jc.round_to_format(jnp.asarray(x), spec))
+
+
+# A parameter, data, the product, and the parameter laid out as (kept, summed): the definition of the groups.
+Function = Callable[..., Any]
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Function, Function, Function]] = {
+    "matrix": ((64, 6), (2, 64), lambda w, x: x @ w, lambda w: w.T, lambda r: r.T),
+    "transposed": ((6, 64), (2, 64), lambda w, x: x @ w.T, lambda w: w, lambda r: r),
+    "from the left": ((6, 64), (64, 2), lambda w, x: w @ x, lambda w: w, lambda r: r),
+    "heads": (
+        (64, 3, 4), (2, 64), lambda w, x: jnp.einsum("bd,dhk->bhk", x, w),
+        lambda w: w.transpose(1, 2, 0).reshape(12, 64), lambda r: r.reshape(3, 4, 64).transpose(2, 0, 1),
+    ),
+    "heads joined": (
+        (4, 16, 6), (2, 4, 16), lambda w, x: jnp.einsum("bhk,hkd->bd", x, w),
+        lambda w: w.reshape(64, 6).T, lambda r: r.T.reshape(4, 16, 6),
+    ),
+    "reshaped": (
+        (64, 6), (2, 4, 16), lambda w, x: jnp.einsum("bhk,hkd->bd", x, w.reshape(4, 16, 6)),
+        lambda w: w.T, lambda r: r.T,
+    ),
+    "convolution": (
+        (3, 3, 8, 5), (1, 6, 6, 8),
+        lambda w, x: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        lambda w: w.reshape(72, 5).T, lambda r: r.T.reshape(3, 3, 8, 5),
+    ),
+    "three channels": (
+        (4, 4, 3, 5), (1, 8, 8, 3),
+        lambda w, x: jax.lax.conv_general_dilated(x, w, (4, 4), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        lambda w: w.reshape(48, 5).T, lambda r: r.T.reshape(4, 4, 3, 5),
+    ),
+    "rows": ((7, 64), (), lambda w, x: w[jnp.array([1, 5, 1])], lambda w: w, lambda r: r),
+}  # fmt: skip
+SPECS = [
+    "int8(group=all)",
+    "int4(group=16)",
+    "mxfp8_e4m3",
+    "nvfp4",
+    "nf4(group=32)",
+    "uint4(group=16,zero_point=integer)",
+]
+PLAIN = ["int8", "e4m3", "bfloat16"]
+
+
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize("spec", [*SPECS, *PLAIN])
+@pytest.mark.parametrize("name", CASES)
+def test_groups_lie_along_the_sum(name: str, spec: str) -> None:
+    shape, data, product, lay, back = CASES[name]
+    w, x = numbers(*shape), numbers(*data)
+    expected = product(jnp.asarray(back(rows_of(lay(w), spec))), x)
+    low = jc.quantize_fn(product, jc.Rule(weight=spec))
+    packed = low.pack(w, x)
+    assert packed.shape == w.shape
+    np.testing.assert_array_equal(low(w, x), expected)
+    np.testing.assert_array_equal(low(packed, x), expected)
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4(group=16)", "nvfp4"])
+@pytest.mark.parametrize("taken", ["scan", "index"])
+def test_each_of_a_stack_is_rounded_by_itself(taken: str, spec: str) -> None:
+    w, x = numbers(3, 32, 32) * jnp.array([1.0, 100.0, 0.01])[:, None, None], numbers(2, 32)
+
+    def scanned(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, v: (jnp.tanh(x @ v), None), x, w)[0]
+
+    def indexed(w: Any, x: Any) -> Any:
+        for i in range(3):
+            x = jnp.tanh(x @ w[i])
+        return x
+
+    run = scanned if taken == "scan" else indexed
+    each = jnp.stack([jnp.asarray(rows_of(v.T, spec)).T for v in w])
+    low = jc.quantize_fn(run, jc.Rule(weight=spec))
+    packed = low.pack(w, x)
+    np.testing.assert_array_equal(low(w, x), run(each, x))
+    np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x))
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        ("int8(group=all)", "int8(group=12)"),  # 12 numbers of each head
+        ("int4(group=4)", "int4(group=4)"),
+        ("int4(group=32)", "int4(group=12)"),  # no group runs over two heads
+    ],
+)
+def test_groups_keep_to_the_part_of_an_axis_that_is_summed_over(spec: str, found: str) -> None:
+    w, x = numbers(8, 36), numbers(2, 3, 12)
+    low = jc.quantize_fn(lambda w, x: jnp.einsum("bhk,rhk->bhr", x, w.reshape(8, 3, 12)), jc.Rule(weight=spec))
+    assert low.report(w, x).parameters[0].spec == found
+    np.testing.assert_array_equal(low(low.pack(w, x), x), low(w, x))
+
+
+def test_an_axis_that_the_operand_has_not_is_an_error_in_every_mode() -> None:
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="int8(channel=5)"))
+    for call in (low, low.pack, low.report):
+        with pytest.raises(ValueError, match=r"weight='int8\(channel=5\)' of the parameter.*axis 5.*2 axes"):
+            call(numbers(4, 4), numbers(2, 4))

@@ -1,0 +1,258 @@
+"""`quantize_fn`: rules over the products of any program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import CASES
+
+import jchop as jc
+
+KEY = jax.random.key(3)
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def mlp(p: Any, x: Any) -> Any:
+    return jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+
+PARAMS = {"up": normal(32, 16), "bias": normal(16, seed=1), "down": normal(16, 4, seed=2)}
+X = normal(8, 32, seed=3)
+
+
+# -- models of the zoo -------------------------------------------------------------------------------------------------
+
+FORMATS = ["int8(group=all)", "int4(group=32)", "float8_e4m3fn", "mxfp8_e4m3", "nvfp4", "nf4(group=32)"]
+#: Weights that are computed with before their product, and tiny products that a compiler fuses: sums in another order.
+LOOSE = {"odd_changed", "odd_products", "odd_convolutions"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_weight_of_a_product_is_rounded_and_nothing_else(name: str) -> None:
+    case = CASES[name]
+    params, args = case.params()
+    report = jc.quantize_fn(case.apply, jc.Rule(weight="int4(group=32)")).report(params, *args)
+    rows = {row.path: row for row in report.parameters}
+    assert {path for path, row in rows.items() if row.spec} == {path.removesuffix("/value") for path in case.products}
+    assert report.rounded_share == 1.0
+    assert all(row.source for row in rows.values() if row.spec)
+
+
+@pytest.mark.in_turn(90)
+@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_models_train_and_serve_the_same_numbers(name: str, spec: str) -> None:
+    case = CASES[name]
+    params, args = case.params()
+    low = jc.quantize_fn(case.apply, jc.Rule(weight=spec))
+    packed = low.pack(params, *args)
+    trained, served = jax.jit(low)(params, *args), jax.jit(low)(packed, *args)
+    if name in LOOSE:
+        chex.assert_trees_all_close(trained, served, rtol=1e-4, atol=1e-5)
+    else:
+        chex.assert_trees_all_equal(trained, served)
+    plain = jax.jit(case.apply)(params, *args)
+    errors = [
+        float(jnp.linalg.norm(jnp.asarray(a - b, jnp.float32)) / jnp.linalg.norm(jnp.asarray(b, jnp.float32)))
+        for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(plain), strict=True)
+        if jnp.issubdtype(a.dtype, jnp.floating)
+    ]
+    assert 0 < max(errors) < 1
+    gradient = jax.jit(jax.grad(lambda p: case.loss(low(p, *args)), allow_int=True))(params)
+    inexact = [g for g in jax.tree.leaves(gradient) if jnp.issubdtype(g.dtype, jnp.floating)]
+    assert all(bool(jnp.isfinite(g).all()) for g in inexact)
+    assert any(bool((g != 0).any()) for g in inexact)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def rounded(x: Any, spec: str) -> Any:
+    return jc.round_to_format(x, spec)
+
+
+def test_operands_are_rounded_along_the_sum() -> None:
+    low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)", activation="int8(group=all)", bias="bfloat16"))
+    hidden = rounded(X, "int8(group=all)") @ rounded(PARAMS["up"].T, "int4(group=16)").T
+    hidden = jnp.tanh(hidden + rounded(PARAMS["bias"], "bfloat16"))
+    expected = rounded(hidden, "int8(group=all)") @ rounded(PARAMS["down"].T, "int4(group=16)").T
+    np.testing.assert_array_equal(low(PARAMS, X), expected)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_backward_products_have_roundings_of_their_own(side: str) -> None:
+    """As the layers of Flax have them: each product in its own layout, from full precision."""
+    w, x, g = normal(32, 16), normal(8, 32, seed=1), normal(8, 16, seed=2)
+    rule = jc.Rule(weight="int4(group=8)", activation="int8(group=all)", gradient="e5m2", weight_gradient="bfloat16")
+    product = (lambda w, x: x @ w) if side == "right" else (lambda w, x: (w.T @ x.T).T)
+    low = jc.quantize_fn(product, rule)
+    _, back = jax.vjp(low, w, x)
+    dw, dx = back(g)
+    np.testing.assert_allclose(dx, rounded(g, "e5m2") @ rounded(w, "int4(group=8)").T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dw, rounded(x, "bfloat16").T @ rounded(g, "bfloat16"), rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_data_have_the_rule_of_their_scope() -> None:
+    def attend(p: Any, x: Any) -> Any:
+        q = x @ p["q"]
+        with jax.named_scope("scores"):
+            s = q @ x.T
+        return s @ x
+
+    params, x = {"q": normal(16, 16)}, normal(4, 16, seed=1)
+    q = x @ params["q"]
+    low = jc.quantize_fn(attend, jc.Rule("scores", activation="int8(group=all)"))
+    expected = (rounded(q, "int8(group=all)") @ rounded(x, "int8(group=all)").T) @ x
+    np.testing.assert_array_equal(low(params, x), expected)
+    everywhere = jc.quantize_fn(attend, jc.Rule(activation="int8(group=all)")).report(params, x)
+    assert [dict(row.roundings) for row in everywhere.products] == [{"activation": "int8(group=all)"}] * 3
+
+
+def test_experts_are_rounded_along_the_sum() -> None:
+    sizes = jnp.array([3, 0, 5])
+    w, x = normal(3, 32, 4), normal(8, 32, seed=1)
+    low = jc.quantize_fn(
+        lambda w, x: jax.lax.ragged_dot(x, w, sizes), jc.Rule(weight="int4(group=16)", activation="e4m3")
+    )
+    each = rounded(w.swapaxes(1, 2), "int4(group=16)").swapaxes(1, 2)
+    np.testing.assert_array_equal(low(w, x), jax.lax.ragged_dot(rounded(x, "e4m3"), each, sizes))
+    full = jc.quantize_fn(
+        lambda w, x: jax.lax.ragged_dot(x, w, sizes), jc.Rule(weight="int4(group=4)", gradient="e5m2")
+    )
+    _, back = jax.vjp(full, w, x)
+    g = normal(8, 4, seed=2)
+    dw, dx = back(g)
+    low_g, turned = rounded(g, "e5m2"), rounded(w, "int4(group=4)").swapaxes(1, 2)
+    np.testing.assert_array_equal(dx, jax.lax.ragged_dot(low_g, turned, sizes))
+    np.testing.assert_allclose(dw[2], x[3:].T @ low_g[3:], rtol=1e-6, atol=1e-5)
+
+
+def test_emulated_sums() -> None:
+    how = jc.MatmulSpec(accumulate="e5m10")
+    w, x = normal(16, 4), normal(2, 16, seed=1)
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="e4m3", activation="e4m3", matmul=how))
+    np.testing.assert_array_equal(low(w, x), jc.math.matmul(rounded(x, "e4m3"), rounded(w, "e4m3"), how))
+
+
+# -- transformations ---------------------------------------------------------------------------------------------------
+
+
+def test_under_transformations() -> None:
+    low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)", activation="e4m3"))
+    expected = low(PARAMS, X)
+    np.testing.assert_array_equal(jax.vmap(lambda x: low(PARAMS, x))(X), expected)
+    chex.assert_trees_all_close(jax.jit(low)(PARAMS, X), expected, rtol=1e-6)
+    stacked = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    np.testing.assert_array_equal(jax.vmap(low, (0, None))(stacked, X)[0], expected)
+    reverse = jax.jacrev(low)(PARAMS, X[:1])["down"]
+    hidden = jnp.tanh(rounded(X[:1], "e4m3") @ rounded(PARAMS["up"].T, "int4(group=16)").T + PARAMS["bias"])
+    np.testing.assert_allclose(reverse[0, 0, :, 0], rounded(hidden, "e4m3")[0], rtol=1e-6)
+
+
+def test_draws_follow_the_key() -> None:
+    low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16):stochastic", activation="e4m3:stochastic"))
+    with pytest.raises(ValueError, match="key=None"):
+        low(PARAMS, X)
+    first, again, other = (low(PARAMS, X, key=jax.random.key(k)) for k in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    packed = low.pack(PARAMS, X, key=KEY)
+    many = jnp.mean(jnp.stack([low(packed, X, key=jax.random.key(k)) for k in range(30)]), 0)
+    assert jnp.abs(many - low(packed, X, key=KEY)).max() > 0
+
+
+def test_layers_of_a_stack_draw_anew() -> None:
+    w, x = jnp.broadcast_to(normal(32, 32), (2, 32, 32)), normal(4, 32, seed=1)
+    low = jc.quantize_fn(lambda w, x: [x @ w[0], x @ w[1]], jc.Rule(weight="int2(group=32):stochastic"), key=KEY)
+    first, second = low(w, x)
+    assert (first != second).any()
+
+
+def test_a_custom_derivative_stays() -> None:
+    @jax.custom_vjp
+    def halved(x: Any) -> Any:
+        return x
+
+    halved.defvjp(lambda x: (x, None), lambda _, g: (g / 2,))
+    low = jc.quantize_fn(lambda w, x: halved(x @ w), jc.Rule(weight="e4m3", activation="e4m3"))
+    plain = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="e4m3", activation="e4m3"))
+    w = normal(8, 4)
+    ours, theirs = (jax.grad(lambda w, f=f: jnp.sum(f(w, X[:, :8])))(w) for f in (low, plain))
+    np.testing.assert_array_equal(2 * ours, theirs)
+
+
+def test_a_traced_program_is_kept() -> None:
+    count = 0
+
+    def counted(w: Any, x: Any) -> Any:
+        nonlocal count
+        count += 1
+        return x @ w
+
+    low = jc.quantize_fn(counted, jc.Rule(weight="e4m3"))
+    w = normal(8, 4)
+    for weight in (w, w + 1, w):
+        low(weight, normal(2, 8))
+    assert count == 1
+    low(w, normal(3, 8))
+    assert count == 2
+
+
+def test_abstract_parameters_are_packed_abstractly() -> None:
+    low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)"))
+    shapes = jax.eval_shape(lambda: PARAMS)
+    packed = low.pack(shapes, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    chex.assert_trees_all_equal_shapes_and_dtypes(packed, low.pack(PARAMS, X))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (jc.Rule("upp", weight="int8"), r"Rule\('upp', weight=int8\) matches no parameter.*nearest paths are 'up'"),
+        (
+            jc.Rule("bias", weight="int8"),
+            r"names the parameter 'bias', which reaches no product; it reaches add at .*_fn.py:\d+.*Rule\('bias'\)",
+        ),
+        (jc.Rule("up", weight="int8", bias="e4m3"), r"bias has no effect on the parameters and products"),
+        ([jc.Rule("bias", activation="int8"), jc.Rule(weight="int8")], r"activation has no effect"),
+        ([jc.Rule(weight="int8"), jc.Rule("up", weight="e4m3")], r"Rule\('up', weight=float8_e4m3\) matches no"),
+    ],
+)
+def test_a_rule_that_does_nothing_is_an_error(rules: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jc.quantize_fn(mlp, rules)(PARAMS, X)
+
+
+@pytest.mark.parametrize("field", [{"output": "e4m3"}, {"cache": "int8(group=all)"}, {"scale_from": "lsq"}])
+def test_fields_that_need_layers_are_refused(field: dict[str, Any]) -> None:
+    if "scale_from" in field:
+        field = {"scale_from": pytest.importorskip("jchop.nn").LSQ(), "weight": "int8"}
+    with pytest.raises(NotImplementedError, match=next(iter(field))):
+        jc.quantize_fn(mlp, jc.Rule(**field))
+
+
+def test_what_is_packed_is_finite_and_packed_once() -> None:
+    low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)"))
+    with pytest.raises(ValueError, match="'up' holds 1 NaN and 0 infinities"):
+        low.pack({**PARAMS, "up": PARAMS["up"].at[0, 0].set(jnp.nan)}, X)
+    with pytest.raises(ValueError, match=r"'(up|down)' is packed already"):
+        low.pack(low.pack(PARAMS, X), X)
+    with pytest.raises(TypeError, match="fun=3"):
+        jc.quantize_fn(3, jc.Rule(weight="int8"))  # type: ignore[arg-type]
+
+
+def test_the_report_is_a_table() -> None:
+    text = str(jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)", activation="e4m3")).report(PARAMS, X))
+    assert "up" in text and "int4(group=16,axis=-2)" in text and "activation=float8_e4m3" in text
+    assert "as it is" in text and "test_quantize_fn.py:" in text

@@ -1,0 +1,324 @@
+"""Models whose programs are quantized: NNX with its graph, state and methods, Linen with boxes and collections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from zoo import CASES
+
+import jchop as jc
+
+WEIGHT, ACTIVATION = "int4(group=32)", "int8(group=all)"
+RULE = jc.Rule(weight=WEIGHT, activation=ACTIVATION)
+TOKENS = jnp.arange(6).reshape(2, 3)
+
+
+class Own(nnx.Module):
+    """Products in the model's own code, a table that is read by hand and tied, state, and methods."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.query = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (64, 4, 8)))
+        self.table = nnx.Embed(32, 64, rngs=rngs)
+        self.tied = self.table
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, tokens: Any, scale: float = 1.0) -> Any:
+        x = self.dropout(self.norm(self.embed(tokens)))
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x)) * scale
+        return self.decode(x), jnp.einsum("btd,dhk->bthk", x, self.query[...])
+
+    def embed(self, tokens: Any) -> Any:
+        return self.table.embedding[...][tokens]
+
+    def decode(self, x: Any) -> Any:
+        return x @ self.tied.embedding[...].T
+
+
+def own(train: bool = False) -> Own:
+    model = Own(nnx.Rngs(0))
+    (model.train if train else model.eval)()
+    return model
+
+
+def rounded(w: Any, axis: int) -> Any:
+    return jnp.moveaxis(jc.round_to_format(jnp.moveaxis(w, axis, -1), WEIGHT), -1, axis)
+
+
+def low_by_hand(model: Own) -> Own:
+    """The model with its weights rounded."""
+    low = nnx.clone(model)
+    low.query[...] = rounded(model.query[...], 0)
+    low.table.embedding[...] = rounded(model.table.embedding[...], 1)
+    for block, before in zip(low.blocks, model.blocks, strict=True):
+        block.kernel[...] = rounded(before.kernel[...], 0)
+    return low
+
+
+def test_every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None:
+    model = own()
+    expected = low_by_hand(model)(TOKENS)
+    weight_only = jc.Rule(weight=RULE.weight)
+    for mode in ("qat", "ptq", "weight_only"):
+        low = jc.nn.quantize(model, weight_only, mode, inputs=(TOKENS,))
+        jax.tree.map(np.testing.assert_array_equal, low(TOKENS), expected)
+        np.testing.assert_array_equal(low.decode(jnp.ones((2, 64))), low_by_hand(model).decode(jnp.ones((2, 64))))
+    assert type(model) is Own
+    assert (model(TOKENS)[0] != expected[0]).any()
+
+
+def test_packed_parameters_have_their_shapes_and_stay_shared() -> None:
+    low = jc.nn.quantize(own(), RULE, "ptq", inputs=(TOKENS,))
+    assert low.tied.embedding is low.table.embedding
+    held = {"query": low.query, "embedding": low.table.embedding, "kernel": low.blocks[1].kernel}
+    assert {name: (type(v).__name__, v[...].shape) for name, v in held.items()} == {
+        "query": ("QuantizedParam", (64, 4, 8)),
+        "embedding": ("QuantizedParam", (32, 64)),
+        "kernel": ("QuantizedParam", (64, 64)),
+    }
+    assert low.query[...].nbytes == 64 * 32 // 2 + 2 * 32 * 4
+    assert isinstance(low.norm.scale, nnx.Param)
+    trained = jc.nn.quantize(own(), RULE)
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.jit(lambda m: m(TOKENS))(low), nnx.jit(lambda m: m(TOKENS))(trained)
+    )
+    with pytest.raises(ValueError, match="packed already"):
+        jc.nn.quantize(low, RULE, "ptq", inputs=(TOKENS,))
+
+
+def test_a_submodule_that_is_called_from_outside_has_the_stored_numbers() -> None:
+    model = own()
+    low, by_hand = jc.nn.quantize(model, RULE, "ptq", inputs=(TOKENS,)), low_by_hand(model)
+    x = jnp.linspace(-1, 1, 128).reshape(2, 64)
+    np.testing.assert_array_equal(low.blocks[0](x), by_hand.blocks[0](x))
+    q, w = low.blocks[0].kernel[...], by_hand.blocks[0].kernel[...]
+    for found, expected in ((x @ q, x @ w), (q @ x.T, w @ x.T), (jnp.einsum("bi,ij->bj", x, q), x @ w)):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(q.astype(jnp.float32), w)
+
+
+def test_training_updates_parameters_and_state() -> None:
+    model = jc.nn.quantize(own(train=True), RULE)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        def loss(model: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(model(TOKENS)[0], TOKENS).mean()
+
+        value, gradient = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradient)
+        return value
+
+    before = model.norm.mean[...]
+    losses = [float(step(model, optimizer)) for _ in range(12)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert (model.norm.mean[...] != before).any()
+    assert int(model.dropout.rngs.count[...]) == 12  # type: ignore[union-attr]
+
+
+def test_the_gradient_is_that_of_the_rounded_weights() -> None:
+    model, x = own(), TOKENS
+    low = jc.nn.quantize(model, jc.Rule(weight=RULE.weight))
+
+    def loss(model: Any) -> Any:
+        return jnp.sum(jnp.sin(model(x)[0]))
+
+    ours, theirs = nnx.grad(loss)(low), nnx.grad(loss)(low_by_hand(model))
+    for (path, a), (_, b) in zip(nnx.to_flat_state(ours), nnx.to_flat_state(theirs), strict=True):
+        np.testing.assert_allclose(a[...], b[...], rtol=1e-5, atol=1e-5, err_msg=str(path))
+
+
+def test_a_report_has_a_row_for_every_parameter() -> None:
+    rows = {row.path: row for row in jc.nn.report(own(), RULE, inputs=(TOKENS,)).parameters}
+    assert rows["query"].spec == "int4(group=32,axis=-3)" and rows["table/embedding"].spec == "int4(group=32)"
+    assert (rows["norm/scale"].use, rows["norm/scale"].spec) == ("other", "")
+    assert "test_programs.py:" in rows["query"].source
+    by_method = jc.nn.report(own(), RULE, inputs={"decode": (jnp.ones((2, 64)),)})
+    assert [row.parameters for row in by_method["decode"].products] == [("table/embedding",)]
+    with pytest.raises(ValueError, match="rules=None"):
+        jc.nn.report(own(), inputs=(TOKENS,))  # type: ignore[call-overload]
+
+
+def test_files_of_packed_programs(tmp_path: Any) -> None:
+    class Patches(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.stem = nnx.Conv(3, 8, (4, 4), strides=4, rngs=rngs)
+            self.head = nnx.Param(jax.random.normal(rngs.params(), (32, 5)))
+
+        def __call__(self, x: Any) -> Any:
+            return self.stem(x).reshape(x.shape[0], -1) @ self.head[...]
+
+    x = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
+    rule = jc.Rule(weight="int4(group=32)")
+    packed = jc.nn.quantize(Patches(nnx.Rngs(0)), rule, "ptq", inputs=(x,))
+    jc.nn.save(tmp_path / "model.safetensors", packed)
+    other = jc.nn.quantize(Patches(nnx.Rngs(1)), rule, "ptq", inputs=(x,))
+    assert (other(x) != packed(x)).any()
+    loaded = jc.nn.load(tmp_path / "model.safetensors", other)
+    np.testing.assert_array_equal((other if loaded is None else loaded)(x), packed(x))
+
+
+def test_a_method_is_traced_once_for_equal_graphs_and_shapes() -> None:
+    count = 0
+
+    class Counted(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((32, 4)))
+
+        def __call__(self, x: Any) -> Any:
+            nonlocal count
+            count += 1
+            return x @ self.w[...]
+
+    low = jc.nn.quantize(Counted(), RULE)
+    first = low(jnp.ones((2, 32)))
+    low.w[...] = 2 * low.w[...]
+    np.testing.assert_array_equal(low(jnp.ones((2, 32))), 2 * first)
+    assert count == 1
+    low(jnp.ones((3, 32)))
+    assert count == 2
+
+
+def test_values_of_keyword_arguments_are_data() -> None:
+    low = jc.nn.quantize(own(), RULE)
+    assert (low(TOKENS, scale=2.0)[0] != low(TOKENS)[0]).any()
+    np.testing.assert_array_equal(low(tokens=TOKENS)[0], low(TOKENS)[0])
+
+
+def test_abstract_models_are_packed_abstractly() -> None:
+    abstract = nnx.eval_shape(lambda: Own(nnx.Rngs(0)))
+    low = jc.nn.quantize(abstract, RULE, "ptq", inputs=(jax.ShapeDtypeStruct((2, 3), jnp.int32),))
+    real = jc.nn.quantize(own(), RULE, "ptq", inputs=(TOKENS,))
+    shapes = [[(v.shape, v.dtype) for v in jax.tree.leaves(nnx.state(m, jc.nn.QuantizedParam))] for m in (low, real)]
+    assert shapes[0] == shapes[1] and len(shapes[0]) == 8
+
+
+def test_stochastic_rules_draw_from_a_stream_of_the_model() -> None:
+    rule = jc.Rule(weight="int2(group=32):stochastic")
+    with pytest.raises(ValueError, match="rngs=None"):
+        jc.nn.quantize(own(), rule)
+    low = jc.nn.quantize(own(), rule, rngs=nnx.Rngs(rounding=3))
+    again = jc.nn.quantize(own(), rule, rngs=nnx.Rngs(rounding=3))
+    first = low(TOKENS)[0]
+    assert (low(TOKENS)[0] != first).any()
+    np.testing.assert_array_equal(again(TOKENS)[0], first)
+    packed = jc.nn.quantize(own(), rule, "ptq", inputs=(TOKENS,), rngs=nnx.Rngs(rounding=3))
+    np.testing.assert_array_equal(packed(TOKENS)[0], packed(TOKENS)[0])
+
+
+def test_modules_among_the_arguments_keep_their_state() -> None:
+    class Noisy(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.w = nnx.Param(jnp.ones((32, 4)))
+
+        @nnx.jit
+        def __call__(self, x: Any, rngs: nnx.Rngs) -> Any:
+            return (x + jax.random.normal(rngs.noise(), x.shape)) @ self.w[...]
+
+    low, rngs, plain = jc.nn.quantize(Noisy(nnx.Rngs(0)), RULE), nnx.Rngs(noise=1), nnx.Rngs(noise=1)
+    x = jnp.zeros((2, 32))
+    first, second = low(x, rngs), low(x, rngs=rngs)
+    assert (first != second).any() and int(rngs.noise.count[...]) == 2
+    noise = jax.random.normal(plain.noise(), x.shape)
+    np.testing.assert_array_equal(first, jc.round_to_format(noise, ACTIVATION) @ jnp.ones((32, 4)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: jc.nn.quantize(m, RULE, "ptq"), r"inputs=None, but a program that is packed.*inputs=\(x,\)"),
+        (lambda m: jc.nn.quantize(m, RULE, "ptq", inputs={"encode": (TOKENS,)}), "Own has no method 'encode'"),
+        (lambda m: jc.nn.quantize(m, jc.Rule("quary", weight="int8"), inputs=(TOKENS,)), "nearest paths are 'query'"),
+        (lambda m: jc.nn.quantize(m, RULE, "emulate", inputs=(TOKENS,)), "mode='emulate' is for layers"),
+        (lambda m: jc.nn.quantize(m, RULE, "weight_only", inputs=(TOKENS,)), "weight_only.*use mode='ptq'"),
+    ],
+)
+def test_errors_come_when_the_model_is_quantized(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(own())
+
+
+def test_inputs_that_are_no_tuple_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"must be a tuple of arguments of '__call__'"):
+        jc.nn.quantize(own(), RULE, inputs=TOKENS)  # type: ignore[arg-type]
+
+
+def test_a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
+    model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(0), (4, 64))
+    rule = jc.Rule(weight="int4(group=16)", activation="int8(group=all)", gradient="e5m2")
+    layers, program = jc.nn.quantize(model, rule), jc.nn.quantize(model, rule, inputs=(x,))
+    assert type(layers.layers[0]) is jc.nn.Linear and type(program.layers[0]) is nnx.Linear
+    np.testing.assert_array_equal(layers(x), program(x))
+    ours, theirs = (nnx.grad(lambda m: jnp.sum(jnp.cos(m(x))))(m) for m in (layers, program))
+    for (path, a), (_, b) in zip(nnx.to_flat_state(ours), nnx.to_flat_state(theirs), strict=True):
+        np.testing.assert_array_equal(a[...], b[...], err_msg=str(path))
+
+
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "nnx"])
+def test_models_of_nnx_and_their_methods(name: str) -> None:
+    case = CASES[name]
+    model, args = case.build()
+    calls = {"__call__": args, **{method: make() for method, make in case.methods.items()}}
+    rule = jc.Rule(weight="int8(group=all)")
+    for method, values in calls.items():
+        trained = jc.nn.quantize(model, rule, inputs={method: values})
+        packed = jc.nn.quantize(model, rule, "weight_only", inputs={method: values})
+        results = [jax.tree.leaves(getattr(m, method)(*values)) for m in (trained, packed)]
+        assert results[0]
+        for a, b in zip(*results, strict=True):
+            if jnp.issubdtype(a.dtype, jnp.inexact):
+                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+                assert bool(jnp.isfinite(a).all())
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "linen"])
+def test_modules_of_linen(name: str) -> None:
+    case = CASES[name]
+    params, args = case.build()
+    variables = {"params": params, **case.rest()}
+    low = jc.nn.linen.quantize(case.module, jc.Rule(weight="int8(group=all)"), program=True)
+    more: dict[str, Any] = {} if case.method == "__call__" else {"method": case.method}
+    more |= {"mutable": ["batch_stats"]} if "batch_stats" in variables else {}
+    packed = low.pack(variables, *args, **more)
+    boxes = jax.tree.structure(jax.tree.map(lambda _: 0, packed["params"], is_leaf=lambda v: isinstance(v, jc.QArray)))
+    assert boxes == jax.tree.structure(jax.tree.map(lambda _: 0, params))
+    trained, served = (jax.tree.leaves(low.apply(v, *args, **more)) for v in (variables, packed))
+    for a, b in zip(trained, served, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert low.report(variables, *args, **more).rounded_share == 1.0
+
+
+def test_linen_without_program_names_it_for_boxed_parameters() -> None:
+    dense = linen.Dense(4, kernel_init=linen.with_partitioning(linen.initializers.ones, ("in", "out")))
+    low, x = jc.nn.linen.quantize(dense, RULE), jnp.ones((1, 32))
+    with pytest.raises(TypeError, match=r"'kernel' in a box \(Partitioned\): pass program=True"):
+        low.pack(dense.init(jax.random.key(0), x), x)
+
+
+def test_linen_without_program_names_it() -> None:
+    class Heads(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            return x @ self.param("w", linen.initializers.ones, (64, 8))
+
+    x = jnp.ones((1, 64))
+    plain = jc.nn.linen.quantize(Heads(), RULE)
+    with pytest.raises(NotImplementedError, match="program=True"):
+        plain.apply(Heads().init(jax.random.key(0), x), x)
+    with pytest.raises(TypeError, match="program"):
+        jc.nn.linen.quantize(Heads(), RULE, program=1)  # type: ignore[call-overload]
+    draws = jc.nn.linen.quantize(Heads(), jc.Rule(weight="int2(group=32):stochastic"), program=True)
+    with pytest.raises(ValueError, match=r"rngs=\{'rounding': a key\}"):
+        draws.apply(draws.init(jax.random.key(0), x), x)

@@ -1,0 +1,81 @@
+"""How long lowered programs are: lines of StableHLO, which tracing, lowering and compiling all pay for.
+
+`benchmarks/compile_cost.py` measures the times too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jchop as jc
+
+
+def lines_of(function: Any, *args: Any) -> int:
+    return jax.jit(function).lower(*args).as_text().count("\n")
+
+
+class Layers(nnx.Module):
+    """Six equal layers and a head."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(6)])
+        self.head = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return self.head(x)
+
+
+def lines_of_training(rule: jc.nn.Rule | None) -> int:
+    """Of a gradient of the layers."""
+    model = Layers(nnx.Rngs(0))
+    graph, state = nnx.split(model if rule is None else jc.nn.quantize(model, rule, rngs=nnx.Rngs(rounding=1)))
+    loss = lambda state, x: (nnx.merge(graph, state)(x) ** 2).mean()  # noqa: E731
+    return lines_of(jax.grad(loss, allow_int=True), state, jnp.ones((48, 32)))
+
+
+INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
+
+
+@pytest.mark.parametrize(("rule", "most"), [(INT8, 3_500), (jc.nn.recipe("nvfp4"), 8_000)], ids=["int8", "nvfp4"])
+def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:
+    assert lines_of_training(rule) - lines_of_training(None) <= most
+
+
+def test_an_optimizer_of_equal_and_unequal_leaves() -> None:
+    params = {str(i): jnp.ones((32, 256)) for i in range(6)} | {"head": jnp.ones((16, 512)), "bias": jnp.ones(16)}
+
+    def lines(tx: Any) -> int:
+        return lines_of(tx.update, params, jax.eval_shape(tx.init, params), params)
+
+    assert lines(jc.optim.adamw8bit(1e-3)) - lines(optax.adamw(1e-3)) <= 4_000
+
+
+def chain(x: Any, y: Any) -> Any:
+    """A hundred equations."""
+    for i in range(100):
+        x = (x + y, x * y, x / y, x - y)[i % 4]
+    return x
+
+
+def test_an_emulated_chain() -> None:
+    x = jnp.ones((8, 8))
+    assert lines_of(jc.emulate(chain, "bfloat16"), x, x) <= 10 * lines_of(chain, x, x)
+
+
+def test_a_shared_operation_has_its_derivatives() -> None:
+    x, y = jnp.linspace(0.5, 1, 7), jnp.linspace(1, 2, 7)
+    low = jc.emulate(lambda x, y: jnp.sum(x * y + x * y), "bfloat16")
+    np.testing.assert_array_equal(jax.jit(jax.grad(low))(x, y), jax.grad(low)(x, y))
+    many = jax.vmap(jax.grad(low), in_axes=(None, 0))(x, jnp.stack([y, 2 * y]))
+    np.testing.assert_array_equal(many[0], jax.grad(low)(x, y))
+    assert math.isfinite(float(many.sum()))

@@ -1,0 +1,181 @@
+"""Random draws in an emulated function: one operation of the carrier, rounded once, never to an excluded end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax, random
+
+import jchop as jc
+
+KEY, N = random.key(7), (3000,)
+SPECS = ("bfloat16", "e4m3", "e5m2:toward_zero")
+#: Results are those of the carrier, rounded once. Arguments are values of every format.
+DRAWS: dict[str, Callable[[jax.Array], Any]] = {
+    "normal": lambda key: random.normal(key, N),
+    "exponential": lambda key: random.exponential(key, N),
+    "gumbel": lambda key: random.gumbel(key, N),
+    "laplace": lambda key: random.laplace(key, N),
+    "cauchy": lambda key: random.cauchy(key, N),
+    "logistic": lambda key: random.logistic(key, N),
+    "rayleigh": lambda key: random.rayleigh(key, 1.5, N),
+    "weibull": lambda key: random.weibull_min(key, 1.5, 2.0, N),
+    "pareto": lambda key: random.pareto(key, 3.0, N),
+    "lognormal": lambda key: random.lognormal(key, 0.5, N),
+    "wald": lambda key: random.wald(key, 1.0, N),
+    "triangular": lambda key: random.triangular(key, 0.0, 0.5, 1.0, N),
+    "bernoulli": lambda key: random.bernoulli(key, 0.125, N),
+    "categorical": lambda key: random.categorical(key, jnp.array([0.5, 1.5, 0.0]), shape=N),
+    "choice": lambda key: random.choice(key, 3, N, p=jnp.array([0.5, 0.25, 0.25])),
+    "permutation": lambda key: random.permutation(key, jnp.arange(8.0)),
+    "multivariate": lambda key: random.multivariate_normal(key, jnp.ones(2), jnp.eye(2) * 1.5, N),
+    "half": lambda key: random.normal(key, N, jnp.bfloat16),
+}
+SLOW: dict[str, Callable[[jax.Array], Any]] = {
+    "gamma": lambda key: random.gamma(key, 1.5, N),
+    "beta": lambda key: random.beta(key, 1.5, 3.0, N),
+    "t": lambda key: random.t(key, 3.0, N),
+    "dirichlet": lambda key: random.dirichlet(key, jnp.ones(3), N),
+    "poisson": lambda key: random.poisson(key, 3.0, N),
+    "binomial": lambda key: random.binomial(key, 10.0, 0.25, N),
+    "ball": lambda key: random.ball(key, 3),
+    "orthogonal": lambda key: random.orthogonal(key, 3),
+    "geometric": lambda key: random.geometric(key, 0.25, N),
+    "maxwell": lambda key: random.maxwell(key, N),
+}
+
+
+def check_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) -> None:
+    fun = lambda key: {name: draw(key) for name, draw in draws.items()}  # noqa: E731
+    got, want = jax.jit(jc.emulate(fun, spec))(KEY), jax.jit(fun)(KEY)
+    for name, value in want.items():
+        value = jc.round_to_format(value, spec) if jnp.issubdtype(value.dtype, jnp.floating) else value
+        np.testing.assert_array_equal(got[name], value, name)
+
+
+@pytest.mark.in_turn(8)
+@pytest.mark.parametrize("spec", SPECS)
+def test_draws_are_the_carriers_rounded_once(spec: str) -> None:
+    check_rounded_once(DRAWS, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS)
+def test_draws_by_loops_are_the_carriers_rounded_once(spec: str) -> None:
+    check_rounded_once(SLOW, spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "below_one", "above"), [("bfloat16", 1 - 2**-8, 1 + 2**-7), ("e4m3", 1 - 2**-4, 1.125)]
+)
+def test_ends_that_are_excluded(spec: str, below_one: float, above: float) -> None:
+    """What would be an end is the value next to it; all else is what rounding gives."""
+    n = (20000,)
+
+    def fun(key: jax.Array) -> Any:
+        keys, rows = random.split(key), jnp.array([0.0, 0.5])
+        return (
+            random.uniform(key, n),
+            random.truncated_normal(key, -1.0, 1.0, n),
+            jax.vmap(lambda key, low: random.uniform(key, (9999,), minval=low))(keys, rows),
+            random.uniform(key, n, minval=1.0, maxval=above),
+            random.truncated_normal(key, 1.0, above, (50,)),  # no value lies between
+        )
+
+    uniform, normal, rows, one, none = jax.jit(jc.emulate(fun, spec))(KEY)
+    plain = jax.jit(fun)(KEY)
+    for got, want, least, largest in (
+        (uniform, plain[0], 0, below_one),
+        (normal, plain[1], -below_one, below_one),
+        (rows, plain[2], 0, below_one),
+    ):
+        rounded = jc.round_to_format(want, spec)
+        assert float(rounded.max()) == 1  # so the test can fail
+        np.testing.assert_array_equal(got, jnp.clip(rounded, least, largest))
+    assert set(np.unique(one)) == {1.0}
+    assert set(np.unique(none)) == {1.0, above}
+
+
+@pytest.mark.smoke
+def test_moments() -> None:
+    """Of dropout, and of rare events: a uniform number rounded to 0 or 1 would show."""
+    rate = jax.jit(jc.emulate(lambda key: random.bernoulli(key, 0.001, (10**6,)), "bfloat16"))(KEY).mean()
+    assert abs(float(rate) - 0.001) < 4 * (0.001 / 10**6) ** 0.5
+    low = jax.jit(jc.emulate(lambda key: random.uniform(key, (10**5,)), "e4m3:stochastic"))(KEY, key=KEY)
+    assert abs(float(low.mean()) - (0.5 - 2**-10)) < 4 / (12 * 10**5) ** 0.5
+    assert np.isfinite(jc.emulate(lambda key: random.normal(key, (10**5,)), "e4m3")(KEY)).all()
+
+
+def test_keys_of_every_kind_and_rules() -> None:
+    """Old keys, closed-over keys, other generators, loops, branches and functions compiled apart; rules find a draw."""
+    draw = lambda key: random.uniform(key, (40,))  # noqa: E731
+    want = jc.emulate(draw, "e4m3")(KEY)
+    assert float(want.max()) < 1 and float(want.min()) > 0.01
+    old = random.key_data(KEY)
+    for fun in (jax.jit(draw), lambda key: lax.cond(True, draw, draw, key), lambda key: lax.map(draw, key[None])[0]):
+        np.testing.assert_array_equal(jc.emulate(fun, "e4m3")(KEY), want)
+        np.testing.assert_array_equal(jc.emulate(lambda fun=fun: fun(KEY), "e4m3")(), want)
+    np.testing.assert_array_equal(jc.emulate(draw, "e4m3")(old), want)
+    rbg = random.key(1, impl="rbg")
+    np.testing.assert_array_equal(
+        jc.emulate(draw, "e4m3")(rbg), jnp.minimum(jc.round_to_format(draw(rbg), "e4m3"), 0.9375)
+    )
+    np.testing.assert_array_equal(jc.emulate(draw, "e4m3", rules={"_uniform": None})(KEY), draw(KEY))
+    (row,) = jc.emulate.report(jc.emulate(draw, "e4m3"), KEY, trace_values=True).rows
+    assert (row.scope, row.spec, row.results) == ("_uniform", "float8_e4m3", 40)
+
+
+def test_arguments_and_results_of_draws_are_rounded() -> None:
+    """So are those of a draw from a draw, and of a function that JAX traced within a draw before."""
+    scale = jnp.float32(0.3)
+    fun = lambda key, scale: random.rayleigh(key, random.rayleigh(key, scale, N), N)  # noqa: E731
+    inner = jc.round_to_format(random.rayleigh(KEY, jc.round_to_format(scale, "e4m3"), N), "e4m3")
+    want = jc.round_to_format(random.rayleigh(KEY, inner, N), "e4m3")
+    np.testing.assert_array_equal(jc.emulate(fun, "e4m3")(KEY, scale), want)
+    np.testing.assert_array_equal(jc.emulate(lambda key: random.rayleigh(key, 0.3, N), "e4m3")(KEY), inner)
+    logits = jnp.array([0.3, 0.9, 0.1])
+    got = jc.emulate(lambda key, x: (random.categorical(key, x, shape=N), jnp.argmax(x * 1.1)), "e4m3")(KEY, logits)
+    np.testing.assert_array_equal(got[0], random.categorical(KEY, jc.round_to_format(logits, "e4m3"), shape=N))
+
+
+def test_the_derivative_of_a_draw_is_the_carriers() -> None:
+    fun = lambda scale: random.rayleigh(KEY, scale, (4,)).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(jc.emulate(fun, "bfloat16"))(1.5), jax.grad(fun)(1.5), rtol=1e-6)
+    low = jc.emulate(jax.grad(fun), "bfloat16")(1.5)
+    np.testing.assert_array_equal(low, jc.round_to_format(low, "bfloat16"))
+    np.testing.assert_allclose(low, jax.grad(fun)(1.5), rtol=0.02)
+    bound = lambda top: random.uniform(KEY, (4,), maxval=top).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(jc.emulate(bound, "bfloat16"))(2.0), jax.grad(bound)(2.0), rtol=1e-6)
+
+
+# -- other primitives that draw, and neighbours ------------------------------------------------------------------------
+
+
+def test_generators_of_the_device() -> None:
+    low = jax.jit(jc.emulate(lambda: lax.rng_uniform(0.0, 1.0, (10**4,)), "e4m3"))()
+    assert float(low.max()) == 1 - 2**-4
+    state = jnp.zeros(4, jnp.uint32)
+    bits = lambda: lax.rng_bit_generator(state, (8,))  # noqa: E731
+    np.testing.assert_array_equal(jc.emulate(bits, "e4m3")()[1], bits()[1])
+
+
+@pytest.mark.parametrize("spec", ["e4m3", "float8_e4m3fn:saturate", "e5m2:stochastic"])
+def test_neighbours_are_those_of_the_format(spec: str) -> None:
+    values = np.asarray(jc.parse(spec).format.values(), np.float64)
+    values = np.unique(values[np.isfinite(values)]).astype(np.float32)
+    low = jc.emulate(jnp.nextafter, spec, key=KEY)
+    np.testing.assert_array_equal(low(values[:-1], np.float32(np.inf)), values[1:])
+    np.testing.assert_array_equal(low(values[1:], values[0]), values[:-1])
+    np.testing.assert_array_equal(low(values, values), values)
+    assert np.isnan(low(np.float32(np.nan), 1.0))
+
+
+def test_neighbours_of_numbers_that_a_device_takes_for_zero() -> None:
+    low = jc.emulate(jnp.nextafter, "bfloat16")
+    assert low(jnp.float32(2.0**-133), 0.0).view(jnp.int32) == 0
+    assert low(jnp.float32(0.0), -1.0).view(jnp.int32) == jnp.float32(-(2.0**-133)).view(jnp.int32)
