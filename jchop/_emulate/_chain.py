@@ -96,7 +96,7 @@ def _kind(step: Step) -> Any:
     known = all(k is not None and within(k, spec) for k in step.known)
     if not known or not all(is_in_safe_range(float(v.val), spec) for v in constants):
         return None
-    return spec, out.aval.shape, varying(out.aval), id(step.eqn.ctx)
+    return spec, out.aval.shape, varying(out.aval), step.eqn.ctx
 
 
 def _chain(steps: tuple[Step, ...], result: Any) -> Chain:
