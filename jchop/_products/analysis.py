@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from jchop._products.layout import Layout
@@ -46,6 +47,7 @@ class ProductStep(step.Step):
     Args:
         uses: of parameters, for each operand.
         product: which product it is; None for another equation.
+        refused: why the operands of a product cannot be rounded; empty if they can.
         data: which operands depend on data.
         moves: whether it only moves numbers.
         source: file and line.
@@ -53,6 +55,7 @@ class ProductStep(step.Step):
 
     uses: tuple[tuple[Use, ...], ...] = ()
     product: Dot | Conv | Ragged | None = None
+    refused: str = ""
     data: tuple[bool, ...] = ()
     moves: bool = False
     source: str = ""
@@ -105,8 +108,12 @@ class Analyst(planner.Planner):
         if name in CONTROL and not is_own(scope):
             return replace(made, kind="control")
         data = any(fact.data for i, fact in enumerate(known) if i not in _CHOOSING.get(name, ()))
-        if name in _PRODUCTS:
+        if name in _PRODUCTS and _is_sum_of_floats(eqn):
             product = _PRODUCTS[name](eqn)
+            if isinstance(product, str):
+                named = f"{name} ({product})"
+                uses = tuple(tuple(Use(o.leaf, "other", named, source) for o in fact.origins) for fact in known)
+                return replace(made, refused=product, uses=uses, out=(Fact(data=data),))
             layouts = (product.forward.left, product.forward.right)
             uses = tuple(
                 tuple(Use(o.leaf, "product", name, source, _laid(o, layout)) for o in known[i].origins)
@@ -159,6 +166,12 @@ def _rows(before: Origin, after: Origin) -> Laid:
     return Laid(tuple(parts for parts in before.axes if parts and parts[0] not in row), row)
 
 
+def _is_sum_of_floats(eqn: Any) -> bool:
+    """Whether a product sums, and is not of integers: one that sums over no axis multiplies, as ``mul`` does."""
+    sums = eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
+    return sums and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
+
+
 def _dot(eqn: Any) -> Dot:
     (contracting, batch), params = eqn.params["dimension_numbers"], eqn.params
     return Dot(
@@ -171,13 +184,10 @@ def _dot(eqn: Any) -> Dot:
     )
 
 
-def _conv(eqn: Any) -> Conv:
+def _conv(eqn: Any) -> Conv | str:
     params = eqn.params
     if params["batch_group_count"] != 1:
-        raise NotImplementedError(
-            f"conv_general_dilated at {source_of(eqn.source_info) or 'an unknown line'} has batch_group_count="
-            f"{params['batch_group_count']}, and its operands cannot be rounded; it must be 1"
-        )
+        return f"batch_group_count={params['batch_group_count']}"
     return Conv(
         tuple(params["window_strides"]),
         tuple(params["padding"]),
@@ -191,14 +201,10 @@ def _conv(eqn: Any) -> Conv:
     )
 
 
-def _ragged(eqn: Any) -> Ragged:
+def _ragged(eqn: Any) -> Ragged | str:
     usual = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))  # type: ignore[arg-type]
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    if numbers != usual:
-        raise NotImplementedError(
-            f"ragged_dot_general at {source_of(eqn.source_info) or 'an unknown line'} has {numbers}, and only rows "
-            "(m, k) of groups and matrices (g, k, n) can be rounded"
-        )
+    if eqn.params["ragged_dot_dimension_numbers"] != usual:
+        return "not of rows (m, k) and matrices (g, k, n)"
     return Ragged(tuple(sorted(eqn.params.items())))
 
 

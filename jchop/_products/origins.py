@@ -139,8 +139,8 @@ _SAME_AXES = """
     layout_constraint
 """
 _ELEMENTWISE = """
-    abs add add_any and clamp cos div erf exp exp2 expm1 integer_pow log log1p logistic max min mul neg not or pow rem
-    round rsqrt select_n sign sin sqrt square sub tanh xor
+    abs add add_any and clamp complex conj cos div erf exp exp2 expm1 imag integer_pow log log1p logistic max min mul
+    neg not or pow real rem round rsqrt select_n sign sin sqrt square sub tanh xor
 """
 #: Each axis stays what it is, though perhaps shorter or longer.
 SAME_AXES = frozenset(_SAME_AXES.split())

@@ -47,7 +47,7 @@ class ProductRow:
 
     Args:
         scope: the path of its `jax.named_scope` and `jax.jit` names.
-        primitive: its name.
+        primitive: its name, with the reason if its operands cannot be rounded.
         parameters: the paths of the parameters that reach it.
         rule: its rule, as text; empty for none.
         roundings: the fields of the rule that have an effect beside that of the weight, as text.

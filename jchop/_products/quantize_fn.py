@@ -298,6 +298,8 @@ class QuantizedFunction:
     def _products(self, plan: Plan, numbers: Sequence[int | None]) -> Iterable[tuple[ProductStep, Rule | None]]:
         """The products of a program, each with its rule: that of its first parameter, or of its scope."""
         for step in plan.walk():
+            if step.refused:
+                yield step, None
             if step.product is None:
                 continue
             leaves = [use.leaf for some in step.uses for use in some]
@@ -319,7 +321,7 @@ class QuantizedFunction:
         how = Roundings(
             rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, place,
         )  # fmt: skip
-        if how.left is None and not how.backward:
+        if (how.left is None and not how.backward) or _scales_complex(step, how):
             return None
         check_operands(Flipped(step.product) if weight == 0 else step.product, how)
         return how, weight
@@ -398,10 +400,21 @@ def _product_row(program: _Program, step: ProductStep, rule: Rule | None) -> Pro
         "activation": how[0].left, "gradient": how[0].gradient, "weight_gradient": how[0].weight_gradient,
         "matmul": how[0].matmul,
     }  # fmt: skip
+    refused = step.refused or ("complex" if how is None and _is_complex(step) else "")
     return ProductRow(
-        step.scope, step.name, weights, "" if rule is None else str(rule),
+        step.scope, f"{step.name} ({refused})" if refused else step.name, weights, "" if rule is None else str(rule),
         {name: str(value) for name, value in fields.items() if value is not None}, step.source,
     )  # fmt: skip
+
+
+def _is_complex(step: ProductStep) -> bool:
+    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in step.eqn.invars[:2])
+
+
+def _scales_complex(step: ProductStep, how: Roundings) -> bool:
+    """Whether complex operands would have scales, which formats give to real numbers alone."""
+    specs = (how.left, how.right, how.gradient, how.weight_gradient)
+    return _is_complex(step) and any(spec is not None and spec.scaled is not None for spec in specs)
 
 
 #: The most traced programs that a function keeps.

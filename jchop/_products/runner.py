@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jchop._products.analysis import ProductStep
@@ -88,8 +89,15 @@ class Quantization(Runner):
         key = None if seeds is None or not how.stochastic else seeds.turn(step.number).key
         product = Flipped(step.product) if weight == 0 else step.product
         x, w = (args[1], args[0]) if weight == 0 else (args[0], args[1])
+        x, w = _as_floats(x, w), _as_floats(w, x)
         extra = tuple(map(rounded, args[2:]))
         if weight < 0:  # both operands are data
             return contract(product, rounded(x), rounded(w), how, key, extra=extra)
         full = w.full if isinstance(w, Twin) else w
         return contract(product, rounded(x), full, how, key, rounded=rounded(w), extra=extra)
+
+
+def _as_floats(x: Any, other: Any) -> Any:
+    """An operand; integers as floats of the other's type, as the product itself takes them."""
+    integer = not isinstance(x, Twin) and not jnp.issubdtype(x.dtype, jnp.inexact)
+    return x.astype(rounded(other).dtype) if integer else x

@@ -256,3 +256,61 @@ def test_the_report_is_a_table() -> None:
     text = str(jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)", activation="e4m3")).report(PARAMS, X))
     assert "up" in text and "int4(group=16,axis=-2)" in text and "activation=float8_e4m3" in text
     assert "as it is" in text and "test_quantize_fn.py:" in text
+
+
+# -- products that are none, and operands that are no floats -----------------------------------------------------------
+
+
+def test_integers_in_a_product_become_floats() -> None:
+    """As the product itself takes them; a mask of integers times data, which sums over nothing, is left alone."""
+    table, tokens = normal(6, 4), jnp.array([[1, 0, 3, 0, 0, 1], [0, 2, 0, 0, 127, 0]], jnp.int8)
+    dot = lambda w, x: jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)  # noqa: E731
+    rule = jc.Rule(weight="int8(group=all)", activation="e4m3", gradient="e5m2")
+    low = jc.quantize_fn(dot, rule)
+    np.testing.assert_array_equal(low(table, tokens), low(table, tokens.astype(jnp.float32)))
+    got, want = (jax.grad(lambda w, x=x: jnp.sum(low(w, x) ** 2))(table) for x in (tokens, tokens.astype(jnp.float32)))
+    np.testing.assert_array_equal(got, want)
+
+    def masked(w: Any, x: Any, mask: Any) -> Any:
+        return jnp.einsum("bh,h->bh", x @ w, mask)
+
+    mask, x = jnp.array([1, 0, 1, 1]), normal(3, 6, seed=1)
+    low = jc.quantize_fn(masked, rule)
+    assert [row.primitive for row in low.report(table, x, mask).products] == ["dot_general"]
+    np.testing.assert_array_equal(low(table, x, mask), jc.quantize_fn(lambda w, x: x @ w, rule)(table, x) * mask)
+
+
+def test_complex_numbers() -> None:
+    """Real and imaginary parts that are parameters are rounded. Complex operands have no scales; the report says so."""
+
+    def recurrence(p: Any, x: Any) -> Any:
+        return jnp.einsum("nd,td->tn", jax.lax.complex(p["real"], p["imag"]), x).real
+
+    params, x = {"real": normal(6, 8), "imag": normal(6, 8, seed=1)}, normal(5, 8, seed=2)
+    scaled = jc.quantize_fn(recurrence, jc.Rule(weight="int8(group=all)", activation="int8(group=all)"))
+    low = {name: jc.round_to_format(value, "int8(group=all)") for name, value in params.items()}
+    np.testing.assert_array_equal(jax.jit(scaled)(params, x), jax.jit(recurrence)(low, x))
+    np.testing.assert_array_equal(jax.jit(scaled)(scaled.pack(params, x), x), jax.jit(recurrence)(low, x))
+    report = scaled.report(params, x)
+    assert report.rounded_share == 1.0
+    assert [(row.primitive, dict(row.roundings)) for row in report.products] == [("dot_general (complex)", {})]
+    plain = jc.quantize_fn(recurrence, jc.Rule(weight="e4m3", activation="bfloat16"))
+    low = {name: jc.round_to_format(value, "e4m3") for name, value in params.items()}
+    want = jax.jit(recurrence)(low, jc.round_to_format(x, "bfloat16"))
+    np.testing.assert_array_equal(jax.jit(plain)(params, x), want)
+
+
+def test_a_product_that_cannot_be_rounded_is_left_and_named() -> None:
+    def grouped(p: Any, x: Any) -> Any:
+        y = jax.lax.conv_general_dilated(x, p["kernel"], (1,), "SAME", batch_group_count=2)
+        return y @ p["out"]
+
+    params, x = {"kernel": normal(4, 3, 3), "out": normal(8, 2, seed=1)}, normal(4, 3, 8, seed=2)
+    low = jc.quantize_fn(grouped, jc.Rule(weight="int8(group=all)", activation="e4m3"))
+    report = low.report(params, x)
+    assert [row.primitive for row in report.products] == ["conv_general_dilated (batch_group_count=2)", "dot_general"]
+    assert {row.path: bool(row.spec) for row in report.parameters} == {"kernel": False, "out": True}
+    want = grouped(params | {"out": jc.round_to_format(params["out"], "int8(group=all,axis=0)")}, x)
+    assert jnp.linalg.norm(low(params, x) - want) < 0.1 * jnp.linalg.norm(want)
+    with pytest.raises(ValueError, match=r"names the parameter 'kernel'.*batch_group_count=2.*test_quantize_fn.py"):
+        jc.quantize_fn(grouped, jc.Rule("kernel", weight="int8(group=all)"))(params, x)
