@@ -11,6 +11,7 @@ from jchop import formats, math, storage
 from jchop._emulate import emulate
 from jchop._finfo import finfo
 from jchop._flip import flip_bits
+from jchop._products.dots import dot, einsum
 from jchop._products.quantize_fn import quantize_fn
 from jchop._products.rule import Rule
 from jchop._round import random_bits, round_to_format
@@ -109,8 +110,10 @@ __all__ = [
     "binary32",
     "binary64",
     "dequantize",
+    "dot",
     "dynamic4",
     "dynamic8",
+    "einsum",
     "emulate",
     "finfo",
     "fit_scale",

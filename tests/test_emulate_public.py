@@ -65,6 +65,8 @@ TOP: dict[str, Row] = {
     "random_bits": Row(lambda x: jc.random_bits(KEY, x.shape)),
     "emulate": Row(jc.emulate(lambda x: jnp.sin(x) * x, OWN)),
     "quantize_fn": Row(jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="e5m2")), (X.T, X)),
+    "dot": Row(jc.dot, (X, jc.quantize(X.T, "int8(group=all,axis=0)"))),
+    "einsum": Row(lambda x: jc.einsum("ij,kj->ik", x, stored(x))),
     "save_safetensors": Row(lambda x: jc.save_safetensors("never.safetensors", {"x": x}), error="save_safetensors"),
     "load_safetensors": Row(lambda: jc.load_safetensors(Path("none.safetensors")), (), error=r"none\.safetensors"),
     "round_file": Row(lambda: jc.round_file("none.npy", "never.npy", "e5m2"), (), error=r"none\.npy"),

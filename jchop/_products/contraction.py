@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from jchop._products.codes import Coded, block_of, check_codes, coded, moved
 from jchop._products.layout import check_axes, round_in, same_transposed
 from jchop._products.product import Conv, Dot, Flipped, Product
 from jchop._products.rule import NOWHERE, StreamOffset, is_stochastic
@@ -24,7 +26,7 @@ __all__ = ["Roundings", "contract", "conv_general_dilated", "dot_general", "eins
 
 @dataclass(frozen=True)
 class Roundings:
-    """The roundings of a product: the fields of a rule by operand, and its location."""
+    """The roundings of a product: the fields of a rule by operand, its location, and whether codes are multiplied."""
 
     left: Spec | None = None
     right: Spec | None = None
@@ -32,6 +34,7 @@ class Roundings:
     weight_gradient: Spec | None = None
     matmul: MatmulSpec | None = None
     place: StreamOffset = NOWHERE
+    codes: bool = False
 
     @property
     def stochastic(self) -> bool:
@@ -58,6 +61,7 @@ def contract(
     key: Array | None = None,
     *,
     rounded: Array | None = None,
+    codes: Coded | None = None,
     extra: tuple[Array, ...] = (),
 ) -> Array:
     """``product(x, w)``, its operands rounded along the axes that are summed over, and its derivative as `how` says.
@@ -69,6 +73,7 @@ def contract(
         how: the roundings.
         key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
         rounded: `w` rounded already, with the same derivative; `how.right` is then of the backward products alone.
+        codes: of a `w` that is rounded already, with its axes; for a product of codes.
         extra: more operands of the product, which have no derivative.
 
     Returns:
@@ -80,10 +85,23 @@ def contract(
     right = rounded
     if right is None:
         right = round_in(product.forward.right, w, how.right, keys.right, keys.right_gradient)
-    if not how.backward:
+    if not how.backward and not how.codes:
         return product(left, right, *extra)
     full = lax.stop_gradient((x if _anew_left(how) else None, w if takes_anew(how) else None))
-    return _product(product, how, left, right, full, (keys, extra))
+    both = _operands_by_codes(product, x, w, how, keys, codes) if how.codes else None
+    return _product(product, how, left, right, full, (keys, extra, both))
+
+
+def _operands_by_codes(
+    product: Product, x: Array, w: Array, how: Roundings, keys: _Keys, weight: Coded | None
+) -> tuple[Coded, Coded]:
+    """Both operands as codes, in the layouts of the forward product; the weight from its own codes if it has any."""
+    left, right = product.forward.left, product.forward.right
+    if weight is None:
+        return coded(left.lay(x), how.left, keys.left), coded(right.lay(w), how.right, keys.right)
+    assert how.right is not None
+    laid = replace(moved(weight, right.lay), block=block_of(how.right, right.ndim))
+    return coded(left.lay(x), how.left, keys.left), jax.tree.map(lax.stop_gradient, laid)
 
 
 def check_operands(product: Product, how: Roundings) -> None:
@@ -102,16 +120,24 @@ def check_operands(product: Product, how: Roundings) -> None:
         operands += [("activation", left, for_weight.left), ("gradient", how.gradient, for_weight.right)]
     for field, spec, layout in operands:
         check_axes(field, spec, layout.ndim, how.place)
+        if how.codes and spec is not None:
+            check_codes(field, spec, how.place)
+    if how.codes:
+        _dot_of(product)
 
 
 def _anew_left(how: Roundings) -> bool:
-    """Whether dw takes an x that is rounded otherwise than the forward product's."""
-    return how.weight_gradient is not None or (how.gradient is not None and not same_transposed(how.left))
+    """Whether dw takes an x that is rounded otherwise than the forward product's, or whose codes it needs."""
+    return (
+        (how.codes and how.gradient is not None)
+        or how.weight_gradient is not None
+        or (how.gradient is not None and not same_transposed(how.left))
+    )
 
 
 def takes_anew(how: Roundings) -> bool:
-    """Whether dx takes a w that is rounded otherwise than the forward product's."""
-    return how.gradient is not None and not same_transposed(how.right)
+    """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
+    return how.gradient is not None and (how.codes or not same_transposed(how.right))
 
 
 @partial(
@@ -146,16 +172,21 @@ class _Keys:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> Array:
     """The product of rounded operands; `full` are those that are to be rounded anew, in full precision."""
-    keys, extra = more
+    keys, extra, both = more
+    if both is not None:
+        left, right = both
+        return _dot_of(product).by_codes(left, right, _result_dtype(product, x, w))
     return product(x, w, *extra) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
 
 
 def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> tuple[Array, tuple]:
-    return _product(product, how, x, w, full, more), (x, w, full, more)
+    return _product(product, how, x, w, full, more), (x, w, full, (*more[:2], None))
 
 
 def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
-    x, w, (full_x, full_w), (keys, extra) = kept
+    x, w, (full_x, full_w), (keys, extra, _) = kept
+    if how.codes and how.gradient is not None:
+        return (*_backward_by_codes(product, how, kept, g), None, None)
     for_input, for_weight = product.for_input, product.for_weight
     g_input = round_in(for_input.left, g, how.gradient, keys.gradient_input)
     w_input = w if full_w is None else round_in(for_input.right, full_w, how.right, keys.right_input)
@@ -169,6 +200,33 @@ def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
         (dx,) = jax.linear_transpose(lambda t: product(t, w_input, *extra), x)(g_input)
         (dw,) = jax.linear_transpose(lambda t: product(x_weight, t, *extra), w)(g_weight)
     return dx, dw, None, None
+
+
+def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple[Array, Array]:
+    """Both backward products of codes: of each operand rounded anew along their sums."""
+    x, w, (full_x, full_w), (keys, _, _) = kept
+    dot, for_input, for_weight = _dot_of(product), product.for_input, product.for_weight
+    left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
+    g_input = coded(for_input.left.lay(g), how.gradient, keys.gradient_input)
+    w_input = coded(for_input.right.lay(full_w), how.right, keys.right_input)
+    g_weight = coded(for_weight.right.lay(g), spec, keys.gradient_weight)
+    x_weight = coded(for_weight.left.lay(full_x), left, keys.left_weight)
+    dx = dot.input_by_codes(g_input, w_input, x.shape, x.dtype)
+    return dx, dot.weight_by_codes(x_weight, g_weight, w.shape, w.dtype)
+
+
+def _dot_of(product: Product) -> Dot | Flipped:
+    """A product whose codes can be multiplied."""
+    inner = product.product if isinstance(product, Flipped) else product
+    if not isinstance(inner, Dot):
+        raise NotImplementedError(f"product='codes': {type(inner).__name__} has no product of codes; dot_general has")
+    return product  # type: ignore[return-value]
+
+
+def _result_dtype(product: Product, x: Array, w: Array) -> Any:
+    inner = product.product if isinstance(product, Flipped) else product
+    preferred = getattr(inner, "preferred_element_type", None)
+    return jnp.result_type(x, w) if preferred is None else preferred
 
 
 _product.defvjp(_forward, _backward)

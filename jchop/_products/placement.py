@@ -19,7 +19,7 @@ from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds
 
 Array = jax.Array
 
-__all__ = ["Laid", "Placement", "StoredAs", "place"]
+__all__ = ["Laid", "Placement", "StoredAs", "blocks_fit", "place"]
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,18 @@ def place(shape: Sequence[int], laid: Laid | None, spec: Spec) -> Placement:
     stored, final = _axes_again(shape_now, kinds, owners)
     low = replace(spec, format=_with_inner(with_kinds(fmt, final), fmt, final))
     return _checked(Placement(low, stored, len(core)))
+
+
+def blocks_fit(laid: Laid, block: int | None) -> bool:
+    """Whether blocks of the axes are blocks along the sum: none cut at the end of an axis but the slowest."""
+    rest = block
+    for part in reversed(laid.summed[1:]):
+        if rest is None or part.size % rest == 0:
+            return True
+        if rest % part.size:
+            return False
+        rest //= part.size
+    return True
 
 
 def _checked(placement: Placement) -> Placement:

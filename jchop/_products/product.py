@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jchop._kernels.primitive import one_device_at_hand
+from jchop._products.codes import Coded, matrices, multiply
 from jchop._products.layout import Layout
 from jchop.accumulation import MatmulSpec
 from jchop.math import conv as emulated_conv
@@ -99,6 +100,22 @@ class Dot:
         left, right = self._matrices(self.forward, x, w)
         shape = [x.shape[axis] for axis in self.forward.left.kept] + [w.shape[axis] for axis in self._free(1)]
         return emulated_matmul(left, right.swapaxes(1, 2), spec, key).reshape(shape)
+
+    def by_codes(self, x: Coded, w: Coded, dtype: Any) -> Array:
+        """The product of codes, each in its layout."""
+        b = len(self.batch[0])
+        y = multiply(matrices(x, b), matrices(w, b), dtype)
+        return y.reshape(*x.elements.shape[:-1], *w.elements.shape[b:-1])
+
+    def input_by_codes(self, g: Coded, w: Coded, shape: Sequence[int], dtype: Any) -> Array:
+        """The product dx of `shape`, of codes in their layouts."""
+        b = len(self.batch[0])
+        return self.forward.left.back(multiply(matrices(g, b), matrices(w, b), dtype), shape)
+
+    def weight_by_codes(self, x: Coded, g: Coded, shape: Sequence[int], dtype: Any) -> Array:
+        """The product dw of `shape`, of codes in their layouts."""
+        b = len(self.batch[0])
+        return self.forward.right.back(multiply(matrices(g, b), matrices(x, b), dtype), shape)
 
     @property
     def emulates_backward(self) -> bool:
@@ -245,6 +262,21 @@ class Flipped:
     def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
         """The product, in an emulated arithmetic."""
         return self.product.emulated(w, x, spec, key)
+
+    def by_codes(self, x: Coded, w: Coded, dtype: Any) -> Array:
+        """The product of codes, each in its layout."""
+        assert isinstance(self.product, Dot)
+        return self.product.by_codes(w, x, dtype)
+
+    def input_by_codes(self, g: Coded, w: Coded, shape: Sequence[int], dtype: Any) -> Array:
+        """The product dx of `shape`, of codes in their layouts."""
+        assert isinstance(self.product, Dot)
+        return self.product.weight_by_codes(w, g, shape, dtype)
+
+    def weight_by_codes(self, x: Coded, g: Coded, shape: Sequence[int], dtype: Any) -> Array:
+        """The product dw of `shape`, of codes in their layouts."""
+        assert isinstance(self.product, Dot)
+        return self.product.input_by_codes(g, x, shape, dtype)
 
     @property
     def emulates_backward(self) -> bool:

@@ -16,10 +16,11 @@ import numpy as np
 from jchop._arguments import check_key
 from jchop._bits import CARRIERS
 from jchop._products.analysis import Analyst, ProductStep, Use
+from jchop._products.codes import block_of
 from jchop._products.contraction import Roundings, check_operands, takes_anew
 from jchop._products.layout import check_finite
 from jchop._products.origins import DATA, NOTHING, Fact, of_parameter
-from jchop._products.placement import Placement, place
+from jchop._products.placement import Placement, blocks_fit, place
 from jchop._products.product import Flipped
 from jchop._products.program_report import ParameterRow, ProductRow, ProgramReport
 from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules, names_parameter, rule_of_parameter
@@ -218,8 +219,10 @@ class QuantizedFunction:
         number = program.numbers[i]
         assert number is not None
         rule = self.rules[number]
-        twin = rule.weight is not None and takes_anew(Roundings(right=rule.weight, gradient=rule.gradient))
-        return Held(value if is_packed(value) else jnp.asarray(value), placement, i, twin)
+        coded = rule.product == "codes" and program.placements[i][1].kind == "product"
+        how = Roundings(right=rule.weight, gradient=rule.gradient, codes=coded)
+        twin = rule.weight is not None and takes_anew(how)
+        return Held(value if is_packed(value) else jnp.asarray(value), placement, i, twin, coded)
 
     def _program(self, call: _Call) -> _Program:
         signature = call.signature
@@ -259,6 +262,9 @@ class QuantizedFunction:
             for step, rule in products
             if rule is not None and (how := self._roundings(step, rule)) is not None
         }
+        for step, rule in products:
+            if id(step) in roundings and roundings[id(step)][0].codes:
+                self._check_codes(step, rule, call.paths, shapes, placements)
         if self.all_in_use:
             self._check_effect(numbers, placements, products)
         return _Program(
@@ -319,12 +325,34 @@ class QuantizedFunction:
         place = StreamOffset(step.name, step.scope or step.source, rule)
         right = rule.weight if weights else rule.activation
         how = Roundings(
-            rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, place,
+            rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, place, rule.product == "codes",
         )  # fmt: skip
-        if (how.left is None and not how.backward) or _scales_complex(step, how):
+        if (how.left is None and not how.backward and not how.codes) or _scales_complex(step, how):
             return None
         check_operands(Flipped(step.product) if weight == 0 else step.product, how)
         return how, weight
+
+    def _check_codes(
+        self,
+        step: ProductStep,
+        rule: Rule | None,
+        paths: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        placements: Mapping[int, tuple[Placement, Use]],
+    ) -> None:
+        """Refuse the codes of a parameter whose groups are not blocks along the sum of this product."""
+        for use in (use for some in step.uses for use in some):
+            found = placements.get(use.leaf)
+            if found is None or use.laid is None or rule is None or rule.weight is None:
+                continue
+            same = place(shapes[use.leaf], use.laid, rule.weight) == found[0]
+            if not (same and blocks_fit(use.laid, block_of(rule.weight, len(use.laid.kept) + 1))):
+                raise ValueError(
+                    f"product='codes': the groups of the parameter {paths[use.leaf]!r} follow its first product, at "
+                    f"{found[1].source or 'an unknown line'}, and are not blocks along the sum of that at "
+                    f"{use.source or 'an unknown line'}; leave product out of {rule}, or name a group that divides "
+                    "its axes"
+                )
 
     def _check(
         self,
@@ -398,7 +426,7 @@ def _product_row(program: _Program, step: ProductStep, rule: Rule | None) -> Pro
     weights = tuple(program.paths[use.leaf] for some in step.uses for use in some)
     fields = {} if how is None else {
         "activation": how[0].left, "gradient": how[0].gradient, "weight_gradient": how[0].weight_gradient,
-        "matmul": how[0].matmul,
+        "matmul": how[0].matmul, "product": "codes" if how[0].codes else None,
     }  # fmt: skip
     refused = step.refused or ("complex" if how is None and _is_complex(step) else "")
     return ProductRow(

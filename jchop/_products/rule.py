@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from jchop._checks import check_choice
 from jchop._paths import matches_path
 from jchop._products.scale_from import ScaleFrom, check_scale_from
 from jchop.accumulation import MatmulSpec
@@ -15,7 +16,7 @@ from jchop.spec import Spec, as_spec
 
 __all__ = [
     "FIELDS", "NOWHERE", "SPECS", "Rule", "StreamOffset", "as_rules", "is_stochastic", "left_alone", "names_parameter",
-    "rule_of", "rule_of_parameter", "rules_of",
+    "refuse_codes", "rule_of", "rule_of_parameter", "rules_of",
 ]  # fmt: skip
 
 #: The fields of a rule that are specs.
@@ -60,6 +61,10 @@ class Rule:
         scale_from: the source of the scales of the kernel and of the layer's input: `MovingAverage`, `DelayedScaling`
             or `LSQ`, in Linear, LinearGeneral, Einsum and Conv; it has no effect on other layers and operands. Under
             such scales an operand is rounded once, for all three products. Default None: from each array itself.
+        product: ``"float"``: rounded operands are multiplied as floats, in the carrier. ``"codes"``: their codes are
+            multiplied and the sums scaled, as the units of chips do; [](products.md) states the sum. For
+            `jax.lax.dot_general` in programs (`quantize_fn`, `quantize` with ``inputs``). A ``gradient`` has the
+            backward products computed so, too; without one they are those of floats.
         stochastic_stream: the stream of `flax.nnx.Rngs` for stochastic roundings. Default ``"rounding"``.
 
     Raises:
@@ -83,6 +88,7 @@ class Rule:
     cache: Spec | None = None
     matmul: MatmulSpec | None = None
     scale_from: ScaleFrom | None = None
+    product: str = "float"
     stochastic_stream: str = "rounding"
 
     if TYPE_CHECKING:  # the arguments may have more types than the fields
@@ -100,6 +106,7 @@ class Rule:
             cache: Spec | ElementFormat | ScaledFormat | str | None = ...,
             matmul: MatmulSpec | None = ...,
             scale_from: ScaleFrom | None = ...,
+            product: Literal["float", "codes"] = ...,
             stochastic_stream: str = ...,
         ) -> None: ...
 
@@ -124,6 +131,11 @@ class Rule:
             raise ValueError(f"matmul={str(self.matmul)!r} rounds operands, which activation= and weight= are for")
         if self.scale_from is not None:
             check_scale_from(self.scale_from, {name: getattr(self, name) for name in SPECS})
+        check_choice("product", self.product, ("float", "codes"))
+        if self.product == "codes" and self.matmul is not None:
+            raise ValueError(
+                f"product='codes' and matmul={str(self.matmul)!r} both say how a sum is computed; leave one of them out"
+            )
         if not isinstance(self.stochastic_stream, str) or not self.stochastic_stream:
             raise TypeError(f"stochastic_stream={self.stochastic_stream!r} must be the name of a stream of nnx.Rngs")
 
@@ -163,7 +175,22 @@ class Rule:
             fields.append(f"matmul=({self.matmul})")
         if self.scale_from is not None:
             fields.append(f"scale_from={self.scale_from}")
+        if self.product != "float":
+            fields.append(f"product={self.product}")
         return f"Rule({', '.join([repr(self.path), *fields])})"
+
+
+def refuse_codes(rule: Rule) -> None:
+    """Refuse ``product="codes"`` for layers.
+
+    Raises:
+        NotImplementedError: that names the functions that take it.
+    """
+    if rule.product == "codes":
+        raise NotImplementedError(
+            f"{rule}: product='codes' is for programs; use jc.nn.quantize(model, rules, inputs=...), "
+            "jc.nn.linen.quantize(module, rules, program=True) or jc.quantize_fn"
+        )
 
 
 def is_stochastic(spec: Spec | None) -> bool:

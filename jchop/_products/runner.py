@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jchop._products.analysis import ProductStep
+from jchop._products.codes import Coded, moved
 from jchop._products.contraction import Roundings, contract
+from jchop._products.origins import MOVES
 from jchop._products.product import Flipped
 from jchop._products.weights import Held, Keys, Twin, rounded
 from jchop._program.bind import bind
@@ -20,6 +23,8 @@ Array = jax.Array
 
 __all__ = ["Quantization"]
 
+#: Moves of one array, under which elements, scales and zero points stay beside each other.
+_ALONE = MOVES - {"concatenate", "dynamic_update_slice", "optimization_barrier", "pad", "split"}
 _ENTERED = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS))
 
 
@@ -76,12 +81,23 @@ class Quantization(Runner):
     def run(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
         """One equation."""
         if part.moves and any(isinstance(x, Twin) for x in args):
-            full = [x.full if isinstance(x, Twin) else x for x in args]
-            low = bind(part.eqn.primitive, part.eqn.params, *map(rounded, args))
-            return [Twin(a, b) for a, b in zip(low, bind(part.eqn.primitive, part.eqn.params, *full), strict=True)]
+            return self._moved(part, args)
         if id(part) in self.roundings:
             return [self._product(part, seeds, args)]
         return bind(part.eqn.primitive, part.eqn.params, *map(rounded, args))
+
+    def _moved(self, part: ProductStep, args: list[Any]) -> list[Any]:
+        """Numbers that move with those before their rounding; codes move alone, and a cast leaves them as they are."""
+        run = partial(bind, part.eqn.primitive, part.eqn.params)
+        low, full = run(*map(rounded, args)), run(*(x.full if isinstance(x, Twin) else x for x in args))
+        first, *rest = args
+        codes: list[Coded | None] = [None] * len(low)
+        if isinstance(first, Twin) and first.codes is not None and not any(isinstance(x, Twin) for x in rest):
+            if part.name == "convert_element_type":
+                codes = [first.codes]
+            elif part.name in _ALONE and len(low) == 1:
+                codes = [moved(first.codes, lambda v: run(v, *rest)[0])]
+        return [Twin(*each) for each in zip(low, full, codes, strict=True)]
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
         how, weight = self.roundings[id(step)]
@@ -94,10 +110,18 @@ class Quantization(Runner):
         if weight < 0:  # both operands are data
             return contract(product, rounded(x), rounded(w), how, key, extra=extra)
         full = w.full if isinstance(w, Twin) else w
-        return contract(product, rounded(x), full, how, key, rounded=rounded(w), extra=extra)
+        codes = w.codes if isinstance(w, Twin) and how.codes else None
+        if how.codes and how.right is not None and codes is None:
+            raise ValueError(
+                f"product='codes': the weight of {step.name} at {step.source or 'an unknown line'} is computed with "
+                f"before the product, so it has no codes there; put Rule({(step.scope or '*')!r}, ...) without product "
+                f"before {how.place.rule}"
+            )
+        return contract(product, rounded(x), full, how, key, rounded=rounded(w), codes=codes, extra=extra)
 
 
 def _as_floats(x: Any, other: Any) -> Any:
     """An operand; integers as floats of the other's type, as the product itself takes them."""
-    integer = not isinstance(x, Twin) and not jnp.issubdtype(x.dtype, jnp.inexact)
-    return x.astype(rounded(other).dtype) if integer else x
+    if isinstance(x, Twin) or jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return x.astype(rounded(other).dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._products.codes import Coded, moved, parts_of
 from jchop._products.placement import Placement, StoredAs
 from jchop.storage import QArray, dequantize
 
@@ -17,7 +19,7 @@ Array = jax.Array
 __all__ = ["Held", "Keys", "Twin", "is_packed", "numbers_of", "rounded"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["placement", "leaf", "twin"])
+@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["placement", "leaf", "twin", "codes"])
 @dataclass(frozen=True, eq=False)
 class Held:
     """A parameter, or one of a stack, that is rounded, or unpacked, where it is first computed with.
@@ -29,12 +31,14 @@ class Held:
         placement: its rounding.
         leaf: its index.
         twin: whether its numbers before the rounding are needed, too.
+        codes: whether its codes are.
     """
 
     value: Any
     placement: Placement
     leaf: int
     twin: bool = False
+    codes: bool = False
 
     @property
     def stack(self) -> int:
@@ -43,23 +47,38 @@ class Held:
 
     def numbers(self, keys: Keys | None) -> Any:
         """The rounded numbers."""
+        key = None
         if is_packed(self.value):
-            low = numbers_of(self.value)
+            low = full = numbers_of(self.value)
         else:
             drawn = self.placement.spec.rounding.stochastic
-            low = self.placement.round(self.value, keys.turn(_LEAVES, self.leaf).key if drawn and keys else None)
-        if not self.twin:
-            return low
-        return Twin(low, low if is_packed(self.value) else self.value)
+            key = keys.turn(_LEAVES, self.leaf).key if drawn and keys else None
+            low, full = self.placement.round(self.value, key), self.value
+        if not self.codes:
+            return Twin(low, full) if self.twin else low
+        packed = self.value if is_packed(self.value) else self.placement.pack(jax.lax.stop_gradient(full), key)
+        return Twin(low, full, _codes_of(packed))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["low", "full"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class Twin:
-    """A rounded parameter beside itself in full precision, both moved alike."""
+    """A rounded parameter beside itself in full precision, and its codes if they are multiplied, all moved alike."""
 
     low: Any
     full: Any
+    codes: Coded | None = None
+
+    def moved(self, move: Callable[[Any], Any]) -> Twin:
+        """Each after a move."""
+        return Twin(move(self.low), move(self.full), None if self.codes is None else moved(self.codes, move))
+
+
+def _codes_of(packed: QArray | StoredAs) -> Coded:
+    """The codes of a packed parameter, in its shape."""
+    if isinstance(packed, QArray):
+        return parts_of(packed)
+    return moved(parts_of(packed.stored), lambda v: v.reshape(packed.shape))
 
 
 def rounded(value: Any) -> Any:

@@ -11,7 +11,7 @@ from flax.nnx.nn import dtypes
 
 from jchop._products.contraction import Roundings
 from jchop._products.layout import Layout, check_axes, check_finite, over_stack
-from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone
+from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone, refuse_codes
 from jchop._products.scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop.nn._emulation import EmulatedAttention, Emulation
 from jchop.nn._kinds import PRODUCT_FIELDS, Kind
@@ -81,6 +81,7 @@ def equip(
 
     weight = None if packed else rule.weight
     if kind.product is not None:
+        refuse_codes(rule)
         attribute, site, _ = kind.product
         taken = weight if kind.parameters else rule.activation
         how = Roundings(rule.activation, taken, *(getattr(rule, name) for name in PRODUCT_FIELDS), place=place)

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from jchop._products.contraction import Roundings
 from jchop._products.layout import check_axes, round_in
-from jchop._products.rule import Rule, StreamOffset, is_stochastic, rule_of
+from jchop._products.rule import Rule, StreamOffset, is_stochastic, refuse_codes, rule_of
 from jchop._settings import split
 from jchop.nn._kinds import PRODUCT_FIELDS
 from jchop.nn._linen_cache import Decoding, is_filled, pack_fresh
@@ -75,6 +75,7 @@ class Interceptor:
         """The product of this one call; a layer of Linen is made anew for each."""
         assert kind.hook is not None
         name, product = kind.hook
+        refuse_codes(rule)
         right = rule.activation if not kind.parameters else None if layer.path in self.packed else rule.weight
         fields = (getattr(rule, field) for field in PRODUCT_FIELDS)
         how = Roundings(rule.activation, right, *fields, place=place(layer, rule))

@@ -1,0 +1,147 @@
+"""`dot` and `einsum` of stored arrays, whose codes are multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._products.codes import Coded, check_codes, coded, moved, parts_of
+from jchop._products.contraction import letters_of
+from jchop._products.product import Dot
+from jchop.storage import QArray, dequantize
+from jchop.storage._decode import batch_axes
+from jchop.storage._layout import OWN, WHOLE, kinds_of
+
+Array = jax.Array
+
+__all__ = ["dot", "einsum"]
+
+
+def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
+    """The product of the last axis of `x` and the last but one of `w`, of codes where an operand is stored.
+
+    Args:
+        x: a `QArray` or a float array, (..., k).
+        w: a `QArray` or a float array, (k, n).
+        dtype: of the result. Default: that of both operands together.
+
+    Returns:
+        (..., n). The sum is that of `einsum`.
+
+    Raises:
+        TypeError, ValueError: as `einsum`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> w = jc.quantize(jnp.array([[1.0, -2.0], [0.5, 4.0], [3.0, 1.0]]), "int8(group=all,axis=0)")
+        >>> x = jc.quantize(jnp.array([[1.0, 2.0, 127.0]]), "int8(group=all)")
+        >>> jc.dot(x, w)
+        Array([[383., 133.]], dtype=float32)
+    """
+    for name, value, least in (("x", x, 1), ("w", w, 2)):
+        if value.ndim < least or (name == "w" and value.ndim > least):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; x must be (..., k) and w (k, n)")
+    letters = "abcdefghij"[: x.ndim - 1]
+    return einsum(f"{letters}y,yz->{letters}z", x, w, dtype=dtype)
+
+
+def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
+    """`jax.numpy.einsum` of two arrays, of codes where an operand is stored.
+
+    Integers of at most 8 bits are summed exactly in blocks that share their scales; the sums are scaled and added from
+    the first block to the last, each step rounded in float32. Codes of floats are multiplied as float8 where they have
+    such values. An operand that is no `QArray` is multiplied as it is, by elements in floating point. The derivative
+    with respect to it is that of the product with the stored numbers; stored arrays have none.
+
+    Args:
+        subscripts: as ``"ij,jk->ik"``, with the result.
+        x: a `QArray` or a float array.
+        w: a `QArray` or a float array.
+        dtype: of the result. Default: that of both operands together.
+
+    Returns:
+        The product.
+
+    Raises:
+        TypeError: if neither operand is a `QArray`.
+        ValueError: for other subscripts; for a format whose codes cannot be multiplied, or whose groups are no blocks
+            along the sum; for shapes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> heads = jc.quantize(jnp.ones((4, 2, 8)), "int4(group=8)")
+        >>> jc.einsum("bd,hed->bhe", jnp.ones((3, 8)), heads).shape
+        (3, 4, 2)
+    """
+    if not isinstance(x, QArray) and not isinstance(w, QArray):
+        raise TypeError(f"x is a {type(x).__name__} and w a {type(w).__name__}; one of them must be a QArray")
+    left, right, result = letters_of(subscripts, x.ndim, w.ndim)
+    sizes: dict[str, int] = {}
+    for name, letters, value in (("x", left, x), ("w", right, w)):
+        for letter, n in zip(letters, value.shape, strict=True):
+            if sizes.setdefault(letter, n) != n:
+                raise ValueError(f"subscripts={subscripts!r}: {letter!r} is {sizes[letter]} in x and {n} in {name}")
+    both = [c for c in left if c in right]
+    batch, summed = [c for c in both if c in result], [c for c in both if c not in result]
+    product = Dot(
+        (tuple(left.index(c) for c in summed), tuple(right.index(c) for c in summed)),
+        (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
+        (x.ndim, w.ndim),
+    )
+    for name, value, axes in (("x", x, product.contracting[0]), ("w", w, product.contracting[1])):
+        if isinstance(value, QArray):
+            check_codes(name, value.spec, "product")
+            _block(name, value, axes)
+    dtype = jnp.result_type(x.dtype, w.dtype) if dtype is None else jnp.dtype(dtype)
+    floats = [value if isinstance(value, QArray) else jnp.asarray(value) for value in (x, w)]
+    y: Array = jnp.asarray(_multiply(product, dtype, *floats))
+    have = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
+    return y.transpose([have.index(c) for c in result])
+
+
+def _block(name: str, q: QArray, summed: tuple[int, ...]) -> int | None:
+    """How many numbers along the sum share a scale; None for all."""
+    if q.spec.scaled is None:
+        return None
+    *slow, last = (kinds_of(q.spec.scaled, q.ndim, batch_axes(q.spec, q.shape, q.scale))[axis] for axis in summed)
+    if last == WHOLE and all(kind == WHOLE for kind in slow):
+        return None
+    if isinstance(last, int) and (not slow or (q.shape[summed[-1]] % last == 0 and all(k == OWN for k in slow))):
+        return last
+    raise ValueError(
+        f"{name}: the groups of {str(q.spec)!r} are no blocks along the sum, over axes {summed} of {q.shape}; quantize "
+        "with groups along these axes"
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(product: Dot, dtype: Any, x: Any, w: Any) -> Array:
+    layouts = product.forward.left, product.forward.right
+    left, right = (
+        _laid(name, value, layout, axes)
+        for name, value, layout, axes in zip("xw", (x, w), layouts, product.contracting, strict=True)
+    )
+    return product.by_codes(left, right, dtype)
+
+
+def _laid(name: str, value: Any, layout: Any, axes: tuple[int, ...]) -> Coded:
+    if not isinstance(value, QArray):
+        return coded(layout.lay(value), None)
+    return replace(moved(parts_of(value), layout.lay), block=_block(name, value, axes))
+
+
+def _forward(product: Dot, dtype: Any, x: Any, w: Any) -> tuple[Array, tuple]:
+    return _multiply(product, dtype, x, w), (x, w)
+
+
+def _backward(product: Dot, dtype: Any, kept: tuple, g: Array) -> tuple:
+    numbers = [dequantize(v) if isinstance(v, QArray) else v for v in kept]
+    _, back = jax.vjp(lambda x, w: product(x, w).astype(dtype), *numbers)
+    return tuple(None if isinstance(v, QArray) else d for v, d in zip(kept, back(g), strict=True))
+
+
+_multiply.defvjp(_forward, _backward)

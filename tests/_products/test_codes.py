@@ -1,0 +1,251 @@
+"""Products of codes: exact sums of integers, the stated order of scaled sums, and the same numbers packed or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jchop as jc
+from jchop._products.codes import Coded, multiply
+
+KEY = jax.random.key(5)
+ROW = "int8(group=all)"
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def f32(value: Fraction) -> Fraction:
+    return Fraction(float(np.float32(float(value)))) if value == Fraction(float(value)) else _nearest(value)
+
+
+def _nearest(value: Fraction) -> Fraction:
+    low = np.float32(float(value))
+    near = [np.nextafter(low, np.float32(d), dtype=np.float32) for d in (-np.inf, np.inf)]
+    even = lambda v: int(np.float32(v).view(np.uint32)) & 1  # noqa: E731
+    return Fraction(float(min((low, *near), key=lambda v: (abs(Fraction(float(v)) - value), even(v)))))
+
+
+def stated(x: tuple, w: tuple, block: int, inner: tuple[bool, bool]) -> list[list[Fraction]]:
+    """The docstring of `codes`, in integers and fractions; each operand is (elements, scales, zero points)."""
+    (a, sa, za), (b, sb, zb) = ([np.asarray(v) for v in given] for given in (x, w))
+    count = a.shape[1]
+    rows = []
+    for m in range(len(a)):
+        row = []
+        for n in range(len(b)):
+            total = None
+            for start in range(0, count, block):
+                span = range(start, min(start + block, count))
+                term = f32(Fraction(sum((int(a[m, k]) - int(za[m, k])) * (int(b[n, k]) - int(zb[n, k])) for k in span)))
+                for s, i, within in ((sa, m, inner[0]), (sb, n, inner[1])):
+                    term = f32(term * Fraction(float(s[i, start]))) if within else term
+                total = term if total is None else f32(total + term)
+            for s, i, within in ((sa, m, inner[0]), (sb, n, inner[1])):
+                total = total if within else f32(total * Fraction(float(s[i, 0])))
+            row.append(total)
+        rows.append(row)
+    return rows
+
+
+def drawn(rng: Any, rows: int, count: int, block: int, zeros: bool, low: int = -128, high: int = 127) -> tuple:
+    elements = rng.integers(low, high, (rows, count), endpoint=True).astype(np.int8)
+    over = lambda v: np.repeat(v, block, 1)[:, :count]  # noqa: E731
+    groups = -(-count // block)
+    scale = over(rng.uniform(0.5, 2, (rows, groups)).astype(np.float32))
+    zero = (
+        over(rng.integers(-128, 127, (rows, groups)).astype(np.int32)) if zeros else np.zeros((rows, count), np.int32)
+    )
+    return elements, scale, zero
+
+
+@pytest.mark.parametrize(
+    ("count", "left", "right", "zeros"),
+    [(1, 1, 1, (False, False)), (37, 37, 37, (False, True)), (37, 37, 8, (False, False)), (40, 8, 16, (True, True)),
+     (37, 5, 5, (True, True)), (1025, 1025, 1025, (False, False)), (2100, 2100, 1050, (True, False))],
+)  # fmt: skip
+def test_integers_are_summed_exactly_and_scaled_in_order(
+    count: int, left: int, right: int, zeros: tuple[bool, bool]
+) -> None:
+    rng = np.random.default_rng(count)
+    x, w = drawn(rng, 2, count, left, zeros[0]), drawn(rng, 3, count, right, zeros[1])
+    given = [
+        Coded(*(jnp.asarray(v)[None] for v in (e, s)), jnp.asarray(z)[None] if any_zero else None, block)
+        for (e, s, z), block, any_zero in zip((x, w), (left, right), zeros, strict=True)
+    ]
+    got = np.asarray(jax.jit(lambda a, b: multiply(a, b, jnp.float32))(*given))[0]
+    block = min(left, right)
+    want = stated(x, w, block, (left < count, right < count))
+    assert [[Fraction(float(v)) for v in row] for row in got] == want
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_long_sums_do_not_wrap(zeros: bool) -> None:
+    """200,000 products of the largest codes are beyond int32."""
+    count = 200_000
+    ones = np.full((1, count), -128, np.int8)
+    zero = np.full((1, count), 127 if zeros else 0, np.int32)
+    given = Coded(jnp.asarray(ones)[None], jnp.ones((1, 1, count)), jnp.asarray(zero)[None] if zeros else None)
+    exact = count * (255 if zeros else 128) ** 2
+    assert exact > 2**31
+    assert float(multiply(given, given, jnp.float32)[0, 0, 0]) == float(np.float32(exact))
+    odd = Coded(given.elements.at[0, 0, :7].set(jnp.arange(7, dtype=jnp.int8)), given.scale, given.zero)
+    a, z = np.asarray(odd.elements, np.int64)[0, 0] - zero[0], np.int64(-128) - zero[0]
+    assert float(multiply(odd, given, jnp.float32)[0, 0, 0]) == float(np.float32(int((a * z).sum())))
+
+
+def test_products_of_stored_arrays() -> None:
+    x, w = normal(3, 37), normal(37, 5, seed=1)
+    qx, qw = jc.quantize(x, ROW), jc.quantize(w, "int8(group=all,axis=0)")
+    elements = np.asarray(qx.qvalue, np.int64) @ np.asarray(qw.qvalue, np.int64)
+    want = np.float32(elements.astype(np.float32) * np.asarray(qx.scale)) * np.asarray(qw.scale)
+    np.testing.assert_array_equal(jc.dot(qx, qw), want)
+    np.testing.assert_array_equal(jc.einsum("bi,io->ob", qx, qw), want.T)
+    per_group = jc.quantize(w, "int4(group=8,axis=0)")
+    close = jc.round_to_format(x, ROW) @ jc.round_to_format(w, "int4(group=8,axis=0)")
+    np.testing.assert_allclose(jc.dot(qx, per_group), close, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(jc.dot(x, per_group), x @ jc.dequantize(per_group), rtol=2e-6, atol=1e-6)
+    dx = jax.grad(lambda x: jc.dot(x, per_group).sum())(x)
+    np.testing.assert_allclose(dx, jnp.broadcast_to(jc.dequantize(per_group).sum(1), x.shape), rtol=1e-5)
+    for spec in ("mxfp8_e4m3(axis=0)", "nvfp4(axis=0)", "uint4(group=8,axis=0,zero_point=integer)", "float6_e3m2fn"):
+        q = jc.quantize(w, spec)
+        np.testing.assert_allclose(jc.dot(x, q), x @ jc.dequantize(q), rtol=2e-6, atol=2e-6, err_msg=spec)
+
+
+def test_stored_products_refuse() -> None:
+    x, w = normal(3, 32), normal(32, 4, seed=1)
+    q = jc.quantize(w, "int8(group=all,axis=0)")
+    with pytest.raises(TypeError, match="one of them must be a QArray"):
+        jc.dot(x, w)
+    with pytest.raises(ValueError, match=r"w: the groups of .* are no blocks along the sum"):
+        jc.dot(x, jc.quantize(w, "int8(group=all)"))
+    with pytest.raises(ValueError, match="no integers of at most 8 bits and no floats"):
+        jc.dot(x, jc.quantize(w, "nf4(group=32,axis=0)"))
+    with pytest.raises(ValueError, match="'y' is 31 in x and 32 in w"):
+        jc.dot(x[:, 1:], q)
+    with pytest.raises(ValueError, match=r"w has shape \(32,\)"):
+        jc.dot(x, q[:, 0])
+
+
+# -- products of programs ----------------------------------------------------------------------------------------------
+
+
+def block(p: Any, x: Any) -> Any:
+    """A product with a transposed weight, one with two kept axes, and two of data."""
+    h = jax.nn.gelu(x @ p["up"].T + p["bias"])
+    q = jnp.einsum("bth,hnd->btnd", h, p["heads"])
+    scores = jnp.einsum("btnd,bsnd->bnts", q, q)
+    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores), q)
+
+
+PARAMS = {"up": normal(64, 32), "bias": normal(64, seed=1), "heads": normal(64, 2, 8, seed=2) / 8}
+X = normal(2, 5, 32, seed=3)
+RULES = {
+    "int8": {"weight": ROW, "activation": ROW},
+    "int4": {"weight": "int4(group=32)", "activation": ROW},
+    "weight only": {"weight": "int4(group=16)"},
+    "asymmetric": {"weight": "uint4(group=32,zero_point=integer)", "activation": "uint8(group=all,zero_point=integer)"},
+    "tensor": {"weight": "int8", "activation": "int8", "gradient": "int8"},
+    "fp8": {"weight": "e4m3fn(group=all)", "activation": "e4m3fn(group=all)"},
+    "mxfp8": {"weight": "mxfp8_e4m3", "activation": "mxfp8_e4m3", "gradient": "mxfp8_e5m2"},
+    "nvfp4": {"weight": "nvfp4", "activation": "nvfp4"},
+}
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("name", RULES)
+def test_codes_train_and_serve_the_same_numbers(name: str) -> None:
+    rule = jc.Rule(**RULES[name], product="codes")
+    low, floats = jc.quantize_fn(block, rule), jc.quantize_fn(block, jc.Rule(**RULES[name]))
+    packed = low.pack(PARAMS, X)
+    trained = jax.jit(low)(PARAMS, X)
+    np.testing.assert_array_equal(trained, jax.jit(low)(packed, X))
+    np.testing.assert_allclose(trained, jax.jit(floats)(PARAMS, X), rtol=2e-4, atol=2e-5)
+    got, want = (jax.jit(jax.grad(lambda p, f=f: jnp.sum(f(p, X) ** 2)))(PARAMS) for f in (low, floats))
+    limit = 0.05 if "gradient" in RULES[name] else 1e-4
+    for key in PARAMS:
+        assert jnp.linalg.norm(got[key] - want[key]) <= limit * jnp.linalg.norm(want[key]), key
+    rows = low.report(PARAMS, X).products
+    assert all(row.roundings["product"] == "codes" for row in rows)
+
+
+def test_backward_products_of_codes() -> None:
+    """dx and dw are sums of codes, too, if a rule has a gradient: of g and w, of x and g, each along its own sum."""
+    rule = jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes")
+    w, x, g = normal(16, 4), normal(3, 16, seed=1), normal(3, 4, seed=2)
+    y, back = jax.vjp(jax.jit(jc.quantize_fn(lambda w, x: x @ w, rule)), w, x)
+    of = lambda v: jc.quantize(v, ROW)  # noqa: E731
+    np.testing.assert_array_equal(y, jc.einsum("bi,oi->bo", of(x), of(w.T)))
+    dw, dx = back(g)
+    np.testing.assert_array_equal(dx, jc.einsum("bo,io->bi", of(g), of(w)))
+    np.testing.assert_array_equal(dw, jc.einsum("ob,ib->io", of(g.T), of(x.T)))
+
+
+def test_stochastic_codes() -> None:
+    rule = jc.Rule(weight="int8(group=all):stochastic", activation="int8(group=all):stochastic", product="codes")
+    low = jc.quantize_fn(lambda w, x: x @ w, rule, key=KEY)
+    w, x = normal(32, 4), normal(3, 32, seed=1)
+    packed, floats = low.pack(w, x), jc.quantize_fn(lambda w, x: x @ w, replace(rule, product="float"), key=KEY)
+    np.testing.assert_allclose(low(packed, x), floats(packed, x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(low(w, x), floats(w, x), rtol=1e-5, atol=1e-6)
+    assert (low(w, x) != low(w, x, key=jax.random.key(6))).any()
+
+
+def test_codes_under_transformations() -> None:
+    rule = jc.Rule(weight="int4(group=16)", activation=ROW, product="codes")
+
+    def layers(p: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0]
+
+    stack, x = normal(3, 32, 32), normal(4, 32, seed=1)
+    low = jc.quantize_fn(layers, rule)
+    packed = low.pack(stack, x)
+    one = x
+    for i in range(3):
+        one = jnp.tanh(jc.quantize_fn(lambda w, x: x @ w, rule)(stack[i], one))
+    np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(stack, x))
+    np.testing.assert_allclose(jax.jit(low)(stack, x), one, rtol=1e-6, atol=1e-6)
+    many = jax.vmap(jc.quantize_fn(lambda w, x: x @ w, rule), (None, 0))(stack[0], x[:, None])
+    np.testing.assert_array_equal(many[:, 0], jc.quantize_fn(lambda w, x: x @ w, rule)(stack[0], x))
+    assert jnp.isfinite(jax.grad(lambda p: low(p, x).sum())(stack)).all()
+
+
+def test_a_model_of_flax() -> None:
+    model, x = nnx.Sequential(nnx.Linear(32, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))), normal(3, 32)
+    rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
+    trained, served = jc.nn.quantize(model, rule), jc.nn.quantize(model, rule, mode="ptq", inputs=(x,))
+    run = nnx.jit(lambda model, x: model(x))
+    np.testing.assert_array_equal(run(trained, x), run(served, x))
+    assert served.layers[0].kernel[...].nbytes < 32 * 16 * 2
+    with pytest.raises(NotImplementedError, match=r"product='codes' is for programs; use jc.nn.quantize"):
+        jc.nn.Linear(8, 4, rule=rule, rngs=nnx.Rngs(0))
+
+
+def test_codes_refuse() -> None:
+    w, x = normal(32, 4), normal(3, 32, seed=1)
+    with pytest.raises(ValueError, match="product='native'"):
+        jc.Rule(weight=ROW, product="native")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="both say how a sum is computed"):
+        jc.Rule(weight=ROW, matmul=jc.MatmulSpec(accumulate="e5m10"), product="codes")
+    with pytest.raises(ValueError, match=r"weight='nf4\(group=32\)' of the dot_general.*product='codes'"):
+        jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="nf4(group=32)", product="codes"))(w, x)
+    with pytest.raises(NotImplementedError, match="Conv has no product of codes"):
+        conv = lambda w, x: jax.lax.conv(x, w, (1,), "SAME")  # noqa: E731
+        jc.quantize_fn(conv, jc.Rule(weight=ROW, activation=ROW, product="codes"))(normal(2, 3, 3), normal(1, 3, 8))
+    with pytest.raises(ValueError, match="one length must divide the other"):
+        jc.quantize_fn(
+            lambda w, x: x @ w, jc.Rule(weight="int4(group=8)", activation="int8(group=12)", product="codes")
+        )(w, x)
+    with pytest.raises(ValueError, match=r"the weight of dot_general at .*test_codes.py.* is computed with before"):
+        jc.quantize_fn(lambda w, x: x @ (w * 2), jc.Rule(weight=ROW, product="codes"))(w, x)
+    both = lambda w, x: (x @ w) @ w.T  # noqa: E731
+    with pytest.raises(ValueError, match=r"follow its first product, at .*test_codes.py"):
+        jc.quantize_fn(both, jc.Rule(weight=ROW, product="codes"))(w, x)
