@@ -144,6 +144,14 @@ class Compiled:
 
     lowered: str
     dumps: Path
+    optimized: str = ""  # XLA's module
+
+    @functools.cached_property
+    def products(self) -> list[tuple[str, str, str]]:
+        """The types of every product: of its operands and its result."""
+        types = dict(re.findall(r"%([\w.-]+) = (\w+)\[", self.optimized))
+        found = re.findall(r"= (\w+)\[[^=]*? (?:dot|convolution)\(%([\w.-]+), %([\w.-]+)\)", self.optimized)
+        return [(types.get(left, "?"), types.get(right, "?"), out) for out, left, right in found]
 
     @functools.cached_property
     def triton(self) -> dict[str, str]:
@@ -233,6 +241,13 @@ def _check_vmem(compiled: Compiled) -> _Findings:
     return [], [f"asks for {limit} bytes of VMEM" for limit in limits]
 
 
+def _check_units(kinds: tuple[str, ...], compiled: Compiled) -> _Findings:
+    """Every product takes operands of these types, so that no operand was converted before it."""
+    findings = [f"{left} x {right} -> {out}" for left, right, out in compiled.products]
+    wrong = [f for f, (*given, _) in zip(findings, compiled.products, strict=True) if not set(given) <= set(kinds)]
+    return findings, wrong or ([] if findings else ["no product was found"])
+
+
 _VMEM = 1  # the number of this memory space in Mosaic's configuration
 
 CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
@@ -240,6 +255,8 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "ptx": _check_ptx,
     "spills": _check_spills,
     "vmem": _check_vmem,
+    "integer units": functools.partial(_check_units, ("s8", "u8")),
+    "float8 units": functools.partial(_check_units, ("f8e4m3fn", "f8e5m2")),
 }
 
 
@@ -297,8 +314,8 @@ def _compile(case: Case, chip: Any, tpu: bool) -> Result:
         if case.checks and not tpu:
             options = {"xla_dump_to": folder, **_DUMP}
         try:
-            lowered, memory = _lower_and_compile(case, chip, options)
-            checked = [CHECKS[check](Compiled(lowered, Path(folder))) for check in case.checks]
+            lowered, optimized, memory = _lower_and_compile(case, chip, options)
+            checked = [CHECKS[check](Compiled(lowered, Path(folder), optimized)) for check in case.checks]
         except Exception as error:  # whatever it is, it is what the report is about
             lines = f"{type(error).__name__}: {error}".splitlines()
             return Result(case.name, "\n".join(lines[:12])[:2000], time.perf_counter() - begun)
@@ -307,7 +324,7 @@ def _compile(case: Case, chip: Any, tpu: bool) -> Result:
     return Result(case.name, "; ".join(faults) or None, time.perf_counter() - begun, memory, findings)
 
 
-def _lower_and_compile(case: Case, chip: Any, options: dict[str, Any]) -> tuple[str, dict[str, int]]:
+def _lower_and_compile(case: Case, chip: Any, options: dict[str, Any]) -> tuple[str, str, dict[str, int]]:
     import jax
 
     sharding = jax.sharding.SingleDeviceSharding(chip)
@@ -315,11 +332,12 @@ def _lower_and_compile(case: Case, chip: Any, options: dict[str, Any]) -> tuple[
     # The default device tells Pallas the chip; an abstract mesh would not.
     with jax.enable_x64(case.x64), jax.default_device(chip):
         lowered = jax.jit(case.fun).lower(*avals)
-        analysis = lowered.compile(compiler_options=options).memory_analysis()
+        compiled = lowered.compile(compiler_options=options)
+    analysis = compiled.memory_analysis()
     sizes = {
         name: getattr(analysis, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "temp", "generated_code")
     }
-    return lowered.as_text(), {name: size for name, size in sizes.items() if size}
+    return lowered.as_text(), compiled.as_text() or "", {name: size for name, size in sizes.items() if size}
 
 
 # -- the process that asks --------------------------------------------------------------------------------------------
