@@ -30,7 +30,7 @@ from jax.interpreters import batching, mlir
 from jchop._checks import check_choice
 from jchop._settings import compiled, own_settings
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "OpPrimitive", "make_op", "one_device_at_hand"]
+__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "OpPrimitive", "make_op", "on_cpu_or_else", "one_device_at_hand"]
 
 Array = jax.Array
 Impl = Literal["auto", "xla", "pallas"]
@@ -331,6 +331,14 @@ def one_device_at_hand() -> bool:
     For choices that would cost a partitioned program something, and change nothing but the order of sums.
     """
     return jax.device_count() == 1
+
+
+def on_cpu_or_else(on_cpu: Callable[..., Any], otherwise: Callable[..., Any], *arrays: Array) -> Any:
+    """One function in programs for a CPU, another in those for other devices; the lowering chooses.
+
+    For ways to one result that the units of a device make cheap.
+    """
+    return jax.lax.platform_dependent(*arrays, cpu=on_cpu, default=otherwise)
 
 
 def _compute_capability() -> float | None:

@@ -29,6 +29,7 @@ from jax import lax
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
 from jchop._core.xla_cpu import prevent_fma
+from jchop._kernels.primitive import on_cpu_or_else
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
 from jchop.spec import Spec
 from jchop.storage import QArray, quantize
@@ -265,7 +266,7 @@ def _sum(x: Coded, w: Coded, length: Any, work: Any) -> Array:
     def by_panels(a: Array, b: Array) -> Array:
         return _panels(lambda a, b: _dot(a.astype(work), b.astype(work), work), a, b, _PANEL)
 
-    return lax.platform_dependent(left, right, cpu=by_panels, default=native)
+    return on_cpu_or_else(by_panels, native, left, right)
 
 
 def _integer_sum(x: Coded, w: Coded, length: Any, work: Any) -> Array:
@@ -276,7 +277,7 @@ def _integer_sum(x: Coded, w: Coded, length: Any, work: Any) -> Array:
     parts = []
     for start in range(0, size, most):
         a, b = (v.elements[..., start : start + most] for v in (x, w))
-        total = lax.platform_dependent(a, b, cpu=_whole_sum, default=partial(_dot, dtype=jnp.int32))
+        total = on_cpu_or_else(_whole_sum, partial(_dot, dtype=jnp.int32), a, b)
         count = length if size <= most else min(most, size - start)
         za, zb = (None if v.zero is None else _row(v.zero) for v in (x, w))
         if zb is not None:

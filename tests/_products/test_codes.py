@@ -42,13 +42,14 @@ def stated(x: tuple, w: tuple, block: int, inner: tuple[bool, bool]) -> list[lis
     for m in range(len(a)):
         row = []
         for n in range(len(b)):
-            total = None
+            total: Fraction | None = None
             for start in range(0, count, block):
                 span = range(start, min(start + block, count))
                 term = f32(Fraction(sum((int(a[m, k]) - int(za[m, k])) * (int(b[n, k]) - int(zb[n, k])) for k in span)))
                 for s, i, within in ((sa, m, inner[0]), (sb, n, inner[1])):
                     term = f32(term * Fraction(float(s[i, start]))) if within else term
                 total = term if total is None else f32(total + term)
+            assert total is not None
             for s, i, within in ((sa, m, inner[0]), (sb, n, inner[1])):
                 total = total if within else f32(total * Fraction(float(s[i, 0])))
             row.append(total)
@@ -78,7 +79,7 @@ def test_integers_are_summed_exactly_and_scaled_in_order(
     rng = np.random.default_rng(count)
     x, w = drawn(rng, 2, count, left, zeros[0]), drawn(rng, 3, count, right, zeros[1])
     given = [
-        Coded(*(jnp.asarray(v)[None] for v in (e, s)), jnp.asarray(z)[None] if any_zero else None, block)
+        Coded(jnp.asarray(e)[None], jnp.asarray(s)[None], jnp.asarray(z)[None] if any_zero else None, block)
         for (e, s, z), block, any_zero in zip((x, w), (left, right), zeros, strict=True)
     ]
     got = np.asarray(jax.jit(lambda a, b: multiply(a, b, jnp.float32))(*given))[0]
@@ -148,7 +149,7 @@ def block(p: Any, x: Any) -> Any:
 
 PARAMS = {"up": normal(64, 32), "bias": normal(64, seed=1), "heads": normal(64, 2, 8, seed=2) / 8}
 X = normal(2, 5, 32, seed=3)
-RULES = {
+RULES: dict[str, dict[str, Any]] = {
     "int8": {"weight": ROW, "activation": ROW},
     "int4": {"weight": "int4(group=32)", "activation": ROW},
     "weight only": {"weight": "int4(group=16)"},
