@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jchop._arguments import OWN_SCOPE, check_key, own_results
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate._carried import rounded
 from jchop._emulate._interpret import EMULATION
-from jchop._emulate._known import is_number
-from jchop._emulate._plan import Planner
 from jchop._emulate._rules import Settings, make_settings
+from jchop._emulate._trace import Program, Programs, is_stored
 from jchop._program.control import as_jax
-from jchop._program.planner import taken_by_others
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
-from jchop._program.step import Plan, jaxpr_of
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
-from jchop.storage import QArray
 
 Array = jax.Array
 
@@ -103,72 +97,26 @@ class Emulated:
 
     def __init__(self, fun: Callable[..., Any], settings: Settings, key: Array | None) -> None:
         self.fun, self.settings, self.key = fun, settings, key
+        self.programs = Programs(fun, settings)
         update_wrapper(self, fun, updated=())
 
     def __call__(self, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
         """`fun` of the arguments; `key` takes the place of the key that `emulate` was given."""
         seeds = seeds_of(self.settings, self.key if key is None else key)
-        program = trace(self.fun, self.settings, args, kwargs)
+        program = self.programs.of(args, kwargs)
         # A program may hold a NaN that it never takes, as that of jnp.var does: jax_debug_nans looks at the results.
         with jax.disable_jit(False), jax.debug_nans(False), jax.named_scope(OWN_SCOPE):
             results = [as_jax(x) for x in run(program, self.settings.spec, seeds)]
             out = jax.tree.unflatten(program.tree, results)
-            out = jax.tree.map(lambda x: x if _is_stored(x) else own_results(x), out, is_leaf=_is_stored)
+            out = jax.tree.map(lambda x: x if is_stored(x) else own_results(x), out, is_leaf=is_stored)
         return jax.tree.map(jnp.copy, out) if jax.config.jax_debug_nans else out  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Program:
-    """A function traced and planned for some arguments."""
-
-    plan: Plan
-    values: tuple[Any, ...]
-    rounds: tuple[bool, ...]  # which values, and then which constants, are rounded on entry
-    tree: Any  # of the results
-
-
-def trace(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -> Program:
-    """The program of `fun` for these arguments.
-
-    Arrays and Python floats are its variables; integers, booleans and all else stay what they are.
-    """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    units = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
-    stored = [_is_stored(unit) for unit in units for _ in jax.tree.leaves(unit)]
-    moved = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray | np.generic | float | complex)]
-
-    def flat(*values: Any) -> Any:
-        every = list(leaves)
-        for i, value in zip(moved, values, strict=True):
-            every[i] = value
-        args, kwargs = jax.tree.unflatten(tree, every)
-        return fun(*args, **kwargs)
-
-    values = [leaves[i] for i in moved]
-    with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
-    planner = Planner(settings)
-    jaxpr = jaxpr_of(closed)[0]
-    others = taken_by_others(jaxpr)
-    numbers = (*(not stored[i] for i in moved), *(v in others for v in jaxpr.constvars))
-    rounds = tuple(
-        settings.spec is not None and free and is_number(v.aval)
-        for v, free in zip((*jaxpr.invars, *jaxpr.constvars), numbers, strict=True)
-    )
-    known = tuple(settings.spec if r else None for r in rounds)
-    plan = planner.plan(closed, known[: len(values)], constants=known[len(values) :])
-    _check_rules(settings, planner.used)
-    return Program(plan, tuple(values), rounds, jax.tree.structure(shapes))
-
-
-def _is_stored(value: Any) -> bool:
-    return isinstance(value, QArray)
 
 
 def run(program: Program, spec: Spec | None, seeds: Seeds | None) -> list[Any]:
     """The results of a program: arguments and constants rounded on entry, then every operation."""
     values, constants, inside = enter(program, spec, seeds)
-    return interpret(EMULATION, program.plan, inside, values, constants)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((values, constants, inside)))
+    return interpret(EMULATION if traced else program.runner, program.plan, inside, values, constants)
 
 
 def enter(program: Program, spec: Spec | None, seeds: Seeds | None) -> tuple[list[Any], list[Any], Seeds | None]:
@@ -185,15 +133,6 @@ def _entered(x: Any, number: int, spec: Spec | None, seeds: Seeds | None) -> Any
     if spec is None:
         return x
     return rounded(x, spec, seeds, number)
-
-
-def _check_rules(settings: Settings, used: set[str]) -> None:
-    unused = [pattern for pattern, _ in settings.rules if pattern not in used]
-    if unused:
-        raise ValueError(
-            f"rules: {', '.join(map(repr, unused))} match no primitive and no scope of the program, or come after a "
-            "rule that matches all the same; emulate.report shows the primitives and scopes"
-        )
 
 
 def seeds_of(settings: Settings, key: Array | None) -> Seeds | None:

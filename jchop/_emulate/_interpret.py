@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,11 +25,11 @@ from jchop._program.bind import bind
 from jchop._program.control import as_jax
 from jchop._program.run import Runner
 from jchop._program.seeds import Seeds
-from jchop._program.step import Plan
+from jchop._program.step import REMAT_CALLS, Plan
 
 Array = jax.Array
 
-__all__ = ["EMULATION", "run_step"]
+__all__ = ["EMULATION", "Eager", "run_step"]
 
 
 class Emulation(Runner):
@@ -50,6 +51,28 @@ class Emulation(Runner):
 
 
 EMULATION = Emulation()
+
+
+class Eager(Emulation):
+    """Emulated arithmetic on values: loops and branches, each of which JAX compiles, are compiled once.
+
+    Made for one plan, whose steps it knows by their ids.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[int, Callable[..., list[Any]]] = {}
+
+    def control(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of an equation that holds programs."""
+        if step.name not in _UNITS or any(hasattr(v.aval, "inner_aval") for v in step.eqn.invars):
+            return super().control(step, seeds, args)
+        if id(step) not in self._compiled:
+            self._compiled[id(step)] = jax.jit(partial(EMULATION.control, step))
+        return self._compiled[id(step)](seeds, args)
+
+
+#: The equations whose programs JAX compiles also outside of `jax.jit`.
+_UNITS = ("scan", "while", "cond", "shard_map", *REMAT_CALLS)
 
 
 def with_rounded_operands(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:

@@ -13,7 +13,8 @@ import jax.core
 import numpy as np
 
 from jchop._checks import check_bool
-from jchop._emulate._emulate import Emulated, enter, seeds_of, trace
+from jchop._emulate._emulate import Emulated, enter, seeds_of
+from jchop._emulate._trace import trace
 from jchop._emulate._known import is_number
 from jchop._emulate._measure import Measure, measure
 from jchop._emulate._step import Step
