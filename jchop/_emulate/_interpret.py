@@ -33,11 +33,22 @@ __all__ = ["EMULATION", "Eager", "run_step"]
 
 
 class Emulation(Runner):
-    """Emulated arithmetic."""
+    """Emulated arithmetic.
+
+    Args:
+        max_turns: the most turns of a `while` loop. Default None: any number.
+    """
+
+    def __init__(self, max_turns: int | None = None) -> None:
+        self.max_turns = max_turns
 
     def parts(self, plan: Plan) -> Iterable[Any]:
         """The steps, some of them as chains."""
         return parts_of(plan)
+
+    def taken(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The operands of a step as it takes them, rounded where the plan says so."""
+        return with_rounded_operands(step, seeds, args)
 
     def run(self, part: Step | Chain, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """The results of one equation or chain, given its operands before they are rounded."""
@@ -59,7 +70,8 @@ class Eager(Emulation):
     Made for one plan, whose steps it knows by their ids.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_turns: int | None = None) -> None:
+        super().__init__(max_turns)
         self._compiled: dict[int, Callable[..., list[Any]]] = {}
 
     def control(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -67,7 +79,7 @@ class Eager(Emulation):
         if step.name not in _UNITS or any(hasattr(v.aval, "inner_aval") for v in step.eqn.invars):
             return super().control(step, seeds, args)
         if id(step) not in self._compiled:
-            self._compiled[id(step)] = jax.jit(partial(EMULATION.control, step))
+            self._compiled[id(step)] = jax.jit(partial(Emulation(self.max_turns).control, step))
         return self._compiled[id(step)](seeds, args)
 
 

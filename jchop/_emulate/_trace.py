@@ -146,7 +146,7 @@ class Programs:
         known = tuple(self.settings.spec if r else None for r in rounds)
         plan = planner.plan(closed, known[: len(free)], constants=known[len(free) :])
         _check_rules(self.settings, planner.used)
-        return Program(plan, (), rounds, tree, Eager(), jaxpr)
+        return Program(plan, (), rounds, tree, Eager(self.settings.max_turns), jaxpr)
 
 
 def _check_rules(settings: Settings, used: set[str]) -> None:
