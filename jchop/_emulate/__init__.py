@@ -7,11 +7,11 @@ from typing import Any, Protocol, cast, overload
 
 from jchop._emulate._emulate import Emulated
 from jchop._emulate._emulate import emulate as _emulate
-from jchop._emulate._report import Report, Row, report
+from jchop._emulate._report import Event, Report, Row, report
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
-__all__ = ["Report", "Row", "emulate"]
+__all__ = ["Event", "Report", "Row", "emulate"]
 
 
 class _Face(Protocol):

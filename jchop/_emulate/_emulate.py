@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jchop._arguments import OWN_SCOPE, check_key, own_results
 from jchop._core.rounding.random_bits import seed_words
@@ -88,8 +89,8 @@ def emulate(
     Raises:
         TypeError: for a function that is none, arguments in another order, no spec, or rules, an accumulation or a key
             of another type.
-        ValueError: for ``max_turns`` below 1; when called, for a carrier too narrow for `spec`, a stochastic spec without a key, or a rule that
-            matches nothing.
+        ValueError: for ``max_turns`` below 1; when called, for a carrier too narrow for `spec`, a stochastic spec
+            without a key, or a rule that matches nothing.
         NotImplementedError: when called, for a primitive without a rule, if ``unknown="raise"``.
 
     Example:
@@ -148,8 +149,6 @@ def _name(fun: Any) -> str:
     return getattr(fun, "__name__", "fun")
 
 
-
-
 class Emulated:
     """A function whose every operation is rounded; `emulate` makes it."""
 
@@ -177,7 +176,7 @@ class Emulated:
 def run(program: Program, spec: Spec | None, seeds: Seeds | None) -> list[Any]:
     """The results of a program: arguments and constants rounded on entry, then every operation."""
     values, constants, inside = enter(program, spec, seeds)
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((values, constants, inside)))
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((values, constants, inside)))
     runner = Emulation(program.runner.max_turns) if traced else program.runner
     results = interpret(runner, program.plan, inside, values, constants)
     if runner.max_turns is not None and not traced:

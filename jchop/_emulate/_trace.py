@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jchop._emulate._interpret import Eager
 from jchop._emulate._known import is_number
@@ -22,7 +23,7 @@ from jchop.storage import QArray
 
 Array = jax.Array
 
-__all__ = ["Program", "Programs", "is_stored", "trace"]
+__all__ = ["Program", "Programs", "is_moved", "is_stored", "trace"]
 
 #: How many programs of a function are kept.
 _MOST = 64
@@ -52,6 +53,11 @@ class Program:
 def trace(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -> Program:
     """The program of `fun` for these arguments."""
     return Programs(fun, settings).of(args, kwargs)
+
+
+def is_moved(value: Any) -> bool:
+    """Whether an argument is a variable of the program."""
+    return isinstance(value, Array | np.ndarray | np.generic | float | complex)
 
 
 def is_stored(value: Any) -> bool:
@@ -87,7 +93,7 @@ class Programs:
         Arrays and Python floats are its variables; integers, booleans and all else stay what they are.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
-        moved = tuple(isinstance(leaf, Array | np.ndarray | np.generic | float | complex) for leaf in leaves)
+        moved = tuple(map(is_moved, leaves))
         values = tuple(leaf for leaf, m in zip(leaves, moved, strict=True) if m)
         others = tuple(None if m else leaf for leaf, m in zip(leaves, moved, strict=True))
         traced = self._traced_with(tree, moved, others)
@@ -123,13 +129,15 @@ class Programs:
     def _program(self, closed: Any, free: tuple[bool, ...], tree: Any, values: tuple[Any, ...]) -> Program:
         jaxpr, consts = jaxpr_of(closed)
         for i, old in enumerate(self._planned):
-            if old.tree == tree and old.rounds[: len(free)] == self._rounds(jaxpr.invars, free) and (
-                same_program(old.source, jaxpr)
+            if (
+                old.tree == tree
+                and old.rounds[: len(free)] == self._rounds(jaxpr.invars, free)
+                and (same_program(old.source, jaxpr))
             ):
                 self._planned.insert(0, self._planned.pop(i))
                 return replace(old, plan=replace(old.plan, consts=consts), values=values)
         new = self._make(closed, free, tree)
-        if not any(isinstance(x, jax.core.Tracer) for x in consts):
+        if not any(isinstance(x, Tracer) for x in consts):
             self._planned.insert(0, replace(new, plan=replace(new.plan, consts=())))
             del self._planned[_MOST:]
         return replace(new, values=values)

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 __all__ = ["captured", "same_objects"]
 
@@ -95,7 +96,7 @@ class _Walk:
             yield value
             return
         self.seen[id(value)] = value
-        if len(self.seen) > _MOST or isinstance(value, jax.core.Tracer):
+        if len(self.seen) > _MOST or isinstance(value, Tracer):
             raise _MayChangeError
         parts = self.parts(value)
         yield from (type(value), len(parts)) if parts else (value,)

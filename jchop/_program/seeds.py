@@ -9,9 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from jchop._core.arithmetic.operations import fold_seeds, words
+from jchop._core.rounding.random_bits import flat_index, random_words
+from jchop._settings import compiled
 
 Array = jax.Array
 
@@ -34,7 +38,9 @@ class Seeds:
 
     def turn(self, number: int, step: Array | int = 0) -> Seeds:
         """Those of turn `step` of the program that has the number."""
-        return Seeds(fold_seeds(self.six, number, step), self.axes)
+        if _is_traced(self.six, step):
+            return Seeds(fold_seeds(self.six, number, step), self.axes)
+        return Seeds(_fold(self.six, np.uint32(number), np.uint32(step)), self.axes)
 
     def within(self, axes: tuple[str, ...], typed: bool) -> Seeds:
         """Those of a shard; if nothing says what varies over the axes (`typed`), everything draws otherwise."""
@@ -51,7 +57,26 @@ class Seeds:
     def words(self, like: Any, number: int) -> Array:
         """A word for each element of an array, or of what has its shape and type."""
         array = like if isinstance(like, Array) else jnp.zeros(like.shape, like.dtype)
-        return words(self.of(like), array, number)
+        six = self.of(like)
+        return words(six, array, number) if _is_traced(six, array) else _words(six, array, np.uint32(number))
+
+
+def _is_traced(*values: Any) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
+
+
+#: Where nothing is traced the number is an operand, so that calls with other numbers share a program.
+_fold = compiled(fold_seeds)
+
+
+@compiled
+def _words(six: tuple[Array, ...], like: Array, number: Array) -> Array:
+    """The words of `operations.words`."""
+    low, high = flat_index(like.shape)
+    lanes = range(2 if like.dtype.itemsize == 8 else 1)
+    first, *second = (random_words(six, low, number + jnp.uint32(high), lane) for lane in lanes)
+    word = first if not second else (first.astype(jnp.uint64) << 32) | second[0].astype(jnp.uint64)
+    return word | jnp.zeros_like(like, word.dtype)
 
 
 def varying(x: Any) -> Sequence[str]:
