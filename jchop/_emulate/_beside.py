@@ -105,6 +105,7 @@ class Beside:
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         walk = _WALKS.get(step.name, Beside._call if step.inner else None) if step.kind == "control" else None
         if walk is not None:
+            self._look_at_constants(step)
             low = with_rounded_operands(step, seeds, [pair[0] for pair in args])
             return walk(self, step, seeds, [(x, pair[1]) for x, pair in zip(low, args, strict=True)])
         low, wide = ([pair[i] for pair in args] for i in (0, 1))
@@ -118,7 +119,8 @@ class Beside:
     def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         silent = step.kind in SILENT
         same = results if silent else self.reference.bind(step, low, rounds=False)
-        operands = [x for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]
+        numbers = [(x, v) for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]
+        operands, computed = [x for x, _ in numbers], [not isinstance(v, Literal) for _, v in numbers]
         for v, result, exact, wide in zip(step.eqn.outvars, results, same, reference, strict=True):
             if not is_number(v.aval):
                 continue
@@ -127,6 +129,7 @@ class Beside:
                 exact,
                 wide,
                 operands,
+                computed,
                 turn=self.turn,
                 order=self.order,
                 elementwise=step.kind in _ELEMENTWISE,
@@ -136,6 +139,13 @@ class Beside:
                 continue
             self.found.setdefault(id(step), Measure()).add(seen)
             self._check_stop(step, seen, result, operands, f"{step.name} of {{given}} is {{result}}")
+
+    def _look_at_constants(self, step: Step) -> None:
+        """Infinities and NaN that a program is given as literals."""
+        for v in step.eqn.invars:
+            if isinstance(v, Literal) and is_number(v.aval) and not np.all(np.isfinite(v.val)):
+                seen = measured(v.val, v.val, v.val, [], turn=self.turn, order=self.order)
+                self.found.setdefault(id(step), Measure()).add(seen)
 
     def _check_stop(self, step: Step | None, seen: Measure, result: Any, operands: list[Any], text: str) -> None:
         for what, event in seen.events():

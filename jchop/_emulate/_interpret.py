@@ -129,7 +129,7 @@ def _performed(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         return _bound(step, seeds, args)
     drawn = [] if seeds is None or not draws(spec) else _drawn(step, seeds)
     task = Task(step.eqn.primitive, tuple(sorted(step.eqn.params.items())), step.kind, spec, step.known)
-    return perform(task, [jnp.asarray(x) for x in args], drawn)
+    return perform(task, [as_jax(x) for x in args], drawn)
 
 
 def _drawn(step: Step, seeds: Seeds) -> list[Array]:

@@ -44,7 +44,7 @@ class Measure:
     infinities: int = 0
     nans: int = 0
     invalid: int = 0
-    born: int = 0  # infinities and NaN of operands without
+    born: int = 0  # infinities and NaN of operands without, constants aside
     lost_digits: float = 0.0  # bits that cancelled, of all sums
     sums: int = 0
     cancelled: float = -math.inf
@@ -92,6 +92,7 @@ def measured(
     same: Any,
     reference: Any,
     operands: Sequence[Any],
+    computed: Sequence[bool] | None = None,
     *,
     turn: tuple[int, ...] = (),
     order: int = 0,
@@ -105,6 +106,7 @@ def measured(
         same: those without rounding, of the same operands.
         reference: those of the reference program.
         operands: of the operation, numbers alone.
+        computed: which of them are no constants, whose infinities and NaN come from here; None for all.
         turn: of the loops around.
         order: how many operations ran before.
         elementwise: whether each result depends on the operands at its place alone.
@@ -115,7 +117,8 @@ def measured(
     magnitude = np.abs(low[np.isfinite(low) & (low != 0)])
     nan, infinite, overflow = np.isnan(low), np.isinf(low), ~np.isfinite(low) & np.isfinite(same)
     invalid = _without(nan, [np.isnan(x) for x in operands], elementwise)
-    born = _without(infinite | nan, [~np.isfinite(x) for x in operands], elementwise)
+    given = operands if computed is None else [x for x, made in zip(operands, computed, strict=True) if made]
+    born = _without(infinite | nan, [~np.isfinite(x) for x in given], elementwise)
     lost = _cancelled(low, operands, digits) if digits is not None else np.zeros(0)
     events = {"overflow": overflow, "nan": nan, "invalid": invalid}
     firsts: dict[str, Any] = {

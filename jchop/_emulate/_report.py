@@ -290,7 +290,7 @@ def _run(
             except StoppedError as stop:
                 given.append(replace(row, **stop.seen.facts()))
                 raise
-            if seen.overflows or seen.underflows or seen.born:
+            if seen.infinities or seen.nans or seen.underflows:
                 given.append(replace(row, **seen.facts()))
     wide = [beside.reference.given(as_jax(x)) for x in every]
     pairs = list(zip((*low, *constants), wide, strict=True))

@@ -38,7 +38,7 @@ class Seeds:
 
     def turn(self, number: int, step: Array | int = 0) -> Seeds:
         """Those of turn `step` of the program that has the number."""
-        if _is_traced(self.six, step):
+        if isinstance(self.six[0], Tracer) or isinstance(step, Tracer):
             return Seeds(fold_seeds(self.six, number, step), self.axes)
         return Seeds(_fold(self.six, np.uint32(number), np.uint32(step)), self.axes)
 
@@ -56,27 +56,24 @@ class Seeds:
 
     def words(self, like: Any, number: int) -> Array:
         """A word for each element of an array, or of what has its shape and type."""
-        array = like if isinstance(like, Array) else jnp.zeros(like.shape, like.dtype)
         six = self.of(like)
-        return words(six, array, number) if _is_traced(six, array) else _words(six, array, np.uint32(number))
-
-
-def _is_traced(*values: Any) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
+        if not isinstance(six[0], Tracer) and not isinstance(like, Tracer):
+            return _words(six, np.uint32(number), like if isinstance(like, Array) else None, like.shape, like.dtype)
+        return words(six, like if isinstance(like, Array) else jnp.zeros(like.shape, like.dtype), number)
 
 
 #: Where nothing is traced the number is an operand, so that calls with other numbers share a program.
 _fold = compiled(fold_seeds)
 
 
-@compiled
-def _words(six: tuple[Array, ...], like: Array, number: Array) -> Array:
-    """The words of `operations.words`."""
-    low, high = flat_index(like.shape)
-    lanes = range(2 if like.dtype.itemsize == 8 else 1)
+@partial(compiled, static_argnums=(3, 4))
+def _words(six: tuple[Array, ...], number: Array, like: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
+    """The words of `operations.words`, for an array or for its shape and dtype."""
+    low, high = flat_index(shape)
+    lanes = range(2 if dtype.itemsize == 8 else 1)
     first, *second = (random_words(six, low, number + jnp.uint32(high), lane) for lane in lanes)
-    word = first if not second else (first.astype(jnp.uint64) << 32) | second[0].astype(jnp.uint64)
-    return word | jnp.zeros_like(like, word.dtype)
+    word = (first.astype(jnp.uint64) << 32) | second[0].astype(jnp.uint64) if second else first
+    return word if like is None else word | jnp.zeros_like(like, word.dtype)
 
 
 def varying(x: Any) -> Sequence[str]:
