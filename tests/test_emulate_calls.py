@@ -135,7 +135,7 @@ def test_what_a_function_reads_may_change() -> None:
 
 
 def test_numbers_that_change_in_place() -> None:
-    table = np.float32([1.0, 2.0])
+    table = np.array([1.0, 2.0], np.float32)
     low = jc.emulate(lambda x: x * jnp.asarray(table), "e5m2")
     assert low(1.0).tolist() == [1, 2]
     table[0] = 3
@@ -154,7 +154,7 @@ def test_captured_tracers() -> None:
     assert float(low(1.0)) == 2
     for _ in range(2):
         assert float(jax.grad(with_cell)(jnp.float32(3))) == 1
-        assert jax.vmap(with_cell)(jnp.float32([3, 4])).tolist() == [3, 4]
+        assert jax.vmap(with_cell)(jnp.array([3.0, 4.0])).tolist() == [3, 4]
         assert float(jax.jit(with_cell)(jnp.float32(5))) == 5
         cell[0] = jnp.float32(2)
         assert float(low(1.0)) == 2
@@ -174,7 +174,7 @@ def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jnp.ones(7)
     given = weakref.ref(x)
 
-    def made() -> tuple[Any, Any]:
+    def made(x: Any) -> tuple[Any, Any]:
         def fun(v: Any, n: int = 0) -> Any:
             return jnp.maximum(v, 0) * 1.1
 
@@ -183,7 +183,7 @@ def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.jit(low).lower(x)
         return low, weakref.ref(fun)
 
-    low, fun = made()
+    low, fun = made(x)
     del x
     gc.collect()
     assert given() is None and fun() is not None
