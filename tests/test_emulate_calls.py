@@ -1,5 +1,7 @@
 """`jc.emulate`: its forms, and that calls with arguments of the same shapes trace, plan and compile once."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import functools
@@ -262,16 +264,14 @@ def _grown(c: Any) -> Any:
 @pytest.mark.parametrize("fun", [unrolled, layers, turned])
 def test_a_second_call_is_quick(fun: Callable[..., Any], spec: str) -> None:
     """At most 50 times the plain function, the best of many calls on a machine that has other work."""
-    x, y = jnp.ones((4, 4)), jnp.full((4, 4), 0.9)
+    x, y = jnp.ones((4, 4)), jnp.full((4, 4), 0.9, jnp.float32)
     low = jc.emulate(fun, spec, key=KEY)
 
     def seconds(call: Callable[..., Any]) -> float:
+        start = time.perf_counter()
         jax.block_until_ready(call(x, y))
-        times = []
-        for _ in range(10):
-            start = time.perf_counter()
-            jax.block_until_ready(call(x, y))
-            times.append(time.perf_counter() - start)
-        return min(times)
+        return time.perf_counter() - start
 
-    assert seconds(low) <= 50 * seconds(fun)
+    seconds(low), seconds(fun)
+    times = [(seconds(low), seconds(fun)) for _ in range(15)]
+    assert min(one for one, _ in times) <= 50 * min(other for _, other in times)

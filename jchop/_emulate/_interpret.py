@@ -73,6 +73,13 @@ class Eager(Emulation):
     def __init__(self, max_turns: int | None = None) -> None:
         super().__init__(max_turns)
         self._compiled: dict[int, Callable[..., list[Any]]] = {}
+        self._parts: dict[int, list[Any]] = {}
+
+    def parts(self, plan: Plan) -> Iterable[Any]:
+        """The steps, some of them as chains."""
+        if id(plan.steps) not in self._parts:
+            self._parts[id(plan.steps)] = list(parts_of(plan))
+        return self._parts[id(plan.steps)]
 
     def control(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """The results of an equation that holds programs."""
@@ -128,8 +135,7 @@ def _performed(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     if spec is None:
         return _bound(step, seeds, args)
     drawn = [] if seeds is None or not draws(spec) else _drawn(step, seeds)
-    task = Task(step.eqn.primitive, tuple(sorted(step.eqn.params.items())), step.kind, spec, step.known)
-    return perform(task, [as_jax(x) for x in args], drawn)
+    return perform(step.task, [as_jax(x) for x in args], drawn)
 
 
 def _drawn(step: Step, seeds: Seeds) -> list[Array]:
