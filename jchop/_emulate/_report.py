@@ -23,7 +23,7 @@ from jchop._emulate._known import is_number
 from jchop._emulate._measure import EVENTS, Event, Measure
 from jchop._emulate._reference import make_reference
 from jchop._emulate._step import Step
-from jchop._emulate._trace import Program, is_moved
+from jchop._emulate._trace import Program, is_moved, trace
 from jchop._program.control import as_jax
 from jchop._program.source import here, is_library, source_of
 from jchop._program.step import Plan
@@ -253,7 +253,7 @@ def report(
         check_choice("stop_at", stop_at, EVENTS)
     most = max_turns if max_turns is not None else fun.settings.max_turns or _MOST_TURNS
     beside = Beside(make_reference(reference), check_int("max_turns", most, 1, (1 << 32) - 1), stop_at)
-    program = fun.programs.of(args, kwargs)
+    program = trace(fun.fun, fun.settings, args, kwargs)  # anew, as an equal program may have other lines
     outer = here()
     steps = list(_walk(program.plan, 1, outer))
     if not trace_values:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import jax
@@ -84,8 +84,13 @@ class Programs:
 
     fun: Callable[..., Any]
     settings: Settings
-    _traced: OrderedDict[Any, _Traced] = field(default_factory=OrderedDict)
+    _traced: dict[Any, _Traced] = field(default_factory=dict)
     _planned: list[Program] = field(default_factory=list)
+    _lock: Any = field(default_factory=Lock)
+
+    def __reduce__(self) -> Any:
+        """Copies begin anew: programs are not copied, nor pickled."""
+        return Programs, (self.fun, self.settings)
 
     def of(self, args: Any, kwargs: Any) -> Program:
         """The program for these arguments.
@@ -109,9 +114,11 @@ class Programs:
     def _traced_with(self, tree: Any, moved: tuple[bool, ...], others: tuple[Any, ...]) -> _Traced:
         """The function of the moved leaves, of before if it read nothing that has changed."""
         key = (tree, moved, tuple(x if isinstance(x, int | str | bool) else None for x in others))
-        old = self._traced.get(key)
+        try:
+            old = self._traced.get(key)
+        except Exception:  # a tree may hold what cannot be hashed or compared
+            key = old = None
         if old is not None and same_objects(old.read, captured(self.fun, others)):
-            self._traced.move_to_end(key)
             return old
         fun = self.fun
 
@@ -121,25 +128,28 @@ class Programs:
             args, kwargs = jax.tree.unflatten(tree, every)
             return fun(*args, **kwargs)
 
-        new = self._traced[key] = _Traced(flat)
-        if len(self._traced) > _MOST:
-            self._traced.popitem(last=False)
+        new = _Traced(flat)
+        if key is None:
+            return new
+        with self._lock:
+            self._traced.pop(key, None)
+            self._traced[key] = new
+            while len(self._traced) > _MOST:
+                del self._traced[next(iter(self._traced))]
         return new
 
     def _program(self, closed: Any, free: tuple[bool, ...], tree: Any, values: tuple[Any, ...]) -> Program:
         jaxpr, consts = jaxpr_of(closed)
-        for i, old in enumerate(self._planned):
-            if (
-                old.tree == tree
-                and old.rounds[: len(free)] == self._rounds(jaxpr.invars, free)
-                and (same_program(old.source, jaxpr))
-            ):
-                self._planned.insert(0, self._planned.pop(i))
+        rounds = self._rounds(jaxpr.invars, free)
+        for old in tuple(self._planned):
+            same = old.rounds[: len(free)] == rounds and same_program(old.source, jaxpr)
+            if same and _is_equal(old.tree, tree):
                 return replace(old, plan=replace(old.plan, consts=consts), values=values)
         new = self._make(closed, free, tree)
         if not any(isinstance(x, Tracer) for x in consts):
-            self._planned.insert(0, replace(new, plan=replace(new.plan, consts=())))
-            del self._planned[_MOST:]
+            with self._lock:
+                self._planned.insert(0, replace(new, plan=replace(new.plan, consts=())))
+                del self._planned[_MOST:]
         return replace(new, values=values)
 
     def _rounds(self, variables: Any, free: Any) -> tuple[bool, ...]:
@@ -155,6 +165,13 @@ class Programs:
         plan = planner.plan(closed, known[: len(free)], constants=known[len(free) :])
         _check_rules(self.settings, planner.used)
         return Program(plan, (), rounds, tree, Eager(self.settings.max_turns), jaxpr)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # as arrays do, or whatever a class of others raises
+        return False
 
 
 def _check_rules(settings: Settings, used: set[str]) -> None:
