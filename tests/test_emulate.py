@@ -21,8 +21,8 @@ from jax import lax
 import jchop as jc
 from jchop._core.arithmetic.operations import fold_seeds, words
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate._emulate import trace
 from jchop._emulate._rules import make_settings
+from jchop._emulate._trace import trace
 
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
 

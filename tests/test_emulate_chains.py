@@ -22,8 +22,8 @@ from jchop._core.arithmetic.chain import chain_body, try_chain
 from jchop._core.arithmetic.operations import fold_seeds, words
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate import _chain
-from jchop._emulate._emulate import trace
 from jchop._emulate._rules import make_settings
+from jchop._emulate._trace import trace
 from jchop._kernels.chain import LEAST_TRIED
 
 #: Those that make chains under a format with the carrier's exponents.

@@ -14,9 +14,9 @@ from jax import lax
 
 import jchop as jc
 from jchop import MatmulSpec
-from jchop._emulate._emulate import trace
 from jchop._emulate._rules import make_settings
 from jchop._emulate._step import Step
+from jchop._emulate._trace import trace
 from jchop._program.step import Plan
 
 SPEC, E5M2 = jc.parse("e5m10"), jc.parse("e5m2")

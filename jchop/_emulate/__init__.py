@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, overload
 
 from jchop._emulate._emulate import Emulated
 from jchop._emulate._emulate import emulate as _emulate
-from jchop._emulate._report import Report, Row, report
+from jchop._emulate._report import Event, Report, Row, report
+from jchop.formats import ElementFormat
+from jchop.spec import Spec
 
-__all__ = ["Report", "Row", "emulate"]
+__all__ = ["Event", "Report", "Row", "emulate"]
 
 
 class _Face(Protocol):
@@ -17,6 +19,7 @@ class _Face(Protocol):
 
     report: Callable[..., Report]
 
+    @overload
     def __call__(
         self,
         fun: Callable[..., Any],
@@ -26,7 +29,20 @@ class _Face(Protocol):
         accumulate: Any = ...,
         key: Any = ...,
         unknown: Any = ...,
+        max_turns: int | None = ...,
     ) -> Emulated: ...
+
+    @overload
+    def __call__(
+        self,
+        spec: Spec | ElementFormat | str | None,
+        *,
+        rules: Mapping[str, Any] | None = ...,
+        accumulate: Any = ...,
+        key: Any = ...,
+        unknown: Any = ...,
+        max_turns: int | None = ...,
+    ) -> Callable[[Callable[..., Any]], Emulated]: ...
 
 
 emulate = cast(_Face, _emulate)

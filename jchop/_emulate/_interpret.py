@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,19 +25,30 @@ from jchop._program.bind import bind
 from jchop._program.control import as_jax
 from jchop._program.run import Runner
 from jchop._program.seeds import Seeds
-from jchop._program.step import Plan
+from jchop._program.step import REMAT_CALLS, Plan
 
 Array = jax.Array
 
-__all__ = ["EMULATION", "run_step"]
+__all__ = ["EMULATION", "Eager", "run_step"]
 
 
 class Emulation(Runner):
-    """Emulated arithmetic."""
+    """Emulated arithmetic.
+
+    Args:
+        max_turns: the most turns of a `while` loop. Default None: any number.
+    """
+
+    def __init__(self, max_turns: int | None = None) -> None:
+        self.max_turns = max_turns
 
     def parts(self, plan: Plan) -> Iterable[Any]:
         """The steps, some of them as chains."""
         return parts_of(plan)
+
+    def taken(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The operands of a step as it takes them, rounded where the plan says so."""
+        return with_rounded_operands(step, seeds, args)
 
     def run(self, part: Step | Chain, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """The results of one equation or chain, given its operands before they are rounded."""
@@ -50,6 +62,36 @@ class Emulation(Runner):
 
 
 EMULATION = Emulation()
+
+
+class Eager(Emulation):
+    """Emulated arithmetic on values: loops and branches, each of which JAX compiles, are compiled once.
+
+    Made for one plan, whose steps it knows by their ids.
+    """
+
+    def __init__(self, max_turns: int | None = None) -> None:
+        super().__init__(max_turns)
+        self._compiled: dict[int, Callable[..., list[Any]]] = {}
+        self._parts: dict[int, list[Any]] = {}
+
+    def parts(self, plan: Plan) -> Iterable[Any]:
+        """The steps, some of them as chains."""
+        if id(plan.steps) not in self._parts:
+            self._parts[id(plan.steps)] = list(parts_of(plan))
+        return self._parts[id(plan.steps)]
+
+    def control(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of an equation that holds programs."""
+        if step.name not in _UNITS or any(hasattr(v.aval, "inner_aval") for v in step.eqn.invars):
+            return super().control(step, seeds, args)
+        if id(step) not in self._compiled:
+            self._compiled[id(step)] = jax.jit(partial(Emulation(self.max_turns).control, step))
+        return self._compiled[id(step)](seeds, args)
+
+
+#: The equations whose programs JAX compiles also outside of `jax.jit`.
+_UNITS = ("scan", "while", "cond", "shard_map", *REMAT_CALLS)
 
 
 def with_rounded_operands(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -93,8 +135,7 @@ def _performed(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     if spec is None:
         return _bound(step, seeds, args)
     drawn = [] if seeds is None or not draws(spec) else _drawn(step, seeds)
-    task = Task(step.eqn.primitive, tuple(sorted(step.eqn.params.items())), step.kind, spec, step.known)
-    return perform(task, [jnp.asarray(x) for x in args], drawn)
+    return perform(step.task, [as_jax(x) for x in args], drawn)
 
 
 def _drawn(step: Step, seeds: Seeds) -> list[Array]:

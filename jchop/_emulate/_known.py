@@ -23,7 +23,12 @@ CARRIER_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def is_float(aval: Any) -> bool:
     """Whether a value is of a real dtype that carries other formats, and so is rounded; a reference is none."""
-    return hasattr(aval, "dtype") and aval.dtype.name in CARRIER_DTYPES and not hasattr(aval, "inner_aval")
+    return hasattr(aval, "dtype") and _carries(aval.dtype) and not hasattr(aval, "inner_aval")
+
+
+@lru_cache(maxsize=256)
+def _carries(dtype: Any) -> bool:
+    return dtype.name in CARRIER_DTYPES
 
 
 def is_narrow(aval: Any) -> bool:

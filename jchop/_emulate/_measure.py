@@ -1,28 +1,38 @@
-"""A program run beside itself in the carrier, operation by operation, and what is seen on the way."""
+"""What is seen of the results of operations: counts, ranges, errors, cancelled bits, and first events."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from jchop._emulate._interpret import run_step, with_rounded_operands
-from jchop._emulate._known import is_float
-from jchop._emulate._step import Step
-from jchop._program.bind import bind, constant_of
-from jchop._program.control import where_active
-from jchop._program.seeds import Seeds
-from jchop._program.step import CALLS, Plan, carry_count
+__all__ = ["EVENTS", "Event", "Measure"]
 
-__all__ = ["Measure", "measure"]
+#: What may happen to a result, by name.
+EVENTS = ("overflow", "nan", "invalid")
 
-#: A value of the emulated program, and what the carrier has in its place.
-Pair = tuple[Any, Any]
+
+@dataclass(frozen=True)
+class Event:
+    """Where something happened first.
+
+    Args:
+        turn: the turns of the loops around it, from 0, the outermost first; empty outside of loops.
+        where: the index in the result; empty for a scalar.
+        order: how many operations ran before.
+    """
+
+    turn: tuple[int, ...]
+    where: tuple[int, ...]
+    order: int
+
+    def __str__(self) -> str:
+        turn = f"turn {'.'.join(map(str, self.turn))}" if self.turn else ""
+        where = str(list(self.where)) if self.where else ""
+        return ", ".join(filter(None, (turn, where))) or "scalar"
 
 
 @dataclass
@@ -33,40 +43,132 @@ class Measure:
     underflows: int = 0
     infinities: int = 0
     nans: int = 0
+    invalid: int = 0
+    born: int = 0  # infinities and NaN of operands without, constants aside
+    lost_digits: float = 0.0  # bits that cancelled, of all sums
+    sums: int = 0
+    cancelled: float = -math.inf
     smallest: float = math.inf
     largest: float = -math.inf
     error: float = -math.inf
     deviation: float = -math.inf
+    first_overflow: Event | None = None
+    first_nan: Event | None = None
+    first_invalid: Event | None = None
 
     def facts(self) -> dict[str, Any]:
-        """The fields, NaN where nothing was seen."""
-        return {name: v if isinstance(v, int) or math.isfinite(v) else math.nan for name, v in vars(self).items()}
+        """The fields of a row, NaN where nothing was seen."""
+        rest = {name: value for name, value in vars(self).items() if name not in ("born", "lost_digits", "sums")}
+        known = {name: math.nan if isinstance(v, float) and not math.isfinite(v) else v for name, v in rest.items()}
+        return known | {"cancelled_mean": self.lost_digits / self.sums if self.sums else math.nan}
 
     def add(self, other: Measure | None) -> None:
         """What another one saw, too."""
         if other is None:
             return
-        for name in ("overflows", "underflows", "infinities", "nans"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.smallest = min(self.smallest, other.smallest)
-        for name in ("largest", "error", "deviation"):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        for name in (f.name for f in fields(self)):
+            one, two = getattr(self, name), getattr(other, name)
+            if name.startswith("first_"):
+                new = min(filter(None, (one, two)), key=lambda event: event.order, default=None)
+            elif name in _LARGEST:
+                new = max(one, two)
+            else:
+                new = min(one, two) if name == "smallest" else one + two
+            setattr(self, name, new)
 
-    @classmethod
-    def of(cls, low: Any, same: Any, carrier: Any) -> Measure:
-        """Of results, of the carrier's results of the same operands, and of those of the program in the carrier."""
-        low, same, carrier = (np.asarray(x, np.float64) for x in (low, same, carrier))
-        magnitude = np.abs(low[np.isfinite(low) & (low != 0)])
-        return cls(
-            int(np.sum(~np.isfinite(low) & np.isfinite(same))),
-            int(np.sum((low == 0) & (same != 0))),
-            int(np.sum(np.isinf(low))),
-            int(np.sum(np.isnan(low))),
-            float(magnitude.min(initial=math.inf)),
-            float(magnitude.max(initial=-math.inf)),
-            _relative(low, same),
-            _relative(low, carrier),
-        )
+    def events(self) -> Iterator[tuple[str, Event]]:
+        """What happened, by its name in `EVENTS`."""
+        for name in EVENTS:
+            event = getattr(self, f"first_{name}")
+            if event is not None:
+                yield name, event
+
+
+_LARGEST = ("largest", "error", "deviation", "cancelled")
+
+
+def measured(
+    low: Any,
+    same: Any,
+    reference: Any,
+    operands: Sequence[Any],
+    computed: Sequence[bool] | None = None,
+    *,
+    turn: tuple[int, ...] = (),
+    order: int = 0,
+    elementwise: bool = False,
+    digits: int | None = None,
+) -> Measure:
+    """What is seen of results.
+
+    Args:
+        low: the emulated results.
+        same: those without rounding, of the same operands.
+        reference: those of the reference program.
+        operands: of the operation, numbers alone.
+        computed: which of them are no constants, whose infinities and NaN come from here; None for all.
+        turn: of the loops around.
+        order: how many operations ran before.
+        elementwise: whether each result depends on the operands at its place alone.
+        digits: of a sum or difference of two operands, the precision that they have; None for other operations.
+    """
+    low, same, reference = (as_wide(x) for x in (low, same, reference))
+    operands = [as_wide(x) for x in operands]
+    magnitude = np.abs(low[np.isfinite(low) & (low != 0)])
+    nan, infinite, overflow = np.isnan(low), np.isinf(low), ~np.isfinite(low) & np.isfinite(same)
+    invalid = _without(nan, [np.isnan(x) for x in operands], elementwise)
+    given = operands if computed is None else [x for x, made in zip(operands, computed, strict=True) if made]
+    born = _without(infinite | nan, [~np.isfinite(x) for x in given], elementwise)
+    lost = _cancelled(low, operands, digits) if digits is not None else np.zeros(0)
+    events = {"overflow": overflow, "nan": nan, "invalid": invalid}
+    firsts: dict[str, Any] = {
+        f"first_{name}": Event(turn, tuple(map(int, np.argwhere(found)[0])), order) if found.any() else None
+        for name, found in events.items()
+    }
+    return Measure(
+        overflows=int(overflow.sum()),
+        underflows=int(np.sum((low == 0) & (same != 0))),
+        infinities=int(infinite.sum()),
+        nans=int(nan.sum()),
+        invalid=int(invalid.sum()),
+        born=int(born.sum()),
+        lost_digits=float(lost.sum()),
+        sums=lost.size,
+        cancelled=float(lost.max(initial=-math.inf)),
+        smallest=float(magnitude.min(initial=math.inf)),
+        largest=float(magnitude.max(initial=-math.inf)),
+        error=_relative(low, same),
+        deviation=_relative(low, reference),
+        **firsts,
+    )
+
+
+def as_wide(x: Any) -> np.ndarray:
+    """Numbers in float64, or of two parts of it."""
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _without(found: np.ndarray, given: Sequence[np.ndarray], elementwise: bool) -> np.ndarray:
+    """The results found that no operand accounts for: at their place, or anywhere."""
+    for has in given:
+        if elementwise and has.shape in (found.shape, ()):
+            found = found & ~has
+        elif has.any():
+            return np.zeros_like(found)
+    return found
+
+
+def _cancelled(low: np.ndarray, operands: Sequence[np.ndarray], digits: int) -> np.ndarray:
+    """How many leading bits cancelled: the drop from the larger operand's exponent to that of the result.
+
+    A sum that is zero has lost every digit.
+    """
+    a, b, result = (np.broadcast_to(x, low.shape) for x in (*operands, low))
+    use = np.isfinite(a) & np.isfinite(b) & np.isfinite(result) & ((a != 0) | (b != 0))
+    largest, result = np.maximum(np.abs(a[use]), np.abs(b[use])), np.abs(result[use])
+    drop = np.where(result == 0, digits, np.frexp(largest)[1] - np.frexp(result)[1])
+    return np.maximum(drop, 0).astype(np.float64)
 
 
 def _relative(got: np.ndarray, want: np.ndarray) -> float:
@@ -74,113 +176,3 @@ def _relative(got: np.ndarray, want: np.ndarray) -> float:
     use = np.isfinite(got) & np.isfinite(want) & ((want != 0) | (got == 0))
     got, want = got[use], want[use]
     return float(np.max(np.abs(got - want) / np.where(want == 0, 1, np.abs(want)), initial=-math.inf))
-
-
-def measure(
-    plan: Plan,
-    seeds: Seeds | None,
-    args: Sequence[Pair],
-    found: dict[int, Measure],
-    constants: Sequence[Any] | None = None,
-) -> list[Pair]:
-    """The results of a planned program on values that are known, and in `found` what was seen of each step."""
-    env: dict[Any, Pair] = dict(
-        zip(plan.jaxpr.constvars, zip(constants or plan.consts, plan.consts, strict=True), strict=True)
-    )
-    env.update(zip(plan.jaxpr.invars, args, strict=True))
-
-    def read(v: Any) -> Pair:
-        if isinstance(v, Literal):
-            return constant_of(v), constant_of(v)
-        return env[v]
-
-    for step in plan.steps:
-        out = _step(step, seeds, [read(v) for v in step.eqn.invars], found)
-        env.update(zip(step.eqn.outvars, out, strict=True))
-    return [read(v) for v in plan.jaxpr.outvars]
-
-
-def _step(step: Step, seeds: Seeds | None, args: list[Pair], found: dict[int, Measure]) -> list[Pair]:
-    walk = _LOOPS.get(step.name, _call if step.inner else None) if step.kind == "control" else None
-    if step.name == "shard_map":
-        walk = None
-    if walk is not None:
-        low = with_rounded_operands(step, seeds, [pair[0] for pair in args])
-        return walk(step, seeds, [(x, pair[1]) for x, pair in zip(low, args, strict=True)], found)
-    low, carrier = ([pair[i] for pair in args] for i in (0, 1))
-    results = run_step(step, seeds, low)
-    plain = bind(step.eqn.primitive, step.eqn.params, *carrier)
-    if step.kind not in ("control", "untouched", "compared", "structural", "extremum", "own"):
-        same = bind(step.eqn.primitive, step.eqn.params, *low)
-        for v, *three in zip(step.eqn.outvars, results, same, plain, strict=True):
-            if is_float(v.aval):
-                found.setdefault(id(step), Measure()).add(Measure.of(*three))
-    return list(zip(results, plain, strict=True))
-
-
-def _turn(seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
-    return None if seeds is None else seeds.turn(number, turn)
-
-
-def _call(step: Step, seeds: Seeds | None, args: list[Pair], found: dict[int, Measure]) -> list[Pair]:
-    return measure(step.inner[0], _turn(seeds, step.number), args, found)
-
-
-def _solve(step: Step, seeds: Seeds | None, args: list[Pair], found: dict[int, Measure]) -> list[Pair]:
-    lengths = step.eqn.params["const_lengths"]
-    first = lengths.matvec + lengths.vecmat
-    return _call(step, seeds, [*args[first : first + lengths.solve], *args[sum(lengths) :]], found)
-
-
-def _cond(step: Step, seeds: Seeds | None, args: list[Pair], found: dict[int, Measure]) -> list[Pair]:
-    index = min(max(int(args[0][0]), 0), len(step.inner) - 1)
-    return measure(step.inner[index], _turn(seeds, step.number + index), args[1:], found)
-
-
-def _scan(step: Step, seeds: Seeds | None, args: list[Pair], found: dict[int, Measure]) -> list[Pair]:
-    params = step.eqn.params
-    consts, carried = carry_count(params)
-    fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
-    order = range(params["length"])
-    each: list[list[Pair]] = []
-    for turn, k in enumerate(reversed(order) if params["reverse"] else order):
-        row = [(x[0][k], x[1][k]) for x in xs]
-        out = measure(step.inner[0], _turn(seeds, step.number, turn), [*fixed, *carry, *row], found)
-        carry, ys = out[:carried], out[carried:]
-        each.append(ys)
-    if params["reverse"]:
-        each.reverse()
-    avals = [v.aval for v in step.eqn.outvars[carried:]]
-
-    def stacked(i: int, which: int) -> Any:
-        return jnp.stack([ys[i][which] for ys in each]) if each else jnp.zeros(avals[i].shape, avals[i].dtype)
-
-    return [*carry, *((stacked(i, 0), stacked(i, 1)) for i in range(len(avals)))]
-
-
-def _while(step: Step, seeds: Seeds | None, args: list[Pair], found: dict[int, Measure]) -> list[Pair]:
-    test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
-    first, fixed, carry = args[:test], args[test : test + body], args[test + body :]
-    turn = 0
-    active = jnp.asarray(True)
-
-    def goes_on() -> Any:
-        return active & measure(step.inner[0], _turn(seeds, step.number, turn), [*first, *carry], found)[0][0]
-
-    while bool(jnp.any(active := goes_on())):
-        out = measure(step.inner[1], _turn(seeds, step.number + 1, turn), [*fixed, *carry], found)
-        carry = [
-            (where_active(active, one[0], two[0]), where_active(active, one[1], two[1]))
-            for one, two in zip(out, carry, strict=True)
-        ]
-        turn += 1
-    return carry
-
-
-_LOOPS = {
-    **{name: _call for name in CALLS if name != "shard_map"},
-    "custom_linear_solve": _solve,
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while,
-}

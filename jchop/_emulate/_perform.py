@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -47,6 +47,13 @@ class Task:
     kind: str
     spec: Spec
     known: tuple[Known, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.primitive, self.params, self.kind, self.spec, self.known))
 
     def plain(self, *args: Array) -> Any:
         out = bind(self.primitive, dict(self.params), *args)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import Primitive
 
-from jchop._checks import check_choice
+from jchop._checks import check_choice, check_int
 from jchop._kernels.primitive import OpPrimitive
 from jchop._paths import matches_path
 from jchop._program.step import CONTROL
@@ -132,6 +132,7 @@ class Settings:
     rules: tuple[tuple[str, Spec | MatmulSpec | Function | None], ...]
     accumulate: MatmulSpec | None
     unknown: str
+    max_turns: int | None = None
 
     def choose(self, primitive: str, scope: str, used: set[str] | None = None) -> Choice:
         """The arithmetic of a primitive in a scope; `used` collects the rules that spoke."""
@@ -174,6 +175,7 @@ def make_settings(
     rules: Mapping[str, Any] | None,
     accumulate: MatmulSpec | None,
     unknown: str,
+    max_turns: int | None = None,
 ) -> Settings:
     """What `emulate` was told, checked."""
     check_choice("unknown", unknown, UNKNOWN)
@@ -181,12 +183,14 @@ def make_settings(
         raise TypeError(f"accumulate={accumulate!r} must be a MatmulSpec, or None for the carrier's own sums")
     if rules is not None and not isinstance(rules, Mapping):
         raise TypeError(f"rules={rules!r} must map names of primitives or scopes to specs")
+    if max_turns is not None:
+        max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
     coerced = []
     for pattern, value in (rules or {}).items():
         if not isinstance(pattern, str) or not pattern:
             raise TypeError(f"rules: {pattern!r} must be the name of a primitive, or a pattern of scopes")
         coerced.append((pattern, _rule(value, f"rules[{pattern!r}]")))
-    return Settings(_plain(spec, "spec"), tuple(coerced), accumulate, unknown)
+    return Settings(_plain(spec, "spec"), tuple(coerced), accumulate, unknown, max_turns)
 
 
 def _rule(value: Any, argument: str) -> Spec | MatmulSpec | Function | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from jchop._emulate._perform import Task
 from jchop._emulate._rules import Choice
 from jchop._program import step
 
@@ -44,3 +46,10 @@ class Step(step.Step):
     known: tuple[Known, ...] = ()  # of the operands, once rounded
     out: tuple[Known, ...] = ()
     draw: Draw | None = None
+
+    @cached_property
+    def task(self) -> Task:
+        """Everything static about it, where its results are rounded."""
+        assert self.choice.spec is not None
+        params = tuple(sorted(self.eqn.params.items()))
+        return Task(self.eqn.primitive, params, self.kind, self.choice.spec, self.known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,12 @@ from jax.sharding import PartitionSpec
 from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import Seeds
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Step, carry_count
+from jchop._program.stopped import warn_of_stop
 
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
 
-__all__ = ["RUNS", "as_jax", "run_opened", "where_active"]
+__all__ = ["RUNS", "Bound", "as_jax", "run_opened", "where_active"]
 
 
 def _folded(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | None:
@@ -104,7 +106,23 @@ def _scan(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret
     return [*last, *ys]
 
 
-def _while(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
+@dataclass(frozen=True)
+class Bound:
+    """Where `while` loops end that do not end by themselves.
+
+    Args:
+        most: the most turns.
+        watch: from the plan of a condition, seeds and arguments to what is compared in it, each a step and its
+            operands, and the result.
+    """
+
+    most: int
+    watch: Callable[..., tuple[list[tuple[Step, list[Any]]], Any]]
+
+
+def _while(
+    step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret, bound: Bound | None = None
+) -> list[Any]:
     test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
     first, fixed, start = args[:test], args[test : test + body], args[test + body :]
 
@@ -120,7 +138,13 @@ def _while(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpre
         def turn(carry: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
             return next_of(*carry), carry[1] + jnp.uint32(1)
 
-        return lax.while_loop(lambda carry: go_on(*carry), turn, (start, zero))[0]
+        def goes_on(carry: tuple[list[Any], Array]) -> Any:
+            return go_on(*carry) if bound is None else go_on(*carry) & (carry[1] < bound.most)
+
+        last, count = lax.while_loop(goes_on, turn, (start, zero))
+        if bound is not None:
+            _warn(step, _folded(seeds, step.number, count), [*first, *last], bound, count)
+        return last
 
     def turn_some(carry: tuple[list[Any], Array, Array]) -> tuple[list[Any], Array, Array]:
         values, count, active = carry
@@ -129,7 +153,24 @@ def _while(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpre
         return out, count, active & go_on(out, count)
 
     # A batch of loops: one whose condition was false stays as it is, until the last one ends.
-    return lax.while_loop(lambda carry: jnp.any(carry[2]), turn_some, (start, zero, go_on(start, zero)))[0]
+    def some_go_on(carry: tuple[list[Any], Array, Array]) -> Any:
+        return jnp.any(carry[2]) if bound is None else jnp.any(carry[2]) & (carry[1] < bound.most)
+
+    last, count, _ = lax.while_loop(some_go_on, turn_some, (start, zero, go_on(start, zero)))
+    if bound is not None:
+        _warn(step, _folded(seeds, step.number, count), [*first, *last], bound, count)
+    return last
+
+
+def _warn(step: Step, seeds: Seeds | None, args: list[Any], bound: Bound, count: Array) -> None:
+    """A warning, when the program runs, if a condition still holds after the last turn."""
+
+    def look() -> None:
+        compared, goes_on = bound.watch(step.inner[0], seeds, args)
+        say = partial(warn_of_stop, step, [one for one, _ in compared], bound.most)
+        jax.debug.callback(say, *lax.stop_gradient((goes_on, [operands for _, operands in compared])))
+
+    lax.cond(count >= bound.most, look, lambda: None)
 
 
 def where_active(active: Array, new: Any, old: Any) -> Any:

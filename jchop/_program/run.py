@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from jax.extend.core import Literal
 
 from jchop._program.bind import constant_of
-from jchop._program.control import RUNS, run_opened
-from jchop._program.step import Plan
+from jchop._program.control import RUNS, Bound, run_opened
+from jchop._program.step import PLAIN_CALLS, Plan
+from jchop._program.stopped import COMPARISONS
 
-__all__ = ["Runner", "interpret"]
+__all__ = ["Runner", "interpret", "watch"]
 
 
 class Runner:
     """What a table of rules does with the steps of a plan."""
+
+    #: The most turns of a `while` loop, which then ends with a warning; None for any number.
+    max_turns: int | None = None
 
     def parts(self, plan: Plan) -> Iterable[Any]:
         """What is run one after the other: steps, or several as one. Each has `eqn`, `operands` and `results`."""
@@ -28,6 +33,10 @@ class Runner:
         """A result of a program."""
         return value
 
+    def taken(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """The operands of a step as it takes them."""
+        return args
+
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """The results of a part that holds no program."""
         raise NotImplementedError
@@ -38,7 +47,10 @@ class Runner:
         def inner(plan: Plan, seeds: Any, args: Sequence[Any]) -> list[Any]:
             return interpret(self, plan, seeds, args)
 
-        return RUNS.get(step.name, run_opened)(step, seeds, args, inner)
+        run = RUNS.get(step.name, run_opened)
+        if step.name == "while" and self.max_turns is not None:
+            run = partial(run, bound=Bound(self.max_turns, partial(watch, self)))
+        return run(step, seeds, args, inner)
 
 
 def interpret(
@@ -66,3 +78,28 @@ def interpret(
             out = run(part, seeds, [read(v) for v in part.operands])
         env.update(zip(part.results, out, strict=True))
     return [runner.finish(read(v), seeds) for v in plan.jaxpr.outvars]
+
+
+class _Watching(Runner):
+    """Another runner, and what it compares, but for loops and branches within."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.compared: list[tuple[Any, list[Any]]] = []
+
+    def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """The results of a step."""
+        if part.name in COMPARISONS:
+            self.compared.append((part, self.runner.taken(part, seeds, args)))
+        return self.runner.run(part, seeds, args)
+
+    def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """The results of a step that holds programs."""
+        return (super() if step.name in PLAIN_CALLS else self.runner).control(step, seeds, args)
+
+
+def watch(runner: Runner, plan: Plan, seeds: Any, args: Sequence[Any]) -> tuple[list[tuple[Any, list[Any]]], Any]:
+    """What the plan of a condition compares, each a step and its operands, and the condition itself."""
+    watching = _Watching(runner)
+    (result,) = interpret(watching, plan, seeds, args)
+    return watching.compared, result

@@ -9,9 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from jchop._core.arithmetic.operations import fold_seeds, words
+from jchop._core.rounding.random_bits import flat_index, random_words
+from jchop._settings import compiled
 
 Array = jax.Array
 
@@ -34,7 +38,9 @@ class Seeds:
 
     def turn(self, number: int, step: Array | int = 0) -> Seeds:
         """Those of turn `step` of the program that has the number."""
-        return Seeds(fold_seeds(self.six, number, step), self.axes)
+        if isinstance(self.six[0], Tracer) or isinstance(step, Tracer):
+            return Seeds(fold_seeds(self.six, number, step), self.axes)
+        return Seeds(_fold(self.six, np.uint32(number), np.uint32(step)), self.axes)
 
     def within(self, axes: tuple[str, ...], typed: bool) -> Seeds:
         """Those of a shard; if nothing says what varies over the axes (`typed`), everything draws otherwise."""
@@ -50,8 +56,24 @@ class Seeds:
 
     def words(self, like: Any, number: int) -> Array:
         """A word for each element of an array, or of what has its shape and type."""
-        array = like if isinstance(like, Array) else jnp.zeros(like.shape, like.dtype)
-        return words(self.of(like), array, number)
+        six = self.of(like)
+        if not isinstance(six[0], Tracer) and not isinstance(like, Tracer):
+            return _words(six, np.uint32(number), like if isinstance(like, Array) else None, like.shape, like.dtype)
+        return words(six, like if isinstance(like, Array) else jnp.zeros(like.shape, like.dtype), number)
+
+
+#: Where nothing is traced the number is an operand, so that calls with other numbers share a program.
+_fold = compiled(fold_seeds)
+
+
+@partial(compiled, static_argnums=(3, 4))
+def _words(six: tuple[Array, ...], number: Array, like: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
+    """The words of `operations.words`, for an array or for its shape and dtype."""
+    low, high = flat_index(shape)
+    lanes = range(2 if dtype.itemsize == 8 else 1)
+    first, *second = (random_words(six, low, number + jnp.uint32(high), lane) for lane in lanes)
+    word = (first.astype(jnp.uint64) << 32) | second[0].astype(jnp.uint64) if second else first
+    return word if like is None else word | jnp.zeros_like(like, word.dtype)
 
 
 def varying(x: Any) -> Sequence[str]:

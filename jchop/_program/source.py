@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend import source_info_util
 
-__all__ = ["here", "source_of"]
+__all__ = ["here", "is_library", "source_of"]
 
 #: Folders whose lines are not the user's.
 _FOLDERS = (f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
@@ -20,11 +20,12 @@ _LAYERS = tuple(f"{os.sep}site-packages{os.sep}{name}{os.sep}" for name in ("equ
 def source_of(info: Any, outer: str = "") -> str:
     """File and line of the innermost frame outside of JAX, jchop and libraries of layers, or `outer`."""
     frames = () if info.traceback is None else info.traceback.frames
-    lines = (f"{f.file_name}:{f.line_num}" for f in frames if not _is_library(f.file_name))
+    lines = (f"{f.file_name}:{f.line_num}" for f in frames if not is_library(f.file_name))
     return next(lines, outer)
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file is part of JAX, jchop or a library of layers."""
     return file.startswith(_FOLDERS) or any(part in file for part in _LAYERS)
 
 

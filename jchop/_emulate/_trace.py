@@ -1,0 +1,183 @@
+"""Functions traced and planned, once for arguments of the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jchop._emulate._interpret import Eager
+from jchop._emulate._known import is_number
+from jchop._emulate._plan import Planner
+from jchop._emulate._rules import Settings
+from jchop._program.captured import captured, same_objects
+from jchop._program.planner import taken_by_others
+from jchop._program.same import same_program
+from jchop._program.step import Plan, jaxpr_of
+from jchop.storage import QArray
+
+Array = jax.Array
+
+__all__ = ["Program", "Programs", "is_moved", "is_stored", "trace"]
+
+#: How many programs of a function are kept.
+_MOST = 64
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function traced and planned for some arguments.
+
+    Args:
+        plan: its plan.
+        values: the arguments that are its variables.
+        rounds: which values, and then which constants, are rounded on entry.
+        tree: of the results.
+        runner: carries it out where nothing is traced.
+        source: the jaxpr that was planned.
+    """
+
+    plan: Plan
+    values: tuple[Any, ...]
+    rounds: tuple[bool, ...]
+    tree: Any
+    runner: Eager
+    source: Any
+
+
+def trace(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -> Program:
+    """The program of `fun` for these arguments."""
+    return Programs(fun, settings).of(args, kwargs)
+
+
+def is_moved(value: Any) -> bool:
+    """Whether an argument is a variable of the program."""
+    return isinstance(value, Array | np.ndarray | np.generic | float | complex)
+
+
+def is_stored(value: Any) -> bool:
+    """Whether a value has codes and scales, which are not rounded."""
+    return isinstance(value, QArray)
+
+
+@dataclass
+class _Traced:
+    """A function of arrays alone, for JAX's cache of traced functions, and what `fun` had read when it was traced."""
+
+    function: Callable[..., Any]
+    read: tuple[Any, ...] | None = None
+
+
+@dataclass
+class Programs:
+    """The programs of a function under some settings.
+
+    A function whose closure, globals and arguments are the same objects as before is not traced again. Of one that is,
+    because objects have changed or cannot be looked into, the plan is kept if the program is the same but for its
+    constants. Neither holds the arguments of a call.
+    """
+
+    fun: Callable[..., Any]
+    settings: Settings
+    _traced: dict[Any, _Traced] = field(default_factory=dict)
+    _planned: list[Program] = field(default_factory=list)
+    _lock: Any = field(default_factory=Lock)
+
+    def __reduce__(self) -> Any:
+        """Copies begin anew: programs are not copied, nor pickled."""
+        return Programs, (self.fun, self.settings)
+
+    def of(self, args: Any, kwargs: Any) -> Program:
+        """The program for these arguments.
+
+        Arrays and Python floats are its variables; integers, booleans and all else stay what they are.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        moved = tuple(map(is_moved, leaves))
+        values = tuple(leaf for leaf, m in zip(leaves, moved, strict=True) if m)
+        others = tuple(None if m else leaf for leaf, m in zip(leaves, moved, strict=True))
+        traced = self._traced_with(tree, moved, others)
+        with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
+            closed, shapes = jax.make_jaxpr(traced.function, return_shape=True)(*values)
+        if traced.read is None:  # looked at afterwards: what a function counts while it is traced is not a change
+            traced.read = captured(self.fun, others)
+        units = jax.tree.leaves((args, kwargs), is_leaf=is_stored)
+        stored = [is_stored(unit) for unit in units for _ in jax.tree.leaves(unit)]
+        rounds = tuple(not s for s, m in zip(stored, moved, strict=True) if m)
+        return self._program(closed, rounds, jax.tree.structure(shapes), values)
+
+    def _traced_with(self, tree: Any, moved: tuple[bool, ...], others: tuple[Any, ...]) -> _Traced:
+        """The function of the moved leaves, of before if it read nothing that has changed."""
+        key = (tree, moved, tuple(x if isinstance(x, int | str | bool) else None for x in others))
+        try:
+            old = self._traced.get(key)
+        except Exception:  # a tree may hold what cannot be hashed or compared
+            key = old = None
+        if old is not None and same_objects(old.read, captured(self.fun, others)):
+            return old
+        fun = self.fun
+
+        def flat(*values: Any) -> Any:
+            new.read, taken = None, iter(values)
+            every = [next(taken) if m else x for m, x in zip(moved, others, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, every)
+            return fun(*args, **kwargs)
+
+        new = _Traced(flat)
+        if key is None:
+            return new
+        with self._lock:
+            self._traced.pop(key, None)
+            self._traced[key] = new
+            while len(self._traced) > _MOST:
+                del self._traced[next(iter(self._traced))]
+        return new
+
+    def _program(self, closed: Any, free: tuple[bool, ...], tree: Any, values: tuple[Any, ...]) -> Program:
+        jaxpr, consts = jaxpr_of(closed)
+        rounds = self._rounds(jaxpr.invars, free)
+        for old in tuple(self._planned):
+            same = old.rounds[: len(free)] == rounds and same_program(old.source, jaxpr)
+            if same and _is_equal(old.tree, tree):
+                return replace(old, plan=replace(old.plan, consts=consts), values=values)
+        new = self._make(closed, free, tree)
+        if not any(isinstance(x, Tracer) for x in consts):
+            with self._lock:
+                self._planned.insert(0, replace(new, plan=replace(new.plan, consts=())))
+                del self._planned[_MOST:]
+        return replace(new, values=values)
+
+    def _rounds(self, variables: Any, free: Any) -> tuple[bool, ...]:
+        spec = self.settings.spec
+        return tuple(spec is not None and f and is_number(v.aval) for v, f in zip(variables, free, strict=True))
+
+    def _make(self, closed: Any, free: tuple[bool, ...], tree: Any) -> Program:
+        planner = Planner(self.settings)
+        jaxpr = jaxpr_of(closed)[0]
+        others = taken_by_others(jaxpr)
+        rounds = self._rounds((*jaxpr.invars, *jaxpr.constvars), (*free, *(v in others for v in jaxpr.constvars)))
+        known = tuple(self.settings.spec if r else None for r in rounds)
+        plan = planner.plan(closed, known[: len(free)], constants=known[len(free) :])
+        _check_rules(self.settings, planner.used)
+        return Program(plan, (), rounds, tree, Eager(self.settings.max_turns), jaxpr)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # as arrays do, or whatever a class of others raises
+        return False
+
+
+def _check_rules(settings: Settings, used: set[str]) -> None:
+    unused = [pattern for pattern, _ in settings.rules if pattern not in used]
+    if unused:
+        raise ValueError(
+            f"rules: {', '.join(map(repr, unused))} match no primitive and no scope of the program, or come after a "
+            "rule that matches all the same; emulate.report shows the primitives and scopes"
+        )

@@ -1,0 +1,87 @@
+"""Loops that were stopped: what a warning says of them."""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jchop._program.source import source_of
+from jchop._program.step import Step
+
+__all__ = ["COMPARISONS", "text_of_stop", "warn_of_stop"]
+
+#: Primitives that compare, their signs and functions.
+COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "lt": ("<", operator.lt),
+    "le": ("<=", operator.le),
+    "gt": (">", operator.gt),
+    "ge": (">=", operator.ge),
+    "eq": ("==", operator.eq),
+    "ne": ("!=", operator.ne),
+}
+#: How many pairs of numbers of one comparison are shown.
+_MOST_PAIRS = 3
+
+
+def warn_of_stop(
+    step: Step, compared: Sequence[Step], turns: int, goes_on: Any, operands: Sequence[Sequence[Any]]
+) -> None:
+    """Warn that a loop was stopped, if its condition still holds anywhere; the warning points to the condition."""
+    if np.any(goes_on):
+        text = text_of_stop(step, compared, f"after max_turns={turns} turns", goes_on, operands)
+        file, _, line = _source_of_condition(step, compared).rpartition(":")
+        registry = globals().setdefault("__warningregistry__", {})  # Python's own, so that its filters work
+        warnings.warn_explicit(text, RuntimeWarning, file, int(line or 1), registry=registry)
+
+
+def text_of_stop(
+    step: Step, compared: Sequence[Step], when: str, goes_on: Any, operands: Sequence[Sequence[Any]]
+) -> str:
+    """A loop that was stopped, the line of its condition, and the numbers that are compared there.
+
+    Args:
+        step: the loop.
+        compared: the comparisons of its condition.
+        when: after how many turns, and why.
+        goes_on: the condition, of every loop of a batch.
+        operands: of each comparison.
+    """
+    source = _source_of_condition(step, compared)
+    values = [_values(one, goes_on, *map(np.asarray, pair)) for one, pair in zip(compared, operands, strict=True)]
+    said = "; ".join(dict.fromkeys(values))
+    return f"a while loop was stopped {when}; its condition at {source}{_code(source)} still holds" + (
+        f": {said}" if said else ""
+    )
+
+
+def _source_of_condition(step: Step, compared: Sequence[Step]) -> str:
+    outer = source_of(step.eqn.source_info)
+    inside = (source_of(one.eqn.source_info, outer) for one in (*compared, *step.inner[0].steps))
+    return next((line for line in inside if line), outer)
+
+
+def _code(source: str) -> str:
+    file, _, line = source.rpartition(":")
+    text = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    return f" ({text})" if text else ""
+
+
+def _values(step: Step, goes_on: Any, a: np.ndarray, b: np.ndarray) -> str:
+    """Pairs of numbers for which the comparison holds; if there are none, of those for which it does not."""
+    sign, function = COMPARISONS[step.name]
+    a, b = np.broadcast_arrays(a, b)
+    holds, going = np.asarray(function(a, b)), np.asarray(goes_on)
+    if going.ndim <= a.ndim and a.shape[: going.ndim] == going.shape:
+        going = np.broadcast_to(going.reshape(going.shape + (1,) * (a.ndim - going.ndim)), a.shape)
+    else:
+        going = np.ones(a.shape, bool)
+    true = bool(np.any(holds & going))
+    chosen = np.argwhere(holds & going if true else going)
+    pairs = ", ".join(f"{a[tuple(i)]} {sign} {b[tuple(i)]}" for i in chosen[:_MOST_PAIRS])
+    more = f", and {len(chosen) - _MOST_PAIRS} more" if len(chosen) > _MOST_PAIRS else ""
+    return pairs + more + ("" if true else " is false")

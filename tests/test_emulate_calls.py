@@ -1,0 +1,321 @@
+"""`jc.emulate`: its forms, and that calls with arguments of the same shapes trace, plan and compile once."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulate_cases import KEY, X
+from jax import lax
+
+import jchop as jc
+from jchop._emulate import _trace
+from jchop._program.captured import captured, same_objects
+from jchop._program.same import same_program
+
+# -- the decorator -----------------------------------------------------------------------------------------------------
+
+
+@jc.emulate("e5m2")
+def third(x: Any, by: float = 3.0) -> Any:
+    """A third."""
+    return x / by
+
+
+class Holder:
+    """Methods in other arithmetics."""
+
+    scale = 2.0
+
+    @jc.emulate(spec="e5m2", rules={"mul": None})
+    def scaled(self, x: Any) -> Any:
+        return x / 3 * self.scale
+
+    @staticmethod
+    @jc.emulate(None)
+    def plain(x: Any) -> Any:
+        return x / 3
+
+    @classmethod
+    @jc.emulate("e5m2")
+    def of_class(cls, x: Any) -> Any:
+        return x * cls.scale
+
+
+@pytest.mark.smoke
+def test_a_decorator_is_the_call() -> None:
+    assert third(X).tolist() == jc.emulate(third.__wrapped__, "e5m2")(X).tolist()
+    assert (third.__name__, third.__doc__, third.__module__) == ("third", "A third.", __name__)
+    assert list(inspect.signature(third).parameters) == ["x", "by"]
+    assert float(jax.jit(third)(1.0)) == float(third(1.0, by=3.0)) == 0.3125
+    drawn = jc.emulate("e5m2:stochastic", key=KEY)(lambda x: x / 3)
+    assert drawn(X).tolist() == jc.emulate(lambda x: x / 3, "e5m2:stochastic", key=KEY)(X).tolist()
+
+
+def test_methods() -> None:
+    holder = Holder()
+    assert float(holder.scaled(1.0)) == float(Holder.scaled(holder, 1.0)) == 0.625
+    holder.scale = 3.0
+    assert float(holder.scaled(1.0)) == float(jax.jit(holder.scaled)(1.0)) == 0.9375
+    assert float(Holder.plain(1.0)) == float(np.float32(1) / np.float32(3))
+    assert float(Holder.of_class(1.1)) == 2.0
+    rows = jc.emulate.report(holder.scaled, 1.0).rows
+    assert [(row.primitive, row.spec) for row in rows] == [("div", "float8_e5m2"), ("mul", "carrier")]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: jc.emulate("e5m2", jnp.sin), r"the function comes first: emulate\(sin, 'e5m2'\)"),
+        (lambda: jc.emulate(jnp.sin), r"no spec; write emulate\(sin, 'bfloat16'\) or @emulate"),
+        (lambda: jc.emulate(), "no function and no spec"),
+        (lambda: jc.emulate("e5m2", "e5m2"), "fun='e5m2' must be a function"),
+        (lambda: jc.emulate(3), "fun=3 must be a function"),
+        (lambda: jc.emulate(spec=jnp.sin), "must be a Spec, a format, its text, or None"),
+        (lambda: jc.emulate("e5m2")(3), "fun=3 must be a function"),
+        (lambda: jc.emulate("e5m2")(staticmethod(abs)), "put @staticmethod above emulate"),
+        (lambda: jc.emulate(jnp.sin, "e5m2", max_turns=1.5), "max_turns"),
+    ],
+)
+def test_arguments_mixed_up(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+# -- calls that are not traced again -----------------------------------------------------------------------------------
+
+
+def counted(traces: list[int]) -> Callable[[Any], Any]:
+    def fun(x: Any) -> Any:
+        traces.append(1)
+        return lax.fori_loop(0, 3, lambda i, c: c * 1.1, jnp.sin(x))
+
+    return fun
+
+
+@pytest.mark.smoke
+def test_equal_shapes_trace_once() -> None:
+    traces: list[int] = []
+    low = jc.emulate(counted(traces), "e5m2")
+    first = low(X)
+    assert low(X).tolist() == first.tolist() and len(traces) == 1
+    assert low(2 * X).tolist() == jax.jit(low)(2 * X).tolist() and len(traces) == 1
+    low(X[:2])
+    low(X)
+    assert len(traces) == 2
+    jax.grad(lambda x: low(x).sum())(X)
+    assert len(traces) == 2
+
+
+def test_what_a_function_reads_may_change() -> None:
+    """A variable, a list, an attribute, a default; the plan is kept."""
+    w, parts, holder = jnp.float32(2), [jnp.float32(1)], Holder()
+    low = jc.emulate(lambda x: x * w + parts[0] - holder.scale, "e5m2")
+    assert float(low(1.0)) == 2 + 1 - 2
+    w = jnp.float32(3)
+    assert float(low(1.0)) == 3 + 1 - 2
+    parts[0] = jnp.float32(4)
+    assert float(low(1.0)) == 3 + 4 - 2
+    holder.scale = 4.0
+    assert float(low(1.0)) == 3 + 4 - 4
+    assert len(low.programs._planned) == 2  # the scale is a number of the program, the arrays are constants
+    one = lambda x, n: x * n  # noqa: E731
+    low = jc.emulate(one, "e5m2")
+    assert [float(low(1.0, n)) for n in (2, True, 3)] == [2, 1, 3]
+
+
+def test_numbers_that_change_in_place() -> None:
+    table = np.array([1.0, 2.0], np.float32)
+    low = jc.emulate(lambda x: x * jnp.asarray(table), "e5m2")
+    assert low(1.0).tolist() == [1, 2]
+    table[0] = 3
+    assert low(1.0).tolist() == [3, 2]
+
+
+def test_captured_tracers() -> None:
+    """The same function within transformations, before and after it saw their tracers."""
+    cell = [jnp.float32(2)]
+    low = jc.emulate(lambda x: lax.cond(x > 0, lambda v: v * cell[0], jnp.sin, x), "e5m2")
+
+    def with_cell(w: Any) -> Any:
+        cell[0] = w
+        return low(1.0)
+
+    assert float(low(1.0)) == 2
+    for _ in range(2):
+        assert float(jax.grad(with_cell)(jnp.float32(3))) == 1
+        assert jax.vmap(with_cell)(jnp.array([3.0, 4.0])).tolist() == [3, 4]
+        assert float(jax.jit(with_cell)(jnp.float32(5))) == 5
+        cell[0] = jnp.float32(2)
+        assert float(low(1.0)) == 2
+
+
+def test_another_context_is_another_program() -> None:
+    low = jc.emulate(lambda x: x + jnp.arange(2.0), "e5m2")
+    assert low(1.0).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert low(jnp.float64(1)).dtype == jnp.float64
+    assert low(1.0).dtype == jnp.float32
+
+
+def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither arguments by the function, nor the function by JAX's caches; and no more programs than a bound."""
+    monkeypatch.setattr(_trace, "_MOST", 3)
+    x = jnp.ones(7)
+    given = weakref.ref(x)
+
+    def made(x: Any) -> tuple[Any, Any]:
+        def fun(v: Any, n: int = 0) -> Any:
+            return jnp.maximum(v, 0) * 1.1
+
+        low = jc.emulate(fun, "e5m2")
+        low(x)
+        jax.jit(low).lower(x)
+        return low, weakref.ref(fun)
+
+    low, fun = made(x)
+    del x
+    gc.collect()
+    assert given() is None and fun() is not None
+    for n in range(5):
+        low.programs.of((np.ones(n, np.float32), n), {})
+    assert len(low.programs._planned) == len(low.programs._traced) == 3
+    del low
+    gc.collect()
+    assert fun() is None
+
+
+def test_copies_and_threads() -> None:
+    low = jc.emulate(jnp.sin, "e5m2")
+    want = low(X).tolist()
+    assert copy.deepcopy(low)(X).tolist() == want
+    many = jc.emulate(lambda x: jnp.sin(x) + holder.scale, "e5m2")
+    holder = Holder()
+    sizes = [np.ones(1 + n % 3, np.float32) for n in range(24)]
+    with ThreadPoolExecutor(4) as pool:
+        assert [len(x) for x in pool.map(many, sizes)] == [x.size for x in sizes]
+    assert len(many.programs._planned) >= 3
+
+
+class Tagged:
+    """A tree with data that cannot be hashed or compared."""
+
+    def __init__(self, x: Any, tag: Any) -> None:
+        self.x, self.tag = x, tag
+
+
+jax.tree_util.register_pytree_node(Tagged, lambda t: ((t.x,), t.tag), lambda tag, leaves: Tagged(*leaves, tag))
+
+
+def test_trees_of_any_kind() -> None:
+    low = jc.emulate(lambda t: t.x * jnp.asarray(t.tag, jnp.float32), "e5m2")
+    for tag in (np.ones(2), np.zeros(2), np.ones(2)):
+        assert low(Tagged(1.25, tag)).tolist() == (1.25 * tag).tolist()
+
+
+def test_the_report_has_the_lines_of_this_call() -> None:
+    def fun(x: Any, first: bool) -> Any:
+        if first:
+            return x * 2.0
+        return x * 2.0
+
+    low = jc.emulate(fun, "e5m2")
+    low(1.0, True)
+    low(1.0, False)
+    assert len(low.programs._planned) == 1
+    lines = [jc.emulate.report(low, 1.0, first).rows[0].source.rpartition(":")[2] for first in (True, False)]
+    assert [int(line) - fun.__code__.co_firstlineno for line in lines] == [2, 3]
+
+
+def test_captured_objects() -> None:
+    """Those of partial functions, methods, functions with derivative rules and modules; not of objects of classes."""
+    shared = jnp.ones(2)
+
+    def make() -> Any:
+        inner = jax.custom_jvp(lambda x: x * shared)
+        return functools.partial(lambda f, x: f(x), inner)
+
+    made = make()
+    before = captured(made)
+    assert before is not None and same_objects(before, captured(made))
+    shared = jnp.ones(2)
+    assert not same_objects(before, captured(made))
+    holder = Holder()
+    assert captured(lambda x: x * holder.scale) is None
+    assert captured(holder.scaled) is None
+    assert captured(lambda x: jnp.sin(x) + jc.round_to_format(x, "e5m2")) is not None
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (lambda x: lax.scan(lambda c, _: (c * 2.0, c), jnp.sin(x), None, 3), True),
+        (lambda x: lax.scan(lambda c, _: (c * 2.5, c), jnp.sin(x), None, 3), False),
+        (lambda x: lax.scan(lambda c, _: (c * 2.0, c), jnp.cos(x), None, 3), False),
+        (lambda x: lax.scan(lambda c, _: (c * 2.0, x), jnp.sin(x), None, 3), False),
+        (lambda x: lax.scan(lambda c, _: (c * 2.0, c), jnp.sin(x), None, 4), False),
+        (lambda x: jax.named_scope("a")(lax.scan)(lambda c, _: (c * 2.0, c), jnp.sin(x), None, 3), False),
+    ],
+)
+def test_equal_programs(other: Callable[[Any], Any], same: bool) -> None:
+    one = jax.make_jaxpr(lambda x: lax.scan(lambda c, _: (c * 2.0, c), jnp.sin(x), None, 3))(X).jaxpr
+    assert same_program(one, jax.make_jaxpr(other)(X).jaxpr) is same
+    assert not same_program(one, jax.make_jaxpr(other)(X[:2]).jaxpr)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def unrolled(x: Any, y: Any) -> Any:
+    for i in range(200):
+        x = x * y if i % 2 else x + y
+    return x
+
+
+def layers(x: Any, y: Any) -> Any:
+    for _ in range(3):
+        x = jnp.tanh(x @ y + 0.1)
+    return x
+
+
+def turned(x: Any, y: Any) -> Any:
+    return lax.while_loop(_below, _grown, jnp.abs(x)) * y
+
+
+def _below(c: Any) -> Any:
+    return jnp.all(c < 9.0)
+
+
+def _grown(c: Any) -> Any:
+    return c * 1.2 + 0.7
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("spec", ["bfloat16", "e4m3:stochastic"])
+@pytest.mark.parametrize("fun", [unrolled, layers, turned])
+def test_a_second_call_is_quick(fun: Callable[..., Any], spec: str) -> None:
+    """At most 50 times the plain function, the best of many calls on a machine that has other work."""
+    x, y = jnp.ones((4, 4)), jnp.full((4, 4), 0.9, jnp.float32)
+    low = jc.emulate(fun, spec, key=KEY)
+
+    def seconds(call: Callable[..., Any]) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(call(x, y))
+        return time.perf_counter() - start
+
+    assert seconds(low) + seconds(fun) > 0
+    times = [(seconds(low), seconds(fun)) for _ in range(15)]
+    assert min(one for one, _ in times) <= 50 * min(other for _, other in times)
