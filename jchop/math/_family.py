@@ -27,6 +27,8 @@ Exact = str | Callable[[tuple[Array, ...], Spec, Array | None], Array]
 class Unary(Protocol):
     """A function of one array."""
 
+    row: Row
+
     def __call__(self, x: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
 
 
@@ -106,6 +108,11 @@ def result(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None)
     if row.exact is not None:
         return _exact(row, spec, operands, key)
     return _rounded(row.carrier(*operands), spec, key)
+
+
+def evaluated(function: Unary, x: Array, spec: Spec | None, key: Array | None = None) -> Array:
+    """A function of the table inside another one, at rounded values of a wide dtype; None: the carrier's."""
+    return function.row.carrier(x) if spec is None else result(function.row, spec, (x,), key)
 
 
 def _rounded(values: Any, spec: Spec, key: Array | None) -> Any:
@@ -219,6 +226,7 @@ def documented(function: Any, row: Row, example: tuple[str, str]) -> Any:
     """`function` with the name and the docstring of its row."""
     function.__name__ = function.__qualname__ = row.name
     function.__module__ = "jchop.math"
+    function.row = row
     function.__doc__ = inspect.cleandoc(_DOC).format(
         says=row.says,
         how=_EXACT if row.exact is not None or row.holds else _CARRIER,
