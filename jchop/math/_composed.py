@@ -242,9 +242,8 @@ def interp(
 @partial(compiled, static_argnums=(0, 1), inline=True)
 def _interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array:
     *operands, key = operands_and_key
-    keys = dict(
-        zip(("x", "xp", "fp", "left", "right", "d", "h", "e", "div", "mul", "add"), _keys(key, 11), strict=True)
-    )
+    parts: tuple[str, ...] = ("x", "xp", "fp", "left", "right", "d", "h", "e", "div", "mul", "add")
+    keys = dict(zip(parts, _keys(key, len(parts)), strict=True))
     rounded = _rounded(spec, operands, [keys[name] for name in names])
     given = {name: widened(value) for name, value in zip(names, rounded, strict=True)}
     x, xp, fp = given["x"], given["xp"], given["fp"]

@@ -232,7 +232,7 @@ def as_rows(x: Array, axes: Axes) -> tuple[Array, tuple[int, ...]]:
 def from_rows(rows: Array, axes: Axes, shape: tuple[int, ...]) -> Array:
     """The inverse of `as_rows`: an array of `shape`."""
     order = [*(a for a in range(len(shape)) if a not in axes), *axes]
-    return jnp.transpose(rows.reshape([shape[a] for a in order]), np.argsort(order))
+    return jnp.transpose(rows.reshape([shape[a] for a in order]), [order.index(a) for a in range(len(shape))])
 
 
 def mask_rows(mask: Array | None, x: Array, axes: Axes) -> Array | None:

@@ -336,7 +336,8 @@ def _divided(total: Array, count: int | Array, spec: MatmulSpec, keys: _Keys) ->
 
 def anything(x: Array) -> tuple[Range, Range]:
     """The ranges of two operands that hold any number of the dtype."""
-    return (carrier_range(CARRIERS[x.dtype.name]),) * 2
+    whole = carrier_range(CARRIERS[x.dtype.name])
+    return whole, whole
 
 
 def _var(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
