@@ -7,6 +7,7 @@ from jchop.math import linalg
 from jchop.math._composed import cross, interp, linspace, where
 from jchop.math._contract import axpy, conv, dot
 from jchop.math._einsum import einsum, inner, outer, tensordot, trace, vdot
+from jchop.math._decimals import round
 from jchop.math._elementwise import (
     abs,
     add,
@@ -58,7 +59,6 @@ from jchop.math._elementwise import (
     radians,
     real,
     reciprocal,
-    round,
     sigmoid,
     sign,
     sin,
