@@ -262,21 +262,21 @@ def _parse(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], s
 
 def _pairs(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """The axes of both arrays that are summed, in the order of those of the first one."""
+    wrong = f"axes={axes!r} must be a number, or two axes or sequences of as many axes"
     if isinstance(axes, int):
         count = check_int("axes", axes, 0, min(len(left), len(right)))
-        return list(range(len(left) - count, len(left))), list(range(count))
-    wrong = f"axes={axes!r} must be a number, or two axes or sequences of as many axes"
+        axes = (range(len(left) - count, len(left)), range(count))
     if not isinstance(axes, Sequence) or len(axes) != 2:
         raise ValueError(wrong)
     sides = [list(side) if isinstance(side, Sequence) else [side] for side in axes]
-    first, second = ([check_axis(axis, len(shape), "axes") for axis in side]
-                     for side, shape in zip(sides, (left, right), strict=True))  # fmt: skip
+    shapes = (left, right)
+    first, second = ([check_axis(a, len(s), "axes") for a in side] for side, s in zip(sides, shapes, strict=True))
     if len(first) != len(second) or len(set(first)) < len(first) or len(set(second)) < len(second):
         raise ValueError(wrong)
     pairs = sorted(zip(first, second, strict=True))
     for one, other in pairs:
         if left[one] != right[other]:
-            raise ValueError(f"axes={axes!r}: axis {one} of a has length {left[one]}, axis {other} of b {right[other]}")
+            raise ValueError(f"axes: axis {one} of a has length {left[one]}, axis {other} of b {right[other]}")
     return [one for one, _ in pairs], [other for _, other in pairs]
 
 

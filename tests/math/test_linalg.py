@@ -473,14 +473,29 @@ A = np.eye(3, dtype=np.float32)
 B = np.ones(3, np.float32)
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "not square": (lambda: untyped.lu(A[:2], "e5m2"), ValueError, r"a has shape \(2, 3\); it must be a square matrix"),
-    "wide": (lambda: untyped.qr(A[:2], "e5m2"), ValueError, r"must be \(m, n\) with m >= n"),
-    "x0": (lambda: untyped.cg(A, B, "e5m2", x0=B[:2]), ValueError, r"x0 has shape \(2,\); it must be \(3,\)"),
+    "wide": (lambda: untyped.qr(A[:2], "e5m2"), ValueError, r"must be \(..., m, n\) with m >= n"),
+    "x0": (
+        lambda: untyped.cg(A, B, "e5m2", x0=B[:2]),
+        ValueError,
+        r"x0 has shape \(2,\); it must be that of b, \(3,\)",
+    ),
     "M": (lambda: untyped.cg(A, B, "e5m2", M=A[:2, :2]), ValueError, r"M has shape \(2, 2\); it must be that of a"),
     "tol": (lambda: untyped.gmres(A, B, "e5m2", tol=-1), ValueError, "tol=-1 must be a finite number >= 0"),
     "b": (lambda: untyped.gmres(A, B[:2], "e5m2"), ValueError, r"b has shape \(2,\); it must be \(3,\)"),
+    "scalar": (lambda: untyped.cg(A, 1.0, "e5m2"), ValueError, "b is a scalar"),
+    "batches": (
+        lambda: untyped.lu_solve((A[None, None].repeat(2, 0), np.arange(3)), np.ones((3, 3, 1)), "e5m2"),
+        ValueError,
+        "the leading axes of the operands do not broadcast",
+    ),
+    "image": (lambda: untyped.cg(lambda v: v[:2], B, "e5m2"), ValueError, r"a gives float32\[2\] for a vector of"),
+    "images": (lambda: untyped.cg(A, B, "e5m2", M=lambda v: (v, v)), ValueError, "M gives float32.*it must give one"),
+    "no tolerance": (lambda: untyped.cg(A, B, "e5m2", tol=None), TypeError, "tol=None must be a finite number"),
+    "tolerances": (lambda: untyped.cg(A, B, "e5m2", atol=B), TypeError, "atol=.* must be a finite number"),
+    "infinite": (lambda: untyped.cg(A, B, "e5m2", tol=np.float32(np.inf)), ValueError, "must be a finite number >= 0"),
     "maxiter": (lambda: untyped.cg(A, B, "e5m2", maxiter=0), ValueError, "maxiter=0 must be an integer >= 1"),
     "key": (lambda: untyped.lu(A, TEXT), ValueError, "key=None"),
-    "dtype": (lambda: untyped.lu(A.astype(int), "e5m2"), TypeError, "a has dtype int64"),
+    "dtype": (lambda: untyped.lu(A.astype(complex), "e5m2"), TypeError, "a has dtype complex128"),
     "method": (
         lambda: untyped.refine(A, B, factor="e5m2", working="e5m7", residual="e5m10", method="qr"),
         ValueError,
