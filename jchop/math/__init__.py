@@ -6,8 +6,8 @@ Each is called as ``f(*operands, spec, key=None)``. docs/math.md has a table of 
 from jchop.math import linalg
 from jchop.math._composed import cross, interp, linspace, where
 from jchop.math._contract import axpy, conv, dot
-from jchop.math._einsum import einsum, inner, outer, tensordot, trace, vdot
 from jchop.math._decimals import round
+from jchop.math._einsum import einsum, inner, outer, tensordot, trace, vdot
 from jchop.math._elementwise import (
     abs,
     add,

@@ -32,7 +32,7 @@ def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., k).
-        b: of the same dtype, shape (..., k, n) or (k,).
+        b: of the same dtype, or promoted as in `jax.numpy`, shape (..., k, n) or (k,).
         spec: as in `jchop.math.matmul`.
         key: as in `jchop.math.matmul`.
 
@@ -76,7 +76,7 @@ def conv(
 
     Args:
         x: float16, bfloat16, float32 or float64, shape (n, c, ...space).
-        kernel: of the same dtype, shape (m, c, ...window).
+        kernel: of the same dtype, or promoted as in `jax.numpy`, shape (m, c, ...window).
         spec: as in `jchop.math.matmul`.
         key: as in `jchop.math.matmul`; random bits are indexed by an output array of shape (n, ...space, m).
         stride: step of the windows, one for all axes or one each. Default 1.
@@ -107,8 +107,8 @@ def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fu
 
     Args:
         a: float16, bfloat16, float32 or float64, a scalar or an array; all operands are rounded to `spec` first.
-        x: of the same dtype.
-        y: of the same dtype; the three broadcast.
+        x: of the same dtype, or promoted as in `jax.numpy`.
+        y: as `x`; the three broadcast.
         spec: a `jchop.Spec`, a format, or its text.
         key: a typed key, required if `spec` is stochastic; it is split into five, for the operands, the product and the
             sum. Default None.

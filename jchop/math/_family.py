@@ -239,7 +239,7 @@ def documented(function: Any, row: Row, example: tuple[str, str]) -> Any:
 
 
 def _kind(row: Row) -> str:
-    broadcasts = "; the operands broadcast and have one dtype" if len(row.operands) > 1 else ""
+    broadcasts = "; the operands broadcast and are promoted as in `jax.numpy`" if len(row.operands) > 1 else ""
     more = ", complex64 or complex128 (by parts)" if row.complex_too else ""
     return f"float16, bfloat16, float32 or float64{more}, any shape{broadcasts}"
 
@@ -265,10 +265,11 @@ Args:
     key: a typed key, required if `spec` is stochastic; it is split into {split}. Default None.
 
 Returns:
-    Results of the operands' dtype; NumPy if they are NumPy arrays, numbers or lists, else JAX. Outside the domain NaN.
+    Results of the operands' dtype, float32 or float64 for integers; NumPy if they are NumPy arrays, numbers or lists,
+    else JAX. Outside the domain NaN.
 
 Raises:
-    TypeError: for a dtype that is not a carrier, two dtypes, or a key that is not a typed key.
+    TypeError: for a dtype that is neither a carrier nor of integers or booleans, or a key that is not a typed key.
     ValueError: for a stochastic spec without a key, or a carrier that is too narrow for the spec.
 
 Example:

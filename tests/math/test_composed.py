@@ -13,7 +13,7 @@ import oracle
 import oracle_arithmetic as arithmetic
 import oracle_math
 import pytest
-from oracle import Fraction, Value
+from oracle import Value
 from oracle_matmul import How, rounded
 
 import jchop as jc
