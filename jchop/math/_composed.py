@@ -243,7 +243,7 @@ def interp(
 def _interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array:
     *operands, key = operands_and_key
     parts: tuple[str, ...] = ("x", "xp", "fp", "left", "right", "d", "h", "e", "div", "mul", "add")
-    keys = dict(zip(parts, _keys(key, len(parts)), strict=True))
+    keys: dict[str, Array | None] = dict(zip(parts, _keys(key, len(parts)), strict=True))
     rounded = _rounded(spec, operands, [keys[name] for name in names])
     given = {name: widened(value) for name, value in zip(names, rounded, strict=True)}
     x, xp, fp = given["x"], given["xp"], given["fp"]

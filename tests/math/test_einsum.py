@@ -175,14 +175,21 @@ def test_every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
     assert jc.math.vdot(a, b, "e5m5") != np.vdot(a, b)
     ones = np.ones(4, np.float32)
     assert jc.math.trace(a, "e5m5") == in_order(np.diagonal(a).copy(), ones)
-    assert jc.math.trace(a, MatmulSpec("e5m5", accumulate="e5m5", order="pairwise")) == jc.math.add(
-        *(jc.math.add(a[i, i], a[i + 1, i + 1], "e5m5") for i in (0, 2)), "e5m5"
-    )
+    first, second = (jc.math.add(a[i, i], a[i + 1, i + 1], "e5m5") for i in (0, 2))
+    spec = MatmulSpec("e5m5", accumulate="e5m5", order="pairwise")
+    assert jc.math.trace(a, spec) == jc.math.add(first, second, "e5m5")
 
 
 def test_traces_have_the_axes_of_numpy() -> None:
     x = integers(3, 4, 5)
-    for more in ({}, {"offset": 1}, {"offset": -2, "axis1": 2, "axis2": 0}, {"axis1": -1, "axis2": 1}, {"offset": 9}):
+    many: list[dict[str, Any]] = [
+        {},
+        {"offset": 1},
+        {"offset": -2, "axis1": 2, "axis2": 0},
+        {"axis1": -1},
+        {"offset": 9},
+    ]
+    for more in many:
         np.testing.assert_array_equal(jc.math.trace(x, PLAIN, **more), np.trace(x, **more))
 
 

@@ -26,6 +26,7 @@ import jchop as jc
 
 KEY = jax.random.key(11)
 F32 = oracle.CARRIERS["float32"]
+untyped: Any = jc.math
 
 
 def same(got: Any, expected: Any) -> None:
@@ -419,7 +420,7 @@ PROMOTED: dict[str, tuple[Callable[[], tuple[Any, ...]], bool]] = {
 def test_operands_are_promoted_as_in_jax_numpy(name: str) -> None:
     make, in_jax = PROMOTED[name]
     given = make()
-    got, want = jc.math.add(*given, "e4m3"), jnp.add(*given)
+    got, want = untyped.add(*given, "e4m3"), jnp.add(*given)
     assert isinstance(got, jax.Array) is in_jax
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
@@ -482,7 +483,6 @@ def test_the_kind_of_array_is_kept() -> None:
     assert jax.jit(traced)(jnp.float32(1)) == 4
 
 
-untyped: Any = jc.math
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "text": (lambda: untyped.sin(np.array(["a"]), "e5m2"), TypeError, "x has dtype <U1, which is not a carrier"),
     "complex": (lambda: untyped.exp(np.ones(2, np.complex64), "e5m2"), TypeError, "x has dtype complex64"),

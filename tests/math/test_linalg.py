@@ -381,7 +381,8 @@ def test_factors_of_batches() -> None:
         whole = getattr(linalg, name)(BATCH[None], "e5m7:up")
         each = getattr(linalg, name)(BATCH[1], "e5m7:up")
         for got, want in zip(jax.tree.leaves(whole), jax.tree.leaves(each), strict=True):
-            same(got[0, 1], want)
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got[0, 1], want)
 
 
 @pytest.mark.slow
@@ -446,7 +447,7 @@ def test_nothing_to_solve() -> None:
 def test_integers_are_promoted() -> None:
     a = np.array([[2, 1], [1, 3]])
     np.testing.assert_array_equal(linalg.lu(a, "e5m7")[0], linalg.lu(a.astype(float), "e5m7")[0])
-    assert linalg.solve_triangular(a, np.float16([1, 2]), "e5m7").dtype == np.float16
+    assert linalg.solve_triangular(a, np.array([1, 2], np.float16), "e5m7").dtype == np.float16
 
 
 # -- they solve --------------------------------------------------------------------------------------------------------
@@ -595,7 +596,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "b": (lambda: untyped.gmres(A, B[:2], "e5m2"), ValueError, r"b has shape \(2,\); it must be \(3,\)"),
     "scalar": (lambda: untyped.cg(A, 1.0, "e5m2"), ValueError, "b is a scalar"),
     "batches": (
-        lambda: untyped.lu_solve((A[None, None].repeat(2, 0), np.arange(3)), np.ones((3, 3, 1)), "e5m2"),
+        lambda: untyped.lu_solve((A[None].repeat(2, 0), np.arange(3)), np.ones((3, 3, 1)), "e5m2"),
         ValueError,
         "the leading axes of the operands do not broadcast",
     ),
@@ -647,7 +648,8 @@ def test_every_function_is_documented_and_its_example_runs() -> None:
 
 def test_a_second_call_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Nor does one with other numbers, tolerances of another kind, or an operator of the same program."""
-    a, b = definite(3, "e5m7"), some(3, 1, "e5m7", 1)[:, 0]
+    text = "e7m6"  # of no other test
+    a, b = definite(3, text), some(3, 1, text, 1)[:, 0]
 
     def compiled(solve: Callable[[], Any]) -> int:
         caplog.clear()
@@ -656,21 +658,21 @@ def test_a_second_call_compiles_nothing(caplog: pytest.LogCaptureFixture) -> Non
         return len([record for record in caplog.records if "Compiling" in record.message])
 
     def through(matrix: Any) -> Any:
-        return linalg.cg(lambda v: matrix @ v + 1, b, "e5m7", maxiter=1)
+        return linalg.cg(lambda v: matrix @ v + 1, b, text, maxiter=1)
 
     for first, *others in (
         [
-            lambda: linalg.cg(a, b, "e5m7", maxiter=1),
-            lambda: linalg.cg(a + 1, b, "e5m7", tol=np.float32(0.1), maxiter=1),
+            lambda: linalg.cg(a, b, text, maxiter=1),
+            lambda: linalg.cg(a + 1, b, text, tol=np.float32(0.1), maxiter=1),
         ],
         [
-            lambda: linalg.gmres(a, b, "e5m7", maxiter=1, restart=2),
-            lambda: linalg.gmres(a, b, "e5m7", maxiter=1, restart=2, tol=0.5),
+            lambda: linalg.gmres(a, b, text, maxiter=1, restart=2),
+            lambda: linalg.gmres(a, b, text, maxiter=1, restart=2, tol=0.5),
         ],
-        [lambda: linalg.solve_triangular(a, b, "e5m7")] * 2,
+        [lambda: linalg.solve_triangular(a, b, text)] * 2,
         [lambda: through(a), lambda: through(a), lambda: through(2 * a)],
     ):
         assert compiled(first) > 0
         assert [compiled(other) for other in others] == [0] * len(others)
-    assert compiled(lambda: linalg.cg(lambda v: a @ v + 2, b, "e5m7", maxiter=1)) > 0
+    assert compiled(lambda: linalg.cg(lambda v: a @ v + 2, b, text, maxiter=1)) > 0
     assert np.any(through(a)[0] != through(2 * a)[0])

@@ -33,9 +33,10 @@ def some(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).normal(size=shape).astype(np.float32) * 2
 
 
+E5M7 = How(oracle.ieee(5, 7))
 #: The spec, and its operands, sums, order and block for the oracle.
 SPECS: dict[str, tuple[MatmulSpec, How, How, str, int]] = {
-    "sequential": (MatmulSpec("e5m7", accumulate="e5m7"), *[How(oracle.ieee(5, 7))] * 2, "sequential", 0),
+    "sequential": (MatmulSpec("e5m7", accumulate="e5m7"), E5M7, E5M7, "sequential", 0),
     "pairwise": (
         MatmulSpec("e5m4:down", accumulate="e6m9:up", order="pairwise"),
         How(oracle.ieee(5, 4), "down"),
