@@ -84,14 +84,21 @@ def test_cross_products(text: str) -> None:
     same(jc.math.cross(a, b, text, KEY), want)
 
 
+def test_a_vector_of_two_elements_has_a_zero() -> None:
+    """As in NumPy before 2.0; newer ones, and newer JAX, refuse it."""
+    a, b = (np.random.default_rng(i).integers(-3, 4, (5, 3)).astype(np.float32) for i in range(2))
+    flat = a * f32([1, 1, 0])
+    np.testing.assert_array_equal(jc.math.cross(a[:, :2], b, "e8m15"), np.cross(flat, b))
+    got = jc.math.cross(a[:, :2], b[:, :2], "e8m15")
+    np.testing.assert_array_equal(got, a[:, 0] * b[:, 1] - a[:, 1] * b[:, 0])
+
+
 #: The axes, and the shapes of two arrays of vectors.
 AXES: list[tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = [
     ({}, (5, 3), (4, 5, 3)),
     ({"axis": 0}, (3, 5), (3, 5)),
     ({"axisa": 0, "axisc": 1}, (3, 5, 2), (5, 2, 3)),
     ({"axisb": 0}, (3,), (3, 4)),
-    ({}, (5, 2), (5, 2)),
-    ({}, (5, 2), (5, 3)),
 ]
 
 
