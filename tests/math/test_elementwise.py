@@ -216,8 +216,8 @@ ELEMENTARY: dict[str, tuple[Callable[..., Any], tuple[tuple[float, float], ...]]
     "erf": (scipy.special.erf, ((-3, 3),)),
     "erfc": (scipy.special.erfc, ((-2, 2),)),
     "gamma": (scipy.special.gamma, ((0.5, 9),)),
-    "gammaln": (scipy.special.gammaln, ((3, 9),)),
-    "digamma": (scipy.special.digamma, ((2, 9),)),
+    "gammaln": (lambda x: scipy.special.gammaln(np.where(x == -np.inf, np.inf, x)), ((3, 9),)),  # as in C
+    "digamma": (lambda x: scipy.special.digamma(np.where(x == 0, np.nan, x)), ((2, 9),)),  # a pole of two sides
     "sigmoid": (scipy.special.expit, ((-9, 9),)),
     "gelu": (gelu, ((-2, 4),)),
     "angle": (np.angle, ((-9, 9),)),
@@ -257,7 +257,7 @@ def test_elementary_functions_are_rounded_to_the_neighbour_of_the_true_value(nam
         ends = slice(-len(EDGES), None)
         want = np.asarray(jc.round_to_format(exact[ends].astype(np.float32), "bfloat16"))
         np.testing.assert_array_equal(np.isnan(got[ends]), np.isnan(want))
-        np.testing.assert_allclose(got[ends], want, rtol=2.0**-7, atol=2.0**-22)
+        np.testing.assert_allclose(got[ends], want, rtol=2.0**-7, atol=2.0**-20)
     got, exact = got[: len(words) - len(EDGES) * edges], exact[: len(words) - len(EDGES) * edges]
     low, high = (
         oracle_math.array([rounded(v, how, F32, int(w)) for v, w in zip(oracle_math.values(end), words, strict=False)])
@@ -314,7 +314,7 @@ def test_the_table_is_whole() -> None:
     """
     names = [*peers.split(), "axpy", "norm", "einsum", "conv"]
     assert len(names) == 69 and set(names) <= set(jc.math.__all__)
-    assert len(NAMES) == 62 and set(oracle_math.EXACT) | set(HELD) | set(ELEMENTARY) <= set(NAMES)
+    assert len(NAMES) == 61 and set(oracle_math.EXACT) | set(HELD) | set(ELEMENTARY) <= set(NAMES)
 
 
 #: The functions of one part are compiled together, so the default run takes those of the first part.
