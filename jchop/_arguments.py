@@ -68,7 +68,7 @@ def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: boo
         TypeError: for a dtype that is neither a carrier nor of integers or booleans.
         ValueError: for a finite Python number beyond the range of the dtype.
     """
-    given = [v if type(v) in _NUMBERS else as_array(n, v) for n, v in zip(names, values, strict=True)]
+    given: list[Any] = [v if type(v) in _NUMBERS else as_array(n, v) for n, v in zip(names, values, strict=True)]
     for name, value in zip(names, given, strict=True):
         if type(value) not in _NUMBERS and not is_whole(value.dtype):
             carrier_of(value.dtype, name, complex_too=complex_too)
