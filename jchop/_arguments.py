@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jchop._bits import CARRIERS, Carrier, types_for
 from jchop._checks import as_numpy, check_int
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset
+from jchop._settings import own_settings
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
@@ -57,24 +58,63 @@ def carrier_of(dtype: Any, name: str = "x", *, complex_too: bool = True) -> Carr
 
 
 def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: bool = False) -> list[Array | np.ndarray]:
-    """Arrays of one dtype, which is a carrier; Python numbers take the dtype of the arrays beside them.
+    """Arrays of one dtype, which is a carrier, promoted as in `jax.numpy`.
+
+    Integers and booleans beside floats take the dtype of the floats. By themselves they become float64 if one has 64
+    bits, else float32. A Python number takes the dtype of the arrays beside it; without arrays it is float64. A NumPy
+    array beside a JAX array is converted as in `jax.numpy`: without ``jax_enable_x64``, 64 bits become 32.
 
     Raises:
-        TypeError: for a dtype that is not a carrier, or two dtypes.
+        TypeError: for a dtype that is neither a carrier nor of integers or booleans.
         ValueError: for a finite Python number beyond the range of the dtype.
     """
-    number = [type(value) in (int, float) for value in values]
-    given = [None if plain else as_array(n, v) for plain, n, v in zip(number, names, values, strict=True)]
-    dtype = next((array.dtype for array in given if array is not None), np.dtype("float64"))
-    arrays = [_number(n, v, dtype) if a is None else a for n, a, v in zip(names, given, values, strict=True)]
-    for name, array in zip(names, arrays, strict=True):
-        carrier_of(array.dtype, name, complex_too=complex_too)
-        if array.dtype != dtype:
-            raise TypeError(
-                f"{names[0]} has dtype {dtype} and {name} has dtype {array.dtype}; they must be the same: cast one "
-                "of them"
-            )
-    return arrays
+    given: list[Any] = [v if type(v) in _NUMBERS else as_array(n, v) for n, v in zip(names, values, strict=True)]
+    for name, value in zip(names, given, strict=True):
+        if type(value) not in _NUMBERS and not is_whole(value.dtype):
+            carrier_of(value.dtype, name, complex_too=complex_too)
+    dtype = _promoted(given)
+    return [
+        _number(n, v, dtype) if type(v) in _NUMBERS else converted(v, dtype) for n, v in zip(names, given, strict=True)
+    ]
+
+
+_NUMBERS = (bool, int, float)
+
+
+def is_whole(dtype: Any) -> bool:
+    """Whether a dtype is of integers or booleans."""
+    return jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_
+
+
+def _promoted(values: Sequence[Any]) -> np.dtype:
+    """The dtype of arrays and Python numbers together, by the lattice of `jax.numpy` and with 64 bits if one has."""
+    arrays = [value for value in values if type(value) not in _NUMBERS]
+    if not arrays:
+        return np.dtype("float64")
+    in_jax = any(isinstance(value, Array) for value in arrays)
+
+    def operand(value: Any) -> Any:
+        if type(value) in _NUMBERS:
+            return type(value)
+        if isinstance(value, Array) or not in_jax:
+            return value
+        return jax.dtypes.canonicalize_dtype(value.dtype)
+
+    wide = not in_jax or any(isinstance(value, Array) and value.dtype.itemsize == 8 for value in arrays)
+    with own_settings(), types_for("float64" if wide else "float32"):
+        dtype = jnp.result_type(*map(operand, values))
+    return np.dtype("float64" if dtype.itemsize == 8 else "float32") if is_whole(dtype) else dtype
+
+
+def converted(x: Array | np.ndarray, dtype: Any) -> Array | np.ndarray:
+    """An array in another dtype, within a trace as a part of the function."""
+    if x.dtype == dtype:
+        return x
+    if not isinstance(x, Array):
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+    with own_settings(), types_for(dtype), jax.named_scope(OWN_SCOPE):
+        return x.astype(dtype)
 
 
 def _number(name: str, value: float, dtype: Any) -> np.ndarray:

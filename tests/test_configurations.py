@@ -151,11 +151,16 @@ def fit() -> Any:
     )
 
 
+REDUCTIONS = {"cumprod", "cumsum", "logsumexp", "max", "mean", "min", "norm", "prod", "std", "sum", "var"}
+SEVERAL_OPERANDS = {"axpy", "conv", "cross", "dot", "einsum", "inner", "interp", "linspace", "matmul", "outer"}
+SEVERAL_OPERANDS |= {"softmax", "tensordot", "trace", "vdot", "where"}
+ELSEWHERE = SEVERAL_OPERANDS | {"linalg", "diff", "frexp", "ldexp", "modf"}
+
 for name in jc.math.__all__:
-    if name in ("linalg", "axpy", "conv", "dot", "einsum", "matmul", "diff", "frexp", "ldexp", "modf"):
+    if name in ELSEWHERE:
         continue
     function = getattr(jc.math, name)
-    if name in ("cumprod", "cumsum", "mean", "norm", "prod", "std", "sum", "var"):
+    if name in REDUCTIONS:
         for spec in ("bfloat16", "e5m2:stochastic"):
             case(f"math.{name} {spec}")(
                 lambda function=function, spec=spec, name=name: (
@@ -165,7 +170,7 @@ for name in jc.math.__all__:
                 )
             )
         continue
-    count = len(inspect.signature(function).parameters.keys() - {"spec", "key"})
+    count = list(inspect.signature(function).parameters).index("spec")
 
     def elementwise(function: Any = function, count: int = count) -> Any:
         a = jnp.abs(x()) / 2.3 + 0.05
@@ -189,6 +194,22 @@ def math_parts() -> Any:
         jc.math.add(x(), 0.001, "bfloat16:stochastic", key()),
         jc.math.divide(ROWS, ROWS[0] + 3, "bfloat16"),
         jc.math.mean(ROWS.astype(np.float16), "e5m2"),
+    )
+
+
+@case("math of several operations")
+def math_composed() -> Any:
+    drawn = ("bfloat16:stochastic", key())
+    return (
+        jc.math.softmax(ROWS, *drawn),
+        jc.math.cross(ROWS[:, :3], ROWS[0, :3], *drawn),
+        jc.math.interp(ROWS, ROWS[0, :3] * 0 + np.arange(3), ROWS[1, :3], *drawn),
+        jc.math.linspace(ROWS[0], 1, *drawn, num=3),
+        jc.math.where(np.arange(2) > 0, 1.5, ROWS[:, :2], *drawn),
+        jc.math.einsum("ij,kj,kl->l", ROWS, ROWS, ROWS, spec=drawn[0], key=drawn[1]),
+        jc.math.tensordot(ROWS, ROWS.T, *drawn, axes=1),
+        jc.math.trace(ROWS, *drawn),
+        jc.math.round(ROWS, *drawn, decimals=2),
     )
 
 

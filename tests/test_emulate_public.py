@@ -86,11 +86,11 @@ STORAGE: dict[str, Row] = {
 ONE = """
     abs angle arccos arcsin arcsinh arctan arctanh cbrt ceil conj cos cosh degrees diff erf erfc exp exp2 expm1 fabs
     floor frexp gamma imag log log1p log2 log10 modf negative radians real reciprocal round sign sin sinh sqrt
-    square tan tanh trunc cumsum cumprod prod
+    square tan tanh trunc cumsum cumprod prod argmax argmin digamma gammaln gelu max min sigmoid
 """
 TWO = """
     add arctan2 bitwise_and bitwise_or bitwise_xor divide floor_divide hypot logaddexp maximum minimum mod multiply
-    power subtract
+    power subtract outer
 """
 
 MATH: dict[str, Row] = {
@@ -98,17 +98,24 @@ MATH: dict[str, Row] = {
     **{name: row(name, X, Y) for name in TWO.split()},
     **{name: row(name, X, Y, Z) for name in ("axpy", "fma")},
     **{name: Row(partial(getattr(math, name), spec=SUMS)) for name in ("mean", "norm", "std", "sum", "var")},
+    **{name: Row(partial(getattr(math, name), spec=SUMS)) for name in ("logsumexp", "softmax", "trace")},
+    **{name: Row(partial(getattr(math, name), spec=PRODUCTS), (X, Y)) for name in ("inner", "vdot")},
+    "tensordot": Row(partial(math.tensordot, spec=PRODUCTS, axes=1), (X, Y.T)),
+    "cross": row("cross", X[:, :3], Y[:, :3]),
+    "interp": row("interp", X, jnp.linspace(0.1, 0.8, 5), Y[0, :5]),
+    "linspace": row("linspace", X[0], Y[0], num=5),
+    "where": Row(lambda x, y: math.where(x < y, x, y, OWN), (X, Y)),
     "arccosh": row("arccosh", 1 + X),
     "clip": row("clip", X, Y * 0.5, 0.5 + Y),
     "ldexp": Row(lambda x: math.ldexp(x, np.int32(3), OWN)),
     "conv": Row(partial(math.conv, spec=PRODUCTS), (X.reshape(1, 4, 8), Y.reshape(1, 4, 8)[:, :, :2])),
     "dot": Row(partial(math.dot, spec=PRODUCTS), (X[0], Y[0])),
-    "einsum": Row(lambda x, y: math.einsum("ij,kj->ik", x, y, spec=PRODUCTS), (X, Y)),
+    "einsum": Row(lambda x, y: math.einsum("ij,kj,kl->il", x, y, y, spec=PRODUCTS), (X, Y)),
     "matmul": Row(partial(math.matmul, spec=PRODUCTS), (X, Y.T)),
 }
 
 LINALG: dict[str, Row] = {
-    "cg": Row(lambda a, b: linalg.cg(a, b, OWN, tol=0, maxiter=2), (SQUARE, X[:, 0])),
+    "cg": Row(lambda a, b: linalg.cg(lambda v: a @ v, b, OWN, tol=0, maxiter=2), (SQUARE, X[:, 0])),
     "gmres": Row(lambda a, b: linalg.gmres(a, b, OWN, tol=0, restart=2, maxiter=1), (SQUARE, X[:, 0])),
     "cholesky": Row(lambda a: linalg.cholesky(a, OWN), (SQUARE,)),
     "lu": Row(lambda a: linalg.lu(a, OWN), (SQUARE,)),

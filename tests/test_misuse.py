@@ -30,6 +30,7 @@ HQQ = "uint4(group=2,zero_point=float)"
 math, linalg = jc.math, jc.math.linalg
 REDUCED = (math.sum, math.mean, math.var, math.std, math.norm, math.prod)
 RUNNING = (math.cumsum, math.cumprod)
+MASKING = (math.sum, math.mean, math.var, math.std, math.prod, math.logsumexp)
 
 
 def key() -> jax.Array:
@@ -138,8 +139,11 @@ MATH: list[Row] = [
     (lambda: math.modf(MASKED, "bfloat16"), "x is a masked array"),
     (lambda: math.ldexp(X, 1.5, "bfloat16"), "n has dtype float64"),
     (lambda: math.ldexp(X, np.ma.masked_array([1, 2, 3, 4], [0, 1, 0, 0]), "bfloat16"), "n is a masked array"),
-    (lambda: math.add(X, np.ones(4), "bfloat16"), "y has dtype float64"),
-    (lambda: math.add(X, True, "bfloat16"), "y has dtype bool"),
+    (lambda: math.add(X, np.array(["1"]), "bfloat16"), "y has dtype <U1"),
+    (lambda: math.add(X, np.ones(4, object), "bfloat16"), "y has dtype object"),
+    *((lambda f=f: f(X, "bfloat16", where=X), "where has dtype float32") for f in (*MASKING, math.max, math.softmax)),
+    *((lambda f=f: f(X, "bfloat16", where=np.ones(3, bool)), "where has shape") for f in MASKING),
+    *((lambda f=f: f(X, "bfloat16", initial=X), "initial has shape") for f in (math.sum, math.prod, math.max)),
     (lambda: math.add(X.astype(np.float16), 70000, "e4m3"), "y=70000 is beyond the range of float16"),
     (lambda: math.add(X, -1e39, "bfloat16"), r"y=-1e\+39 is beyond the range of float32"),
     (lambda: math.add(10**400, X, "bfloat16"), "x=10+ is beyond the range of float32"),

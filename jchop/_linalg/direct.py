@@ -20,6 +20,8 @@ def substitute(steps: Steps, a: Array, b: Array, *, lower: bool, unit: bool) -> 
     By columns of the matrix: each known element is eliminated from the remaining equations.
     """
     n = b.shape[0]
+    if not b.size:
+        return b
     places = jnp.arange(n)[:, None]
 
     def turn(i: Array, x: Array) -> Array:
@@ -38,6 +40,8 @@ def eliminate(steps: Steps, a: Array) -> tuple[Array, Array, Array]:
     """The packed factors, the rows in pivot order, and the pivot row of each step."""
     n = a.shape[0]
     places = jnp.arange(n)
+    if not n:
+        return a, jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
 
     def turn(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         a, p, pivots = state
@@ -65,6 +69,8 @@ def through_factors(steps: Steps, packed: Array, b: Array) -> Array:
 def factor_symmetric(steps: Steps, a: Array) -> Array:
     """Cholesky's lower factor, from the lower triangle (Higham, algorithm 10.2, by outer products)."""
     n = a.shape[0]
+    if not n:
+        return a
     places = jnp.arange(n)
 
     def turn(k: Array, a: Array) -> Array:
@@ -82,6 +88,8 @@ def factor_symmetric(steps: Steps, a: Array) -> Array:
 def factor_orthogonal(steps: Steps, a: Array) -> tuple[Array, Array]:
     """q, square, and r by Householder reflections (Higham, sections 19.1 to 19.3); see `jchop.math.linalg.qr`."""
     m, n = a.shape
+    if not n:
+        return jnp.eye(m, dtype=a.dtype), a
     places = jnp.arange(m)
 
     def turn(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

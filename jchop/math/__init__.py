@@ -4,7 +4,10 @@ Each is called as ``f(*operands, spec, key=None)``. docs/math.md has a table of 
 """
 
 from jchop.math import linalg
-from jchop.math._contract import axpy, conv, dot, einsum
+from jchop.math._composed import cross, interp, linspace, where
+from jchop.math._contract import axpy, conv, dot
+from jchop.math._decimals import round
+from jchop.math._einsum import einsum, inner, outer, tensordot, trace, vdot
 from jchop.math._elementwise import (
     abs,
     add,
@@ -26,6 +29,7 @@ from jchop.math._elementwise import (
     cos,
     cosh,
     degrees,
+    digamma,
     divide,
     erf,
     erfc,
@@ -37,6 +41,8 @@ from jchop.math._elementwise import (
     floor_divide,
     fma,
     gamma,
+    gammaln,
+    gelu,
     hypot,
     imag,
     log,
@@ -53,7 +59,7 @@ from jchop.math._elementwise import (
     radians,
     real,
     reciprocal,
-    round,
+    sigmoid,
     sign,
     sin,
     sinh,
@@ -64,9 +70,11 @@ from jchop.math._elementwise import (
     tanh,
     trunc,
 )
+from jchop.math._extrema import argmax, argmin, max, min
 from jchop.math._matmul import matmul
 from jchop.math._parts import diff, frexp, ldexp, modf
 from jchop.math._running import cumprod, cumsum, prod
+from jchop.math._softmax import logsumexp, softmax
 from jchop.math._sums import mean, norm, std, sum, var
 
 __all__ = [
@@ -80,6 +88,8 @@ __all__ = [
     "arctan",
     "arctan2",
     "arctanh",
+    "argmax",
+    "argmin",
     "axpy",
     "bitwise_and",
     "bitwise_or",
@@ -91,10 +101,12 @@ __all__ = [
     "conv",
     "cos",
     "cosh",
+    "cross",
     "cumprod",
     "cumsum",
     "degrees",
     "diff",
+    "digamma",
     "divide",
     "dot",
     "einsum",
@@ -109,33 +121,44 @@ __all__ = [
     "fma",
     "frexp",
     "gamma",
+    "gammaln",
+    "gelu",
     "hypot",
     "imag",
+    "inner",
+    "interp",
     "ldexp",
     "linalg",
+    "linspace",
     "log",
     "log1p",
     "log2",
     "log10",
     "logaddexp",
+    "logsumexp",
     "matmul",
+    "max",
     "maximum",
     "mean",
+    "min",
     "minimum",
     "mod",
     "modf",
     "multiply",
     "negative",
     "norm",
+    "outer",
     "power",
     "prod",
     "radians",
     "real",
     "reciprocal",
     "round",
+    "sigmoid",
     "sign",
     "sin",
     "sinh",
+    "softmax",
     "sqrt",
     "square",
     "std",
@@ -143,6 +166,10 @@ __all__ = [
     "sum",
     "tan",
     "tanh",
+    "tensordot",
+    "trace",
     "trunc",
     "var",
+    "vdot",
+    "where",
 ]

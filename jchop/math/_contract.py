@@ -1,4 +1,4 @@
-"""Sums of products in other shapes than matrices: dot, einsum, conv, axpy."""
+"""Sums of products in other shapes than matrices: dot, conv, axpy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._family import as_dtype, check_backward, exactly
 from jchop.math._matmul import matmul, product_of_matrices
-from jchop.math._sums import sum as _sum
 from jchop.spec import Spec, as_spec
 
-__all__ = ["axpy", "conv", "dot", "einsum"]
+__all__ = ["axpy", "conv", "dot"]
 
 
 def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
@@ -33,7 +32,7 @@ def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., k).
-        b: of the same dtype, shape (..., k, n) or (k,).
+        b: of the same dtype, or promoted as in `jax.numpy`, shape (..., k, n) or (k,).
         spec: as in `jchop.math.matmul`.
         key: as in `jchop.math.matmul`.
 
@@ -60,43 +59,6 @@ def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
     return matmul(x, columns, spec, key).reshape(*x.shape[:-1], *y.shape[:-2], y.shape[-1])
 
 
-def einsum(subscripts: str, *operands: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
-    """Sums of products by Einstein's convention, of one or two arrays, as `jax.numpy.einsum`.
-
-    Each sum runs over the indices that are missing in the result, in the order of their first appearance in
-    `subscripts`, the last one fastest. Products and sums are rounded as in `jchop.math.matmul`, and those of one array
-    as in `jchop.math.sum`.
-
-    Args:
-        subscripts: letters and commas, and ``->`` with the indices of the result; by default these are the letters that
-            appear once, sorted. No ellipsis.
-        operands: one or two arrays, float16, bfloat16, float32 or float64, of one dtype.
-        spec: as in `jchop.math.matmul`; for one array as in `jchop.math.sum`.
-        key: as there. For two arrays, random bits are indexed by an array with the common indices first, then those of
-            the first and of the second array, each in the order of the result.
-
-    Returns:
-        An array of the dtype of the operands.
-
-    Raises:
-        TypeError, ValueError: as for `jchop.math.matmul`, or for subscripts that do not fit, or more than two arrays
-            (several products, whose order the caller must choose).
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> jc.math.einsum("ij,kj->ik", jnp.ones((2, 9)), jnp.ones((1, 9)), spec="e5m2").tolist()
-        [[8.0], [8.0]]
-    """
-    arrays = as_operands([f"operands[{i}]" for i in range(len(operands))], operands) if operands else []
-    terms, result = _parse(subscripts, [array.shape for array in arrays])
-    if len(arrays) == 1:
-        return _of_one(arrays[0], terms[0], result, spec, key)
-    mspec = as_matmul_spec(spec)
-    check_matmul(mspec, arrays[0].dtype)
-    key = checked_key(key, mspec.stochastic, mspec)
-    return run(partial(_einsum, mspec, tuple(terms), result), arrays, key)
-
-
 def conv(
     x: Any,
     kernel: Any,
@@ -114,7 +76,7 @@ def conv(
 
     Args:
         x: float16, bfloat16, float32 or float64, shape (n, c, ...space).
-        kernel: of the same dtype, shape (m, c, ...window).
+        kernel: of the same dtype, or promoted as in `jax.numpy`, shape (m, c, ...window).
         spec: as in `jchop.math.matmul`.
         key: as in `jchop.math.matmul`; random bits are indexed by an output array of shape (n, ...space, m).
         stride: step of the windows, one for all axes or one each. Default 1.
@@ -145,8 +107,8 @@ def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fu
 
     Args:
         a: float16, bfloat16, float32 or float64, a scalar or an array; all operands are rounded to `spec` first.
-        x: of the same dtype.
-        y: of the same dtype; the three broadcast.
+        x: of the same dtype, or promoted as in `jax.numpy`.
+        y: as `x`; the three broadcast.
         spec: a `jchop.Spec`, a format, or its text.
         key: a typed key, required if `spec` is stochastic; it is split into five, for the operands, the product and the
             sum. Default None.
@@ -190,78 +152,6 @@ def _operands(spec: MatmulSpec, keys: Sequence[Array | None], *arrays: Any) -> l
 
 def _split(key: Array | None) -> tuple[Array | None, ...]:
     return (None,) * 4 if key is None else tuple(split(key, 4))
-
-
-# -- einsum ------------------------------------------------------------------------------------------------------------
-
-
-def _parse(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], str]:
-    """The indices of each operand, and of the result."""
-    if not isinstance(subscripts, str):
-        raise TypeError(f"subscripts={subscripts!r} must be text such as 'ij,jk->ik'")
-    left, arrow, result = subscripts.replace(" ", "").partition("->")
-    terms, letters = left.split(","), left.replace(",", "")
-    if not arrow:
-        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
-    for wrong, why in (
-        (not (letters + result).isalpha() and letters + result, "allowed are letters, commas and '->', no ellipsis"),
-        (len(terms) > 2, "one or two arrays are allowed; write several products as separate calls"),
-        (len(terms) != len(shapes), f"it names {len(terms)} arrays, and {len(shapes)} are given"),
-        (len(set(result)) < len(result), "the result has an index twice"),
-        (not set(result) <= set(letters), "the result has an index that no array has"),
-    ):
-        if wrong:
-            raise ValueError(f"subscripts={subscripts!r}: {why}")
-    sizes: dict[str, int] = {}
-    for term, shape in zip(terms, shapes, strict=True):
-        if len(term) != len(shape):
-            raise ValueError(f"subscripts={subscripts!r}: {term!r} does not fit an array of shape {shape}")
-        for letter, size in zip(term, shape, strict=True):
-            if sizes.setdefault(letter, size) != size:
-                raise ValueError(f"subscripts={subscripts!r}: index {letter!r} has the lengths {sizes[letter]}, {size}")
-    return terms, result
-
-
-def _diagonals(x: Any, term: str) -> tuple[Any, str]:
-    """`x` without repeated indices."""
-    for letter in dict.fromkeys(term):
-        while term.count(letter) > 1:
-            first = term.index(letter)
-            second = term.index(letter, first + 1)
-            x = (np if isinstance(x, np.ndarray) else jnp).diagonal(x, axis1=first, axis2=second)
-            term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
-    return x, term
-
-
-def _of_one(x: Any, term: str, result: str, spec: SumSpecLike, key: Array | None) -> Any:
-    x, term = _diagonals(x, term)
-    missing = [letter for letter in term if letter not in result]
-    order = [term.index(letter) for letter in (*result, *missing)]
-    return _sum(x.transpose(order), spec, key, axis=tuple(range(len(result), len(term))))
-
-
-@partial(compiled, static_argnums=(0, 1, 2), inline=True)
-def _einsum(spec: MatmulSpec, terms: tuple[str, str], result: str, a: Any, b: Any, key: Array | None) -> Array:
-    keys = _split(key)
-    (x, left), (y, right) = (_diagonals(v, term) for v, term in zip(_operands(spec, keys, a, b), terms, strict=True))
-    sizes = dict(zip(left + right, x.shape + y.shape, strict=True))
-    summed = [letter for letter in dict.fromkeys(left + right) if letter not in result]
-    both = [letter for letter in result if letter in left and letter in right]
-    rows = [letter for letter in result if letter in left and letter not in right]
-    columns = [letter for letter in result if letter in right and letter not in left]
-    length = [math.prod(sizes[letter] for letter in part) for part in (both, rows, summed, columns)]
-    x3 = _arranged(x, left, [*both, *rows, *summed], sizes).reshape(length[0], length[1], length[2])
-    y3 = _arranged(y, right, [*both, *summed, *columns], sizes).reshape(length[0], length[2], length[3])
-    out = product_of_matrices(x3, y3, spec, a.dtype, keys)
-    have = [*both, *rows, *columns]
-    return out.reshape([sizes[letter] for letter in have]).transpose([have.index(letter) for letter in result])
-
-
-def _arranged(x: Array, term: str, want: list[str], sizes: dict[str, int]) -> Array:
-    """`x` with the axes `want`, broadcast along missing ones."""
-    x = x.transpose([term.index(letter) for letter in want if letter in term])
-    x = jnp.expand_dims(x, [i for i, letter in enumerate(want) if letter not in term])
-    return jnp.broadcast_to(x, [sizes[letter] for letter in want])
 
 
 # -- convolution -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.scipy import special
 
@@ -37,6 +38,7 @@ __all__ = [
     "cos",
     "cosh",
     "degrees",
+    "digamma",
     "divide",
     "erf",
     "erfc",
@@ -48,6 +50,8 @@ __all__ = [
     "floor_divide",
     "fma",
     "gamma",
+    "gammaln",
+    "gelu",
     "hypot",
     "imag",
     "log",
@@ -65,6 +69,7 @@ __all__ = [
     "real",
     "reciprocal",
     "round",
+    "sigmoid",
     "sign",
     "sin",
     "sinh",
@@ -136,6 +141,15 @@ degrees = unary("degrees", jnp.degrees, "180 x / π", ("1.0", "57.25"))
 radians = unary("radians", jnp.radians, "π x / 180", ("60.0", "1.046875"))
 erf = unary("erf", special.erf, "The error function 2/√π ∫ e^(-t²) dt from 0 to x", ("0.5", "0.51953125"))
 erfc = unary("erfc", special.erfc, "1 - erf(x)", ("0.5", "0.48046875"))
+gammaln = unary("gammaln", special.gammaln, "log |Γ(x)| of the gamma function", ("4.5", "2.453125"))
+digamma = unary("digamma", special.digamma, "Γ'(x) / Γ(x) of the gamma function", ("4.5", "1.390625"))
+sigmoid = unary("sigmoid", jax.nn.sigmoid, "1 / (1 + e^-x)", ("0.5", "0.62109375"))
+gelu = unary(
+    "gelu",
+    partial(jax.nn.gelu, approximate=False),
+    "x Φ(x), with Φ the distribution function of the normal distribution",
+    ("0.5", "0.345703125"),
+)
 gamma = unary("gamma", special.gamma, "The gamma function, (x - 1)! at integers", ("4.5", "11.625"))
 angle = unary(
     "angle",

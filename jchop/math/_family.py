@@ -27,6 +27,8 @@ Exact = str | Callable[[tuple[Array, ...], Spec, Array | None], Array]
 class Unary(Protocol):
     """A function of one array."""
 
+    row: Row
+
     def __call__(self, x: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
 
 
@@ -106,6 +108,11 @@ def result(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None)
     if row.exact is not None:
         return _exact(row, spec, operands, key)
     return _rounded(row.carrier(*operands), spec, key)
+
+
+def evaluated(function: Unary, x: Array, spec: Spec | None, key: Array | None = None) -> Array:
+    """A function of the table inside another one, at rounded values of a wide dtype; None: the carrier's."""
+    return function.row.carrier(x) if spec is None else result(function.row, spec, (x,), key)
 
 
 def _rounded(values: Any, spec: Spec, key: Array | None) -> Any:
@@ -219,6 +226,7 @@ def documented(function: Any, row: Row, example: tuple[str, str]) -> Any:
     """`function` with the name and the docstring of its row."""
     function.__name__ = function.__qualname__ = row.name
     function.__module__ = "jchop.math"
+    function.row = row
     function.__doc__ = inspect.cleandoc(_DOC).format(
         says=row.says,
         how=_EXACT if row.exact is not None or row.holds else _CARRIER,
@@ -231,7 +239,7 @@ def documented(function: Any, row: Row, example: tuple[str, str]) -> Any:
 
 
 def _kind(row: Row) -> str:
-    broadcasts = "; the operands broadcast and have one dtype" if len(row.operands) > 1 else ""
+    broadcasts = "; the operands broadcast and are promoted as in `jax.numpy`" if len(row.operands) > 1 else ""
     more = ", complex64 or complex128 (by parts)" if row.complex_too else ""
     return f"float16, bfloat16, float32 or float64{more}, any shape{broadcasts}"
 
@@ -257,10 +265,11 @@ Args:
     key: a typed key, required if `spec` is stochastic; it is split into {split}. Default None.
 
 Returns:
-    Results of the operands' dtype; NumPy if they are NumPy arrays, numbers or lists, else JAX. Outside the domain NaN.
+    Results of the operands' dtype, float32 or float64 for integers; NumPy if they are NumPy arrays, numbers or lists,
+    else JAX. Outside the domain NaN.
 
 Raises:
-    TypeError: for a dtype that is not a carrier, two dtypes, or a key that is not a typed key.
+    TypeError: for a dtype that is neither a carrier nor of integers or booleans, or a key that is not a typed key.
     ValueError: for a stochastic spec without a key, or a carrier that is too narrow for the spec.
 
 Example:

@@ -46,7 +46,8 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
 
     Args:
         a: the left factor, float16, bfloat16, float32 or float64, shape (..., m, k), or (k,) as in `jax.numpy.matmul`.
-        b: the right factor, of the same dtype, shape (..., k, n) or (k,). The leading axes broadcast.
+        b: the right factor, of the same dtype, or promoted as in `jax.numpy`, shape (..., k, n) or (k,). The leading
+            axes broadcast.
         spec: a `jchop.MatmulSpec`: the roundings and the order of the sums. A `jchop.Spec`, a format or text applies to
             the operands, every product and every sum, in sequential order.
         key: a typed key (`jax.random.key`), required if any rounding of `spec` is stochastic. It is split into four,
@@ -64,7 +65,8 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
         convertible to them, else JAX. With k = 0 it is +0.
 
     Raises:
-        TypeError: for a dtype that is not a carrier, two dtypes, an invalid spec, or a key that is not a typed key.
+        TypeError: for a dtype that is neither a carrier nor of integers or booleans, an invalid spec, or a key that is
+            not a typed key.
         ValueError: for shapes that do not match, a stochastic spec without a key, a carrier that is too narrow for a
             rounding (the message names a suitable dtype), or too many elements or steps for the random stream.
         NotImplementedError: at compilation, if ``impl="pallas"`` cannot run; the message has the reason.

@@ -1,7 +1,8 @@
-"""Functions with two results, an integer argument, or neighbours: frexp, modf, ldexp, diff."""
+"""Functions with two results, an integer argument, or neighbours: frexp, modf, ldexp, diff; axes and masks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -193,3 +194,52 @@ def as_axes(axis: Any, ndim: int) -> Axes:
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis={axis!r} names an axis twice")
     return tuple(sorted(axes))
+
+
+def as_mask(where: Any, shape: tuple[int, ...]) -> tuple[Array | np.ndarray, ...]:
+    """The argument `where` as an operand, which must broadcast to `shape`; nothing for None."""
+    if where is None:
+        return ()
+    mask = as_array("where", where)
+    if mask.dtype != np.bool_:
+        raise TypeError(f"where has dtype {mask.dtype}; it must be of booleans")
+    try:
+        fits = np.broadcast_shapes(mask.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"where has shape {mask.shape}, which does not broadcast to that of x, {shape}")
+    return (mask,)
+
+
+def as_initial(x: Any, initial: Any) -> list[Array | np.ndarray]:
+    """`x`, and `initial` if it is given, of one dtype."""
+    if initial is None:
+        return as_operands("x", (x,))
+    arrays = as_operands(("x", "initial"), (x, initial))
+    if arrays[1].shape != ():
+        raise ValueError(f"initial has shape {arrays[1].shape}; it must be a scalar")
+    return arrays
+
+
+def as_rows(x: Array, axes: Axes) -> tuple[Array, tuple[int, ...]]:
+    """A matrix with the elements of `axes` in each row, in C order, and the shape of the other axes."""
+    kept = [a for a in range(x.ndim) if a not in axes]
+    outer = tuple(x.shape[a] for a in kept)
+    return jnp.transpose(x, (*kept, *axes)).reshape(math.prod(outer), math.prod(x.shape[a] for a in axes)), outer
+
+
+def from_rows(rows: Array, axes: Axes, shape: tuple[int, ...]) -> Array:
+    """The inverse of `as_rows`: an array of `shape`."""
+    order = [*(a for a in range(len(shape)) if a not in axes), *axes]
+    return jnp.transpose(rows.reshape([shape[a] for a in order]), [order.index(a) for a in range(len(shape))])
+
+
+def mask_rows(mask: Array | None, x: Array, axes: Axes) -> Array | None:
+    """The mask of each row of `as_rows`."""
+    return None if mask is None else as_rows(jnp.broadcast_to(mask, x.shape), axes)[0]
+
+
+def fold(key: Array | None, number: int) -> Array | None:
+    """A key of its own from a key."""
+    return None if key is None else jax.random.fold_in(key, number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,22 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._family import check_backward
-from jchop.math._parts import Axes, Axis, as_axes
+from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, fold, mask_rows
 from jchop.spec import Spec, as_spec
 
 __all__ = ["cumprod", "cumsum", "prod"]
 
 
-def prod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
+def prod(
+    x: Any,
+    spec: SpecLike,
+    key: Array | None = None,
+    *,
+    axis: Axis = None,
+    keepdims: bool = False,
+    where: Any = None,
+    initial: Any = None,
+) -> Any:
     """The product of elements, sequentially from 1, every multiplication rounded.
 
     Args:
@@ -34,6 +42,9 @@ def prod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: Axis = None,
             step has different seeds. Default None.
         axis: an axis, or several, with elements in C order; None (default): all.
         keepdims: whether to keep the axes, with length one. Default False.
+        where: booleans, which broadcast to the shape of `x`; an element at False is left out. Default None: all.
+        initial: a number, the first factor of each product. It is rounded to `spec` and draws from
+            `jax.random.fold_in` of the first part with 0. Default None.
 
     Returns:
         An array of the dtype of `x`; 1 for no elements. The derivative is that of `jax.numpy.prod` at the rounded
@@ -47,7 +58,14 @@ def prod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: Axis = None,
         >>> float(jc.math.prod([3.0, 3.0, 3.0], "e5m2"))
         24.0
     """
-    return _stepped(_prod, x, spec, key, axis, keepdims)
+    check_bool("keepdims", keepdims)
+    spec, arrays = as_spec(spec), as_initial(x, initial)
+    array = arrays[0]
+    _check(spec, array)
+    axes = as_axes(axis, array.ndim)
+    mask = as_mask(where, array.shape)
+    key = checked_key(key, draws(spec), spec)
+    return run(partial(_products, spec, axes, keepdims, len(arrays) > 1), (*arrays, *mask), key)
 
 
 def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
@@ -71,7 +89,7 @@ def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
         >>> jc.math.cumsum([1.0, 0.25, 0.125, 4.0], "e5m2").tolist()
         [1.0, 1.25, 1.5, 6.0]
     """
-    return _stepped(partial(_cumulative, "sum"), x, spec, key, axis, False)
+    return _stepped("sum", x, spec, key, axis)
 
 
 def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
@@ -94,45 +112,62 @@ def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | Non
         >>> jc.math.cumprod([3.0, 3.0, 3.0], "e5m2").tolist()
         [3.0, 8.0, 24.0]
     """
-    return _stepped(partial(_cumulative, "prod"), x, spec, key, axis, False)
+    return _stepped("prod", x, spec, key, axis)
 
 
 # -- implementation ----------------------------------------------------------------------------------------------------
 
 
-def _stepped(function: Callable[..., Array], x: Any, spec: SpecLike, key: Any, axis: Axis, keepdims: bool) -> Any:
-    check_bool("keepdims", keepdims)
-    spec = as_spec(spec)
-    (array,) = as_operands("x", (x,))
+def _check(spec: Spec, array: Any) -> None:
     require_carrier(spec, carrier_of(array.dtype))
     check_operation(spec, array.dtype)
     check_backward(spec)
-    axes = None if axis is None else as_axes(axis, array.ndim)
-    key = checked_key(key, draws(spec), spec)
-    return run(partial(_steps, function, spec, axes, keepdims), (array,), key)
 
 
 @partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
-def _steps(
-    function: Callable[..., Array], spec: Spec, axes: Axes | None, keepdims: bool, x: Array, key: Array | None
-) -> Array:
+def _products(spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
+    """The operands are x, the initial value if `starts`, and the mask if there is one."""
+    x, *more, key = operands_and_key
     keys = (None, None) if key is None else tuple(split(key))
-    rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
-    result = function(spec, axes, rounded, keys[1])
-    return (jnp.expand_dims(result, axes or tuple(range(x.ndim))) if keepdims else result).astype(x.dtype)
+    x = jnp.asarray(x)
+    rows, outer = as_rows(widened(round_to_format(x, spec, keys[0])), axes)
+    mask = mask_rows(more[-1] if len(more) > starts else None, x, axes)
+    if starts:
+        first = widened(round_to_format(jnp.asarray(more[0]), spec, fold(keys[0], 0)))
+        rows = jnp.concatenate([jnp.broadcast_to(first, (rows.shape[0], 1)), rows], 1)
+        mask = None if mask is None else jnp.pad(mask, ((0, 0), (1, 0)), constant_values=True)
+    result = _prod(spec, rows, mask, keys[1]).reshape(outer)
+    return (jnp.expand_dims(result, axes) if keepdims else result).astype(x.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _prod(spec: Spec, axes: Axes | None, x: Array, key: Array | None) -> Array:
-    if axes == ():
-        return x
-    return product_along(x.ravel() if axes is None else x, axes or 0, spec, None if key is None else seed_words(key))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _prod(spec: Spec, rows: Array, mask: Array | None, key: Array | None) -> Array:
+    return product_along(rows, 1, spec, None if key is None else seed_words(key), mask)
 
 
 @_prod.defjvp
-def _prod_jvp(spec: Spec, axes: Axes | None, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    smooth = partial(jnp.prod, axis=axes)
-    return _prod(spec, axes, *primals), jax.jvp(smooth, primals[:1], tangents[:1])[1]
+def _prod_jvp(spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    rows, mask, _ = primals
+
+    def smooth(rows: Array) -> Array:
+        return jnp.prod(rows if mask is None else jnp.where(mask, rows, 1), axis=1)
+
+    return _prod(spec, *primals), jax.jvp(smooth, (rows,), tangents[:1])[1]
+
+
+def _stepped(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None) -> Any:
+    spec = as_spec(spec)
+    (array,) = as_operands("x", (x,))
+    _check(spec, array)
+    axes = None if axis is None else as_axes(axis, array.ndim)
+    return run(partial(_steps, kind, spec, axes), (array,), checked_key(key, draws(spec), spec))
+
+
+@partial(compiled, static_argnums=(0, 1, 2), inline=True)
+def _steps(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None) -> Array:
+    keys = (None, None) if key is None else tuple(split(key))
+    rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
+    return _cumulative(kind, spec, axes, rounded, keys[1]).astype(x.dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))

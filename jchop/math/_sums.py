@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._arguments import Array, as_array, as_operands, checked_key, run
+from jchop._arguments import Array, as_array, checked_key, run
 from jchop._bits import CARRIERS
 from jchop._checks import check_bool, check_int
-from jchop._core.arithmetic.basic import carrier_range
 from jchop._core.arithmetic.operations import check_matmul, draws, widened
+from jchop._core.arithmetic.ranges import Range, carrier_range
 from jchop._core.arithmetic.sums import sum_along
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.matmul import matmul_op
@@ -23,14 +23,23 @@ from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._family import exactly
 from jchop.math._matmul import product_of_matrices, to_dtype
-from jchop.math._parts import Axes, Axis, as_axes
+from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, fold, mask_rows
 
 __all__ = ["mean", "norm", "std", "sum", "var"]
 
 # -- the public functions ----------------------------------------------------------------------------------------------
 
 
-def sum(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
+def sum(
+    x: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    *,
+    axis: Axis = None,
+    keepdims: bool = False,
+    where: Any = None,
+    initial: Any = None,
+) -> Any:
     """The sum of elements, every addition rounded, in the order of `spec`.
 
     It is `jchop.math.matmul` of `x` and ones, without products: c <- A(c + x_k) from c = +0 in sequential order.
@@ -43,6 +52,10 @@ def sum(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = Non
             the sums, with the words of `jchop.math.matmul`. Default None.
         axis: an axis, or several, with elements in C order; None (default): all.
         keepdims: whether to keep the axes, with length one. Default False.
+        where: booleans, which broadcast to the shape of `x`; an element at False is +0 in its place in the order.
+            Default None: all elements.
+        initial: a number, an element before the others in the order of each sum: in sequential order the start of c. It
+            is rounded to ``spec.operands`` and draws from `jax.random.fold_in` of the first part with 0. Default None.
 
     Returns:
         An array of the dtype of `x`; NumPy if `x` is. An empty sum is +0. The derivative is 1.
@@ -57,10 +70,18 @@ def sum(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = Non
         >>> float(jc.math.sum(jnp.ones(100), jc.MatmulSpec(accumulate="e5m2", order="pairwise")))
         96.0
     """
-    return _reduced(_sum, x, _as_sum_spec(spec), key, axis, keepdims)
+    return _reduced(_sum, x, as_sum_spec(spec), key, axis, keepdims, where, initial)
 
 
-def mean(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, keepdims: bool = False) -> Any:
+def mean(
+    x: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    *,
+    axis: Axis = None,
+    keepdims: bool = False,
+    where: Any = None,
+) -> Any:
     """The sum of elements as in `jchop.math.sum`, divided by their number n; the quotient is rounded once.
 
     n is an integer and is not rounded; the quotient is rounded to ``spec.accumulate``.
@@ -71,6 +92,7 @@ def mean(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = No
         key: as in `jchop.math.sum`; the quotient draws from `jax.random.fold_in` of the last part with 0.
         axis: as in `jchop.math.sum`.
         keepdims: as in `jchop.math.sum`.
+        where: as in `jchop.math.sum`; n is the number of elements at True. Default None.
 
     Returns:
         An array of the dtype of `x`; NaN for no elements.
@@ -83,11 +105,18 @@ def mean(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = No
         >>> float(jc.math.mean([1.0, 2.0, 4.0], "bfloat16"))
         2.328125
     """
-    return _reduced(_mean, x, _as_sum_spec(spec), key, axis, keepdims)
+    return _reduced(_mean, x, as_sum_spec(spec), key, axis, keepdims, where)
 
 
 def var(
-    x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, ddof: int = 0, keepdims: bool = False
+    x: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    *,
+    axis: Axis = None,
+    ddof: int = 0,
+    keepdims: bool = False,
+    where: Any = None,
 ) -> Any:
     """The variance by two passes: d_k = x_k - mean, then the sum of d_k d_k divided by n - ddof.
 
@@ -104,9 +133,11 @@ def var(
         axis: as in `jchop.math.sum`.
         ddof: an integer below n, which is subtracted from n. Default 0.
         keepdims: as in `jchop.math.sum`.
+        where: as in `jchop.math.sum`, of elements and of squares; n is the number of elements at True. Default None.
 
     Returns:
-        An array of the dtype of `x`. The derivative is that of the formula in the carrier, at rounded values.
+        An array of the dtype of `x`; NaN if `where` leaves no more than `ddof` elements. The derivative is that of the
+        formula in the carrier, at rounded values.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sum`, or for `ddof` >= n.
@@ -116,11 +147,18 @@ def var(
         >>> float(jc.math.var([1.0, 2.0, 4.0], "bfloat16"))
         1.5625
     """
-    return _reduced(partial(_var, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims)
+    return _reduced(partial(_var, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims, where)
 
 
 def std(
-    x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = None, ddof: int = 0, keepdims: bool = False
+    x: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    *,
+    axis: Axis = None,
+    ddof: int = 0,
+    keepdims: bool = False,
+    where: Any = None,
 ) -> Any:
     """The square root of `jchop.math.var`, rounded once to ``spec.accumulate``.
 
@@ -131,6 +169,7 @@ def std(
         axis: as in `jchop.math.var`.
         ddof: as in `jchop.math.var`.
         keepdims: as in `jchop.math.var`.
+        where: as in `jchop.math.var`.
 
     Returns:
         An array of the dtype of `x`.
@@ -143,7 +182,7 @@ def std(
         >>> float(jc.math.std([1.0, 2.0, 4.0], "bfloat16"))
         1.25
     """
-    return _reduced(partial(_std, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims)
+    return _reduced(partial(_std, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims, where)
 
 
 def norm(
@@ -184,14 +223,14 @@ def norm(
     several = axis is None or isinstance(axis, Sequence)
     if ord is not None and several and as_array("x", x).ndim > 1:
         raise ValueError(f"ord={ord!r} with axis={axis!r} is a norm of matrices; pass one axis, or ord=None")
-    mspec = _as_sum_spec(spec) if ord == 1 else as_matmul_spec(spec)
+    mspec = as_sum_spec(spec) if ord == 1 else as_matmul_spec(spec)
     return _reduced(_NORMS[ord], x, mspec, key, axis, keepdims)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-def _as_sum_spec(value: Any) -> MatmulSpec:
+def as_sum_spec(value: Any) -> MatmulSpec:
     """A MatmulSpec without a product; a plain spec applies to operands and sums."""
     if not isinstance(value, MatmulSpec):
         spec = as_matmul_spec(value).operands
@@ -201,43 +240,64 @@ def _as_sum_spec(value: Any) -> MatmulSpec:
     return value
 
 
-def _reduced(function: Callable[..., Array], x: Any, spec: MatmulSpec, key: Any, axis: Axis, keepdims: bool) -> Any:
+def _reduced(
+    function: Callable[..., Array],
+    x: Any,
+    spec: MatmulSpec,
+    key: Any,
+    axis: Axis,
+    keepdims: bool,
+    where: Any = None,
+    initial: Any = None,
+) -> Any:
     check_bool("keepdims", keepdims)
-    (array,) = as_operands("x", (x,))
+    arrays = as_initial(x, initial)
+    array = arrays[0]
     check_matmul(spec, array.dtype)
+    mask = as_mask(where, array.shape)
     key = checked_key(key, spec.stochastic, spec)
-    return run(partial(_over_rows, function, spec, as_axes(axis, array.ndim), keepdims), (array,), key)
+    how = partial(_over_rows, function, spec, as_axes(axis, array.ndim), keepdims, len(arrays) > 1)
+    return run(how, (*arrays, *mask), key)
 
 
-@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
+@partial(compiled, static_argnums=(0, 1, 2, 3, 4), inline=True)
 def _over_rows(
-    function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, x: Array, key: Array | None
+    function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any
 ) -> Array:
-    """`function` of rows, a matrix of float32 or float64, in C order of the reduced axes."""
+    """`function` of rows, a matrix of float32 or float64, in C order of the reduced axes.
+
+    The operands are x, the initial value if `starts`, and the mask if there is one.
+    """
+    x, *more, key = operands_and_key
     keys = (None,) * 4 if key is None else tuple(split(key, 4))
     x = jnp.asarray(x)
-    wide = widened(x)
-    wide = wide if spec.operands is None else round_to_format(wide, spec.operands, keys[0])
-    rows, outer = _rows(wide, axes)
-    result = to_dtype(function(rows, spec, keys), spec, x.dtype).reshape(outer)
+    rows, outer = as_rows(rounded_operand(x, spec, keys[0]), axes)
+    mask = mask_rows(more[-1] if len(more) > starts else None, x, axes)
+    if mask is not None:
+        rows = jnp.where(mask, rows, 0)
+    if starts:
+        first = rounded_operand(jnp.asarray(more[0]), spec, fold(keys[0], 0))
+        rows = jnp.concatenate([jnp.broadcast_to(first, (rows.shape[0], 1)), rows], 1)
+    result = to_dtype(function(rows, spec, keys, mask), spec, x.dtype).reshape(outer)
     return jnp.expand_dims(result, axes) if keepdims else result
 
 
-def _rows(x: Array, axes: Axes) -> tuple[Array, tuple[int, ...]]:
-    kept = [a for a in range(x.ndim) if a not in axes]
-    outer = tuple(x.shape[a] for a in kept)
-    return jnp.transpose(x, (*kept, *axes)).reshape(math.prod(outer), math.prod(x.shape[a] for a in axes)), outer
+def rounded_operand(x: Array, spec: MatmulSpec, key: Array | None) -> Array:
+    """An operand in a wide dtype, rounded."""
+    wide = widened(x)
+    return wide if spec.operands is None else round_to_format(wide, spec.operands, key)
 
 
 _Keys = tuple[Array | None, ...]
 
 
-def _fold(key: Array | None, number: int) -> Array | None:
-    return None if key is None else jax.random.fold_in(key, number)
-
-
-def _sum(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+def row_sums(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+    """The sum of each row, drawn from the last key."""
     return _row_sums(spec, rows, keys[3] if draws(spec.accumulate) else None)
+
+
+def _sum(rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
+    return row_sums(rows, spec, keys)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -251,30 +311,46 @@ def _row_sums_jvp(spec: MatmulSpec, primals: tuple, tangents: tuple) -> tuple[Ar
     return _row_sums(spec, *primals), jnp.sum(tangents[0], 1)
 
 
-def _mean(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
-    return _divided(_sum(rows, spec, keys), rows.shape[1], spec, keys)
+def _mean(rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
+    return _divided(row_sums(rows, spec, keys), _count(rows, mask), spec, keys)
 
 
-def _divided(total: Array, count: int, spec: MatmulSpec, keys: _Keys) -> Array:
+def _count(rows: Array, mask: Array | None) -> int | Array:
+    """The number of elements in each row."""
+    if mask is not None and rows.shape[1] > 2 << CARRIERS[rows.dtype.name].fraction:
+        raise ValueError(f"{rows.shape[1]} elements may be more than {rows.dtype} counts exactly; cast x to float64")
+    return rows.shape[1] if mask is None else jnp.sum(mask, 1, dtype=jnp.int32)
+
+
+def _divided(total: Array, count: int | Array, spec: MatmulSpec, keys: _Keys) -> Array:
     """A(total / count), the count an integer that is not rounded."""
-    n = CARRIERS[total.dtype.name].fraction + 1
-    if abs(count).bit_length() > n and count % (1 << abs(count).bit_length() - n):
-        raise ValueError(f"the number of elements, {count}, is not held by {total.dtype}; cast x to float64")
-    anything = (carrier_range(CARRIERS[total.dtype.name]),) * 2
-    whole = jnp.full_like(total, count)
-    key = _fold(keys[3], 0) if draws(spec.accumulate) else None
-    return exactly("div", (total, whole), spec.accumulate, key, anything)
+    carrier = CARRIERS[total.dtype.name]
+    if isinstance(count, int):
+        n = carrier.fraction + 1
+        if abs(count).bit_length() > n and count % (1 << abs(count).bit_length() - n):
+            raise ValueError(f"the number of elements, {count}, is not held by {total.dtype}; cast x to float64")
+    whole = jnp.broadcast_to(jnp.asarray(count, total.dtype), total.shape)
+    key = fold(keys[3], 0) if draws(spec.accumulate) else None
+    return exactly("div", (total, whole), spec.accumulate, key, anything(total))
 
 
-def _var(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
-    n = rows.shape[1]
+def anything(x: Array) -> tuple[Range, Range]:
+    """The ranges of two operands that hold any number of the dtype."""
+    whole = carrier_range(CARRIERS[x.dtype.name])
+    return whole, whole
+
+
+def _var(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
+    n, count = rows.shape[1], _count(rows, mask)
     if ddof >= max(n, 1):
         raise ValueError(f"ddof={ddof} must be less than the number of elements, {n}")
-    centre = _mean(rows, spec, (keys[0], None, None, _fold(keys[3], 1)))
-    anything = (carrier_range(CARRIERS[rows.dtype.name]),) * 2
+    centre = _mean(rows, spec, (keys[0], None, None, fold(keys[3], 1)), mask)
     key = keys[1] if draws(spec.operands) else None
-    d = exactly("sub", (rows, jnp.broadcast_to(centre[:, None], rows.shape)), spec.operands, key, anything)
-    return _divided(_squares(d, spec, keys), n - ddof, spec, keys)
+    d = exactly("sub", (rows, jnp.broadcast_to(centre[:, None], rows.shape)), spec.operands, key, anything(rows))
+    if mask is None:
+        return _divided(_squares(d, spec, keys), count - ddof, spec, keys)
+    total = _divided(_squares(jnp.where(mask, d, 0), spec, keys), jnp.maximum(count - ddof, 1), spec, keys)
+    return jnp.where(count > ddof, total, jnp.nan)
 
 
 def _squares(d: Array, spec: MatmulSpec, keys: _Keys) -> Array:
@@ -283,22 +359,22 @@ def _squares(d: Array, spec: MatmulSpec, keys: _Keys) -> Array:
 
 
 def _root(total: Array, spec: MatmulSpec, keys: _Keys) -> Array:
-    return exactly("sqrt", (total,), spec.accumulate, _fold(keys[3], 2) if draws(spec.accumulate) else None)
+    return exactly("sqrt", (total,), spec.accumulate, fold(keys[3], 2) if draws(spec.accumulate) else None)
 
 
-def _std(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
-    return _root(_var(ddof, rows, spec, keys), spec, keys)
+def _std(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
+    return _root(_var(ddof, rows, spec, keys, mask), spec, keys)
 
 
-def _euclidean(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+def _euclidean(rows: Array, spec: MatmulSpec, keys: _Keys, mask: None) -> Array:
     return _root(_squares(rows, spec, keys), spec, keys)
 
 
-def _absolute(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
-    return _sum(jnp.abs(rows), spec, keys)
+def _absolute(rows: Array, spec: MatmulSpec, keys: _Keys, mask: None) -> Array:
+    return row_sums(jnp.abs(rows), spec, keys)
 
 
-def _largest(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+def _largest(rows: Array, spec: MatmulSpec, keys: _Keys, mask: None) -> Array:
     # The maximum of all may lose a NaN: `maximum_loses_nan` in `_core/xla_cpu.py`.
     return jnp.where(jnp.isnan(rows).any(1), jnp.nan, jnp.max(jnp.abs(rows), 1, initial=0))
 

@@ -256,6 +256,78 @@ def test_axes_are_those_of_numpy(axis: Any, keepdims: bool) -> None:
         same(jc.math.cumsum(x, "e7m9", axis=axis), np.cumsum(x, axis=axis))
 
 
+MASK = np.random.default_rng(7).random((3, 11)) < 0.6
+MASK[2] = False
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("order", SPECS)
+def test_elements_that_are_left_out_and_a_first_one(order: str) -> None:
+    """An element that is left out is zero in its place, which shows in the order; the initial one comes first."""
+    spec, scalar = SPECS[order]
+    x = normal(3, 11) * 3 + 1
+    operands = spec.operands or "binary32"
+    own, start = np.asarray(jc.round_to_format(x, operands)), np.asarray(jc.round_to_format(np.float32(1.3), operands))
+    rows = [oracle_math.values(np.concatenate([start[None], row])) for row in np.where(MASK, own, np.float32(0))]
+    got = jc.math.sum(x, sum_spec(spec), axis=1, where=MASK, initial=1.3)
+    same(got, oracle_math.array([scalar.sum(row) for row in rows]))
+    counts, rows = MASK.sum(1), [row[1:] for row in rows]
+    want = [scalar.divided(scalar.sum(row), int(n)) for row, n in zip(rows[:2], counts, strict=False)]
+    got = jc.math.mean(x, sum_spec(spec), axis=1, where=MASK)
+    same(got[:2], oracle_math.array(want))
+    assert np.isnan(got[2])
+
+
+@pytest.mark.slow
+def test_a_variance_of_some_elements() -> None:
+    x, some = normal(3, 11) * 3 + 1, MASK | (np.arange(11) < 3)
+    for name in ("var", "std"):
+        got = getattr(jc.math, name)(x, MatmulSpec(), axis=1, ddof=1, where=some)
+        np.testing.assert_allclose(got, getattr(np, name)(x, axis=1, ddof=1, where=some), rtol=1e-5)
+        few = getattr(jc.math, name)(x, "e5m7", axis=1, ddof=1, where=np.arange(11) < 1)
+        assert np.isnan(few).all()
+    spec, scalar = SPECS["sequential"]
+    row = np.asarray(jc.round_to_format(x[0], "e5m7"))
+    want = scalar.var(oracle_math.values(row[some[0]]), 1)  # zeros change nothing in sequential order
+    same(jc.math.var(x[:1], spec, axis=1, ddof=1, where=some[:1]), oracle_math.array([want]))
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("text", ["e5m4:up", "e5m4:stochastic", "e3m2(bias=-2)"])
+def test_a_product_of_some_factors_and_a_first_one(text: str) -> None:
+    """Formats without 1 too: a factor that is left out changes nothing."""
+    x = normal(3, 11) * 0.5 + 9
+    keys, fmt = jax.random.split(KEY), text.partition(":")[0]
+    own = np.asarray(jc.round_to_format(x, text, keys[0]))
+    start = np.asarray(jc.round_to_format(np.float32(9.3), text, jax.random.fold_in(keys[0], 0)))
+    seeds = [fold_seeds(seed_words(keys[1]), 0, k) for k in range(12)]
+    words = np.array([random_words(s, jnp.arange(3, dtype=jnp.uint32)) for s in seeds])
+    spec = How(oracle.describe(jc.formats.parse_format(fmt)), text.partition(":")[2] or "nearest_even")
+    want = []
+    for row in range(3):
+        c: Value = ONE
+        factors = zip([start, *own[row]], [True, *MASK[row]], strict=True)
+        for k, (v, counts) in enumerate(factors):
+            if counts:
+                c = arithmetic.multiply(c, oracle_math.values(np.asarray(v)[None])[0])
+                c = rounded(c, spec, F32, int(words[k, row]))
+        want.append(c)
+    same(jc.math.prod(x, text, KEY, axis=1, where=MASK, initial=9.3), oracle_math.array(want))
+
+
+@pytest.mark.slow
+def test_what_is_left_out_has_no_derivative_and_no_nan() -> None:
+    x = jnp.asarray(np.where(MASK, normal(3, 11), np.nan))[:2]
+    some = jnp.asarray(MASK[:2])
+    for name in ("sum", "mean", "std", "prod"):
+        value, slope = jax.value_and_grad(lambda x, name=name: getattr(jc.math, name)(x, "e6m9", where=some))(x)
+        assert np.isfinite(value)
+        assert np.all((np.asarray(slope) != 0) == MASK[:2]), name
+    drawn = jax.vmap(lambda x, m, key: jc.math.mean(x, "e5m3:stochastic", key, where=m))
+    keys = jax.random.split(KEY, 2)
+    same(jax.jit(drawn)(x, some, keys)[1], jc.math.mean(x[1], "e5m3:stochastic", keys[1], where=some[1]))
+
+
 @pytest.mark.slow
 def test_norms() -> None:
     x = normal(4, 5)
@@ -340,7 +412,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scalar": (lambda: untyped.sum(np.float32(1), "e5m2", axis=0), ValueError, "axis=0, but x is a scalar"),
     "keepdims": (lambda: untyped.sum(X, "e5m2", keepdims=1), TypeError, "keepdims=1"),
     "no key": (lambda: untyped.sum(X, "e5m2:stochastic"), ValueError, "key=None"),
-    "integers": (lambda: untyped.cumsum(X.astype(int), "e5m2"), TypeError, "x has dtype int64"),
+    "complex": (lambda: untyped.cumsum(X.astype(complex), "e5m2"), TypeError, "x has dtype complex128"),
+    "where": (
+        lambda: untyped.mean(X, "e5m2", where=X[0, :2] > 0),
+        ValueError,
+        r"where has shape \(2,\), which does not",
+    ),
+    "larger": (
+        lambda: untyped.prod(X[0], "e5m2", where=X > 0),
+        ValueError,
+        r"where has shape \(2, 3\), which does not",
+    ),
+    "mask": (lambda: untyped.sum(X, "e5m2", where=X), TypeError, "where has dtype float32; it must be of booleans"),
+    "initial": (
+        lambda: untyped.prod(X, "e5m2", initial=X),
+        ValueError,
+        r"initial has shape \(2, 3\); it must be a scalar",
+    ),
+    "count": (lambda: untyped.mean(np.broadcast_to(X[0, :1], 1 << 25), "e5m2", where=True), ValueError, "cast x to"),
     "ord": (lambda: untyped.norm(X, "e5m2", ord=3), ValueError, "ord=3 must be one of"),
     "matrix norm": (lambda: untyped.norm(X, "e5m2", ord=2), ValueError, "is a norm of matrices"),
     "a sum's spec": (lambda: untyped.cumsum(X, MatmulSpec()), TypeError, "must be a Spec"),

@@ -67,7 +67,9 @@ def _with_one(known: Spec | None, dtype: Any) -> Spec | None:
     return replace(known, gradient="straight_through") if r.quantum <= 0 < r.top else None
 
 
-def product_along(x: Array, axis: Axes, spec: Spec, seeds: Sequence[Array] | None = None) -> Array:
+def product_along(
+    x: Array, axis: Axes, spec: Spec, seeds: Sequence[Array] | None = None, where: Array | None = None
+) -> Array:
     """The products of `x` along axes, one factor after the other in C order from 1: c <- A(c x_k).
 
     Args:
@@ -75,9 +77,10 @@ def product_along(x: Array, axis: Axes, spec: Spec, seeds: Sequence[Array] | Non
         axis: the axis, or several.
         spec: what every product is rounded to.
         seeds: six uint32, where `spec` draws.
+        where: booleans of the shape of `x`; an element at False leaves c as it is. Default None: all elements.
     """
     rows, outer = _rows(x, axis)
-    last, _ = _run("prod", rows.T, spec, seeds)
+    last, _ = _run("prod", rows.T, spec, seeds, None if where is None else _rows(where, axis)[0].T)
     return last.reshape(outer)
 
 
@@ -104,19 +107,22 @@ def cumulative(
 _STEPS = {"sum": ("add", 0.0), "prod": ("mul", 1.0)}
 
 
-def _run(kind: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None) -> tuple[Array, Array]:
+def _run(
+    kind: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None, where: Array | None = None
+) -> tuple[Array, Array]:
     """The last and every value of c over the first axis; turn k draws with the seeds of turn k of loop 0."""
     name, start = _STEPS[kind]
     ranges = _with_start(spec, columns.dtype)
 
-    def turn(carry: tuple[Array, Array], column: Array) -> tuple[tuple[Array, Array], Array]:
-        c, k = carry
+    def turn(carry: tuple[Array, Array], each: tuple[Array, Array | None]) -> tuple[tuple[Array, Array], Array]:
+        (c, k), (column, counts) = carry, each
         word = words(fold_seeds(seeds, 0, k), c) if draws(spec) and seeds is not None else None
-        c = operation(name, [c, column], spec, word, ranges=ranges)
+        following = operation(name, [c, column], spec, word, ranges=ranges)
+        c = following if counts is None else jnp.where(counts, following, c)
         return (c, k + jnp.uint32(1)), c
 
     first = jnp.full_like(columns[0] if columns.shape[0] else columns.sum(0), start)
-    (last, _), each = lax.scan(turn, (first, jnp.uint32(0)), columns)
+    (last, _), each = lax.scan(turn, (first, jnp.uint32(0)), (columns, where))
     return last, each
 
 

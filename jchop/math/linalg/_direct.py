@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jchop._arguments import SpecLike, as_array
+from jchop._bits import types_for
 from jchop._checks import check_bool
 from jchop._linalg.direct import eliminate, factor_orthogonal, factor_symmetric, substitute, through_factors
 from jchop._linalg.steps import Steps
@@ -23,15 +25,15 @@ def solve_triangular(
     """The solution of a x = b with a triangular matrix, by substitution, column by column (Higham, algorithm 8.1).
 
     Args:
-        a: float16, bfloat16, float32 or float64, shape (n, n); only its triangle is read. Rounded to `spec` first.
-        b: of the same dtype, shape (n,); rounded too.
+        a: float16, bfloat16, float32 or float64, shape (..., n, n); only its triangle is read. Rounded to `spec` first.
+        b: of the same dtype, or promoted as in `jax.numpy`, shape (n,), or (..., n, k) for k columns; rounded too.
         spec: a `jchop.Spec`, a format or text: what every quotient, product and difference is rounded to.
         key: a typed key, needed where `spec` is stochastic; every operation has random words of its own. Default None.
         lower: whether the lower triangle is meant. Default False: the upper one.
         unit_diagonal: whether the diagonal is taken to be 1. Default False.
 
     Returns:
-        x, shape (n,). A zero on the diagonal gives infinities or NaN.
+        x, of the shape of `b`, with the leading axes of both. A zero on the diagonal gives infinities or NaN.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
@@ -45,20 +47,21 @@ def solve_triangular(
     check_bool("lower", lower)
     check_bool("unit_diagonal", unit_diagonal)
     a, b = as_array("a", a), as_array("b", b)
-    right_side(b, square(a))
-    return evaluate(Bound(substitute, (), (("lower", lower), ("unit", unit_diagonal))), "ab", (a, b), spec, key)
+    cores = (2, right_side(b, square(a)))
+    return evaluate(Bound(substitute, (), (("lower", lower), ("unit", unit_diagonal))), "ab", (a, b), cores, spec, key)
 
 
 def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """The factors of a[p] = l u, with partial pivoting (Higham, algorithm 9.2, by outer products).
 
     Args:
-        a: float16, bfloat16, float32 or float64, shape (n, n). Rounded to `spec` first.
+        a: float16, bfloat16, float32 or float64, shape (..., n, n). Rounded to `spec` first.
         spec: a `jchop.Spec`, a format or text: what every quotient, product and difference is rounded to.
         key: a typed key, needed where `spec` is stochastic. Default None.
 
     Returns:
-        Two arrays: l below the diagonal (its own is 1) and u on and above it, shape (n, n); and p, int32, shape (n,).
+        Two arrays: l below the diagonal (its own is 1) and u on and above it, shape (..., n, n); and p, int32, shape
+        (..., n).
         A column of zeros gives NaN in l.
 
     Raises:
@@ -73,7 +76,7 @@ def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """
     a = as_array("a", a)
     square(a)
-    return evaluate(_lu, "a", (a,), spec, key)
+    return evaluate(_lu, "a", (a,), (2,), spec, key)
 
 
 def _lu(steps: Steps, a: Array) -> tuple[Array, Array]:
@@ -85,12 +88,12 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
 
     Args:
         factors: what `jchop.math.linalg.lu` gave.
-        b: of their dtype, shape (n,). Rounded to `spec` first, as the factors are.
+        b: of their dtype, shape (n,), or (..., n, k) for k columns. Rounded to `spec` first, as the factors are.
         spec: a `jchop.Spec`, a format or text: what every operation is rounded to.
         key: a typed key, needed where `spec` is stochastic. Default None.
 
     Returns:
-        x, shape (n,).
+        x, of the shape of `b`, with the leading axes of all.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`, or for factors[1] that is no
@@ -107,24 +110,35 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
     packed, p = (as_array(f"factors[{i}]", factors[i]) for i in (0, 1))
     b = as_array("b", b)
     n = square(packed, "factors[0]")
-    right_side(b, n)
+    cores = (2, right_side(b, n))
     permutation(p, n, "factors[1]")
+    return evaluate(through_factors, ("factors[0]", "b"), (packed, _in_order(b, p)), cores, spec, key)
+
+
+def _in_order(b: Any, p: Any) -> Any:
+    """The rows of a right-hand side in pivot order; one vector has the axes of a batch of permutations."""
     if isinstance(p, jax.Array) and not isinstance(b, jax.Array):
-        b = jnp.asarray(b)
-    return evaluate(through_factors, ("factors[0]", "b"), (packed, b[p]), spec, key)
+        with types_for(b.dtype):
+            b = jnp.asarray(b)
+    if b.ndim == 1:
+        return b[p]
+    module: Any = jnp if isinstance(b, jax.Array) else np
+    places = p.reshape(*(1,) * (b.ndim - 1 - p.ndim), *p.shape, 1)
+    rows = b.reshape(*(1,) * (places.ndim - b.ndim), *b.shape)
+    return module.take_along_axis(rows, places, axis=-2)
 
 
 def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """The lower triangular l of a = l lᵀ (Higham, algorithm 10.2, by outer products).
 
     Args:
-        a: float16, bfloat16, float32 or float64, shape (n, n), symmetric and positive definite; the lower triangle is
-            read. Rounded to `spec` first.
+        a: float16, bfloat16, float32 or float64, shape (..., n, n), symmetric and positive definite; the lower triangle
+            is read. Rounded to `spec` first.
         spec: a `jchop.Spec`, a format or text: what every root, quotient, product and difference is rounded to.
         key: a typed key, needed where `spec` is stochastic. Default None.
 
     Returns:
-        l, shape (n, n), zeros above the diagonal. Where a pivot is negative, NaN from there on.
+        l, shape (..., n, n), zeros above the diagonal. Where a pivot is negative, NaN from there on.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`.
@@ -136,7 +150,7 @@ def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """
     a = as_array("a", a)
     square(a)
-    return evaluate(factor_symmetric, "a", (a,), spec, key)
+    return evaluate(factor_symmetric, "a", (a,), (2,), spec, key)
 
 
 def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -146,13 +160,13 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     v = x / (x_0 - beta) but for v_0 = 1, and I - tau v vᵀ is applied to the columns to the right.
 
     Args:
-        a: float16, bfloat16, float32 or float64, shape (m, n) with m >= n. Rounded to `spec` first.
+        a: float16, bfloat16, float32 or float64, shape (..., m, n) with m >= n. Rounded to `spec` first.
         spec: a `jchop.Spec`, a format or text: what every operation is rounded to. The norms are not scaled, so that
             squares can overflow where a format has little range.
         key: a typed key, needed where `spec` is stochastic. Default None.
 
     Returns:
-        q of shape (m, m) and r of shape (m, n).
+        q of shape (..., m, m) and r of shape (..., m, n).
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`, or if m < n.
@@ -164,6 +178,6 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
         [[-5.0, -2.203125], [0.0, -0.3984375]]
     """
     a = as_array("a", a)
-    if a.ndim != 2 or a.shape[0] < a.shape[1]:
-        raise ValueError(f"a has shape {tuple(a.shape)}; it must be (m, n) with m >= n (jax.vmap takes many)")
-    return evaluate(factor_orthogonal, "a", (a,), spec, key)
+    if a.ndim < 2 or a.shape[-2] < a.shape[-1]:
+        raise ValueError(f"a has shape {tuple(a.shape)}; it must be (..., m, n) with m >= n")
+    return evaluate(factor_orthogonal, "a", (a,), (2,), spec, key)

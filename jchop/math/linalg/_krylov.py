@@ -3,42 +3,88 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._arguments import SpecLike, as_array
+from jchop._arguments import SpecLike, as_array, as_operands, has_tracer
 from jchop._checks import check_int
+from jchop._core.arithmetic.operations import operation_carrier
 from jchop._linalg.direct import substitute
 from jchop._linalg.steps import Steps
-from jchop.math.linalg._steps import Bound, evaluate, right_side, square
+from jchop.math.linalg._operator import Operator, as_operator
+from jchop.math.linalg._steps import evaluate, right_side, square
 
 Array = jax.Array
+
+
+#: The product of a matrix or a linear operator and a vector, in the arithmetic of a step.
+_Image = Callable[[Steps, Array], Array]
 
 
 @dataclass(frozen=True)
 class _Plan:
     """What is static of a solver."""
 
-    tol: float
-    atol: float
+    method: Callable[[_System, Steps], tuple[Array, Array]]
+    names: tuple[str, ...]  # of the operands
+    operators: tuple[tuple[str, Operator, int, int], ...]  # those given as functions, and the places of their constants
     maxiter: int
     restart: int
-    has_start: bool
-    has_preconditioner: bool
+
+    def __call__(self, steps: Steps, *operands: Array) -> tuple[Array, Array]:
+        """The operands that are rounded, the two tolerances, and the constants of operators."""
+        given = dict(zip(self.names, operands, strict=False))
+        tol, atol, *constants = operands[len(self.names) :]
+        images: dict[str, _Image] = {name: _of_matrix(given[name]) for name in ("a", "M") if name in given}
+        images |= {name: _of_operator(how, constants[i:j]) for name, how, i, j in self.operators}
+        b, x0 = given["b"], given.get("x0")
+        if not b.size:
+            return jnp.zeros_like(b), jnp.zeros((*b.shape[1:], self.maxiter * self.restart + 1), b.dtype)
+        tol, atol = tol.astype(b.dtype), atol.astype(b.dtype)
+        system = _System(images["a"], images.get("M"), b, x0, tol, atol, self.maxiter, self.restart)
+        if b.ndim == 1:
+            return self.method(system, steps)
+
+        def column(j: Array, b: Array, x0: Array | None) -> tuple[Array, Array]:
+            return self.method(replace(system, b=b, x0=x0), steps.at(j))
+
+        each = jax.vmap(column, (0, 1, None if x0 is None else 1), (1, 0))
+        return each(jnp.arange(b.shape[1], dtype=jnp.uint32), b, x0)
+
+
+@dataclass(frozen=True)
+class _System:
+    """A system with one right-hand side."""
+
+    image: _Image
+    inverse: _Image | None
+    b: Array
+    x0: Array | None
+    tol: Array
+    atol: Array
+    maxiter: int
+    restart: int
 
     def limit(self, norm: Array) -> Array:
         """The norm of the residual at which to stop, for that of b; no arithmetic that is emulated."""
         return jnp.maximum(self.tol * norm, self.atol)
 
-    def optional(self, operands: tuple[Array, ...]) -> tuple[Array | None, Array | None]:
-        """The start and the preconditioner, None for one that was not given."""
-        given = iter(operands)
-        return next(given) if self.has_start else None, next(given) if self.has_preconditioner else None
+    def conditioned(self, now: Steps, r: Array) -> Array:
+        """A residual times M."""
+        return r if self.inverse is None else self.inverse(now, r)
+
+
+def _of_matrix(a: Array) -> _Image:
+    return lambda now, v: now.matmul(a, v)
+
+
+def _of_operator(operator: Operator, constants: Sequence[Array]) -> _Image:
+    return lambda now, v: now.rounded(operator(constants, v))
 
 
 def _solve(
@@ -46,25 +92,46 @@ def _solve(
     operands: dict[str, Any],
     spec: SpecLike,
     key: Array | None,
-    tol: float,
-    atol: float,
+    tol: Any,
+    atol: Any,
     maxiter: int | None,
-    restart: int = 1,
+    restart: int | None = None,
 ) -> Any:
-    arrays = {name: as_array(name, value) for name, value in operands.items() if value is not None}
-    n = square(arrays["a"])
-    for name in ("b", "x0"):
-        if name in arrays:
-            right_side(arrays[name], n, name)
+    given = {name: value for name, value in operands.items() if value is not None}
+    functions = {name: value for name, value in given.items() if name in ("a", "M") and callable(value)}
+    names = [name for name in given if name not in functions]
+    arrays = dict(zip(names, as_operands(names, [given[name] for name in names]), strict=True))
+    b = arrays["b"]
+    if not b.ndim:
+        raise ValueError("b is a scalar; it must be (n,), or (..., n, k) for k columns")
+    n = square(arrays["a"]) if "a" in arrays else b.shape[0 if b.ndim == 1 else -2]
+    core = right_side(b, n)
+    if "x0" in arrays and arrays["x0"].shape != b.shape:
+        raise ValueError(f"x0 has shape {arrays['x0'].shape}; it must be that of b, {b.shape}")
     if "M" in arrays and square(arrays["M"], "M") != n:
         raise ValueError(f"M has shape {arrays['M'].shape}; it must be that of a, {(n, n)}")
-    for name, value in (("tol", tol), ("atol", atol)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r} must be a finite number >= 0")
     turns = 10 * n if maxiter is None else check_int("maxiter", maxiter, 1)
-    restart = min(check_int("restart", restart, 1), n)
-    plan = _Plan(float(tol), float(atol), turns, restart, "x0" in arrays, "M" in arrays)
-    return evaluate(Bound(method, (plan,)), list(arrays), list(arrays.values()), spec, key)
+    cycle = 1 if restart is None else min(check_int("restart", restart, 1), n)
+    constants: list[Any] = [_tolerance("tol", tol), _tolerance("atol", atol)]
+    operators = []
+    for name, function in functions.items():
+        operator, more = as_operator(name, function, n, operation_carrier(b.dtype).name)
+        operators.append((name, operator, len(constants) - 2, len(constants) - 2 + len(more)))
+        constants += more
+    plan = _Plan(method, tuple(names), tuple(operators), turns, cycle)
+    cores = [2 if name in ("a", "M") else core for name in names]
+    return evaluate(plan, names, list(arrays.values()), cores, spec, key, constants)
+
+
+def _tolerance(name: str, value: Any) -> Any:
+    """A tolerance as a scalar, which may be traced."""
+    array = as_array(name, value)
+    real = jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
+    if array.shape != () or not real:
+        raise TypeError(f"{name}={value!r} must be a finite number >= 0")
+    if not has_tracer(array) and not 0 <= float(array) < math.inf:
+        raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+    return array
 
 
 def cg(
@@ -74,8 +141,8 @@ def cg(
     key: Array | None = None,
     *,
     x0: Any = None,
-    tol: float = 1e-5,
-    atol: float = 0.0,
+    tol: Any = 1e-5,
+    atol: Any = 0.0,
     maxiter: int | None = None,
     M: Any = None,
 ) -> Any:
@@ -85,20 +152,27 @@ def cg(
     max(tol √(bᵀb), atol); this comparison is made in the dtype.
 
     Args:
-        a: float16, bfloat16, float32 or float64, shape (n, n), symmetric and positive definite. Rounded to `spec`
-            first, as are the other arrays.
-        b: of the same dtype, shape (n,).
+        a: float16, bfloat16, float32 or float64, shape (..., n, n), symmetric and positive definite. Rounded to `spec`
+            first, as are the other arrays. Or a linear operator: a pure function of a vector, float32 or float64 of
+            shape (n,), whose result is rounded to `spec`. It computes in its own arithmetic, for example that of
+            ``lambda v: jc.math.matmul(a, v, spec)``. It is traced in each call, and compiled again only if its program
+            is another one; arrays that it closes over may change.
+        b: of the same dtype, or promoted as in `jax.numpy`, shape (n,), or (..., n, k) for k columns, each of which is
+            a system.
         spec: a `jchop.Spec`, a format or text: what every operation is rounded to; sums run one term after the other.
-        key: a typed key, needed where `spec` is stochastic. Default None.
-        x0: the start, shape (n,). Default None: zeros.
-        tol: relative tolerance. Default 1e-5; 0 with ``atol=0`` takes all steps until the residual is zero.
+        key: a typed key, needed where `spec` is stochastic. Column j draws as iteration j of a loop. Default None.
+        x0: the start, of the shape of `b`. Default None: zeros.
+        tol: relative tolerance, a number of any kind. Default 1e-5; 0 with ``atol=0`` takes all steps until the
+            residual is zero. Another tolerance is no other program.
         atol: absolute tolerance. Default 0.
         maxiter: the most steps, >= 1. Default None: 10 n.
-        M: a preconditioner, shape (n, n): an approximate inverse of a, symmetric and positive definite. Default None.
+        M: a preconditioner, shape (..., n, n), or a linear operator: an approximate inverse of a, symmetric and
+            positive definite. Default None.
 
     Returns:
-        x, shape (n,), and rᵀr before each step and after the last, shape (maxiter + 1,); behind the step at which the
-        method stops its last value is repeated.
+        x, of the shape of `b` with the leading axes of all; and rᵀr before each step and after the last, shape
+        (maxiter + 1,), after the leading axes and that of columns; behind the step at which the method stops its last
+        value is repeated.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
@@ -113,33 +187,33 @@ def cg(
     return _solve(_cg, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter)
 
 
-def _cg(plan: _Plan, steps: Steps, a: Array, b: Array, *optional: Array) -> tuple[Array, Array]:
-    x0, m = plan.optional(optional)
+def _cg(system: _System, steps: Steps) -> tuple[Array, Array]:
+    b, x0, inverse = system.b, system.x0, system.inverse
 
     def turn(state: tuple[Array, ...]) -> tuple[Array, ...]:
         k, x, r, p, product, _, history = state
         now = steps.at(k)
-        image = now.matmul(a, p)
+        image = system.image(now, p)
         length = now.div(product, now.dot(p, image))
         x, r = now.add(x, now.mul(length, p)), now.sub(r, now.mul(length, image))
         squares = now.dot(r, r)
-        z = r if m is None else now.matmul(m, r)
-        following = squares if m is None else now.dot(r, z)
+        z = system.conditioned(now, r)
+        following = squares if inverse is None else now.dot(r, z)
         p = now.add(z, now.mul(now.div(following, product), p))
         return k + 1, x, r, p, following, squares, history.at[k + 1].set(squares)
 
     def goes_on(state: tuple[Array, ...]) -> Array:
-        return (state[0] < plan.maxiter) & ~(state[5] <= limit)
+        return (state[0] < system.maxiter) & ~(state[5] <= limit)
 
-    r = b if x0 is None else steps.sub(b, steps.matmul(a, x0))
+    r = b if x0 is None else steps.sub(b, system.image(steps, x0))
     squares = steps.dot(r, r)
-    limit = plan.limit(jnp.sqrt(squares if x0 is None else steps.dot(b, b))) ** 2
-    z = r if m is None else steps.matmul(m, r)
-    product = squares if m is None else steps.dot(r, z)
-    history = jnp.zeros(plan.maxiter + 1, b.dtype).at[0].set(squares)
+    limit = system.limit(jnp.sqrt(squares if x0 is None else steps.dot(b, b))) ** 2
+    z = system.conditioned(steps, r)
+    product = squares if inverse is None else steps.dot(r, z)
+    history = jnp.zeros(system.maxiter + 1, b.dtype).at[0].set(squares)
     x = jnp.zeros_like(b) if x0 is None else x0
     k, x, *_, squares, history = lax.while_loop(goes_on, turn, (jnp.int32(0), x, r, z, product, squares, history))
-    return x, jnp.where(jnp.arange(plan.maxiter + 1) > k, squares, history)
+    return x, jnp.where(jnp.arange(system.maxiter + 1) > k, squares, history)
 
 
 def gmres(
@@ -149,8 +223,8 @@ def gmres(
     key: Array | None = None,
     *,
     x0: Any = None,
-    tol: float = 1e-5,
-    atol: float = 0.0,
+    tol: Any = 1e-5,
+    atol: Any = 0.0,
     restart: int = 20,
     maxiter: int | None = None,
     M: Any = None,
@@ -161,21 +235,23 @@ def gmres(
     before a cycle if the norm of M (b - a x) is at most max(tol √(bᵀb), atol); this comparison is made in the dtype.
 
     Args:
-        a: float16, bfloat16, float32 or float64, shape (n, n). Rounded to `spec` first, as are the other arrays.
-        b: of the same dtype, shape (n,).
+        a: float16, bfloat16, float32 or float64, shape (..., n, n), or a linear operator as in `jchop.math.linalg.cg`.
+            Rounded to `spec` first, as are the other arrays.
+        b: as in `jchop.math.linalg.cg`.
         spec: a `jchop.Spec`, a format or text: what every operation is rounded to; sums run one term after the other.
-        key: a typed key, needed where `spec` is stochastic. Default None.
-        x0: the start, shape (n,). Default None: zeros.
+        key: as in `jchop.math.linalg.cg`.
+        x0: the start, of the shape of `b`. Default None: zeros.
         tol: relative tolerance. Default 1e-5.
         atol: absolute tolerance. Default 0.
         restart: vectors in the basis of a cycle, >= 1, of which n are used at most. Default 20.
         maxiter: the most cycles, >= 1. Default None: 10 n.
-        M: a preconditioner, shape (n, n): an approximate inverse of a. Default None.
+        M: a preconditioner, shape (..., n, n), or a linear operator: an approximate inverse of a. Default None.
 
     Returns:
-        x, shape (n,), and the norms of the residual as the rotations have it, shape (maxiter restart + 1,), `restart`
-        for each cycle. If the basis cannot grow, because the residual is zero, the rest of the cycle has no effect;
-        behind the cycle at which the method stops the last norm is repeated.
+        x, as `jchop.math.linalg.cg`, and the norms of the residual as the rotations have it, shape
+        (maxiter restart + 1,) after other axes, `restart` for each cycle. If the basis cannot grow, because the
+        residual is zero, the rest of the cycle has no effect; behind the cycle at which the method stops the last norm
+        is repeated.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.cg`.
@@ -189,18 +265,14 @@ def gmres(
     return _solve(_gmres, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter, restart)
 
 
-def _gmres(plan: _Plan, steps: Steps, a: Array, b: Array, *optional: Array) -> tuple[Array, Array]:
-    x0, m = plan.optional(optional)
-    size = plan.restart
-
-    def conditioned(now: Steps, r: Array) -> Array:
-        return r if m is None else now.matmul(m, r)
+def _gmres(system: _System, steps: Steps) -> tuple[Array, Array]:
+    b, x0, size = system.b, system.x0, system.restart
 
     def image(now: Steps, v: Array) -> Array:
-        return conditioned(now, now.matmul(a, v))
+        return system.conditioned(now, system.image(now, v))
 
     def residual(now: Steps, x: Array) -> Array:
-        return conditioned(now, now.sub(b, now.matmul(a, x)))
+        return system.conditioned(now, now.sub(b, system.image(now, x)))
 
     def cycle(state: tuple[Array, ...]) -> tuple[Array, ...]:
         k, x, r, _, history = state
@@ -211,21 +283,21 @@ def _gmres(plan: _Plan, steps: Steps, a: Array, b: Array, *optional: Array) -> t
         return k + 1, x, r, now.norm(r), lax.dynamic_update_slice(history, norms[1:], (k * size + 1,))
 
     def goes_on(state: tuple[Array, ...]) -> Array:
-        return (state[0] < plan.maxiter) & ~(state[3] <= limit)
+        return (state[0] < system.maxiter) & ~(state[3] <= limit)
 
-    r = conditioned(steps, b) if x0 is None else residual(steps, x0)
+    r = system.conditioned(steps, b) if x0 is None else residual(steps, x0)
     change, norms = minimal_residual(steps, image, r, size)
-    limit = plan.limit(norms[0] if x0 is None and m is None else steps.norm(b))
+    limit = system.limit(norms[0] if x0 is None and system.inverse is None else steps.norm(b))
     stays = norms[0] <= limit
     x = jnp.where(stays, 0, change) if x0 is None else jnp.where(stays, x0, steps.add(x0, change))
-    history = jnp.zeros(plan.maxiter * size + 1, b.dtype).at[: size + 1].set(norms)
+    history = jnp.zeros(system.maxiter * size + 1, b.dtype).at[: size + 1].set(norms)
     k = jnp.int32(1)
-    if plan.maxiter > 1:
+    if system.maxiter > 1:
         r = residual(steps, x)
         left = jnp.where(stays, norms[0], steps.norm(r))
         k, x, _, _, history = lax.while_loop(goes_on, cycle, (k, x, r, left, history))
     last = jnp.where(stays, 0, k) * size
-    return x, jnp.where(jnp.arange(plan.maxiter * size + 1) > last, history[last], history)
+    return x, jnp.where(jnp.arange(system.maxiter * size + 1) > last, history[last], history)
 
 
 def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Array, count: int) -> tuple[Array, Array]:

@@ -22,7 +22,7 @@ from jchop._settings import compiled, split
 from jchop.math._carrier import frexp
 from jchop.math._family import as_dtype
 from jchop.math.linalg._krylov import minimal_residual
-from jchop.math.linalg._steps import check_specs, right_side, square, without_derivative
+from jchop.math.linalg._steps import batch_of, check_specs, in_batches, right_side, square, without_derivative
 from jchop.spec import Spec, as_spec
 
 Array = jax.Array
@@ -66,18 +66,21 @@ def refine(
     little range. The matrix is not scaled: its elements and those of u have to lie in the range of ``factor``.
 
     Args:
-        a: float32 or float64 (or of 16 bits), shape (n, n); rounded to ``working`` first.
-        b: of the same dtype, shape (n,); rounded to ``working`` first.
+        a: float32 or float64 (or of 16 bits), shape (..., n, n); rounded to ``working`` first.
+        b: of the same dtype, or promoted as in `jax.numpy`, shape (n,), or (..., n, k) for k columns, each of which is
+            a system; rounded to ``working`` first.
         factor: a `jchop.Spec`, a format or text, of the factorization.
         working: of x.
         residual: of residuals; the dtype has to hold it.
-        key: a typed key, needed where any of them is stochastic. Default None.
+        key: a typed key, needed where any of them is stochastic. System i of a batch, in C order, draws from
+            `jax.random.fold_in` of it with i, and column j as iteration j of a loop. Default None.
         method: ``"lu"`` (default) or ``"gmres"``.
         steps: how many. Default 10.
         inner: steps of GMRES in each. Default 10.
 
     Returns:
-        All iterates, shape (steps + 1, n), the first from the factors alone, or zeros where that overflows.
+        All iterates, shape (steps + 1, n), or (..., steps + 1, n, k), the first from the factors alone, or zeros where
+        that overflows.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
@@ -92,30 +95,52 @@ def refine(
     """
     check_choice("method", method, ("lu", "gmres"))
     a, b = as_array("a", a), as_array("b", b)
-    right_side(b, square(a))
+    core = right_side(b, square(a))
     names = ("factor", "working", "residual")
     specs = [as_spec(spec, name) for spec, name in zip((factor, working, residual), names, strict=True)]
     plan = _Plan(specs[0], specs[1], specs[2], method, check_int("steps", steps, 0), check_int("inner", inner, 1))
     arrays = as_operands("ab", (a, b))
     check_specs(specs, arrays[0].dtype, names)
     stochastic = next((spec for spec in specs if draws(spec)), None)
-    return run(partial(_refine, plan), arrays, checked_key(key, stochastic is not None, stochastic))
+    batch = batch_of("ab", arrays, (2, core))
+    key = checked_key(key, stochastic is not None, stochastic)
+    return run(partial(_refine, plan, core, batch), arrays, key)
 
 
-@partial(compiled, static_argnums=0, inline=True)
-def _refine(plan: _Plan, a: Array, b: Array, key: Array | None) -> Array:
+@partial(compiled, static_argnums=(0, 1, 2), inline=True)
+def _refine(plan: _Plan, core: int, batch: tuple[int, ...], a: Array, b: Array, key: Array | None) -> Array:
+    return in_batches(partial(_system, plan), (2, core), batch, [jnp.asarray(a), jnp.asarray(b)], key)
+
+
+def _system(plan: _Plan, a: Array, b: Array, key: Array | None) -> Array:
     keys = [None] * 5 if key is None else list(split(key, 5))
-    rounded = [widened(round_to_format(jnp.asarray(x), plan.working, k)) for x, k in zip((a, b), keys, strict=False)]
+    rounded = [widened(round_to_format(x, plan.working, k)) for x, k in zip((a, b), keys, strict=False)]
     return as_dtype(without_derivative(partial(_iterates, plan), rounded, keys[2:]), a.dtype)
 
 
 def _iterates(plan: _Plan, operands: list[Array], keys: list[Array | None]) -> Array:
     a, b = operands
+    if not b.size:
+        return jnp.zeros((plan.steps + 1, *b.shape), b.dtype)
     factor, working, residual = (
         Steps(spec, None if k is None or not draws(spec) else seed_words(k), a.dtype)
         for spec, k in zip((plan.factor, plan.working, plan.residual), keys, strict=True)
     )
     packed, p, _ = eliminate(factor, factor.rounded(a))
+    if b.ndim == 1:
+        return _of_column(plan, (a, packed, p), b, factor, working, residual)
+
+    def column(j: Array, b: Array) -> Array:
+        return _of_column(plan, (a, packed, p), b, factor.at(j), working.at(j), residual.at(j))
+
+    return jax.vmap(column, (0, 1), 2)(jnp.arange(b.shape[1], dtype=jnp.uint32), b)
+
+
+def _of_column(
+    plan: _Plan, matrix: tuple[Array, Array, Array], b: Array, factor: Steps, working: Steps, residual: Steps
+) -> Array:
+    """The iterates of one right-hand side, with the matrix, its factors and its rows in pivot order."""
+    a, packed, p = matrix
 
     def from_factors(now: Steps, r: Array) -> Array:
         """(l u)⁻¹ r by the factors as they are, with `r` of any size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,14 +39,77 @@ class Bound:
 
 
 def evaluate(
-    function: Callable[..., Any], names: Sequence[str], operands: Sequence[Any], spec: SpecLike, key: Array | None
+    function: Callable[..., Any],
+    names: Sequence[str],
+    operands: Sequence[Any],
+    cores: Sequence[int],
+    spec: SpecLike,
+    key: Array | None,
+    constants: Sequence[Any] = (),
 ) -> Any:
-    """``function(steps, *operands)`` on rounded, wide operands."""
+    """``function(steps, *operands, *constants)`` on rounded, wide operands, for each system of a batch.
+
+    Args:
+        function: of the arithmetic and the operands of one system.
+        names: of the operands.
+        operands: arrays; the axes before the last ones of one system are those of a batch, and broadcast.
+        cores: how many axes an operand of one system has.
+        spec: of every operation.
+        key: for a batch, system i, in C order, draws from `jax.random.fold_in` of it with i.
+        constants: further arguments, of all systems, which are not rounded.
+    """
     spec = as_spec(spec)
     arrays = as_operands(names, operands)
     check_specs([spec], arrays[0].dtype)
     key = checked_key(key, draws(spec), spec)
-    return run(partial(_evaluate, function, spec, len(arrays)), arrays, key)
+    batch = batch_of(names, arrays, cores)
+    system = Bound(_system, (function, spec, len(arrays)))
+    return run(partial(_evaluate, system, tuple(cores), batch), (*arrays, *constants), key)
+
+
+def batch_of(names: Sequence[str], arrays: Sequence[Any], cores: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a batch of systems, () for one."""
+    outer = [array.shape[: array.ndim - core] for array, core in zip(arrays, cores, strict=True)]
+    try:
+        return np.broadcast_shapes(*outer)
+    except ValueError:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
+        raise ValueError(f"the leading axes of the operands do not broadcast: {shapes}") from None
+
+
+@partial(compiled, static_argnums=(0, 1, 2), inline=True)
+def _evaluate(
+    system: Callable[..., Any], cores: tuple[int, ...], batch: tuple[int, ...], *operands_and_key: Any
+) -> Any:
+    *given, key = operands_and_key
+    return in_batches(system, cores, batch, list(map(jnp.asarray, given)), key)
+
+
+def in_batches(
+    system: Callable[..., Any], cores: Sequence[int], batch: tuple[int, ...], operands: list[Array], key: Array | None
+) -> Any:
+    """``system(*operands, key)`` for each system of a batch; operands beyond `cores` belong to all of them."""
+    if not batch:
+        return system(*operands, key)
+    count = math.prod(batch)
+    axes: list[int | None] = [None] * len(operands)
+    for i, core in enumerate(cores):
+        x = operands[i]
+        if x.ndim > core:
+            inner = x.shape[x.ndim - core :]
+            operands[i], axes[i] = jnp.broadcast_to(x, batch + inner).reshape(count, *inner), 0
+    keys = None if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count, dtype=jnp.uint32))
+    each = jax.vmap(system, in_axes=(*axes, None if key is None else 0), axis_size=count)(*operands, keys)
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), each)
+
+
+def _system(function: Callable[..., Any], spec: Spec, count: int, *operands_and_key: Any) -> Any:
+    *given, key = operands_and_key
+    operands, constants = given[:count], given[count:]
+    keys = [None] * (count + 1) if key is None else list(split(key, count + 1))
+    rounded = [widened(round_to_format(x, spec, k)) for x, k in zip(operands, keys, strict=False)]
+    result = without_derivative(partial(_in_steps, function, spec), [*rounded, *constants], keys[-1])
+    return as_dtype(result, operands[0].dtype)
 
 
 def check_specs(specs: Sequence[Spec], dtype: Any, names: Sequence[str] = ("spec",)) -> None:
@@ -55,14 +119,6 @@ def check_specs(specs: Sequence[Spec], dtype: Any, names: Sequence[str] = ("spec
         check_operation(spec, dtype, name)
         if spec.gradient != type(spec.gradient)():
             raise ValueError(f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
-
-
-@partial(compiled, static_argnums=(0, 1, 2), inline=True)
-def _evaluate(function: Callable[..., Any], spec: Spec, count: int, *operands_and_key: Any) -> Any:
-    *operands, key = operands_and_key
-    keys = [None] * (count + 1) if key is None else list(split(key, count + 1))
-    rounded = [widened(round_to_format(jnp.asarray(x), spec, k)) for x, k in zip(operands, keys, strict=False)]
-    return as_dtype(without_derivative(partial(_in_steps, function, spec), rounded, keys[-1]), operands[0].dtype)
 
 
 def _in_steps(function: Callable[..., Any], spec: Spec, operands: list[Array], key: Array | None) -> Any:
@@ -85,22 +141,22 @@ def _refuse(function: Callable[..., Any], primals: tuple, tangents: tuple) -> An
 
 
 def square(a: Any, name: str = "a") -> int:
-    """The order of a matrix."""
-    shape = getattr(a, "shape", None) or jnp.shape(a)
-    if len(shape) != 2 or shape[0] != shape[1]:
-        raise ValueError(f"{name} has shape {tuple(shape)}; it must be a square matrix (jax.vmap takes many)")
-    return shape[0]
+    """The order of a matrix, or of each in a batch."""
+    if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"{name} has shape {tuple(a.shape)}; it must be a square matrix, (..., n, n)")
+    return a.shape[-1]
 
 
 def permutation(p: Any, n: int, name: str) -> None:
     """Refuse an array that is no permutation of n rows; the numbers of a traced one are not known."""
-    if p.shape != (n,) or not jnp.issubdtype(p.dtype, jnp.integer):
+    if p.shape[-1:] != (n,) or not jnp.issubdtype(p.dtype, jnp.integer):
         raise ValueError(f"{name} has shape {p.shape} and dtype {p.dtype}; it must be {n} integers")
-    if not isinstance(p, jax.core.Tracer) and sorted(np.asarray(p).tolist()) != list(range(n)):
+    if not isinstance(p, jax.core.Tracer) and np.any(np.sort(np.asarray(p)) != np.arange(n)):
         raise ValueError(f"{name}={np.asarray(p).tolist()} must be a permutation of 0 to {n - 1}")
 
 
-def right_side(b: Any, n: int, name: str = "b") -> None:
-    """Refuse a right-hand side that is no vector of n elements."""
-    if jnp.shape(b) != (n,):
-        raise ValueError(f"{name} has shape {jnp.shape(b)}; it must be ({n},) (jax.vmap takes many)")
+def right_side(b: Any, n: int, name: str = "b") -> int:
+    """How many axes a right-hand side of one system has: 1 for a vector of n elements, 2 for columns (..., n, k)."""
+    if b.shape != (n,) and (b.ndim < 2 or b.shape[-2] != n):
+        raise ValueError(f"{name} has shape {tuple(b.shape)}; it must be ({n},), or (..., {n}, k) for k columns")
+    return min(b.ndim, 2)

@@ -1,0 +1,282 @@
+"""Functions of a few operations on each element, every one rounded: where, cross, linspace, interp."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._arguments import Array, SpecLike, as_array, as_operands, carrier_of, checked_key, is_whole, run
+from jchop._bits import CARRIERS
+from jchop._checks import check_bool, check_int
+from jchop._core.arithmetic.operations import check_operation, widened
+from jchop._core.arithmetic.ranges import carrier_range, range_of
+from jchop._core.rounding.grid import require_carrier
+from jchop._round import round_to_format
+from jchop._settings import compiled, split
+from jchop.math._extrema import in_order
+from jchop.math._family import as_dtype, check_backward, exactly
+from jchop.math._parts import check_axis
+from jchop.math._sums import anything
+from jchop.spec import Spec, as_spec
+
+__all__ = ["cross", "interp", "linspace", "where"]
+
+
+def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """`x` where `condition` is true, else `y`, as `jax.numpy.where`; both are rounded to `spec` first.
+
+    Args:
+        condition: booleans, or integers, of which 0 is false.
+        x: float16, bfloat16, float32 or float64.
+        y: of the same dtype, or promoted as in `jax.numpy`; the three broadcast.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and `y`. Default None.
+
+    Returns:
+        An array of the dtype of `x` and `y`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for a condition of another dtype.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.where([True, False], [1.1, 1.1], 0.3, "e5m2").tolist()
+        [1.0, 0.3125]
+    """
+    spec, arrays = _arguments(("x", "y"), (x, y), spec)
+    chosen = as_array("condition", condition)
+    if not is_whole(chosen.dtype):
+        raise TypeError(f"condition has dtype {chosen.dtype}; allowed: booleans and integers, such as condition != 0")
+    key = checked_key(key, spec.rounding.stochastic, spec)
+    return run(partial(_where, spec), (*arrays, chosen), key)
+
+
+@partial(compiled, static_argnums=0, inline=True)
+def _where(spec: Spec, x: Array, y: Array, condition: Array, key: Array | None) -> Array:
+    x, y = _rounded(spec, (x, y), _keys(key, 2))
+    return jnp.where(jnp.asarray(condition) != 0, x, y)
+
+
+def cross(
+    a: Any,
+    b: Any,
+    spec: SpecLike,
+    key: Array | None = None,
+    *,
+    axisa: int = -1,
+    axisb: int = -1,
+    axisc: int = -1,
+    axis: int | None = None,
+) -> Any:
+    """The cross product of vectors, as `jax.numpy.cross`: each element is A(P(a_i b_j) - P(a_j b_i)).
+
+    Both products and their difference are rounded to `spec`. A vector of two elements has a third one, +0; of two such
+    vectors the third element of the product is returned.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, vectors of two or three elements; rounded to `spec` first.
+        b: of the same dtype, or promoted as in `jax.numpy`; the other axes broadcast.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic; it is split into five, for `a`, `b`, the first and the
+            second products, and the differences. Random bits of these are indexed by an array with the elements of a
+            vector last. Default None.
+        axisa: the axis of `a` with the elements. Default -1.
+        axisb: that of `b`. Default -1.
+        axisc: that of the result. Default -1.
+        axis: all three. Default None.
+
+    Returns:
+        An array of the dtype of the operands.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.cross([1.0, 2.0, 3.0], [1.25, 1.0, -1.0], "e5m2").tolist()
+        [-5.0, 5.0, -1.5]
+    """
+    spec, (x, y) = _arguments(("a", "b"), (a, b), spec)
+    if axis is not None:
+        axisa = axisb = axisc = axis
+    places = check_axis(axisa, x.ndim, "axisa"), check_axis(axisb, y.ndim, "axisb")
+    lengths = x.shape[places[0]], y.shape[places[1]]
+    if not {*lengths} <= {2, 3}:
+        raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: their vectors must have 2 or 3 elements")
+    rest = [tuple(np.delete(v.shape, place)) for v, place in zip((x, y), places, strict=True)]
+    try:
+        outer = np.broadcast_shapes(*rest)
+    except ValueError:
+        raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: they do not broadcast") from None
+    flat = lengths == (2, 2)
+    last = -1 if flat else check_axis(axisc, len(outer) + 1, "axisc")
+    key = checked_key(key, spec.rounding.stochastic, spec)
+    return run(partial(_cross, spec, places, last, flat), (x, y), key)
+
+
+@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
+def _cross(spec: Spec, places: tuple[int, int], last: int, flat: bool, a: Array, b: Array, key: Array | None) -> Array:
+    keys = _keys(key, 5)
+    x, y = (jnp.moveaxis(widened(v), place, -1) for v, place in zip(_rounded(spec, (a, b), keys), places, strict=True))
+    if not flat:
+        x, y = (jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, 3 - v.shape[-1])]) for v in (x, y))
+    i, j = (np.array([0]), np.array([1])) if flat else (np.array([1, 2, 0]), np.array([2, 0, 1]))
+    left = exactly("mul", (x[..., i], y[..., j]), spec, keys[2])
+    right = exactly("mul", (x[..., j], y[..., i]), spec, keys[3])
+    result = as_dtype(exactly("sub", (left, right), spec, keys[4]), a.dtype)
+    return result[..., 0] if flat else jnp.moveaxis(result, -1, last)
+
+
+def linspace(
+    start: Any,
+    stop: Any,
+    spec: SpecLike,
+    key: Array | None = None,
+    *,
+    num: int = 50,
+    endpoint: bool = True,
+    axis: int = 0,
+) -> Any:
+    """Evenly spaced numbers, as `jax.numpy.linspace`: x_i = A(start + P(i h)) with h = A(A(stop - start) / n).
+
+    n is the number of intervals, `num` - 1, or `num` without the endpoint. Every operation is rounded to `spec`; n and
+    i are integers and are not. The last number of an interval with its endpoint is `stop`.
+
+    Args:
+        start: float16, bfloat16, float32 or float64, the first number, any shape; rounded to `spec` first.
+        stop: of the same dtype, or promoted as in `jax.numpy`; both broadcast.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic; it is split into six, for `start`, `stop`, the difference,
+            the quotient, the products and the sums. Random bits are indexed by an array with i first. Default None.
+        num: how many numbers, >= 0. Default 50.
+        endpoint: whether `stop` is the last one. Default True.
+        axis: the axis of i in the result. Default 0.
+
+    Returns:
+        An array of the dtype of the operands.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for more numbers than the carrier counts exactly.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.linspace(0.0, 1.0, "e5m2", num=4).tolist()
+        [0.0, 0.3125, 0.625, 1.0]
+    """
+    spec, arrays = _arguments(("start", "stop"), (start, stop), spec)
+    check_bool("endpoint", endpoint)
+    width = 4 if arrays[0].dtype.itemsize <= 4 else 8
+    most = 2 << CARRIERS[f"float{8 * width}"].fraction
+    num = check_int("num", num, 0, most)
+    axis = check_axis(axis, len(np.broadcast_shapes(*(array.shape for array in arrays))) + 1)
+    key = checked_key(key, spec.rounding.stochastic, spec)
+    return run(partial(_linspace, spec, num, endpoint, axis), arrays, key)
+
+
+@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
+def _linspace(spec: Spec, num: int, endpoint: bool, axis: int, a: Array, b: Array, key: Array | None) -> Array:
+    keys = _keys(key, 6)
+    start, stop = jnp.broadcast_arrays(*map(widened, _rounded(spec, (a, b), keys)))
+    carrier = CARRIERS[start.dtype.name]
+    intervals = num - 1 if endpoint else num
+    if intervals > 0:
+        span = exactly("sub", (stop, start), spec, keys[2])
+        step = exactly("div", (span, jnp.full_like(span, intervals)), spec, keys[3], anything(span))
+        i = jnp.arange(num, dtype=start.dtype).reshape(-1, *(1,) * start.ndim)
+        whole, own = carrier_range(carrier), range_of(spec, carrier)
+        steps = exactly("mul", (i, step[None]), spec, keys[4], (whole, own))
+        result = exactly("add", (start[None], steps), spec, keys[5])
+        result = jnp.concatenate([result[:-1], stop[None]]) if endpoint else result
+    else:
+        result = jnp.broadcast_to(start, (num, *start.shape))
+    return jnp.moveaxis(as_dtype(result, a.dtype), 0, axis)
+
+
+def interp(
+    x: Any, xp: Any, fp: Any, spec: SpecLike, key: Array | None = None, *, left: Any = None, right: Any = None
+) -> Any:
+    """Piecewise linear interpolation, as `jax.numpy.interp`: f = A(f_i + P(Q(d / h) e)).
+
+    With xp_i the last node not above x: d = A(x - xp_i), h = A(xp_(i+1) - xp_i) and e = A(fp_(i+1) - fp_i), Q is the
+    rounded quotient, P the rounded product, all to `spec`. At a node the value is that of `fp`. Nodes that are rounded
+    to one number are a step, whose value is that of the last one.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; rounded to `spec` first, like all operands.
+        xp: of the same dtype, or promoted as in `jax.numpy`, the nodes, shape (n,), ascending, n >= 1.
+        fp: values at the nodes, shape (n,).
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic; it is split into eleven, for `x`, `xp`, `fp`, `left`,
+            `right`, d, h, e, the quotient, the product and the sum. Default None.
+        left: the value below the first node, a scalar. Default None: the first of `fp`.
+        right: the value above the last node, a scalar. Default None: the last of `fp`.
+
+    Returns:
+        An array of the shape of `x`. NaN for NaN. The derivative is that of the formula in the carrier, at rounded
+        values.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.interp([0.5, 1.75, 9.0], [0.0, 1.0, 2.0], [0.0, 3.0, 2.0], "e5m2").tolist()
+        [1.5, 2.0, 2.0]
+    """
+    given = {"x": x, "xp": xp, "fp": fp, "left": left, "right": right}
+    names = [name for name, value in given.items() if value is not None or name in ("x", "xp", "fp")]
+    spec, arrays = _arguments(names, [given[name] for name in names], spec)
+    nodes, values = arrays[1].shape, arrays[2].shape
+    if len(nodes) != 1 or not nodes[0] or nodes != values:
+        raise ValueError(f"xp has shape {nodes} and fp has shape {values}; both must be (n,), n >= 1")
+    for name, array in zip(names[3:], arrays[3:], strict=True):
+        if array.shape:
+            raise ValueError(f"{name} has shape {array.shape}; it must be a scalar")
+    key = checked_key(key, spec.rounding.stochastic, spec)
+    return run(partial(_interp, spec, tuple(names)), arrays, key)
+
+
+@partial(compiled, static_argnums=(0, 1), inline=True)
+def _interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array:
+    *operands, key = operands_and_key
+    parts: tuple[str, ...] = ("x", "xp", "fp", "left", "right", "d", "h", "e", "div", "mul", "add")
+    keys: dict[str, Array | None] = dict(zip(parts, _keys(key, len(parts)), strict=True))
+    rounded = _rounded(spec, operands, [keys[name] for name in names])
+    given = {name: widened(value) for name, value in zip(names, rounded, strict=True)}
+    x, xp, fp = given["x"], given["xp"], given["fp"]
+    order, nodes = in_order(x, zeros_equal=True), in_order(xp, zeros_equal=True)
+    # Places among the nodes are found by bits, since a device may read subnormal numbers as zero.
+    i = jnp.clip(jnp.searchsorted(nodes, order, side="right") - 1, 0, xp.shape[0] - 1)
+    following = jnp.minimum(i + 1, xp.shape[0] - 1)
+    is_node = (order == nodes[i]) | (following == i)
+    d = exactly("sub", (x, xp[i]), spec, keys["d"])
+    h = exactly("sub", (xp[following], xp[i]), spec, keys["h"])
+    e = exactly("sub", (fp[following], fp[i]), spec, keys["e"])
+    slope = exactly("div", (jnp.where(is_node, 0, d), jnp.where(is_node, 1, h)), spec, keys["div"], anything(x))
+    change = exactly("mul", (slope, e), spec, keys["mul"])
+    result = jnp.where(is_node, fp[i], exactly("add", (fp[i], change), spec, keys["add"]))
+    result = jnp.where(order < nodes[0], given.get("left", fp[0]), result)
+    result = jnp.where(order > nodes[-1], given.get("right", fp[-1]), result)
+    return as_dtype(jnp.where(jnp.isnan(x), x, result), operands[0].dtype)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _arguments(names: Any, values: Any, spec: SpecLike) -> tuple[Spec, list[Any]]:
+    spec, arrays = as_spec(spec), as_operands(names, values)
+    require_carrier(spec, carrier_of(arrays[0].dtype))
+    check_operation(spec, arrays[0].dtype)
+    check_backward(spec)
+    return spec, arrays
+
+
+def _keys(key: Array | None, count: int) -> list[Array | None]:
+    return [None] * count if key is None else list(split(key, count))
+
+
+def _rounded(spec: Spec, operands: Any, keys: Any) -> list[Array]:
+    return [round_to_format(jnp.asarray(x), spec, key) for x, key in zip(operands, keys, strict=False)]

@@ -1,0 +1,116 @@
+"""Rounding to decimals: the exact multiple of a power of ten, rounded once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._arguments import Array, SpecLike, as_operands
+from jchop._bits import CARRIERS
+from jchop._checks import check_int
+from jchop._core.arithmetic.operations import operation, operation_carrier
+from jchop._core.arithmetic.ranges import carrier_range
+from jchop.formats import binary32, binary64
+from jchop.math import _elementwise
+from jchop.math._family import Row, call
+from jchop.rounding import Rounding
+from jchop.spec import Spec
+
+__all__ = ["round"]
+
+#: The largest power of ten that a carrier holds.
+_MOST = {"float32": 10, "float64": 22}
+_OWN = {"float32": binary32, "float64": binary64}
+
+
+def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0) -> Any:
+    """The multiple of 10^-decimals nearest to x, on a tie the even multiple, as `jax.numpy.round`.
+
+    The operand is rounded to `spec`; then the exact multiple is rounded to it once, in every mode: x is not multiplied
+    and divided with roundings in between, as in `jax.numpy`. The multiple of a negative number that is zero is -0.
+
+    Derivatives are those of the carrier's function at the rounded operands, which are zero. Works under jit (`spec` and
+    `decimals` static), vmap, scan and remat.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape.
+        spec: a `jchop.Spec`, a format, or text such as ``"e5m2:stochastic"``.
+        key: a typed key, required if `spec` is stochastic; it is split into 2: the operand and the result. If the
+            multiples are closer than values of the carrier, its words meet a distance of the carrier's precision.
+            Default None.
+        decimals: digits behind the decimal point, from -10 to 10, or from -22 to 22 in float64. Default 0.
+
+    Returns:
+        Results of the operand's dtype; NumPy if it is a NumPy array, a number or a list, else JAX.
+
+    Raises:
+        TypeError: for a dtype that is not a carrier, or a key that is not a typed key.
+        ValueError: for a stochastic spec without a key, a carrier that is too narrow for the spec, or more decimals.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.round(2.5, "bfloat16")), float(jc.math.round(0.15625, "e5m7", decimals=1))
+        (2.0, 0.2001953125)
+    """
+    (array,) = as_operands("x", (x,))
+    most = _MOST[operation_carrier(array.dtype).name] if array.dtype.name in CARRIERS else 0
+    decimals = check_int("decimals", decimals, -most, most)
+    row = Row("round", ("x",), jnp.round, "", exact=_Multiple(decimals)) if decimals else _elementwise.round.row
+    return call(row, (array,), spec, key)
+
+
+@dataclass(frozen=True)
+class _Multiple:
+    """The nearest multiple of 10^-decimals, rounded once."""
+
+    decimals: int
+
+    def __call__(self, operands: tuple[Array, ...], spec: Spec, word: Array | None) -> Array:
+        (x,) = operands
+        result = (_fraction if self.decimals > 0 else _whole)(x, abs(self.decimals), spec, word)
+        integer = self.decimals > 0 and jnp.abs(x) >= 2.0 ** CARRIERS[x.dtype.name].fraction
+        return jnp.where(~jnp.isfinite(x) | integer, x, result)
+
+
+def _fraction(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:
+    """Of a positive number of decimals, if x is not known to be an integer.
+
+    With h + l the exact product of x and the power of ten, the multiple is the integer next to it: a number of the
+    carrier, or, if h has no fraction, h and the integer next to l. In that case the multiple and x differ by less than
+    two places of the carrier, and the difference, rounded to odd, is added to x.
+    """
+    carrier, ten = CARRIERS[x.dtype.name], jnp.full_like(x, 10.0**decimals)
+    own = Spec(_OWN[carrier.name])
+    high = x * ten
+    low = _anything("fma", (x, ten, -high), own)
+    near = jnp.round(high)
+    beside = high - near
+    integer = near + ((beside == 0.5) & (low > 0)).astype(x.dtype) - ((beside == -0.5) & (low < 0)).astype(x.dtype)
+    integer = jnp.where(integer == 0, jnp.copysign(integer, x), integer)
+    few = _anything("div", (integer, ten), spec, word)
+    odd = Spec(own.format, rounding=Rounding.ODD)
+    difference = _anything("div", (jnp.round(low) - low, ten), odd)
+    many = _anything("add", (x, difference), spec, word)
+    return jnp.where(jnp.abs(high) < 2.0**carrier.fraction, few, many)
+
+
+def _whole(x: Array, zeros: int, spec: Spec, word: Array | None) -> Array:
+    """Of a negative number of decimals: x and the exact distance to the multiple of 10^zeros."""
+    ten = jnp.full_like(x, 10.0**zeros)
+    rest = lax.rem(x, ten)
+    past = jnp.abs(rest)
+    odd = jnp.abs(lax.rem(x, 2 * ten)) >= ten
+    away = (past > ten / 2) | ((past == ten / 2) & odd)
+    distance = jnp.where(away, jnp.copysign(ten - past, x), -rest)
+    total = _anything("add", (x, distance), spec, word)
+    nothing = ~away & (jnp.abs(x) < ten)
+    return jnp.where(nothing, _anything("mul", (jnp.zeros_like(x), x), spec, word), total)
+
+
+def _anything(name: str, operands: tuple[Array, ...], spec: Spec, word: Array | None = None) -> Array:
+    """An operation on arbitrary values of the carrier."""
+    whole = carrier_range(CARRIERS[operands[0].dtype.name])
+    return operation(name, operands, spec, word, ranges=[whole] * len(operands))

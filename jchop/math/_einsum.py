@@ -1,0 +1,388 @@
+"""Sums of products over named axes: einsum, tensordot, inner, vdot, outer, trace."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._arguments import Array, SpecLike, as_operands, checked_key, run
+from jchop._checks import check_int
+from jchop._core.arithmetic.operations import check_matmul
+from jchop._settings import compiled, own_settings, split
+from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
+from jchop.math._elementwise import multiply
+from jchop.math._matmul import matmul, product_of_matrices
+from jchop.math._parts import check_axis, fold
+from jchop.math._sums import rounded_operand
+from jchop.math._sums import sum as _sum
+
+__all__ = ["einsum", "inner", "outer", "tensordot", "trace", "vdot"]
+
+
+def einsum(
+    subscripts: str,
+    *operands: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    optimize: bool | str | Sequence[tuple[int, ...]] = False,
+) -> Any:
+    """Sums of products by Einstein's convention, as `jax.numpy.einsum`.
+
+    Two arrays: each sum runs over the indices that are missing in the result, in the order of their first appearance in
+    `subscripts`, the last one fastest. Products and sums are rounded as in `jchop.math.matmul`; those of one array as
+    in `jchop.math.sum`.
+
+    More arrays are contracted in pairs, by default from left to right: the first two, the result with the third, and so
+    on. Each pair is an einsum of two arrays, whose result keeps the indices that the others or the final result have,
+    in the order of their first appearance; it has the dtype of the operands, and is rounded to ``spec.operands`` again
+    for the next product.
+
+    Args:
+        subscripts: letters and commas, and ``->`` with the indices of the result; by default these are the letters that
+            appear once, sorted. No ellipsis.
+        operands: arrays, float16, bfloat16, float32 or float64, which are promoted to one dtype.
+        spec: as in `jchop.math.matmul`; for one array as in `jchop.math.sum`.
+        key: as there. For two arrays, random bits are indexed by an array with the common indices first, then those of
+            the first and of the second array, each in the order of the result. For more, the contraction number i, from
+            0, has the key `jax.random.fold_in` of it with i.
+        optimize: the order of the pairs. False (default): from left to right. True or a text such as ``"optimal"`` and
+            ``"greedy"``: the path that `jax.numpy.einsum_path` finds. Or a path: the places of the pair of each
+            contraction, among the arrays that are left; a result is appended to them.
+
+    Returns:
+        An array of the dtype of the operands.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`, for subscripts that do not fit, or a path that is not one of
+            pairs.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.math.einsum("ij,kj->ik", jnp.ones((2, 9)), jnp.ones((1, 9)), spec="e5m2").tolist()
+        [[8.0], [8.0]]
+        >>> float(jc.math.einsum("i,ij,j->", jnp.ones(2), jnp.ones((2, 9)), jnp.ones(9), spec="e5m2"))
+        16.0
+    """
+    arrays = as_operands([f"operands[{i}]" for i in range(len(operands))], operands) if operands else []
+    terms, result = _parse(subscripts, [array.shape for array in arrays])
+    if len(arrays) == 1:
+        return _of_one(arrays[0], terms[0], result, spec, key)
+    return _contracted(tuple(terms), result, arrays, spec, key, _path(subscripts, arrays, optimize))
+
+
+def tensordot(
+    a: Any,
+    b: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    *,
+    axes: int | Sequence[int | Sequence[int]] = 2,
+) -> Any:
+    """Sums of products over axes of two arrays, as `jax.numpy.tensordot`; each is rounded as in `jchop.math.matmul`.
+
+    A sum runs over the axes of `a` in ascending order, the last one fastest.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, any shape.
+        b: of the same dtype, or promoted as in `jax.numpy`.
+        spec: as in `jchop.math.matmul`.
+        key: as in `jchop.math.matmul`; random bits are indexed by the result.
+        axes: a number n: the last n axes of `a` and the first n of `b`, in order; or a pair of axes, or of sequences of
+            them, which belong together. Default 2.
+
+    Returns:
+        An array with the other axes of `a` and then those of `b`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`, or for axes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.math.tensordot(jnp.ones((2, 3, 4)), jnp.ones((3, 4, 1)), "e5m2").tolist()
+        [[8.0], [8.0]]
+    """
+    x, y = as_operands("ab", (a, b))
+    left, right = _pairs(axes, x.shape, y.shape)
+    letters = iter(string.ascii_letters)
+    names = [next(letters) for _ in range(x.ndim)]
+    others = [names[left[right.index(axis)]] if axis in right else next(letters) for axis in range(y.ndim)]
+    kept = [name for axis, name in enumerate(names) if axis not in left]
+    kept += [name for axis, name in enumerate(others) if axis not in right]
+    return _contracted(("".join(names), "".join(others)), "".join(kept), [x, y], spec, key, ((0, 1),))
+
+
+def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
+    """Sums of products over the last axis of both arrays, as `jax.numpy.inner`, rounded as in `jchop.math.matmul`.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, shape (..., k), or a scalar.
+        b: of the same dtype, or promoted as in `jax.numpy`, shape (..., k), or a scalar.
+        spec: as in `jchop.math.matmul`.
+        key: as in `jchop.math.matmul`; random bits are indexed by the result.
+
+    Returns:
+        An array of shape ``a.shape[:-1] + b.shape[:-1]``; a scalar is multiplied with every element.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.inner([1.0, 2.0, 3.0], [[4.0, 5.0, 6.0], [1.0, 1.0, 1.0]], "e5m2").tolist()
+        [32.0, 6.0]
+    """
+    x, y = as_operands("ab", (a, b))
+    return tensordot(x, y, spec, key, axes=0 if not x.ndim or not y.ndim else ((-1,), (-1,)))
+
+
+def vdot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
+    """The sum of products of all elements, in C order, as `jax.numpy.vdot` of real arrays.
+
+    It is `jchop.math.matmul` of both arrays as vectors.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, any shape.
+        b: of the same dtype, or promoted as in `jax.numpy`, with as many elements.
+        spec: as in `jchop.math.matmul`.
+        key: as in `jchop.math.matmul`.
+
+    Returns:
+        A scalar of their dtype.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`, or for another number of elements.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.vdot([[1.0, 2.0], [3.0, 4.0]], [[1.0, 1.0], [1.0, 3.0]], "e5m2"))
+        16.0
+    """
+    x, y = as_operands("ab", (a, b))
+    if x.size != y.size:
+        raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: they must have as many elements")
+    return matmul(x.ravel(), y.ravel(), spec, key)
+
+
+def outer(a: Any, b: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The product of each element of `a` and each of `b`, as `jax.numpy.outer`, rounded once as `jchop.math.multiply`.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, n elements in C order; each is rounded to `spec` once.
+        b: of the same dtype, or promoted as in `jax.numpy`, m elements.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: as in `jchop.math.multiply`, of arrays of shapes (n, 1) and (m,).
+
+    Returns:
+        An array of shape (n, m).
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.multiply`.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.outer([1.5, 2.0], [1.25, 3.0], "e5m2").tolist()
+        [[2.0, 4.0], [2.5, 6.0]]
+    """
+    x, y = as_operands("ab", (a, b))
+    return multiply(x.reshape(-1, 1), y.reshape(-1), spec, key)
+
+
+def trace(
+    x: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    *,
+    offset: int = 0,
+    axis1: int = 0,
+    axis2: int = 1,
+) -> Any:
+    """The sum along a diagonal, as `jax.numpy.trace`: `jchop.math.sum` of the diagonal, from its first element.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of two axes or more.
+        spec: as in `jchop.math.sum`.
+        key: as in `jchop.math.sum`, of an array with the diagonal as its last axis.
+        offset: the diagonal; positive ones are above the main diagonal. Default 0.
+        axis1: the axis of the rows. Default 0.
+        axis2: the axis of the columns. Default 1.
+
+    Returns:
+        An array of the dtype of `x` without these axes.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sum`, or for axes that `x` does not have.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.trace([[1.0, 2.0], [3.0, 1.25]], "e5m2"))
+        2.0
+    """
+    (array,) = as_operands("x", (x,))
+    first, second = check_axis(axis1, array.ndim, "axis1"), check_axis(axis2, array.ndim, "axis2")
+    if first == second:
+        raise ValueError(f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
+    along = _module(array).diagonal(array, offset=check_int("offset", offset), axis1=first, axis2=second)
+    return _sum(along, spec, key, axis=-1)
+
+
+# -- subscripts --------------------------------------------------------------------------------------------------------
+
+
+def _parse(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], str]:
+    """The indices of each operand, and of the result."""
+    if not isinstance(subscripts, str):
+        raise TypeError(f"subscripts={subscripts!r} must be text such as 'ij,jk->ik'")
+    left, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms, letters = left.split(","), left.replace(",", "")
+    if not arrow:
+        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    for wrong, why in (
+        (not (letters + result).isalpha() and letters + result, "allowed are letters, commas and '->', no ellipsis"),
+        (len(terms) != len(shapes), f"it names {len(terms)} arrays, and {len(shapes)} are given"),
+        (len(set(result)) < len(result), "the result has an index twice"),
+        (not set(result) <= set(letters), "the result has an index that no array has"),
+    ):
+        if wrong:
+            raise ValueError(f"subscripts={subscripts!r}: {why}")
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        if len(term) != len(shape):
+            raise ValueError(f"subscripts={subscripts!r}: {term!r} does not fit an array of shape {shape}")
+        for letter, size in zip(term, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(f"subscripts={subscripts!r}: index {letter!r} has the lengths {sizes[letter]}, {size}")
+    return terms, result
+
+
+def _pairs(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """The axes of both arrays that are summed, in the order of those of the first one."""
+    wrong = f"axes={axes!r} must be a number, or two axes or sequences of as many axes"
+    if isinstance(axes, int):
+        count = check_int("axes", axes, 0, min(len(left), len(right)))
+        axes = (range(len(left) - count, len(left)), range(count))
+    if not isinstance(axes, Sequence) or len(axes) != 2:
+        raise ValueError(wrong)
+    sides = [list(side) if isinstance(side, Sequence) else [side] for side in axes]
+    shapes = (left, right)
+    first, second = ([check_axis(a, len(s), "axes") for a in side] for side, s in zip(sides, shapes, strict=True))
+    if len(first) != len(second) or len(set(first)) < len(first) or len(set(second)) < len(second):
+        raise ValueError(wrong)
+    pairs = sorted(zip(first, second, strict=True))
+    for one, other in pairs:
+        if left[one] != right[other]:
+            raise ValueError(f"axes: axis {one} of a has length {left[one]}, axis {other} of b {right[other]}")
+    return [one for one, _ in pairs], [other for _, other in pairs]
+
+
+_Path = tuple[tuple[int, ...], ...]
+
+
+def _path(subscripts: str, arrays: list[Any], optimize: Any) -> _Path:
+    """The places of each pair among the arrays that are left, to which its result is appended."""
+    if optimize is False or len(arrays) == 2:
+        return ((0, 1), *((n, 0) for n in range(len(arrays) - 2, 0, -1)))
+    if optimize is True or isinstance(optimize, str):
+        shapes = [np.broadcast_to(np.float32(0), array.shape) for array in arrays]
+        with own_settings():
+            steps = jnp.einsum_path(subscripts, *shapes, optimize=optimize)[0]
+    else:
+        steps = optimize
+    path = [tuple(step) for step in steps if not isinstance(step, str)]
+    left = len(arrays)
+    for step in path:
+        places = {check_int("optimize", place, 0, left - 1) for place in step}
+        if len(places) != 2 or len(step) != 2:
+            raise ValueError(f"optimize={optimize!r}: {step} is not a pair of the {left} arrays that are left")
+        left -= 1
+    if left != 1:
+        raise ValueError(f"optimize={optimize!r} leaves {left} arrays; {len(arrays) - 1} pairs are needed")
+    return tuple(path)
+
+
+# -- contraction -------------------------------------------------------------------------------------------------------
+
+
+def _module(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def _diagonals(x: Any, term: str) -> tuple[Any, str]:
+    """`x` without repeated indices."""
+    for letter in dict.fromkeys(term):
+        while term.count(letter) > 1:
+            first = term.index(letter)
+            second = term.index(letter, first + 1)
+            x = _module(x).diagonal(x, axis1=first, axis2=second)
+            term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
+    return x, term
+
+
+def _of_one(x: Any, term: str, result: str, spec: SumSpecLike, key: Array | None) -> Any:
+    x, term = _diagonals(x, term)
+    missing = [letter for letter in term if letter not in result]
+    order = [term.index(letter) for letter in (*result, *missing)]
+    return _sum(x.transpose(order), spec, key, axis=tuple(range(len(result), len(term))))
+
+
+def _contracted(
+    terms: tuple[str, ...], result: str, arrays: list[Any], spec: SumSpecLike, key: Array | None, path: _Path
+) -> Any:
+    mspec = as_matmul_spec(spec)
+    check_matmul(mspec, arrays[0].dtype)
+    key = checked_key(key, mspec.stochastic, mspec)
+    return run(partial(_in_pairs, mspec, terms, result, path), arrays, key)
+
+
+def _steps(terms: tuple[str, ...], result: str, path: _Path) -> Iterator[tuple[tuple[int, ...], tuple[str, str], str]]:
+    """Of each contraction: the places of the pair, their indices, and those of their result."""
+    left = list(terms)
+    for number, (i, j) in enumerate(path):
+        pair = (left[i], left[j])
+        left = [term for place, term in enumerate(left) if place not in (i, j)]
+        needed = "".join(left) + result
+        last = number == len(path) - 1
+        kept = result if last else "".join(c for c in dict.fromkeys("".join(pair)) if c in needed)
+        left.append(kept)
+        yield (i, j), pair, kept
+
+
+@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
+def _in_pairs(spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _Path, *arrays_and_key: Any) -> Array:
+    *left, key = arrays_and_key
+    for number, ((i, j), pair, kept) in enumerate(_steps(terms, result, path)):
+        own = key if len(path) == 1 else fold(key, number)
+        a, b = left[i], left[j]
+        left = [array for place, array in enumerate(left) if place not in (i, j)]
+        left.append(_of_two(spec, pair, kept, jnp.asarray(a), jnp.asarray(b), own))
+    return left[0]
+
+
+def _of_two(spec: MatmulSpec, terms: tuple[str, str], result: str, a: Array, b: Array, key: Array | None) -> Array:
+    keys = (None,) * 4 if key is None else tuple(split(key, 4))
+    (x, left), (y, right) = (
+        _diagonals(rounded_operand(v, spec, k), term) for v, k, term in zip((a, b), keys, terms, strict=False)
+    )
+    sizes = dict(zip(left + right, x.shape + y.shape, strict=True))
+    summed = [letter for letter in dict.fromkeys(left + right) if letter not in result]
+    both = [letter for letter in result if letter in left and letter in right]
+    rows = [letter for letter in result if letter in left and letter not in right]
+    columns = [letter for letter in result if letter in right and letter not in left]
+    length = [math.prod(sizes[letter] for letter in part) for part in (both, rows, summed, columns)]
+    x3 = _arranged(x, left, [*both, *rows, *summed], sizes).reshape(length[0], length[1], length[2])
+    y3 = _arranged(y, right, [*both, *summed, *columns], sizes).reshape(length[0], length[2], length[3])
+    out = product_of_matrices(x3, y3, spec, a.dtype, keys)
+    have = [*both, *rows, *columns]
+    return out.reshape([sizes[letter] for letter in have]).transpose([have.index(letter) for letter in result])
+
+
+def _arranged(x: Array, term: str, want: list[str], sizes: dict[str, int]) -> Array:
+    """`x` with the axes `want`, broadcast along missing ones."""
+    x = x.transpose([term.index(letter) for letter in want if letter in term])
+    x = jnp.expand_dims(x, [i for i, letter in enumerate(want) if letter not in term])
+    return jnp.broadcast_to(x, [sizes[letter] for letter in want])

@@ -1,0 +1,247 @@
+"""The largest and the smallest element along axes, and where they are."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
+from jchop._bits import CARRIERS
+from jchop._checks import check_bool
+from jchop._core.arithmetic.operations import draws
+from jchop._core.rounding.grid import require_carrier
+from jchop._round import round_to_format
+from jchop._settings import compiled, split
+from jchop.math._family import check_backward
+from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, check_axis, mask_rows
+from jchop.spec import Spec, as_spec
+
+__all__ = ["argmax", "argmin", "max", "min"]
+
+
+def max(
+    x: Any,
+    spec: SpecLike,
+    key: Array | None = None,
+    *,
+    axis: Axis = None,
+    keepdims: bool = False,
+    where: Any = None,
+    initial: Any = None,
+) -> Any:
+    """The largest element, as `jax.numpy.max`; NaN if one is.
+
+    The elements are rounded to `spec`, and one of them is chosen, by comparisons of bits: subnormal numbers are not
+    read as zero, and +0 is above -0. So nothing is rounded after that, and the order does not matter.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for `initial`. Default
+            None.
+        axis: an axis, or several; None (default): all.
+        keepdims: whether to keep the axes, with length one. Default False.
+        where: booleans, which broadcast to the shape of `x`; an element at False is left out. It requires `initial`.
+            Default None: all.
+        initial: a number, one more element of each group. Default None.
+
+    Returns:
+        An array of the dtype of `x`; NumPy if `x` is. The derivative is that of `jax.numpy.max`: equal elements share
+        it.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`; for an axis that `x` does not have, no elements without
+            `initial`, or `where` without `initial`.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.max([1.0, 1.3, -2.0], "e5m2"))
+        1.25
+    """
+    return _extremum("max", x, spec, key, axis, keepdims, where, initial)
+
+
+def min(
+    x: Any,
+    spec: SpecLike,
+    key: Array | None = None,
+    *,
+    axis: Axis = None,
+    keepdims: bool = False,
+    where: Any = None,
+    initial: Any = None,
+) -> Any:
+    """The smallest element, as `jax.numpy.min`, otherwise as `jchop.math.max`.
+
+    Args:
+        x: as in `jchop.math.max`.
+        spec: as in `jchop.math.max`.
+        key: as in `jchop.math.max`.
+        axis: as in `jchop.math.max`.
+        keepdims: as in `jchop.math.max`.
+        where: as in `jchop.math.max`.
+        initial: as in `jchop.math.max`.
+
+    Returns:
+        As `jchop.math.max`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.max`.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.min([1.0, 1.3, -2.3], "e5m2"))
+        -2.5
+    """
+    return _extremum("min", x, spec, key, axis, keepdims, where, initial)
+
+
+def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
+    """The place of the first largest element of the rounded array, as `jax.numpy.argmax`; of the first NaN if one is.
+
+    The comparison is of bits, except that -0 and +0 are equal.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic; `x` draws from the first of two parts. Default None.
+        axis: an axis; None (default): all elements, in C order.
+        keepdims: whether to keep the axes, with length one. Default False.
+
+    Returns:
+        int32, NumPy if `x` is. There is no derivative.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have, or no elements.
+
+    Example:
+        >>> import jchop as jc
+        >>> int(jc.math.argmax([2.9, 3.0, 3.1], "e5m2"))
+        0
+    """
+    return _place("max", x, spec, key, axis, keepdims)
+
+
+def argmin(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
+    """The place of the first smallest element of the rounded array, otherwise as `jchop.math.argmax`.
+
+    Args:
+        x: as in `jchop.math.argmax`.
+        spec: as in `jchop.math.argmax`.
+        key: as in `jchop.math.argmax`.
+        axis: as in `jchop.math.argmax`.
+        keepdims: as in `jchop.math.argmax`.
+
+    Returns:
+        As `jchop.math.argmax`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.argmax`.
+
+    Example:
+        >>> import jchop as jc
+        >>> int(jc.math.argmin([3.1, 3.0, 2.9], "e5m2"))
+        0
+    """
+    return _place("min", x, spec, key, axis, keepdims)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _extremum(kind: str, x: Any, spec: SpecLike, key: Any, axis: Axis, keepdims: bool, where: Any, initial: Any) -> Any:
+    check_bool("keepdims", keepdims)
+    arrays = as_initial(x, initial)
+    spec, axes = _checked(arrays[0], spec), as_axes(axis, arrays[0].ndim)
+    mask = as_mask(where, arrays[0].shape)
+    if initial is None:
+        if mask:
+            raise ValueError("where without initial: a group without elements would have no result; pass initial")
+        _check_length(arrays[0].shape, axes)
+    how = partial(_chosen, kind, spec, axes, keepdims, len(arrays) > 1)
+    return run(how, (*arrays, *mask), checked_key(key, draws(spec), spec))
+
+
+def _place(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None, keepdims: bool) -> Any:
+    check_bool("keepdims", keepdims)
+    (array,) = as_operands("x", (x,))
+    spec = _checked(array, spec)
+    axes = as_axes(axis if axis is None else check_axis(axis, array.ndim), array.ndim)
+    _check_length(array.shape, axes)
+    return run(partial(_placed, kind, spec, axes, keepdims), (array,), checked_key(key, draws(spec), spec))
+
+
+def _checked(array: Any, spec: SpecLike) -> Spec:
+    spec = as_spec(spec)
+    require_carrier(spec, carrier_of(array.dtype))
+    check_backward(spec)
+    return spec
+
+
+def _check_length(shape: tuple[int, ...], axes: Axes) -> None:
+    if any(not shape[axis] for axis in axes):
+        raise ValueError(f"x has shape {shape}, so there are no elements to choose from")
+
+
+# -- the traced part ---------------------------------------------------------------------------------------------------
+
+
+@partial(compiled, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _chosen(kind: str, spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
+    """The operands are x, the initial value if `starts`, and the mask if there is one."""
+    x, *more, key = operands_and_key
+    keys = (None, None) if key is None else tuple(split(key))
+    x = jnp.asarray(x)
+    rows, outer = as_rows(round_to_format(x, spec, keys[0]), axes)
+    if starts:
+        first = jnp.broadcast_to(round_to_format(jnp.asarray(more[0]), spec, keys[1]), (rows.shape[0], 1))
+        mask = mask_rows(more[1] if len(more) > 1 else None, x, axes)
+        rows = rows if mask is None else jnp.where(mask, rows, first)
+        rows = jnp.concatenate([first, rows], 1)
+    result = extremum(kind, rows).reshape(outer)
+    return jnp.expand_dims(result, axes) if keepdims else result
+
+
+@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
+def _placed(kind: str, spec: Spec, axes: Axes, keepdims: bool, x: Array, key: Array | None) -> Array:
+    rounded = round_to_format(jnp.asarray(x), spec, None if key is None else split(key)[0])
+    rows, outer = as_rows(lax.stop_gradient(rounded), axes)
+    order = in_order(rows, zeros_equal=True)
+    nan = jnp.isnan(rows)
+    if kind == "max":
+        places = jnp.argmax(jnp.where(nan, jnp.iinfo(order.dtype).max, order), 1)
+    else:
+        places = jnp.argmin(jnp.where(nan, jnp.iinfo(order.dtype).min, order), 1)
+    result = places.astype(jnp.int32).reshape(outer)
+    return jnp.expand_dims(result, axes) if keepdims else result
+
+
+def in_order(x: Array, *, zeros_equal: bool = False) -> Array:
+    """Integers in the order of the values of a carrier; -0 is next below +0, or equal."""
+    sign, magnitude = _bits.split(x, CARRIERS[x.dtype.name])
+    return _bits.ordered(sign, magnitude) if zeros_equal else jnp.where(sign != 0, ~magnitude, magnitude)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def extremum(kind: str, rows: Array) -> Array:
+    """The largest or the smallest element of each row, by bits; NaN if one is."""
+    carrier = CARRIERS[rows.dtype.name]
+    order = in_order(rows)
+    best = (jnp.max if kind == "max" else jnp.min)(order, 1)
+    negative = best < 0
+    value = _bits.join(
+        jnp.where(negative, carrier.sign_bit, 0).astype(best.dtype), jnp.where(negative, ~best, best), carrier
+    )
+    return jnp.where(jnp.isnan(rows).any(1), jnp.asarray(jnp.nan, rows.dtype), value)
+
+
+@extremum.defjvp
+def _extremum_jvp(kind: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """That of `jax.numpy`: elements that are equal to the result share the derivative."""
+    smooth = partial(jnp.max if kind == "max" else jnp.min, axis=1)
+    return extremum(kind, *primals), jax.jvp(smooth, primals, tangents)[1]

@@ -1,0 +1,80 @@
+"""Linear operators that are known by their images of vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from jchop._bits import types_for
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A function of a vector, traced; the arrays of its trace are operands beside it.
+
+    Operators of equal programs are equal, so that functions which differ only in arrays are compiled once.
+
+    Args:
+        text: the program as text.
+        held: what the text does not show: the numbers in the program, and the arrays, by their identity.
+        program: the program itself.
+        constants: how many of the arrays are constants of the trace; the others are arguments before the vector.
+    """
+
+    text: str
+    held: tuple[Hashable, ...]
+    program: Any = field(compare=False)
+    constants: int
+
+    def __call__(self, arrays: Sequence[Array], v: Array) -> Array:
+        """The image of a vector, in its dtype."""
+        program = ClosedJaxpr(self.program, list(arrays[: self.constants]))
+        (image,) = jaxpr_as_fun(program)(*arrays[self.constants :], v)
+        return image.astype(v.dtype)
+
+
+def as_operator(name: str, function: Callable[..., Any], n: int, dtype: Any) -> tuple[Operator, list[Any]]:
+    """A function of vectors of n elements of a wide dtype, traced with the settings of the user, and its arrays.
+
+    The arrays of a function that is a pytree, such as `jax.tree_util.Partial`, are arguments of it.
+    """
+    leaves, tree = jax.tree.flatten(function)
+    if len(leaves) == 1 and leaves[0] is function:
+        leaves = []
+
+    def apply(leaves: Sequence[Any], v: Array) -> Any:
+        return (jax.tree.unflatten(tree, leaves) if leaves else function)(v)
+
+    with types_for(dtype):
+        closed = jax.make_jaxpr(apply)(leaves, jax.ShapeDtypeStruct((n,), dtype))
+    images = closed.out_avals
+    if len(images) != 1 or images[0].shape != (n,) or not jnp.issubdtype(images[0].dtype, jnp.floating):
+        got = ", ".join(map(str, images))
+        raise ValueError(f"{name} gives {got} for a vector of shape {(n,)}; it must give one, of floats")
+    operator = Operator(str(closed.jaxpr), tuple(_held(closed.jaxpr)), closed.jaxpr, len(closed.consts))
+    return operator, [*closed.consts, *leaves]
+
+
+def _held(value: Any) -> Iterator[Hashable]:
+    """The numbers of a program and its inner programs, and the identities of their arrays."""
+    if hasattr(value, "eqns"):
+        consts = getattr(value, "consts", ())
+        yield from map(id, consts)
+        atoms = [atom for eqn in value.eqns for atom in eqn.invars]
+        for atom in (*atoms, *getattr(value, "jaxpr", value).outvars):
+            if isinstance(atom, Literal):
+                yield id(atom.val) if np.ndim(atom.val) else np.asarray(atom.val).tobytes()
+        for eqn in value.eqns:
+            for param in eqn.params.values():
+                yield from _held(param)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _held(each)
