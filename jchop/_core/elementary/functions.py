@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import factorial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,11 +153,20 @@ def _logistic(x: Argument) -> Value:
     return Value(pairs.divide(top, below), jnp.where(x.negative, n, 0), ((x.zero, 0.5), *cases))
 
 
-def _hyperbolic(size: Array) -> tuple[Pair, Pair, Array]:
-    """Twice the sine and the cosine of a number that is not negative, less 2^n; both over 2 where n = 0.
+class _Hyperbolic(NamedTuple):
+    """sinh(x) / 2^n, cosh(x) / 2^n, 2^n e^-x and w = 2^-2n, of a number x that is not negative.
 
-    With e^x = 2^n (C + S) and w = 2^-2n they are 2^n (S (1 + w) + C (1 - w)) and 2^n (C (1 + w) + S (1 - w)).
+    With e^x = 2^n (C + S) they are (S (1 + w) + C (1 - w)) / 2, (C (1 + w) + S (1 - w)) / 2 and C - S.
     """
+
+    sine: Pair
+    cosine: Pair
+    inverse: Pair
+    w: Array
+    n: Array
+
+
+def _hyperbolic(size: Array) -> _Hyperbolic:
     r, n = _reduced(single(size))
     z = pairs.square(r)
     s = pairs.multiply(r, pairs.polynomial(z, numbers.hyperbolic_sine(), 3))
@@ -167,25 +176,29 @@ def _hyperbolic(size: Array) -> tuple[Pair, Pair, Array]:
     less = pairs.times_power(pairs.ordered_sum(np.float32(1), -w), np.float32(0.5))
     sine = pairs.add(pairs.multiply(s, more), pairs.multiply(c, less))
     cosine = pairs.add(pairs.multiply(c, more), pairs.multiply(s, less))
-    return sine, cosine, n
+    return _Hyperbolic(sine, cosine, pairs.add_ordered(c, pairs.negative(s)), w, n)
 
 
 def _sinh(x: Argument) -> Value:
     size, shift = _size(x, SECOND_ORDER, _MOST)
-    sine, _, n = _hyperbolic(size)
-    return Value(sine, n + shift, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
+    h = _hyperbolic(size)
+    return Value(h.sine, h.n + shift, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
 
 
 def _cosh(x: Argument) -> Value:
     size, _ = _size(x, SECOND_ORDER, _MOST)
-    _, cosine, n = _hyperbolic(size)
-    return Value(cosine, n, ((x.zero, 1.0), (x.infinite, _INF)))
+    h = _hyperbolic(size)
+    return Value(h.cosine, h.n, ((x.zero, 1.0), (x.infinite, _INF)))
 
 
 def _tanh(x: Argument) -> Value:
+    """sinh(x) / cosh(x), for larger x 1 - e^-x / cosh(x)."""
     size, shift = _size(x, SECOND_ORDER, 60.0)
-    sine, cosine, _ = _hyperbolic(size)
-    return Value(pairs.divide(sine, cosine), shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
+    h = _hyperbolic(size)
+    small = h.n == 0
+    quotient = pairs.divide(pairs.select(small, h.sine, pairs.times_power(h.inverse, -h.w)), h.cosine)
+    value = pairs.select(small, quotient, pairs.add_ordered(_UNIT, quotient))
+    return Value(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
 
 
 # -- logarithms --------------------------------------------------------------------------------------------------------
