@@ -111,7 +111,9 @@ def sinh(x: int) -> int:
 
 
 def cosh(x: int) -> int:
-    return series(ONE, lambda k: (1, (2 * k + 1) * (2 * k + 2)), times(x, x)) if abs(x) < ONE else (exp(x) + exp(-x)) // 2
+    return (
+        series(ONE, lambda k: (1, (2 * k + 1) * (2 * k + 2)), times(x, x)) if abs(x) < ONE else (exp(x) + exp(-x)) // 2
+    )
 
 
 def arctan(x: int) -> int:
@@ -209,7 +211,11 @@ EXACT: dict[str, Callable[[Fraction], int]] = {
     "log10": plain(lambda x: over(log(x), log(10 * ONE))),
     "log1p": plain(log1p),
     "arcsinh": odd(
-        plain(lambda x: artanh_series(over(x, root(ONE + times(x, x)))) if x < ONE // 2 else log(x + root(ONE + times(x, x))))
+        plain(
+            lambda x: (
+                artanh_series(over(x, root(ONE + times(x, x)))) if x < ONE // 2 else log(x + root(ONE + times(x, x)))
+            )
+        )
     ),
     "arccosh": plain(lambda x: log(x + root(times(x, x) - ONE))),
     "arctanh": odd(plain(lambda x: artanh_series(x) if x < ONE // 2 else log(over(ONE + x, ONE - x)) // 2)),
@@ -350,4 +356,14 @@ def round_array(y: np.ndarray, exponent_bits: int, fraction_bits: int, mode: str
     return np.copysign(np.where(finite, result, np.abs(y)), y)
 
 
-MODES = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd", "stochastic", "stochastic_equal")
+MODES = (
+    "nearest_even",
+    "nearest_away",
+    "nearest_zero",
+    "up",
+    "down",
+    "toward_zero",
+    "odd",
+    "stochastic",
+    "stochastic_equal",
+)

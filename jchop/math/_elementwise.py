@@ -106,9 +106,13 @@ floor_divide = binary(
 sin = unary("sin", jnp.sin, "The sine of x in radians", ("2.0", "0.91015625"), elementary="sin")
 cos = unary("cos", jnp.cos, "The cosine of x in radians", ("2.0", "-0.416015625"), elementary="cos")
 tan = unary("tan", jnp.tan, "The tangent of x in radians", ("2.0", "-2.1875"), elementary="tan")
-arcsin = unary("arcsin", jnp.arcsin, "The angle in [-π/2, π/2] whose sine is x", ("0.5", "0.5234375"), elementary="asin")
+arcsin = unary(
+    "arcsin", jnp.arcsin, "The angle in [-π/2, π/2] whose sine is x", ("0.5", "0.5234375"), elementary="asin"
+)
 arccos = unary("arccos", jnp.arccos, "The angle in [0, π] whose cosine is x", ("0.5", "1.046875"), elementary="acos")
-arctan = unary("arctan", jnp.arctan, "The angle in [-π/2, π/2] whose tangent is x", ("0.5", "0.462890625"), elementary="atan")
+arctan = unary(
+    "arctan", jnp.arctan, "The angle in [-π/2, π/2] whose tangent is x", ("0.5", "0.462890625"), elementary="atan"
+)
 arctan2 = binary(
     "arctan2",
     jnp.arctan2,
@@ -118,9 +122,19 @@ arctan2 = binary(
 sinh = unary("sinh", jnp.sinh, "(e^x - e^-x) / 2", ("2.0", "3.625"), elementary="sinh")
 cosh = unary("cosh", jnp.cosh, "(e^x + e^-x) / 2", ("2.0", "3.765625"), elementary="cosh")
 tanh = unary("tanh", jnp.tanh, "sinh(x) / cosh(x)", ("0.5", "0.462890625"), elementary="tanh")
-arcsinh = unary("arcsinh", jnp.arcsinh, "The number whose hyperbolic sine is x", ("2.0", "1.4453125"), elementary="asinh")
-arccosh = unary("arccosh", jnp.arccosh, "The number from 0 on whose hyperbolic cosine is x", ("2.0", "1.3203125"), elementary="acosh")
-arctanh = unary("arctanh", jnp.arctanh, "The number whose hyperbolic tangent is x", ("0.5", "0.55078125"), elementary="atanh")
+arcsinh = unary(
+    "arcsinh", jnp.arcsinh, "The number whose hyperbolic sine is x", ("2.0", "1.4453125"), elementary="asinh"
+)
+arccosh = unary(
+    "arccosh",
+    jnp.arccosh,
+    "The number from 0 on whose hyperbolic cosine is x",
+    ("2.0", "1.3203125"),
+    elementary="acosh",
+)
+arctanh = unary(
+    "arctanh", jnp.arctanh, "The number whose hyperbolic tangent is x", ("0.5", "0.55078125"), elementary="atanh"
+)
 exp = unary("exp", jnp.exp, "e^x", ("2.0", "7.375"), elementary="exp")
 exp2 = unary("exp2", jnp.exp2, "2^x", ("0.5", "1.4140625"), elementary="exp2")
 expm1 = unary("expm1", jnp.expm1, "e^x - 1", ("0.01", "0.01007080078125"), elementary="expm1")
@@ -134,7 +148,9 @@ power = binary("power", jnp.power, "x^y", ("2.0, 0.5", "1.4140625"))
 hypot = binary("hypot", jnp.hypot, "√(x² + y²)", ("1.0, 2.0", "2.234375"))
 degrees = unary("degrees", jnp.degrees, "180 x / π", ("1.0", "57.25"), elementary="degrees")
 radians = unary("radians", jnp.radians, "π x / 180", ("60.0", "1.046875"), elementary="radians")
-erf = unary("erf", special.erf, "The error function 2/√π ∫ e^(-t²) dt from 0 to x", ("0.5", "0.51953125"), elementary="erf")
+erf = unary(
+    "erf", special.erf, "The error function 2/√π ∫ e^(-t²) dt from 0 to x", ("0.5", "0.51953125"), elementary="erf"
+)
 erfc = unary("erfc", special.erfc, "1 - erf(x)", ("0.5", "0.48046875"), elementary="erfc")
 gamma = unary("gamma", special.gamma, "The gamma function, (x - 1)! at integers", ("4.5", "11.625"))
 angle = unary(

@@ -1,4 +1,4 @@
-"""The functions: a formula for each in pairs of float32 numbers, of arguments taken apart, with the cases it leaves out.
+"""The functions: for each a formula in pairs of float32 numbers, with the cases that it leaves out.
 
 Where f(x) is x or a number of the format but for a term that is too small to be a float32 number, the argument's
 exponent is held at a least one (`FIRST_ORDER`, `SECOND_ORDER`): the term is then as invisible and has its sign.
@@ -56,7 +56,7 @@ _MOST = 300.0
 
 
 def _eighths(x: Pair) -> tuple[Pair, Array]:
-    """r and n of x = (n / 8) log(2) + r, |r| <= log(2) / 16, of |x| <= 300."""
+    """R and n of x = (n / 8) log(2) + r, |r| <= log(2) / 16, of |x| <= 300."""
     unit = numbers.log(2) / 8
     first, second, third = _parts_of(unit, 15, 12)
     n = _nearest_integer(x.hi * constant(1 / unit).hi)
@@ -95,7 +95,7 @@ def _eighth_root_of_two() -> Fraction:
 
 
 def _reduced(x: Pair) -> tuple[Pair, Array]:
-    """r and n of x = n log(2) + r, |r| <= log(2) / 2, of |x| <= 350; r = x exactly if n = 0."""
+    """R and n of x = n log(2) + r, |r| <= log(2) / 2, of |x| <= 350; r = x exactly if n = 0."""
     first, second, third = _parts_of(numbers.log(2), 14, 14)
     n = _nearest_integer(x.hi * constant(1 / numbers.log(2)).hi)
     rest = pairs.exact_sum(x.hi - n * first, -n * second)
@@ -205,7 +205,7 @@ def _tanh(x: Argument) -> Value:
 
 
 def _times_log2(n: Array, base: int) -> Pair:
-    """n times the logarithm of 2, for integers |n| < 2^8 as float32."""
+    """N times the logarithm of 2, for integers |n| < 2^8 as float32."""
     if base == 2:
         return single(n)
     first, second, third = _parts_of(_log_of_2(base), 16, 16)
@@ -226,7 +226,7 @@ def _normalised(number: Pair) -> tuple[Pair, Array]:
 
 
 def _quotient(m: Pair) -> Pair:
-    """s = (m - 1) / (m + 1), of which log(m) is 2 artanh(s)."""
+    """S = (m - 1) / (m + 1), of which log(m) is 2 artanh(s)."""
     near = pairs.exact_sum(m.hi - 1, m.lo)
     above = pairs.exact_sum(m.hi, np.float32(1))
     return pairs.divide(near, pairs.ordered_sum(above.hi, above.lo + m.lo))
@@ -321,7 +321,7 @@ def _arctanh(x: Argument) -> Value:
 
 
 def _quarters(x: Argument) -> tuple[Pair, Array]:
-    """r and q of |x| = q π/2 + r modulo 2 π, |r| <= π/4, |x| >= 1/2.
+    """R and q of |x| = q π/2 + r modulo 2 π, |r| <= π/4, |x| >= 1/2.
 
     As in Payne and Hanek (SIGNUM Newsletter 18 (1983) 19): the fraction of 2^k / (2 π), times the significand as an
     integer, in 96 bits.
@@ -438,9 +438,7 @@ def _arctan(x: Argument) -> Value:
 def _cofactor(size: Array) -> Pair:
     """√(1 - x²) for 0 <= x < 1, for others what is of no use."""
     size = jnp.minimum(size, np.float32(1 - 2.0**-24))
-    return pairs.root(
-        pairs.multiply(pairs.exact_sum(size, np.float32(1)), pairs.exact_sum(-size, np.float32(1)))
-    )
+    return pairs.root(pairs.multiply(pairs.exact_sum(size, np.float32(1)), pairs.exact_sum(-size, np.float32(1))))
 
 
 def _arcsin(x: Argument) -> Value:

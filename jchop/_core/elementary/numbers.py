@@ -148,7 +148,7 @@ def _scaled_error_at(x: Fraction) -> Fraction:
     return Fraction(total, _ONE) - 2 / root(pi()) * Fraction(error, _ONE)
 
 
-#: Of the reduction by π / 4: the exponents of the last places of float32 numbers from 1/2 on, and words of the fraction.
+#: Of the reduction by π / 2: exponents of the last places of float32 numbers from 1/2 on, and words of a fraction.
 LEAST_PLACE, MOST_PLACE, TURN_WORDS = -24, 104, 3
 
 

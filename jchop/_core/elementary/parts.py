@@ -64,7 +64,7 @@ class Argument:
         return self.significand * power_of_two(held), jnp.minimum(self.exponent - least, 0)
 
     def held(self, least: int, most: float) -> Array:
-        """x with its magnitude held between 2^least and a number."""
+        """X with its magnitude held between 2^least and a number."""
         bits = jnp.clip(self.magnitude, (F32.bias + least) << F32.fraction, _bits_of(most))
         return lax.bitcast_convert_type(bits | self.sign, jnp.float32)
 
@@ -127,8 +127,8 @@ def _taken_apart(pair: Pair) -> tuple[Array, Array, Array]:
     return sign, bits, lax.bitcast_convert_type(lax.bitcast_convert_type(pair.lo, jnp.int32) ^ sign, jnp.float32)
 
 
-def _bits_of_number(number: Array | float) -> tuple[Any, Any]:
-    return _bits.split(jnp.float32(number) if isinstance(number, float) else number, F32)
+def _bits_of_number(number: Array | float) -> tuple[Array, Array]:
+    return _bits.split(jnp.asarray(number, jnp.float32), F32)
 
 
 def as_exact(value: Value) -> Exact:
@@ -180,3 +180,35 @@ def _known(v: Exact, where: Array, number: Array | float) -> Exact:
         v.sticky & ~where,
         v.beyond & ~where,
     )
+
+
+# -- float64 -----------------------------------------------------------------------------------------------------------
+
+_F64 = CARRIERS["float64"]
+_MORE = _F64.fraction - F32.fraction
+
+
+def narrowed(x: Array) -> Array:
+    """Float64 values that float32 holds as float32, by bits: devices convert to subnormal numbers as to zero."""
+    sign, magnitude = _bits.split(x, _F64)
+    field = (magnitude >> _F64.fraction) - _F64.bias + F32.bias
+    count = (magnitude & _bits.low_mask(_F64.fraction)) >> _MORE
+    down = jnp.clip(1 - field, 0, F32.fraction + 1)
+    bits = jnp.where(field < 1, (count | 1 << F32.fraction) >> down, (field << F32.fraction) + count)
+    bits = jnp.where(magnitude == _F64.inf, F32.inf, jnp.where(magnitude > _F64.inf, F32.nan, bits))
+    return _bits.join(_narrow_sign(sign), bits.astype(F32.work), F32)
+
+
+def _narrow_sign(sign: Array) -> Array:
+    return jnp.where(sign != 0, np.int32(F32.sign_bit), np.int32(0))
+
+
+def widened(x: Array) -> Array:
+    """Float32 values as float64, the inverse of `narrowed`."""
+    sign, magnitude = _bits.split(x, F32)
+    exponent, count = double_word.normalised(magnitude, F32)
+    exponent, count = exponent.astype(_F64.work), count.astype(_F64.work)
+    bits = (exponent + _F64.bias - 1 << _F64.fraction) + (count << _MORE)
+    bits = jnp.where(magnitude == F32.inf, _F64.inf, jnp.where(magnitude > F32.inf, _F64.nan, bits))
+    bits = jnp.where(magnitude == 0, 0, bits)
+    return _bits.join(jnp.where(sign != 0, _F64.sign_bit, 0).astype(_F64.work), bits, _F64)

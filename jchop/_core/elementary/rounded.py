@@ -11,7 +11,7 @@ from jchop import _bits
 from jchop._core.arithmetic.exact import round_exact
 from jchop._core.arithmetic.ranges import has_spare_bits
 from jchop._core.elementary.functions import FUNCTIONS
-from jchop._core.elementary.parts import F32, argument, as_exact, as_odd
+from jchop._core.elementary.parts import F32, argument, as_exact, as_odd, narrowed, widened
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import holds
 from jchop.formats import CodebookFormat
@@ -35,13 +35,19 @@ def elementary(x: Array, word: Array | None = None, *, name: str, spec: Spec) ->
     Args:
         x: float32 of any values; another dtype's, if float32 holds them.
         word: for the stochastic modes, a random word for each element: uint32, of uint64 the upper half.
+        name: of the function.
+        spec: what its values are rounded to.
     """
-    number = x.astype(F32.name)
-    if word is not None and word.dtype.itemsize == 8:
-        word = (word >> 32).astype(jnp.uint32)
-    given = argument(number)
+    if x.dtype.itemsize == 8:
+        word = None if word is None else (word >> 32).astype(jnp.uint32)
+        return widened(_rounded(narrowed(x), word, name, spec))
+    return _rounded(x.astype(F32.name), word, name, spec).astype(x.dtype)
+
+
+def _rounded(x: Array, word: Array | None, name: str, spec: Spec) -> Array:
+    given = argument(x)
     value = FUNCTIONS[name](given)
-    value = replace(value, cases=(*value.cases, (given.nan, number)))
+    value = replace(value, cases=(*value.cases, (given.nan, x)))
     if spec.rounding.stochastic and not isinstance(spec.format, CodebookFormat):
-        return round_exact(as_exact(value), spec, F32, word).astype(x.dtype)
-    return round_elements(_bits.join(*as_odd(value), F32), spec, F32, word).astype(x.dtype)
+        return round_exact(as_exact(value), spec, F32, word)
+    return round_elements(_bits.join(*as_odd(value), F32), spec, F32, word)
