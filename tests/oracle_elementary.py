@@ -197,7 +197,7 @@ def erfc(x: Fraction) -> int:
     return ONE - erf(fixed(x))
 
 
-#: Of positive integer arguments, and of all where the function says so: PLACES binary places.
+#: Of numbers other than 0 in the domain, to some 20 places less than PLACES.
 EXACT: dict[str, Callable[[Fraction], int]] = {
     "exp": plain(exp),
     "exp2": exp2,
@@ -233,14 +233,18 @@ EXACT: dict[str, Callable[[Fraction], int]] = {
     "radians": odd(lambda x: times(fixed(x / 180), circle())),
 }
 
-NEAR: dict[str, Callable[[Any], Any]] = {
+#: Of float64 numbers, those of which NumPy has none.
+_NEAR: dict[str, Callable[[Any], Any]] = {
     "logistic": scipy.special.expit,
     "erf": scipy.special.erf,
     "erfc": scipy.special.erfc,
     "rsqrt": lambda x: 1 / np.sqrt(x),
 }
 
-#: How a result can be a dyadic number, beside zeros and infinities: from the argument to that number, else None.
+
+def near(name: str) -> Callable[[Any], Any]:
+    """The function of float64 numbers."""
+    return _NEAR[name] if name in _NEAR else getattr(np, name)
 
 
 def power_of(x: Fraction, base: int) -> Fraction | None:
@@ -264,6 +268,7 @@ def inverse_root(x: Fraction) -> Fraction | None:
     return found if found**2 * x == 1 and found.denominator & (found.denominator - 1) == 0 else None
 
 
+#: Where a result can be a dyadic number, beside zeros and infinities: that number, or None.
 DYADIC: dict[str, Callable[[Fraction], Fraction | None]] = {
     "exp2": lambda x: Fraction(2) ** int(x) if x.denominator == 1 and abs(x) < FAR else None,
     "log2": lambda x: power_of(x, 2),
@@ -300,7 +305,7 @@ def _odd_float(name: str, x: Fraction) -> float:
 
 
 def values(name: str, x: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Float64 numbers that round as the function's values at `x` do, NaN outside the domain, infinities only exact ones.
+    """Float64 numbers that round as the function's values at `x` do; NaN outside the domain, infinities at poles.
 
     Args:
         name: of a function of `EXACT`.
@@ -308,7 +313,7 @@ def values(name: str, x: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray]
         rounded: float64 numbers to rows of results, for every rounding that there will be.
     """
     with np.errstate(all="ignore"):
-        y = np.asarray(NEAR.get(name, getattr(np, name, None))(x))  # type: ignore[misc]
+        y = np.asarray(near(name)(x))
     inside = np.isfinite(x) & (x != 0) & ~np.isnan(y)
     poles = (np.abs(x) == 1) & np.isinf(y)
     size = np.abs(y)
