@@ -436,9 +436,14 @@ def _arctan(x: Argument) -> Value:
 
 
 def _cofactor(size: Array) -> Pair:
-    """√(1 - x²) for 0 <= x < 1, for others what is of no use."""
+    """√(1 - x²) for 0 <= x < 1, for others what is of no use.
+
+    Of small x as 1 - x², as a product of pairs lacks the product of their second numbers.
+    """
     size = jnp.minimum(size, np.float32(1 - 2.0**-24))
-    return pairs.root(pairs.multiply(pairs.exact_sum(size, np.float32(1)), pairs.exact_sum(-size, np.float32(1))))
+    small = pairs.add(pairs.product(-size, size), _UNIT)
+    large = pairs.multiply(pairs.exact_sum(size, np.float32(1)), pairs.exact_sum(-size, np.float32(1)))
+    return pairs.root(pairs.select(size < 0.5, small, large))
 
 
 def _arcsin(x: Argument) -> Value:
