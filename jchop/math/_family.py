@@ -256,7 +256,7 @@ _EXACT = """\
 The operands are rounded to `spec`; then the exact result is rounded to it once, in every mode, without an intermediate
 rounding to the carrier."""
 _CORRECT = """\
-The operands are rounded to `spec`; then the function's value, known to 40 bits or more, is rounded to it once: every
+The operands are rounded to `spec`; then the function's value, known to 36 bits or more, is rounded to it once: every
 result is right, in every mode, under formats of up to 16 bits that float32 holds (docs/math.md). Under binary32 and
 wider formats it is the carrier's result (float32, or float64 for float64 data), rounded once more."""
 _CARRIER = """\

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import factorial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def _eighths(x: Pair) -> tuple[Pair, Array]:
 
 
 def _power_of_eighths(r: Pair, n: Array) -> tuple[Pair, Array]:
-    """e^r 2^(n / 8) as a pair and an exponent, for |r| <= log(2) / 16, to 2^-40.
+    """e^r 2^(n / 8) as a pair and an exponent, for |r| <= log(2) / 16, to 2^-38.
 
     With a multiple h of 2^-11 and r = h + d, e^r is 1 + h + h²/2, which is exact, plus d, plus what is below 2^-15.
     """
@@ -153,20 +153,11 @@ def _logistic(x: Argument) -> Value:
     return Value(pairs.divide(top, below), jnp.where(x.negative, n, 0), ((x.zero, 0.5), *cases))
 
 
-class _Hyperbolic(NamedTuple):
-    """sinh(x) / 2^n, cosh(x) / 2^n, 2^n e^-x and w = 2^-2n, of a number x that is not negative.
+def _hyperbolic(size: Array) -> tuple[Pair, Pair, Array]:
+    """sinh(x) / 2^n, cosh(x) / 2^n and n of a number x that is not negative.
 
-    With e^x = 2^n (C + S) they are (S (1 + w) + C (1 - w)) / 2, (C (1 + w) + S (1 - w)) / 2 and C - S.
+    With e^x = 2^n (C + S) and w = 2^-2n they are (S (1 + w) + C (1 - w)) / 2 and (C (1 + w) + S (1 - w)) / 2.
     """
-
-    sine: Pair
-    cosine: Pair
-    inverse: Pair
-    w: Array
-    n: Array
-
-
-def _hyperbolic(size: Array) -> _Hyperbolic:
     r, n = _reduced(single(size))
     z = pairs.square(r)
     s = pairs.multiply(r, pairs.polynomial(z, numbers.hyperbolic_sine(), 3))
@@ -176,28 +167,29 @@ def _hyperbolic(size: Array) -> _Hyperbolic:
     less = pairs.times_power(pairs.ordered_sum(np.float32(1), -w), np.float32(0.5))
     sine = pairs.add(pairs.multiply(s, more), pairs.multiply(c, less))
     cosine = pairs.add(pairs.multiply(c, more), pairs.multiply(s, less))
-    return _Hyperbolic(sine, cosine, pairs.add_ordered(c, pairs.negative(s)), w, n)
+    return sine, cosine, n
 
 
 def _sinh(x: Argument) -> Value:
     size, shift = _size(x, SECOND_ORDER, _MOST)
-    h = _hyperbolic(size)
-    return Value(h.sine, h.n + shift, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
+    sine, _, n = _hyperbolic(size)
+    return Value(sine, n + shift, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
 
 
 def _cosh(x: Argument) -> Value:
     size, _ = _size(x, SECOND_ORDER, _MOST)
-    h = _hyperbolic(size)
-    return Value(h.cosine, h.n, ((x.zero, 1.0), (x.infinite, _INF)))
+    _, cosine, n = _hyperbolic(size)
+    return Value(cosine, n, ((x.zero, 1.0), (x.infinite, _INF)))
 
 
 def _tanh(x: Argument) -> Value:
-    """sinh(x) / cosh(x), for larger x 1 - e^-x / cosh(x)."""
+    """Taylor's series, or (1 - t) / (1 + t) with t = e^-2|x|."""
     size, shift = _size(x, SECOND_ORDER, 60.0)
-    h = _hyperbolic(size)
-    small = h.n == 0
-    quotient = pairs.divide(pairs.select(small, h.sine, pairs.times_power(h.inverse, -h.w)), h.cosine)
-    value = pairs.select(small, quotient, pairs.add_ordered(_UNIT, quotient))
+    series = pairs.times(pairs.polynomial(pairs.product(size, size), numbers.hyperbolic_tangent(), 3), size)
+    t, n = _power_of_e(single(-2 * size))
+    t = pairs.times_power(t, _power(n))
+    quotient = pairs.divide(pairs.add_ordered(_UNIT, pairs.negative(t)), pairs.add_ordered(_UNIT, t))
+    value = pairs.select(size < 0.125, series, quotient)
     return Value(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
 
 

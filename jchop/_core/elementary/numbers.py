@@ -81,6 +81,15 @@ def hyperbolic_cosine() -> tuple[Pair, ...]:
 
 
 @lru_cache(maxsize=1)
+def hyperbolic_tangent() -> tuple[Pair, ...]:
+    """tanh(x) / x as a polynomial of x², for |x| <= 1/8: tanh' = 1 - tanh² gives one coefficient from all before it."""
+    terms = [Fraction(1)]
+    for n in range(1, 7):
+        terms.append(-sum((a * b for a, b in zip(terms, reversed(terms), strict=True)), Fraction(0)) / (2 * n + 1))
+    return _pairs(terms)
+
+
+@lru_cache(maxsize=1)
 def sine() -> tuple[Pair, ...]:
     """sin(x) / x as a polynomial of x², for |x| <= π / 4."""
     return _pairs([Fraction((-1) ** n, factorial(2 * n + 1)) for n in range(8)])
