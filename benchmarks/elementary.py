@@ -53,7 +53,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9)
     options = parser.parse_args()
     x = jnp.asarray(np.random.default_rng(0).uniform(0.01, 0.99, options.size), jnp.float32)
-    print("| function | carrier's, rounded (ms) | rounded once (ms) | ratio | ratio, buffers donated |\n|---|---|---|---|---|")
+    print("| function | carrier's, rounded (ms) | rounded once (ms) | ratio | ratio, buffers donated |")
+    print("|---|---|---|---|---|")
     for name in options.names:
 
         def by_hand(x: jax.Array, name: str = name) -> jax.Array:
