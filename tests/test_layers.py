@@ -60,7 +60,7 @@ FLOORS: list[tuple[int, str]] = [
 SIBLING_FLOOR = 8
 # The rooms of the core, in order; the bodies of operations stand beside them, on top, and BELOW_ROOMS beneath.
 BELOW_ROOMS = "xla_cpu"
-ROOMS = ["rounding", "arithmetic", "scaled", "scaled_float32"]
+ROOMS = ["rounding", "arithmetic", "elementary", "scaled", "scaled_float32"]
 MOST_FILES = 17  # in a folder of the core
 
 # What the hard dependencies are, and where each of the others may be imported.

@@ -22,6 +22,7 @@ from jchop._core.arithmetic.operations import draws, operation, operation_carrie
 from jchop._core.rounding.elements import round_elements
 from jchop._emulate._known import Known, is_float
 from jchop._emulate._rules import EXACT
+from jchop._kernels.elementary import elementary_op, rounds
 from jchop._kernels.primitive import make_op
 from jchop._program.bind import bind, straight_through
 from jchop._settings import compiled
@@ -133,6 +134,13 @@ def power_draws(exponent: int) -> int:
 
 
 def _elementary(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
+    """The exact value, rounded once, or the carrier's one for functions and formats of which it is not known."""
+    if rounds(task.primitive.name, task.spec) and is_float(args[0]):
+        return elementary_op(*args, *drawn[:1], name=task.primitive.name, spec=task.spec)
+    return _made(task, args, drawn)
+
+
+def _made(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
     out = bind(task.primitive, dict(task.params), *args)
     taken = iter(drawn)
     out = [_round(x, task.spec, next(taken) if draws(task.spec) else None) if is_float(x) else x for x in out]
@@ -168,7 +176,7 @@ _RUNS: dict[str, Callable[..., Any]] = {
     "extremum": _extremum,
     "power": _power,
     "elementary": _elementary,
-    "made": _elementary,
+    "made": _made,
     "accumulating": _summed,
     "converted": _converted,
 }

@@ -1,7 +1,7 @@
 """The table of elementwise functions: the name, the carrier's function, its formula, an example and its result.
 
-Rows with ``exact`` round the exact result once. Rows with ``holds`` have a result that the carrier holds exactly. For
-the others the carrier's result is rounded once more.
+Rows with ``exact`` and ``elementary`` round the exact result once. Rows with ``holds`` have a result that the carrier
+holds exactly. For the others the carrier's result is rounded once more.
 """
 
 from __future__ import annotations
@@ -108,42 +108,58 @@ floor_divide = binary(
 
 # -- elementary functions ----------------------------------------------------------------------------------------------
 
-sin = unary("sin", jnp.sin, "The sine of x in radians", ("2.0", "0.91015625"))
-cos = unary("cos", jnp.cos, "The cosine of x in radians", ("2.0", "-0.416015625"))
-tan = unary("tan", jnp.tan, "The tangent of x in radians", ("2.0", "-2.1875"))
-arcsin = unary("arcsin", jnp.arcsin, "The angle in [-π/2, π/2] whose sine is x", ("0.5", "0.5234375"))
-arccos = unary("arccos", jnp.arccos, "The angle in [0, π] whose cosine is x", ("0.5", "1.046875"))
-arctan = unary("arctan", jnp.arctan, "The angle in [-π/2, π/2] whose tangent is x", ("0.5", "0.462890625"))
+sin = unary("sin", jnp.sin, "The sine of x in radians", ("2.0", "0.91015625"), elementary="sin")
+cos = unary("cos", jnp.cos, "The cosine of x in radians", ("2.0", "-0.416015625"), elementary="cos")
+tan = unary("tan", jnp.tan, "The tangent of x in radians", ("2.0", "-2.1875"), elementary="tan")
+arcsin = unary(
+    "arcsin", jnp.arcsin, "The angle in [-π/2, π/2] whose sine is x", ("0.5", "0.5234375"), elementary="asin"
+)
+arccos = unary("arccos", jnp.arccos, "The angle in [0, π] whose cosine is x", ("0.5", "1.046875"), elementary="acos")
+arctan = unary(
+    "arctan", jnp.arctan, "The angle in [-π/2, π/2] whose tangent is x", ("0.5", "0.462890625"), elementary="atan"
+)
 arctan2 = binary(
     "arctan2",
     jnp.arctan2,
     "The angle in [-π, π] of a point, x its ordinate, y its abscissa",
     ("1.0, 3.0", "0.322265625"),
 )
-sinh = unary("sinh", jnp.sinh, "(e^x - e^-x) / 2", ("2.0", "3.625"))
-cosh = unary("cosh", jnp.cosh, "(e^x + e^-x) / 2", ("2.0", "3.765625"))
-tanh = unary("tanh", jnp.tanh, "sinh(x) / cosh(x)", ("0.5", "0.462890625"))
-arcsinh = unary("arcsinh", jnp.arcsinh, "The number whose hyperbolic sine is x", ("2.0", "1.4453125"))
-arccosh = unary("arccosh", jnp.arccosh, "The number from 0 on whose hyperbolic cosine is x", ("2.0", "1.3203125"))
-arctanh = unary("arctanh", jnp.arctanh, "The number whose hyperbolic tangent is x", ("0.5", "0.55078125"))
-exp = unary("exp", jnp.exp, "e^x", ("2.0", "7.375"))
-exp2 = unary("exp2", jnp.exp2, "2^x", ("0.5", "1.4140625"))
-expm1 = unary("expm1", jnp.expm1, "e^x - 1", ("0.01", "0.01007080078125"))
-log = unary("log", jnp.log, "The natural logarithm of x", ("2.0", "0.69140625"))
-log2 = unary("log2", jnp.log2, "The logarithm of x to the base 2", ("3.0", "1.5859375"))
-log10 = unary("log10", jnp.log10, "The logarithm of x to the base 10", ("2.0", "0.30078125"))
-log1p = unary("log1p", jnp.log1p, "log(1 + x)", ("0.01", "0.00994873046875"))
+sinh = unary("sinh", jnp.sinh, "(e^x - e^-x) / 2", ("2.0", "3.625"), elementary="sinh")
+cosh = unary("cosh", jnp.cosh, "(e^x + e^-x) / 2", ("2.0", "3.765625"), elementary="cosh")
+tanh = unary("tanh", jnp.tanh, "sinh(x) / cosh(x)", ("0.5", "0.462890625"), elementary="tanh")
+arcsinh = unary(
+    "arcsinh", jnp.arcsinh, "The number whose hyperbolic sine is x", ("2.0", "1.4453125"), elementary="asinh"
+)
+arccosh = unary(
+    "arccosh",
+    jnp.arccosh,
+    "The number from 0 on whose hyperbolic cosine is x",
+    ("2.0", "1.3203125"),
+    elementary="acosh",
+)
+arctanh = unary(
+    "arctanh", jnp.arctanh, "The number whose hyperbolic tangent is x", ("0.5", "0.55078125"), elementary="atanh"
+)
+exp = unary("exp", jnp.exp, "e^x", ("2.0", "7.375"), elementary="exp")
+exp2 = unary("exp2", jnp.exp2, "2^x", ("0.5", "1.4140625"), elementary="exp2")
+expm1 = unary("expm1", jnp.expm1, "e^x - 1", ("0.01", "0.01007080078125"), elementary="expm1")
+log = unary("log", jnp.log, "The natural logarithm of x", ("2.0", "0.69140625"), elementary="log")
+log2 = unary("log2", jnp.log2, "The logarithm of x to the base 2", ("3.0", "1.5859375"), elementary="log2")
+log10 = unary("log10", jnp.log10, "The logarithm of x to the base 10", ("2.0", "0.30078125"), elementary="log10")
+log1p = unary("log1p", jnp.log1p, "log(1 + x)", ("0.01", "0.00994873046875"), elementary="log1p")
 logaddexp = binary("logaddexp", jnp.logaddexp, "log(e^x + e^y)", ("1.0, 2.0", "2.3125"))
-cbrt = unary("cbrt", jnp.cbrt, "The cube root of x", ("2.0", "1.2578125"))
+cbrt = unary("cbrt", jnp.cbrt, "The cube root of x", ("2.0", "1.2578125"), elementary="cbrt")
 power = binary("power", jnp.power, "x^y", ("2.0, 0.5", "1.4140625"))
 hypot = binary("hypot", jnp.hypot, "√(x² + y²)", ("1.0, 2.0", "2.234375"))
-degrees = unary("degrees", jnp.degrees, "180 x / π", ("1.0", "57.25"))
-radians = unary("radians", jnp.radians, "π x / 180", ("60.0", "1.046875"))
-erf = unary("erf", special.erf, "The error function 2/√π ∫ e^(-t²) dt from 0 to x", ("0.5", "0.51953125"))
-erfc = unary("erfc", special.erfc, "1 - erf(x)", ("0.5", "0.48046875"))
+degrees = unary("degrees", jnp.degrees, "180 x / π", ("1.0", "57.25"), elementary="degrees")
+radians = unary("radians", jnp.radians, "π x / 180", ("60.0", "1.046875"), elementary="radians")
+erf = unary(
+    "erf", special.erf, "The error function 2/√π ∫ e^(-t²) dt from 0 to x", ("0.5", "0.51953125"), elementary="erf"
+)
+erfc = unary("erfc", special.erfc, "1 - erf(x)", ("0.5", "0.48046875"), elementary="erfc")
 gammaln = unary("gammaln", special.gammaln, "log |Γ(x)| of the gamma function", ("4.5", "2.453125"))
 digamma = unary("digamma", special.digamma, "Γ'(x) / Γ(x) of the gamma function", ("4.5", "1.390625"))
-sigmoid = unary("sigmoid", jax.nn.sigmoid, "1 / (1 + e^-x)", ("0.5", "0.62109375"))
+sigmoid = unary("sigmoid", jax.nn.sigmoid, "1 / (1 + e^-x)", ("0.5", "0.62109375"), elementary="logistic")
 gelu = unary(
     "gelu",
     partial(jax.nn.gelu, approximate=False),

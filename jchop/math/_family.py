@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from jchop._core.arithmetic.operations import check_operation, operation, widene
 from jchop._core.arithmetic.ranges import Range
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
+from jchop._kernels.elementary import elementary_op, rounds
 from jchop._round import round_to_format
 from jchop._settings import compiled, split
 from jchop.spec import Spec, as_spec
@@ -57,6 +58,8 @@ class Row:
         exact: the function that rounds the exact result once; None if the carrier's result is rounded.
         complex_too: whether operands may be complex.
         holds: whether the carrier's result is exact, without `exact`.
+        elementary: the name of a function of `_core.elementary`, whose exact value is rounded once under the formats
+            that it `rounds`.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Row:
     exact: Exact | None = None
     complex_too: bool = False
     holds: bool = False
+    elementary: str | None = None
 
 
 # -- calling -----------------------------------------------------------------------------------------------------------
@@ -107,6 +111,8 @@ def result(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None)
     """The function at operands that are already rounded and of a wide dtype."""
     if row.exact is not None:
         return _exact(row, spec, operands, key)
+    if row.elementary is not None and rounds(row.elementary, spec):
+        return _exact(replace(row, exact=_Elementary(row.elementary)), spec, operands, key)
     return _rounded(row.carrier(*operands), spec, key)
 
 
@@ -152,6 +158,16 @@ def _exact_jvp(row: Row, spec: Spec, primals: tuple, tangents: tuple) -> tuple[A
         return round_to_format(row.carrier(*operands), spec, key)
 
     return _exact(row, spec, operands, key), jax.jvp(smooth, operands, tangents[0])[1]
+
+
+@dataclass(frozen=True)
+class _Elementary:
+    """A function of `_core.elementary`."""
+
+    name: str
+
+    def __call__(self, operands: tuple[Array, ...], spec: Spec, word: Array | None) -> Array:
+        return elementary_op(*operands, *([] if word is None else [word]), name=self.name, spec=spec)
 
 
 # -- operations inside other functions ---------------------------------------------------------------------------------
@@ -229,7 +245,7 @@ def documented(function: Any, row: Row, example: tuple[str, str]) -> Any:
     function.row = row
     function.__doc__ = inspect.cleandoc(_DOC).format(
         says=row.says,
-        how=_EXACT if row.exact is not None or row.holds else _CARRIER,
+        how=_EXACT if row.exact is not None or row.holds else _CARRIER if row.elementary is None else _CORRECT,
         operands="\n".join(f"    {name}: {_kind(row)}." for name in row.operands),
         split=f"{len(row.operands) + 1}: {'the operand' if len(row.operands) == 1 else 'each operand'} and the result",
         call=f"float(jc.math.{row.name}({example[0]}, 'bfloat16'))",
@@ -247,6 +263,10 @@ def _kind(row: Row) -> str:
 _EXACT = """\
 The operands are rounded to `spec`; then the exact result is rounded to it once, in every mode, without an intermediate
 rounding to the carrier."""
+_CORRECT = """\
+The operands are rounded to `spec`; then the function's value, known to 36 bits or more, is rounded to it once: every
+result is right, in every mode, under formats of up to 16 bits that float32 holds (docs/math.md). Under binary32 and
+wider formats it is the carrier's result (float32, or float64 for float64 data), rounded once more."""
 _CARRIER = """\
 The operands are rounded to `spec`; then the carrier's result (float32, or float64 for float64 data) is rounded to it
 once more. The result can be wrong if the carrier's result is an ulp off, or if the device reads subnormal numbers of

@@ -1,0 +1,140 @@
+"""Elementary functions rounded once: every argument of 16-bit formats, in every mode, against integer arithmetic."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_elementary as exact
+import oracle_math
+import pytest
+from elementary_table import FORMATS, NAMES, arguments, bits, words, wrong
+from oracle_matmul import How, rounded
+
+import jchop as jc
+from jchop._core.elementary.rounded import FUNCTIONS, elementary
+
+EVERY = 61  # of how many arguments the default run takes one
+NONE_WRONG = dict.fromkeys(exact.MODES, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_result_is_the_true_one_rounded_once(name: str, text: str) -> None:
+    assert wrong(name, text) == NONE_WRONG
+
+
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_some_results_are_the_true_ones_rounded_once(name: str) -> None:
+    assert wrong(name, "bfloat16", EVERY) == NONE_WRONG
+
+
+def test_the_oracle_rounds_as_the_oracle_of_all_formats_does() -> None:
+    rng = np.random.default_rng(1)
+    y = np.ldexp(rng.uniform(-2, 2, 60), rng.integers(-150, 128, 60))
+    y = np.concatenate([y, [0.0, -0.0, np.inf, -np.inf, 2.0**-134, 3 * 2.0**-134, 2.0**-133, 1 + 2.0**-8]])
+    for mode in exact.MODES:
+        word = words(len(y))
+        want = [
+            rounded(v, How(oracle.ieee(8, 7), mode), oracle.CARRIERS["float32"], int(w))
+            for v, w in zip(oracle_math.values(y), word, strict=True)
+        ]
+        got = exact.round_array(y, 8, 7, mode, word).astype(np.float32)
+        np.testing.assert_array_equal(bits(got), bits(oracle_math.array(want)), mode)
+
+
+def test_the_exact_values_are_near_those_of_numpy() -> None:
+    """The integers' formulas, which decide only where float64 cannot, at arguments where it can."""
+    for name in exact.EXACT:
+        for x in (0.375, 0.8125, 1.0, 1.75, 5.5):
+            with np.errstate(all="ignore"):
+                near = float(exact.near(name)(x))
+            if np.isfinite(near) and near:
+                np.testing.assert_allclose(exact.odd_float(name, Fraction(x)), near, rtol=2.0**-46, err_msg=name)
+
+
+# -- other formats, and other dtypes -----------------------------------------------------------------------------------
+
+#: Functions with results of every size.
+SOME = ("exp", "log", "sin", "tanh", "erfc")
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("sizes", [(4, 11), (6, 9), (2, 13), (8, 10), (8, 15)])
+def test_formats_of_other_sizes(name: str, sizes: tuple[int, int]) -> None:
+    """Of 16 bits and, to nearest, of more."""
+    rng = np.random.default_rng(sum(sizes))
+    some = np.ldexp(rng.uniform(-2, 2, 4000), rng.integers(-12, 7, 4000)).astype(np.float32)
+    text, word = f"e{sizes[0]}m{sizes[1]}", np.zeros(4000, np.uint32)
+    x = np.asarray(jc.round_to_format(some, text))
+    x = x[np.isfinite(x)]
+    modes = ("nearest_even", "up", "down", "odd") if sum(sizes) < 16 else ("nearest_even",)
+    rows = [partial(exact.round_array, exponent_bits=sizes[0], fraction_bits=sizes[1], mode=mode, word=word[: len(x)])
+            for mode in modes]  # fmt: skip
+    y = exact.values(NAMES[name], x.astype(float), lambda v: np.stack([row(v) for row in rows]))
+    for mode, row in zip(modes, rows, strict=True):
+        got = np.asarray(elementary(jnp.asarray(x), name=name, spec=jc.parse(f"{text}:{mode}")))
+        np.testing.assert_array_equal(bits(got), bits(row(y).astype(np.float32)), f"{text} {mode}")
+
+
+def test_fixed_point_and_codebooks() -> None:
+    x = np.linspace(-4, 4, 65, dtype=np.float32)
+    exp = np.exp(x.astype(float))
+    up = jc.math.exp(x, "fixed8.8:up:saturate")
+    np.testing.assert_array_equal(up, np.minimum(np.where(x == 0, 1, np.floor(exp * 256 + 1) / 256), 128 - 2.0**-8))
+    nearest = jc.math.exp(x[x <= 0], jc.CodebookFormat((0.0, 0.25, 0.5, 1.0)))
+    assert set(nearest) <= {0.0, 0.25, 0.5, 1.0}
+
+
+@pytest.mark.parametrize("name", ["exp2", "arcsin", "log"])
+def test_float64_data_is_rounded_alike(name: str) -> None:
+    """Subnormal numbers of float32 too, which a conversion would lose."""
+    x = arguments("bfloat16")[::131]
+    key = jax.random.key(3)
+    for text in ("bfloat16:up", "bfloat16:stochastic"):
+        narrow, wide = (getattr(jc.math, name)(x.astype(t), text, key) for t in (np.float32, np.float64))
+        assert wide.dtype == np.float64
+        if "up" in text:
+            np.testing.assert_array_equal(bits(wide.astype(np.float32)), bits(narrow))
+        else:
+            neighbours = [getattr(jc.math, name)(x, f"bfloat16:{mode}") for mode in ("down", "up")]
+            held = (neighbours[0] == wide) | (neighbours[1] == wide) | np.isnan(wide)
+            assert held.all()
+
+
+def test_ends_of_the_range_do_not_vanish() -> None:
+    assert jc.math.exp2(np.float32(-126), "bfloat16") == 2.0**-126
+    assert jc.math.exp2(np.float32(-133), "bfloat16") == 2.0**-133
+    assert jc.math.arcsin(np.float32(2.0**-126), "bfloat16") == 2.0**-126
+    assert jc.math.exp(np.float32(-87.5), "bfloat16") == jc.round_to_format(np.exp(-87.5), "bfloat16")
+    assert jc.math.log(np.float32(2.0**-133), "bfloat16") == -92.0
+
+
+@pytest.mark.parametrize("mode", ["up", "down"])
+def test_emulate_and_the_functions_have_the_same_bits(mode: str) -> None:
+    x = jnp.asarray(arguments("bfloat16")[::97])
+    spec = jc.parse(f"bfloat16:{mode}")
+    for name, fun in (("logistic", jax.nn.sigmoid), ("expm1", jnp.expm1)):
+        want = elementary(x, name=name, spec=spec)
+        np.testing.assert_array_equal(bits(np.asarray(jc.emulate(fun, spec)(x))), bits(np.asarray(want)))
+    slope = jax.grad(lambda x: jc.emulate(jnp.tanh, f"bfloat16:{mode}")(x))(jnp.float32(0.5))
+    np.testing.assert_allclose(slope, 1 - np.tanh(0.5) ** 2, rtol=1e-6)
+
+
+def test_one_function_for_each_shape() -> None:
+    def many(x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = jc.math.tanh(x, "bfloat16")
+        return x
+
+    def lines(fun: object) -> int:
+        return len(jax.jit(fun).lower(jnp.ones(5)).as_text().splitlines())  # type: ignore[arg-type]
+
+    assert lines(many) < 1.5 * lines(lambda x: jc.math.tanh(x, "bfloat16"))
