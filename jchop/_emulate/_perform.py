@@ -47,6 +47,7 @@ class Task:
     kind: str
     spec: Spec
     known: tuple[Known, ...]
+    apart: bool = False  # of exact operations
 
     def __hash__(self) -> int:
         return self._hash
@@ -71,7 +72,8 @@ def perform(task: Task, args: Sequence[Array], drawn: Sequence[Array] = ()) -> l
 
 @partial(compiled, static_argnums=0)
 def _perform(task: Task, args: list[Array], drawn: list[Array]) -> Any:
-    run = _run_apart if task.kind == "exact" and max(math.prod(x.shape) for x in args) >= LEAST_APART else Task.run
+    large = task.apart or max(math.prod(x.shape) for x in args) >= LEAST_APART
+    run = _run_apart if task.kind == "exact" and large else Task.run
     return straight_through(partial(run, task), task.plain, args, drawn)
 
 
