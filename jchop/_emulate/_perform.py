@@ -72,8 +72,8 @@ def perform(task: Task, args: Sequence[Array], drawn: Sequence[Array] = ()) -> l
 
 @partial(compiled, static_argnums=0)
 def _perform(task: Task, args: list[Array], drawn: list[Array]) -> Any:
-    large = task.apart or max(math.prod(x.shape) for x in args) >= LEAST_APART
-    run = _run_apart if task.kind == "exact" and large else Task.run
+    apart = task.kind == "exact" and (task.apart or max(math.prod(x.shape) for x in args) >= LEAST_APART)
+    run = _run_apart if apart else Task.run
     return straight_through(partial(run, task), task.plain, args, drawn)
 
 

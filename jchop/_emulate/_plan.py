@@ -93,10 +93,14 @@ class Planner(planner.Planner):
 
     def _unknown(self, step: Step) -> Step:
         """One that says of which primitives it consists is a call of those."""
-        if step.choice.spec is None or not any(is_number(v.aval) for v in step.eqn.outvars):
-            return replace(step, kind="carrier" if step.choice.spec is None else "compared")
-        if self.opened(step.eqn) is not None:
+        if step.choice.spec is None:
+            return replace(step, kind="carrier")
+        gives_numbers = any(is_number(v.aval) for v in step.eqn.outvars)
+        # One that computes nothing may refuse to be transformed, as a check of its package; so it is left out.
+        if self.opened(step.eqn) is not None and (gives_numbers or not self.opened(step.eqn).jaxpr.eqns):
             return replace(step, kind="control")
+        if not gives_numbers:
+            return replace(step, kind="compared")
         if self.settings.unknown == "carrier":
             return replace(step, kind="carrier")
         if self.settings.unknown == "raise":

@@ -55,8 +55,9 @@ ONES = np.ones(3, np.float32)
 
 NUMPY = [
     *(row(f"jax.numpy.{name}", X) for name in """
-        mean var std median nanmean nanstd ptp cumsum cumprod diff gradient sort argmax trace tanh sinc
+        mean var std median nanmean nanstd ptp cumsum cumprod diff gradient sort trace tanh sinc
         average nan_to_num unwrap""".split()),
+    row("jax.numpy.argmax", X, smooth=False),
     row("jax.numpy.quantile", X, 0.3),
     row("jax.numpy.percentile", X, 40.0),
     row("jax.numpy.histogram", V, smooth=False),
@@ -95,7 +96,7 @@ NUMPY = [
     of("jax.numpy.at subtract", lambda x: x.at[jnp.array([0, 2, 2])].subtract(0.3), V),
     of("jax.numpy.at min", lambda x: x.at[jnp.array([0, 2, 2])].min(0.1), V),
     of("jax.numpy.at max", lambda x: x.at[jnp.array([0, 2, 2])].max(0.1), V),
-    of("jax.numpy.at apply", lambda x: x.at[jnp.array([0, 2])].apply(jnp.sin), V),
+    of("jax.numpy.at apply", lambda x: x.at[jnp.array([0, 2])].apply(jnp.sin), V, smooth=False),
     of("jax.numpy.at get", lambda x: x.at[jnp.array([0, 9])].get(mode="fill", fill_value=0.1), V),
     of("jax.numpy.piecewise", lambda x: jnp.piecewise(x, [x < 0, x > 1], [jnp.sin, 0.3, jnp.cos]), V),
     of("jax.numpy.select", lambda x: jnp.select([x < 0, x > 1], [x * 2, x / 3], 0.1), V),
