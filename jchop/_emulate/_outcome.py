@@ -87,7 +87,7 @@ def _computes(step: Step) -> bool:
     """Whether a primitive that moves values also makes some: a gather that fills, a scatter that applies a function."""
     fill, update = step.eqn.params.get("fill_value"), step.eqn.params.get("update_jaxpr")
     fills = fill is not None and not holds_all(step.choice.spec, fill)
-    return step.name == "gather" and fills or step.name == "scatter" and bool(getattr(update, "eqns", ()))
+    return (step.name == "gather" and fills) or (step.name == "scatter" and bool(getattr(update, "eqns", ())))
 
 
 def _rounded_constants(step: Step) -> Step:

@@ -31,9 +31,9 @@ def constant_of(literal: Literal) -> Any:
     return np.asarray(literal.val, aval.dtype) if inexact else literal.val
 
 
-# -- operations ---------------------------------------------------------------------------------------------------------
+# -- operations --------------------------------------------------------------------------------------------------------
 
-#: An operation and the one that has its derivative. It is a primitive, because JAX drops the rule of a `custom_jvp` where
+#: An operation and the one that has its derivative. It is a primitive, because JAX drops the rule of a `custom_jvp` if
 #: it takes the loop around it apart: the derivative of a derivative by reverse mode would be one of bits, zero.
 _straight = Primitive("straight_through")
 _straight.multiple_results = True

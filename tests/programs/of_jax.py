@@ -14,7 +14,7 @@ import jax.scipy.spatial.transform
 import numpy as np
 from jax import lax
 
-from programs.program import Program, normal, positive, unit
+from programs.program import Program, names, normal, positive, unit
 
 __all__ = ["JAX"]
 
@@ -54,9 +54,9 @@ ONES = np.ones(3, np.float32)
 # -- jax.numpy, jax.nn, jax.scipy --------------------------------------------------------------------------------------
 
 NUMPY = [
-    *(row(f"jax.numpy.{name}", X) for name in """
+    *(row(f"jax.numpy.{name}", X) for name in names("""
         mean var std median nanmean nanstd ptp cumsum cumprod diff gradient sort trace tanh sinc
-        average nan_to_num unwrap""".split()),
+        average nan_to_num unwrap""")),
     row("jax.numpy.argmax", X, smooth=False),
     row("jax.numpy.quantile", X, 0.3),
     row("jax.numpy.percentile", X, 40.0),
@@ -110,8 +110,9 @@ NUMPY = [
     of("jax.numpy.complex product", lambda x, y: jnp.real((x + 1j * y) @ (x - 1j * y)), M, M),
     of("jax.numpy.bfloat16 inside", lambda x: (x.astype(jnp.bfloat16) * 3).astype(jnp.float32) + x, V),
     of("jax.numpy.float8 inside", lambda x: x.astype(jnp.float8_e5m2).astype(jnp.float32) * 1.1, V),
-    *(row(f"jax.numpy.fft.{name}", X, smooth=name != "hfft") for name in "fft ifft rfft fft2 irfft hfft fftshift".split()),
-    *(row(f"jax.numpy.linalg.{name}", S) for name in "inv det slogdet cholesky pinv norm cond".split()),
+    *(row(f"jax.numpy.fft.{name}", X) for name in names("fft ifft rfft fft2 irfft fftshift")),
+    row("jax.numpy.fft.hfft", X, smooth=False),
+    *(row(f"jax.numpy.linalg.{name}", S) for name in names("inv det slogdet cholesky pinv norm cond")),
     *(row(f"jax.numpy.linalg.{name}", S, twice=False) for name in ("eigh", "svd", "eigvalsh", "qr")),
     row("jax.numpy.linalg.eig", M, smooth=False),
     row("jax.numpy.linalg.qr", X, label=" wide", smooth=False),
@@ -122,9 +123,9 @@ NUMPY = [
     of("jax.numpy.linalg.multi_dot", lambda *m: jnp.linalg.multi_dot(m), M, M, M),
 ]  # fmt: skip
 NN = [
-    *(row(f"jax.nn.{name}", X) for name in """
+    *(row(f"jax.nn.{name}", X) for name in names("""
         relu gelu silu softplus softmax log_softmax logsumexp standardize glu selu mish squareplus logmeanexp
-        log_sigmoid hard_swish sparse_plus soft_sign celu elu""".split()),
+        log_sigmoid hard_swish sparse_plus soft_sign celu elu""")),
     row("jax.nn.log1mexp", W),
     row("jax.nn.one_hot", jnp.array([0, 2, 1]), 4, smooth=False),
     row("jax.nn.dot_product_attention", normal(1, 5, 2, 4), normal(1, 5, 2, 4, seed=1), normal(1, 5, 2, 4, seed=2)),
@@ -135,12 +136,12 @@ NN = [
         rhs_scale=s.reshape(1, 1, 4).astype(jnp.float8_e8m0fnu), preferred_element_type=jnp.float32),
        normal(1, 4, 32), normal(1, 32, 4), 2 * jnp.ones((1, 4, 1)), smooth=False),
     *(of(f"jax.nn.initializers.{name}", lambda key, name=name: getattr(jax.nn.initializers, name)()(key, (4, 6)),
-         KEY, smooth=False) for name in "glorot_normal he_uniform lecun_normal orthogonal".split()),
+         KEY, smooth=False) for name in names("glorot_normal he_uniform lecun_normal orthogonal")),
 ]  # fmt: skip
 SCIPY = [
-    *(row(f"jax.scipy.special.{name}", W) for name in """
+    *(row(f"jax.scipy.special.{name}", W) for name in names("""
         digamma entr erf erfc erfinv exp1 expi expit gamma gammaln i0 i0e i1 i1e log_ndtr logit ndtr ndtri dawsn
-        erfcx""".split()),
+        erfcx""")),
     *(row(f"jax.scipy.special.{name}", W, smooth=False) for name in ("fresnel", "sici", "spence", "factorial")),
     row("jax.scipy.special.betainc", W, P, W, smooth=False),
     row("jax.scipy.special.gammainc", W, P, smooth=False),
@@ -160,9 +161,9 @@ SCIPY = [
     of("jax.scipy.special.wofz", lambda x, y: jnp.real(jax.scipy.special.wofz(x + 1j * y)), W, P, smooth=False),
     of("jax.scipy.special.sph_harm_y", lambda t, p: jnp.real(jax.scipy.special.sph_harm_y(
         jnp.array([1]), jnp.array([2]), t, p, n_max=2)), W[:1], P[:1], smooth=False),
-    *(row(f"jax.scipy.stats.{name}", W) for name in """
+    *(row(f"jax.scipy.stats.{name}", W) for name in names("""
         norm.logpdf norm.cdf norm.ppf cauchy.logpdf expon.logpdf laplace.cdf logistic.logpdf
-        gumbel_r.logpdf""".split()),
+        gumbel_r.logpdf""")),
     row("jax.scipy.stats.t.logpdf", V, 3.0),
     row("jax.scipy.stats.beta.logpdf", W, 1.5, 2.0),
     row("jax.scipy.stats.gamma.logpdf", W, 1.5),
@@ -309,7 +310,7 @@ LAX = [
     of("jax.jvp", lambda x: jax.jvp(jnp.tanh, (x,), (x,)), V),
     of("jax.linearize", lambda x: jax.linearize(jnp.tanh, x)[1](x), V),
     of("jax.jacrev", jax.jacrev(lambda x: jnp.cumsum(x * x)), V),
-    of("jax.new_ref", by_reference, V),
+    of("jax.new_ref", by_reference, V, smooth=False),  # JAX has no derivative of it
     of("jax.pure_callback", in_python, V, smooth=False),
     of("jax.debug.callback", printed, V),
     of("jax.shard_map", on_a_mesh, V[:4], alone="a mesh of its own"),
@@ -364,7 +365,7 @@ def draw(name: str, *args: Any, shape: tuple[int, ...] = (6,)) -> Program:
 
 
 RANDOM = [
-    *map(draw, "normal uniform exponential gumbel laplace logistic cauchy maxwell".split()),
+    *map(draw, names("normal uniform exponential gumbel laplace logistic cauchy maxwell")),
     draw("gamma", 1.5), draw("beta", 1.5, 2.5), draw("poisson", 3.0), draw("bernoulli", 0.3),
     draw("truncated_normal", -1.0, 1.0), draw("t", 3.0), draw("weibull_min", 1.5, 2.0), draw("binomial", 9.0, 0.3),
     draw("categorical", V), draw("dirichlet", W, shape=(2,)), draw("multivariate_normal", V[:5], S, shape=(2,)),

@@ -179,8 +179,8 @@ def _loss(name: str) -> Made:
     return (lambda x: fun(x, labels)), (X,)
 
 
-several("""optax.softmax_cross_entropy optax.softmax_cross_entropy_with_integer_labels optax.sigmoid_binary_cross_entropy
-    optax.huber_loss optax.cosine_similarity optax.log_cosh""", _loss)  # fmt: skip
+several("""optax.softmax_cross_entropy optax.softmax_cross_entropy_with_integer_labels
+    optax.sigmoid_binary_cross_entropy optax.huber_loss optax.cosine_similarity optax.log_cosh""", _loss)  # fmt: skip
 
 
 @program("optax.ctc_loss")
@@ -199,7 +199,7 @@ def _module(name: str) -> Made:
 
     module, x = {
         "MLP": lambda: (eqx.nn.MLP(4, 2, 5, 2, key=KEY), X[0]),
-        "GRUCell": lambda: (lambda x, cell=eqx.nn.GRUCell(4, 3, key=KEY): cell(x, jnp.zeros(3)), X[0]),
+        "GRUCell": lambda: (_cell(eqx), X[0]),
         "Conv2d": lambda: (eqx.nn.Conv2d(2, 3, 3, key=KEY), normal(2, 5, 5)),
         "MaxPool2d": lambda: (eqx.nn.MaxPool2d(2), normal(2, 5, 5)),
         "AdaptiveAvgPool1d": lambda: (eqx.nn.AdaptiveAvgPool1d(3), normal(2, 7)),
@@ -207,6 +207,11 @@ def _module(name: str) -> Made:
         "SpectralNorm": lambda: (_spectral(eqx), X[0]),
     }[name]()
     return (lambda x: module(x)), (x,)
+
+
+def _cell(eqx: Any) -> Callable[[Any], Any]:
+    cell = eqx.nn.GRUCell(4, 3, key=KEY)
+    return lambda x: cell(x, jnp.zeros(3))
 
 
 def _spectral(eqx: Any) -> Callable[[Any], Any]:
@@ -217,7 +222,9 @@ def _spectral(eqx: Any) -> Callable[[Any], Any]:
     return run
 
 
-several("""equinox.nn.MLP equinox.nn.GRUCell equinox.nn.Conv2d equinox.nn.LayerNorm equinox.nn.AdaptiveAvgPool1d""", _module)
+several(
+    """equinox.nn.MLP equinox.nn.GRUCell equinox.nn.Conv2d equinox.nn.LayerNorm equinox.nn.AdaptiveAvgPool1d""", _module
+)
 several("equinox.nn.MaxPool2d equinox.nn.SpectralNorm", _module, twice=False)
 
 
@@ -367,7 +374,9 @@ def _() -> Made:
 
     def run(a: Any) -> Any:
         solver, options = optx.Bisection(rtol=3e-2, atol=3e-2), {"lower": 0.0, "upper": 2.0}
-        return optx.root_find(lambda y, a: y**3 - a, solver, jnp.float32(1), a, options, max_steps=32, throw=False).value
+        return optx.root_find(
+            lambda y, a: y**3 - a, solver, jnp.float32(1), a, options, max_steps=32, throw=False
+        ).value
 
     return run, (jnp.float32(1.5),)
 
@@ -446,7 +455,9 @@ def _() -> Made:
     def run(y: Any) -> Any:
         path = dfx.VirtualBrownianTree(0.0, 1.0, tol=0.05, shape=(), key=KEY)
         drift, noise = dfx.ODETerm(lambda t, y, _: -y), dfx.ControlTerm(lambda t, y, _: 0.1 * y, path)
-        return dfx.diffeqsolve(dfx.MultiTerm(drift, noise), dfx.Euler(), 0.0, 1.0, 0.125, y, max_steps=64, throw=False).ys
+        return dfx.diffeqsolve(
+            dfx.MultiTerm(drift, noise), dfx.Euler(), 0.0, 1.0, 0.125, y, max_steps=64, throw=False
+        ).ys
 
     return run, (jnp.float32(0.7),)
 
@@ -458,9 +469,7 @@ def _() -> Made:
     def run(y: Any) -> Any:
         term = dfx.ODETerm(lambda t, y, _: -y)
         adjoint = dfx.BacksolveAdjoint()
-        return dfx.diffeqsolve(
-            term, dfx.Heun(), 0.0, 1.0, 0.125, y, max_steps=64, throw=False, adjoint=adjoint
-        ).ys
+        return dfx.diffeqsolve(term, dfx.Heun(), 0.0, 1.0, 0.125, y, max_steps=64, throw=False, adjoint=adjoint).ys
 
     return run, (jnp.float32(0.7),)
 
@@ -473,9 +482,7 @@ def _() -> Made:
     def run(y: Any) -> Any:
         term = dfx.ODETerm(lambda t, y, _: jnp.array([y[1], -1.0]))
         event = dfx.Event(lambda t, y, args, **_: y[0], optx.Newton(3e-2, 3e-2))
-        return dfx.diffeqsolve(
-            term, dfx.Heun(), 0.0, 4.0, 0.125, y, max_steps=64, throw=False, event=event
-        ).ys
+        return dfx.diffeqsolve(term, dfx.Heun(), 0.0, 4.0, 0.125, y, max_steps=64, throw=False, event=event).ys
 
     return run, (jnp.array([0.5, 0.25]),)
 
@@ -714,5 +721,3 @@ def _() -> Made:
     import dm_pix as pix
 
     return (lambda x: pix.gaussian_blur(pix.adjust_hue(pix.adjust_contrast(x, 1.3), 0.1), 1.0, 3)), (unit(6, 6, 3),)
-
-

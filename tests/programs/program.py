@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Program", "floats_of", "named", "normal", "positive", "unit"]
+__all__ = ["Program", "floats_of", "named", "names", "normal", "positive", "unit"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ def floats_of(tree: Any) -> list[Any]:
         elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             found += [jnp.real(leaf), jnp.imag(leaf)]
     return found
+
+
+def names(text: str) -> list[str]:
+    """The words of a text."""
+    return text.split()
 
 
 def named(programs: list[Program]) -> dict[str, Program]:
