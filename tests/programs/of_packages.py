@@ -1,5 +1,7 @@
 """Functions of other packages: layers, optimizers, solvers, differential equations, distributions, samplers."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
