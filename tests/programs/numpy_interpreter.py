@@ -225,9 +225,10 @@ class _Machine:
             carry = self.run(params["body_jaxpr"], [*fixed, *carry])
 
     def _scan(self, params: Any, args: list[Any]) -> list[Any]:
-        if "num_carry" not in params:
-            raise NotCovered("scan")
-        consts, carried = params["num_consts"], params["num_carry"]
+        if "num_carry" in params:
+            consts, carried = params["num_consts"], params["num_carry"]
+        else:  # newer versions of JAX
+            consts, carried = (len(list(part)) for part in params["ft_in"].unpack()[:2])
         fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
         order = range(params["length"])
         rows = []
