@@ -1,6 +1,6 @@
 """Single equations carried out: the values of the emulated arithmetic, the derivative of the carrier's primitive.
 
-Rounding works on bits, which have no derivative. So every rounded equation is a `custom_jvp` whose tangent is that of
+Rounding works on bits, which have no derivative. So every rounded equation is an operation whose tangent is that of
 the primitive itself at the rounded operands: straight-through.
 """
 
