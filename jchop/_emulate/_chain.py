@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from jchop._core.arithmetic.chain import ELEMENTWISE, Link, gains, is_in_safe_range, words_of
@@ -21,6 +20,7 @@ from jchop._emulate._perform import Task, perform
 from jchop._emulate._rules import EXACT
 from jchop._emulate._step import Step
 from jchop._kernels.chain import LEAST_TRIED, chain_op
+from jchop._program.bind import straight_through
 from jchop._program.seeds import Seeds, varying
 from jchop._program.step import Plan
 from jchop._settings import compiled
@@ -125,26 +125,18 @@ def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Arr
 
 @partial(compiled, static_argnums=0, inline=True)
 def _run(static: _Static, operands: list[Array], drawn: list[Array]) -> Array:
-    @jax.custom_jvp
-    def run(operands: list[Array], drawn: list[Array]) -> Array:
+    count = len(operands)
+
+    def run(arrays: list[Array], extra: None) -> Array:
+        del extra
         more = {"links": static.links, "shape": static.shape, "result": static.result, "spec": static.spec}
-        return chain_op(*operands, *drawn, **more)
+        return chain_op(*arrays, **more)
 
-    def tangents(primals: Any, tangents: Any) -> Any:
+    def plain(*arrays: Array) -> Array:
         """As if the equations stood alone: their derivatives are taken at every result on the way."""
-        operands, drawn = primals
-        moved = [i for i, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
+        return _one_by_one(static, arrays[:count], arrays[count:])
 
-        def of_moved(*values: Array) -> Array:
-            every = list(operands)
-            for i, value in zip(moved, values, strict=True):
-                every[i] = value
-            return _one_by_one(static, every, drawn)
-
-        return jax.jvp(of_moved, [operands[i] for i in moved], [tangents[0][i] for i in moved])
-
-    run.defjvp(tangents, symbolic_zeros=True)
-    return run(operands, drawn)
+    return straight_through(run, plain, [*operands, *drawn], None)
 
 
 def _one_by_one(static: _Static, operands: Sequence[Array], seeds: Sequence[Array]) -> Array:

@@ -12,7 +12,7 @@ from jchop._bits import CARRIERS
 from jchop._core.arithmetic.operations import check_operation, operation_carrier
 from jchop._core.arithmetic.ranges import require_operation
 from jchop._core.rounding.grid import require_carrier
-from jchop._emulate._known import CARRIER_DTYPES, Known, common, is_complex, is_float, is_number, within
+from jchop._emulate._known import CARRIER_DTYPES, Known, common, holds_all, is_complex, is_float, is_number, within
 from jchop._emulate._step import Step
 from jchop.formats import bfloat16, binary16, binary32, binary64
 from jchop.spec import Spec
@@ -74,11 +74,20 @@ def _rounded_by_carrier(step: Step) -> Step:
 
 
 def _structural(step: Step) -> Step:
+    if _computes(step):
+        return _rounded_by_carrier(step)
     step = _rounded_constants(step)
     if step.name in _BY_OPERAND:
         return replace(step, out=tuple(step.known[: len(step.eqn.outvars)]))
     known = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if is_number(v.aval)]
     return replace(step, out=_results(step, common(known)))
+
+
+def _computes(step: Step) -> bool:
+    """Whether a primitive that moves values also makes some: a gather that fills, a scatter that applies a function."""
+    fill, update = step.eqn.params.get("fill_value"), step.eqn.params.get("update_jaxpr")
+    fills = fill is not None and not holds_all(step.choice.spec, fill)
+    return (step.name == "gather" and fills) or (step.name == "scatter" and bool(getattr(update, "eqns", ())))
 
 
 def _rounded_constants(step: Step) -> Step:

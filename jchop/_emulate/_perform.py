@@ -1,6 +1,6 @@
 """Single equations carried out: the values of the emulated arithmetic, the derivative of the carrier's primitive.
 
-Rounding works on bits, which have no derivative. So every rounded equation is a `custom_jvp` whose tangent is that of
+Rounding works on bits, which have no derivative. So every rounded equation is an operation whose tangent is that of
 the primitive itself at the rounded operands: straight-through.
 """
 
@@ -48,6 +48,7 @@ class Task:
     kind: str
     spec: Spec
     known: tuple[Known, ...]
+    apart: bool = False  # of exact operations
 
     def __hash__(self) -> int:
         return self._hash
@@ -72,7 +73,8 @@ def perform(task: Task, args: Sequence[Array], drawn: Sequence[Array] = ()) -> l
 
 @partial(compiled, static_argnums=0)
 def _perform(task: Task, args: list[Array], drawn: list[Array]) -> Any:
-    run = _run_apart if task.kind == "exact" and max(math.prod(x.shape) for x in args) >= LEAST_APART else Task.run
+    apart = task.kind == "exact" and (task.apart or max(math.prod(x.shape) for x in args) >= LEAST_APART)
+    run = _run_apart if apart else Task.run
     return straight_through(partial(run, task), task.plain, args, drawn)
 
 

@@ -17,7 +17,7 @@ from jchop._emulate._outcome import OUTCOMES
 from jchop._emulate._rules import COMPLEX, Choice, Settings, kind_of
 from jchop._emulate._step import Draw, Step
 from jchop._program import planner
-from jchop._program.step import Plan, is_own, is_own_result, jaxpr_of, scope_of
+from jchop._program.step import Plan, count_equations, is_own, is_own_result, jaxpr_of, scope_of
 from jchop.spec import Spec
 
 __all__ = ["Planner"]
@@ -31,11 +31,14 @@ class Planner(planner.Planner):
         self.settings = settings
         self.used: set[str] = set()
         self._draws: dict[int, Draw] = {}
+        self._apart: bool | None = None  # until the whole program is seen
 
     def plan(
         self, closed: Any, known: Sequence[Known], scope: str = "", constants: Sequence[Known] | None = None
     ) -> Plan:
         """The plan of a jaxpr, calls of `jax.random` found first."""
+        if self._apart is None:
+            self._apart = count_equations(closed) >= _MANY
         computed = _with_computed_results(closed)
         self._draws |= draws_of(computed.jaxpr)
         return super().plan(computed, known, scope, constants)
@@ -51,7 +54,8 @@ class Planner(planner.Planner):
     def step(self, eqn: Any, env: dict[Any, Known], scope: str, number: int) -> Step:
         """What becomes of one equation."""
         name, nothing = eqn.primitive.name, (None,) * len(eqn.outvars)
-        made = partial(Step, eqn=eqn, scope=scope, number=number, rounds=(False,) * len(eqn.invars))
+        untouched = (False,) * len(eqn.invars)
+        made = partial(Step, eqn=eqn, scope=scope, number=number, rounds=untouched, apart=bool(self._apart))
         if is_own_result(eqn, scope):
             choice = self.settings.choose(name, scope)
             return OUTCOMES["result"](made(kind="result", choice=choice, known=(None,)))
@@ -89,10 +93,14 @@ class Planner(planner.Planner):
 
     def _unknown(self, step: Step) -> Step:
         """One that says of which primitives it consists is a call of those."""
-        if step.choice.spec is None or not any(is_number(v.aval) for v in step.eqn.outvars):
-            return replace(step, kind="carrier" if step.choice.spec is None else "compared")
-        if self.opened(step.eqn) is not None:
+        if step.choice.spec is None:
+            return replace(step, kind="carrier")
+        gives_numbers = any(is_number(v.aval) for v in step.eqn.outvars)
+        # One that computes nothing may refuse to be transformed, as a check of its package; so it is left out.
+        if self.opened(step.eqn) is not None and (gives_numbers or not self.opened(step.eqn).jaxpr.eqns):
             return replace(step, kind="control")
+        if not gives_numbers:
+            return replace(step, kind="compared")
         if self.settings.unknown == "carrier":
             return replace(step, kind="carrier")
         if self.settings.unknown == "raise":
@@ -158,6 +166,10 @@ def _known_of(v: Any, env: dict[Any, Known], spec: Spec | None) -> Known:
         return env[v]
     return spec if is_number(v.aval) and holds_all(spec, v.val) else None
 
+
+#: Programs of so many equations compile each operation apart: XLA works an operation out once for each of its uses, and
+#: those of its uses again, so that the time to compile grows faster than the program. A call costs about 0.1 µs.
+_MANY = 100
 
 #: Two operands of two parts, and four products and two sums.
 _OF_PARTS = 10

@@ -59,7 +59,7 @@ _CARRIED = """
     bcoo_dot_general bcoo_dot_general_sampled bcoo_multiply_dense bcoo_reduce_sum bcoo_spdot_general bcoo_todense
     bcsr_dot_general bcsr_todense coo_fromdense coo_matmat coo_matvec coo_todense csr_fromdense csr_matmat csr_matvec
     csr_todense eig eigh ffi_call fft geqp3 geqrf hessenberg householder_product ormqr pallas_call ragged_dot
-    ragged_dot_general reduce reduce_window scaled_matmul schur select_and_scatter svd symmetric_product
+    ragged_dot_general reduce reduce_window scaled_dot scaled_matmul schur select_and_scatter svd symmetric_product
     tridiagonal tridiagonal_solve
 """
 #: Calls of Python: left alone.

@@ -39,6 +39,7 @@ class Step(step.Step):
         choice: its arithmetic.
         rounds: which operands are rounded first.
         draw: its place in a call of `jax.random`.
+        apart: whether it is compiled apart from its neighbours, whatever its size.
     """
 
     choice: Choice
@@ -46,10 +47,11 @@ class Step(step.Step):
     known: tuple[Known, ...] = ()  # of the operands, once rounded
     out: tuple[Known, ...] = ()
     draw: Draw | None = None
+    apart: bool = False
 
     @cached_property
     def task(self) -> Task:
         """Everything static about it, where its results are rounded."""
         assert self.choice.spec is not None
         params = tuple(sorted(self.eqn.params.items()))
-        return Task(self.eqn.primitive, params, self.kind, self.choice.spec, self.known)
+        return Task(self.eqn.primitive, params, self.kind, self.choice.spec, self.known, self.apart)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jchop._program.bind import bind, straight_through
+from jchop._program.bind import bind, with_derivative_of
 from jchop._program.seeds import Seeds
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Step, carry_count
 from jchop._program.stopped import warn_of_stop
@@ -54,9 +54,11 @@ def _remat(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpre
 def _custom(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
     """The function's own derivative rule, in the carrier."""
     own = partial(bind, step.eqn.primitive, step.eqn.params)
-    return straight_through(
-        lambda values, seeds: interpret(step.inner[0], seeds, values), own, _strong(args), _folded(seeds, step.number)
-    )
+
+    def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
+        return interpret(step.inner[0], seeds, values)
+
+    return with_derivative_of(own, run, _strong(args), _folded(seeds, step.number))
 
 
 def run_opened(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
@@ -73,7 +75,7 @@ def _solve(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpre
     def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
         return interpret(step.inner[0], seeds, [*values[first : first + lengths.solve], *values[last:]])
 
-    return straight_through(run, own, _strong(args), _folded(seeds, step.number))
+    return with_derivative_of(own, run, _strong(args), _folded(seeds, step.number))
 
 
 def _cond(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:

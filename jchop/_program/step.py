@@ -19,6 +19,7 @@ __all__ = [
     "Plan",
     "Step",
     "carry_count",
+    "count_equations",
     "is_own",
     "is_own_result",
     "jaxpr_of",
@@ -99,6 +100,17 @@ class Plan:
 def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
     """A jaxpr and its constants; newer versions of JAX keep them in one object."""
     return getattr(value, "jaxpr", value), tuple(getattr(value, "consts", ()))
+
+
+def count_equations(closed: Any) -> int:
+    """The number of equations of a jaxpr, those of the programs that they hold included."""
+    eqns = jaxpr_of(closed)[0].eqns
+    inner = (value for eqn in eqns for param in eqn.params.values() for value in _listed(param))
+    return len(eqns) + sum(count_equations(value) for value in inner if hasattr(jaxpr_of(value)[0], "eqns"))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
 
 
 def carry_count(params: dict[str, Any]) -> tuple[int, int]:

@@ -1,0 +1,186 @@
+"""`jc.emulate` on the programs that other people wrote: they run, give values of the format, and can be transformed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from programs import PROGRAMS, Program, floats_of
+from programs.numpy_interpreter import Format, NotCovered, emulated
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of other packages
+
+KEY = jax.random.key(11)
+SPECS = ("bfloat16", "e5m10", "e5m10:stochastic", "e4m3:saturate")
+#: Programs that the default run computes; the slow run computes all.
+QUICK = (
+    "jax.numpy.mean",
+    "jax.numpy.at get",
+    "jax.lax.scan",
+    "jax.lax.while_loop batched",
+    "jax.new_ref",
+    "jax.experimental.sparse.BCOO matvec",
+)
+#: Arithmetic that is not finite where float32's is, and why.
+POISONED = {
+    "numpyro.Beta": "a test of a sum, 1 > 1 - 1e-6, fails where 1 - 1e-6 is 1",
+    "numpyro.Dirichlet": "the same",
+    "numpyro.LKJ": "the same",
+}
+slow = pytest.mark.slow
+every = pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        pytest.param(name, spec, marks=() if name in QUICK and spec == SPECS[i % len(SPECS)] else slow)
+        for i, name in enumerate(sorted(PROGRAMS, key=lambda name: name not in QUICK))
+        for spec in SPECS
+    ],
+)
+
+
+def program(name: str) -> Program:
+    found = PROGRAMS[name]
+    if found.missing:
+        pytest.skip(f"needs {', '.join(found.missing)}")
+    return found
+
+
+def check_values(got: Any, want: Any, spec: str) -> None:
+    """The structure, shapes and dtypes of the function, and values of the format."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if hasattr(y, "dtype"):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    for x in floats_of(got):
+        if x.dtype.itemsize >= 4:
+            np.testing.assert_array_equal(jc.round_to_format(x, spec.split(":")[0]), x)
+
+
+@every
+def test_it_runs(name: str, spec: str) -> None:
+    """Compiled; in bfloat16, whose range is float32's, nothing becomes an infinity or a NaN."""
+    fun, args = program(name).make()
+    want = jax.jit(fun)(*args)
+    got = jax.jit(lambda *args: jc.emulate(fun, spec, key=KEY)(*args))(*args)
+    check_values(got, want, spec)
+    if spec == "bfloat16" and name not in POISONED:
+        for x, y in zip(floats_of(got), floats_of(want), strict=True):
+            assert not np.any(np.isfinite(y) & ~np.isfinite(np.asarray(x, np.float64)))
+
+
+@slow
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_runs_as_it_is_called(name: str, spec: str) -> None:
+    fun, args = program(name).make()
+    check_values(jc.emulate(fun, spec, key=KEY)(*args), jax.jit(fun)(*args), spec)
+
+
+# -- transformations ---------------------------------------------------------------------------------------------------
+
+Transformed = tuple[Callable[..., Any], Sequence[Any]]
+
+
+def of_floats(found: Program) -> Transformed:
+    """The function of its float arrays alone."""
+    fun, args = found.make()
+    leaves, tree = jax.tree.flatten(args)
+    moved = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def of_moved(*values: Any) -> Any:
+        every = list(leaves)
+        for i, value in zip(moved, values, strict=True):
+            every[i] = value
+        return fun(*jax.tree.unflatten(tree, every))
+
+    return of_moved, [leaves[i] for i in moved]
+
+
+def loss(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in floats_of(fun(*args)))
+
+
+def hessian(fun: Callable[..., Any], forward: bool) -> Callable[..., Any]:
+    return (jax.jacfwd if forward else jax.jacrev)(jax.jacrev(loss(fun)))
+
+
+def transformed(found: Program, low: Callable[[Any], Any]) -> dict[str, Transformed]:
+    """The function transformed after it is emulated, and before."""
+    fun, args = of_floats(found)
+    if not args:
+        return {}
+    pairs, every = [jnp.stack([x, x * 0.75]) for x in args], tuple(range(len(args)))
+    out: dict[str, Transformed] = {"vmap(emulate)": (jax.vmap(low(fun)), pairs)}
+    if not found.alone:
+        out["emulate(vmap)"] = low(jax.vmap(fun)), pairs
+    if found.smooth:
+        out["grad(emulate)"] = jax.grad(loss(low(fun)), every), args
+        out["emulate(grad)"] = low(jax.grad(loss(fun), every)), args
+    if found.smooth and found.forward:
+        out["jvp(emulate)"] = (lambda *x: jax.jvp(low(fun), x, x)), args
+        out["emulate(jvp)"] = low(lambda *x: jax.jvp(fun, x, x)), args
+    if found.smooth and found.twice:
+        out["hessian"] = hessian(low(fun), found.forward), args
+        out["emulate(hessian)"] = low(hessian(fun, found.forward)), args
+    return out
+
+
+@pytest.mark.parametrize("spec", ["bfloat16", pytest.param("e5m10:stochastic", marks=slow)])
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=slow) for name in PROGRAMS])
+def test_it_can_be_transformed(name: str, spec: str) -> None:
+    """Traced only: so every rule for a transformation is found. The shapes are those of the plain function."""
+    found = program(name)
+    for kind, (fun, args) in transformed(found, lambda f: jc.emulate(f, spec, key=KEY)).items():
+        plain, _ = transformed(found, lambda f: f)[kind]
+        got, want = jax.eval_shape(fun, *args), jax.eval_shape(plain, *args)
+        assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want), kind
+
+
+@pytest.mark.parametrize(
+    "order", [jax.hessian, lambda f: jax.jacrev(jax.jacrev(f)), lambda f: jax.jacfwd(jax.jacfwd(f))]
+)
+def test_second_derivatives_through_loops(order: Callable[..., Any]) -> None:
+    """JAX takes a loop apart when it differentiates it by reverse mode; so it drops the rule of a `custom_jvp`."""
+
+    def turn(c: Any, v: Any) -> Any:
+        return c * jnp.sin(c * v)
+
+    def loop(x: Any) -> Any:
+        return jax.lax.scan(lambda c, v: (turn(c, v), None), x, jnp.arange(1.0, 4.0))[0]
+
+    x = jnp.float32(0.5)
+    want = float(jax.hessian(loop)(x))
+    for spec, error in (("binary32", 1e-5), ("bfloat16", 0.01)):
+        assert abs(float(jax.jit(order(jc.emulate(loop, spec)))(x)) - want) < error * want
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def differing(got: Any, want: Any) -> int:
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return sum(int(np.sum(~np.isclose(np.asarray(x), np.asarray(y), 0, 0, equal_nan=True))) for x, y in pairs)
+
+
+#: Programs whose elementary functions are not correctly rounded in every mode, or whose sums have another order.
+INEXACT: dict[str, int] = {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("jax.numpy.mean", "jax.lax.scan") else pytest.param(name, marks=slow) for name in PROGRAMS],
+)
+def test_another_interpreter_gives_the_same_bits(name: str) -> None:
+    fun, args = program(name).make()
+    try:
+        want = emulated(fun, Format(8, 7), args)
+    except NotCovered as why:
+        pytest.skip(f"no line for {why}")
+    got = jax.jit(lambda *args: jc.emulate(fun, "bfloat16")(*args))(*args)
+    assert differing(got, want) <= INEXACT.get(name, 0)
