@@ -207,7 +207,7 @@ class _Machine:
                 total = square if total is None else self.rounded(total * square)
             m >>= 1
             square = self.rounded(square * square) if m else square
-        return self.rounded(np.divide(1, total)) if n < 0 else total
+        return self.rounded(np.divide(1, np.asarray(total))) if n < 0 else total
 
     def _cond(self, params: Any, args: list[Any]) -> list[Any]:
         index = int(np.clip(int(args[0]), 0, len(params["branches"]) - 1))
