@@ -161,7 +161,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", RULES)
 def test_codes_train_and_serve_the_same_numbers(name: str) -> None:
     rule = jc.Rule(**RULES[name], product="codes")
@@ -200,6 +200,7 @@ def test_stochastic_codes() -> None:
     assert (low(w, x) != low(w, x, key=jax.random.key(6))).any()
 
 
+@pytest.mark.slow
 def test_codes_under_transformations() -> None:
     rule = jc.Rule(weight="int4(group=16)", activation=ROW, product="codes")
 

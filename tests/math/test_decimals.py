@@ -81,6 +81,7 @@ def test_without_decimals_and_where_the_carrier_is_wrong() -> None:
     assert jc.math.round(25, "binary32", decimals=-1) == 20
 
 
+@pytest.mark.slow
 def test_transforms() -> None:
     x = jnp.asarray(numbers("bfloat16")[:40]).reshape(4, 10)
     text, keys = "e5m3:stochastic", jax.random.split(KEY, 4)

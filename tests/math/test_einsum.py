@@ -202,6 +202,7 @@ def test_outer_rounds_each_product_once() -> None:
     assert jc.math.outer(2, [1, 2], "e5m2").tolist() == [[2, 4]]
 
 
+@pytest.mark.slow
 def test_transforms_and_derivatives() -> None:
     x, keys = jnp.asarray(normal(3, 2, 3)), jax.random.split(KEY, 3)
     functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -359,7 +359,7 @@ def solved(a: Any, b: Any, name: str, text: str = "e5m7", key: Any = None) -> An
 SOLVERS = ["solve_triangular", "lu_solve", "cg", "gmres", "refine"]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_columns_and_batches_are_systems_of_their_own(name: str) -> None:
     both = solved(BATCH, COLUMNS, name)
@@ -396,7 +396,7 @@ def test_systems_of_a_batch_draw_from_keys_of_their_own(name: str) -> None:
     assert len(np.unique(equal.reshape(-1, 30), axis=1).T) > 5
 
 
-@pytest.mark.parametrize("name", ["cg", "gmres"])
+@pytest.mark.parametrize("name", ["cg", pytest.param("gmres", marks=pytest.mark.slow)])
 def test_an_operator_is_its_images(name: str) -> None:
     """Its arithmetic is its own: here that of the matrix, so the results are those of the matrix."""
     solve, text = getattr(linalg, name), "e5m7"

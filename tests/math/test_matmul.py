@@ -303,9 +303,7 @@ A, B = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
 untyped: Any = jc.math.matmul
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no spec": (lambda: untyped(A, B, 3), TypeError, "spec=3 must be a MatmulSpec.* or a Spec, a format or text"),
-    "integers": (lambda: untyped(A.astype(int), B, UNIT), TypeError, "a has dtype int64, which is not a carrier"),
     "complex": (lambda: untyped(A, B + 1j, UNIT), TypeError, "b has dtype complex64, which is not a carrier"),
-    "two dtypes": (lambda: untyped(A, B.astype(float), UNIT), TypeError, "a has dtype float32 and b has dtype fl"),
     "scalar": (lambda: untyped(np.float32(2), B, UNIT), ValueError, "a is a scalar"),
     "inner": (lambda: untyped(A, A, UNIT), ValueError, r"a has shape \(2, 3\) and b has shape \(2, 3\): the last"),
     "inner, 1-D": (lambda: untyped(A, A[0, :2], UNIT), ValueError, "and the only axis of b must be"),

@@ -14,7 +14,7 @@ import jchop as jc
 from programs import PROGRAMS, Program, floats_of
 from programs.numpy_interpreter import Format, NotCovered, emulated
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of other packages
+pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore")]  # warnings of other packages
 
 KEY = jax.random.key(11)
 SPECS = ("bfloat16", "e5m10", "e5m10:stochastic", "e4m3:saturate")
