@@ -100,19 +100,20 @@ def coded(laid: Array, spec: Spec | None, key: Array | None = None) -> Coded:
 
 def parts_of(q: QArray) -> Coded:
     """The elements, scales and zero points of a stored array, repeated for each element."""
-    elements, shift = _elements(q)
-    if q.spec.scaled is None:
-        return Coded(elements, None, None)
-    batch = batch_axes(q.spec, q.shape, q.scale)
-    kinds = kinds_of(q.spec.scaled, q.ndim, batch)
+    with jax.named_scope(OWN_SCOPE):  # `emulate` rounds no scale
+        elements, shift = _elements(q)
+        if q.spec.scaled is None:
+            return Coded(elements, None, None)
+        batch = batch_axes(q.spec, q.shape, q.scale)
+        kinds = kinds_of(q.spec.scaled, q.ndim, batch)
 
-    def over(values: Array) -> Array:
-        return jnp.broadcast_to(expand(values, kinds, q.shape), q.shape)
+        def over(values: Array) -> Array:
+            return jnp.broadcast_to(expand(values, kinds, q.shape), q.shape)
 
-    zero = None if q.zero_point is None else over(q.zero_point).astype(jnp.int32)
-    if shift:
-        zero = (jnp.zeros(q.shape, jnp.int32) if zero is None else zero) - shift
-    return Coded(elements, over(_scales(q, batch)), zero)
+        zero = None if q.zero_point is None else over(q.zero_point).astype(jnp.int32)
+        if shift:
+            zero = (jnp.zeros(q.shape, jnp.int32) if zero is None else zero) - shift
+        return Coded(elements, over(_scales(q, batch)), zero)
 
 
 def _scales(q: QArray, batch: int) -> Array:

@@ -220,6 +220,13 @@ def test_codes_under_transformations() -> None:
     assert jnp.isfinite(jax.grad(lambda p: low(p, x).sum())(stack)).all()
 
 
+def test_codes_are_one_operation_of_an_emulated_function() -> None:
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="int4(group=16)", activation=ROW, product="codes"))
+    w, x = (jc.round_to_format(v, "bfloat16") for v in (normal(32, 4), normal(3, 32, seed=1)))
+    want = jc.round_to_format(low(w, x), "bfloat16")
+    np.testing.assert_array_equal(jc.emulate(low, "bfloat16")(w, x), want)
+
+
 def test_a_model_of_flax() -> None:
     model, x = nnx.Sequential(nnx.Linear(32, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))), normal(3, 32)
     rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
