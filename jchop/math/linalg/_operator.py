@@ -59,15 +59,17 @@ def as_operator(name: str, function: Callable[..., Any], n: int, dtype: Any) -> 
     if len(images) != 1 or images[0].shape != (n,) or not jnp.issubdtype(images[0].dtype, jnp.floating):
         got = ", ".join(map(str, images))
         raise ValueError(f"{name} gives {got} for a vector of shape {(n,)}; it must give one, of floats")
-    operator = Operator(str(closed.jaxpr), tuple(_held(closed.jaxpr)), closed.jaxpr, len(closed.consts))
+    operator = Operator(str(closed.jaxpr), tuple(_held(closed.jaxpr, whole=False)), closed.jaxpr, len(closed.consts))
     return operator, [*closed.consts, *leaves]
 
 
-def _held(value: Any) -> Iterator[Hashable]:
-    """The numbers of a program and its inner programs, and the identities of their arrays."""
+def _held(value: Any, *, whole: bool = True) -> Iterator[Hashable]:
+    """The numbers of a program and its inner programs, and the identities of their arrays.
+
+    If not `whole`, the arrays of the program itself are left out; newer versions of JAX have them in every jaxpr.
+    """
     if hasattr(value, "eqns"):
-        consts = getattr(value, "consts", ())
-        yield from map(id, consts)
+        yield from map(id, getattr(value, "consts", ()) if whole else ())
         atoms = [atom for eqn in value.eqns for atom in eqn.invars]
         for atom in (*atoms, *getattr(value, "jaxpr", value).outvars):
             if isinstance(atom, Literal):
