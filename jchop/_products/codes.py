@@ -39,7 +39,7 @@ from jchop.storage._layout import WHOLE, kinds_of, scale_shape, with_kinds
 
 Array = jax.Array
 
-__all__ = ["Coded", "block_of", "check_codes", "coded", "matrices", "moved", "multiply", "parts_of"]
+__all__ = ["Coded", "block_of", "check_codes", "coded", "matrices", "multiply", "parts_of"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["elements", "scale", "zero"], meta_fields=["block"])
@@ -59,6 +59,11 @@ class Coded:
     zero: Array | None
     block: int | None = None
 
+    def moved(self, move: Callable[[Array], Array]) -> Coded:
+        """The array after a move of each of its parts."""
+        scale, zero = (None if part is None else move(part) for part in (self.scale, self.zero))
+        return Coded(move(self.elements), scale, zero, self.block)
+
 
 # -- from numbers to codes ---------------------------------------------------------------------------------------------
 
@@ -75,6 +80,8 @@ def check_codes(field: str, spec: Spec, where: Any) -> None:
         why = "its elements are no integers of at most 8 bits and no floats"
     elif scaled is not None and scaled.zero_point == "float":
         why = "its zero points are numbers"
+    elif scaled is not None and fmt.code_of(1) is None:
+        why = "its elements have no 1"
     else:
         return
     raise ValueError(
@@ -168,19 +175,9 @@ def _holds(wide: ElementFormat, fmt: ElementFormat) -> bool:
 # -- the product -------------------------------------------------------------------------------------------------------
 
 
-def moved(x: Coded, move: Callable[[Array], Array]) -> Coded:
-    """The array after a move of each of its parts."""
-    return Coded(
-        move(x.elements),
-        None if x.scale is None else move(x.scale),
-        None if x.zero is None else move(x.zero),
-        x.block,
-    )
-
-
 def matrices(x: Coded, batch: int) -> Coded:
     """An array in the layout of its product as (batch, rows, summed)."""
-    return moved(x, lambda v: v.reshape(math.prod(v.shape[:batch]), math.prod(v.shape[batch:-1]), v.shape[-1]))
+    return x.moved(lambda v: v.reshape(math.prod(v.shape[:batch]), math.prod(v.shape[batch:-1]), v.shape[-1]))
 
 
 def multiply(x: Coded, w: Coded, dtype: Any) -> Array:
@@ -265,7 +262,7 @@ def _sum(x: Coded, w: Coded, length: Any, work: Any) -> Array:
         return _dot(a, b, work) if units else _dot(a.astype(given), b.astype(given), work)
 
     def by_panels(a: Array, b: Array) -> Array:
-        return _panels(lambda a, b: _dot(a.astype(work), b.astype(work), work), a, b, _PANEL)
+        return _panels(lambda a, b: _dot(a.astype(work), b.astype(work), work), a, b)
 
     return on_cpu_or_else(by_panels, native, left, right)
 
@@ -306,20 +303,20 @@ def _row(zero: Array) -> Array:
 def _whole_sum(a: Array, b: Array) -> Array:
     """A sum of integers in float32, exact, as XLA's CPU backend has no fast product of integers."""
     wide = lambda v: v.astype(jnp.float32)  # noqa: E731
-    return _panels(lambda a, b: _dot(wide(a), wide(b), jnp.float32).astype(jnp.int32), a, b, _PANEL)
+    return _panels(lambda a, b: _dot(wide(a), wide(b), jnp.float32).astype(jnp.int32), a, b)
 
 
-def _panels(product: Any, a: Array, b: Array, size: int) -> Array:
+def _panels(product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
     """A product panel by panel along the sum, added from the first to the last, so that no operand is written wide."""
-    whole, rest = divmod(a.shape[-1], size)
-    total = product(a[..., :size], b[..., :size])
+    whole, rest = divmod(a.shape[-1], _PANEL)
+    total = product(a[..., :_PANEL], b[..., :_PANEL])
 
-    def turn(i: Array, total: Array) -> Array:
-        return total + product(*(lax.dynamic_slice_in_dim(v, i * size, size, 2) for v in (a, b)))
+    def panel(v: Array, i: Array) -> Array:
+        return lax.dynamic_slice_in_dim(v, i * _PANEL, _PANEL, 2)
 
     if whole > 1:
-        total = lax.fori_loop(1, whole, turn, total)
-    return total + product(a[..., whole * size :], b[..., whole * size :]) if rest and whole else total
+        total = lax.fori_loop(1, whole, lambda i, total: total + product(panel(a, i), panel(b, i)), total)
+    return total + product(a[..., -rest:], b[..., -rest:]) if rest and whole else total
 
 
 def _dot(a: Array, b: Array, dtype: Any) -> Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._products.codes import Coded, block_of, check_codes, coded, moved
+from jchop._products.codes import Coded, block_of, check_codes, coded
 from jchop._products.layout import check_axes, round_in, same_transposed
 from jchop._products.product import Conv, Dot, Flipped, Product
 from jchop._products.rule import NOWHERE, StreamOffset, is_stochastic
@@ -100,7 +100,7 @@ def _operands_by_codes(
     if weight is None:
         return coded(left.lay(x), how.left, keys.left), coded(right.lay(w), how.right, keys.right)
     assert how.right is not None
-    laid = replace(moved(weight, right.lay), block=block_of(how.right, right.ndim))
+    laid = replace(weight.moved(right.lay), block=block_of(how.right, right.ndim))
     return coded(left.lay(x), how.left, keys.left), jax.tree.map(lax.stop_gradient, laid)
 
 

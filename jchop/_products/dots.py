@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._products.codes import Coded, check_codes, coded, moved, parts_of
+from jchop._products.codes import Coded, check_codes, coded, parts_of
 from jchop._products.contraction import letters_of
+from jchop._products.layout import Layout
 from jchop._products.product import Dot
 from jchop.storage import QArray, dequantize
 from jchop.storage._decode import batch_axes
@@ -92,19 +93,21 @@ def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
         (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
         (x.ndim, w.ndim),
     )
-    for name, value, axes in (("x", x, product.contracting[0]), ("w", w, product.contracting[1])):
-        if isinstance(value, QArray):
-            check_codes(name, value.spec, "product")
-            _block(name, value, axes)
+    blocks = tuple(
+        _block(name, value, axes) for name, value, axes in zip("xw", (x, w), product.contracting, strict=True)
+    )
     dtype = jnp.result_type(x.dtype, w.dtype) if dtype is None else jnp.dtype(dtype)
     floats = [value if isinstance(value, QArray) else jnp.asarray(value) for value in (x, w)]
-    y: Array = jnp.asarray(_multiply(product, dtype, *floats))
+    y: Array = jnp.asarray(_multiply(product, blocks, dtype, *floats))
     have = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
     return y.transpose([have.index(c) for c in result])
 
 
-def _block(name: str, q: QArray, summed: tuple[int, ...]) -> int | None:
-    """How many numbers along the sum share a scale; None for all."""
+def _block(name: str, q: Any, summed: tuple[int, ...]) -> int | None:
+    """How many numbers of a checked operand share a scale along the sum; None for all."""
+    if not isinstance(q, QArray):
+        return None
+    check_codes(name, q.spec, "product")
     if q.spec.scaled is None:
         return None
     *slow, last = (kinds_of(q.spec.scaled, q.ndim, batch_axes(q.spec, q.shape, q.scale))[axis] for axis in summed)
@@ -118,27 +121,24 @@ def _block(name: str, q: QArray, summed: tuple[int, ...]) -> int | None:
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(product: Dot, dtype: Any, x: Any, w: Any) -> Array:
-    layouts = product.forward.left, product.forward.right
-    left, right = (
-        _laid(name, value, layout, axes)
-        for name, value, layout, axes in zip("xw", (x, w), layouts, product.contracting, strict=True)
-    )
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _multiply(product: Dot, blocks: tuple[int | None, ...], dtype: Any, x: Any, w: Any) -> Array:
+    left, right = _laid(x, product.forward.left, blocks[0]), _laid(w, product.forward.right, blocks[1])
     return product.by_codes(left, right, dtype)
 
 
-def _laid(name: str, value: Any, layout: Any, axes: tuple[int, ...]) -> Coded:
+def _laid(value: Any, layout: Layout, block: int | None) -> Coded:
     if not isinstance(value, QArray):
         return coded(layout.lay(value), None)
-    return replace(moved(parts_of(value), layout.lay), block=_block(name, value, axes))
+    return replace(parts_of(value).moved(layout.lay), block=block)
 
 
-def _forward(product: Dot, dtype: Any, x: Any, w: Any) -> tuple[Array, tuple]:
-    return _multiply(product, dtype, x, w), (x, w)
+def _forward(product: Dot, blocks: tuple[int | None, ...], dtype: Any, x: Any, w: Any) -> tuple[Array, tuple]:
+    return _multiply(product, blocks, dtype, x, w), (x, w)
 
 
-def _backward(product: Dot, dtype: Any, kept: tuple, g: Array) -> tuple:
+def _backward(product: Dot, blocks: tuple[int | None, ...], dtype: Any, kept: tuple, g: Array) -> tuple:
+    del blocks
     numbers = [dequantize(v) if isinstance(v, QArray) else v for v in kept]
     _, back = jax.vjp(lambda x, w: product(x, w).astype(dtype), *numbers)
     return tuple(None if isinstance(v, QArray) else d for v, d in zip(kept, back(g), strict=True))

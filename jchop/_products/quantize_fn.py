@@ -324,8 +324,9 @@ class QuantizedFunction:
         weight = weights[0] if weights else -1
         place = StreamOffset(step.name, step.scope or step.source, rule)
         right = rule.weight if weights else rule.activation
+        codes = rule.product == "codes" and (rule.activation is not None or right is not None)
         how = Roundings(
-            rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, place, rule.product == "codes",
+            rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, place, codes,
         )  # fmt: skip
         if (how.left is None and not how.backward and not how.codes) or _scales_complex(step, how):
             return None

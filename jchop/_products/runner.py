@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jchop._products.analysis import ProductStep
-from jchop._products.codes import Coded, moved
+from jchop._products.codes import Coded
 from jchop._products.contraction import Roundings, contract
 from jchop._products.origins import MOVES
 from jchop._products.product import Flipped
@@ -96,7 +96,7 @@ class Quantization(Runner):
             if part.name == "convert_element_type":
                 codes = [first.codes]
             elif part.name in _ALONE and len(low) == 1:
-                codes = [moved(first.codes, lambda v: run(v, *rest)[0])]
+                codes = [first.codes.moved(lambda v: run(v, *rest)[0])]
         return [Twin(*each) for each in zip(low, full, codes, strict=True)]
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._products.codes import Coded, moved, parts_of
+from jchop._products.codes import Coded, parts_of
 from jchop._products.placement import Placement, StoredAs
 from jchop.storage import QArray, dequantize
 
@@ -69,16 +68,12 @@ class Twin:
     full: Any
     codes: Coded | None = None
 
-    def moved(self, move: Callable[[Any], Any]) -> Twin:
-        """Each after a move."""
-        return Twin(move(self.low), move(self.full), None if self.codes is None else moved(self.codes, move))
-
 
 def _codes_of(packed: QArray | StoredAs) -> Coded:
     """The codes of a packed parameter, in its shape."""
     if isinstance(packed, QArray):
         return parts_of(packed)
-    return moved(parts_of(packed.stored), lambda v: v.reshape(packed.shape))
+    return parts_of(packed.stored).moved(lambda v: v.reshape(packed.shape))
 
 
 def rounded(value: Any) -> Any:
