@@ -27,7 +27,7 @@ import numpy as np
 import jchop as jc
 import jchop.math
 from jchop._files import write_atomically
-from jchop._kernels.dequantize_matmul import dequantize_matmul
+from jchop._kernels.products.dequantize_matmul import dequantize_matmul
 from jchop._kernels.scaled import quantize_scaled, round_scaled
 from jchop.formats import parse_format
 

@@ -10,11 +10,11 @@ from types import ModuleType as _ModuleType
 from jchop import formats, math, storage
 from jchop._emulate import emulate
 from jchop._finfo import finfo
-from jchop._flip import flip_bits
 from jchop._products.dots import dot, einsum
 from jchop._products.quantize_fn import quantize_fn
 from jchop._products.rule import Rule
-from jchop._round import random_bits, round_to_format
+from jchop._round.flip import flip_bits
+from jchop._round.round_to_format import random_bits, round_to_format
 from jchop._round_file import round_file
 from jchop.accumulation import MatmulSpec, Order
 from jchop.formats import (

@@ -14,12 +14,12 @@ import numpy as np
 
 from jchop._checks import check_int
 from jchop._files import write_atomically
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec, as_spec
 from jchop.storage._chunks import Chunk, Extremes, chunks, plan_cut
+from jchop.storage._files.npy import NpyFile
 from jchop.storage._layout import from_end
-from jchop.storage._npy import NpyFile
 from jchop.storage._quantize import dequantize, quantize
 
 __all__ = ["round_file"]

@@ -31,8 +31,8 @@ import numpy as np
 from jchop._bits import CARRIERS
 from jchop._checks import as_numpy, check_int
 from jchop._core.rounding.elements import round_elements
-from jchop._flip import flip_bits
-from jchop._round import round_to_format
+from jchop._round.flip import flip_bits
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled
 from jchop.formats import FloatFormat
 from jchop.spec import Spec

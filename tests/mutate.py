@@ -150,7 +150,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_core/arithmetic/matmul.py": ("_core/arithmetic/test_matmul.py", "_kernels/test_matmul.py"),
     "jchop/_core/arithmetic/dequantize_matmul.py": ("_core/arithmetic/test_dequantize_matmul.py",),
     "jchop/_core/arithmetic/chain.py": ("test_emulate_chains.py",),
-    "jchop/_round.py": (
+    "jchop/_round/round_to_format.py": (
         "test_round_inputs.py",
         "test_round_scaled.py",
         "test_round_transforms.py",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jchop.__main__ import main
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop.formats import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[1]

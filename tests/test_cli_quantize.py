@@ -115,7 +115,7 @@ KILLS = """
 import json, os, signal, sys, time
 from pathlib import Path
 from jchop.__main__ import main
-from jchop.storage._file import TensorWriter
+from jchop.storage._files.safetensors import TensorWriter
 
 source, target = map(Path, sys.argv[1:])
 argv = ["quantize", str(source), str(target), "--rule", ".*=bfloat16", "--force"]

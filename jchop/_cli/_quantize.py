@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jchop._cli._text import Percents, check_suffix, printable, seed, table
 from jchop.spec import as_spec
-from jchop.storage._file import TensorFile
+from jchop.storage._files.safetensors import TensorFile
 from jchop.storage._save import described_in, part_names
 from jchop.storage._stream import Report, Rule, quantize_file
 

@@ -90,7 +90,7 @@ class _Typed:
 
 
 def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
-    from jchop._round import round_to_format
+    from jchop._round.round_to_format import round_to_format
 
     numbers = [_typed(word.strip()) for word in _words(options.values)]
     values = _carried([number.exact for number in numbers], options.carrier or "float64")
@@ -153,7 +153,7 @@ def _brief(word: str) -> str:
 
 def _carried(exact: list[Fraction | float], carrier: str) -> np.ndarray:
     """Numbers rounded once to the carrier, to nearest with ties to even."""
-    from jchop._round import round_to_format
+    from jchop._round.round_to_format import round_to_format
 
     narrow = carrier != "float64"
     wide = np.array([_float(value, odd=narrow) for value in exact], np.float64)
@@ -220,7 +220,7 @@ def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     if len(options.values) > 1:
         raise ValueError(f"a .npy file must be the only value; got {len(options.values)} values")
     from jchop._round_file import Rounded
-    from jchop.storage._npy import NpyFile
+    from jchop.storage._files.npy import NpyFile
 
     path = Path(options.values[0])
     with NpyFile(path, str(path), CARRIERS.get(options.carrier)) as file:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast, overload
 
 from jchop._emulate._emulate import Emulated
 from jchop._emulate._emulate import emulate as _emulate
-from jchop._emulate._report import Event, Report, Row, report
+from jchop._emulate._reports.report import Event, Report, Row, report
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 

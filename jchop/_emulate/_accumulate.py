@@ -20,7 +20,7 @@ from jchop._core.rounding.elements import round_elements
 from jchop._emulate._known import within
 from jchop._emulate._perform import round_value
 from jchop._emulate._step import Step
-from jchop._kernels.matmul import matmul_op
+from jchop._kernels.products.matmul import matmul_op
 from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import Seeds
 from jchop.accumulation import MatmulSpec

@@ -13,7 +13,7 @@ from jchop._bits import CARRIERS
 from jchop._core.arithmetic.operations import fold_seeds, operation, words
 from jchop._core.arithmetic.ranges import Range, carrier_range
 from jchop._core.arithmetic.sums import sum_along
-from jchop._kernels.matmul import matmul_op
+from jchop._kernels.products.matmul import matmul_op
 from jchop.accumulation import MatmulSpec
 from jchop.formats import binary32, binary64
 from jchop.spec import Spec

@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 
 from jchop._products.rule import StreamOffset
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import split
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec

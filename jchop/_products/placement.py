@@ -11,7 +11,7 @@ import jax
 
 from jchop._products.layout import over_stack, with_nan
 from jchop._products.origins import Axis, Part
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, quantize

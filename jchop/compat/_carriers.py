@@ -11,7 +11,7 @@ import jax.core
 import numpy as np
 
 from jchop._checks import as_numpy, check_int
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop.spec import Spec
 
 __all__ = ["Draws", "apply", "as_numbers", "is_torch", "rounded"]

@@ -14,7 +14,7 @@ from jchop._checks import check_bool, check_int
 from jchop._core.arithmetic.operations import check_operation, widened
 from jchop._core.arithmetic.ranges import carrier_range, range_of
 from jchop._core.rounding.grid import require_carrier
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._extrema import in_order
 from jchop.math._family import as_dtype, check_backward, exactly

@@ -15,7 +15,7 @@ from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_k
 from jchop._checks import check_bool, check_int
 from jchop._core.arithmetic.operations import check_matmul, check_operation, widened
 from jchop._core.rounding.grid import require_carrier
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._family import as_dtype, check_backward, exactly

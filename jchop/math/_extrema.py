@@ -15,7 +15,7 @@ from jchop._bits import CARRIERS
 from jchop._checks import check_bool
 from jchop._core.arithmetic.operations import draws
 from jchop._core.rounding.grid import require_carrier
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._family import check_backward
 from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, check_axis, mask_rows

@@ -17,7 +17,7 @@ from jchop._core.arithmetic.ranges import Range
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.elementary import elementary_op, rounds
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.spec import Spec, as_spec
 

@@ -17,9 +17,9 @@ from jchop._checks import check_choice
 from jchop._core.arithmetic.matmul import Plan
 from jchop._core.arithmetic.operations import check_matmul, operation_carrier
 from jchop._core.rounding.random_bits import seed_words
-from jchop._kernels.matmul import matmul_op
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._round import round_to_format
+from jchop._kernels.products.matmul import matmul_op
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.spec import Spec

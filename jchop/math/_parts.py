@@ -16,7 +16,7 @@ from jchop._checks import check_int
 from jchop._core.arithmetic.operations import check_operation, widened, words
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.math import _carrier, _exact
 from jchop.math._family import Row, as_dtype, call, check_backward, exactly

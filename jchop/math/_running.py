@@ -14,7 +14,7 @@ from jchop._core.arithmetic.operations import check_operation, draws, widened
 from jchop._core.arithmetic.sums import cumulative, product_along
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._family import check_backward
 from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, fold, mask_rows

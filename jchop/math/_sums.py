@@ -17,8 +17,8 @@ from jchop._core.arithmetic.operations import check_matmul, draws, widened
 from jchop._core.arithmetic.ranges import Range, carrier_range
 from jchop._core.arithmetic.sums import sum_along
 from jchop._core.rounding.random_bits import seed_words
-from jchop._kernels.matmul import matmul_op
-from jchop._round import round_to_format
+from jchop._kernels.products.matmul import matmul_op
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._family import exactly

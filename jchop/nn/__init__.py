@@ -11,9 +11,9 @@ from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop.nn import linen
 from jchop.nn._bias import correct_biases
 from jchop.nn._calibrate import calibrate
-from jchop.nn._equip import QuantizedParam
 from jchop.nn._folding import Folded, fold_batch_norms
-from jchop.nn._layers import (
+from jchop.nn._nnx.attach import QuantizedParam
+from jchop.nn._nnx.layers import (
     BatchNorm,
     Conv,
     ConvTranspose,
@@ -33,13 +33,13 @@ from jchop.nn._layers import (
     RMSNorm,
     SimpleCell,
 )
+from jchop.nn._nnx.surgery import quantize
 from jchop.nn._params import quantize_params
 from jchop.nn._recipes import recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._save_load import load, save
-from jchop.nn._sources import AmaxHistory, LearnedScale
-from jchop.nn._static import ActivationRange
-from jchop.nn._surgery import quantize
+from jchop.nn._scale_state.sources import AmaxHistory, LearnedScale
+from jchop.nn._scale_state.static import ActivationRange
 
 __all__ = [
     "LSQ",

@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 
 from jchop.nn._calibrate import check_calls
-from jchop.nn._equip import QuantizedParam
 from jchop.nn._folding import give_bias
-from jchop.nn._layers import CLASSES, layers_of
+from jchop.nn._nnx.attach import QuantizedParam
+from jchop.nn._nnx.layers import CLASSES, layers_of
 
 Array = jax.Array
 Model = TypeVar("Model", bound=nnx.Module)

@@ -13,10 +13,10 @@ from flax import nnx
 
 from jchop._products.rule import StreamOffset
 from jchop._products.scale_from import is_tensor_scaled
-from jchop.nn._layers import layers_of
-from jchop.nn._observers import Observer, observer_of
-from jchop.nn._sites import Product, site_in
-from jchop.nn._sources import PastMagnitudes
+from jchop.nn._nnx.hooks import Product, site_in
+from jchop.nn._nnx.layers import layers_of
+from jchop.nn._scale_state.observers import Observer, observer_of
+from jchop.nn._scale_state.sources import PastMagnitudes
 from jchop.spec import Gradient
 
 Model = TypeVar("Model", bound=nnx.Module)

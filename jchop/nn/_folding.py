@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop.nn._modules import Keys, Placed, modules_of, path_of
+from jchop.nn._nnx.modules import Keys, Placed, modules_of, path_of
 
 Array = jax.Array
 Model = TypeVar("Model", bound=nnx.Module)

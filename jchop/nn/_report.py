@@ -11,11 +11,11 @@ from flax import nnx
 
 from jchop._products.program_report import ProgramReport
 from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules, rules_of
-from jchop.nn._equip import check_parameters, packed_shape
-from jchop.nn._kinds import Kind
-from jchop.nn._layers import own_parameters, placed_layers
-from jchop.nn._modules import Placed
-from jchop.nn._programs import Inputs, report_program
+from jchop.nn._nnx.attach import check_parameters, packed_shape
+from jchop.nn._nnx.kinds import Kind
+from jchop.nn._nnx.layers import own_parameters, placed_layers
+from jchop.nn._nnx.modules import Placed
+from jchop.nn._nnx.programs import Inputs, report_program
 
 __all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
 

@@ -16,8 +16,8 @@ from flax import nnx
 from jchop._products.layout import Layout
 from jchop.nn.linen import Packed
 from jchop.storage import QArray, load_safetensors, save_safetensors
-from jchop.storage._file import TensorFile, are_counts
-from jchop.storage._json import read_object, shown, small
+from jchop.storage._files.json import read_object, shown, small
+from jchop.storage._files.safetensors import TensorFile, are_counts
 
 __all__ = ["load", "save"]
 

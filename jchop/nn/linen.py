@@ -17,12 +17,12 @@ from jchop._products.quantize_fn import check_fields
 from jchop._products.rule import Rule, as_rules, is_stochastic
 from jchop._products.scale_from import DelayedScaling
 from jchop._settings import split
-from jchop.nn._linen_cache import CACHE
-from jchop.nn._linen_call import Interceptor
-from jchop.nn._linen_layers import Found, Path, layers_of, params_of, seen_in
-from jchop.nn._linen_programs import Program
-from jchop.nn._linen_report import report_of
-from jchop.nn._linen_scales import begun, scale_name
+from jchop.nn._linen.cache import CACHE
+from jchop.nn._linen.call import Interceptor
+from jchop.nn._linen.layers import Found, Path, layers_of, params_of, seen_in
+from jchop.nn._linen.programs import Program
+from jchop.nn._linen.report import report_of
+from jchop.nn._linen.scales import begun, scale_name
 from jchop.nn._report import ModelReport
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize

@@ -15,7 +15,7 @@ from jchop._bits import CARRIERS
 from jchop._core.arithmetic.operations import operation, words
 from jchop._core.arithmetic.ranges import carrier_range, range_of, supports
 from jchop._core.rounding.random_bits import seed_words
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.spec import Spec
 

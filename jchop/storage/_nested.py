@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from jchop.storage._file import TensorFile
-from jchop.storage._json import LONGEST_VALUE, read_object, shown, small
+from jchop.storage._files.json import LONGEST_VALUE, read_object, shown, small
+from jchop.storage._files.safetensors import TensorFile
 
 #: The metadata key of the record: JSON, which maps the name of each array to the steps to it in the tree. A string is a
 #: key of a dict, an integer the index in a list, a list of one integer an integer key.

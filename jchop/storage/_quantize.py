@@ -20,7 +20,7 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import fit_scaled, quantize_scaled, stored_shapes
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec

@@ -20,8 +20,8 @@ from jchop.formats import ScaledFormat
 from jchop.spec import parse
 from jchop.storage._array import QArray
 from jchop.storage._decode import check_parts
-from jchop.storage._file import Entry, TensorFile, TensorWriter, lay_out
-from jchop.storage._json import read_object, shown, small
+from jchop.storage._files.json import read_object, shown, small
+from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._nested import TREE, nest, paths_in, tree_metadata
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its

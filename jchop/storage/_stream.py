@@ -18,7 +18,7 @@ import numpy as np
 from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
 from jchop._files import write_atomically
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop.formats import (
     ElementFormat,
     ScaledFormat,
@@ -27,7 +27,7 @@ from jchop.spec import Spec
 from jchop.storage._array import QArray
 from jchop.storage._chunks import Chunk, Cut, Extremes, chunks, plan_cut
 from jchop.storage._codes import native_dtype
-from jchop.storage._file import Entry, TensorFile, TensorWriter, lay_out
+from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._layout import from_end
 from jchop.storage._quantize import dequantize, quantize
 from jchop.storage._save import QARRAYS, described_in, description, part_names, parts_of, qarray_metadata

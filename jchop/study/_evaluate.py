@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop.spec import Spec
 from jchop.study._data import Data
 from jchop.study._model import cross_entropy

@@ -15,7 +15,7 @@ import numpy as np
 
 from jchop._checks import check_bool, check_choice, check_int
 from jchop._files import require_extra
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.rounding import Rounding, as_rounding
 from jchop.spec import Spec, as_spec

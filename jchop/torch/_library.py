@@ -19,7 +19,7 @@ import torch
 from jax import lax
 
 from jchop._bits import types_for
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled
 from jchop.spec import parse
 from jchop.torch._bridge import as_tensor, check_tensor, dense, imported, inverse

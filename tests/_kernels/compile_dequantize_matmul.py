@@ -32,9 +32,9 @@ SHAPES = (
 
 def kernels(target: str) -> ModuleType:
     if is_tpu(target):
-        from jchop._kernels import dequantize_matmul_tpu as module
+        from jchop._kernels.products import dequantize_matmul_tpu as module
     else:
-        from jchop._kernels import dequantize_matmul_gpu as module
+        from jchop._kernels.products import dequantize_matmul_gpu as module
     return module
 
 

@@ -51,11 +51,11 @@ def arguments(spec: MatmulSpec, shape: Shape, dtype: str = "float32") -> tuple[j
 def cases(target: str) -> Iterator[Case]:
     run: Any
     if is_tpu(target):
-        from jchop._kernels import matmul_tpu
+        from jchop._kernels.products import matmul_tpu
 
         run = matmul_tpu.matmul
     else:
-        from jchop._kernels import matmul_gpu
+        from jchop._kernels.products import matmul_gpu
 
         run = matmul_gpu.matmul
     for spec, shape, x64 in COMMON:

@@ -14,9 +14,9 @@ import pytest
 from _core.arithmetic.test_dequantize_matmul import DTYPES, FORMATS, FOUR, exact_data, random_data, rounded, within
 from _kernels.quickly import compiled
 
-from jchop._kernels import dequantize_matmul_gpu, dequantize_matmul_tpu
-from jchop._kernels.dequantize_matmul import dequantize_matmul, dequantize_matmul_op
-from jchop._kernels.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulTpuTiling, Problem
+from jchop._kernels.products import dequantize_matmul_gpu, dequantize_matmul_tpu
+from jchop._kernels.products.dequantize_matmul import dequantize_matmul, dequantize_matmul_op
+from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulTpuTiling, Problem
 from jchop.formats import IntegerFormat, float6_e3m2fn, float8_e8m0fnu, parse_format
 
 Shape = tuple[int, int, int, int]

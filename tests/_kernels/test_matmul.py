@@ -19,9 +19,9 @@ import jchop as jc
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.matmul import Plan, matmul_body
 from jchop._core.rounding.random_bits import seed_words
-from jchop._kernels import matmul_gpu, matmul_tpu
-from jchop._kernels.matmul import matmul_op
-from jchop._kernels.matmul_tile import MatmulGpuTiling, MatmulTpuTiling
+from jchop._kernels.products import matmul_gpu, matmul_tpu
+from jchop._kernels.products.matmul import matmul_op
+from jchop._kernels.products.matmul_tile import MatmulGpuTiling, MatmulTpuTiling
 from jchop.accumulation import MatmulSpec
 
 KERNELS: dict[str, Callable[..., jax.Array]] = {"tpu": matmul_tpu.matmul, "gpu": matmul_gpu.matmul}
@@ -360,7 +360,7 @@ def test_the_operation_says_why_it_cannot(arguments: dict[str, Any], message: st
 
 
 def test_a_tile_too_small_for_a_unit_is_refused() -> None:
-    from jchop._kernels.matmul import _refuse_gpu
+    from jchop._kernels.products.matmul import _refuse_gpu
 
     a, spec = jax.ShapeDtypeStruct((1, 4, 5), jnp.float32), MatmulSpec(order="matrix_unit(4)")
     assert "side of less than 16" in str(_refuse_gpu(a, a, spec=spec, tiling=MatmulGpuTiling(8, 16, 16)))

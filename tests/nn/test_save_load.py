@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jchop as jc
-from jchop.storage._file import TensorFile
+from jchop.storage._files.safetensors import TensorFile
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = """

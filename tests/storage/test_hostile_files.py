@@ -16,7 +16,7 @@ from hostile_files import packed, search
 
 import jchop as jc
 from jchop.__main__ import main
-from jchop.storage._file import TensorFile
+from jchop.storage._files.safetensors import TensorFile
 from jchop.storage._stream import Rule, quantize_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,7 +214,7 @@ def test_more_than_memory_holds_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     def full(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("jchop.storage._file.np.empty", full)
+    monkeypatch.setattr("jchop.storage._files.safetensors.np.empty", full)
     with pytest.raises(ValueError, match="tensor 'x' of 16 bytes does not fit in memory"):
         jc.load_safetensors(path)
 

@@ -19,7 +19,7 @@ import pytest
 import jchop as jc
 from jchop.storage import QArray
 from jchop.storage import _save as save
-from jchop.storage._file import DTYPES, Entry, TensorFile, TensorWriter, lay_out
+from jchop.storage._files.safetensors import DTYPES, Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._stream import Rule, quantize_file
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import pytest
 
 import jchop as jc
 from jchop.storage._chunks import chunks, plan_cut
-from jchop.storage._file import Entry, TensorFile, TensorWriter
+from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter
 from jchop.storage._stream import Report, Rule, quantize_file
 
 ROOT = Path(__file__).resolve().parents[2]

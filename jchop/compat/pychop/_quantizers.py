@@ -13,7 +13,7 @@ import numpy as np
 from jchop._bits import CARRIERS
 from jchop._checks import check_bool
 from jchop._core.rounding.grid import holds
-from jchop._flip import flip_bits
+from jchop._round.flip import flip_bits
 from jchop.compat._carriers import Draws, apply, as_numbers, dtype_name, is_torch, key_of, rounded
 from jchop.compat.pychop._math import METHODS, method
 from jchop.formats import FixedFormat, FloatFormat

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop.compat._carriers import as_numbers, dtype_name, is_torch
 from jchop.compat.qtorch._numbers import BlockFloatingPoint, FixedPoint, FloatingPoint, Number
 

@@ -17,7 +17,7 @@ from jchop._core.arithmetic.operations import draws, widened
 from jchop._core.rounding.random_bits import seed_words
 from jchop._linalg.direct import eliminate, through_factors
 from jchop._linalg.steps import Steps
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._carrier import frexp
 from jchop.math._family import as_dtype

@@ -18,7 +18,7 @@ from jchop._core.arithmetic.operations import check_operation, draws, widened
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._linalg.steps import Steps
-from jchop._round import round_to_format
+from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._family import as_dtype
 from jchop.spec import Spec, as_spec

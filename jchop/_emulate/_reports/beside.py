@@ -1,0 +1,266 @@
+"""An emulated program run beside a reference, operation by operation, and what is seen on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jchop._emulate._interpret import Emulation, with_rounded_operands
+from jchop._emulate._known import is_complex, is_number
+from jchop._emulate._reports.measure import Event, Measure, measured
+from jchop._emulate._reports.reference import Reference
+from jchop._emulate._rules import EXACT
+from jchop._emulate._step import Step
+from jchop._program.bind import constant_of
+from jchop._program.control import where_active
+from jchop._program.run import watch
+from jchop._program.seeds import Seeds
+from jchop._program.step import CALLS, Plan, carry_count
+from jchop._program.stopped import text_of_stop
+from jchop.formats import FloatFormat
+
+__all__ = ["SILENT", "Beside", "StoppedError"]
+
+#: A value of the emulated program, and what the reference has in its place.
+Pair = tuple[Any, Any]
+#: The kinds of equations that round nothing.
+SILENT = frozenset({"structural", "extremum", "untouched", "compared", "control", "own"})
+#: The kinds of equations whose results depend on the operands at their place alone.
+_ELEMENTWISE = frozenset({"exact", "power", "elementary", "converted", "extremum", "neighbour"})
+
+
+class StoppedError(Exception):
+    """What was looked for has happened.
+
+    Args:
+        what: the name of the event.
+        step: the equation; None on entry.
+        event: where it happened.
+        facts: operands and result there, as text.
+        seen: of all results of the equation.
+    """
+
+    def __init__(self, what: str, step: Step | None, event: Event, facts: str, seen: Measure) -> None:
+        super().__init__(what)
+        self.what, self.step, self.event, self.facts, self.seen = what, step, event, facts, seen
+
+
+@dataclass
+class Beside:
+    """A run of a program and its reference.
+
+    Args:
+        reference: what is compared with.
+        max_turns: the most turns of a `while` loop.
+        stop_at: the event that ends the run with a `StoppedError`; None for none.
+        found: what was seen of each step, by its id.
+        notes: loops that were stopped.
+    """
+
+    reference: Reference
+    max_turns: int
+    stop_at: str | None = None
+    found: dict[int, Measure] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    turn: tuple[int, ...] = ()
+    order: int = 0
+
+    def __post_init__(self) -> None:
+        self.runner = Emulation(self.max_turns)
+
+    def run(
+        self, plan: Plan, seeds: Seeds | None, args: Sequence[Pair], constants: Sequence[Pair] | None = None
+    ) -> list[Pair]:
+        """The results of a planned program on values that are known."""
+        given = self.reference.given
+        env: dict[Any, Pair] = dict(
+            zip(plan.jaxpr.constvars, constants or [(x, given(x)) for x in plan.consts], strict=True)
+        )
+        env.update(zip(plan.jaxpr.invars, args, strict=True))
+
+        def read(v: Any) -> Pair:
+            if isinstance(v, Literal):
+                return constant_of(v), given(constant_of(v))
+            return env[v]
+
+        for step in plan.steps:
+            with step.eqn.ctx.manager:
+                out = self._step(step, seeds, [read(v) for v in step.eqn.invars])
+            env.update(zip(step.eqn.outvars, out, strict=True))
+        return [read(v) for v in plan.jaxpr.outvars]
+
+    def entered(self, name: str, low: Any, given: Any) -> Measure:
+        """What is seen of an argument or a constant that is rounded on entry."""
+        seen = measured(low, given, given, [given], order=self.order, elementwise=True)
+        self._check_stop(None, seen, low, [given], f"{name}, {{given}}, is {{result}}")
+        self.order += 1
+        return seen
+
+    def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        walk = _WALKS.get(step.name, Beside._call if step.inner else None) if step.kind == "control" else None
+        if walk is not None:
+            self._look_at_constants(step)
+            low = with_rounded_operands(step, seeds, [pair[0] for pair in args])
+            return walk(self, step, seeds, [(x, pair[1]) for x, pair in zip(low, args, strict=True)])
+        low, wide = ([pair[i] for pair in args] for i in (0, 1))
+        run = self.runner.control if step.kind == "control" else self.runner.run
+        results, reference = run(step, seeds, low), self.reference.bind(step, wide)
+        if step.kind not in ("control", "untouched", "compared", "own"):
+            self._look(step, low, results, reference)
+        self.order += 1
+        return list(zip(results, reference, strict=True))
+
+    def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
+        silent = step.kind in SILENT
+        same = results if silent else self.reference.bind(step, low, rounds=False)
+        numbers = [(x, v) for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]
+        operands, computed = [x for x, _ in numbers], [not isinstance(v, Literal) for _, v in numbers]
+        for v, result, exact, wide in zip(step.eqn.outvars, results, same, reference, strict=True):
+            if not is_number(v.aval):
+                continue
+            seen = measured(
+                result,
+                exact,
+                wide,
+                operands,
+                computed,
+                turn=self.turn,
+                order=self.order,
+                elementwise=step.kind in _ELEMENTWISE,
+                digits=_digits(step, v.aval),
+            )
+            if silent and not seen.born:
+                continue
+            self.found.setdefault(id(step), Measure()).add(seen)
+            self._check_stop(step, seen, result, operands, f"{step.name} of {{given}} is {{result}}")
+
+    def _look_at_constants(self, step: Step) -> None:
+        """Infinities and NaN that a program is given as literals."""
+        for v in step.eqn.invars:
+            if isinstance(v, Literal) and is_number(v.aval) and not np.all(np.isfinite(v.val)):
+                seen = measured(v.val, v.val, v.val, [], turn=self.turn, order=self.order)
+                self.found.setdefault(id(step), Measure()).add(seen)
+
+    def _check_stop(self, step: Step | None, seen: Measure, result: Any, operands: list[Any], text: str) -> None:
+        for what, event in seen.events():
+            if what == self.stop_at:
+                result = np.asarray(result)
+                here = [_at(np.asarray(x), event.where, result.shape) for x in operands]
+                facts = text.format(given=", ".join(here), result=result[event.where])
+                raise StoppedError(what, step, event, facts, seen)
+
+    # -- equations that hold programs ----------------------------------------------------------------------------------
+
+    def _call(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        return self.run(step.inner[0], _turn(seeds, step.number), args)
+
+    def _solve(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        lengths = step.eqn.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        return self._call(step, seeds, [*args[first : first + lengths.solve], *args[sum(lengths) :]])
+
+    def _cond(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        index = min(max(int(args[0][0]), 0), len(step.inner) - 1)
+        return self.run(step.inner[index], _turn(seeds, step.number + index), args[1:])
+
+    def _scan(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        params = step.eqn.params
+        consts, carried = carry_count(params)
+        fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
+        order = range(params["length"])
+        each: list[list[Pair]] = []
+        outer = self.turn
+        for turn, k in enumerate(reversed(order) if params["reverse"] else order):
+            self.turn = (*outer, turn)
+            row = [(x[0][k], x[1][k]) for x in xs]
+            out = self.run(step.inner[0], _turn(seeds, step.number, turn), [*fixed, *carry, *row])
+            carry, ys = out[:carried], out[carried:]
+            each.append(ys)
+        self.turn = outer
+        if params["reverse"]:
+            each.reverse()
+        avals = [v.aval for v in step.eqn.outvars[carried:]]
+        low = [jnp.stack(list(x)) if x else None for x in ([ys[i][0] for ys in each] for i in range(len(avals)))]
+        return [
+            *carry,
+            *(
+                (
+                    jnp.zeros(aval.shape, aval.dtype) if low[i] is None else low[i],
+                    self.reference.stacked([ys[i][1] for ys in each], aval),
+                )
+                for i, aval in enumerate(avals)
+            ),
+        ]
+
+    def _while(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
+        first, fixed, carry = args[:test], args[test : test + body], args[test + body :]
+        turn, outer, active = 0, self.turn, jnp.asarray(True)
+        draws = seeds is not None or bool(step.eqn.effects)
+        while True:
+            self.turn = (*outer, turn)
+            active = active & self.run(step.inner[0], _turn(seeds, step.number, turn), [*first, *carry])[0][0]
+            if not bool(jnp.any(active)):
+                break
+            if turn >= self.max_turns:
+                why = f"after max_turns={turn} turns"
+                self._note_stop(step, why, _turn(seeds, step.number, turn), [*first, *carry])
+                break
+            out = self.run(step.inner[1], _turn(seeds, step.number + 1, turn), [*fixed, *carry])
+            new = [
+                (where_active(active, one[0], two[0]), self.reference.chosen(active, one[1], two[1]))
+                for one, two in zip(out, carry, strict=True)
+            ]
+            turn += 1
+            if not draws and all(_is_same(one[0], two[0]) for one, two in zip(new, carry, strict=True)):
+                why = f"after {turn} turns, as its values no longer change and it would never end"
+                self._note_stop(step, why, None, [*first, *carry])
+                break
+            carry = new
+        self.turn = outer
+        return carry
+
+    def _note_stop(self, step: Step, why: str, seeds: Seeds | None, args: list[Pair]) -> None:
+        compared, goes_on = watch(self.runner, step.inner[0], seeds, [pair[0] for pair in args])
+        steps, operands = [one for one, _ in compared], [values for _, values in compared]
+        self.notes.append(text_of_stop(step, steps, why, goes_on, operands))
+
+
+def _turn(seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
+    return None if seeds is None else seeds.turn(number, turn)
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Whether two values have the same bits."""
+    if jnp.issubdtype(one.dtype, jax.dtypes.extended):
+        one, two = jax.random.key_data(one), jax.random.key_data(two)
+    return np.asarray(one).tobytes() == np.asarray(two).tobytes()
+
+
+def _digits(step: Step, aval: Any) -> int | None:
+    """The precision of a sum or difference of two real numbers; None for anything else."""
+    if EXACT.get(step.name, step.name) not in ("add", "sub") or is_complex(aval):
+        return None
+    fmt = None if step.choice.spec is None else step.choice.spec.format
+    return fmt.precision if isinstance(fmt, FloatFormat) else int(jnp.finfo(aval.dtype).nmant) + 1
+
+
+def _at(x: np.ndarray, where: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """An operand at the place of a result, or its shape if it has another."""
+    return str(x[where] if x.shape == shape else x if not x.shape else f"an array of shape {x.shape}")
+
+
+_WALKS = {
+    **{name: Beside._call for name in CALLS if name != "shard_map"},
+    "custom_linear_solve": Beside._solve,
+    "cond": Beside._cond,
+    "scan": Beside._scan,
+    "while": Beside._while,
+    "shard_map": None,
+}

@@ -1,0 +1,145 @@
+"""The program that an emulated one is compared with: in the carrier, or in float64 and rounded to another spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._emulate._known import CARRIER_DTYPES, is_complex, is_number
+from jchop._emulate._step import Step
+from jchop._program.bind import bind
+from jchop._program.control import where_active
+from jchop._round.round_to_format import round_to_format
+from jchop.formats import ElementFormat, binary64
+from jchop.spec import Spec, as_spec
+
+__all__ = ["Carrier", "Reference", "Wide", "make_reference"]
+
+
+class Carrier:
+    """Every operation as the carrier does it."""
+
+    #: Its name in a report.
+    text = "carrier"
+    #: Primitives for which the carrier's result was taken.
+    narrow: frozenset[str] = frozenset()
+
+    def given(self, x: Any) -> Any:
+        """An argument or a constant."""
+        return x
+
+    def bind(self, step: Step, args: Sequence[Any], *, rounds: bool = True) -> list[Any]:
+        """The results of an equation."""
+        del rounds
+        return bind(step.eqn.primitive, step.eqn.params, *args)
+
+    def chosen(self, active: Any, new: Any, old: Any) -> Any:
+        """Of the loops of a batch, the new values of those that still run."""
+        return where_active(active, new, old)
+
+    def stacked(self, rows: Sequence[Any], aval: Any) -> Any:
+        """The results of the turns of a scan along a first axis."""
+        return jnp.stack(rows) if rows else jnp.zeros(aval.shape, aval.dtype)
+
+
+class Wide(Carrier):
+    """Every operation in float64, then rounded to a spec; its numbers are NumPy's.
+
+    An equation that has no such form, or draws, gives the carrier's result.
+
+    Args:
+        spec: what float64 results are rounded to.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.text, self.spec = str(spec), None if spec.format == binary64 else spec
+        self.narrow = frozenset()
+
+    def given(self, x: Any) -> Any:
+        """Numbers in float64; all else as it is."""
+        if not hasattr(x, "dtype") or not is_number(x):
+            return np.asarray(x, np.float64) if isinstance(x, float) else x
+        return np.asarray(x).astype(np.complex128 if is_complex(x) else np.float64)
+
+    def bind(self, step: Step, args: Sequence[Any], *, rounds: bool = True) -> list[Any]:
+        """The results of an equation, of operands in any dtype."""
+        out = None
+        args = [_of_dtype(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
+        if not any(is_number(v.aval) for v in (*step.eqn.invars, *step.eqn.outvars)):
+            return bind(step.eqn.primitive, step.eqn.params, *args)
+        if not step.inner and step.kind not in ("draw", "own", "result") and step.draw is None:
+            with jax.enable_x64(True):
+                wide = [self.given(x) for x in args]
+                try:
+                    out = [self.given(x) for x in bind(step.eqn.primitive, _widened(step.eqn.params), *wide)]
+                except Exception:  # whatever a primitive raises that has no form in float64
+                    self.narrow |= {step.name}
+        elif step.inner:
+            self.narrow |= {step.name}
+        if out is None:
+            narrow = [_narrowed(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
+            return [self.given(x) for x in bind(step.eqn.primitive, step.eqn.params, *narrow)]
+        return [self._rounded(x) for x in out] if rounds and step.kind not in _MOVED else out
+
+    def chosen(self, active: Any, new: Any, old: Any) -> Any:
+        """Of the loops of a batch, the new values of those that still run."""
+        if not isinstance(new, np.ndarray):
+            return where_active(active, new, old)
+        active = np.asarray(active)
+        return np.where(active.reshape(active.shape + (1,) * (new.ndim - active.ndim)), new, old)
+
+    def stacked(self, rows: Sequence[Any], aval: Any) -> Any:
+        """The results of the turns of a scan along a first axis."""
+        if rows and isinstance(rows[0], np.ndarray):
+            return np.stack(rows)
+        return self.given(super().stacked(rows, aval))
+
+    def _rounded(self, x: Any) -> Any:
+        if self.spec is None or not isinstance(x, np.ndarray):
+            return x
+        return round_to_format(x, self.spec)
+
+
+Reference = Carrier
+#: The kinds of equations whose results are operands.
+_MOVED = ("structural", "extremum", "compared")
+
+
+def _widened(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: _wide_dtype(value) for name, value in params.items()}
+
+
+def _wide_dtype(value: Any) -> Any:
+    if not isinstance(value, np.dtype) and not (isinstance(value, type) and issubclass(value, np.generic)):
+        return value
+    name = np.dtype(value).name
+    if name in CARRIER_DTYPES:
+        return np.dtype(np.float64)
+    return np.dtype(np.complex128) if name == "complex64" else value
+
+
+def _of_dtype(x: Any, aval: Any) -> Any:
+    """A Python number in the dtype that it has in the program, as it could have another where there are 64 bits."""
+    return np.asarray(x, aval.dtype) if isinstance(x, bool | int | float | complex) else x
+
+
+def _narrowed(x: Any, aval: Any) -> Any:
+    return jnp.asarray(x, aval.dtype) if isinstance(x, np.ndarray) and is_number(aval) else x
+
+
+def make_reference(reference: Spec | ElementFormat | str | None) -> Carrier:
+    """What a report compares with.
+
+    Raises:
+        ValueError: for a spec that draws.
+    """
+    if reference is None:
+        return Carrier()
+    spec = as_spec(reference, "reference")
+    if spec.rounding.stochastic:
+        raise ValueError(f"reference={str(spec)!r} rounds stochastically; a reference must be deterministic")
+    return Wide(spec)

@@ -1,0 +1,377 @@
+"""`emulate.report`: what is rounded where, how often, and what that does to the values."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MethodType
+from typing import Any, Literal
+
+import jax
+import jax.core
+import numpy as np
+
+from jchop._checks import check_bool, check_choice, check_int
+from jchop._emulate._emulate import Emulated, enter, seeds_of
+from jchop._emulate._known import is_number
+from jchop._emulate._reports.beside import SILENT, Beside, StoppedError
+from jchop._emulate._reports.measure import EVENTS, Event, Measure
+from jchop._emulate._reports.reference import make_reference
+from jchop._emulate._step import Step
+from jchop._emulate._trace import Program, is_moved, trace
+from jchop._program.control import as_jax
+from jchop._program.source import here, is_library, source_of
+from jchop._program.step import Plan
+from jchop._text import table_lines
+from jchop.formats import ElementFormat
+from jchop.spec import Spec
+
+__all__ = ["Event", "Report", "Row", "report"]
+
+Array = jax.Array
+#: The most turns of a `while` loop in a report, if nothing else is said.
+_MOST_TURNS = 10_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """The equations of one primitive, scope, arithmetic and line of source.
+
+    Args:
+        scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
+        primitive: its name; ``"jchop"`` for a function of jchop, the function's own for one of `jax.random`.
+        spec: what results are rounded to, as text; ``"carrier"`` for nothing.
+        sums: how sums are formed, as text; ``"carrier"`` for the carrier's own, empty where there are none.
+        equations: how many there are in the program.
+        results: numbers that they give in a run; of a `while` loop, in one turn.
+        source: file and line that the equations come from, as ``"folder/model.py:12"``: the innermost line outside of
+            JAX and jchop. Inside a function of JAX, the line that calls it.
+        overflows: finite results of the carrier that became infinite or NaN; this and what follows, where traced.
+        underflows: results that became zero.
+        infinities: results that are infinite, for whatever reason; this and ``nans``, too, where traced.
+        nans: results that are NaN, for whatever reason.
+        smallest: the smallest magnitude but zero.
+        largest: the largest finite magnitude.
+        error: the largest relative error of one operation, against the reference's on the same operands. This and
+            ``deviation`` are of results that are finite in both, and NaN when there are none.
+        deviation: the largest relative error against the reference program, run from the start.
+        invalid: results that are NaN where no operand is: inf - inf, 0/0, sqrt(-1). Of an operation that is not
+            elementwise, as a sum, results count if no operand has a NaN anywhere.
+        cancelled: the most leading bits that cancelled in a sum or difference of two numbers: by how much the exponent
+            of the result is below the larger one of its operands; the precision of the format for a result of zero. NaN
+            for other operations.
+        cancelled_mean: their mean.
+        first_overflow: where the first of the overflows is, an `Event`; None if there is none.
+        first_nan: where the first NaN is.
+        first_invalid: where the first NaN of operands without is.
+    """
+
+    scope: str
+    primitive: str
+    spec: str
+    sums: str
+    equations: int
+    results: int
+    source: str = ""
+    overflows: int = 0
+    underflows: int = 0
+    infinities: int = 0
+    nans: int = 0
+    smallest: float = math.nan
+    largest: float = math.nan
+    error: float = math.nan
+    deviation: float = math.nan
+    invalid: int = 0
+    cancelled: float = math.nan
+    cancelled_mean: float = math.nan
+    first_overflow: Event | None = None
+    first_nan: Event | None = None
+    first_invalid: Event | None = None
+
+    @property
+    def place(self) -> str:
+        """The source without its folders: ``"model.py:12"``."""
+        return os.path.basename(self.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name; NaN becomes None, an event a dict of its turn, place and order."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    """A value that strict JSON has."""
+    if isinstance(value, Event):
+        return {"turn": list(value.turn), "where": list(value.where), "order": value.order}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `emulate.report` found; ``str`` of it is a table, with the notes below.
+
+    Args:
+        rows: in program order.
+        traced: whether values were looked at.
+        reference: what errors are relative to: ``"carrier"``, or a spec as text.
+        notes: sentences on loops that were stopped, on what was left in the carrier, and on the reference.
+        stopped: what ended the run, with ``stop_at``; empty if nothing did.
+    """
+
+    rows: tuple[Row, ...]
+    traced: bool = field(default=False)
+    reference: str = "carrier"
+    notes: tuple[str, ...] = ()
+    stopped: str = ""
+
+    @property
+    def operations(self) -> int:
+        """How many numbers are rounded results."""
+        return sum(row.results for row in self.rows)
+
+    def first(self, event: Literal["overflow", "nan", "invalid"]) -> Row | None:
+        """The row where something happened first; None if it did not.
+
+        Args:
+            event: ``"overflow"``, ``"nan"`` or ``"invalid"``.
+
+        Raises:
+            ValueError: for another event.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> low = jc.emulate(lambda x: jnp.log(jnp.exp(x)), "e4m3")
+            >>> row = jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True).first("overflow")
+            >>> row.primitive, row.first_overflow.where
+            ('exp', (1,))
+        """
+        name = f"first_{check_choice('event', event, EVENTS)}"
+        known = [row for row in self.rows if getattr(row, name) is not None]
+        return min(known, key=lambda row: getattr(row, name).order, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything in dicts, lists, texts and numbers, as strict JSON has them."""
+        return {
+            "traced": self.traced,
+            "reference": self.reference,
+            "stopped": self.stopped,
+            "notes": list(self.notes),
+            "rows": [row.as_dict() for row in self.rows],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`as_dict` as strict JSON, in which NaN is null.
+
+        Args:
+            indent: spaces of each level; None for one line.
+        """
+        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+
+    def __str__(self) -> str:
+        names = ("scope", "primitive", "spec", "sums", "equations", "results") + _SEEN * self.traced
+        firsts = [f"first_{name}" for name in EVENTS]
+        names += tuple(name for name in firsts if any(getattr(row, name) is not None for row in self.rows))
+        lines = [(*names, "source"), *((*(_text(getattr(row, n)) for n in names), row.place) for row in self.rows)]
+        return "\n".join((*table_lines(lines), *self.notes, *filter(None, [self.stopped])))
+
+
+#: Columns of a report that looked at values.
+_SEEN = ("overflows", "underflows", "infinities", "nans", "invalid", "smallest", "largest", "cancelled",
+         "cancelled_mean", "error", "deviation")  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def report(
+    fun: Any,
+    *args: Any,
+    trace_values: bool = False,
+    key: Array | None = None,
+    reference: Spec | ElementFormat | str | None = None,
+    max_turns: int | None = None,
+    stop_at: Literal["overflow", "nan", "invalid"] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """What an emulated function rounds for these arguments, and where it loses digits.
+
+    Args:
+        fun: what `jchop.emulate` returned, or a method that it decorates.
+        *args: arguments of the function.
+        trace_values: run the program, loops turn by turn, beside a reference program, and compare: ranges, overflows,
+            underflows, infinities, NaN, cancelled bits and errors of each operation, and where the first of them are.
+            Arguments, constants and moved values have rows only if infinities or NaN come from there, or are lost to
+            the format. Branches and numbers of turns are those of the emulated program. Inside `jax.shard_map` nothing
+            is looked at. Needs arguments that are not traced. Default False: nothing is computed.
+        key: a typed key, where values are traced and anything rounds stochastically.
+        reference: what errors are relative to. Default None: the same program in the carrier, nothing rounded. A
+            deterministic spec or its text: every operation in float64, its result rounded to that spec;
+            ``"binary64"`` is float64 itself. Arguments and constants are those of the carrier. Where a primitive has no
+            form in float64, the carrier's result is taken, and a note says so. Implies `trace_values`.
+        max_turns: the most turns of a `while` loop. Default None: those of `emulate`, or 10 000; a note says so. A loop
+            that is stopped has a note and a `RuntimeWarning` with the line of its condition and the numbers compared. A
+            loop whose values no longer change, and that draws nothing, is stopped at once.
+        stop_at: end the run at the first ``"overflow"`` (a result that is finite in the reference, but not in the
+            format), ``"nan"`` or ``"invalid"`` (NaN of operands without), in any format, as ``jax_debug_nans`` does
+            for NaN of the carrier; ``stopped`` of the report names the equation, its line, turn, operands and result.
+            Rows hold what was seen until then. Implies `trace_values`.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        A `Report`; ``str`` of it is a table.
+
+    Raises:
+        TypeError: for a function that `emulate` did not make, or traced arguments.
+        ValueError: for a reference that draws, ``max_turns`` below 1, or another event.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
+        >>> print(jc.emulate.report(low, jnp.array([1.0, 8.0])))
+        scope  primitive  spec         sums  equations  results  source
+               exp        float8_e4m3        1          2        ...:1
+               mul        float8_e4m3        1          2        ...:1
+        >>> seen = jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True)
+        >>> [(row.primitive, row.overflows, row.infinities, row.largest) for row in seen.rows]
+        [('exp', 1, 1, 2.75), ('mul', 0, 1, 2.75)]
+        >>> str(seen.rows[0].first_overflow)
+        '[1]'
+    """
+    if isinstance(fun, MethodType) and isinstance(fun.__func__, Emulated):
+        fun, args = fun.__func__, (fun.__self__, *args)
+    if not isinstance(fun, Emulated):
+        raise TypeError(f"fun={fun!r} must be a function that jchop.emulate returned")
+    trace_values = check_bool("trace_values", trace_values) or reference is not None or stop_at is not None
+    if stop_at is not None:
+        check_choice("stop_at", stop_at, EVENTS)
+    most = max_turns if max_turns is not None else fun.settings.max_turns or _MOST_TURNS
+    beside = Beside(make_reference(reference), check_int("max_turns", most, 1, (1 << 32) - 1), stop_at)
+    program = trace(fun.fun, fun.settings, args, kwargs)  # anew, as an equal program may have other lines
+    outer = here()
+    steps = list(_walk(program.plan, 1, outer))
+    if not trace_values:
+        return Report(tuple(_rows(steps, {})), notes=tuple(_left_wide(steps)))
+    if any(isinstance(v, jax.core.Tracer) for v in program.values):
+        raise TypeError("trace_values=True needs arguments that are not traced: call report outside of jax.jit")
+    given: list[Row] = []
+    stopped = ""
+    try:
+        _run(fun, program, beside, given, _names(args, kwargs), key)
+    except StoppedError as stop:
+        stopped = _text_of(stop, steps, _home(fun, outer))
+    for note in dict.fromkeys(beside.notes):
+        warnings.warn(note, RuntimeWarning, stacklevel=2)
+    notes = (*dict.fromkeys(beside.notes), *_notes(steps, beside), *_left_wide(steps))
+    rows = (*given, *_rows(steps, beside.found))
+    return Report(rows, True, beside.reference.text, notes, stopped)
+
+
+def _run(
+    fun: Emulated, program: Program, beside: Beside, given: list[Row], names: Sequence[str], key: Array | None
+) -> None:
+    """Run a program beside its reference; arguments and constants that are lost on entry get rows."""
+    spec = fun.settings.spec
+    seeds = seeds_of(fun.settings, fun.key if key is None else key)
+    low, constants, inside = enter(program, spec, seeds)
+    every = (*program.values, *program.plan.consts)
+    names = (*names, *("constant" for _ in program.plan.consts))
+    for name, x, whole, rounds in zip(names, (*low, *constants), every, program.rounds, strict=True):
+        if rounds or (hasattr(x, "dtype") and is_number(x)):
+            row = Row("", name, str(spec) if rounds else "carrier", "", 1, int(np.size(x)), _home(fun, here()))
+            try:
+                seen = beside.entered(name, x, whole)
+            except StoppedError as stop:
+                given.append(replace(row, **stop.seen.facts()))
+                raise
+            if seen.infinities or seen.nans or seen.underflows:
+                given.append(replace(row, **seen.facts()))
+    wide = [beside.reference.given(as_jax(x)) for x in every]
+    pairs = list(zip((*low, *constants), wide, strict=True))
+    beside.run(program.plan, inside, pairs[: len(low)], pairs[len(low) :])
+
+
+def _names(args: Any, kwargs: Any) -> list[str]:
+    """Of the arguments that are variables of the program."""
+    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+    moved = [path for path, leaf in leaves if is_moved(leaf)]
+    return [f"argument {jax.tree_util.keystr(path[1:])}" for path in moved]
+
+
+def _home(fun: Emulated, otherwise: str) -> str:
+    """The first line of the function, where it is one of Python outside of libraries."""
+    code = getattr(inspect.unwrap(fun.fun), "__code__", None)
+    if code is None or is_library(code.co_filename):
+        return otherwise
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _text_of(stop: StoppedError, steps: Sequence[tuple[Step, int, str]], home: str) -> str:
+    """What ended a run, and where."""
+    source = next((source for step, _, source in steps if step is stop.step), home)
+    scope = f" in scope {stop.step.scope!r}" if stop.step is not None and stop.step.scope else ""
+    return f"stopped at the first {stop.what}: {stop.facts} ({stop.event}) at {source}{scope}"
+
+
+def _notes(steps: Sequence[tuple[Step, int, str]], beside: Beside) -> Iterator[str]:
+    if any(step.name == "while" for step, _, _ in steps):
+        yield f"while loops make at most {beside.max_turns} turns in this report (max_turns)"
+    if beside.reference.narrow:
+        yield f"the reference is the carrier's for: {', '.join(sorted(beside.reference.narrow))}"
+
+
+def _left_wide(steps: Sequence[tuple[Step, int, str]]) -> Iterator[str]:
+    """What rules and `unknown` leave in the carrier."""
+    wide = [step for step, _, _ in steps if step.kind not in SILENT and _spec_of(step) == "carrier"]
+    if wide:
+        counts = {_label(step): 0 for step in wide}
+        for step in wide:
+            counts[_label(step)] += 1
+        yield f"left in the carrier: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
+
+
+def _spec_of(step: Step) -> str:
+    return "carrier" if step.choice.spec is None or step.kind == "carrier" else str(step.choice.spec)
+
+
+def _walk(plan: Plan, times: int, outer: str) -> Iterator[tuple[Step, int, str]]:
+    """The steps, how often they run, and their source; `outer` is that of the call around them."""
+    for step in plan.steps:
+        source = source_of(step.eqn.source_info, outer)
+        yield step, times, source
+        turns = step.eqn.params["length"] if step.name == "scan" else 1
+        for inner in step.inner:
+            yield from _walk(inner, times * turns, source)
+
+
+def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> Iterator[Row]:
+    groups: dict[tuple[str, str, str, str, str], list[tuple[Step, int]]] = {}
+    for step, times, source in steps:
+        if step.kind in SILENT and id(step) not in found:
+            continue
+        choice = step.choice
+        sums = str(choice.accumulate or "carrier") if step.kind == "accumulating" else ""
+        groups.setdefault((step.scope, _label(step), _spec_of(step), sums, source), []).append((step, times))
+    for (scope, name, spec, sums, source), members in groups.items():
+        results = sum(_size(step) * times for step, times in members)
+        seen = Measure()
+        for step, _ in members:
+            seen.add(found.get(id(step)))
+        yield Row(scope, name, spec, sums, len(members), results, source, **seen.facts())
+
+
+def _label(step: Step) -> str:
+    """The primitive; of a function of jchop, or of `jax.random`, which is one operation, its name."""
+    if step.kind == "result":
+        return "jchop"
+    return step.eqn.params.get("name", step.name) if step.draw is not None else step.name
+
+
+def _size(step: Step) -> int:
+    return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_number(v.aval))

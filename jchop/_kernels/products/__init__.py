@@ -1,0 +1,1 @@
+"""Matrix products: accumulators and packed operands."""

@@ -1,0 +1,146 @@
+"""The product with a matrix of codes and group scales as an operation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._checks import check_int
+from jchop._core.arithmetic.dequantize_matmul import dequantize_matmul_body, exact_in
+from jchop._kernels.primitive import Kernel, make_op
+from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulTpuTiling, Problem
+from jchop.formats import ElementFormat, FloatFormat, UniformFormat
+
+__all__ = ["dequantize_matmul", "dequantize_matmul_op"]
+
+Array = jax.Array
+
+
+def _tpu(*args: Array, **static: Any) -> Array:
+    from jchop._kernels.products import dequantize_matmul_tpu
+
+    return dequantize_matmul_tpu.dequantize_matmul(*args, **static)
+
+
+def _gpu(*args: Array, **static: Any) -> Array:
+    from jchop._kernels.products import dequantize_matmul_gpu
+
+    return dequantize_matmul_gpu.dequantize_matmul(*args, **static)
+
+
+def _refuse_tpu(
+    x: Any, codes: Any, scales: Any, *, format: ElementFormat, group: int, tiling: Any = None
+) -> str | None:
+    problem = Problem.of(x, codes, format, group)
+    if tiling is None:
+        tiling = DequantizeMatmulTpuTiling.for_shape(problem)
+        if tiling is None:
+            return f"no tile of whole groups of {group} rows fits on chip (k={problem.k})"
+    if not isinstance(tiling, DequantizeMatmulTpuTiling):
+        return f"tiling={tiling!r} is not a DequantizeMatmulTpuTiling"
+    return tiling.misfit(problem)
+
+
+def _refuse_gpu(x: Any, codes: Any, scales: Any, *, tiling: Any = None, **_: Any) -> str | None:
+    if tiling is not None and not isinstance(tiling, DequantizeMatmulGpuTiling):
+        return f"tiling={tiling!r} is not a DequantizeMatmulGpuTiling"
+    for name, size in (("x", x.size), ("codes", codes.size), ("y", x.shape[0] * scales.shape[1])):
+        if size >= 1 << 31:
+            return f"{name} has {size} elements, and a kernel takes fewer than 2^31"
+    return None
+
+
+def _profitable_tpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
+    """Codes lie on chip in tiles of 32 rows: other groups would have to be moved into place."""
+    return group % 32 == 0 or group >= x.shape[1]
+
+
+def _profitable_gpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
+    """A step takes at least 16 rows of W; and many rows of float32 are left to a tuned library."""
+    return group >= 16 and (x.dtype == jnp.bfloat16 or x.shape[0] <= 64)
+
+
+dequantize_matmul_op = make_op(
+    "jchop_dequantize_matmul",
+    dequantize_matmul_body,
+    tpu=Kernel(_tpu, _refuse_tpu, _profitable_tpu),
+    gpu=Kernel(_gpu, _refuse_gpu, _profitable_gpu),
+)
+
+
+def dequantize_matmul(
+    x: Array,
+    codes: Array,
+    scales: Array,
+    *,
+    format: ElementFormat,
+    group: int,
+    impl: str = "auto",
+    tiling: DequantizeMatmulTpuTiling | DequantizeMatmulGpuTiling | None = None,
+) -> Array:
+    """The product of `x` with a matrix of codes and group scales, W[k, n] = s[k // group, n] * value(codes[k, n]).
+
+    W is decoded a few groups at a time, never as a whole. The sums are float32, of products of `x` with the codes' own
+    values, and scaled group by group. Their order is not defined, so implementations agree to within the rounding
+    of float32 sums, and exactly where those sums are exact.
+
+    Args:
+        x: (..., k), float32 or bfloat16.
+        codes: (k, ceil(n * bits / 8)) uint8. Code j of a row occupies the bits [bits * j, bits * (j + 1)) of the row
+            read as a little-endian number: low nibble first for 4 bits.
+        scales: (ceil(k / group), n), float32 or bfloat16.
+        format: of the codes, a floating-point, fixed-point or integer format of 2, 4 or 8 bits.
+        group: how many consecutive rows of W share a scale; the last group may be smaller.
+        impl: "auto", "xla" or "pallas"; only "auto" may fall back.
+        tiling: the kernel's tiles, in place of the heuristic's.
+
+    Returns:
+        (..., n), in the dtype of `x`.
+
+    Raises:
+        TypeError: for a dtype or format that is not one of those above.
+        ValueError: for shapes that do not fit together, or a bad `group` or `impl`.
+        NotImplementedError: while it is lowered, if ``impl="pallas"`` and the kernel cannot run.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jchop.formats import IntegerFormat
+        >>> codes = jnp.array([[0x21], [0xF3]], jnp.uint8)  # [[1, 2], [3, -1]]
+        >>> dequantize_matmul(jnp.ones((1, 2)), codes, jnp.full((1, 2), 0.5), format=IntegerFormat(4), group=2).tolist()
+        [[2.0, 0.5]]
+    """
+    group = check_int("group", group, 1)
+    _check_format(format)
+    for name, array, allowed in (("x", x, _FLOATS), ("codes", codes, ("uint8",)), ("scales", scales, _FLOATS)):
+        if array.dtype.name not in allowed:
+            raise TypeError(f"{name} has dtype {array.dtype.name}; it must be {' or '.join(allowed)}")
+    _check_shapes(x.shape, codes.shape, scales.shape, format, group)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y = dequantize_matmul_op(flat, codes, scales, format=format, group=group, impl=impl, tiling=tiling)
+    return y.reshape(*x.shape[:-1], scales.shape[1])
+
+
+_FLOATS = ("float32", "bfloat16")
+
+
+def _check_format(format: ElementFormat) -> None:
+    if not isinstance(format, FloatFormat | UniformFormat) or format.bits not in (2, 4, 8):
+        raise TypeError(f"format={format} must be a floating-point, fixed-point or integer format of 2, 4 or 8 bits")
+    if not exact_in(format, "float32"):
+        raise TypeError(f"format={format} must have only values that are normal numbers of float32")
+
+
+def _check_shapes(x: tuple, codes: tuple, scales: tuple, format: ElementFormat, group: int) -> None:
+    if not x or len(codes) != 2 or len(scales) != 2:
+        raise ValueError(
+            f"x, codes and scales have shapes {x}, {codes} and {scales}; x must be (..., k), codes and scales matrices"
+        )
+    k, n = x[-1], scales[1]
+    known = f"with k={k}, n={n}, group={group}, format={format}"
+    wanted = ("codes", codes, (k, -(-n * format.bits // 8))), ("scales", scales, (-(-k // group), n))
+    for name, shape, right in wanted:
+        if shape != right:
+            raise ValueError(f"{name} has shape {shape}; {known} it must be {right}")

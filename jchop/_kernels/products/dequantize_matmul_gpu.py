@@ -1,0 +1,172 @@
+"""The product with a matrix of codes and group scales, for NVIDIA GPUs (Triton).
+
+A program forms one tile of the product, over all of k or a stretch of it, in a loop: it loads a few rows of codes,
+decodes them in registers and multiplies. The parts of W have sums of their own, which are interleaved in registers at
+the end. Every load and store is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jchop._core.arithmetic.dequantize_matmul import decode_parts, multiply
+from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, Problem
+from jchop.formats import ElementFormat
+
+Array = jax.Array
+_Sums = tuple[Array, ...]
+
+
+def dequantize_matmul(
+    x: Array,
+    codes: Array,
+    scales: Array,
+    *,
+    format: ElementFormat,
+    group: int,
+    tiling: DequantizeMatmulGpuTiling | None = None,
+    interpret: Any = False,
+) -> Array:
+    """What `dequantize_matmul_body` gives, with the sums in another order.
+
+    Args:
+        x: (m, k), float32 or bfloat16.
+        codes: (k, ceil(n * bits / 8)) uint8.
+        scales: (ceil(k / group), n), float32 or bfloat16.
+        format: of the codes, of 2, 4 or 8 bits.
+        group: rows of W that share a scale.
+        tiling: default: the heuristic's.
+        interpret: as in `pallas_call`: run it on any device.
+    """
+    problem = Problem.of(x, codes, format, group)
+    m, n = problem.m, scales.shape[1]
+    if not m * n * problem.k:
+        return jnp.zeros((m, n), x.dtype)
+    tiling = tiling or DequantizeMatmulGpuTiling.for_shape(problem)
+    tile = _Tile(problem, tiling, format, n)
+    y = pl.pallas_call(
+        tile.kernel,
+        out_shape=jax.ShapeDtypeStruct(
+            (tile.stretches, m, n),
+            x.dtype if tile.stretches == 1 else jnp.float32,
+            manual_axis_type=jax.typeof(x).manual_axis_type,
+        ),
+        grid=(pl.cdiv(m, tiling.block_m), pl.cdiv(problem.width, tiling.block_n), tile.stretches),
+        compiler_params=plt.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
+        interpret=interpret,
+        name="dequantize_matmul",
+    )(x, codes, scales)
+    return y[0] if tile.stretches == 1 else jnp.sum(y, 0).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The kernel of one tile, and everything static about it.
+
+    Each group is cut into spans of equal length (one, unless more are needed to divide the work), and the spans of all
+    groups, in their order, are dealt out to the stretches.
+    """
+
+    problem: Problem
+    tiling: DequantizeMatmulGpuTiling
+    format: ElementFormat
+    n: int
+
+    @property
+    def span(self) -> int:
+        """Rows of a span."""
+        wanted = -(-self.tiling.splits // self.problem.groups)
+        pieces = -(-self.problem.group // self.tiling.block_k)
+        return min(-(-pieces // wanted) * self.tiling.block_k, self.problem.group)
+
+    @property
+    def spans_of_group(self) -> int:
+        return -(-self.problem.group // self.span)
+
+    @property
+    def spans(self) -> int:
+        return self.problem.groups * self.spans_of_group
+
+    @property
+    def spans_of_stretch(self) -> int:
+        return -(-self.spans // self.tiling.splits)
+
+    @property
+    def stretches(self) -> int:
+        """Stretches of k: those that `splits` asks for, less what would be empty."""
+        return -(-self.spans // self.spans_of_stretch)
+
+    @property
+    def zeros(self) -> _Sums:
+        return (jnp.zeros((self.tiling.block_m, self.tiling.block_n), jnp.float32),) * self.problem.parts
+
+    def kernel(self, x: Any, codes: Any, scales: Any, out: Any) -> None:
+        rows = pl.program_id(0) * self.tiling.block_m + lax.iota(jnp.int32, self.tiling.block_m)
+        columns = pl.program_id(1) * self.tiling.block_n + lax.iota(jnp.int32, self.tiling.block_n)
+
+        def step(start: Array, stop: Array, sums: _Sums) -> _Sums:
+            """The products of `block_k` rows of W from `start` on, those before `stop`, added to sums."""
+            ks = start + lax.iota(jnp.int32, self.tiling.block_k)
+            xs = _load(x, rows, ks, self.problem.m, stop)
+            values = decode_parts(_load(codes, ks, columns, stop, self.problem.width), self.format, xs.dtype)
+            return tuple(c + multiply(xs, part) for c, part in zip(sums, values, strict=True))
+
+        def add_span(i: Array, total: _Sums) -> _Sums:
+            group, start, stop = self._span(i)
+            if self.span <= self.tiling.block_k:
+                sums = step(start, stop, self.zeros)
+            else:
+                sums = lax.fori_loop(
+                    np.int32(0),
+                    np.int32(-(-self.span // self.tiling.block_k)),
+                    lambda t, sums: step(start + t * np.int32(self.tiling.block_k), stop, sums),
+                    self.zeros,
+                )
+            parts = range(self.problem.parts)
+            return tuple(total[p] + sums[p] * self._scale(scales, group, columns, p) for p in parts)
+
+        first = pl.program_id(2) * self.spans_of_stretch
+        last = jnp.minimum(first + self.spans_of_stretch, self.spans)
+        self._store(out, lax.fori_loop(first, last, add_span, self.zeros), rows)
+
+    def _span(self, i: Array) -> tuple[Array, Array, Array]:
+        """Group, first row and end of span number `i`."""
+        group, piece = lax.div(i, np.int32(self.spans_of_group)), lax.rem(i, np.int32(self.spans_of_group))
+        begin = group * np.int32(self.problem.group)
+        start = begin + piece * np.int32(self.span)
+        stop = jnp.minimum(start + np.int32(self.span), begin + np.int32(self.problem.group))
+        return group, start, jnp.minimum(stop, np.int32(self.problem.k))
+
+    def _scale(self, scales: Any, group: Array, columns: Array, part: int) -> Array:
+        """The scales of one group for one part of W, (1, block_n)."""
+        columns = columns * np.int32(self.problem.parts) + np.int32(part)
+        return plt.load(scales.at[group, columns], mask=columns < self.n, other=0).astype(jnp.float32)[None, :]
+
+    def _store(self, out: Any, total: _Sums, rows: Array) -> None:
+        width = self.tiling.block_n * self.problem.parts
+        columns = pl.program_id(1) * width + lax.iota(jnp.int32, width)
+        mask = (rows < self.problem.m)[:, None] & (columns < self.n)[None, :]
+        place = out.at[pl.program_id(2), rows[:, None], columns[None, :]]
+        plt.store(place, _interleave(total).astype(out.dtype), mask=mask)
+
+
+def _load(array: Any, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
+    """A tile of a matrix, zero where it lies beyond the ends."""
+    mask = (rows < rows_end)[:, None] & (columns < columns_end)[None, :]
+    return plt.load(array.at[rows[:, None], columns[None, :]], mask=mask, other=0)
+
+
+def _interleave(parts: _Sums) -> Array:
+    """One tile whose columns are those of the parts in turn; only pairs can be joined in registers."""
+    if len(parts) == 1:
+        return parts[0]
+    even, odd = _interleave(parts[::2]), _interleave(parts[1::2])
+    return jnp.stack([even, odd], -1).reshape(even.shape[0], 2 * even.shape[1])

@@ -1,0 +1,137 @@
+"""The product with a matrix of codes and group scales, for TPU (Mosaic).
+
+The grid runs over rows, columns and, innermost, rows of W; the sums of a tile stay in scratch until they are complete.
+A step takes several whole groups, each with a product of its own, or a part of one group. The parts of W are kept apart
+(nothing here moves data across lanes) and XLA interleaves the columns of their products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jchop._core.arithmetic.dequantize_matmul import decode_parts, join_columns, multiply, part_columns
+from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulTpuTiling, Problem
+from jchop.formats import ElementFormat
+
+Array = jax.Array
+
+
+def dequantize_matmul(
+    x: Array,
+    codes: Array,
+    scales: Array,
+    *,
+    format: ElementFormat,
+    group: int,
+    tiling: DequantizeMatmulTpuTiling | None = None,
+    interpret: Any = False,
+) -> Array:
+    """What `dequantize_matmul_body` gives, with the sums in another order.
+
+    Args:
+        x: (m, k), float32 or bfloat16.
+        codes: (k, ceil(n * bits / 8)) uint8.
+        scales: (ceil(k / group), n), float32 or bfloat16.
+        format: of the codes, of 2, 4 or 8 bits.
+        group: rows of W that share a scale.
+        tiling: default: the heuristic's.
+        interpret: as in `pallas_call`: run it on any device.
+    """
+    problem = Problem.of(x, codes, format, group)
+    m, n = problem.m, scales.shape[1]
+    if not m * n * problem.k:
+        return jnp.zeros((m, n), x.dtype)
+    tiling = tiling or DequantizeMatmulTpuTiling.for_shape(problem)
+    assert tiling is not None and not tiling.misfit(problem)
+    tile = _Tile(problem, tiling, format)
+    parted = part_columns(scales, problem.parts)
+    zero = np.int32(0)
+    if tiling.divides(problem):  # the rows are addressed one at a time, which packed dtypes do not allow
+        parted = parted.astype(jnp.float32)
+        scale_spec = pl.BlockSpec((problem.parts, problem.groups, tiling.block_n), lambda i, j, t: (zero, zero, j))
+    else:
+        scale_spec = pl.BlockSpec((problem.parts, tile.groups, tiling.block_n), lambda i, j, t: (zero, t, j))
+    shape = (problem.parts, tiling.block_m, tiling.block_n)
+    product = pl.pallas_call(
+        tile.kernel,
+        out_shape=jax.ShapeDtypeStruct(
+            (problem.parts, m, problem.width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type
+        ),
+        grid=(pl.cdiv(m, tiling.block_m), pl.cdiv(problem.width, tiling.block_n), tile.steps),
+        in_specs=[
+            pl.BlockSpec((tiling.block_m, tiling.block_k), lambda i, j, t: (i, t)),
+            pl.BlockSpec((tiling.block_k, tiling.block_n), lambda i, j, t: (t, j)),
+            scale_spec,
+        ],
+        out_specs=pl.BlockSpec(shape, lambda i, j, t: (zero, i, j)),
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        name="dequantize_matmul",
+    )(x, codes, parted)
+    return join_columns(product, n)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The kernel of one tile, and everything static about it."""
+
+    problem: Problem
+    tiling: DequantizeMatmulTpuTiling
+    format: ElementFormat
+
+    @property
+    def groups(self) -> int:
+        """Groups in a step, or 1 that is the step's part of a group."""
+        return -(-self.tiling.block_k // self.problem.group)
+
+    @property
+    def steps(self) -> int:
+        """Steps along k."""
+        return -(-self.problem.k // self.tiling.block_k)
+
+    def kernel(self, x: Any, codes: Any, scales: Any, out: Any, total: Any) -> None:
+        step = pl.program_id(2)
+
+        @pl.when(step == 0)
+        def _() -> None:
+            total[...] = jnp.zeros_like(total)
+
+        for i in range(self.groups):
+            self._add_group(i, step, x, codes, scales, total)
+
+        @pl.when(step == self.steps - 1)
+        def _() -> None:
+            out[...] = total[...].astype(out.dtype)
+
+    def _add_group(self, i: int, step: Array, x: Any, codes: Any, scales: Any, total: Any) -> None:
+        """The scaled product of the step's group number `i` added to the sums."""
+        block_k = self.tiling.block_k
+        rows = slice(i * self.problem.group, min((i + 1) * self.problem.group, block_k))
+        xs, cs = x[:, rows], codes[rows, :].astype(jnp.int32)
+        left = None
+        if self.problem.k % block_k:  # what lies beyond the arrays is undefined
+            left = self.problem.k - rows.start - step * block_k
+            xs = jnp.where(lax.broadcasted_iota(jnp.int32, xs.shape, 1) < left, xs, jnp.zeros_like(xs))
+            cs = jnp.where(lax.broadcasted_iota(jnp.int32, cs.shape, 0) < left, cs, 0)
+        for part, values in enumerate(decode_parts(cs, self.format, xs.dtype)):
+            scale = self._scale(scales, part, i, step).astype(jnp.float32)
+            if left is not None:
+                scale = jnp.where(left > 0, scale, 0)
+            total[part] += multiply(xs, values) * scale
+
+    def _scale(self, scales: Any, part: int, i: int, step: Array) -> Array:
+        """The scales of the step's group number `i` for one part of W, (1, block_n)."""
+        if not self.tiling.divides(self.problem):
+            return scales[part, i : i + 1, :]
+        if self.problem.groups == 1:
+            return scales[part]
+        return scales[part, pl.ds(lax.div(step, np.int32(self.problem.group // self.tiling.block_k)), 1), :]

@@ -1,0 +1,57 @@
+"""The matrix product with an emulated accumulator as an operation: the body of XLA and the kernels, and which runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._core.arithmetic.matmul import matmul_body
+from jchop._kernels.primitive import Kernel, make_op
+from jchop._kernels.products.matmul_tile import LEAST_DOT, MatmulGpuTiling, MatmulTpuTiling
+from jchop.accumulation import MatmulSpec
+
+__all__ = ["matmul_op"]
+
+Array = jax.Array
+
+
+def _tpu(*arrays: Array, spec: MatmulSpec, tiling: Any = None) -> Array:
+    from jchop._kernels.products import matmul_tpu
+
+    return matmul_tpu.matmul(*arrays, spec=spec, tiling=tiling)
+
+
+def _gpu(*arrays: Array, spec: MatmulSpec, tiling: Any = None) -> Array:
+    from jchop._kernels.products import matmul_gpu
+
+    return matmul_gpu.matmul(*arrays, spec=spec, tiling=tiling)
+
+
+#: Steps are counted in int32, blocks after products.
+_LONGEST = 1 << 30
+
+
+def _refuse(a: jax.ShapeDtypeStruct, tiling: Any, kind: type) -> str | None:
+    if tiling is not None and not isinstance(tiling, kind):
+        return f"tiling={tiling} is not a {kind.__name__}"
+    if a.shape[2] >= _LONGEST:
+        return f"the inner dimension is {a.shape[2]}, and a kernel takes less than 2^30"
+    return None
+
+
+def _refuse_tpu(a: jax.ShapeDtypeStruct, *_: Any, tiling: Any = None, **__: Any) -> str | None:
+    if a.dtype != jnp.float32:
+        return f"the operands have dtype {a.dtype.name}, and the TPU kernel takes float32"
+    return _refuse(a, tiling, MatmulTpuTiling)
+
+
+def _refuse_gpu(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec, tiling: Any = None) -> str | None:
+    sides = (tiling.block_m, tiling.block_n, tiling.block_k) if isinstance(tiling, MatmulGpuTiling) else ()
+    if spec.order.kind == "matrix_unit" and min(sides, default=LEAST_DOT) < LEAST_DOT:
+        return f"tiling={tiling} has a side of less than {LEAST_DOT}, which a tile product needs"
+    return _refuse(a, tiling, MatmulGpuTiling)
+
+
+matmul_op = make_op("jchop_matmul", matmul_body, tpu=Kernel(_tpu, _refuse_tpu), gpu=Kernel(_gpu, _refuse_gpu))

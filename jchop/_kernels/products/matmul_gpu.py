@@ -1,0 +1,290 @@
+"""The matrix product with an emulated accumulator, for NVIDIA GPUs (Pallas on Triton).
+
+One program works out one output tile: it runs through the whole inner dimension with the accumulator in registers, so
+what memory sees is the operands, from the caches nearly always, and one store of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.matmul import (
+    Draw,
+    Plan,
+    add_dot,
+    add_products,
+    combine,
+    make_draw,
+    multiply_accumulate,
+    products,
+    single,
+)
+from jchop._kernels.products.matmul_tile import (
+    MatmulGpuTiling,
+    dot_length,
+    dot_operand,
+    finish_pairs,
+    loop,
+    merge_pairs,
+    pair_levels,
+    result_type,
+)
+from jchop.accumulation import MatmulSpec
+
+Array = jax.Array
+
+
+def matmul(
+    a: Array,
+    b: Array,
+    seeds: Array | None = None,
+    *,
+    spec: MatmulSpec,
+    tiling: MatmulGpuTiling | None = None,
+    interpret: Any = False,
+) -> Array:
+    """What `jchop._core.arithmetic.matmul.matmul_body` gives.
+
+    Args:
+        a: float32 or float64 (batch, m, k), rounded to the operands' spec.
+        b: the same (batch, k, n), likewise.
+        seeds: the twelve seeds, where something draws.
+        spec: the arithmetic.
+        tiling: default: the heuristic's.
+        interpret: as in `pallas_call`: run it on any device.
+    """
+    batch, m, k = a.shape
+    n = b.shape[2]
+    if not batch * m * n * k:
+        return jnp.zeros((batch, m, n), a.dtype)
+    plan = Plan(spec, CARRIERS[a.dtype.name], k)
+    # Traced without 64-bit types unless they are asked for: a Python number would otherwise become one in places.
+    with jax.enable_x64(plan.carrier.width == 64):
+        return _call(a, b, seeds, plan, tiling or MatmulGpuTiling.for_shape(batch, m, n, plan), interpret)
+
+
+def _call(a: Array, b: Array, seeds: Array | None, plan: Plan, tiling: MatmulGpuTiling, interpret: Any) -> Array:
+    (batch, m, _), n = a.shape, b.shape[2]
+    tile = _Tile(plan, tiling, m, n)
+    result = result_type(a, b, seeds)
+    if plan.spec.order.kind == "matrix_unit" and tile.operand in ("bfloat16", "float16"):
+        a, b = a.astype(tile.operand), b.astype(tile.operand)
+    return pl.pallas_call(
+        tile.kernel,
+        out_shape=result,
+        grid=(batch * tile.down * tile.across,),
+        compiler_params=plt.CompilerParams(num_warps=tile.tiling.num_warps, num_stages=tile.tiling.num_stages),
+        interpret=interpret,
+        name=f"matmul_{plan.spec.order.kind}",
+    )(a, b, *[seeds] * plan.draws)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The kernel of one tile, and everything static about it."""
+
+    plan: Plan
+    tiling: MatmulGpuTiling
+    m: int
+    n: int
+
+    @property
+    def down(self) -> int:
+        return pl.cdiv(self.m, self.tiling.block_m)
+
+    @property
+    def across(self) -> int:
+        return pl.cdiv(self.n, self.tiling.block_n)
+
+    @cached_property
+    def operand(self) -> str:
+        """What the tile products of ``matrix_unit`` take."""
+        return dot_operand(self.plan)
+
+    def kernel(self, a: Any, b: Any, *rest: Any) -> None:
+        *seeds_ref, out = rest
+        number = pl.program_id(0)
+        corner = (
+            lax.div(number, np.int32(self.down * self.across)),
+            lax.rem(lax.div(number, np.int32(self.across)), np.int32(self.down)) * np.int32(self.tiling.block_m),
+            lax.rem(number, np.int32(self.across)) * np.int32(self.tiling.block_n),
+        )
+        rows = corner[1] + lax.broadcasted_iota(jnp.int32, (self.tiling.block_m, 1), 0)
+        columns = corner[2] + lax.broadcasted_iota(jnp.int32, (1, self.tiling.block_n), 1)
+        draw = None
+        if seeds_ref:
+            seeds = [seeds_ref[0][i] for i in range(12)]
+            row = (corner[0] * np.int32(self.m) + rows).astype(jnp.uint32) * np.uint32(self.n)
+            draw = make_draw(seeds, row + columns.astype(jnp.uint32), self.plan.carrier)
+        loads = _Loads(a, b, corner, rows < self.m, columns < self.n, self.tiling)
+        result = _SUMS[self.plan.spec.order.kind](self, loads, draw)
+        place = (corner[0], pl.ds(corner[1], self.tiling.block_m), pl.ds(corner[2], self.tiling.block_n))
+        plt.store(out.at[place], result, mask=(rows < self.m) & (columns < self.n))
+
+    @property
+    def zeros(self) -> Array:
+        return jnp.zeros((self.tiling.block_m, self.tiling.block_n), self.plan.carrier.name)
+
+    @property
+    def block(self) -> int:
+        """Products in a block."""
+        return min(self.plan.spec.order.block or 1, self.plan.k)
+
+    def sequential(self, loads: _Loads, draw: Draw | None) -> Array:
+        return self._steps(loads, draw, 0, self.plan.k)
+
+    def _steps(self, loads: _Loads, draw: Draw | None, begin: Any, end: Any) -> Array:
+        """The sequential sum of some products, from zero."""
+        together = self.tiling.block_k
+
+        def step(k: Array, c: Array) -> Array:
+            return multiply_accumulate(c, *loads.at(k), self.plan, draw, k)
+
+        def some(i: Array, c: Array) -> Array:
+            first = begin + i * np.int32(together)
+            for j, pair in enumerate(loads.together(first, together)):
+                c = multiply_accumulate(c, *pair, self.plan, draw, first + np.int32(j))
+            return c
+
+        count = lax.div(jnp.int32(end - begin), np.int32(together))
+        c = loop(0, count, some, self.zeros) if max(self._lengths) >= together else self.zeros
+        if all(length % together == 0 for length in self._lengths):
+            return c
+        return loop(begin + count * np.int32(together), end, step, c)
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        """How many products are summed from zero: those of a block, and of a smaller last one."""
+        length = self.plan.k if self.plan.spec.order.kind == "sequential" else self.block
+        return length, self.plan.k % length or length
+
+    def blocked(self, loads: _Loads, draw: Draw | None) -> Array:
+        def step(j: Array, c: Array) -> Array:
+            begin = j * np.int32(self.block)
+            d = self._steps(loads, draw, begin, jnp.minimum(begin + self.block, self.plan.k))
+            return combine(c, d, self.plan, draw, self.plan.k + j)
+
+        return loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
+
+    def pairwise(self, loads: _Loads, draw: Draw | None) -> Array:
+        plan, together = self.plan, max(self.tiling.block_k, 2)
+
+        def product(k: Array) -> Array:
+            return products(*loads.at(k), plan, draw, k)
+
+        if plan.k == 1:
+            return single(product(jnp.int32(0)), plan, draw, 0)
+
+        def merged(i: Array, p: Array, q: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
+            level, total = merge_pairs(i, add_products(p, q, plan, draw, 2 * i + 1), _picker(stack), plan, draw)
+            return tuple(jnp.where(level == number, total, kept) for number, kept in enumerate(stack))
+
+        def pair(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
+            return merged(i, product(2 * i), product(2 * i + 1), stack)
+
+        def some(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
+            first = i * np.int32(together)
+            found = [
+                products(*operands, plan, draw, first + np.int32(j))
+                for j, operands in enumerate(loads.together(first, together))
+            ]
+            for j, (p, q) in enumerate(zip(found[::2], found[1::2], strict=True)):
+                stack = merged(i * np.int32(together // 2) + np.int32(j), p, q, stack)
+            return stack
+
+        stack = (self.zeros,) * pair_levels(plan.k)
+        count = plan.k // together
+        stack = loop(0, count, some, stack) if count else stack
+        stack = loop(count * together // 2, plan.k // 2, pair, stack) if plan.k % together > 1 else stack
+        last = product(jnp.int32(plan.k - 1)) if plan.k % 2 else None
+        return finish_pairs(last, _picker(stack), plan, draw)
+
+    def matrix_unit(self, loads: _Loads, draw: Draw | None) -> Array:
+        part = min(self.tiling.block_k, dot_length(self.block))
+        parts = pl.cdiv(self.block, part)
+        precision = lax.Precision.DEFAULT if self.operand == "tf32" else lax.Precision.HIGHEST
+
+        def step(j: Array, c: Array) -> Array:
+            begin = j * np.int32(self.block)
+            end = jnp.minimum(begin + self.block, self.plan.k)
+
+            def add(i: Array, d: Array) -> Array:
+                x, y = loads.parts(begin + i * part, end, part)
+                return d + jnp.dot(x, y, precision=precision, preferred_element_type=d.dtype)
+
+            d = add(jnp.int32(0), self.zeros) if parts == 1 else loop(0, parts, add, self.zeros)
+            return add_dot(c, d, self.plan, draw, j)
+
+        return loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
+
+
+_SUMS: dict[str, Callable[[_Tile, _Loads, Draw | None], Array]] = {
+    "sequential": _Tile.sequential,
+    "blocked": _Tile.blocked,
+    "pairwise": _Tile.pairwise,
+    "matrix_unit": _Tile.matrix_unit,
+}
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """Masked loads of the operands for a tile; what lies outside is zero."""
+
+    a: Any
+    b: Any
+    corner: tuple[Array, Array, Array]
+    rows: Array  # which rows of the tile there are
+    columns: Array
+    tiling: MatmulGpuTiling
+
+    def at(self, k: Array) -> tuple[Array, Array]:
+        """Column k of one operand and row k of the other."""
+        batch, row, column = self.corner
+        return (
+            plt.load(self.a.at[batch, pl.ds(row, self.tiling.block_m), pl.ds(k, 1)], mask=self.rows, other=0),
+            plt.load(self.b.at[batch, pl.ds(k, 1), pl.ds(column, self.tiling.block_n)], mask=self.columns, other=0),
+        )
+
+    def together(self, k: Array, length: int) -> list[tuple[Array, Array]]:
+        """What `at` gives for k and those that follow it, from loads of vectors; all of them exist."""
+        batch, row, column = self.corner
+        ks, every = pl.ds(k, length), jnp.ones(length, bool)
+        a = plt.load(self.a.at[batch, pl.ds(row, self.tiling.block_m), ks], mask=self.rows & every[None], other=0)
+        b = plt.load(
+            self.b.at[batch, ks, pl.ds(column, self.tiling.block_n)], mask=every[:, None] & self.columns, other=0
+        )
+        return list(zip(*(lax.split(x, [1] * length, axis) for x, axis in ((a, 1), (b, 0))), strict=True))
+
+    def parts(self, begin: Array, end: Array, length: int) -> tuple[Array, Array]:
+        """Columns and rows from `begin` on, `length` of them with what lies beyond `end` as zero."""
+        batch, row, column = self.corner
+        across = begin + lax.broadcasted_iota(jnp.int32, (1, length), 1) < end
+        down = begin + lax.broadcasted_iota(jnp.int32, (length, 1), 0) < end
+        k = pl.ds(begin, length)
+        return (
+            plt.load(self.a.at[batch, pl.ds(row, self.tiling.block_m), k], mask=self.rows & across, other=0),
+            plt.load(self.b.at[batch, k, pl.ds(column, self.tiling.block_n)], mask=down & self.columns, other=0),
+        )
+
+
+def _picker(stack: tuple[Array, ...]) -> Callable[[Array], Array]:
+    """Gives the partial sum of a level: registers cannot be addressed, so by selects."""
+
+    def pick(level: Array) -> Array:
+        found = stack[0]
+        for number, kept in enumerate(stack[1:], 1):
+            found = jnp.where(level == number, kept, found)
+        return found
+
+    return pick

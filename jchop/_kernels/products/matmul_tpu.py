@@ -1,0 +1,320 @@
+"""The matrix product with an emulated accumulator, for TPU (Mosaic).
+
+The grid runs over batch, rows, columns and, innermost, the inner dimension, so the accumulator of a tile stays on chip
+(in the output block, its companions in scratch) until it is complete. Elementwise orders work through a tile in chunks
+of a few registers, which hold the accumulator for as many steps as lie on chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.matmul import (
+    Draw,
+    Plan,
+    add_dot,
+    add_products,
+    combine,
+    make_draw,
+    multiply_accumulate,
+    products,
+    single,
+)
+from jchop._kernels.products.matmul_tile import (
+    MatmulTpuTiling,
+    dot_operand,
+    finish_pairs,
+    merge_pairs,
+    pair_levels,
+    result_type,
+)
+from jchop.accumulation import MatmulSpec
+
+Array = jax.Array
+
+
+def matmul(
+    a: Array,
+    b: Array,
+    seeds: Array | None = None,
+    *,
+    spec: MatmulSpec,
+    tiling: MatmulTpuTiling | None = None,
+    interpret: Any = False,
+) -> Array:
+    """What `jchop._core.arithmetic.matmul.matmul_body` gives.
+
+    Args:
+        a: float32 (batch, m, k), rounded to the operands' spec.
+        b: float32 (batch, k, n), likewise.
+        seeds: the twelve seeds, where something draws.
+        spec: the arithmetic.
+        tiling: default: the heuristic's.
+        interpret: as in `pallas_call`: run it on any device.
+    """
+    batch, m, k = a.shape
+    n = b.shape[2]
+    if not batch * m * n * k:
+        return jnp.zeros((batch, m, n), a.dtype)
+    # Traced without 64-bit types, which a Python number would otherwise become in places.
+    with jax.enable_x64(False):
+        return _call(a, b, seeds, spec, tiling or MatmulTpuTiling.for_shape(m, n, k, spec), interpret)
+
+
+def _call(a: Array, b: Array, seeds: Array | None, spec: MatmulSpec, tiling: MatmulTpuTiling, interpret: Any) -> Array:
+    (batch, m, k), n = a.shape, b.shape[2]
+    tile = _Tile(Plan(spec, CARRIERS[a.dtype.name], k), tiling, m, n)
+    block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
+    return pl.pallas_call(
+        tile.kernel,
+        out_shape=result_type(a, b, seeds),
+        grid=(batch, pl.cdiv(m, block_m), pl.cdiv(n, block_n), pl.cdiv(k, block_k)),
+        in_specs=[
+            *[pl.BlockSpec((1, 12), lambda *_: (0, 0), memory_space=pltpu.SMEM)] * tile.plan.draws,
+            pl.BlockSpec((None, block_m, block_k), lambda g, i, j, t: (g, i, t)),
+            pl.BlockSpec((None, block_k, block_n), lambda g, i, j, t: (g, t, j)),
+        ],
+        out_specs=pl.BlockSpec((None, block_m, block_n), lambda g, i, j, t: (g, i, j)),
+        scratch_shapes=[pltpu.VMEM(shape, a.dtype) for shape in tile.scratch],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",)),
+        interpret=interpret,
+        name=f"matmul_{spec.order.kind}",
+    )(*([] if seeds is None else [seeds[None]]), a, b)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The kernel of one tile, and everything static about it."""
+
+    plan: Plan
+    tiling: MatmulTpuTiling
+    m: int
+    n: int
+
+    @property
+    def kind(self) -> str:
+        return self.plan.spec.order.kind
+
+    @property
+    def block(self) -> int:
+        """Products in a block."""
+        return min(self.plan.spec.order.block or 1, self.plan.k)
+
+    @property
+    def scratch(self) -> list[tuple[int, ...]]:
+        """Shapes of what lies beside the accumulator: the sum of a block, or the partial sums of every level."""
+        area = (self.tiling.block_m, self.tiling.block_n)
+        if self.kind == "pairwise":
+            return [(pair_levels(self.plan.k), *area)] if self.plan.k > 1 else []
+        return [area] if self.kind in ("blocked", "matrix_unit") else []
+
+    def kernel(self, *refs: Any) -> None:
+        seeds, (a, b, out, *scratch) = (refs[0], refs[1:]) if self.plan.draws else (None, refs)
+        seeds = None if seeds is None else [seeds[0, i] for i in range(12)]
+        run = _Run(self, a, b, out, seeds, tuple(pl.program_id(axis) for axis in range(4)))
+
+        @pl.when(run.part == 0)
+        def _() -> None:
+            out[...] = jnp.zeros_like(out)
+
+        _SUMS[self.kind](run, *scratch)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of the kernel: what lies on chip, and where in the grid that is."""
+
+    tile: _Tile
+    a: Any
+    b: Any
+    out: Any
+    seeds: list[Array] | None
+    place: tuple[Array, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.tile.plan
+
+    @property
+    def part(self) -> Array:
+        """Which part of the inner dimension."""
+        return self.place[3]
+
+    @property
+    def first(self) -> Array:
+        """The index of its first product."""
+        return self.part * self.tile.tiling.block_k
+
+    @property
+    def stop(self) -> Array:
+        """How many products it has."""
+        return jnp.minimum(self.plan.k - self.first, self.tile.tiling.block_k)
+
+    def at(self, rows: Any, t: Array) -> tuple[Array, Array]:
+        """The factors of product `t` for some rows: a row is addressed, a column has to be turned to the first lane."""
+        block_k = self.tile.tiling.block_k
+        turned = pltpu.roll(self.a[rows, :], lax.rem(block_k - t, block_k), 1)
+        return turned[:, :1], self.b[pl.ds(t, 1), :]
+
+    def stretches(self, body: Callable[[_Stretch], None]) -> None:
+        """Runs `body` on what lies here of each block."""
+        block = self.tile.block
+
+        def turn(begin: Array) -> Array:
+            number = lax.div(self.first + begin, block)
+            end = jnp.minimum(self.stop, (number + 1) * block - self.first)
+            starts = self.first + begin == number * block
+            ends = (self.first + end == (number + 1) * block) | (self.first + end == self.plan.k)
+            body(_Stretch(begin, end, number, starts, ends))
+            return end
+
+        lax.while_loop(lambda begin: begin < self.stop, turn, jnp.int32(0))
+
+    def chunks(self, body: Callable[[Any, Draw | None], None]) -> None:
+        """Runs `body` on the rows of every chunk of the tile, with its random words."""
+        rows = self.tile.tiling.rows
+
+        def chunk(i: Array, _: None) -> None:
+            start = pl.multiple_of(i * rows, rows)
+            body(pl.ds(start, rows), self._draw(start))
+
+        lax.fori_loop(0, self.tile.tiling.block_m // rows, chunk, None)
+
+    def _draw(self, start: Array) -> Draw | None:
+        if self.seeds is None:
+            return None
+        tile, tiling = self.tile, self.tile.tiling
+        batch, i, j = self.place[:3]
+        corner = batch * tile.m + i * tiling.block_m + start, j * tiling.block_n
+        shape = (tiling.rows, tiling.block_n)
+        row, column = (first.astype(jnp.uint32) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+                       for axis, first in enumerate(corner))  # fmt: skip
+        return make_draw(self.seeds, row * np.uint32(tile.n) + column, self.plan.carrier)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """What lies on chip of one block of products."""
+
+    begin: Array
+    end: Array
+    number: Array
+    starts: Array  # whether the block starts here
+    ends: Array
+
+
+# -- the orders --------------------------------------------------------------------------------------------------------
+
+
+def _sequential(run: _Run) -> None:
+    def chunk(rows: Any, draw: Draw | None) -> None:
+        def step(t: Array, c: Array) -> Array:
+            return multiply_accumulate(c, *run.at(rows, t), run.plan, draw, run.first + t)
+
+        run.out[rows, :] = lax.fori_loop(0, run.stop, step, run.out[rows, :])
+
+    run.chunks(chunk)
+
+
+def _blocked(run: _Run, partial: Any) -> None:
+    """`partial` keeps the sum of a block from one part of the inner dimension to the next."""
+    plan = run.plan
+
+    def chunk(rows: Any, draw: Draw | None) -> None:
+        def step(t: Array, d: Array) -> Array:
+            return multiply_accumulate(d, *run.at(rows, t), plan, draw, run.first + t)
+
+        def add(stretch: _Stretch) -> None:
+            so_far = jnp.where(stretch.starts, 0, partial[rows, :])
+            d = lax.fori_loop(stretch.begin, stretch.end, step, so_far)
+            partial[rows, :] = d
+
+            @pl.when(stretch.ends)
+            def _() -> None:
+                run.out[rows, :] = combine(run.out[rows, :], d, plan, draw, plan.k + stretch.number)
+
+        run.stretches(add)
+
+    run.chunks(chunk)
+
+
+def _pairwise(run: _Run, *stack: Any) -> None:
+    """The stack keeps the partial sums of every level."""
+    plan = run.plan
+
+    def chunk(rows: Any, draw: Draw | None) -> None:
+        def left(level: Array) -> Array:
+            return stack[0][level, rows, :]
+
+        def product(t: Array) -> Array:
+            return products(*run.at(rows, t), plan, draw, run.first + t)
+
+        def pair(i: Array, _: None) -> None:
+            p, q = product(2 * i), product(2 * i + 1)
+            begin = run.first + 2 * i
+            total = add_products(p, q, plan, draw, begin + 1)
+            level, total = merge_pairs(begin >> 1, total, left, plan, draw)
+            stack[0][level, rows, :] = total
+
+        if plan.k == 1:
+            run.out[rows, :] = single(product(run.stop - 1), plan, draw, 0)
+            return
+        lax.fori_loop(0, run.stop >> 1, pair, None)
+
+        @pl.when(run.first + run.stop == plan.k)
+        def _() -> None:
+            last = product(run.stop - 1) if plan.k % 2 else None
+            run.out[rows, :] = finish_pairs(last, left, plan, draw)
+
+    run.chunks(chunk)
+
+
+def _matrix_unit(run: _Run, partial: Any) -> None:
+    """`partial` takes the dot of a block, which is then added chunk by chunk.
+
+    A block that is not all of this part of the inner dimension is cut out by zeros, whose products add nothing: a
+    matrix unit takes 128 or more products in the time of a few.
+    """
+
+    def add(stretch: _Stretch) -> None:
+        x, y = (_within(ref[...], axis, stretch) for ref, axis in ((run.a, 1), (run.b, 0)))
+        partial[...] = jnp.where(stretch.starts, 0, partial[...]) + _dot(x, y, run.plan)
+
+        @pl.when(stretch.ends)
+        def _() -> None:
+            def chunk(rows: Any, draw: Draw | None) -> None:
+                run.out[rows, :] = add_dot(run.out[rows, :], partial[rows, :], run.plan, draw, stretch.number)
+
+            run.chunks(chunk)
+
+    run.stretches(add)
+
+
+def _within(x: Array, axis: int, stretch: _Stretch) -> Array:
+    index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return jnp.where((index >= stretch.begin) & (index < stretch.end), x, 0)
+
+
+def _dot(x: Array, y: Array, plan: Plan) -> Array:
+    if dot_operand(plan, ("bfloat16",)) == "bfloat16":
+        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+        return jnp.dot(x, y, preferred_element_type=jnp.float32)
+    return jnp.dot(x, y, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+_SUMS: dict[str, Callable[..., None]] = {
+    "sequential": _sequential,
+    "blocked": _blocked,
+    "pairwise": _pairwise,
+    "matrix_unit": _matrix_unit,
+}

@@ -1,0 +1,1 @@
+"""`round_to_format`, and rounding of other kinds of arrays."""

@@ -1,0 +1,170 @@
+"""Soft errors: bits of stored codes that flip at random."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop import _bits
+from jchop._arguments import OWN_SCOPE, carrier_of, check_key, own_results, run_numpy
+from jchop._bits import CARRIERS, Carrier, types_for
+from jchop._checks import check_choice
+from jchop._core.rounding.codes import decode_elements, encode_elements
+from jchop._core.rounding.random_bits import random_bits, seed_words
+from jchop._core.scaled.elements import narrow, widen
+from jchop._round.round_to_format import round_to_format
+from jchop._settings import compiled
+from jchop.formats import ElementFormat, FloatFormat, UniformFormat
+from jchop.spec import Spec, as_spec
+
+Array = jax.Array
+
+#: Numbers folded into the key for the words of the flips; the key itself is for the rounding.
+_WHETHER, _WHICH = 1, 2
+_WHERE = ("significand", "code")
+#: The widest codes of a format that is not a float.
+_WIDEST = 16
+
+
+def flip_bits(
+    x: Any,
+    spec: Spec | ElementFormat | str,
+    p: float,
+    key: Array,
+    *,
+    where: Literal["significand", "code"] = "significand",
+) -> Any:
+    """`x` rounded to a format; then, with probability `p`, one random bit of the code of each element is flipped.
+
+    This simulates soft errors in stored numbers, like the options ``flip`` and ``p`` of MATLAB's *chop* (Higham and
+    Pranesh, *Simulating low precision floating-point arithmetic*, 2019). Elements are independent, and all bits that
+    may flip are equally likely.
+
+    *Bits.* Let ``W`` be the 64-bit word of an element (`jchop.random_bits`) under ``jax.random.fold_in(key, 1)``, and
+    ``w`` its 32-bit word under ``fold_in(key, 2)``. The element is flipped if ``W < p 2^64``. Of the n bits that may
+    flip, counted from the lowest, bit ``floor((w >> 8) n / 2^24)`` is flipped. A stochastic spec rounds with `key`
+    itself.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; NumPy gives NumPy, JAX gives JAX.
+        spec: the rounding of `x`: a `Spec`, an element format, or text.
+        p: the probability, a Python number from 0 to 1.
+        key: a typed key (`jax.random.key`).
+        where: ``"significand"`` (default): the fraction bits of a float, and all but the sign of fixed point and
+            integers, in two's complement. Infinities, NaN, and the zeros of a float format without subnormals stay.
+            ``"code"``: any bit of the code, including sign and exponent; values without a code in the format stay.
+
+    Returns:
+        An array of the shape and dtype of `x`. A flipped code that is unused in the format becomes NaN. The derivative
+        is that of the rounding: the flip passes tangents through.
+
+    Raises:
+        TypeError: for a complex or integer `x`, a key that is not a typed key, or a `p` that is not a number.
+        ValueError: for a `p` outside of [0, 1], a scaled format, a format without bits to flip, a format other than a
+            float with codes of more than 16 bits, or a dtype that lacks values of the format (float16 for binary32).
+
+    Example:
+        >>> import jax, numpy as np, jchop as jc
+        >>> jc.flip_bits(np.ones(6, np.float32), "e5m2", 0.5, jax.random.key(0)).tolist()
+        [1.0, 1.5, 1.0, 1.0, 1.5, 1.0]
+    """
+    spec = as_spec(spec)
+    check_choice("where", where, _WHERE)
+    count = _flippable(spec.format, where)
+    last = _last_word(p)
+    if key is None:
+        raise ValueError("key=None, but bits flip at random: pass a typed key, for example key=jax.random.key(0)")
+    check_key("key", key)
+    rounded = round_to_format(x, spec, key)
+    _require_codes(spec.format, carrier_of(rounded.dtype, complex_too=False))
+    if last is None:
+        return rounded
+    ends = np.array([last >> 32, last & 0xFFFF_FFFF], np.uint32)
+    flip = partial(_flip, fmt=spec.format, where=where, count=count)
+    with types_for(rounded.dtype), jax.named_scope(OWN_SCOPE):
+        if isinstance(rounded, Array):
+            return own_results(flip(rounded, key, ends))
+        flipped = run_numpy(lambda: flip(np.asarray(rounded), key, ends))
+    return flipped if isinstance(x, np.ndarray) else flipped[()]
+
+
+def _flippable(fmt: ElementFormat, where: str) -> int:
+    """The number of low bits of a code that may flip."""
+    if not isinstance(fmt, FloatFormat) and fmt.bits > _WIDEST:
+        raise ValueError(f"spec={str(fmt)!r} has codes of {fmt.bits} bits; bits flip in codes of at most {_WIDEST}")
+    if where == "code":
+        return fmt.bits
+    if isinstance(fmt, FloatFormat):
+        count = fmt.frac_bits
+    else:
+        count = fmt.bits - fmt.signed if isinstance(fmt, UniformFormat) else 0
+    if count == 0:
+        raise ValueError(f"spec={str(fmt)!r} has no significand bits; where='code' flips bits of its codes")
+    return count
+
+
+def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
+    """Refuse a carrier that lacks values of `fmt`, because a flip may return any of them."""
+    if isinstance(fmt, FloatFormat):
+        short = fmt.frac_bits > carrier.fraction
+        ends = (fmt.exact_max, Fraction(2) ** (fmt.emin - (fmt.frac_bits if fmt.subnormals else 0)))
+    elif isinstance(fmt, UniformFormat):
+        short = fmt.bits - fmt.signed > carrier.fraction + 1
+        ends = (fmt.quantum, 2 ** (fmt.bits - 1) * fmt.quantum)
+    else:
+        return
+    if short or any(carrier.magnitude_bits(end) is None for end in ends):
+        raise ValueError(
+            f"x has dtype {carrier.name}, which lacks values of {fmt} that a flipped bit may give; cast it"
+        )
+
+
+def _last_word(p: float) -> int | None:
+    """The largest 64-bit word for which an element is flipped; None if there is none."""
+    if isinstance(p, bool) or not isinstance(p, int | float | np.integer | np.floating):
+        raise TypeError(f"p={p!r} must be a number from 0 to 1")
+    if not 0 <= p <= 1:
+        raise ValueError(f"p={p!r} must be a number from 0 to 1")
+    return math.ceil(Fraction(float(p)) * 2**64) - 1 if p else None
+
+
+@partial(compiled, static_argnames=("fmt", "where", "count"))
+def _flip(x: Array, key: Array, ends: Array, *, fmt: ElementFormat, where: str, count: int) -> Array:
+    whether, which = (seed_words(jax.random.fold_in(key, number)) for number in (_WHETHER, _WHICH))
+    high, low = random_bits(whether, x.shape, width=64)
+    hit = (high < ends[0]) | ((high == ends[0]) & (low <= ends[1]))
+    word = random_bits(which, x.shape)
+    bit = ((word >> np.uint32(8)) * np.uint32(count)) >> np.uint32(24)
+    return _pass_tangents(x, hit, bit, fmt, where)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _pass_tangents(x: Array, hit: Array, bit: Array, fmt: ElementFormat, where: str) -> Array:
+    carrier = CARRIERS[x.dtype.name]
+    compute = CARRIERS["float64" if carrier.width == 64 else "float32"]
+    codes = encode_elements(widen(x, carrier), fmt, compute)
+    one = jnp.ones_like(codes)
+    flipped = narrow(decode_elements(codes ^ (one << bit.astype(codes.dtype)), fmt, compute), carrier)
+    hit = hit & _may_flip(x, fmt, where)
+    return jnp.where(hit, flipped, x)
+
+
+@_pass_tangents.defjvp
+def _jvp(fmt: ElementFormat, where: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _pass_tangents(*primals, fmt, where), tangents[0]
+
+
+def _may_flip(x: Array, fmt: ElementFormat, where: str) -> Array:
+    """Which elements of `x` have a code with bits that may flip; tested on bits, as subnormals may be read as zero."""
+    carrier = CARRIERS[x.dtype.name]
+    _, magnitude = _bits.split(x, carrier)
+    may = magnitude < carrier.inf
+    if where == "code":
+        return may | ((magnitude == carrier.inf) & fmt.has_inf) | ((magnitude > carrier.inf) & fmt.has_nan)
+    return may & (magnitude != 0) if isinstance(fmt, FloatFormat) and not fmt.subnormals else may

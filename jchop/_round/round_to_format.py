@@ -1,0 +1,294 @@
+"""`round_to_format`: the one primitive, with its checks, keys and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._arguments import Keys, as_array, carrier_of, check_key, checked_keys, run_numpy, stream_offset
+from jchop._bits import Carrier, types_for
+from jchop._checks import check_choice, check_int
+from jchop._core.rounding.elements import overflowed
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.random_bits import SEEDS, seed_words
+from jchop._core.rounding.stream_offset import AT_START, StreamOffset, draw, words_like
+from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
+from jchop._kernels.round import round_op, round_with_hardware_bits_op
+from jchop._kernels.scaled import overflowed_scaled, require_scaled, round_scaled
+from jchop._round.dask import is_dask, round_blocks
+from jchop._settings import compiled
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.gradients import on_cotangent
+from jchop.spec import Gradient, Spec, as_spec
+
+Array = jax.Array
+
+
+def round_to_format(
+    x: Any,
+    spec: Spec | ElementFormat | ScaledFormat | str,
+    key: Array | None = None,
+    *,
+    offset: Any = 0,
+    gradient_key: Array | None = None,
+    impl: Impl = "auto",
+    generator: Literal["counter", "hardware"] = "counter",
+) -> Any:
+    """`x` rounded once, exactly, to the values of a number format.
+
+    Every element takes the neighbour that the spec's rounding mode names, decided by integer operations on its bits, so
+    the result is the same bits on every backend. Values of the format never move; NaN stays NaN. Under a scaled format
+    the groups of `x` choose their scales, and x is s times the element that x / s is rounded to, rounded once to the
+    dtype of `x`.
+
+    Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through
+    unless the spec says otherwise, in forward and reverse mode; second derivatives are zero. Under ``jax_debug_nans`` a
+    NaN in the result is an error, as in every function of JAX, also where the format overflows to NaN.
+
+    Args:
+        x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX
+            array; a NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy; a dask array gives a
+            dask array, of the bits that the whole would have. The dtype is kept, and float64 data is rounded from
+            float64 whatever the state of ``jax_enable_x64``.
+        spec: a `Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic:saturate"`` or
+            ``"int8(channel=0)"``.
+        key: a typed key (`jax.random.key`), needed by the stochastic modes; the other modes do not look at it. The
+            random bits of an element depend on the key and on its flat index alone.
+        offset: where `x` lies in a larger array, so that a part is rounded as it would be in the whole: the flat (C
+            order) index of its first element if it is a contiguous chunk, an int or a traced integer; or ``(starts,
+            shape)``: one start for each axis and the shape of the whole. Default 0. It places the random bits alone:
+            the groups of a scaled format are those of `x`.
+        gradient_key: a typed key, needed where ``spec.gradient`` rounds the cotangent stochastically.
+        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel and an error where it cannot
+            run, ``"auto"`` (default) for whichever is faster; the bits are the same.
+        generator: ``"counter"`` (default), or ``"hardware"`` for the TPU's own random bits, seeded with `key`: cheaper
+            there, and not reproducible. They depend on tiling, chip and version, and there is no `offset` for them.
+
+    Returns:
+        An array of the shape and dtype of `x`.
+
+    Raises:
+        TypeError: for a dtype that is not a carrier (integers, booleans, float8 ...), a masked array, or a key that is
+            not a typed key.
+        ValueError: for an unknown text, a stochastic spec without a key, one key given as both, a carrier that cannot
+            hold every result of the spec (float16 data to bfloat16, say; the message names a carrier that can), an
+            array without the axes that a scaled format names, or an `offset` that is no place for `x`, below 2^64.
+        NotImplementedError: when compiled, if ``impl="pallas"`` or ``generator="hardware"`` cannot run; it says why.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> jc.round_to_format(jnp.array([0.1, 1000.0]), "float8_e4m3fn:saturate").tolist()
+        [0.1015625, 448.0]
+        >>> jc.round_to_format(jnp.array([[7.0, 1.2], [70.0, 33.0]]), "int4(channel=0)").tolist()
+        [[7.0, 1.0], [70.0, 30.0]]
+        >>> spec = jc.Spec("bfloat16", rounding="stochastic")
+        >>> jc.round_to_format(jnp.float32(1.001), spec, jax.random.key(0)).dtype
+        dtype('float32')
+    """
+    how = _how(as_spec(spec, scaled=True), impl, generator, offset)
+    if isinstance(x, Array):
+        return _round_array(x, how, key, offset, gradient_key)
+    if is_dask(x):
+        return _round_dask(x, how, key, offset, gradient_key)
+    return _round_numpy(x, how, key, offset, gradient_key)
+
+
+def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> Array:
+    """The random words that `round_to_format` draws for an array of `shape`; see docs/randomness.md.
+
+    A stochastic spec of N random bits reads the top N bits of an element's word, and ``stochastic_equal`` the top one.
+
+    Args:
+        key: a typed key (`jax.random.key`).
+        shape: shape of the array.
+        width: 32, or 64 as for float64 data, which needs ``jax_enable_x64``. Default 32.
+        offset: as in `round_to_format`. Default 0.
+
+    Returns:
+        uint32 (or uint64) words.
+
+    Raises:
+        TypeError, ValueError: for a key that is not a typed key, another width, a shape that is none, or words beyond
+            the index 2^64 - 1.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> whole = jc.random_bits(jax.random.key(0), (8,))
+        >>> bool((jc.random_bits(jax.random.key(0), (4,), offset=4) == whole[4:]).all())
+        True
+    """
+    if width not in (32, 64):
+        raise ValueError(f"width={width!r} must be 32 or 64")
+    if width == 64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError("width=64 needs 64-bit integers: set jax_enable_x64, or use jax.enable_x64(True) as a context")
+    check_key("key", key)
+    if not isinstance(shape, Sequence):
+        raise TypeError(f"shape={shape!r} must be a tuple of integers >= 0")
+    shape = tuple(check_int("shape", size, 0) for size in shape)
+    place, starts = stream_offset(offset, shape)
+    return draw(seed_words(key), shape, place, starts, width)
+
+
+# -- what is static ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is static of one rounding, beside its place in the random stream."""
+
+    spec: Spec
+    impl: str
+    hardware: bool  # random bits of the device's own generator
+
+
+def _how(spec: Spec, impl: str, generator: str, offset: Any) -> _How:
+    check_choice("impl", impl, IMPLEMENTATIONS)
+    check_choice("generator", generator, ("counter", "hardware"))
+    if generator == "counter":
+        return _How(spec, impl, False)
+    for wrong, what in (
+        (not spec.rounding.stochastic, f"has no effect under rounding={spec.rounding.value!r}"),
+        (spec.gradient.clipped, "cannot tell the backward pass what overflowed (gradient='clipped')"),
+        (impl == "xla", "is a kernel's: impl='xla' has none"),
+        (spec.scaled is not None, "is not for scaled formats"),
+        (not (type(offset) is int and offset == 0), f"has bits without a place in a larger array: offset={offset!r}"),
+    ):
+        if wrong:
+            raise ValueError(f"generator='hardware' {what}; use generator='counter'")
+    return _How(spec, "pallas", True)
+
+
+# -- by kind of input --------------------------------------------------------------------------------------------------
+
+
+def _round_array(x: Array | np.ndarray, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Array:
+    spec = how.spec
+    carrier = carrier_of(x.dtype)
+    _require(spec, x, carrier)
+    if spec.gradient.round is not None:
+        _require(spec.gradient.round, x, carrier)
+    keys = checked_keys(spec, key, gradient_key)
+    place, starts = stream_offset(offset, x.shape, 2 if x.dtype.kind == "c" else 1)
+    with types_for(carrier.name):
+        return _round(x, keys, starts, how=how, place=place)
+
+
+def _round_numpy(x: Any, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+    array = as_array("x", x)
+    result = run_numpy(
+        lambda: _round_array(array, how, key, offset, gradient_key),
+        key=key,
+        gradient_key=gradient_key,
+        offset=offset,
+    )
+    return result if isinstance(x, np.ndarray) else result[()]
+
+
+def _round_dask(x: Any, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+    if how.hardware or not (type(offset) is int and offset == 0):
+        raise ValueError(f"offset={offset!r}: a dask array is a whole; it takes no offset, and generator='counter'")
+    _require(how.spec, x, carrier_of(x.dtype))
+    rounder = partial(_round_block, replace(how, spec=replace(how.spec, gradient=Gradient())))
+    return round_blocks(x, rounder, how.spec.scaled, checked_keys(how.spec, key, gradient_key)[0])
+
+
+def _round_block(how: _How, block: np.ndarray, key: Array | None = None, offset: Any = 0) -> np.ndarray:
+    return _round_numpy(block, how, key, offset, None)
+
+
+# -- the traced part ---------------------------------------------------------------------------------------------------
+
+
+@partial(compiled, static_argnames=("how", "place"), inline=True)
+def _round(x: Array | np.ndarray, keys: Keys, starts: tuple, *, how: _How, place: StreamOffset) -> Array:
+    seeds = tuple(None if key is None else seed_words(key) for key in keys)
+    return _with_gradient(how, place, jnp.asarray(x), seeds, starts)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _with_gradient(how: _How, place: StreamOffset, x: Array, seeds: tuple, starts: tuple) -> Array:
+    op = round_with_hardware_bits_op if how.hardware else round_op if how.spec.scaled is None else round_scaled
+    op = partial(op, impl=how.impl)
+    return _joined(_forward(op, x, seeds[0], how.spec, place, starts), x.dtype)
+
+
+@_with_gradient.defjvp
+def _jvp(how: _How, place: StreamOffset, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    x, seeds, starts = primals
+    tangent = tangents[0]
+    gradient = how.spec.gradient
+    if gradient.clipped:
+        beyond = _forward(
+            _overflowed if how.spec.scaled is None else overflowed_scaled, x, seeds[0], how.spec, place, starts
+        )
+        tangent = _joined(jnp.where(beyond, 0, _parts(tangent)), tangent.dtype)
+    if gradient.round is not None:
+        rule = _RoundCotangent(_How(gradient.round, how.impl, False), place, seeds[1] is not None)
+        tangent = on_cotangent(rule, tangent, *(seeds[1] or ()), *starts)
+    return _with_gradient(how, place, x, seeds, starts), tangent
+
+
+@dataclass(frozen=True)
+class _RoundCotangent:
+    """Rounds a cotangent; the residuals are its seeds, if it draws, and the traced starts."""
+
+    how: _How
+    place: StreamOffset
+    draws: bool
+
+    def __call__(self, cotangent: Array, *residuals: Array) -> Array:
+        seeds, starts = (residuals[:SEEDS], residuals[SEEDS:]) if self.draws else (None, residuals)
+        return _rounded(self.how, self.place, cotangent, (seeds, None), starts)
+
+
+_rounded = compiled(_with_gradient, static_argnums=(0, 1), inline=True)
+
+
+def _forward(
+    op: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: StreamOffset, starts: tuple
+) -> Array:
+    """`op` of the real numbers of `x`; complex numbers have two, along a last axis, each with a word of its own."""
+    parts = _parts(x)
+    if seeds is None:
+        return op(parts, spec=spec)
+    if jnp.iscomplexobj(x):
+        place = replace(place, known=(*place.known, 0))
+        if place.whole is not None:
+            place = replace(place, whole=(*place.whole, 2))
+        else:  # a chunk: rows of a real and an imaginary part each
+            place = replace(place, whole=(1 << 32, 2), base=2 * place.base, shape=(x.size, 2))
+    return op(parts, *seeds, *starts, spec=spec, place=place)
+
+
+def _overflowed(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
+    return overflowed(x, spec, carrier_of(x.dtype), words_like(x, drawn, place) if drawn else None)
+
+
+def _parts(x: Array) -> Array:
+    """The real numbers of an array: itself, or real and imaginary parts along a new last axis."""
+    return jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
+
+
+def _joined(parts: Array, dtype: Any) -> Array:
+    """The inverse of `_parts`."""
+    return lax.complex(parts[..., 0], parts[..., 1]) if jnp.issubdtype(dtype, jnp.complexfloating) else parts
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _require(spec: Spec, x: Array | np.ndarray, carrier: Carrier) -> None:
+    """Refuse an array that cannot hold the results of `spec`."""
+    if spec.scaled is None:
+        require_carrier(spec, carrier)
+        return
+    if np.dtype(x.dtype).kind == "c":
+        raise TypeError(f"x has dtype {x.dtype}; a scaled format, as spec={str(spec)!r}, takes real numbers")
+    require_scaled(spec, x.shape, carrier.name)

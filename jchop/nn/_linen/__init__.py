@@ -1,0 +1,1 @@
+"""Modules of Linen: their layers, calls and scales."""

@@ -1,0 +1,137 @@
+"""Calls of a quantized module of Linen: rounding of each layer's inputs, product and result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from jchop._products.contraction import Roundings
+from jchop._products.layout import check_axes, round_in
+from jchop._products.rule import Rule, StreamOffset, is_stochastic, refuse_codes, rule_of
+from jchop._settings import split
+from jchop.nn._linen.cache import Decoding, is_filled, pack_fresh
+from jchop.nn._linen.kinds import KINDS, Kind
+from jchop.nn._linen.scales import prepared
+from jchop.nn._nnx.kinds import PRODUCT_FIELDS
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["Interceptor"]
+
+
+@dataclass(frozen=True)
+class Interceptor:
+    """An interceptor for `flax.linen.intercept_methods`.
+
+    Args:
+        rules: the rules.
+        packed: the paths of layers whose parameters are rounded already.
+        starting: whether the call is to begin scales that are kept.
+    """
+
+    rules: Sequence[Rule]
+    packed: Collection[tuple[str, ...]]
+    starting: bool = False
+
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        """A method of a layer; if a rule matches the layer, its inputs, product and result are rounded."""
+        layer, kind = context.module, KINDS.get(type(context.module))
+        number = rule_of("/".join(layer.path), self.rules)
+        if kind is None or number is None or context.method_name not in ("__call__", "attend"):
+            return call(*args, **kwargs)
+        rule = self.rules[number]
+
+        def keys(spec: Spec | None) -> tuple[Array | None, Array | None]:
+            if not is_stochastic(spec):
+                return None, None
+            forward, backward = split(layer.make_rng(rule.stochastic_stream))
+            return forward, backward
+
+        cache = rule.cache if kind.caches and layer.decode else None
+        filled = cache is not None and is_filled(layer)
+        if kind.hook is not None:
+            decoding = Decoding.of(layer, cache) if cache is not None and filled else None
+            self._set_product(layer, kind, rule, decoding)
+        elif rule.activation is not None and not _is_lookup(layer, context.method_name):
+            layout = None if kind.inputs is None else kind.inputs(layer, args[0].ndim)
+            check_axes(
+                "activation", rule.activation, args[0].ndim if layout is None else layout.ndim, place(layer, rule)
+            )
+            args = (round_in(layout, args[0], rule.activation, *keys(rule.activation)), *args[1:])
+        y = call(*args, **kwargs)
+        if cache is not None and not filled:
+            pack_fresh(layer, cache)
+        if rule.output is None or not kind.parameters:
+            return y
+        check_axes("output", rule.output, y.ndim, place(layer, rule))
+        return round_in(None, y, rule.output, *keys(rule.output))
+
+    def _set_product(self, layer: Any, kind: Kind, rule: Rule, decoding: Decoding | None) -> None:
+        """The product of this one call; a layer of Linen is made anew for each."""
+        assert kind.hook is not None
+        name, product = kind.hook
+        refuse_codes(rule)
+        right = rule.activation if not kind.parameters else None if layer.path in self.packed else rule.weight
+        fields = (getattr(rule, field) for field in PRODUCT_FIELDS)
+        how = Roundings(rule.activation, right, *fields, place=place(layer, rule))
+
+        def key() -> Array | None:
+            return layer.make_rng(rule.stochastic_stream) if how.stochastic else None
+
+        def multiply(x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
+            assert kind.layout is not None
+            layout, source = kind.layout(layer, w.ndim), rule.scale_from
+            x, w, left, mine = prepared(layer, source, layout, how, x, w, key(), self.starting)
+            return product(x, w, *args, **kwargs, how=left, key=mine)
+
+        attend = _attend(product, how, key, decoding)
+        object.__setattr__(layer, name, multiply if kind.parameters else attend)
+
+
+def place(layer: nn.Module, rule: Rule) -> StreamOffset:
+    """The location of a layer, for errors."""
+    return StreamOffset(type(layer).__name__, "/".join(layer.path), rule)
+
+
+def _is_lookup(layer: nn.Module, method: str) -> bool:
+    return isinstance(layer, nn.Embed) and method == "__call__"
+
+
+def _attend(product: Any, how: Roundings, draw: Callable[[], Any], decoding: Decoding | None) -> Callable[..., Array]:
+    """In place of `flax.linen.dot_product_attention`."""
+
+    # Linen passes only the arguments of the signature.
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        force_fp32_for_softmax: bool = False,
+    ) -> Array:
+        if force_fp32_for_softmax:
+            raise NotImplementedError("force_fp32_for_softmax=True: a rounded attention has its softmax in its dtype")
+        if decoding is not None:
+            key, value = decoding.packed(key, value)
+        y, weights = product(
+            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
+            precision, how=how, keys=(draw(), draw()),
+        )  # fmt: skip
+        if module is not None:
+            module.sow("intermediates", "attention_weights", weights)
+        return y
+
+    return attend

@@ -1,0 +1,231 @@
+"""Which layers a module of Linen has, and which rule each has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax.core import Scope
+from flax.traverse_util import flatten_dict
+
+from jchop._products.layout import Layout, check_axes
+from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, rule_of
+from jchop._products.scale_from import LSQ
+from jchop.nn._linen.kinds import KINDS, Kind
+from jchop.nn._nnx.attach import pack
+from jchop.spec import Spec
+from jchop.storage import QArray
+
+Path = tuple[str, ...]
+
+__all__ = ["Found", "Path", "Seen", "held_by", "layers_of", "params_of", "seen_in"]
+
+#: The modules that ran, by path, each with the shapes of its parameters by name.
+Seen = Mapping[Path, tuple[nn.Module, Mapping[str, tuple[int, ...]]]]
+
+#: The fields of attention with products of its own.
+_EINSUMS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layer that a rule matches.
+
+    Args:
+        layer: the layer; None if a module has parameters but did not run.
+        rule: its rule.
+        shapes: of its parameters in its call, by name.
+    """
+
+    layer: Any
+    rule: Rule
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def kind(self) -> Kind:
+        """Its line in the table."""
+        return KINDS[type(self.layer)]
+
+    def layout(self, name: str) -> Layout | None:
+        """How a parameter is laid out; None: as it lies."""
+        is_weight = self.kind.parameters[name] == "weight"
+        return self.kind.layout(self.layer, len(self.shapes[name])) if self.kind.layout and is_weight else None
+
+    @property
+    def place(self) -> StreamOffset:
+        """Its location, for errors."""
+        return StreamOffset(type(self.layer).__name__, "/".join(self.layer.path), self.rule)
+
+    def spec(self, name: str) -> Spec | None:
+        """The spec of its rule for a parameter."""
+        return self.kind.spec(self.rule, name)
+
+    def check_axes(self) -> None:
+        """Refuse formats of parameters that name axes which those have not."""
+        for name, role in self.kind.parameters.items():
+            if name in self.shapes:
+                layout = self.layout(name)
+                check_axes(role, self.spec(name), layout.ndim if layout else len(self.shapes[name]), self.place)
+
+    def packed(self, name: str, value: Any, key: Any = None, scale: Any = None) -> tuple[QArray, Layout]:
+        """A parameter as its rule packs it, and the layout it has then."""
+        spec = self.spec(name)
+        assert spec is not None
+        ndim = len(self.shapes[name])
+        as_it_lies = Layout(tuple(range(ndim - 1)), (ndim - 1,))
+        layout, stack = self.layout(name) or as_it_lies, self.stacked(name, value)
+        stored, laid = pack(self.in_use(value), layout, stack, spec, key, scale)
+        return stored, laid or as_it_lies
+
+    def packed_spec(self, name: str, shape: tuple[int, ...], dtype: Any) -> Spec | None:
+        """The spec of a parameter as its rule packs it."""
+        if name not in self.kind.parameters or (spec := self.spec(name)) is None:
+            return None
+        key = jax.eval_shape(lambda: jax.random.key(0)) if spec.rounding.stochastic else None
+        value = jax.ShapeDtypeStruct(shape, dtype)
+        return jax.eval_shape(lambda value, key: self.packed(name, value, key)[0], value, key).spec
+
+    @property
+    def needs_run(self) -> bool:
+        """Whether the initial state of its rule depends on the input of a call."""
+        learned = isinstance(self.rule.scale_from, LSQ) and self.rule.activation is not None
+        caches = self.kind.caches and self.rule.cache is not None and self.layer.decode
+        return (learned and self.kind.keeps_scales) or caches
+
+    def in_use(self, value: Any) -> Any:
+        """A parameter in the dtype that the layer computes in."""
+        dtype = getattr(self.layer, "dtype", None)
+        return value if dtype is None else value.astype(dtype)
+
+    def stacked(self, name: str, value: Any) -> int:
+        """How many axes in front a parameter has of a stack of layers, as `flax.linen.scan` makes one.
+
+        Raises:
+            NotImplementedError: for a stack along another axis.
+        """
+        shape = self.shapes[name]
+        extra = value.ndim - len(shape)
+        if value.shape[extra:] != shape:
+            raise NotImplementedError(
+                f"{type(self.layer).__name__} at {'/'.join(self.layer.path)!r}: {name} of shape {value.shape} is a "
+                f"stack of {shape}, and its layers must lie along the first axis: variable_axes={{'params': 0}}"
+            )
+        return extra
+
+
+def params_of(variables: Any) -> dict[Path, Any]:
+    """The parameters by path."""
+    return flatten_dict(dict(variables).get("params", {}))
+
+
+def layers_of(
+    module: nn.Module, rules: Sequence[Rule], variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any
+) -> dict[Path, Found]:
+    """The layers that rules match, by path, from a call that computes nothing.
+
+    Args:
+        module: of Linen.
+        rules: the rules.
+        variables: unpacked.
+        args: of the module; only shapes of arrays count.
+        rngs: streams of keys.
+        kwargs: as of Linen's `apply`.
+
+    Raises:
+        ValueError: for a rule that matches no layer, or has a field without effect on any of them.
+        NotImplementedError: for a module with parameters that is no known layer, or an inaccessible product.
+    """
+    return _matched(rules, seen_in(module, variables, args, rngs, kwargs), variables)
+
+
+def seen_in(module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any) -> Seen:
+    """The layers that run in an abstract call; arguments as for `layers_of`."""
+    seen: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
+    leaves, structure = jax.tree.flatten(args)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+
+    def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        y = call(*args, **kwargs)
+        own = nn.meta.unbox(dict(context.module.variables).get("params", {}))
+        shapes = {name: value.shape for name, value in own.items() if isinstance(value, jax.Array)}
+        # The module itself holds tracers, which would outlive their trace.
+        path = context.module.path
+        seen[path] = context.module.clone(parent=Scope({}, path=path)), shapes
+        return y
+
+    def run(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        whole = [next(given) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        return module.apply(variables, *jax.tree.unflatten(structure, whole), rngs=rngs, **kwargs)
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(run, variables, rngs, arrays)
+    return seen
+
+
+def held_by(seen: Seen, variables: Any) -> dict[Path, dict[str, Any]]:
+    """The parameters by name of everything that has some, and of every layer that ran."""
+    held: dict[Path, dict[str, Any]] = {}
+    for path, value in params_of(variables).items():
+        held.setdefault(path[:-1], {})[path[-1]] = value
+    return held | {path: {} for path, (layer, _) in seen.items() if type(layer) in KINDS and path not in held}
+
+
+def _matched(rules: Sequence[Rule], seen: Seen, variables: Any) -> dict[Path, Found]:
+    held = owners = held_by(seen, variables)
+    chosen: dict[Path, tuple[int, Found]] = {}
+    for path in owners:
+        number = rule_of("/".join(path), rules)
+        if number is not None:
+            layer, shapes = seen.get(path, (None, {}))
+            chosen[path] = number, Found(layer, rules[number], shapes)
+    idle = [str(rule) for number, rule in enumerate(rules) if not any(number == n for n, _ in chosen.values())]
+    if idle:
+        raise ValueError(f"{', '.join(idle)} matches no layer, or only such as an earlier rule matches; layers: "
+                         f"{['/'.join(path) for path in owners]}")  # fmt: skip
+    chosen = {path: pair for path, pair in chosen.items() if _fields(pair[1].rule)}
+    for path, (_, found) in chosen.items():
+        _check(path, found)
+    for number, rule in enumerate(rules):
+        mine = {path: found for path, (n, found) in chosen.items() if n == number}
+        used = {name for path, found in mine.items() for name in found.kind.fields(held.get(path, ()))}
+        silent = [name for name in _fields(rule) if name not in used]
+        if silent:
+            raise ValueError(
+                f"{rule}: {', '.join(silent)} has no effect on any of its layers: "
+                f"{', '.join(sorted({type(found.layer).__name__ for found in mine.values()}))}"
+            )
+    return {path: found for path, (_, found) in chosen.items()}
+
+
+def _fields(rule: Rule) -> list[str]:
+    return [name for name in FIELDS if getattr(rule, name) is not None]
+
+
+def _check(path: Path, found: Found) -> None:
+    layer, rule = found.layer, found.rule
+    what = f"{type(layer).__name__} at {'/'.join(path)!r}"
+    kind = KINDS.get(type(layer))
+    if kind is None:
+        raise NotImplementedError(
+            f"{what} has parameters and is none of the layers that can be quantized: "
+            f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, or leave it: "
+            f"{left_alone(['/'.join(path)], rule)}"
+        )
+    wrong = [name for name in kind.refuses if getattr(rule, name) is not None]
+    if wrong:
+        raise NotImplementedError(
+            f"{what}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product. "
+            f"{left_alone(['/'.join(path)], rule, ', ...')}"
+        )
+    found.check_axes()
+    hooks = (kind.hook[0], f"{kind.hook[0]}_cls", *_EINSUMS) if kind.hook is not None else ()
+    usual = (None, nn.dot_product_attention)
+    own = [name for name in hooks if not any(getattr(layer, name, None) is function for function in usual)]
+    if own:
+        raise ValueError(f"{what} has a {own[0]} of its own, in whose place the rounding would stand")

@@ -1,0 +1,54 @@
+"""The effect of rules on each layer of a Linen module: the rows of `jchop.nn.report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jchop._products.rule import FIELDS, Rule, rule_of
+from jchop.nn._linen.kinds import KINDS
+from jchop.nn._linen.layers import Found, Path, Seen, held_by
+from jchop.nn._report import LayerRow, ModelReport, bytes_of, why_wide
+
+__all__ = ["report_of"]
+
+
+def report_of(seen: Seen, rules: Sequence[Rule], variables: Any) -> ModelReport:
+    """A row for everything with parameters and for every layer that ran.
+
+    Args:
+        seen: the layers that ran.
+        rules: the rules.
+        variables: unpacked.
+    """
+    held = held_by(seen, variables)
+    return ModelReport(tuple(_row(path, own, seen, rules) for path, own in sorted(held.items())))
+
+
+def _row(path: Path, own: dict[str, Any], seen: Seen, rules: Sequence[Rule]) -> LayerRow:
+    layer, shapes = seen.get(path, (None, {}))
+    kind, number = KINDS.get(type(layer)), rule_of("/".join(path), rules)
+    rule = None if number is None else rules[number]
+    name = "parameters" if layer is None else type(layer).__name__
+    wide = []
+    for key, value in own.items():
+        why = why_wide(name, kind is not None, rule, None if kind is None else kind.parameters.get(key))
+        if why is not None:
+            wide.append(("/".join((*path, key)), tuple(value.shape), why))
+    before = after = sum(map(bytes_of, own.values()))
+    specs: tuple[tuple[str, str], ...] = ()
+    if kind is not None and rule is not None:
+        fields = kind.fields(own)
+        specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
+        found = Found(layer, rule, shapes)
+        for key in [key for key in kind.parameters if key in own and found.spec(key) is not None]:
+            after += bytes_of(_packed(found, key, own[key])) - bytes_of(own[key])
+    shown = "" if rule is None else str(rule)
+    return LayerRow("/".join(path), name, shown, specs, before, after, kind is not None, wide=tuple(wide))
+
+
+def _packed(found: Found, name: str, value: Any) -> Any:
+    found.check_axes()
+    return jax.eval_shape(lambda value: found.packed(name, value, jax.random.key(0))[0], value)

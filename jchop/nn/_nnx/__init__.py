@@ -1,0 +1,1 @@
+"""Modules of NNX: their layers, and the hooks that round in them."""

@@ -1,0 +1,292 @@
+"""Adds roundings to one layer: sites instead of Flax's functions, and packed parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.core
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from jchop._products.contraction import Roundings
+from jchop._products.layout import Layout, check_axes, check_finite, over_stack
+from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone, refuse_codes
+from jchop._products.scale_from import LSQ, DelayedScaling, ScaleFrom
+from jchop.nn._nnx.emulation import EmulatedAttention, Emulation
+from jchop.nn._nnx.hooks import Output, Promote
+from jchop.nn._nnx.kinds import PRODUCT_FIELDS, Kind
+from jchop.nn._scale_state.sources import LearnedStep, Source, source_of
+from jchop.spec import Spec, as_spec
+from jchop.storage import QArray, fit_scale, quantize
+
+Array = jax.Array
+
+__all__ = [
+    "QuantizedParam",
+    "attach",
+    "attach_emulated",
+    "check_parameters",
+    "fitted",
+    "fork",
+    "pack",
+    "packed_shape",
+]
+
+
+class QuantizedParam(nnx.Variable):
+    """A parameter that is stored as a `jchop.QArray`, in its own shape.
+
+    If groups run over several axes, it is laid out with the contracted axes last, as one. It is not a
+    `flax.nnx.Param`: codes have no gradient, and filters for trainable parameters ignore it.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jchop as jc
+        >>> layer = jc.nn.quantize(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=4)"), mode="ptq")
+        >>> type(layer.kernel).__name__, layer.kernel[...].shape, layer.kernel[...].nbytes
+        ('QuantizedParam', (8, 3), 40)
+    """
+
+
+def attach(
+    layer: Any,
+    kind: Kind,
+    rule: Rule,
+    path: str,
+    *,
+    packed: bool,
+    rngs: nnx.Rngs | None,
+    before: Any = None,
+) -> None:
+    """Add the roundings of a rule to `layer`, which already has a class of jchop.
+
+    Args:
+        layer: changed in place.
+        kind: its line in the table.
+        rule: the rule of the layer.
+        path: of the layer, for errors.
+        packed: whether parameters are stored packed, else rounded each time.
+        rngs: for streams of keys.
+        before: the previous site of the layer's product, whose scales are kept if they are of the same kind.
+    """
+    place = StreamOffset(type(layer).__name__, path, rule)
+    _check(layer, kind, rule, path)
+    check_parameters(layer, kind, place)
+    left, right = sources(layer, kind, rule, packed, before)
+    stored = _pack(layer, kind, rule, path, rngs, right) if packed else ()
+
+    def stream(*needed: bool) -> nnx.RngStream | None:
+        return fork(rule, rngs, path) if any(needed) else None
+
+    weight = None if packed else rule.weight
+    if kind.product is not None:
+        refuse_codes(rule)
+        attribute, site, _ = kind.product
+        taken = weight if kind.parameters else rule.activation
+        how = Roundings(rule.activation, taken, *(getattr(rule, name) for name in PRODUCT_FIELDS), place=place)
+        made = site(how, stream(how.stochastic), left, None if packed else right)
+        if before is not None and before.how.left == rule.activation and left is None and how.keeps_left:
+            made.keep(before.range)
+        setattr(layer, attribute, made.as_attribute())
+    if kind.slots:
+        specs = tuple(_promoted(layer, kind, rule, packed))
+        draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
+        if specs or stored:
+            layer.promote_dtype = Promote(layer.promote_dtype, kind.slots, specs, stored, draws, place).as_attribute()
+    if kind.caches:
+        layer.cache = rule.cache
+    if kind.output and rule.output is not None:
+        layer.output = Output(rule.output, stream(is_stochastic(rule.output)), place).as_attribute()
+
+
+def attach_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None) -> None:
+    """Give `layer` the arithmetic that a rule says: `activation` for every operation, `matmul` for sums."""
+    _check(layer, kind, rule, path, emulated=True)
+    if rule.activation is None:
+        raise ValueError(f"{rule}: mode='emulate' needs an activation, which every operation is rounded to")
+    draws = is_stochastic(rule.activation) or (rule.matmul is not None and rule.matmul.stochastic)
+    stream = fork(rule, rngs, path) if draws else None
+    as_spec(rule.activation, "activation")  # a scaled format has no single numbers
+    if kind.parameters:
+        layer.emulation = Emulation(rule.activation, rule.matmul, stream).as_attribute()
+    else:
+        layer.attention_fn = EmulatedAttention(rule.activation, rule.matmul, stream).as_attribute()
+
+
+def _promoted(layer: Any, kind: Kind, rule: Rule, packed: bool) -> Any:
+    """The arrays that `promote_dtype` rounds: (name, spec, layout)."""
+    layout = None if kind.layout is None else kind.layout(layer)
+    for name, role in kind.parameters.items():
+        spec = kind.spec(rule, name)
+        if spec is not None and not packed and any(name in slots for slots in kind.slots):
+            yield name, spec, layout if role == "weight" else None
+    if rule.activation is not None and any("inputs" in slots for slots in kind.slots):
+        yield "inputs", rule.activation, None if kind.inputs is None else kind.inputs(layer)
+
+
+# -- scales that are kept ----------------------------------------------------------------------------------------------
+
+
+def sources(layer: Any, kind: Kind, rule: Rule, packed: bool, before: Any) -> tuple[Source | None, Source | None]:
+    """The sources of scales of both operands of a layer's product, by the rule or from the previous site."""
+    how = rule.scale_from
+    if how is None or not kind.keeps_scales:
+        return None, None
+    if packed and isinstance(how, DelayedScaling):
+        raise ValueError(f"{rule}: a history of scales is for training, mode='qat'; leave scale_from out to pack")
+    layout, stacked = _layout_of(layer, kind, "kernel")
+    kernel = _in_use(layer, "kernel")
+    stack = kernel.shape[:stacked]
+    left = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
+    right = _kept(before, "right", rule.weight, how)
+    if right is None and isinstance(how, LSQ) and rule.weight is not None:
+        right = LearnedStep(how, stack, layout, fitted(kernel, layout, stacked, rule.weight))
+    return left, right or source_of(how, "weight", rule.weight, stack)
+
+
+def _kept(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> Source | None:
+    """The source of the previous site, if it is of the same kind and for the same spec."""
+    source = getattr(before, side, None)
+    return source if source is not None and source.how == how and getattr(before.how, side) == spec else None
+
+
+def fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
+    """The scales that a parameter has by the format's rule; of a stack, those of each layer."""
+    return over_stack(stacked, lambda v: fit_scale(layout.lay(v), spec)[0], value)
+
+
+# -- packed parameters -------------------------------------------------------------------------------------------------
+
+
+def _pack(
+    layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None, right: Any
+) -> tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...]:
+    """Store the parameters that the rule rounds as QArrays; how to get each back."""
+    stored = []
+    for name, role in kind.parameters.items():
+        variable, spec = getattr(layer, name), kind.spec(rule, name)
+        if variable is None or spec is None:
+            continue
+        layout, stacked = _layout_of(layer, kind, name)
+        shape = tuple(variable.get_value().shape[stacked:])
+        check_finite(variable.get_value(), f"{name} of the {StreamOffset(type(layer).__name__, path, rule)}")
+        key = fork(rule, rngs, path)() if spec.rounding.stochastic else None
+        scale = right.scale[...] if right is not None and role == "weight" else None
+        codes, layout = pack(_in_use(layer, name), layout, stacked, spec, key, scale)
+        stored.append((name, codes.spec, layout, shape))
+        setattr(layer, name, QuantizedParam(codes))
+    return tuple(stored)
+
+
+def _layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
+    """How a parameter is laid out, and how many axes in front come of a stack of layers."""
+    weight = kind.parameters[name] == "weight"
+    axes = kind.axes(layer) if weight else _axes_of_bias(layer)
+    layout = kind.layout(layer) if weight and kind.layout is not None else _as_it_lies(axes)
+    return layout, getattr(layer, name).get_value().ndim - axes
+
+
+def _in_use(layer: Any, name: str) -> Array:
+    """A parameter in the dtype that the layer computes in."""
+    value, dtype = getattr(layer, name).get_value(), getattr(layer, "dtype", None)
+    return value if dtype is None else value.astype(dtype)
+
+
+def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
+    """The shapes of a packed parameter."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shape = jax.ShapeDtypeStruct(getattr(layer, name).get_value().shape, getattr(layer, name).get_value().dtype)
+    how = _layout_of(layer, kind, name)
+    return jax.eval_shape(lambda value, key: pack(value, *how, spec, key)[0], shape, key)
+
+
+def pack(
+    value: Array, layout: Layout, stacked: int, spec: Spec, key: Array | None, scale: Any = None
+) -> tuple[QArray, Layout | None]:
+    """A parameter quantized along the axes of its layout, under its own or given scales; each of a stack by itself.
+
+    Returns:
+        The codes and scales in the parameter's own shape, and None. If that shape would split groups, the codes and
+        scales in the layout, and the layout.
+    """
+
+    def quantized(both: tuple[Array, Any], key: Array | None) -> QArray:
+        return quantize(layout.lay(both[0]), spec, key, scale=both[1])
+
+    laid = over_stack(stacked, quantized, (value, scale), key)
+    own = _in_own_shape(laid, layout, tuple(value.shape[stacked:]), stacked)
+    return (laid, layout) if own is None else (own, None)
+
+
+def _in_own_shape(q: QArray, layout: Layout, shape: tuple[int, ...], stacked: int) -> QArray | None:
+    """A packed parameter with the axes that it had before it was laid out; None if that would split groups.
+
+    Then no transpose stands between its numbers and the product. A compiler may take a transpose into the product,
+    which then adds in another order than that of the rounded parameter in training.
+    """
+    order = (*layout.kept, *layout.summed)
+    lead = q.shape[:stacked]
+    try:
+        apart = q.reshape(*lead, *(shape[axis] for axis in order))
+    except ValueError:
+        return None
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return apart.transpose(*range(stacked), *(stacked + i for i in inverse))
+
+
+def _as_it_lies(axes: int) -> Layout:
+    return Layout(tuple(range(axes - 1)), tuple(range(axes - 1, axes)))
+
+
+def _axes_of_bias(layer: Any) -> int:
+    if isinstance(layer, nnx.LinearGeneral):
+        return len(layer.batch_axis) + len(layer.out_features)
+    return len(layer.bias_shape) if isinstance(layer, nnx.Einsum) else 1  # type: ignore[arg-type]
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_parameters(layer: Any, kind: Kind, place: StreamOffset) -> None:
+    """Refuse formats of parameters that name axes which those have not, before anything runs."""
+    assert place.rule is not None
+    for name, role in kind.parameters.items():
+        if getattr(layer, name) is not None:
+            check_axes(role, kind.spec(place.rule, name), _layout_of(layer, kind, name)[0].ndim, place)
+
+
+def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False) -> None:
+    what = f"{type(layer).__name__} at {path!r}"
+    if kind.slots and layer.promote_dtype is not dtypes.promote_dtype:
+        raise ValueError(f"{what} has a promote_dtype of its own, in whose place the rounding would stand")
+    if kind.product is not None:
+        attribute, _, usual = kind.product
+        own = getattr(layer, attribute, None)
+        if not any(own is function for function in usual) or getattr(layer, "dot_general_cls", None) is not None:
+            raise ValueError(f"{what} has a {attribute} of its own, in whose place the rounding would stand")
+    if kind.unrounded and not emulated:
+        for name in PRODUCT_FIELDS:
+            if getattr(rule, name) is not None:
+                raise NotImplementedError(
+                    f"{what}: {name}={str(getattr(rule, name))!r} cannot be had, since Flax gives no access to its "
+                    f"product. {left_alone([path], rule, ', ...')}"
+                )
+    for name, role in kind.parameters.items():
+        if role in ("weight", "bias") and isinstance(getattr(layer, name), QuantizedParam):
+            raise ValueError(f"{what} is packed already; quantize the model that it was made from")
+
+
+def fork(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
+    if rngs is None:
+        raise ValueError(
+            f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "
+            f"rngs=nnx.Rngs({rule.stochastic_stream}=0)"
+        )
+    stream = getattr(rngs, rule.stochastic_stream, None)  # that of the name, or "default"
+    if stream is None:
+        raise ValueError(
+            f"rngs has no stream {rule.stochastic_stream!r}, which {rule} draws from in the layer {path!r}: it has "
+            f"{', '.join(map(repr, rngs)) or 'none'}"
+        )
+    return stream.fork()

@@ -1,0 +1,71 @@
+"""Layers every operation of which is rounded, by `jchop.emulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jchop._emulate import emulate
+from jchop.accumulation import MatmulSpec
+from jchop.nn._nnx.hooks import Site, Stream
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["EmulatedAttention", "Emulation"]
+
+
+class Emulation(Site):
+    """Runs a layer in an emulated arithmetic.
+
+    Args:
+        spec: the rounding of every operation, and of arguments and parameters on entry.
+        accumulate: how sums are formed.
+        stream: of keys.
+    """
+
+    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: Stream) -> None:
+        super().__init__(stream)
+        self.spec, self.accumulate = spec, accumulate
+
+    def __call__(self, call: Callable[..., Any], layer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        key = self.key()
+        graph, state = nnx.split(layer)
+        changed: list[Any] = []
+
+        def pure(state: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+            copy = nnx.merge(graph, state)
+            before = _values(copy)
+            result = call(copy, *args, **kwargs)
+            after = _values(copy)
+            # Parameters are rounded on entry; only attributes set by the layer itself are written back.
+            changed[:] = [path for path, value in after.items() if value is not before[path]]
+            return result, [after[path] for path in changed]
+
+        emulated = emulate(pure, self.spec, accumulate=self.accumulate, key=key)
+        result, values = emulated(state, args, kwargs)
+        variables = dict(nnx.to_flat_state(nnx.state(layer)))
+        updates = [(path, variables[path].replace(value)) for path, value in zip(changed, values, strict=True)]
+        nnx.update(layer, nnx.from_flat_state(updates))
+        return result
+
+
+def _values(module: nnx.Module) -> dict[Any, Any]:
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
+
+
+class EmulatedAttention(Site):
+    """In place of `flax.nnx.dot_product_attention`, in an emulated arithmetic."""
+
+    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: Stream) -> None:
+        super().__init__(stream)
+        self.spec, self.accumulate = spec, accumulate
+
+    def __call__(self, *args: Any, module: Any = None, **kwargs: Any) -> Array:
+        if module is not None:
+            raise NotImplementedError("sow_weights=True: weights of an emulated attention cannot be sown")
+        emulated = emulate(nnx.dot_product_attention, self.spec, accumulate=self.accumulate, key=self.key())
+        return emulated(*args, **kwargs)

@@ -1,0 +1,278 @@
+"""Sites: small modules that round in a layer, and that Flax's layers call in place of Flax's functions.
+
+A site holds its specs, and if they are stochastic a stream of keys, which is state of the model like that of a dropout.
+Other sites have no state, so a checkpoint fits the model with and without them; their layers hold them as static
+attributes, which costs `flax.nnx.jit` less than modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jchop._products.contraction import Roundings, conv_general_dilated, dot_general, einsum
+from jchop._products.layout import Layout, check_axes, round_in
+from jchop._products.rule import StreamOffset, is_stochastic
+from jchop._settings import split
+from jchop.nn._nnx.attention import attention
+from jchop.nn._scale_state.sources import Source
+from jchop.nn._scale_state.static import ActivationRange, round_within
+from jchop.spec import Spec
+from jchop.storage import QArray, dequantize
+
+Array = jax.Array
+Stream = nnx.RngStream | None
+
+__all__ = ["Attention", "Convolution", "DotGeneral", "Einsum", "Output", "Promote", "Site", "site_in"]
+
+
+class Site(nnx.Module):
+    """A module that rounds, with its stream of keys; None if it is not stochastic."""
+
+    stream: Stream = None
+
+    def __init__(self, stream: Stream) -> None:
+        self._hold(stream=stream)
+
+    def as_attribute(self) -> Any:
+        """The attribute of a layer: the site itself if it has state, else a static wrapper."""
+        return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticSite(self))
+
+    def _hold(self, **values: Any) -> None:
+        """Attributes for those that are there; the others stay the None of the class."""
+        for name, value in values.items():
+            if value is not None:
+                setattr(self, name, nnx.data(value))
+
+    def key(self) -> Array | None:
+        """A key for one call."""
+        return None if self.stream is None else self.stream()
+
+
+class StaticSite:
+    """A static wrapper of a site without state. Static attributes are compared, by the arguments of sites."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        told = ((name, value) for name, value in vars(site).items() if not name.startswith("_pytree"))
+        self._told = (type(site), *sorted(told))
+        self._hash = hash(self._told)  # computed once, because every call of `flax.nnx.jit` needs it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.site(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # attributes for copying and similar operations are not the site's
+            raise AttributeError(name)
+        return getattr(self.site, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StaticSite, (self.site,)  # a hash holds in one process
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StaticSite) and self._told == other._told
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def site_in(layer: Any, attribute: str) -> Site | None:
+    """The site that a layer has in an attribute, if it is one."""
+    value = getattr(layer, attribute, None)
+    value = value.site if isinstance(value, StaticSite) else value
+    return value if isinstance(value, Site) else None
+
+
+def keys_for(spec: Spec | None, key: Array | None) -> tuple[Array | None, Array | None]:
+    """A key of the rounding and one of its cotangent."""
+    if not is_stochastic(spec) or key is None:
+        return None, None
+    forward, backward = split(key)
+    return forward, backward
+
+
+class Product(Site):
+    """A product with rounded operands.
+
+    Args:
+        how: the roundings.
+        stream: of keys.
+        left: the source of scales of the left operand; None: from each array.
+        right: of the right operand.
+    """
+
+    #: Whether the left operand is the input of a layer, whose range can be fixed.
+    calibrates: ClassVar[bool] = True
+    left: Source | None = None
+    right: Source | None = None
+    range: ActivationRange | None = None
+    observe: Callable[[Array], None] | None = None
+
+    def __init__(self, how: Roundings, stream: Stream, left: Source | None = None, right: Source | None = None) -> None:
+        super().__init__(stream)
+        self.how = how
+        self._hold(left=left, right=right)
+
+    def keep(self, known: ActivationRange | None) -> None:
+        """Go on with a range that was found, if one was."""
+        self._hold(range=known)
+
+    def start(self, span: Array) -> None:
+        """Take a range that was found, to keep or to start from."""
+        assert self.how.left is not None
+        if self.left is None:
+            self.range = nnx.data(ActivationRange(span))
+        else:
+            self.left.start(span, self.how.left)
+
+    def prepared(self, x: Array, w: Array) -> tuple[Array, Array, dict[str, Any]]:
+        """The operands, rounded if their scales have a source, and the arguments of the product."""
+        self._check_state()
+        key, how = self.key(), self.how
+        if self.observe is not None:
+            self.observe(x)
+            how = replace(how, left=None)
+        elif self.range is not None or self.left is not None:
+            assert how.left is not None
+            mine, key = (None, None) if key is None else split(key)
+            x = self._rounded(x, how.left, mine)
+            how = replace(how, left=None)
+        if self.right is not None:
+            assert how.right is not None
+            mine, key = (None, None) if key is None else split(key)
+            w, how = self.right(w, how.right, mine), replace(how, right=None)
+        return x, w, {"how": how, "key": key}
+
+    def _check_state(self) -> None:
+        """Refuse state of another rule, for example from a checkpoint of another model."""
+        held = [(self.range, (2,))] + [source.state() for source in (self.left, self.right) if source is not None]
+        for variable, shape in held:
+            if variable is not None and variable.shape != shape:
+                raise ValueError(
+                    f"{type(variable).__name__} of the {self.how.place} has shape {variable.shape}, and that rule "
+                    f"needs {shape}: it belongs to a model with another rule"
+                )
+
+    def _rounded(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        if self.range is not None:
+            return round_within(x, spec, self.range[...], key)
+        assert self.left is not None
+        return self.left(x, spec, key)
+
+
+class DotGeneral(Product):
+    """In place of `jax.lax.dot_general`."""
+
+    def __call__(self, x: Array, w: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
+        x, w, more = self.prepared(x, w)
+        return dot_general(x, w, dimension_numbers, *args, **kwargs, **more)
+
+
+class Convolution(Product):
+    """In place of `jax.lax.conv_general_dilated`."""
+
+    def __call__(self, x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
+        x, w, more = self.prepared(x, w)
+        return conv_general_dilated(x, w, *args, **kwargs, **more)
+
+
+class Einsum(Product):
+    """In place of `jax.numpy.einsum`."""
+
+    def __call__(self, subscripts: str, x: Array, w: Array, **kwargs: Any) -> Array:
+        x, w, more = self.prepared(x, w)
+        return einsum(subscripts, x, w, **kwargs, **more)
+
+
+class Output(Site):
+    """Rounds the result of a layer."""
+
+    def __init__(self, spec: Spec, stream: Stream, place: StreamOffset) -> None:
+        super().__init__(stream)
+        self.spec, self.place = spec, place
+
+    def __call__(self, y: Array) -> Array:
+        check_axes("output", self.spec, y.ndim, self.place)
+        key, gradient_key = keys_for(self.spec, self.key())
+        return round_in(None, y, self.spec, key, gradient_key)
+
+
+class Promote(Site):
+    """In place of `promote_dtype`: every array on its way into the layer comes by.
+
+    Args:
+        base: the replaced function.
+        slots: the names of the arrays, as in a `Kind`.
+        specs: the specs of arrays, and their layouts.
+        packed: specs, layouts (None: as they lie) and shapes of those that are stored.
+        stream: of keys.
+        place: for errors.
+    """
+
+    def __init__(
+        self,
+        base: Callable[..., Any],
+        slots: tuple[tuple[str, ...], ...],
+        specs: tuple[tuple[str, Spec, Layout | None], ...],
+        packed: tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...],
+        stream: Stream,
+        place: StreamOffset,
+    ) -> None:
+        super().__init__(stream)
+        self.base, self.slots, self.specs, self.packed, self.place = base, slots, specs, packed, place
+
+    def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
+        names = next(names for names in self.slots if len(names) == len(args))
+        for name, arg in zip(names, args, strict=True):
+            self._check_stored(name.strip("*"), arg)
+        plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, QArray) else arg for arg in args)
+        promoted = [
+            self._unpacked(name, arg, new.dtype) if isinstance(arg, QArray) else new
+            for name, arg, new in zip(names, args, self.base(plain, **kwargs), strict=True)
+        ]
+        key = self.key()
+        for i, (name, spec, layout) in enumerate(self.specs):
+            if name in names and (x := promoted[names.index(name)]) is not None:
+                field = "activation" if name == "inputs" else "bias" if name == "bias" else "weight"
+                check_axes(field, spec, x.ndim if layout is None else layout.ndim, self.place)
+                keys = keys_for(spec, None if key is None else jax.random.fold_in(key, i))
+                promoted[names.index(name)] = round_in(layout, x, spec, *keys)
+        return tuple(promoted)
+
+    def _check_stored(self, name: str, arg: Any) -> None:
+        """Refuse a parameter that is not packed as here, as a checkpoint of another model brings it."""
+        known = next(((spec, layout, shape) for packed, spec, layout, shape in self.packed if packed == name), None)
+        if arg is None or (known is None and not isinstance(arg, QArray)):
+            return
+        held = f"{arg.spec} of {arg.shape}" if isinstance(arg, QArray) else f"an array of {arg.shape}"
+        if known is None:
+            raise ValueError(f"{name} of the {self.place} is packed as {held}, and this model packs none there")
+        spec, layout, shape = known
+        laid = shape if layout is None else layout.shape(shape)
+        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, laid):
+            raise ValueError(
+                f"{name} of the {self.place} is {held}, and this model holds it packed as {spec} of {laid}: it belongs "
+                "to a model with another rule or shape"
+            )
+
+    def _unpacked(self, name: str, stored: QArray, dtype: Any) -> Array:
+        layout, shape = next((layout, shape) for packed, _, layout, shape in self.packed if packed == name.strip("*"))
+        numbers = dequantize(stored, dtype)
+        return numbers if layout is None else layout.back(numbers, shape)
+
+
+class Attention(Product):
+    """In place of `flax.nnx.dot_product_attention`: both products with rounded operands."""
+
+    calibrates: ClassVar[bool] = False
+
+    def __call__(self, *args: Any, module: nnx.Module | None = None, **kwargs: Any) -> Array:
+        y, weights = attention(*args, **kwargs, how=self.how, keys=(self.key(), self.key()))
+        if module is not None:
+            module.sow(nnx.Intermediate, "attention_weights", weights)
+        return y

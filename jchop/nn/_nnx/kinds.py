@@ -1,0 +1,183 @@
+"""The table of layers and of their roundings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+
+from jchop._products.contraction import letters_of
+from jchop._products.layout import Layout, as_gain
+from jchop._products.rule import Rule
+from jchop.nn._nnx import hooks
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["KINDS", "Kind", "einsum_layouts"]
+
+_LINEAR = MappingProxyType({"kernel": "weight", "bias": "bias"})
+_NORM = MappingProxyType({"scale": "weight", "bias": "bias"})
+#: The fields of a rule that a product of a layer has.
+PRODUCT_FIELDS = ("gradient", "weight_gradient", "matmul")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One layer of Flax, and the places in it.
+
+    Args:
+        parameters: its parameters, each with the field of a rule that it is rounded by.
+        slots: what its `promote_dtype` is given, one tuple for each number of arrays: names of parameters,
+            ``"inputs"``, others (``""``); with a star those that the product rounds.
+        product: the attribute that multiplies, the site that replaces it, and Flax's function.
+        layout: of its weights, as the product sums over them. Default: as they lie.
+        inputs: layout of the inputs, if `promote_dtype` rounds them. Default: their own axes.
+        axes: how many axes that parameter has; more of them in front come of a stack of layers.
+        unrounded: whether there is a product that backward roundings cannot reach.
+        output: whether `output` is rounded: not if an inner layer returns it.
+    """
+
+    parameters: Mapping[str, str]
+    slots: tuple[tuple[str, ...], ...] = ()
+    product: tuple[str, type[hooks.Product], tuple[Any, ...]] | None = None
+    layout: Callable[[Any], Layout] | None = None
+    inputs: Callable[[Any], Layout] | None = None
+    axes: Callable[[Any], int] = lambda layer: 1
+    unrounded: bool = False
+    output: bool = True
+
+    def fields(self, layer: Any) -> tuple[str, ...]:
+        """The fields of a rule that say something for a layer of this kind."""
+        held = [role for name, role in self.parameters.items() if getattr(layer, name) is not None]
+        taken = ["activation"] if self.product or any("inputs" in slots for slots in self.slots) else []
+        return (
+            *dict.fromkeys(held),
+            *taken,
+            *["output"] * self.output,
+            *(PRODUCT_FIELDS if self.product else ()),
+            *["scale_from"] * self.keeps_scales,
+            *["cache"] * self.caches,
+        )
+
+    def spec(self, rule: Rule, name: str) -> Spec | None:
+        """The spec of a rule for a parameter."""
+        spec = getattr(rule, self.parameters[name])
+        return as_gain(spec) if name == "scale" else spec
+
+    @property
+    def caches(self) -> bool:
+        """Whether it keeps keys and values."""
+        return self.product is not None and self.product[1] is hooks.Attention
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether its product is of an input and a kernel, whose scales can be kept."""
+        return self.product is not None and self.layout is not None
+
+
+def _matrix(layer: Any) -> Layout:
+    return Layout((1,), (0,))
+
+
+def _general(layer: nnx.LinearGeneral) -> Layout:
+    batch, summed = len(layer.batch_axis), len(layer.in_features)
+    kept = (*range(batch), *range(batch + summed, batch + summed + len(layer.out_features)))
+    return Layout(kept, tuple(range(batch, batch + summed)))
+
+
+def einsum_layouts(subscripts: str, *ndims: int) -> tuple[Layout, Layout]:
+    """The layouts of both arrays of an einsum: indices of a batch, others that stay, those that are summed over."""
+    left, right, result = letters_of(subscripts, *ndims)
+    both = [letter for letter in left if letter in right]
+    batch, summed = ([letter for letter in both if (letter in result) is kept] for kept in (True, False))
+
+    def of(term: str) -> Layout:
+        kept = [*batch, *(letter for letter in term if letter not in both)]
+        return Layout.of([term.index(letter) for letter in kept], [term.index(letter) for letter in summed])
+
+    return of(left), of(right)
+
+
+def _of_einsum(layer: nnx.Einsum) -> Layout:
+    left = layer.einsum_str.partition(",")[0]
+    return einsum_layouts(layer.einsum_str, len(left.replace("...", "")), len(layer.kernel_shape))[1]
+
+
+def _of_conv(layer: nnx.Conv) -> Layout:
+    space = len(layer.kernel_size)
+    return Layout((space + 1,), tuple(range(space + 1)))
+
+
+def _of_transposed(layer: nnx.ConvTranspose) -> Layout:
+    space = len(layer.kernel_size)
+    inside, out = (space + 1, space) if layer.transpose_kernel else (space, space + 1)
+    return Layout((out,), (*range(space), inside))
+
+
+_DOT = ("dot_general", hooks.DotGeneral, (lax.dot_general, None))
+_PRODUCT = (("*inputs", "*kernel", "bias"),)
+
+#: Every layer that can be quantized. Cells of recurrent networks consist of Linear layers.
+KINDS: Mapping[type, Kind] = MappingProxyType(
+    {
+        nnx.Linear: Kind(_LINEAR, _PRODUCT, _DOT, _matrix, axes=lambda layer: 2),
+        nnx.LoRALinear: Kind(_LINEAR, _PRODUCT, _DOT, _matrix, axes=lambda layer: 2),
+        nnx.LinearGeneral: Kind(
+            _LINEAR,
+            _PRODUCT,
+            _DOT,
+            _general,
+            axes=lambda v: len(v.batch_axis) + len(v.in_features) + len(v.out_features),
+        ),
+        nnx.Einsum: Kind(
+            _LINEAR,
+            _PRODUCT,
+            ("einsum_op", hooks.Einsum, (jax.numpy.einsum,)),
+            _of_einsum,
+            axes=lambda layer: len(layer.kernel_shape),
+        ),
+        nnx.Conv: Kind(
+            _LINEAR,
+            _PRODUCT,
+            ("conv_general_dilated", hooks.Convolution, (lax.conv_general_dilated,)),
+            _of_conv,
+            axes=lambda layer: len(layer.kernel_size) + 2,
+        ),
+        nnx.ConvTranspose: Kind(
+            _LINEAR,
+            (("inputs", "kernel", "bias"),),
+            None,
+            _of_transposed,
+            lambda layer: Layout((0,), tuple(range(1, len(layer.kernel_size) + 2))),
+            axes=lambda layer: len(layer.kernel_size) + 2,
+            unrounded=True,
+        ),
+        nnx.Embed: Kind(
+            MappingProxyType({"embedding": "weight"}),
+            (("embedding",), ("*inputs", "*embedding")),
+            ("product", hooks.DotGeneral, (None,)),
+            axes=lambda layer: 2,
+        ),
+        nnx.BatchNorm: Kind(_NORM, (("inputs", "", "", "scale", "bias"),)),
+        nnx.LayerNorm: Kind(_NORM, (("inputs", "scale", "bias"),)),
+        nnx.RMSNorm: Kind(MappingProxyType({"scale": "weight"}), (("inputs", "scale"),)),
+        nnx.GroupNorm: Kind(_NORM, (("inputs", "scale", "bias"),)),
+        nnx.InstanceNorm: Kind(_NORM, (("inputs", "scale", "bias"),)),
+        nnx.LoRA: Kind(
+            MappingProxyType({"lora_a": "weight", "lora_b": "weight"}),
+            (("inputs", "lora_a", "lora_b"),),
+            layout=_matrix,
+            axes=lambda layer: 2,
+            unrounded=True,
+        ),
+        nnx.MultiHeadAttention: Kind(
+            MappingProxyType({}), (), ("attention_fn", hooks.Attention, (nnx.dot_product_attention,)), output=False
+        ),
+    }
+)

@@ -1,0 +1,258 @@
+"""The quantized layers: a generated class for each layer of Flax, and the conversion of Flax's layers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from jchop._checks import check_choice
+from jchop._products.rule import FIELDS, Rule, as_rules, left_alone, rules_of
+from jchop.nn import _cache
+from jchop.nn._nnx import hooks
+from jchop.nn._nnx.attach import QuantizedParam, attach, attach_emulated
+from jchop.nn._nnx.kinds import KINDS, Kind
+from jchop.nn._nnx.modules import Placed, modules_of
+from jchop.nn._nnx.programs import is_program
+from jchop.nn._scale_state.sources import Source
+
+Array = jax.Array
+Mode = Literal["qat", "ptq", "weight_only", "emulate"]
+MODES = ("qat", "ptq", "weight_only", "emulate")
+
+__all__ = [
+    "CLASSES", "MODES", "Mode", "apply", "check_modes", "layers_of", "needs_program", "own_parameters", "placed_layers",
+]  # fmt: skip
+
+
+# What a quantized layer adds to one of Flax stands in the class itself: a class with one more parent could not become
+# that of a layer that is there already.
+def _call(base: type) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.emulation is not None:
+            return self.emulation(base.__call__, self, args, kwargs)
+        return _finished(self, base.__call__(self, *args, **kwargs))
+
+    return __call__
+
+
+def _finished(layer: Any, y: Any) -> Any:
+    return y if layer.output is None else layer.output(y)
+
+
+def _attend(self: Any, query: Array, out_sharding: Any = None) -> Array:
+    """The product of `query` with every embedding, as that of `flax.nnx.Embed`."""
+    query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+    y = self.product(query, embedding, (((query.ndim - 1,), (1,)), ((), ())), out_sharding=out_sharding)
+    return _finished(self, y)
+
+
+_usual_attention = _call(nnx.MultiHeadAttention)
+
+
+def _attention(
+    self: Any,
+    inputs_q: Array,
+    inputs_k: Array | None = None,
+    inputs_v: Array | None = None,
+    *,
+    decode: bool | None = None,
+    **more: Any,
+) -> Array:
+    if self.cache is None or not (self.decode if decode is None else decode):
+        return _usual_attention(self, inputs_q, inputs_k, inputs_v, decode=decode, **more)
+    if inputs_k is not None or inputs_v is not None:
+        raise ValueError("inputs_k and inputs_v have no effect with a packed cache, which holds keys and values")
+    return _cache.attend(self, self.cache, inputs_q, **more)
+
+
+def _init_cache(self: Any, input_shape: Sequence[int], dtype: Any = jax.numpy.float32) -> None:
+    """An empty cache for sequences of `input_shape`, (..., length, features), packed if the rule has a `cache`."""
+    if self.cache is None:
+        nnx.MultiHeadAttention.init_cache(self, tuple(input_shape), dtype)
+    else:
+        _cache.init_cache(self, input_shape, dtype, self.cache)
+
+
+_MORE: Mapping[type, Mapping[str, Any]] = MappingProxyType(
+    {
+        nnx.Embed: {"attend": _attend},
+        nnx.MultiHeadAttention: {"__call__": _attention, "init_cache": _init_cache, "cache": None},
+    }
+)
+#: Made of layers alone: there is nothing to round in them but those.
+_MADE_OF_LAYERS = (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell)
+
+
+def _initialize(base: type) -> Any:
+    def __init__(self: Any, *args: Any, rule: Rule, rngs: nnx.Rngs, mode: Mode = "qat", **kwargs: Any) -> None:
+        base.__init__(self, *args, rngs=rngs, **kwargs)
+        apply(self, as_rules(rule), mode, rngs)
+
+    return __init__
+
+
+def _make(base: type) -> type:
+    name = base.__name__
+    doc = f"""`flax.nnx.{name}`, quantized.
+
+    Args:
+        args: as for the layer of Flax.
+        rule: a `Rule`; its path has no effect.
+        rngs: as of the layer of Flax; stochastic roundings draw from the stream that the rule names.
+        mode: as in `quantize`. Default ``"qat"``.
+        kwargs: as for the layer of Flax.
+    """
+    added = {"__call__": _call(base), "output": None, "emulation": None, **_MORE.get(base, {})} if base in KINDS else {}
+    return type(name, (base,), {"__init__": _initialize(base), "__doc__": doc, "__module__": __name__, **added})
+
+
+#: The quantized class of each class of Flax.
+CLASSES: Mapping[type, type] = MappingProxyType({base: _make(base) for base in (*KINDS, *_MADE_OF_LAYERS)})
+BatchNorm: Any = CLASSES[nnx.BatchNorm]
+Conv: Any = CLASSES[nnx.Conv]
+ConvTranspose: Any = CLASSES[nnx.ConvTranspose]
+Einsum: Any = CLASSES[nnx.Einsum]
+Embed: Any = CLASSES[nnx.Embed]
+GRUCell: Any = CLASSES[nnx.GRUCell]
+GroupNorm: Any = CLASSES[nnx.GroupNorm]
+InstanceNorm: Any = CLASSES[nnx.InstanceNorm]
+LSTMCell: Any = CLASSES[nnx.LSTMCell]
+LayerNorm: Any = CLASSES[nnx.LayerNorm]
+Linear: Any = CLASSES[nnx.Linear]
+LinearGeneral: Any = CLASSES[nnx.LinearGeneral]
+LoRA: Any = CLASSES[nnx.LoRA]
+LoRALinear: Any = CLASSES[nnx.LoRALinear]
+MultiHeadAttention: Any = CLASSES[nnx.MultiHeadAttention]
+OptimizedLSTMCell: Any = CLASSES[nnx.OptimizedLSTMCell]
+RMSNorm: Any = CLASSES[nnx.RMSNorm]
+SimpleCell: Any = CLASSES[nnx.SimpleCell]
+
+
+def placed_layers(model: nnx.Module) -> Iterator[tuple[Placed, Kind | None]]:
+    """Every module with parameters of its own or a line in the table, with its paths, and that line."""
+    for placed in modules_of(model):
+        kind = KINDS.get(type(placed.module)) or KINDS.get(_base(type(placed.module)))
+        if isinstance(placed.module, hooks.Site | Source):
+            continue
+        if kind is not None or own_parameters(placed):
+            yield placed, kind
+
+
+def layers_of(model: nnx.Module) -> Iterator[tuple[str, Any, Kind | None]]:
+    """As `placed_layers`: the first path of each, the module itself, and its line."""
+    for placed, kind in placed_layers(model):
+        yield placed.paths[0], placed.module, kind
+
+
+def _base(cls: type) -> Any:
+    """The class of Flax that a class was made from."""
+    return next((base for base, made in CLASSES.items() if made is cls), None)
+
+
+def own_parameters(placed: Placed) -> dict[str, nnx.Variable]:
+    """The parameters of a module by name, without those of modules below it."""
+    return {name: value for name, value in placed.own.items() if isinstance(value, nnx.Param | QuantizedParam)}
+
+
+def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
+    """Quantize every layer of a model that a rule matches, in place."""
+    check_modes(rules, mode)
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
+    chosen = []
+    for placed, kind in placed_layers(model):
+        chosen.append((rules_of(placed.paths, rules), placed, kind))
+    check_rules(rules, [(number, placed.module, kind) for numbers, placed, kind in chosen for number in numbers])
+    for numbers, placed, kind in chosen:
+        if not numbers or not rules[number := numbers[0]].rounds:
+            continue
+        layer, path = placed.module, placed.paths[0]
+        if kind is None:
+            raise NotImplementedError(
+                f"{type(layer).__name__} at {path!r} has parameters ({', '.join(own_parameters(placed))}) and is "
+                f"none of the layers that can be quantized: {', '.join(sorted(cls.__name__ for cls in KINDS))}. "
+                f"{left_alone(placed.paths, rules[number])}"
+            )
+        before = _strip(layer, kind)
+        layer.__class__ = CLASSES.get(type(layer), type(layer))
+        if mode == "emulate":
+            attach_emulated(layer, kind, rules[number], path, rngs)
+        else:
+            attach(layer, kind, rules[number], path, packed=mode != "qat", rngs=rngs, before=before)
+
+
+def check_modes(rules: Sequence[Rule], mode: str, program: bool = False) -> None:
+    """Refuse a mode that is none, and fields of rules that it does not have."""
+    check_choice("mode", mode, MODES)
+    if program and mode == "emulate":
+        raise ValueError("mode='emulate' is for layers of Flax: leave out inputs, or use jchop.emulate on the function")
+    for rule in rules:
+        _check_mode(rule, mode)
+
+
+def needs_program(model: nnx.Module, rules: Sequence[Rule], mode: str) -> bool:
+    """Whether a rule that rounds matches a module with parameters that is no layer of Flax, or multiplies codes."""
+    if mode == "emulate" or is_program(model):
+        return mode != "emulate"
+    if any(rule.product == "codes" for rule in rules):
+        return True
+    found = (rules_of(placed.paths, rules) for placed, kind in placed_layers(model) if kind is None)
+    return any(numbers and rules[numbers[0]].rounds for numbers in found)
+
+
+def _strip(layer: Any, kind: Kind) -> Any:
+    """Put Flax's functions back in the places of sites, so that a layer can be quantized in another way.
+
+    Returns:
+        The site of the product, whose scales may be kept; None if there was none.
+    """
+    if type(layer) in KINDS:
+        return None
+    before = None
+    if kind.slots and isinstance(promote := hooks.site_in(layer, "promote_dtype"), hooks.Promote):
+        layer.promote_dtype = nnx.static(promote.base)
+    if kind.product is not None and isinstance(site := hooks.site_in(layer, kind.product[0]), hooks.Product):
+        before = site
+        setattr(layer, kind.product[0], nnx.static(kind.product[2][0]))
+    for name in ("output", "emulation", "cache"):
+        if name in vars(layer):
+            delattr(layer, name)
+    return before
+
+
+def check_rules(rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | None]]) -> None:
+    """Refuse rules that match no layer, and fields without effect on any layer that they match."""
+    for number, rule in enumerate(rules):
+        matched = [(layer, kind) for n, layer, kind in chosen if n == number]
+        if not matched:
+            raise ValueError(
+                f"{rule} matches no layer with parameters, or only layers that an earlier rule matches; "
+                "jchop.nn.report(model) lists the layers"
+            )
+        used = {name for layer, kind in matched if kind is not None for name in kind.fields(layer)}
+        idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
+        if idle and all(kind is not None for _, kind in matched):
+            raise ValueError(
+                f"{rule}: {', '.join(idle)} has no effect on any of its layers: "
+                f"{', '.join(sorted({type(layer).__name__ for layer, _ in matched}))}"
+            )
+
+
+#: The fields of a rule that a mode allows, and its purpose.
+_FIELDS = {
+    "weight_only": (("weight", "bias", "cache", "scale_from"), "rounds weights, biases and caches; use mode='ptq'"),
+    "emulate": (("activation", "matmul"), "rounds every operation to activation, with the sums of matmul"),
+}
+
+
+def _check_mode(rule: Rule, mode: str) -> None:
+    if mode not in _FIELDS:
+        return
+    allowed, why = _FIELDS[mode]
+    wrong = [name for name in FIELDS if getattr(rule, name) is not None and name not in allowed]
+    if wrong:
+        raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {why}")

@@ -1,0 +1,84 @@
+"""`quantize`: converts a model into one whose layers round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from jchop._products.rule import Rule, as_rules
+from jchop.nn._nnx.layers import Mode, apply, check_modes, needs_program
+from jchop.nn._nnx.programs import Inputs, quantize_program
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+__all__ = ["quantize"]
+
+
+def quantize(
+    model: Model,
+    rules: Rule | Iterable[Rule],
+    mode: Mode = "qat",
+    *,
+    inputs: Inputs | None = None,
+    rngs: nnx.Rngs | None = None,
+) -> Model:
+    """A copy of a model that rounds by rules.
+
+    With `inputs`, or if a rule matches a module with parameters that is no layer of Flax, the *program* of the model is
+    quantized: `jchop.quantize_fn` runs each of its methods, and rounds the parameters that reach products, whatever
+    modules they are in. A rule then may have `weight`, `bias`, `activation`, `gradient`, `weight_gradient`, `matmul`.
+    Rules are for calls of the model itself; a submodule that is called from outside is the plain one.
+
+    Without `inputs`, the *layers* of the model are quantized: they become layers of `jchop.nn` with the same name,
+    parameters and paths, which round in place of Flax's `dot_general`, `conv_general_dilated`, `einsum_op`,
+    `attention_fn` and `promote_dtype`, and round their result. A product in the model's own code, ``x @ kernel``, is
+    not rounded then. `scale_from`, `calibrate`, `output` and `cache` need layers.
+
+    Layers without a rule do not change; `report` lists the effect on each.
+
+    Args:
+        model: a module of Flax NNX, or a quantized one, which is then quantized again. Calibrated and learned scales
+            (`calibrate`, `Rule.scale_from`) are kept if the rounding of the operand is the same.
+        rules: a `Rule`, or several; the first that matches a layer's path applies.
+        mode: ``"qat"`` (default): parameters are rounded at each use, with straight-through gradients. ``"ptq"``:
+            weights and biases are rounded once and stored packed, as `QuantizedParam`; other tensors are rounded at
+            each use. ``"weight_only"``: like ``"ptq"``, and a rule may round nothing else. These three compute the same
+            numbers, bit for bit, if the rounding is not stochastic. ``"emulate"``: `jchop.emulate` runs the layer, with
+            every operation rounded to the rule's activation, and sums by its matmul.
+        inputs: example arguments of the model's call, ``(x,)``, or of several methods, ``{"decode": (x, step)}``:
+            arrays or `jax.ShapeDtypeStruct`. With them the program is quantized. They are required to pack a model that
+            is not made of layers of Flax alone. Default None.
+        rngs: `flax.nnx.Rngs`, required if a rule is stochastic: every rounding draws from its own stream, forked from
+            the one named by the rule, and advances it, like a dropout.
+
+    Returns:
+        The new model. Arrays that did not change are shared with the given one.
+
+    Raises:
+        TypeError: for invalid rules or `rngs`.
+        ValueError: for a rule that matches no layer, or has a field without effect on those it matches; a layer with
+            its own functions instead of Flax's; a stochastic rule without `rngs`.
+        NotImplementedError: for a product that is out of reach, or a field that a program does not have.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(4, 2, rngs=nnx.Rngs(1)))
+        >>> rules = [jc.nn.Rule("layers/2"), jc.nn.Rule(weight="int4(group=all)", activation="int8(group=all)")]
+        >>> trained, packed = jc.nn.quantize(model, rules), jc.nn.quantize(model, rules, mode="ptq")
+        >>> x = jnp.linspace(-1, 1, 24).reshape(3, 8)
+        >>> bool((trained(x) == packed(x)).all()), packed.layers[0].kernel[...].nbytes
+        (True, 32)
+    """
+    given = as_rules(rules)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={model!r} must be a module of Flax NNX; for one of Linen use jchop.nn.linen.quantize")
+    result: Any = nnx.merge(*nnx.split(model), copy=True)  # variables of its own, holding the same arrays
+    if inputs is None and not needs_program(result, given, mode):
+        apply(result, given, mode, rngs)
+    else:
+        check_modes(given, mode, program=True)
+        quantize_program(result, given, mode, inputs, rngs)
+    return result

@@ -1,0 +1,1 @@
+"""Scales of activations that are state or parameters."""

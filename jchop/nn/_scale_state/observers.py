@@ -1,0 +1,132 @@
+"""The observers of `calibrate`, one for each method: they record the inputs of a layer and return a range."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._checks import check_choice
+from jchop._settings import compiled
+from jchop.formats import UniformFormat
+from jchop.nn._scale_state.histogram import Histogram, add, entropy_threshold
+from jchop.nn._scale_state.static import round_within
+from jchop.rounding import Rounding
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["Observer", "observer_of"]
+
+_PERCENTILE = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,99})?)\)")
+#: So many ranges are tried, each a share of that of the data; as torchao does.
+_STEPS = 100
+
+
+class Observer(Protocol):
+    """Sees the inputs of one layer, batch by batch."""
+
+    def see(self, x: Array) -> None:
+        """Note one."""
+        ...
+
+    def range(self) -> Array | None:
+        """The range of all recorded inputs; None if there are none."""
+        ...
+
+
+class _OfBatches:
+    """A range for each batch, and of those the widest or the mean; of numbers that are not finite each counts as 0."""
+
+    def __init__(self, find: Callable[[Array], Array], combine: str) -> None:
+        self.find, self.combine = find, combine
+        self.found: list[Array] = []
+
+    def see(self, x: Array) -> None:
+        self.found.append(self.find(jnp.where(jnp.isfinite(x), x, 0)))
+
+    def range(self) -> Array | None:
+        if not self.found:
+            return None
+        ranges = jnp.stack(self.found)
+        return ranges.mean(0) if self.combine == "mean" else jnp.stack([ranges[:, 0].min(), ranges[:, 1].max()])
+
+
+class _OfAll:
+    """One histogram of all batches, cut at the bin that loses the least information."""
+
+    def __init__(self, spec: Spec) -> None:
+        element = spec.element
+        if not isinstance(element, UniformFormat):
+            raise ValueError(f"method='entropy' counts even levels, and {str(spec)!r} has none; use 'mse'")
+        shifts = spec.scaled is not None and bool(spec.scaled.zero_point)
+        codes = element.max_code - element.min_code + 1
+        # Of magnitudes, for numbers of both signs and for numbers of one sign.
+        self.levels = (codes // 2, codes) if shifts else (element.max_code + 1,) * 2
+        self.histogram, self.least, self.most = Histogram.empty(), 0.0, 0.0
+
+    def see(self, x: Array) -> None:
+        values = np.asarray(x, np.float64)
+        self.histogram = add(self.histogram, values)
+        finite = values[np.isfinite(values)]
+        self.least = min(self.least, float(finite.min(initial=0.0)))
+        self.most = max(self.most, float(finite.max(initial=0.0)))
+
+    def range(self) -> Array | None:
+        if not self.histogram.counts.any():
+            return None
+        levels = self.levels[not self.least < 0 < self.most]
+        end = entropy_threshold(self.histogram.counts, levels) * self.histogram.width
+        return jnp.asarray(np.clip([self.least, self.most], -end, end), jnp.float32)
+
+
+def observer_of(method: str, combine: str) -> Callable[[Spec], Observer]:
+    """The constructor of an observer for a layer, from the spec of its activation.
+
+    Raises:
+        TypeError, ValueError: for another method or combination.
+    """
+    check_choice("combine", combine, ("widest", "mean"))
+    if method == "entropy":
+        if combine != "widest":
+            raise ValueError(f"combine={combine!r} is of the ranges of batches; method='entropy' has one of them all")
+        return _OfAll
+    if method == "minmax":
+        return lambda spec: _OfBatches(_minmax, combine)
+    if method == "mse":
+        return lambda spec: _OfBatches(partial(_least_error, spec=spec), combine)
+    found = _PERCENTILE.fullmatch(method) if isinstance(method, str) else None
+    if found is None or not 0 < float(found[1]) <= 100:
+        raise ValueError(f"method={method!r} must be 'minmax', 'mse', 'entropy', or 'percentile(q)' with 0 < q <= 100")
+    share = float(found[1])
+    return lambda spec: _OfBatches(partial(_within, share=share), combine)
+
+
+def _minmax(x: Array) -> Array:
+    return jnp.stack([x.min(), x.max()])
+
+
+def _within(x: Array, share: float) -> Array:
+    # In float32, places among thousands of numbers are off: those of NumPy are in float64.
+    most = float(np.percentile(np.abs(np.asarray(x, np.float64)), share))
+    return jnp.clip(_minmax(x), -most, most)
+
+
+@partial(compiled, static_argnames="spec")
+def _least_error(x: Any, spec: Spec) -> Array:
+    """The share of the range of `x` under which rounding to nearest leaves the least square error."""
+    nearest = replace(spec, rounding=Rounding.NEAREST_EVEN) if spec.rounding.stochastic else spec
+    span = _minmax(x).astype(jnp.float32)
+
+    def error(share: Array) -> Array:
+        rounded = round_within(x, nearest, share * span)
+        return jnp.sum(jnp.square(rounded.astype(jnp.float32) - x.astype(jnp.float32)))
+
+    shares = jnp.arange(1, _STEPS + 1, dtype=jnp.float32) / _STEPS
+    return shares[jnp.argmin(jax.lax.map(error, shares))] * span

@@ -1,0 +1,264 @@
+"""The safetensors file format: a header with the position of each tensor, then the bytes.
+
+The layout is that of https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
+endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
+texts), the data. It is read and written directly, so that tensors can be processed in chunks, and with dtypes that
+plain NumPy lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import ml_dtypes
+import numpy as np
+
+from jchop._files import open_regular
+from jchop.storage._files.json import MOST_ENTRIES, Reader, read_object, shown, small, strings
+
+#: The dtypes of the format by name.
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
+#: The longest header, in bytes, and the most axes of a tensor, as in NumPy.
+_LONGEST = 1 << 24
+_MOST_AXES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file.
+
+    Args:
+        dtype: of its elements.
+        shape: C order.
+        start: its first byte, counted from the end of the header.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of its dtype in the format.
+
+        Raises:
+            TypeError: if the format does not have it.
+        """
+        if self.dtype not in _NAMES:
+            raise TypeError(f"dtype {self.dtype} is none of a safetensors file; allowed: {', '.join(map(str, _NAMES))}")
+        return _NAMES[self.dtype]
+
+
+class TensorFile:
+    """A safetensors file open for reading: it reads the header at once, the bytes of each tensor on request.
+
+    A file is refused if the reference implementation refuses it, and if it has a duplicate key. The whole header is
+    checked before memory is allocated for a tensor.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a valid safetensors file; the message has the reason. Headers of more than 16 MiB,
+            arrays of more than 64 axes and dtypes that JAX lacks are refused, too.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = open_regular(self.path)
+        try:
+            self.entries, self.metadata, self._data = _read_header(self._file, self.path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def read(self, name: str, start: int = 0, count: int | None = None) -> np.ndarray:
+        """A whole tensor, or `count` of its elements from `start` on in C order, as a vector.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it has become shorter, or the tensor does not fit in memory.
+        """
+        entry = self.entries[name]
+        try:
+            array = np.empty(entry.shape if count is None else (count,), entry.dtype)
+        except MemoryError:
+            raise ValueError(f"{self.path}: tensor {name!r} of {entry.nbytes} bytes does not fit in memory") from None
+        view = array.reshape(-1).view(np.uint8).data
+        self._file.seek(self._data + entry.start + start * entry.dtype.itemsize)
+        if self._file.readinto(view) != len(view):
+            raise ValueError(f"{self.path} ends within tensor {name!r}")
+        return array
+
+
+def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Entry], dict[str, str], int]:
+    total = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > total - 8:
+        raise ValueError(f"{path} is not a safetensors file: its first eight bytes are not the length of a header")
+    if length > _LONGEST:
+        raise ValueError(
+            f"{path} is not a safetensors file: its header would take {length} bytes, and at most {_LONGEST}"
+        )
+    try:
+        # Each entry is checked when it is parsed, because parsed JSON takes more memory than its text.
+        header = read_object(file.read(length).decode("utf-8"), partial(_reader, total - 8 - length))
+        metadata = header.pop(_METADATA, {})
+        _check_places(header, total - 8 - length)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a safetensors file: bad header ({error})") from None
+    return header, metadata, 8 + length
+
+
+def _reader(size: int, name: str) -> Reader[Any]:
+    """The reader for the value of a header's key, in a file with `size` bytes of data."""
+
+    def read(text: str, at: int) -> tuple[Entry, int]:
+        fields, end = small(text, at)
+        return _entry(name, fields, size), end
+
+    return strings if name == _METADATA else read
+
+
+def _entry(name: str, fields: Any, size: int) -> Entry:
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
+        raise ValueError(f"tensor {shown(name)} must be an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"tensor {shown(name)}: dtype {shown(dtype)} is not known")
+    if not are_counts(shape) or len(shape) > _MOST_AXES or math.prod(n or 1 for n in shape) >> 58:
+        allowed = f"a list of integers >= 0, at most {_MOST_AXES} and of a product below 2^58"
+        raise ValueError(f"tensor {shown(name)}: shape {shown(shape)} must be {allowed}")
+    if not are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor {shown(name)}: data_offsets {shown(offsets)} do not fit: they are not two integers")
+    entry = Entry(DTYPES[dtype], tuple(shape), offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes or offsets[1] > size:
+        raise ValueError(f"tensor {shown(name)}: data_offsets {offsets} do not fit shape {shown(shape)} and the file")
+    return entry
+
+
+def are_counts(numbers: Any) -> bool:
+    """Whether `numbers` is a list of integers >= 0, without booleans."""
+    return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
+
+
+def _check_places(entries: Mapping[str, Entry], size: int) -> None:
+    """Checks that the tensors fill the data, without gaps and overlaps, like the reference implementation."""
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start != at:
+            raise ValueError(f"tensor {shown(name)} begins at byte {entry.start} of the data, and must at {at}")
+        at += entry.nbytes
+    if at != size:
+        raise ValueError(f"the tensors fill {at} bytes, and the file has {size}")
+
+
+def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The same tensors in consecutive positions; wide elements come first, so that all are aligned."""
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # stable
+    placed: dict[str, Entry] = {}
+    start = 0
+    for name in order:
+        placed[name] = Entry(tensors[name].dtype, tensors[name].shape, start)
+        start += placed[name].nbytes
+    return placed
+
+
+class TensorWriter:
+    """Writes the header of a safetensors file, then chunks of tensors in any order.
+
+    Args:
+        file: open for writing, at its start, and seekable.
+        entries: the tensors, as returned by `lay_out`.
+        metadata: texts for the header.
+
+    Raises:
+        TypeError: for a dtype that the format does not have.
+        ValueError: for a tensor with the name of the metadata, or a header that is too long for `TensorFile`.
+    """
+
+    def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        if _METADATA in entries:
+            raise ValueError(f"no tensor can have the name {_METADATA!r}")
+        fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+        for name, entry in entries.items():
+            fields[name] = {
+                "dtype": entry.dtype_name,
+                "shape": list(entry.shape),
+                "data_offsets": [entry.start, entry.start + entry.nbytes],
+            }
+        header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        header += b" " * (-len(header) % 8)
+        if len(header) > _LONGEST or max(len(entries), len(metadata)) > MOST_ENTRIES:
+            raise ValueError(
+                f"{len(entries)} tensors and {len(metadata)} metadata make a header of {len(header)} bytes; a file has "
+                f"at most {MOST_ENTRIES} of each and a header of {_LONGEST}"
+            )
+        self._file, self._entries, self._data = file, entries, 8 + len(header)
+        self._written = dict.fromkeys(entries, 0)
+        file.write(len(header).to_bytes(8, "little") + header)
+
+    def write(self, name: str, chunk: np.ndarray) -> None:
+        """Writes the next bytes of a tensor, in C order, at their position."""
+        entry = self._entries[name]
+        data = np.ascontiguousarray(chunk, entry.dtype).reshape(-1).view(np.uint8).data
+        at = self._written[name]
+        if at + len(data) > entry.nbytes:
+            raise ValueError(f"tensor {name!r} takes {entry.nbytes} bytes, and {at + len(data)} are written")
+        self._file.seek(self._data + entry.start + at)
+        self._file.write(data)
+        self._written[name] = at + len(data)
+
+    def finish(self) -> None:
+        """Checks that every byte was written.
+
+        Raises:
+            ValueError: if a tensor lacks bytes.
+        """
+        short = [name for name in self._entries if self._written[name] != self._entries[name].nbytes]
+        if short:
+            raise ValueError(f"tensors not wholly written: {', '.join(short)}")
