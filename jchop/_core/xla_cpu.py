@@ -6,6 +6,7 @@ gone, so that its workaround can go too. Other files name the quirk that they wo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._bits import CARRIERS
+from jchop._settings import compiled
 
-__all__ = ["QUIRKS", "Quirk", "materialize_per_group", "maximum", "prevent_fma"]
+__all__ = ["QUIRKS", "Quirk", "branch", "materialize_per_group", "maximum", "prevent_fma"]
 
 Array = jax.Array
 
@@ -157,6 +159,15 @@ QUIRKS: tuple[Quirk, ...] = (
         "A barrier before the first state is packed (`pack_as_planned` in `optim/_pack.py`).",
     ),
 )
+
+
+def branch(predicate: Array, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
+    """`jax.lax.cond` of functions without arguments, each compiled as a function of its own.
+
+    XLA writes the operands of a branch to memory. If a branch repeats an expression of the program around it, such as
+    the bits of the same numbers, the removal of common expressions would make the result an operand of the branch.
+    """
+    return lax.cond(predicate, lambda: compiled(yes)(), lambda: compiled(no)())
 
 
 def materialize_per_group(values: Any) -> Any:

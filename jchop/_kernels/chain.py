@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jchop._core.arithmetic.chain import chain_body, try_chain
+from jchop._core.xla_cpu import branch
 from jchop._kernels.primitive import make_op
 
 __all__ = ["LEAST_TRIED", "chain_op"]
@@ -24,7 +24,7 @@ _try_op = make_op("jchop_try_chain", try_chain, apart=True)
 
 def _tried(*arrays: Array, **static: Any) -> Array:
     out = _try_op(*arrays, **static)
-    return lax.cond(jnp.any(jnp.isnan(out)), lambda: chain_body(*arrays, **static), lambda: out)
+    return branch(jnp.any(jnp.isnan(out)), lambda: chain_body(*arrays, **static), lambda: out)
 
 
 chain_op = make_op("jchop_chain", chain_body, single_cpu=_tried)

@@ -14,7 +14,7 @@ that moves axes the whole body becomes scalar code, run anew for each use of its
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -251,9 +251,24 @@ def _lower(ctx: Any, op: _Op, fun: Callable[..., Any], args: tuple, apart: bool 
     new = len(module.cached_primitive_lowerings) > known
     if new and "callee" in (call := out[0].owner).attributes:  # else a sharding constraint follows the call
         # JAX writes a constant for each use: a third of the lines are repetitions.
-        function = module.symbol_table[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
-        passmanager.PassManager.parse("func.func(cse)", module.context).run(function.operation)
+        remove = passmanager.PassManager.parse("func.func(cse)", module.context)
+        for function in _functions_of(module.symbol_table, ir.FlatSymbolRefAttr(call.attributes["callee"]).value, {}):
+            remove.run(function.operation)
     return out
+
+
+def _functions_of(table: Any, name: str, found: dict[str, Any]) -> Iterable[Any]:
+    """A function of a module, and those that it calls."""
+    if name not in found:
+        found[name] = table[name]
+
+        def called(operation: Any) -> Any:
+            if operation.name == "func.call":
+                _functions_of(table, ir.FlatSymbolRefAttr(operation.attributes["callee"]).value, found)
+            return ir.WalkResult.ADVANCE
+
+        found[name].operation.walk(called)
+    return found.values()
 
 
 @lru_cache(maxsize=4096)

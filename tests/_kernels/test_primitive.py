@@ -7,6 +7,7 @@ and its neighbours see to the real ones, and test_partitioned compiles for four 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -394,3 +395,18 @@ def test_a_sharded_result_like_the_first_array_keeps_its_sharding(kind):
         assert run(jax.device_put(X, sharding)).sharding.is_equivalent_to(sharding, 2)
     varying = jax.jit(mapped(lambda x: times(op)(x, x[0, 0])))(X)
     np.testing.assert_array_equal(varying, X * X[:, :1] + 1)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "int8(channel=0)", "int8(channel=0,zero_point=integer)"])
+@pytest.mark.parametrize("function", [jc.quantize, jc.round_to_format])
+def test_a_branch_is_given_the_numbers_and_nothing_as_large(function, name):
+    """XLA writes the operands of a branch to memory: each side computes the bits of the numbers itself."""
+    x = jnp.ones((128, 256))
+    text = jax.jit(lambda x: function(x, name)).lower(x).compile().as_text()
+    branches = re.findall(r"conditional\(%[\w.-]+, ([^)]*)\)", text)
+    assert branches
+    for operand in {name for names in branches for name in names.split(", ")}:
+        given = re.search(rf"^\s*{re.escape(operand)} = \((.*?)\) tuple\(", text, re.MULTILINE)
+        assert given is not None, operand
+        sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", given[1])]
+        assert sizes.count(x.size) <= 1 and max(sizes) == x.size, given[1]

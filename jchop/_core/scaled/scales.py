@@ -32,6 +32,7 @@ from jchop._core.arithmetic.quotient import (
 from jchop._core.rounding.codes import decode_elements, encode_elements, extended
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import require_carrier
+from jchop._core.xla_cpu import branch
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,
@@ -299,7 +300,7 @@ def _largest_by_numbers(
         return exactly()
     found = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=axes, keepdims=True), carrier.work)
     normal = (found >= 1 << carrier.fraction) & (found < carrier.inf)
-    return lax.cond(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: found, exactly)
+    return branch(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: found, exactly)
 
 
 def largest_of(

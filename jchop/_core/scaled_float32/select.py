@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_elements
@@ -20,7 +19,7 @@ from jchop._core.scaled import elements
 from jchop._core.scaled.elements import narrow, with_nan
 from jchop._core.scaled.scales import LEAST_TO_BRANCH, Plan, Scales, all_in_safe_range
 from jchop._core.scaled_float32 import codebooks, floats, integers, thresholds
-from jchop._core.xla_cpu import materialize_per_group
+from jchop._core.xla_cpu import branch, materialize_per_group
 
 Array = jax.Array
 
@@ -49,7 +48,7 @@ def branch_on_range(
     in_safe_range = all_in_safe_range(scales, plan)
     if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):
         in_safe_range &= jnp.all((zero >= -integers.MOST_SHIFT) & (zero <= integers.MOST_SHIFT))
-    return lax.cond(in_safe_range, lambda: run(replace(plan, in_safe_range=True)), lambda: run(plan))
+    return branch(in_safe_range, lambda: run(replace(plan, in_safe_range=True)), lambda: run(plan))
 
 
 def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
