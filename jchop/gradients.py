@@ -8,13 +8,18 @@ work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+
+__all__ = ["CustomJvp", "on_cotangent", "with_rule"]
 
 Array = jax.Array
 
@@ -73,3 +78,123 @@ def _batch(args, dims, *, rule, vmaps):
 ad.primitive_jvps[_on_cotangent_p] = _jvp
 ad.primitive_transposes[_on_cotangent_p] = _transpose
 batching.primitive_batchers[_on_cotangent_p] = _batch
+
+
+# -- functions with a rule of their own --------------------------------------------------------------------------------
+
+
+class CustomJvp:
+    """`jax.custom_jvp`, with a rule that JAX keeps.
+
+    JAX drops the rule of a `custom_jvp` if it takes the loop around it apart, for a derivative by reverse mode. The
+    derivative of that derivative is then one of bits. Here the function is a primitive, which stays whole.
+
+    Args:
+        fun: a function of arrays and static values; its results are arrays.
+        nondiff_argnums: the positions of its static arguments. `defjvp` is as in JAX: the rule takes them first.
+    """
+
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.static = frozenset(nondiff_argnums)
+        self.rule: Callable[..., Any] | None = None
+        self.symbolic_zeros = False
+
+    def defjvp(self, rule: Callable[..., Any], symbolic_zeros: bool = False) -> Callable[..., Any]:
+        """Sets the rule."""
+        self.rule, self.symbolic_zeros = rule, symbolic_zeros
+        return rule
+
+    def __call__(self, *args: Any) -> Any:
+        """The results of the function."""
+        static = [arg for i, arg in enumerate(args) if i in self.static]
+        values, tree = jax.tree.flatten(tuple(arg for i, arg in enumerate(args) if i not in self.static))
+
+        def flat(*values: Any) -> Any:
+            fixed, moving = iter(static), iter(jax.tree.unflatten(tree, values))
+            return self.fun(*(next(fixed if i in self.static else moving) for i in range(len(args))))
+
+        def rule(primals: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+            assert self.rule is not None
+            given = [self._zero(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
+            out, moved = self.rule(*static, jax.tree.unflatten(tree, primals), jax.tree.unflatten(tree, given))
+            return jax.tree.leaves(out), [None if _is_zero(t) else t for t in jax.tree.leaves(moved)]
+
+        return with_rule(flat, values, rule)
+
+    def _zero(self, primal: Any) -> Any:
+        aval = jax.typeof(primal).to_tangent_aval()
+        if self.symbolic_zeros:
+            return SymbolicZero(aval)
+        return np.zeros(aval.shape, aval.dtype) if aval.dtype == jax.dtypes.float0 else jnp.zeros_like(primal)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+
+
+def with_rule(fun: Callable[..., Any], values: Sequence[Any], rule: Callable[..., Any]) -> Any:
+    """``fun(*values)``, whose derivative is what `rule` says.
+
+    Args:
+        fun: a function of arrays; it may not close over tracers.
+        values: the arrays.
+        rule: a function of lists of primals and tangents, with None for a tangent of zero. It returns the lists of the
+            results and of their tangents. None instead of the results stands for those of `fun`.
+    """
+    if not any(isinstance(value, jax.core.Tracer) for value in values):
+        return fun(*values)
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*values)
+    out = _with_rule_p.bind(*values, program=program, rule=rule)
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+_with_rule_p = Primitive("jchop_with_rule")
+_with_rule_p.multiple_results = True
+
+
+def _run(*values: Any, program: Any, **_: Any) -> list[Any]:
+    return list(jaxpr_as_fun(program)(*values))
+
+
+def _abstract(*avals: Any, program: Any, **_: Any) -> Any:
+    del avals
+    return list(program.out_avals), program.effects
+
+
+def _jvp_with_rule(primals: Any, tangents: Any, *, program: Any, rule: Callable[..., Any]) -> Any:
+    given = [None if type(t) is ad.Zero else t for t in tangents]
+    if all(t is None for t in given):
+        out, moved = None, [None] * len(program.out_avals)
+    else:
+        out, moved = rule(list(primals), given)
+    if out is None:
+        out = _with_rule_p.bind(*primals, program=program, rule=rule)
+    zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
+    return out, [zero if t is None else t for t, zero in zip(moved, zeros, strict=True)]
+
+
+def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Callable[..., Any]) -> Any:
+    """The operation of each element of a batch; the axis has its name there if the operation uses it."""
+    if all(dim is None for dim in dims):
+        out = _with_rule_p.bind(*args, program=program, rule=rule)
+        return out, [None] * len(out)
+    uses = any(getattr(effect, "name", None) == axis.name for effect in program.effects)
+    how: Any = {"axis_size": axis.size, "axis_name": axis.name if uses else None, "spmd_axis_name": axis.spmd_name}
+    dims = list(dims)
+    mapped = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), in_axes=tuple(dims), **how))(*args)
+
+    def mapped_rule(primals: list[Any], tangents: list[Any]) -> tuple[Any, list[Any]]:
+        moved = [None if t is None else dim for t, dim in zip(tangents, dims, strict=True)]
+        return jax.vmap(rule, in_axes=(dims, moved), **how)(primals, tangents)
+
+    out = _with_rule_p.bind(*args, program=mapped, rule=mapped_rule)
+    return out, [0] * len(out)
+
+
+_with_rule_p.def_impl(_run)
+_with_rule_p.def_effectful_abstract_eval(_abstract)
+ad.primitive_jvps[_with_rule_p] = _jvp_with_rule
+batching.fancy_primitive_batchers[_with_rule_p] = _batch_with_rule
+mlir.register_lowering(_with_rule_p, mlir.lower_fun(_run, multiple_results=True))

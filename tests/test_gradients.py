@@ -1,16 +1,19 @@
-"""on_cotangent: the identity forward, any rule backward, under every transform."""
+"""Functions with a rule of their own; on_cotangent: the identity forward, any rule backward, under every transform."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
-from jchop.gradients import on_cotangent
+import jchop as jc
+from jchop.gradients import CustomJvp, on_cotangent
 
 
 @dataclass(frozen=True)
@@ -190,3 +193,72 @@ def test_dtypes_and_shapes(dtype):
         x = jnp.ones(shape, dtype)
         got = pull(lambda x: on_cotangent(Scale(2.0), x), x, x)
         assert got.dtype == x.dtype and got.shape == shape and (got == 2).all()
+
+
+# -- functions with a rule of their own --------------------------------------------------------------------------------
+
+START = np.array([0.3, 0.7, -0.5], np.float32)
+KEY = jax.random.key(0)
+STORED = jc.quantize(jax.random.normal(KEY, (3, 3)), "int8(channel=0)")
+STEPS = {
+    "round": lambda x: jc.round_to_format(x * x, "bfloat16"),
+    "stochastic": lambda x: jc.round_to_format(x * x, "bfloat16:stochastic", KEY),
+    "clipped": lambda x: jc.round_to_format(x * x, jc.Spec("e4m3", gradient="clipped")),
+    "scaled": lambda x: jc.round_to_format(x * x, "int8(group=all)"),
+    "multiply": lambda x: jc.math.multiply(x, x, "bfloat16"),
+    "exp": lambda x: jc.math.exp(x, "bfloat16"),
+    "sum": lambda x: x * jc.math.sum(x * x, spec="bfloat16"),
+    "matmul": lambda x: jc.math.matmul(jnp.outer(x, x), x, spec=jc.MatmulSpec(accumulate="bfloat16")),
+    "cumsum": lambda x: jc.math.cumsum(x * x, spec="bfloat16"),
+    "prod": lambda x: x * (1 + jc.math.prod(x + 1, spec="bfloat16")),
+    "max": lambda x: x * jc.math.max(x * x, spec="bfloat16"),
+    "softmax": lambda x: jc.math.softmax(x * x, spec="bfloat16"),
+    "flip_bits": lambda x: jc.flip_bits(x * x, "bfloat16", 0.01, KEY),
+    "dequantize": lambda x: jc.dequantize(STORED) @ (x * x),
+    "quantize": lambda x: jc.dequantize(jc.quantize(x * x, "int8(group=all)")) + x * x,
+    "emulate": lambda x: jc.emulate(lambda x: x * x + jnp.sin(x), "bfloat16")(x),
+}
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("name", STEPS)
+def test_second_derivatives_of_loops(name):
+    """JAX takes a loop apart for a derivative by reverse mode; the rules of the functions in it have to stay."""
+
+    def step(x):
+        return jnp.tanh(STEPS[name](x) + 0.1)
+
+    def loop(x):
+        return lax.scan(lambda x, _: (step(x), None), x, None, length=3)[0].sum()
+
+    want = jax.jit(jax.hessian(lambda x: step(step(step(x))).sum()))(START)
+    assert jnp.abs(want).max() > 1e-6
+    tolerance = {"rtol": 1e-5, "atol": 1e-5 * float(jnp.abs(want).max())}
+    np.testing.assert_allclose(jax.jit(jax.hessian(loop))(START), want, **tolerance)
+    batch = jnp.stack([2 * START, START])
+    np.testing.assert_allclose(jax.jit(jax.vmap(jax.hessian(loop)))(batch)[1], want, **tolerance)
+
+
+def test_custom_jvp():
+    @partial(CustomJvp, nondiff_argnums=(1,))
+    def function(x, factor, rest):
+        return {"a": x["u"] * factor, "b": rest + 1}
+
+    @partial(function.defjvp, symbolic_zeros=True)
+    def rule(factor, primals, tangents):
+        x, rest = primals
+        dx, drest = tangents
+        assert isinstance(dx["unused"], SymbolicZero) and isinstance(drest, SymbolicZero)
+        out = function(x, factor, rest)
+        return out, {"a": 7 * dx["u"], "b": SymbolicZero(jax.typeof(rest).to_tangent_aval())}
+
+    def of(u, rest):
+        return function({"u": u, "unused": jnp.ones(2)}, 3.0, rest)
+
+    u, rest = jnp.arange(2.0), jnp.arange(2)
+    assert of(u, rest)["a"].tolist() == [0.0, 3.0]
+    value, moved = jax.jit(lambda u: jax.jvp(lambda u: of(u, rest)["a"], (u,), (jnp.ones(2),)))(u)
+    assert value.tolist() == [0.0, 3.0] and moved.tolist() == [7.0, 7.0]
+    back = jax.jit(jax.vmap(jax.grad(lambda u, rest: of(u, rest)["a"]), in_axes=(0, None)))(u, rest[0])
+    assert back.tolist() == [7.0, 7.0]
+    assert "jchop_with_rule" in {eqn.primitive.name for eqn in jax.make_jaxpr(of)(u, rest).eqns}

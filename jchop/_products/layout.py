@@ -15,6 +15,7 @@ from jchop._products.rule import StreamOffset
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import split
 from jchop.formats import ScaledFormat
+from jchop.gradients import CustomJvp
 from jchop.spec import Spec
 from jchop.storage._layout import OWN, Kind, kinds_of, with_kinds
 
@@ -124,7 +125,7 @@ def with_nan(x: Array, y: Array, spec: Spec) -> Array:
     return y if spec.scaled is None or spec.element.has_nan else _select(x, y)
 
 
-@jax.custom_jvp
+@CustomJvp
 def _select(x: Array, y: Array) -> Array:
     return jnp.where(jnp.isnan(x), x, y)
 

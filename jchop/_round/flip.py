@@ -21,6 +21,7 @@ from jchop._core.scaled.elements import narrow, widen
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, FloatFormat, UniformFormat
+from jchop.gradients import CustomJvp
 from jchop.spec import Spec, as_spec
 
 Array = jax.Array
@@ -144,7 +145,7 @@ def _flip(x: Array, key: Array, ends: Array, *, fmt: ElementFormat, where: str, 
     return _pass_tangents(x, hit, bit, fmt, where)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+@partial(CustomJvp, nondiff_argnums=(3, 4))
 def _pass_tangents(x: Array, hit: Array, bit: Array, fmt: ElementFormat, where: str) -> Array:
     carrier = CARRIERS[x.dtype.name]
     compute = CARRIERS["float64" if carrier.width == 64 else "float32"]

@@ -25,7 +25,7 @@ from jchop._kernels.scaled import overflowed_scaled, require_scaled, round_scale
 from jchop._round.dask import is_dask, round_blocks
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.gradients import on_cotangent
+from jchop.gradients import CustomJvp, on_cotangent
 from jchop.spec import Gradient, Spec, as_spec
 
 Array = jax.Array
@@ -212,7 +212,7 @@ def _round(x: Array | np.ndarray, keys: Keys, starts: tuple, *, how: _How, place
     return _with_gradient(how, place, jnp.asarray(x), seeds, starts)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@partial(CustomJvp, nondiff_argnums=(0, 1))
 def _with_gradient(how: _How, place: StreamOffset, x: Array, seeds: tuple, starts: tuple) -> Array:
     op = round_with_hardware_bits_op if how.hardware else round_op if how.spec.scaled is None else round_scaled
     op = partial(op, impl=how.impl)

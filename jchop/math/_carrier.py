@@ -14,6 +14,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS
+from jchop.gradients import CustomJvp
 
 Array = jax.Array
 
@@ -53,7 +54,7 @@ def modf(x: Array) -> tuple[Array, Array]:
     return jnp.where(magnitude > infinity, x, rest), whole
 
 
-@jax.custom_jvp
+@CustomJvp
 def frexp(x: Array) -> tuple[Array, Array]:
     """The significand in [0.5, 1) and the int32 exponent of `x`; zeros, infinities and NaN have exponent 0."""
     carrier = CARRIERS[x.dtype.name]

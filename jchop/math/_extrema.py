@@ -17,6 +17,7 @@ from jchop._core.arithmetic.operations import draws
 from jchop._core.rounding.grid import require_carrier
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
+from jchop.gradients import CustomJvp
 from jchop.math._family import check_backward
 from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, check_axis, mask_rows
 from jchop.spec import Spec, as_spec
@@ -227,7 +228,7 @@ def in_order(x: Array, *, zeros_equal: bool = False) -> Array:
     return _bits.ordered(sign, magnitude) if zeros_equal else jnp.where(sign != 0, ~magnitude, magnitude)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(CustomJvp, nondiff_argnums=(0,))
 def extremum(kind: str, rows: Array) -> Array:
     """The largest or the smallest element of each row, by bits; NaN if one is."""
     carrier = CARRIERS[rows.dtype.name]

@@ -19,6 +19,7 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.elementary import elementary_op, rounds
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
+from jchop.gradients import CustomJvp
 from jchop.spec import Spec, as_spec
 
 #: The exact result rounded once: the name of an `operation`, or a function (operands, spec, random words) -> result.
@@ -139,7 +140,7 @@ def as_dtype(values: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda v: v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.floating) else v, values)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@partial(CustomJvp, nondiff_argnums=(0, 1))
 def _exact(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None) -> Array:
     operands = tuple(jnp.broadcast_arrays(*operands))
     word = None if key is None else words(seed_words(key), operands[0])

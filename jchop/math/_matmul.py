@@ -22,6 +22,7 @@ from jchop._kernels.products.matmul import matmul_op
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
+from jchop.gradients import CustomJvp
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -99,7 +100,11 @@ def _matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: st
     keys = None if key is None else split(key, 4)
     x, y = (_operand(v, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((a, b)))
     x, y = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
-    product = partial(_product, spec, impl, a.dtype, seeds=None if keys is None else _seeds(keys, spec))
+    seeds = None if keys is None else _seeds(keys, spec)
+
+    def product(x: Array, y: Array) -> Array:
+        return _product(spec, impl, a.dtype, x, y, seeds)
+
     if y.ndim == 2:  # one matrix for all rows of x
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         out = jnp.squeeze(product(rows[None], y[None]), 0)
@@ -136,7 +141,7 @@ def product_of_matrices(x: Array, y: Array, spec: MatmulSpec, dtype: Any, keys: 
     return _product(spec, "auto", jnp.dtype(dtype), x, y, None if keys[2] is None else _seeds(keys, spec))
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@partial(CustomJvp, nondiff_argnums=(0, 1, 2))
 def _product(spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None) -> Array:
     """The product of rounded arrays of shapes (batch, m, k) and (batch, k, n)."""
     result = matmul_op(x, y, *(() if seeds is None else (seeds,)), impl=impl, spec=spec)

@@ -18,6 +18,7 @@ from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
+from jchop.gradients import CustomJvp
 from jchop.math import _carrier, _exact
 from jchop.math._family import Row, as_dtype, call, check_backward, exactly
 from jchop.spec import Spec, as_spec
@@ -124,7 +125,7 @@ def _ldexp(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
     return as_dtype(_scaled(spec, *jnp.broadcast_arrays(rounded, n), keys[1]), x.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(CustomJvp, nondiff_argnums=(0,))
 def _scaled(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
     return _exact.ldexp(x, n, spec, None if key is None else words(seed_words(key), x))
 

@@ -16,6 +16,7 @@ from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
+from jchop.gradients import CustomJvp
 from jchop.math._family import check_backward
 from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, fold, mask_rows
 from jchop.spec import Spec, as_spec
@@ -140,7 +141,7 @@ def _products(spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_an
     return (jnp.expand_dims(result, axes) if keepdims else result).astype(x.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(CustomJvp, nondiff_argnums=(0,))
 def _prod(spec: Spec, rows: Array, mask: Array | None, key: Array | None) -> Array:
     return product_along(rows, 1, spec, None if key is None else seed_words(key), mask)
 
@@ -170,7 +171,7 @@ def _steps(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None
     return _cumulative(kind, spec, axes, rounded, keys[1]).astype(x.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@partial(CustomJvp, nondiff_argnums=(0, 1, 2))
 def _cumulative(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None) -> Array:
     flat, axis = (x.ravel(), 0) if axes is None else (x, axes[0])
     return cumulative(kind, flat, axis, spec, None if key is None else seed_words(key))

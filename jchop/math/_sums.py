@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jchop._arguments import Array, as_array, checked_key, run
@@ -21,6 +20,7 @@ from jchop._kernels.products.matmul import matmul_op
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
+from jchop.gradients import CustomJvp
 from jchop.math._family import exactly
 from jchop.math._matmul import product_of_matrices, to_dtype
 from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, fold, mask_rows
@@ -300,7 +300,7 @@ def _sum(rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Arra
     return row_sums(rows, spec, keys)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(CustomJvp, nondiff_argnums=(0,))
 def _row_sums(spec: MatmulSpec, rows: Array, key: Array | None) -> Array:
     seeds = None if key is None else jnp.stack([*seed_words(key)] * 2)
     return sum_along(rows, 1, spec, seeds, matmul=matmul_op)

@@ -15,6 +15,7 @@ from jchop._bits import CARRIERS
 from jchop._core.rounding.codes import packed_size
 from jchop._kernels.scaled import dequantize_scaled, stored_shapes
 from jchop.formats import ElementFormat, ScaledFormat
+from jchop.gradients import CustomJvp
 from jchop.spec import Spec
 from jchop.storage._codes import code_dtype, decode_plain, is_packed, raw
 from jchop.storage._layout import OWN, WHOLE, Kind, from_end, kinds_of
@@ -94,7 +95,7 @@ def _parts(scale: Scale) -> tuple[Any, ...]:
     return scale if isinstance(scale, tuple) else (scale,)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(CustomJvp, nondiff_argnums=(0,))
 def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
     """The stored numbers, in the carrier ``form.dtype``."""
     fmt, shape = form.spec.format, shape_of(qvalue, form.size)

@@ -20,6 +20,7 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._linalg.steps import Steps
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
+from jchop.gradients import CustomJvp
 from jchop.math._family import as_dtype
 from jchop.spec import Spec, as_spec
 
@@ -126,7 +127,7 @@ def _in_steps(function: Callable[..., Any], spec: Spec, operands: list[Array], k
     return function(steps, *operands)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(CustomJvp, nondiff_argnums=(0,))
 def without_derivative(function: Callable[..., Any], operands: Any, key: Any) -> Any:
     """``function(operands, key)``, and an error where it is differentiated."""
     return function(operands, key)
