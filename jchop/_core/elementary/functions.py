@@ -104,7 +104,7 @@ def _reduced(x: Pair) -> tuple[Pair, Array]:
 
 def _power_less_one(r: Pair) -> Pair:
     """e^r - 1, |r| <= log(2) / 2."""
-    return pairs.multiply(r, pairs.polynomial(r, numbers.exponential(), 6))
+    return pairs.multiply(r, pairs.polynomial(r, numbers.exponential(), 5))
 
 
 def _power_of_e(x: Pair) -> tuple[Pair, Array]:
@@ -185,7 +185,7 @@ def _cosh(x: Argument) -> Value:
 def _tanh(x: Argument) -> Value:
     """Taylor's series, or (1 - t) / (1 + t) with t = e^-2|x|."""
     size, shift = _size(x, SECOND_ORDER, 60.0)
-    series = pairs.times(pairs.polynomial(pairs.product(size, size), numbers.hyperbolic_tangent(), 3), size)
+    series = pairs.times(pairs.polynomial(pairs.product(size, size), numbers.hyperbolic_tangent(), 2), size)
     t, n = _power_of_e(single(-2 * size))
     t = pairs.times_power(t, _power(n))
     quotient = pairs.divide(pairs.add_ordered(_UNIT, pairs.negative(t)), pairs.add_ordered(_UNIT, t))
@@ -225,8 +225,8 @@ def _quotient(m: Pair) -> Pair:
 
 
 def _arctangent_series(s: Pair, sign: int) -> Pair:
-    """arctan(s), or for sign 1 artanh(s)."""
-    return pairs.multiply(s, pairs.polynomial(pairs.square(s), numbers.arctangent(sign), 6))
+    """arctan(s) for |s| <= 1/4, or for sign 1 artanh(s) for |s| <= 0.172."""
+    return pairs.multiply(s, pairs.polynomial(pairs.square(s), numbers.arctangent(sign), 3))
 
 
 def _sum_of_logs(s: Pair, n: Array, base: int = 0) -> Pair:
@@ -359,7 +359,7 @@ def _circular(r: Pair, cosine: Array | bool) -> Pair:
         terms = numbers.cosine() if cosine else numbers.sine()
     else:
         terms = tuple(pairs.select(cosine, a, b) for a, b in both)
-    series = pairs.polynomial(z, terms, 5)
+    series = pairs.polynomial(z, terms, 4)
     if cosine is True:
         return series
     sine = pairs.multiply(r, series)

@@ -103,8 +103,8 @@ def cosine() -> tuple[Pair, ...]:
 
 @lru_cache(maxsize=2)
 def arctangent(sign: int) -> tuple[Pair, ...]:
-    """arctan(x) / x, for sign 1 artanh(x) / x, as a polynomial of x², for x² <= 1/16."""
-    return _pairs([Fraction(sign**n, 2 * n + 1) for n in range(13)])
+    """arctan(x) / x for x² <= 1/16, or for sign 1 artanh(x) / x for x² <= 0.03, as a polynomial of x²."""
+    return _pairs([Fraction(sign**n, 2 * n + 1) for n in range(9 if sign > 0 else 12)])
 
 
 @lru_cache(maxsize=1)
