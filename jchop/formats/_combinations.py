@@ -82,3 +82,8 @@ def _check_scale(fmt: Any) -> None:
         raise ValueError(f"scale={scale} has codes of {scale.element.bits} bits; at most 8 are stored")
     if fmt.nan_block or fmt.scale_rule.tensor_scale:
         raise ValueError(f"scale={scale} is quantized again: nan_block and rule='two_level' do not go with that")
+    if fmt.scale_rule.carry is not None:
+        raise ValueError(
+            f"scale={scale} does not keep the powers of two that rule={fmt.rule!r} gives; use rule='absmax', or a "
+            "floating-point format for the scales"
+        )

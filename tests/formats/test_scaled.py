@@ -141,6 +141,7 @@ def test_an_element_format_is_plain():
         ("int8(group=4,scale=e2m1(bias=9))", "no number from 1 on"),
         ("int8(group=4,nan_block=true,scale=e2m1fn)", "with a NaN"),
         ("int8(group=4,nan_block=true,rule=mse)", "does not go with"),
+        ("nf4(group=64,rule=floor,scale=int8(group=2))", "does not keep the powers of two"),
         ("nf4(scale=int8(group=4,zero_point=integer))", "without zero_point"),
         ("nf4(scale=int8(group=4,zero_point=float))", "an unsigned element"),
         ("int4(group=4,zero_point=maybe)", "zero_point='maybe' must be"),
