@@ -281,7 +281,7 @@ def _load(stored: Stored, groups: Groups, plan: Plan) -> Scales:
 
 
 def _quantize_scales(scales: Array, plan: Plan) -> tuple[Array, ...]:
-    """binary32 scales, none of them zero, in their own scaled format: codes, scales, and zero points if any."""
+    """binary32 scales in their own scaled format, never zero: codes, scales, and zero points if any."""
     groups = _groups(scales.shape, plan)
     view = _view(scales, groups, plan)
     fitted = _fit(scales, view, groups, plan)

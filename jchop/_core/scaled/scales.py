@@ -333,8 +333,7 @@ def lag(plan: Plan) -> int:
 
 
 def quotients_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan) -> tuple[Array, Array]:
-    """The larger of the ends' magnitudes over their divisors, rounded to the scale format; and whether it
-    overflowed."""
+    """The larger of the ends' magnitudes over their divisors, in the scale format; and whether it overflowed."""
     if tensor is None:
         rounded = [_over_constant(end, divisor, plan) for end, divisor in zip(ends, plan.divisors, strict=True)]
     else:
