@@ -38,7 +38,7 @@ _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 def as_array(name: str, value: Any) -> Array | np.ndarray:
-    """A JAX array as it is, anything else as a NumPy array in the machine's byte order."""
+    """A JAX array unchanged; any other value as a NumPy array in the machine's byte order."""
     return value if isinstance(value, Array) else as_numpy(name, value)
 
 
@@ -239,9 +239,9 @@ def _same_key(key: Any, other: Any) -> bool:
 
 
 def stream_offset(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[StreamOffset, tuple]:
-    """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew.
+    """The static part of `offset`, and its starts. Known starts are traced, too, so that offsets share a compilation.
 
-    `words` is how many words an element draws. Indexes from 2^64 on are refused.
+    `words` is the number of words for each element. Indexes from 2^64 on are refused.
     """
     if type(offset) is int and offset == 0:
         return AT_START, ()

@@ -36,7 +36,7 @@ class _Fitted:
     """The scales of groups and their zero points, on a view.
 
     Args:
-        scales: of the groups.
+        scales: the scales of the groups.
         zero: their zero points, if the format has any.
         store: returns both in their stored form; a program that only rounds does not call it.
     """

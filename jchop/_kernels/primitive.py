@@ -80,7 +80,7 @@ class OpPrimitive(Primitive):
     """The primitive of an operation of jchop. All primitives from `make_op`, and no others, have this class.
 
     Args:
-        name: of the primitive.
+        name: the name of the primitive.
         stores: whether its results are codes and scales, which no other arithmetic rounds.
     """
 
@@ -109,7 +109,7 @@ def make_op(
     derivative.
 
     Args:
-        name: of the primitive.
+        name: the name of the primitive.
         body: pure jnp; takes the arrays, then static keywords; defines the operation.
         tpu: a kernel for TPUs.
         gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more.

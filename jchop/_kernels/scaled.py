@@ -347,7 +347,7 @@ def dequantize_scaled(
         scale: as stored.
         zero_point: as stored.
         spec: the spec of `quantize_scaled`.
-        shape: of the array.
+        shape: the shape of the array.
         dtype: dtype of the result, a carrier. With the array's dtype, the result equals `round_scaled`.
 
     Raises:

@@ -34,7 +34,7 @@ def round_blocks(
     Args:
         x: a carrier of at least one dimension, fewer than 2^31 elements.
         words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero if unused.
-        plan: of a format whose groups are blocks along one axis.
+        plan: a plan of a format whose groups are blocks along one axis.
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`, to run it on any device.
     """

@@ -23,8 +23,8 @@ class Problem:
     """An array as (outer, size, inner), with its blocks along the middle; inner is 1 if that is the last axis.
 
     Args:
-        plan: of a format whose groups are blocks along one axis.
-        shape: of the array.
+        plan: a plan of a format whose groups are blocks along one axis.
+        shape: the shape of the array.
     """
 
     plan: Plan

@@ -42,7 +42,7 @@ def round_blocks(
     Args:
         x: float32 or bfloat16, of at least one dimension.
         words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero if unused.
-        plan: of a format whose groups are blocks along one axis.
+        plan: a plan of a format whose groups are blocks along one axis.
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`, to run it on any device.
     """

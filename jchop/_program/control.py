@@ -33,7 +33,7 @@ def _strong(values: Sequence[Any]) -> list[Any]:
 
 
 def as_jax(x: Any) -> Any:
-    """A constant of a program as a JAX array; arrays and keys as they are."""
+    """A constant of a program as a JAX array; arrays and keys unchanged."""
     return x if isinstance(x, Array) else jnp.asarray(x)
 
 

@@ -26,7 +26,7 @@ __all__ = [
     "scope_of",
 ]
 
-#: Calls of another program, by how they are put together again.
+#: Calls of another program, by the way in which the call is built again.
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "composite")
 #: Primitives of a higher level, which newer versions of JAX have for some functions; they expand to other primitives.
 HIGH_CALLS = ("call_hi_primitive",)

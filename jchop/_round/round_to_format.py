@@ -56,7 +56,7 @@ def round_to_format(
         x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX
             array; a NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy; a dask array gives a
             dask array, of the bits that the whole would have. The dtype is kept, and float64 data is rounded from
-            float64 whatever the state of ``jax_enable_x64``.
+            float64 for every state of ``jax_enable_x64``.
         spec: a `Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic:saturate"`` or
             ``"int8(channel=0)"``.
         key: a typed key (`jax.random.key`), needed by the stochastic modes; the other modes do not look at it. The
@@ -254,7 +254,7 @@ _rounded = compiled(_with_gradient, static_argnums=(0, 1), inline=True)
 def _forward(
     op: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: StreamOffset, starts: tuple
 ) -> Array:
-    """`op` of the real numbers of `x`; complex numbers have two, along a last axis, each with a word of its own."""
+    """`op` of the real numbers of `x`; complex numbers have two parts, along a last axis, each with a separate word."""
     parts = _parts(x)
     if seeds is None:
         return op(parts, spec=spec)

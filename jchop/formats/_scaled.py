@@ -44,11 +44,11 @@ class ScaledFormat:
 
     Args:
         element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text.
-        group: how many consecutive elements along `axis` share a scale, the last group of a row maybe fewer; ``"all"``
-            for the whole axis; or one such for each of several axes (tiles). Default None, with no `channel` either:
-            the whole tensor, also written ``"tensor"``.
+        group: the number of consecutive elements along `axis` that share a scale; the last group of a row may be
+            shorter; ``"all"`` for the whole axis; or one such for each of several axes (tiles). Default None, with no
+            `channel` either: the whole tensor, also written ``"tensor"``.
         axis: of `group`, an axis or one for each group. Default -1, and for n groups the last n axes.
-        channel: an axis, or several, each index of which has a scale of its own, shared over all other axes.
+        channel: an axis, or several, each index of which has its own scale, shared over all other axes.
         scale: format of the scales, or its text. Default binary32. A ScaledFormat quantizes the scales again: the
             scale is rounded to binary32, quantized under it to nearest and never to zero.
         rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` takes up to two decimals. Default "absmax", and "minmax" with
@@ -282,7 +282,7 @@ def _as_format(name: str, value: object, kinds: Any) -> Any:
 # -- formats in use ----------------------------------------------------------------------------------------------------
 
 
-#: The named scaled formats of the text grammar, but for ``int8`` and its kin, which are a pattern of it.
+#: The named scaled formats of the text grammar, without ``int8`` and the like, which match a pattern.
 SCALED_CATALOGUE: Mapping[str, ScaledFormat] = MappingProxyType(
     {name: ScaledFormat(**fields).named(name) for name, fields in NAMED.items()}
 )

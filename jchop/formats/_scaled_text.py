@@ -34,7 +34,7 @@ _OPTIONS: dict[str, Callable[[str], object]] = {
 }
 
 
-#: Texts of integers: ``int8`` is scaled whatever follows, ``integer8`` only by an option.
+#: Texts of integers: ``int8`` is always scaled, ``integer8`` only by an option.
 _SCALED_INTEGER, _INTEGER = re.compile(r"u?int[0-9]+"), re.compile(r"(?<=int)eger(?=[0-9])")
 
 

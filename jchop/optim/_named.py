@@ -84,7 +84,7 @@ def adamw8bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.
@@ -138,7 +138,7 @@ def adamw4bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     References:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv 2309.01507.
@@ -197,7 +197,7 @@ def adamw_fp8(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -241,7 +241,7 @@ def adam8bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -283,7 +283,7 @@ def lion8bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     References:
         Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675.
@@ -323,7 +323,7 @@ def sgd8bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc

@@ -41,9 +41,9 @@ def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
     no element is moved.
 
     Args:
-        x: numbers of the carrier of the arithmetic; NaN may fill up a group.
-        axes: that a group extends over.
-        plan: says how.
+        x: numbers of the arithmetic's carrier; a group may be padded with NaN.
+        axes: the axes of a group.
+        plan: the plan.
     """
     compute = plan.compute
     magnitude = _bits.split(x, compute)[1]
@@ -81,9 +81,9 @@ def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
     neither overflow nor vanish. Elements are rounded to nearest, ties to even.
 
     Args:
-        x: numbers of the carrier of the arithmetic; zeros may fill up a group.
-        axes: that a group extends over.
-        plan: says how.
+        x: numbers of the arithmetic's carrier; a group may be padded with zeros.
+        axes: the axes of a group.
+        plan: the plan.
     """
     compute = plan.compute
     element = replace(plan.element, rounding=Rounding.NEAREST_EVEN, random_bits=None)

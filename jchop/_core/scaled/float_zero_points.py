@@ -35,10 +35,10 @@ def round_offset(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array 
     """(x - z) / s rounded once to whole numbers; arguments and result as in `zero_points.round_shifted`.
 
     Args:
-        x: numbers of the carrier of the arithmetic.
-        scales: of the groups.
+        x: numbers of the arithmetic's carrier.
+        scales: the scales of the groups.
         zero: zero points, numbers of the same carrier.
-        plan: with an integer element.
+        plan: a plan with an integer element.
         word: for a stochastic element, a word for each number.
     """
     compute = plan.compute
@@ -71,9 +71,9 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arr
     If all numbers of a group are equal, the scale is 1, and the number is the zero point.
 
     Args:
-        x: numbers of the carrier of the arithmetic; NaN may fill up a group.
-        axes: that a group extends over.
-        plan: with an integer element.
+        x: numbers of the arithmetic's carrier; a group may be padded with NaN.
+        axes: the axes of a group.
+        plan: a plan with an integer element.
     """
     compute, fmt = plan.compute, plan.element.format
     assert isinstance(fmt, IntegerFormat)

@@ -411,7 +411,7 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
     to even; 1 if there is no finite value other than zero.
 
     Args:
-        x: numbers of the carrier of the arithmetic.
+        x: numbers of the arithmetic's carrier.
         plan: a plan whose rule has a scale of the tensor.
     """
     compute = plan.compute

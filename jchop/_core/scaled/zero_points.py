@@ -67,10 +67,10 @@ def round_shifted(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array
     """The sums x / s + z rounded once to whole numbers, not yet clamped to the ends of the element format.
 
     Args:
-        x: numbers of the carrier of the arithmetic.
-        scales: of the groups.
+        x: numbers of the arithmetic's carrier.
+        scales: the scales of the groups.
         zero: zero points, int32, of the shape of the scales.
-        plan: with an integer element.
+        plan: a plan with an integer element.
         word: for a stochastic element, a word for each number.
 
     Returns:
@@ -165,9 +165,9 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arra
     """Scales (max - min) / (M - m), the exact quotient rounded once, of ranges stretched to hold 0; and zero points.
 
     Args:
-        x: numbers of the carrier of the arithmetic.
-        axes: that a group extends over.
-        plan: with an integer element.
+        x: numbers of the arithmetic's carrier.
+        axes: the axes of a group.
+        plan: a plan with an integer element.
     """
     compute, fmt = plan.compute, _integers(plan)
     sign, magnitude = _bits.split(x, compute)

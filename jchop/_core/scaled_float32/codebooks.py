@@ -34,7 +34,7 @@ Array = jax.Array
 
 _CARRIER = CARRIERS["float32"]
 _FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
-#: Thresholds are integers of 26 bits, or of fewer, times a power of two; all but zero lie within 2^-_REACH and 2^_TOP.
+#: Thresholds are integers of 26 bits, or of fewer, times a power of two; nonzero ones are from 2^-_REACH to 2^_TOP.
 _WIDTH, _REACH, _TOP = 26, 40, 20
 #: Bits of a threshold's index, and bits of a threshold's integer that do not fit into a number of the carrier.
 _INDEX, _LOW = 8, _WIDTH - _FRACTION - 1

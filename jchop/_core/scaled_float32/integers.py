@@ -100,7 +100,7 @@ def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
 
 
 def move_bits(bits: Array, *, huge_too: bool = True, least: int = _LEAST) -> Quanta:
-    """Quanta from their extended bits; those below 2^-least count as tiny."""
+    """Quanta from their extended bits; quanta below 2^-least count as tiny."""
     tiny, huge = bits < _BIAS - least << _FRACTION, bits >= _BIAS + _HUGE << _FRACTION
     bits = jnp.where(tiny, bits + (TINY << _FRACTION), bits)
     if not huge_too:
@@ -181,7 +181,7 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
 
     Args:
         x: float32; NaN counts as the largest number.
-        scales: of the groups.
+        scales: the scales of the groups.
         zero: integer zero points of the shape of the scales, or None. Results are exact for zero points within
             MOST_SHIFT of zero, far beyond the ends of elements. Larger ones, which no rule fits, may give the
             neighbour.

@@ -22,7 +22,7 @@ class Event:
     Args:
         turn: the turns of the enclosing loops, from 0, the outermost first; empty outside of loops.
         where: the index in the result; empty for a scalar.
-        order: how many operations ran before.
+        order: the number of earlier operations.
     """
 
     turn: tuple[int, ...]
@@ -108,7 +108,7 @@ def measured(
         operands: the operands that are numbers.
         computed: whether each operand was computed. Infinities and NaN of constants count as made here. None: all were.
         turn: the turns of the enclosing loops.
-        order: how many operations ran before.
+        order: the number of earlier operations.
         elementwise: whether each result depends only on the operands at the same index.
         digits: the precision of the operands of a sum or difference; None for other operations.
     """

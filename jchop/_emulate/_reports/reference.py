@@ -38,7 +38,7 @@ class Carrier:
         return bind(step.eqn.primitive, step.eqn.params, *args)
 
     def chosen(self, active: Any, new: Any, old: Any) -> Any:
-        """Of the loops of a batch, the new values of those that still run."""
+        """The new values of the loops of a batch that still run, and the old values of others."""
         return where_active(active, new, old)
 
     def stacked(self, rows: Sequence[Any], aval: Any) -> Any:
@@ -86,7 +86,7 @@ class Wide(Carrier):
         return [self._rounded(x) for x in out] if rounds and step.kind not in _MOVED else out
 
     def chosen(self, active: Any, new: Any, old: Any) -> Any:
-        """Of the loops of a batch, the new values of those that still run."""
+        """The new values of the loops of a batch that still run, and the old values of others."""
         if not isinstance(new, np.ndarray):
             return where_active(active, new, old)
         active = np.asarray(active)

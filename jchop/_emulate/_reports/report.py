@@ -217,9 +217,9 @@ def report(
             deterministic spec or its text: every operation in float64, rounded to that spec; ``"binary64"`` is float64
             itself. Arguments and constants are not rounded. If a primitive has no form in float64, the carrier's result
             is used, and a note says so. Implies `trace_values`.
-        max_turns: the most turns of a `while` loop. Default None: the limit of `emulate`, or 10 000; a note says so. A
-            stopped loop has a note and a `RuntimeWarning` with the line of its condition and the numbers compared. A
-            loop without random draws stops at once if its values no longer change.
+        max_turns: the most turns of a `while` loop. Default None: the limit of `emulate`, or 10 000; a note has the
+            number. A stopped loop has a note and a `RuntimeWarning` with the line of its condition and the numbers
+            compared. A loop without random draws stops at once if its values no longer change.
         stop_at: the event that ends the run: the first ``"overflow"`` (a result that is finite in the reference, but
             not in the format), ``"nan"`` or ``"invalid"`` (a NaN of operands without NaN), like ``jax_debug_nans`` for
             NaN of the carrier. ``stopped`` of the report names the equation, its line, turn, operands and result. Rows

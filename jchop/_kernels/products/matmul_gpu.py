@@ -267,7 +267,7 @@ class _Loads:
         return list(zip(*(lax.split(x, [1] * length, axis) for x, axis in ((a, 1), (b, 0))), strict=True))
 
     def parts(self, begin: Array, end: Array, length: int) -> tuple[Array, Array]:
-        """`length` columns and rows from `begin` on; those from `end` on are zero."""
+        """`length` columns and rows from `begin` on; from `end` on they are zero."""
         batch, row, column = self.corner
         across = begin + lax.broadcasted_iota(jnp.int32, (1, length), 1) < end
         down = begin + lax.broadcasted_iota(jnp.int32, (length, 1), 0) < end

@@ -156,8 +156,8 @@ def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
 def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """The factors of a = q r by Householder reflections, with q formed (Higham, sections 19.1 to 19.3; LAPACK's signs).
 
-    With x the part of a column on and below the diagonal: beta = -sign(x_0) ‖x‖, tau = (beta - x_0) / beta,
-    v = x / (x_0 - beta) but for v_0 = 1, and I - tau v vᵀ is applied to the columns to the right.
+    With x the part of a column on and below the diagonal: beta = -sign(x_0) ‖x‖, tau = (beta - x_0) / beta, v = x /
+    (x_0 - beta) except v_0 = 1, and I - tau v vᵀ is applied to the columns to the right.
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., m, n) with m >= n. Rounded to `spec` first.
