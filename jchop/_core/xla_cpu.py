@@ -162,7 +162,7 @@ QUIRKS: tuple[Quirk, ...] = (
 
 
 def branch(predicate: Array, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
-    """`jax.lax.cond` of functions without arguments, each compiled as a function of its own.
+    """`jax.lax.cond` of functions without arguments, each compiled as a separate function.
 
     XLA writes the operands of a branch to memory. If a branch repeats an expression of the program around it, such as
     the bits of the same numbers, the removal of common expressions would make the result an operand of the branch.

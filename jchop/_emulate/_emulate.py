@@ -39,7 +39,7 @@ def emulate(
     unknown: Literal["raise", "round_output", "carrier"] = "raise",
     max_turns: int | None = None,
 ) -> Any:
-    """`fun` with every floating-point operation rounded to `spec`, in the signature of `fun`.
+    """`fun` with every floating-point operation rounded to `spec`, with the same signature.
 
     JAX traces `fun` to a program, which runs operation by operation. Arguments and constants are rounded on entry. For
     +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode; an integer power is a

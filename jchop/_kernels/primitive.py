@@ -258,7 +258,7 @@ def _lower(ctx: Any, op: _Op, fun: Callable[..., Any], args: tuple, apart: bool 
 
 
 def _functions_of(table: Any, name: str, found: dict[str, Any]) -> Iterable[Any]:
-    """A function of a module, and those that it calls."""
+    """A function of a module, and the functions that it calls."""
     if name not in found:
         found[name] = table[name]
 

@@ -225,7 +225,7 @@ def _quotient(m: Pair) -> Pair:
 
 
 def _arctangent_series(s: Pair, sign: int) -> Pair:
-    """arctan(s) for |s| <= 1/4, or for sign 1 artanh(s) for |s| <= 0.172."""
+    """arctan(s) for |s| <= 1/4; for sign 1, artanh(s) for |s| <= 0.172."""
     return pairs.multiply(s, pairs.polynomial(pairs.square(s), numbers.arctangent(sign), 3))
 
 
