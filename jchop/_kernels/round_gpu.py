@@ -49,7 +49,7 @@ def _call(x: Array, *drawn: Array, spec: Spec, tiling: RoundGpuTiling | None, in
     if not x.size:
         return x
     tiling = tiling or RoundGpuTiling.for_size(x.size, x.dtype.itemsize)
-    # 64-bit types are on only if x has one; otherwise some Python numbers would become 64-bit numbers.
+    # 64-bit types are on only if x has 64 bits; otherwise some Python numbers would become 64-bit numbers.
     with jax.enable_x64(x.dtype.itemsize == 8):
         flat = x.reshape(x.size)
         out = pl.pallas_call(

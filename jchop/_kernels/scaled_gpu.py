@@ -98,7 +98,7 @@ class _Tile:
     def call(self, kernel: Any, x: Array, words: Array, outputs: list, interpret: Any) -> Any:
         varying = result_like(x, (words,)).manual_axis_type
         outer = 1 if self.problem.last else self.problem.outer
-        # 64-bit types are on only if x has one; otherwise some Python numbers would become 64-bit numbers.
+        # 64-bit types are on only if x has 64 bits; otherwise some Python numbers would become 64-bit numbers.
         with jax.enable_x64(x.dtype.itemsize == 8):
             flat = pl.pallas_call(
                 kernel,
