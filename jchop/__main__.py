@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: the arguments after the program's name; default those of the process.
+        argv: the arguments after the program's name. Default: the arguments of the process.
 
     Returns:
         The exit status: 0; 2 after an error, which is one line on standard error; 130 after an interrupt.

@@ -21,14 +21,14 @@ from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
 Array = jax.Array
-#: What stands for a `Spec` that rounds each number by itself.
+#: A `Spec` that rounds each number by itself, or a value that is converted to one.
 SpecLike = Spec | ElementFormat | str
-#: The key of the rounding and that of the cotangent's; None if it draws nothing.
+#: The key of the rounding and the key of the cotangent's rounding; None if it draws nothing.
 Keys = tuple[Array | None, Array | None]
 
-#: The named scope of the operations of a public function, which `emulate` leaves in the arithmetic that it says.
+#: The named scope of the operations of a public function. `emulate` runs these operations unchanged.
 OWN_SCOPE = "jchop_function"
-#: The name of what it returns, which `emulate` rounds to the arithmetic around.
+#: The name of its results, which `emulate` rounds to the emulated arithmetic.
 OWN_RESULT = "jchop_result"
 
 _PARTS = {"complex64": "float32", "complex128": "float64"}
@@ -38,15 +38,15 @@ _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 def as_array(name: str, value: Any) -> Array | np.ndarray:
-    """A JAX array as it is, anything else as a NumPy array in the machine's byte order."""
+    """A JAX array unchanged; any other value as a NumPy array in the machine's byte order."""
     return value if isinstance(value, Array) else as_numpy(name, value)
 
 
 def carrier_of(dtype: Any, name: str = "x", *, complex_too: bool = True) -> Carrier:
-    """The carrier of arrays of `dtype`; of complex numbers, that of their parts.
+    """The carrier of arrays of `dtype`. Complex numbers have the carrier of their parts.
 
     Raises:
-        TypeError: for a dtype that is not a carrier; `name` is that of the argument.
+        TypeError: for a dtype that is not a carrier; the error has the argument's `name`.
     """
     allowed = (*CARRIERS, *_PARTS) if complex_too else tuple(CARRIERS)
     if dtype.name not in allowed:
@@ -138,7 +138,7 @@ def run(function: Callable[..., Any], operands: Sequence[Array | np.ndarray], ke
 
 
 def own_results(values: Any) -> Any:
-    """Results of a public function, named where they are traced: `emulate` rounds numbers of that name."""
+    """Results of a public function. Traced numbers get a name, and `emulate` rounds numbers of that name."""
 
     def named(x: Any) -> Any:
         is_number = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -176,7 +176,7 @@ def has_tracer(tree: Any) -> bool:
 
 
 def check_key(name: str, key: Any) -> None:
-    """Refuse what is not one typed key."""
+    """Refuses a value that is not one typed key."""
     if not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         got = f"an array of dtype {key.dtype}" if isinstance(key, Array) else repr(key)
         raise TypeError(
@@ -195,9 +195,9 @@ def checked_key(key: Any, draws: bool, spec: Any, name: str = "key", rounded: st
     Args:
         key: the argument.
         draws: whether anything draws from it.
-        spec: what is said to draw, for the error.
+        spec: the spec that draws, for the error.
         name: of the argument.
-        rounded: what is rounded with it, if not the operands.
+        rounded: the rounded values, for the error, if they are not the operands.
     """
     if key is not None:
         check_key(name, key)
@@ -239,9 +239,9 @@ def _same_key(key: Any, other: Any) -> bool:
 
 
 def stream_offset(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[StreamOffset, tuple]:
-    """The static part of `offset`, and its starts; known ones are traced too, lest each offset be compiled anew.
+    """The static part of `offset`, and its starts. Known starts are traced, too, so that offsets share a compilation.
 
-    `words` is how many words an element draws. Indexes from 2^64 on are refused.
+    `words` is the number of words for each element. Indexes from 2^64 on are refused.
     """
     if type(offset) is int and offset == 0:
         return AT_START, ()

@@ -146,5 +146,5 @@ def compose(count: jax.Array, exponent: jax.Array, carrier: Carrier) -> jax.Arra
 
 
 def types_for(dtype: Any) -> contextlib.AbstractContextManager:
-    """A context that keeps 64-bit data, whatever the value of ``jax_enable_x64``."""
+    """A context that keeps 64-bit data for every value of ``jax_enable_x64``."""
     return jax.enable_x64(True) if jnp.dtype(dtype).itemsize == 8 else contextlib.nullcontext()

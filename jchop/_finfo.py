@@ -20,7 +20,7 @@ class finfo:
     AttributeError, so ``getattr(jc.finfo("int8"), "eps", None)`` is None.
 
     Args:
-        format: a format, a `Spec` or text. Of a scaled format and of a Spec the facts are those of the elements.
+        format: a format, a `Spec` or text. A scaled format or a Spec gives the facts of its elements.
 
     Raises:
         TypeError, ValueError: for a value that is no format.
@@ -34,7 +34,7 @@ class finfo:
 
     format: ElementFormat
 
-    if TYPE_CHECKING:  # what may be given is more than what is stored
+    if TYPE_CHECKING:  # the argument may have more types than the stored field
 
         def __init__(self, format: Spec | ElementFormat | ScaledFormat | str) -> None: ...
 

@@ -144,8 +144,8 @@ class Rounded:
         offset = (chunk.starts, self.file.shape) if drawn else 0
         if self.extremes is None:
             return round_to_format(x, self.spec, self.key, offset=offset)
-        # The scales are those of the chunk with the extremes prepended. The elements are rounded without the extremes,
-        # in place.
+        # The scales come from the chunk with the extremes prepended. The elements are rounded without the extremes, in
+        # place.
         plain = replace(self.spec, rounding="nearest_even", random_bits=None)
         seen = self.extremes.drop(quantize(self.extremes.add(x, chunk), plain))
         codes = quantize(x, self.spec, self.key, scale=seen.scale, zero_point=seen.zero_point, offset=offset)

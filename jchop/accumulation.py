@@ -175,7 +175,7 @@ def _as_order(value: object) -> Order:
     raise TypeError(f"order={value!r} must be an Order or its text: {_ORDERS}")
 
 
-#: What stands for a `MatmulSpec`.
+#: A `MatmulSpec`, or a value that is converted to one.
 SumSpecLike = MatmulSpec | Spec | ElementFormat | str
 
 

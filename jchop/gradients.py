@@ -80,14 +80,14 @@ ad.primitive_transposes[_on_cotangent_p] = _transpose
 batching.primitive_batchers[_on_cotangent_p] = _batch
 
 
-# -- functions with a rule of their own --------------------------------------------------------------------------------
+# -- functions with a derivative rule ----------------------------------------------------------------------------------
 
 
 class CustomJvp:
     """`jax.custom_jvp`, with a rule that JAX keeps.
 
-    JAX drops the rule of a `custom_jvp` if it takes the loop around it apart, for a derivative by reverse mode. The
-    derivative of that derivative is then one of bits. Here the function is a primitive, which stays whole.
+    For a derivative in reverse mode, JAX drops the rule of a `custom_jvp` if it takes the surrounding loop apart. A
+    second derivative then differentiates operations on bits. Here the function is a primitive, so the rule stays.
 
     Args:
         fun: a function of arrays and static values; its results are arrays.
@@ -135,13 +135,13 @@ def _is_zero(tangent: Any) -> bool:
 
 
 def with_rule(fun: Callable[..., Any], values: Sequence[Any], rule: Callable[..., Any]) -> Any:
-    """``fun(*values)``, whose derivative is what `rule` says.
+    """``fun(*values)`` with the derivative rule `rule`.
 
     Args:
         fun: a function of arrays; it may not close over tracers.
         values: the arrays.
         rule: a function of lists of primals and tangents, with None for a tangent of zero. It returns the lists of the
-            results and of their tangents. None instead of the results stands for those of `fun`.
+            results and of their tangents. None in place of the results means the results of `fun`.
     """
     if not any(isinstance(value, jax.core.Tracer) for value in values):
         return fun(*values)
@@ -176,7 +176,7 @@ def _jvp_with_rule(primals: Any, tangents: Any, *, program: Any, rule: Callable[
 
 
 def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Callable[..., Any]) -> Any:
-    """The operation of each element of a batch; the axis has its name there if the operation uses it."""
+    """The operation for each element of a batch; the batch axis keeps its name if the operation uses it."""
     if all(dim is None for dim in dims):
         out = _with_rule_p.bind(*args, program=program, rule=rule)
         return out, [None] * len(out)

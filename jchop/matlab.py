@@ -15,8 +15,8 @@ https://github.com/higham/chop. docs/matlab.md shows how to call this function f
 * ``round`` 6 rounds numbers between the largest one and 2^(emax + 1) to infinity with probability 1/2; MATLAB's rounds
   all of them to infinity from half a unit above the largest on. ``round`` 5 does not overflow in either.
 * ``params`` takes up to 53 bits of significand.
-* With ``explim`` 0 the range is that of the data type; below its smallest normal number the distance of values is the
-  same as just above it.
+* With ``explim`` 0 the data type sets the range; below its smallest normal number the distance of values is the same as
+  just above it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Scaled formats of any grouping: rounded, quantized, dequantized and fitted, elementwise under broadcast scales.
+"""Scaled formats of any grouping: rounding, quantization, dequantization and fits, elementwise with broadcast scales.
 
-The arithmetic is that of tiles (`elements`, `scales`), over as many axes as a group extends. A scale is chosen by the
-format's rule, and where the format quantizes scales again it is what was stored that counts.
+The arithmetic is the arithmetic of tiles (`elements`, `scales`), along all axes of a group. The format's rule chooses a
+scale. If the format quantizes scales again, the stored scale is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.spec import Spec
 
 Array = jax.Array
-#: A scale as it is stored: an array, or a tuple where a format has several parts (`ScaledFormat.scale_parts`).
+#: A stored scale: an array, or a tuple if a format has several parts (`ScaledFormat.scale_parts`).
 Stored = Any
 
 
@@ -36,9 +36,9 @@ class _Fitted:
     """The scales of groups and their zero points, on a view.
 
     Args:
-        scales: of the groups.
+        scales: the scales of the groups.
         zero: their zero points, if the format has any.
-        store: gives both as they are stored; a program that only rounds does not call it.
+        store: returns both in their stored form; a program that only rounds does not call it.
     """
 
     scales: Scales
@@ -47,7 +47,7 @@ class _Fitted:
 
     @property
     def zero_is_number(self) -> bool:
-        """Whether zero points are numbers that are added, and not integers."""
+        """Whether zero points are numbers to add, and not integers."""
         return self.zero is not None and jnp.issubdtype(self.zero.dtype, jnp.floating)
 
 
@@ -57,13 +57,13 @@ class _Fitted:
 def round_body(
     x: Array, *drawn: Array, plan: Plan, place: StreamOffset = AT_START, branch_allowed: bool = False
 ) -> Array:
-    """`x` quantized and dequantized.
+    """`x` after quantization and dequantization.
 
     Args:
         x: a carrier, not empty.
-        drawn: for a stochastic element the words of `seed_words`, then the traced starts that `place` leaves open.
-        plan: of the scaled format in arrays like `x`.
-        place: where `x` lies in the random stream.
+        drawn: for a stochastic element, the words of `seed_words`, then the traced starts of `place`.
+        plan: the plan of the scaled format in arrays like `x`.
+        place: the position of `x` in the random stream.
         branch_allowed: whether the program may branch on the scales' sizes.
     """
     groups = _groups(x.shape, plan)
@@ -87,15 +87,15 @@ def quantize_body(
     as_dtype: Any = "uint8",
     branch_allowed: bool = False,
 ) -> tuple[Array, ...]:
-    """`x` as packed codes, and scales and zero points as they are stored, one after the other.
+    """`x` as packed codes, then the stored scales and zero points.
 
     Args:
         x: a carrier, not empty.
-        arrays: `given` arrays, scales and zero points as they are stored; then what was drawn, as for `round_body`.
+        arrays: `given` arrays, the stored scales and zero points; then `drawn` as for `round_body`.
         plan: as for `round_body`.
-        given: how many arrays of scales and zero points there are; 0 where they are to be fitted.
+        given: the number of arrays of scales and zero points; 0 if they are fitted.
         place: as for `round_body`.
-        as_dtype: of the codes, 8 bits. None: no codes are made, scales and zero points alone.
+        as_dtype: dtype of the codes, of 8 bits. None: only scales and zero points, no codes.
         branch_allowed: as for `round_body`.
     """
     groups = _groups(x.shape, plan)
@@ -119,7 +119,7 @@ def quantize_body(
 
 
 def dequantize_body(codes: Array, *stored: Array, plan: Plan, shape: tuple[int, ...]) -> Array:
-    """The numbers that `quantize_body` stored: what `round_body` gives, bit for bit."""
+    """The numbers of the results of `quantize_body`: equal to `round_body`, bit for bit."""
     groups = _groups(shape, plan)
     fitted = _loaded(stored, groups, plan)
     view = _unpack(codes, groups, plan.fmt.bits)
@@ -129,7 +129,7 @@ def dequantize_body(codes: Array, *stored: Array, plan: Plan, shape: tuple[int, 
 
 
 def overflowed_body(x: Array, *drawn: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
-    """Where the rounded x / s + z lies beyond the ends of the element format; NaN counts as inside."""
+    """Whether the rounded x / s + z is beyond the ends of the element format; NaN counts as inside."""
     groups = _groups(x.shape, plan)
     view, word = _view(x, groups, plan), _words(x, drawn, groups, place)
     fitted = _fit(x, view, groups, plan)
@@ -154,14 +154,14 @@ def _groups(shape: tuple[int, ...], plan: Plan) -> Groups:
 
 
 def _view(x: Array, groups: Groups, plan: Plan) -> Array:
-    """The numbers, those of 16 bits in float32."""
-    # The range of numbers that need not hold 0 must not see a zero that fills up a group.
+    """The view of the numbers; 16-bit numbers are in float32."""
+    # With zero points that are numbers, padding with zeros would change the range of a group.
     fill = float("nan") if plan.fmt.zero_point == "float" else plan.rule.fill
     return groups.view(elements.widen(x, plan.carrier), fill)
 
 
 def _words(x: Array, drawn: Sequence[Array], groups: Groups, place: StreamOffset) -> Array | None:
-    """The random words of the numbers. A branch draws its own: else they would all be written to memory for it."""
+    """The random words of the numbers. Each branch draws them itself; operands of a branch are written to memory."""
     return groups.view(words_like(x, drawn, place)) if drawn else None
 
 
@@ -169,7 +169,7 @@ def _words(x: Array, drawn: Sequence[Array], groups: Groups, place: StreamOffset
 
 
 def _elements(view: Array, fitted: _Fitted, plan: Plan, word: Array | None) -> Array:
-    """The elements as numbers; whole numbers of the work dtype where there are zero points."""
+    """The elements as numbers, or as whole numbers of the work dtype if there are zero points."""
     if fitted.zero is None:
         return elements.round_quotients(view, fitted.scales, plan, word)
     if integers.applies(plan) and not fitted.zero_is_number:
@@ -201,7 +201,7 @@ def _shifted(view: Array, fitted: _Fitted, plan: Plan, word: Array | None) -> Ar
 
 
 def _codes(values: Array, fitted: _Fitted, plan: Plan) -> Array:
-    """The codes of what `_elements` gave."""
+    """The codes of the results of `_elements`."""
     if fitted.zero is None:
         return encode_elements(values, plan.element.format, plan.compute)
     return integers.encode_whole(values, plan)
@@ -223,10 +223,10 @@ def _multiply_back(values: Array, fitted: _Fitted, plan: Plan) -> Array:
 
 
 def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool = False) -> _Fitted:
-    """Scales and zero points of the groups of `x`, worked out once for each group.
+    """Scales and zero points of the groups of `x`, computed once for each group.
 
-    Else a compiler may work them out anew for every element, or take minutes over the fused program. Scales are held
-    before they are stored too, so that they are worked out once for both.
+    Otherwise a compiler may compute them again for every element, or take minutes to compile the fused program. They
+    are also materialized before they are stored, so that both uses share one computation.
     """
     fmt, zero = plan.fmt, None
     if plan.rule.tensor_scale:
@@ -263,7 +263,7 @@ def _held(stored: Stored, zero: Array | None) -> tuple[Stored, Array | None]:
 
 
 def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan) -> _Fitted:
-    """Scales and zero points that were stored."""
+    """Scales and zero points from their stored form."""
     stored, zeros = unflat(arrays, plan.fmt)
     zero = None if zeros is None else groups.expand(zeros)
     if zero is not None and plan.fmt.zero_point == "float":
@@ -281,7 +281,7 @@ def _load(stored: Stored, groups: Groups, plan: Plan) -> Scales:
 
 
 def _quantize_scales(scales: Array, plan: Plan) -> tuple[Array, ...]:
-    """binary32 scales under a format of their own, none of them zero: codes, scales, and zero points if any."""
+    """binary32 scales in their own scaled format, never zero: codes, scales, and zero points if any."""
     groups = _groups(scales.shape, plan)
     view = _view(scales, groups, plan)
     fitted = _fit(scales, view, groups, plan)

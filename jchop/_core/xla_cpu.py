@@ -1,7 +1,7 @@
-"""The quirks of XLA's CPU backend that jchop works around, and the functions that do so.
+"""The quirks of XLA's CPU backend, and the functions that work around them.
 
-`QUIRKS` describes each of them. `tests/_core/test_xla_cpu.py` shows each in a small program, and fails when a quirk is
-gone, so that its workaround can go too. Other files name the quirk that they work around.
+`QUIRKS` describes them. `tests/_core/test_xla_cpu.py` shows each in a small program, and fails when a quirk is gone;
+then its workaround can be removed. Other files name the quirk that they work around.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["QUIRKS", "Quirk", "branch", "materialize_per_group", "maximum", "pre
 
 Array = jax.Array
 
-#: Into how many parts an axis is split at most, a long one into fewer; and how many numbers each has at least.
+#: The most parts of an axis, fewer for a long axis; and the fewest numbers of a part.
 _PARTS, _PARTS_OF_LONG, _LONG, _LANES = 32, 16, 1 << 12, 8
 
 
@@ -30,11 +30,11 @@ class Quirk:
     """One quirk.
 
     Args:
-        name: as other files and the tests name it.
-        symptom: the wrong bits, or the slow code, that a plain program gets.
-        workaround: what jchop does instead, and where.
+        name: its name in other files and tests.
+        symptom: the wrong bits, or the slow code, of a plain program.
+        workaround: the workaround of jchop, and its place.
         seen: the versions of jaxlib, as major and minor number, on which the test has shown the symptom.
-        gone: the versions on which it has shown that there is none.
+        gone: the versions on which the test has shown no symptom.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Quirk:
     gone: tuple[str, ...] = ()
 
 
-#: Bits first, then the time that programs take, then the time that compiling takes.
+#: First quirks of bits, then of run time, then of compile time.
 QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "subnormals_read_as_zero",
@@ -162,7 +162,7 @@ QUIRKS: tuple[Quirk, ...] = (
 
 
 def branch(predicate: Array, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
-    """`jax.lax.cond` of functions without arguments, each compiled as a function of its own.
+    """`jax.lax.cond` of functions without arguments, each compiled as a separate function.
 
     XLA writes the operands of a branch to memory. If a branch repeats an expression of the program around it, such as
     the bits of the same numbers, the removal of common expressions would make the result an operand of the branch.
@@ -173,9 +173,9 @@ def branch(predicate: Array, yes: Callable[[], Array], no: Callable[[], Array]) 
 def materialize_per_group(values: Any) -> Any:
     """A pytree of arrays, computed once for each group, although each is then broadcast over elements.
 
-    Quirk `barriers_removed_before_fusion`. No division is repeated for every element, so each array is divided by 1;
-    the barrier does keep that 1 from being simplified away. Arrays of one shape are divided together, because each
-    division is a loop to compile.
+    Quirk `barriers_removed_before_fusion`. XLA does not repeat a division for every element, so each array is divided
+    by 1; a barrier keeps XLA from removing this 1. Arrays of one shape are divided together, because each division is a
+    loop to compile.
     """
     leaves, structure = jax.tree.flatten(lax.optimization_barrier(values))
     words = [_word(x) for x in leaves]
@@ -189,7 +189,7 @@ def materialize_per_group(values: Any) -> Any:
 
 
 def _word(x: Array) -> Array:
-    """The bits of numbers as integers; of a condition 1 or 0."""
+    """The bits of numbers as integers; 1 or 0 for a condition."""
     return (
         x.astype(jnp.int32)
         if jnp.issubdtype(x.dtype, bool)
@@ -209,8 +209,8 @@ def _divided(words: Array) -> Array:
 def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:
     """`jnp.max` of integers, in two steps along the last axis.
 
-    Quirk `maximum_along_rows_is_scalar`. The first step is between parts of the axis: that loop is unrolled, so
-    neighbours make vectors. An axis that may be split between devices is left whole if shardings are explicit.
+    Quirk `maximum_along_rows_is_scalar`. The first step compares parts of the axis: that loop is unrolled, so
+    neighbours form vectors. With explicit shardings, an axis that may be split between devices stays whole.
     """
     axes = (axis,) if isinstance(axis, int) else axis
     if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None and (parts := _parts(x.shape[-1])) > 1:
@@ -225,10 +225,10 @@ def _parts(length: int) -> int:
 
 
 def prevent_fma(product: Array, factor: Array) -> Array:
-    """A float32 product with a factor that is not negative, rounded before a sum takes it.
+    """A float32 product with a nonnegative factor, rounded before it enters a sum.
 
-    Quirk `product_contracted_with_sum`. An operation on integers that changes no bit stands between the product and
-    the sum; no compiler can know that if the factor is read from memory.
+    Quirk `product_contracted_with_sum`. Between the product and the sum is an integer operation that changes no bit. No
+    compiler can know this if the factor is read from memory.
     """
     bits = lax.bitcast_convert_type(product, jnp.int32)
     sign = lax.bitcast_convert_type(factor, jnp.int32) & CARRIERS["float32"].sign_bit

@@ -15,7 +15,7 @@ __all__ = ["Event", "Report", "Row", "emulate"]
 
 
 class _Face(Protocol):
-    """The function, and the function that stands on it."""
+    """`emulate`, with `report` as an attribute."""
 
     report: Callable[..., Report]
 

@@ -1,4 +1,4 @@
-"""Sums with a named order: reductions, products of matrices, convolutions and what they run through."""
+"""Sums with a named order: reductions, products of matrices, convolutions, cumulative sums and products."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _operand(x: Array, known: Spec | None, spec: Spec, seeds: Seeds | None, numb
 
 
 def _static(known: Sequence[Spec | None]) -> Spec | None:
-    """One spec for all operands, where there is one, without what speaks of derivatives."""
+    """The spec that holds all operands, if it is the same for all; else None."""
     return known[0] if len(set(known)) == 1 else None
 
 
@@ -88,7 +88,7 @@ def _twelve(seeds: Seeds | None, how: MatmulSpec, step: Step, *args: Array) -> A
 
 
 def _matmul(how: MatmulSpec, seeds: Array | None, a: Array, b: Array) -> Array:
-    """Of shapes (batch, m, k) and (batch, k, n)."""
+    """The products of matrices of shapes (batch, m, k) and (batch, k, n)."""
     carrier = operation_carrier(a.dtype).name
     extra = () if seeds is None else (seeds,)
     return matmul_op(a.astype(carrier), b.astype(carrier), *extra, spec=how)
@@ -131,7 +131,7 @@ def _dot_general(step: Step, how: MatmulSpec, seeds: Seeds | None, a: Array, b: 
 
 
 def _conv(step: Step, how: MatmulSpec, seeds: Seeds | None, lhs: Array, rhs: Array) -> Array:
-    """A product of matrices: a row for each place of the window, its channels before its places, in C order."""
+    """A product of matrices with a row for each position of the window; in a row, channels come before positions."""
     p = step.eqn.params
     numbers = p["dimension_numbers"]
     x, w = jnp.transpose(lhs, numbers.lhs_spec), jnp.transpose(rhs, numbers.rhs_spec)
@@ -152,7 +152,7 @@ def _conv(step: Step, how: MatmulSpec, seeds: Seeds | None, lhs: Array, rhs: Arr
 
 
 def _windows(x: Array, sizes: Sequence[int], strides: Sequence[int], dilation: Sequence[int]) -> Array:
-    """The windows of an array that is padded already: shape (*places, *sizes)."""
+    """The windows of a padded array: shape (*places, *sizes)."""
     n = x.ndim
     for axis, (size, stride, step) in enumerate(zip(sizes, strides, dilation, strict=True)):
         count = max((x.shape[2 * axis] - (size - 1) * step - 1) // stride + 1, 0)
@@ -179,7 +179,7 @@ def _reduce_prod(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> 
     return product_along(_wide(x), axes, spec, _six(seeds, step, x))
 
 
-#: The number of a step's sums comes after those of its operands, of which there are two at most, rounded twice.
+#: The first draw number of a step's sums: at most two operands are rounded twice, and the result draws number 4.
 _AFTER = 5
 
 _RUNS: dict[str, Callable[..., Array]] = {

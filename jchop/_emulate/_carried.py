@@ -1,4 +1,4 @@
-"""Operations that the carrier does: its results rounded once, and neighbours, which are those of the format."""
+"""Operations of the carrier, their results rounded once; and `nextafter`, which gives neighbours in the format."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Array = jax.Array
 __all__ = ["below", "carried", "neighbour", "rounded", "toward", "word_of"]
 
 
-#: The numbers of draws from here on belong to imaginary parts.
+#: The first draw number of imaginary parts.
 _IMAGINARY = 1 << 30
 
 
 def carried(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """The carrier's results of an equation, rounded once where the plan says so; derivatives are the carrier's."""
+    """The carrier's results of an equation, rounded once if the plan has a spec; derivatives are the carrier's."""
     results = _results(step, args)
     numbers = range(step.result_number, step.result_number + len(results))
     return [
@@ -37,7 +37,7 @@ def carried(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 
 
 def _results(step: Step, args: list[Any]) -> list[Any]:
-    """The carrier's results, or those of the user's rule."""
+    """The carrier's results, or the results of the user's rule."""
     eqn, function = step.eqn, step.choice.function
     if function is None:
         return bind(eqn.primitive, eqn.params, *args)
@@ -50,7 +50,7 @@ def _results(step: Step, args: list[Any]) -> list[Any]:
 
 
 def rounded(x: Array, spec: Spec, seeds: Seeds | None, number: int) -> Array:
-    """`x`, or its two parts, rounded at the draws of that number; its derivative that of the identity."""
+    """`x`, or its two parts, rounded with the draw of this number; the derivative is the identity's."""
     if jnp.iscomplexobj(x):
         parts = ((lax.real(x), number), (lax.imag(x), number + _IMAGINARY))
         return lax.complex(*(rounded(part, spec, seeds, n) for part, n in parts))
@@ -58,7 +58,7 @@ def rounded(x: Array, spec: Spec, seeds: Seeds | None, number: int) -> Array:
 
 
 def word_of(spec: Spec, seeds: Seeds | None, like: Any, number: int) -> Array | None:
-    """A random word for each element, where the spec draws."""
+    """A random word for each element, if the spec draws."""
     if not draws(spec):
         return None
     assert seeds is not None

@@ -1,4 +1,4 @@
-"""Stretches of a plan that become one operation: elementwise equations one after the other under one spec."""
+"""Chains: consecutive elementwise equations of a plan under one spec, run as one operation."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["Chain", "parts_of", "run_chain"]
 
 Array = jax.Array
 
-#: Fewer operations are left as they are.
+#: The fewest operations of a chain.
 _LEAST_LINKS = 3
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Equations one after the other, what they take, and the one result that is wanted after them."""
+    """Consecutive equations, their operands, and the one result that is used after them."""
 
     steps: tuple[Step, ...]
     operands: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Chain:
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """The variables that it gives."""
+        """The variable of its result."""
         return (self.result,)
 
 
@@ -67,8 +67,8 @@ class _Static:
 def parts_of(plan: Plan) -> Iterator[Step | Chain]:
     """The steps of a plan, some of them as chains.
 
-    All equations that stand together are one chain or none. Of several results each would be worked out from the start,
-    and a chain among others would keep a compiler from fusing those.
+    Consecutive equations of one kind are one chain, or none. A chain with several results would compute each result
+    from the start. A chain among other equations would keep the compiler from fusing them.
     """
     last = {id(v): i for i, step in enumerate(plan.steps) for v in step.eqn.invars}
     last |= {id(v): len(plan.steps) for v in plan.jaxpr.outvars}
@@ -84,7 +84,7 @@ def parts_of(plan: Plan) -> Iterator[Step | Chain]:
 
 
 def _kind(step: Step) -> Any:
-    """What a step has in common with those that it may be in a chain with; None for one that may be in none."""
+    """A key that the steps of one chain share; None for a step that cannot be in a chain."""
     spec = step.choice.spec
     if step.kind != "exact" or spec is None or any(step.rounds) or EXACT[step.name] not in ELEMENTWISE:
         return None
@@ -133,7 +133,7 @@ def _run(static: _Static, operands: list[Array], drawn: list[Array]) -> Array:
         return chain_op(*arrays, **more)
 
     def plain(*arrays: Array) -> Array:
-        """As if the equations stood alone: their derivatives are taken at every result on the way."""
+        """The equations one by one, for the derivative, which is taken at every intermediate result."""
         return _one_by_one(static, arrays[:count], arrays[count:])
 
     return straight_through(run, plain, [*operands, *drawn], None)

@@ -33,7 +33,7 @@ def by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 
 
 def summed_by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """A sum is two sums; a product of matrices four, of which two are subtracted and two added."""
+    """A sum is two real sums. A product of matrices is four real products: two are subtracted and two are added."""
     (aval,), spec = (v.aval for v in step.eqn.outvars), step.choice.spec
     if step.name in _NO_PARTS:
         raise NotImplementedError(
@@ -72,7 +72,7 @@ _NO_PARTS = ("reduce_prod", "cumprod")
 
 
 class _Arithmetic:
-    """Roundings and operations in one spec, which take their numbers in the order of the calls."""
+    """Operations rounded to one spec. Each call takes the next draw number."""
 
     def __init__(self, spec: Spec, seeds: Seeds | None, number: int) -> None:
         self.spec = spec

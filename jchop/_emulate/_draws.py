@@ -1,8 +1,7 @@
-"""Random draws: all that a call of a function of `jax.random` does is one operation of the carrier, rounded once.
+"""Random draws: a call of a function of `jax.random` is one operation of the carrier, rounded once.
 
-Between the bits and the result nothing is rounded: a rounded uniform number may be 0 or 1, where a logarithm is
-infinite. The equations of a call are found by their tracebacks, so functions that JAX does not compile apart
-(`jax.random.categorical`) are found, too.
+Intermediate values are not rounded: a rounded uniform number may be 0, and its logarithm would be infinite. Tracebacks
+tell which equations belong to a call, also for functions that JAX does not compile apart (`jax.random.categorical`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["drawn", "draws_of"]
 
 @lru_cache(maxsize=1)
 def _files() -> frozenset[str]:
-    """Where the functions of `jax.random` are written."""
+    """The source files of the functions of `jax.random`."""
     functions = (inspect.unwrap(f) for f in vars(jax.random).values() if callable(f))
     return frozenset(f.__code__.co_filename for f in functions if inspect.isfunction(f))
 
@@ -63,10 +62,9 @@ def _is_key(v: Any) -> bool:
 
 
 def _call_of(eqn: Any, home: str) -> Hashable | None:
-    """The place that calls the function of `jax.random` which made the equation; None for other equations.
+    """The frames around the call of `jax.random` that made the equation; None for other equations.
 
-    Frames outside of the function that the jaxpr is of (`home`) say nothing: a traced function may be taken from a
-    cache.
+    Frames outside of the jaxpr's function (`home`) are not searched: JAX may take a traced function from a cache.
     """
     frames = eqn.source_info.traceback
     if frames is None:
@@ -99,7 +97,7 @@ def drawn(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 
 
 def _limits_of(step: Step, args: list[Any]) -> tuple[Array, Array] | None:
-    """The least and the largest result that a draw may have, in the carrier; None for one without ends to avoid."""
+    """The least and the largest result that a draw may have, in the carrier; None for a draw without excluded ends."""
     if step.eqn.params.get("name") in _GROWING:
         run = partial(_with_bits, jaxpr_of(step.eqn.params["jaxpr"]), args)
         least, largest = lax.stop_gradient((run(0), run(-1)))
@@ -111,7 +109,7 @@ def _limits_of(step: Step, args: list[Any]) -> tuple[Array, Array] | None:
 
 
 def _among(x: Array, end: Any) -> Array:
-    """Whether a result is its end, where the carrier rounded it to it; a batch may come first."""
+    """Whether a result equals the end of its interval, by a rounding of the carrier; the end may have batch axes."""
     end = jnp.asarray(end)
     shapes = {end.shape, (*end.shape, *(1,) * (x.ndim - end.ndim))}
     fits = [shape for shape in shapes if all(n in (1, m) for n, m in zip(shape[::-1], x.shape[::-1], strict=False))]
@@ -119,7 +117,7 @@ def _among(x: Array, end: Any) -> Array:
 
 
 def _with_bits(program: tuple[Any, tuple[Any, ...]], args: list[Any], bits: int) -> Array:
-    """The result of a program whose every random bit is given."""
+    """The result of a program if every random bit is the given one."""
     jaxpr, consts = program
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
@@ -137,9 +135,9 @@ def _with_bits(program: tuple[Any, tuple[Any, ...]], args: list[Any], bits: int)
 
 
 def _kept_within(x: Array, spec: Spec, limits: tuple[Array, Array]) -> Array:
-    """`x`, rounded already, moved to the nearest value of the format within the limits, if there is one.
+    """`x`, which is rounded, moved to the nearest value of the format within the limits, if there is one.
 
-    So only results that would be an excluded end are moved; rounding toward zero would move them all.
+    Only results at an excluded end are moved; rounding toward zero would move all results.
     """
 
     def run(values: list[Array], limits: tuple[Array, Array]) -> Array:

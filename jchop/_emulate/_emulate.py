@@ -1,4 +1,4 @@
-"""`emulate`: the door, with its checks, and what becomes of arguments and results."""
+"""`emulate`: the public function, its checks, and its arguments and results."""
 
 from __future__ import annotations
 
@@ -39,56 +39,58 @@ def emulate(
     unknown: Literal["raise", "round_output", "carrier"] = "raise",
     max_turns: int | None = None,
 ) -> Any:
-    """`fun` in another arithmetic: every floating-point operation of it rounded, with the signature of `fun`.
+    """`fun` with every floating-point operation rounded to `spec`, with the same signature.
 
-    The program that JAX traces of `fun` is run operation by operation. Arguments and constants are rounded on entry.
-    For +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode; an integer power is
-    made of such products. Elementary functions (exp, tanh, pow ...), conversions, scatters and sums across devices are
-    the carrier's result rounded once more. So are calls of `jax.random`, whose results are never an excluded end. Sums
-    along axes, products of matrices, convolutions, and cumulative sums and products follow `accumulate`. What only
-    moves or chooses values (slices, transposes, sorting, max ...) rounds nothing; integers and booleans are untouched.
-    A function of jchop is one operation. Calls, loops, branches, remat, shard_map and custom derivative rules are
-    entered.
+    JAX traces `fun` to a program, which runs operation by operation. Arguments and constants are rounded on entry. For
+    +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode; an integer power is a
+    sequence of such products. For formats of up to 16 bits, exp, log, tanh and the other elementary functions of
+    `jchop.math` round the exact value once. Other functions (pow, lgamma ...), conversions, scatters and sums across
+    devices round the carrier's result once more. So do calls of `jax.random`; their results are never an excluded end
+    of the interval. Sums along axes, products of matrices, convolutions, and cumulative sums and products follow
+    `accumulate`. Operations that only move or choose values (slices, transposes, sorting, max ...) round nothing.
+    Integers and booleans do not change. A function of jchop is one operation. Operations within calls, loops, branches,
+    remat, shard_map and functions with custom derivative rules are rounded, too.
 
-    ``jax.grad(emulate(fun, spec))`` differentiates in the carrier, at the rounded values, rounding taken for the
-    identity (straight-through); ``emulate(jax.grad(fun), spec)`` computes the derivative in the arithmetic of `spec`.
-    Put `jax.jit` around the result, as around any function: called as it is, it runs one operation after the other. It
-    is then traced once for arguments of the same shapes, dtypes and other values, and again if an object has changed
-    that `fun` reads: in its closure, its defaults or globals. Objects of classes may change unseen, so a function that
-    reads those is traced in every call, which takes little beside the first one.
+    ``jax.grad(emulate(fun, spec))`` differentiates in the carrier, at the rounded values, with the identity as the
+    derivative of rounding (straight-through). ``emulate(jax.grad(fun), spec)`` computes the derivative in the
+    arithmetic of `spec`. Put `jax.jit` around the result, as around any function: without it, the operations run one
+    after the other. An eager call traces `fun` once for arguments of the same shapes, dtypes and other values, and
+    again if `fun` reads an object that has changed: in its closure, its defaults or globals. Objects of classes may
+    change unseen, so a function that reads such objects is traced in every call, in much less time than the first call
+    takes.
 
-    Without a function the result is a decorator: ``@jc.emulate("bfloat16")``, of methods too.
+    Without a function the result is a decorator, also for methods: ``@jc.emulate("bfloat16")``.
 
     Args:
         fun: a function that JAX can trace. Arrays and Python floats among its arguments are rounded; other arguments
-            reach it as they are. Left out for a decorator.
-        spec: what every operation is rounded to: a `Spec`, a format, or text; None for the carrier, the dtype that the
-            program computes in, which must be wide enough for the format.
+            are passed unchanged. Omitted for a decorator.
+        spec: the rounding of every operation: a `Spec`, a format, or text. None: no rounding. The carrier, which is the
+            dtype of the program, must be wide enough for the format.
         rules: other arithmetic for parts of the program, as a mapping. A key is the name of a primitive (``"exp"``), or
             a pattern (`fnmatch`) for a piece of the path of `jax.named_scope` and `jax.jit` names (``"softmax"``,
             ``"block*/norm"``). A value is a spec, None for the carrier, a `MatmulSpec` in place of `accumulate`, or a
-            Python function in place of a primitive: it takes the primitive's operands, rounded, and its parameters as
-            keywords; its results are rounded once. The first key that matches counts.
-        accumulate: how sums are formed, a `MatmulSpec` with rounding of its own: its result is then rounded to `spec`.
-            Cumulative sums, and products along axes, are sequential whatever its order. Default None: **the carrier's
-            own sum**, rounded once at the end.
-        key: a typed key, where anything rounds stochastically; the keyword argument ``key`` of the result takes its
-            place. Each operation and each turn of a loop draws afresh; the same key draws the same again.
-        unknown: what becomes of a primitive that there is no rule for: ``"raise"`` an error (default),
-            ``"round_output"``, or ``"carrier"``.
+            Python function in place of a primitive: its arguments are the primitive's rounded operands, and the
+            parameters as keywords; its results are rounded once. The first key that matches counts.
+        accumulate: the order and the roundings of sums, a `MatmulSpec`; the sum is then rounded to `spec`. Cumulative
+            sums, and products along axes, are sequential for every order. Default None: **the carrier's own sum**,
+            rounded once at the end.
+        key: a typed key, needed if a rounding is stochastic; the keyword argument ``key`` of the result replaces it.
+            Each operation and each turn of a loop draws different bits; the same key gives the same bits again.
+        unknown: the treatment of primitives without a rule: ``"raise"`` an error (default), ``"round_output"`` rounds
+            the operands and the carrier's results, ``"carrier"`` rounds nothing.
         max_turns: the most turns of a `while` loop (`jax.lax.while_loop`, and `jax.lax.fori_loop` with bounds that are
-            not constants). A loop whose condition still holds then ends with the values that it has, and a
-            `RuntimeWarning` names the line of the condition and the numbers compared; under `jax.jit` when the program
-            runs (``jax.effects_barrier()`` waits for it). In a low format ``while t < 10: t += 0.01`` may never end.
-            Default None: any number of turns.
+            not constants). If the condition still holds then, the loop ends with its present values, and a
+            `RuntimeWarning` names the line of the condition and the numbers compared. Under `jax.jit` the warning comes
+            when the program runs (``jax.effects_barrier()`` waits for it). In a low format ``while t < 10: t += 0.01``
+            may never end. Default None: any number of turns.
 
     Returns:
-        The function, with one more keyword argument, ``key``, which therefore never reaches `fun`. Results have the
-        dtypes that those of `fun` have. Without `fun`, a function of `fun` that returns it.
+        The function, with one more keyword argument, ``key``, which is not passed to `fun`. Results have the dtypes of
+        the results of `fun`. Without `fun`, a decorator.
 
     Raises:
-        TypeError: for a function that is none, arguments in another order, no spec, or rules, an accumulation or a key
-            of another type.
+        TypeError: for a `fun` that is not a function, arguments in another order, no spec, or rules, an accumulation or
+            a key of another type.
         ValueError: for ``max_turns`` below 1; when called, for a carrier too narrow for `spec`, a stochastic spec
             without a key, or a rule that matches nothing.
         NotImplementedError: when called, for a primitive without a rule, if ``unknown="raise"``.
@@ -150,7 +152,7 @@ def _name(fun: Any) -> str:
 
 
 class Emulated:
-    """A function whose every operation is rounded; `emulate` makes it."""
+    """A function with every operation rounded, as `emulate` returns it."""
 
     def __init__(self, fun: Callable[..., Any], settings: Settings, key: Array | None) -> None:
         self.fun, self.settings, self.key = fun, settings, key
@@ -158,14 +160,14 @@ class Emulated:
         update_wrapper(self, fun, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As functions are, the method of an instance."""
+        """A method of an instance, as for plain functions."""
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
-        """`fun` of the arguments; `key` takes the place of the key that `emulate` was given."""
+        """`fun` of the arguments; `key` replaces the key of `emulate`."""
         seeds = seeds_of(self.settings, self.key if key is None else key)
         program = self.programs.of(args, kwargs)
-        # A program may hold a NaN that it never takes, as that of jnp.var does: jax_debug_nans looks at the results.
+        # A program may compute a NaN that it never uses, as jnp.var does, so jax_debug_nans checks the results only.
         with jax.disable_jit(False), jax.debug_nans(False), jax.named_scope(OWN_SCOPE):
             results = [as_jax(x) for x in run(program, self.settings.spec, seeds)]
             out = jax.tree.unflatten(program.tree, results)
@@ -185,7 +187,7 @@ def run(program: Program, spec: Spec | None, seeds: Seeds | None) -> list[Any]:
 
 
 def enter(program: Program, spec: Spec | None, seeds: Seeds | None) -> tuple[list[Any], list[Any], Seeds | None]:
-    """Arguments and constants, rounded, and the seeds of what follows."""
+    """The rounded arguments and constants, and the seeds of the operations."""
     entry, inside = (None, None) if seeds is None else (seeds.turn(0), seeds.turn(1))
     count = len(program.values)
     every = zip((*program.values, *program.plan.consts), program.rounds, strict=True)
@@ -201,7 +203,7 @@ def _entered(x: Any, number: int, spec: Spec | None, seeds: Seeds | None) -> Any
 
 
 def seeds_of(settings: Settings, key: Array | None) -> Seeds | None:
-    """The seeds of a call; None where nothing draws."""
+    """The seeds of a call; None if nothing draws."""
     if key is not None:
         check_key("key", key)
     if not settings.stochastic:

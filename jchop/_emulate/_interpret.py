@@ -1,4 +1,4 @@
-"""The equations of an emulated program carried out."""
+"""Runs the equations of an emulated program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Emulation(Runner):
         return parts_of(plan)
 
     def taken(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-        """The operands of a step as it takes them, rounded where the plan says so."""
+        """The operands of a step, with those rounded that the plan marks."""
         return with_rounded_operands(step, seeds, args)
 
     def run(self, part: Step | Chain, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -57,7 +57,7 @@ class Emulation(Runner):
         return _BY_KIND[part.kind](part, seeds, with_rounded_operands(part, seeds, args))
 
     def control(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-        """The results of an equation that holds programs, constants that it is given rounded first."""
+        """The results of an equation that holds programs; its constants are rounded first."""
         return super().control(step, seeds, with_rounded_operands(step, seeds, args))
 
 
@@ -65,9 +65,9 @@ EMULATION = Emulation()
 
 
 class Eager(Emulation):
-    """Emulated arithmetic on values: loops and branches, each of which JAX compiles, are compiled once.
+    """Emulated arithmetic on values: each loop and branch is compiled once, in the first run.
 
-    Made for one plan, whose steps it knows by their ids.
+    An instance serves one plan, and knows its steps by their ids.
     """
 
     def __init__(self, max_turns: int | None = None) -> None:
@@ -95,7 +95,7 @@ _UNITS = ("scan", "while", "cond", "shard_map", *REMAT_CALLS)
 
 
 def with_rounded_operands(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """The operands of a step, those rounded that the plan says; a step with inner plans has seeds of its own for it."""
+    """The operands of a step, with those rounded that the plan marks. A step with inner plans uses separate seeds."""
     spec = step.choice.spec
     if spec is None or not any(step.rounds):
         return args
@@ -109,7 +109,7 @@ def with_rounded_operands(step: Step, seeds: Seeds | None, args: list[Any]) -> l
 
 
 def run_step(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """The results of one equation, of one that holds programs too."""
+    """The results of one equation, which may hold programs."""
     return (EMULATION.control if step.kind == "control" else EMULATION.run)(step, seeds, args)
 
 
@@ -119,7 +119,7 @@ def _bound(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 
 
 def _own(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """A part of a function of jchop as it is; the names of results are for the innermost emulation alone."""
+    """A part of a function of jchop, unchanged. Names of results are dropped after the innermost emulation."""
     is_name = step.name == "name" and step.eqn.params["name"] == OWN_RESULT
     return args if is_name else _bound(step, seeds, args)
 
@@ -148,7 +148,7 @@ def _drawn(step: Step, seeds: Seeds) -> list[Array]:
 
 
 def _extremum(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """Of values that are known, by bits where a comparison could take them for zero."""
+    """The maximum or minimum. Values of a known format are compared by bits if the device could read them as zero."""
     known = step.out[0]
     if known is None:
         return _bound(step, seeds, args)

@@ -1,4 +1,4 @@
-"""What is known of a value before it is computed: that its numbers are those of a spec's format."""
+"""Facts about a value before it is computed: the spec whose format holds its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from jchop.formats import ElementFormat, FloatFormat, UniformFormat
 from jchop.spec import Spec
 
-#: The spec whose values they are; None: anything that the dtype holds.
+#: A spec whose format holds the numbers; None: any number of the dtype.
 Known = Spec | None
 
 #: The dtypes that are rounded.
@@ -22,7 +22,7 @@ CARRIER_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def is_float(aval: Any) -> bool:
-    """Whether a value is of a real dtype that carries other formats, and so is rounded; a reference is none."""
+    """Whether a value has a real dtype that carries other formats, and so is rounded; False for a reference."""
     return hasattr(aval, "dtype") and _carries(aval.dtype) and not hasattr(aval, "inner_aval")
 
 
@@ -32,7 +32,7 @@ def _carries(dtype: Any) -> bool:
 
 
 def is_narrow(aval: Any) -> bool:
-    """Whether a value is of a floating-point dtype of 8 bits or fewer, which only stores numbers."""
+    """Whether a value has a floating-point dtype of 8 bits or fewer, which only stores numbers."""
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.name not in CARRIER_DTYPES
 
 
@@ -48,7 +48,7 @@ def is_number(aval: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def within(known: Known, spec: Spec | None) -> bool:
-    """Whether rounding values that are known to be `known`'s under `spec` changes none of them."""
+    """Whether rounding under `spec` changes no value of `known`."""
     if spec is None:
         return True
     if known is None or (spec.flush and not known.flush):
@@ -57,7 +57,7 @@ def within(known: Known, spec: Spec | None) -> bool:
 
 
 def _is_subset(small: ElementFormat, large: ElementFormat) -> bool:
-    """Whether every value of one format is one of the other, infinities and -0 included; False where in doubt."""
+    """Whether `large` has every value of `small`, including infinities and -0; False in case of doubt."""
     if not isinstance(small, FloatFormat) or not isinstance(large, FloatFormat):
         return False
     if not (large.subnormals and large.zero and large.signed) or (small.has_inf and not large.has_inf):
@@ -69,13 +69,13 @@ def _is_subset(small: ElementFormat, large: ElementFormat) -> bool:
 
 
 def common(knowns: Iterable[Known]) -> Known:
-    """What is known of values each of which is one of several."""
+    """The fact that holds for every one of several values: the spec that contains all their specs."""
     found: list[Known] = list(knowns)
     return next((k for k in found if k is not None and all(within(other, k) for other in found)), None)
 
 
 def holds_all(spec: Spec | None, value: Any) -> bool:
-    """Whether a constant is left as it is by rounding under `spec`; False where it has many elements."""
+    """Whether rounding under `spec` does not change a constant; False for a constant of several elements."""
     if spec is None:
         return True
     if np.size(value) != 1:

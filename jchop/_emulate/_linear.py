@@ -51,7 +51,7 @@ def _batch(step: Step, arrays: list[Array], seeds: Seeds | None) -> list[Array]:
 
 
 def _triangular(params: dict[str, Any], steps: Steps, a: Array, b: Array) -> tuple[Array]:
-    """op(a) x = b, or x op(a) = b, which is its transpose."""
+    """Solves op(a) x = b, or x op(a) = b by its transpose."""
     left, lower = params["left_side"], params["lower"]
     flip = params["transpose_a"] == left
     a, b = a.T if flip else a, b if left else b.T

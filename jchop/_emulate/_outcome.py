@@ -1,4 +1,4 @@
-"""What each kind of equation rounds first, and what is then known of its results."""
+"""For each kind of equation, the operands that are rounded first, and the facts about its results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _accumulating(step: Step) -> Step:
 
 
 def _factored(step: Step) -> Step:
-    """A matrix, or many; forms for which there is no algorithm are the carrier's."""
+    """A matrix, or a batch of matrices. If `_linalg` has no algorithm, the carrier computes the result."""
     params, shape = step.eqn.params, step.eqn.invars[0].aval.shape
     square, pivoting = shape[-1] == shape[-2], params.get("pivoting", False)
     if (step.name == "lu" and not square) or (step.name == "qr" and (pivoting or shape[-2] < shape[-1])):
@@ -84,14 +84,14 @@ def _structural(step: Step) -> Step:
 
 
 def _computes(step: Step) -> bool:
-    """Whether a primitive that moves values also makes some: a gather that fills, a scatter that applies a function."""
+    """Whether a primitive that moves values also computes: a gather that fills, a scatter that applies a function."""
     fill, update = step.eqn.params.get("fill_value"), step.eqn.params.get("update_jaxpr")
     fills = fill is not None and not holds_all(step.choice.spec, fill)
     return (step.name == "gather" and fills) or (step.name == "scatter" and bool(getattr(update, "eqns", ())))
 
 
 def _rounded_constants(step: Step) -> Step:
-    """Constants of the program are rounded where they are moved, too; infinities are not, where they only bound."""
+    """Constants are rounded also if they are only moved. Infinite constants are not rounded: they are bounds."""
     spec = step.choice.spec
     rounds = tuple(
         spec is not None and isinstance(v, Literal) and is_number(v.aval) and k is None and bool(np.isfinite(v.val))
@@ -104,12 +104,12 @@ def _rounded_constants(step: Step) -> Step:
     return replace(step, rounds=rounds, known=known)
 
 
-#: Structural primitives whose first results are made of one operand each.
+#: Structural primitives whose result i has the numbers of operand i.
 _BY_OPERAND = {"sort", "optimization_barrier", "device_put", "copy", "copy_p", "pvary", "pcast", "psum_invariant"}
 
 
 def _compared(step: Step) -> Step:
-    """Results that are no numbers, of operands that are rounded; infinities may only bound."""
+    """Operands are rounded, results are not numbers. Infinite constants are not rounded: they are bounds."""
     operands = _rounded_operands(step, step.choice.spec)
     bounds = (isinstance(v, Literal) and is_number(v.aval) and bool(np.isinf(v.val)) for v in step.eqn.invars)
     rounds = tuple(r and not bound for r, bound in zip(operands.rounds, bounds, strict=True))
@@ -121,7 +121,7 @@ def _compared(step: Step) -> Step:
 
 
 def _converted(step: Step) -> Step:
-    """A conversion: what is known stays so where the new dtype holds it all."""
+    """A conversion: the known format is kept if the new dtype holds all its values."""
     spec, (source,), (target,) = step.choice.spec, step.eqn.invars, step.eqn.outvars
     _check(step, spec, target.aval, exact=not is_float(source.aval))
     known = step.known[0]
@@ -142,7 +142,7 @@ def _carried(step: Step) -> Step:
 
 
 def _drawn(step: Step) -> Step:
-    """What the user gives to a call of `jax.random` is rounded, and what it returns; nothing is in between."""
+    """The user's arguments of a call of `jax.random` are rounded, and its results; nothing is rounded in between."""
     draw, spec, eqn = step.draw, step.choice.spec, step.eqn
     if draw is None:  # a primitive that draws
         return _operation(step)
@@ -188,7 +188,7 @@ _PART = {"complex64": np.dtype("float32"), "complex128": np.dtype("float64")}
 
 
 def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
-    """Refuse a dtype that cannot hold what the spec gives."""
+    """Refuses a dtype that cannot hold the values of the spec."""
     if spec is None or not is_number(aval):
         return
     dtype = _PART.get(aval.dtype.name, aval.dtype)

@@ -1,7 +1,7 @@
-"""Single equations carried out: the values of the emulated arithmetic, the derivative of the carrier's primitive.
+"""Runs single equations: the values of the emulated arithmetic, the derivative of the carrier's primitive.
 
-Rounding works on bits, which have no derivative. So every rounded equation is an operation whose tangent is that of
-the primitive itself at the rounded operands: straight-through.
+Rounding works on bits, which have no derivative. So every rounded equation is an operation with the tangent of its
+primitive at the rounded operands: straight-through.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-#: With fewer elements an operation is fused with its neighbours: XLA vectorizes that, and a call would cost as much.
+#: Smaller operations are fused with their neighbours: XLA vectorizes the result, and a call would not be faster.
 LEAST_APART = 1 << 14
 
 __all__ = ["Task", "perform", "round_value"]
@@ -86,7 +86,7 @@ def _body(*arrays: Array, task: Task, count: int) -> Array:
     return task.run(arrays[:count], arrays[count:])
 
 
-#: Apart, because XLA would compute an operation once for each use, and compile it as often.
+#: Compiled apart, because XLA would compile and compute an operation once for each use.
 _operation_op = make_op("jchop_operation", _body, apart=True)
 
 
@@ -106,7 +106,7 @@ def _extremum(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
 
 
 def _power(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
-    """x^n by squaring, as the carrier does it: every product rounded, and for n < 0 the quotient."""
+    """x^n by squaring, as in the carrier. Every product is rounded, and for n < 0 the quotient."""
     (x,), spec, exponent = args, task.spec, dict(task.params)["y"]
     taken = iter(drawn)
 
@@ -136,7 +136,7 @@ def power_draws(exponent: int) -> int:
 
 
 def _elementary(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
-    """The exact value, rounded once, or the carrier's one for functions and formats of which it is not known."""
+    """The exact value if `rounds` has the function and format, else the carrier's result; rounded once."""
     if rounds(task.primitive.name, task.spec) and is_float(args[0]):
         return elementary_op(*args, *drawn[:1], name=task.primitive.name, spec=task.spec)
     return _made(task, args, drawn)
@@ -150,7 +150,7 @@ def _made(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
 
 
 def _summed(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
-    """The carrier's own sum, with all of its digits, rounded once."""
+    """The carrier's own sum, in full precision, rounded once."""
     params = dict(task.params)
     if "precision" in params:
         params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -159,7 +159,7 @@ def _summed(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
 
 
 def _converted(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
-    """A conversion; of integers that the carrier does not hold, the sum of two parts that it does, rounded once."""
+    """A conversion. An integer that the carrier does not hold is the sum of two parts, rounded once."""
     (x,), dtype = args, dict(task.params)["new_dtype"]
     word = drawn[0] if drawn else None
     carrier = operation_carrier(dtype)
@@ -193,5 +193,5 @@ def _round(x: Array, spec: Spec, word: Array | None) -> Array:
 
 @partial(compiled, static_argnums=1)
 def round_value(x: Array, spec: Spec, word: Array | None = None) -> Array:
-    """`x` rounded, its derivative that of the identity."""
+    """`x` rounded; the derivative is the identity's."""
     return straight_through(lambda args, word: _round(args[0], spec, word), lambda x: x, [x], word)

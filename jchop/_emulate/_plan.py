@@ -1,4 +1,4 @@
-"""The plan of an emulated program: for every equation its arithmetic, and which operands are rounded first."""
+"""The plan of an emulated program: for every equation its arithmetic, and the operands that are rounded first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Planner"]
 
 
 class Planner(planner.Planner):
-    """Makes plans under some settings; `used` collects the rules that spoke."""
+    """Makes plans under some settings; `used` collects the rules that matched."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Planner(planner.Planner):
     def plan(
         self, closed: Any, known: Sequence[Known], scope: str = "", constants: Sequence[Known] | None = None
     ) -> Plan:
-        """The plan of a jaxpr, calls of `jax.random` found first."""
+        """The plan of a jaxpr; its calls of `jax.random` are found first."""
         if self._apart is None:
             self._apart = count_equations(closed) >= _MANY
         computed = _with_computed_results(closed)
@@ -44,15 +44,15 @@ class Planner(planner.Planner):
         return super().plan(computed, known, scope, constants)
 
     def read(self, v: Any, env: dict[Any, Known]) -> Known:
-        """What is known of a variable; of a literal that the spec holds, the spec itself."""
+        """The spec that holds a variable's numbers, or a literal, if known."""
         return _known_of(v, env, self.settings.spec)
 
     def common(self, knowns: Iterable[Known]) -> Known:
-        """What is known of values each of which is one of several."""
+        """The fact that holds for every one of several values."""
         return common(knowns)
 
     def step(self, eqn: Any, env: dict[Any, Known], scope: str, number: int) -> Step:
-        """What becomes of one equation."""
+        """The step of one equation."""
         name, nothing = eqn.primitive.name, (None,) * len(eqn.outvars)
         untouched = (False,) * len(eqn.invars)
         made = partial(Step, eqn=eqn, scope=scope, number=number, rounds=untouched, apart=bool(self._apart))
@@ -92,11 +92,12 @@ class Planner(planner.Planner):
         return 2 * len(step.eqn.invars) + len(step.eqn.outvars) + 4 + power
 
     def _unknown(self, step: Step) -> Step:
-        """One that says of which primitives it consists is a call of those."""
+        """A primitive without a rule; it becomes a call if its implementation consists of other primitives."""
         if step.choice.spec is None:
             return replace(step, kind="carrier")
         gives_numbers = any(is_number(v.aval) for v in step.eqn.outvars)
-        # One that computes nothing may refuse to be transformed, as a check of its package; so it is left out.
+        # A primitive that computes nothing, such as a check of its package, may refuse transformations; so it is left
+        # out.
         if self.opened(step.eqn) is not None and (gives_numbers or not self.opened(step.eqn).jaxpr.eqns):
             return replace(step, kind="control")
         if not gives_numbers:
@@ -112,7 +113,7 @@ class Planner(planner.Planner):
 
 
 def _complex_kind(step: Step) -> str:
-    """Of an equation with complex numbers, where it has a rule for real ones."""
+    """The kind of an equation with complex numbers whose primitive has a rule for real numbers."""
     if step.name in COMPLEX:
         return "complex" if step.choice.spec is not None else "carrier"
     if step.kind == "accumulating" and step.choice.accumulate is not None:
@@ -122,7 +123,7 @@ def _complex_kind(step: Step) -> str:
 
 
 def _check_narrow(step: Step) -> None:
-    """Dtypes of 8 bits and fewer are stored, moved and converted; an operation of the carrier may take them."""
+    """Refuses arithmetic in dtypes of 8 bits and fewer, which are only stored, moved and converted."""
     if step.choice.spec is None or step.kind in _NARROW or not any(is_narrow(v.aval) for v in step.eqn.outvars):
         return
     name = next(v.aval.dtype.name for v in step.eqn.outvars if is_narrow(v.aval))
@@ -133,7 +134,7 @@ def _check_narrow(step: Step) -> None:
     )
 
 
-#: The kinds of equations that may give numbers of such dtypes, as they are.
+#: The kinds of equations that may give numbers of such dtypes.
 _NARROW = ("control", "converted", "structural", "extremum", "own", "unknown")
 
 
@@ -145,7 +146,7 @@ class _Closed(NamedTuple):
 
 
 def _with_computed_results(closed: Any) -> _Closed:
-    """A jaxpr whose results are variables: constants among them are copied, so that they are rounded as others are."""
+    """A jaxpr whose results are variables: constant results are copied, so that they are rounded like others."""
     jaxpr, consts = jaxpr_of(closed)
     copies = [_copy(v) if isinstance(v, Literal) and is_number(v.aval) else None for v in jaxpr.outvars]
     if not any(copies):
@@ -161,15 +162,16 @@ def _copy(literal: Literal) -> Any:
 
 
 def _known_of(v: Any, env: dict[Any, Known], spec: Spec | None) -> Known:
-    """Of a literal that the spec holds, the spec itself."""
+    """The known spec of a variable; for a literal, `spec` if it holds the literal."""
     if not isinstance(v, Literal):
         return env[v]
     return spec if is_number(v.aval) and holds_all(spec, v.val) else None
 
 
-#: Programs of so many equations compile each operation apart: XLA works an operation out once for each of its uses, and
-#: those of its uses again, so that the time to compile grows faster than the program. A call costs about 0.1 µs.
+#: Programs of this many equations or more compile each operation apart. Otherwise XLA computes an operation once for
+#: each use, and again for each use of these results, so that the compile time grows faster than the program. A call
+#: costs about 0.1 µs.
 _MANY = 100
 
-#: Two operands of two parts, and four products and two sums.
+#: The draws of a complex operation: two operands of two parts, four products and two sums.
 _OF_PARTS = 10

@@ -1,4 +1,4 @@
-"""The table: what each primitive is to an emulated arithmetic; and which arithmetic an equation gets."""
+"""The table of primitives and their kinds, and the choice of the arithmetic of an equation."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ EXACT = {name: name for name in ("add", "sub", "mul", "div", "sqrt", "square", "
     "add_any": "add",
     "add_jaxvals": "add",
 }
-#: Operands rounded, then the carrier's result, rounded once.
+#: Functions of rounded operands; the exact value or the carrier's result is rounded once.
 _ELEMENTARY = """
     acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2
     expm1 floor igamma igamma_grad_a igammac lgamma log log1p log2 logistic one_minus_square polygamma polynomial pow
     regularized_incomplete_beta rem round rsqrt sign sin sinh tan tanh zeta random_gamma_grad
 """
-#: Sums without an order of their own, and what makes floats of other things: the carrier's result, rounded once.
+#: Sums without a named order, and primitives that make floats from other types: the carrier's result, rounded once.
 _MADE = """
     bitcast_convert_type cumlogsumexp iota psum psum_invariant psum_scatter random_gamma reduce_precision
     reduce_scatter scatter-add scatter-mul scatter-sub scatter_add scatter_mul scatter_sub select_and_scatter_add
     select_and_gather_add unreduced_psum
 """
-#: Nothing is computed, only moved or chosen.
+#: Primitives that only move or choose values.
 _STRUCTURAL = """
     all_gather all_gather_invariant all_to_all approx_top_k bcoo_extract bcoo_transpose broadcast broadcast_in_dim
     freeze get clamp concatenate copy copy_p
@@ -54,7 +54,7 @@ _STRUCTURAL = """
     select_n sharding_constraint slice sort split squeeze stack stop_gradient tile top_k transpose unstack
     layout_constraint
 """
-#: Operations with arithmetic of their own: operands rounded, the carrier's results, rounded once.
+#: Operations with their own arithmetic: operands are rounded, and the carrier's results are rounded once.
 _CARRIED = """
     bcoo_dot_general bcoo_dot_general_sampled bcoo_multiply_dense bcoo_reduce_sum bcoo_spdot_general bcoo_todense
     bcsr_dot_general bcsr_todense coo_fromdense coo_matmat coo_matvec coo_todense csr_fromdense csr_matmat csr_matvec
@@ -62,14 +62,14 @@ _CARRIED = """
     ragged_dot_general reduce reduce_window scaled_dot scaled_matmul schur select_and_scatter svd symmetric_product
     tridiagonal tridiagonal_solve
 """
-#: Calls of Python: left alone.
+#: Calls of Python, which are not changed.
 _ALONE = "debug_callback debug_print io_callback pure_callback"
 _ACCUMULATING = "reduce_sum reduce_prod cumsum cumprod dot_general conv_general_dilated reduce_window_sum"
-#: Matrices: the textbook's algorithms, every operation rounded.
+#: Matrix algorithms of `_linalg`, every operation rounded.
 _LINEAR = "triangular_solve cholesky lu qr"
-#: What has a rule for complex operands or results: parts that are real operations, beside what only moves numbers.
+#: Primitives with a rule for complex operands or results: real operations on the parts.
 COMPLEX = frozenset(["add", "add_any", "sub", "mul", "square", "neg", "conj", "real", "imag", "complex"])
-#: What each primitive is.
+#: The kind of each primitive.
 KINDS: dict[str, str] = {
     name: kind
     for kind, names in (
@@ -84,7 +84,7 @@ KINDS: dict[str, str] = {
         ("draw", "rng_uniform"),
         ("neighbour", "nextafter"),
         ("complex", "conj real imag complex"),
-        ("compared", "new_ref swap"),  # what is written to a reference is rounded
+        ("compared", "new_ref swap"),  # values written to a reference are rounded
         ("converted", "convert_element_type"),
         ("accumulating", _ACCUMULATING),
         ("linear", _LINEAR),
@@ -95,7 +95,7 @@ KINDS: dict[str, str] = {
 
 
 def kind_of(primitive: Primitive) -> str:
-    """What a primitive is. The results of jchop's own operations are rounded, unless they are codes and scales."""
+    """The kind of a primitive. The results of jchop's own operations are rounded, unless they are codes and scales."""
     if isinstance(primitive, OpPrimitive):
         return "own" if primitive.stores else "made"
     return KINDS.get(primitive.name, "unknown")
@@ -103,20 +103,20 @@ def kind_of(primitive: Primitive) -> str:
 
 @dataclass(frozen=True)
 class Function:
-    """A user's rule for a primitive: takes its operands, and its parameters as keywords."""
+    """A user's rule for a primitive, called with the operands, and with the parameters as keywords."""
 
     call: Callable[..., Any]
 
 
-#: What may be done with a primitive that has no line in the table.
+#: The treatments of a primitive that is not in the table.
 UNKNOWN = ("raise", "round_output", "carrier")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The arithmetic of one equation: what results are rounded to, and how sums are formed; None: the carrier's.
+    """The arithmetic of one equation: the spec of its results, and the rule of sums. None: the carrier's.
 
-    A rule of the user takes the place of the primitive.
+    A function replaces the primitive.
     """
 
     spec: Spec | None
@@ -126,7 +126,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Settings:
-    """What `emulate` was told; the rules in their order, each a name or pattern and what it says."""
+    """The settings of `emulate`. The rules are pairs of a name or pattern and a value, in the user's order."""
 
     spec: Spec | None
     rules: tuple[tuple[str, Spec | MatmulSpec | Function | None], ...]
@@ -135,7 +135,7 @@ class Settings:
     max_turns: int | None = None
 
     def choose(self, primitive: str, scope: str, used: set[str] | None = None) -> Choice:
-        """The arithmetic of a primitive in a scope; `used` collects the rules that spoke."""
+        """The arithmetic of a primitive in a scope; `used` collects the rules that matched."""
         spec, accumulate = self.spec, self.accumulate
         function: Function | None = None
         found: set[type] = set()
@@ -152,13 +152,13 @@ class Settings:
                 function = value
             else:
                 spec = value
-                # A part of the program that is the carrier's sums in it too, unless a rule says how.
+                # A part in the carrier also sums in the carrier, unless a rule has a MatmulSpec for it.
                 accumulate = None if value is None and MatmulSpec not in found else accumulate
         return Choice(spec, accumulate, function)
 
     @property
     def stochastic(self) -> bool:
-        """Whether any rounding there may be draws."""
+        """Whether any rounding draws."""
         values = [self.spec, self.accumulate, *(value for _, value in self.rules)]
         return any(
             value.stochastic if isinstance(value, MatmulSpec) else isinstance(value, Spec) and value.rounding.stochastic
@@ -177,7 +177,7 @@ def make_settings(
     unknown: str,
     max_turns: int | None = None,
 ) -> Settings:
-    """What `emulate` was told, checked."""
+    """The checked settings of `emulate`."""
     check_choice("unknown", unknown, UNKNOWN)
     if accumulate is not None and not isinstance(accumulate, MatmulSpec):
         raise TypeError(f"accumulate={accumulate!r} must be a MatmulSpec, or None for the carrier's own sums")

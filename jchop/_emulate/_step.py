@@ -21,9 +21,9 @@ class Draw:
     """An equation of a call of `jax.random`.
 
     Args:
-        inner: the variables that equations of the same call make.
-        leaves: for each result, whether anything else takes it.
-        calls: whether the equation is a call, whose literals are arguments of the user.
+        inner: the result variables of all equations of the same call.
+        leaves: for each result, whether equations outside of the call use it.
+        calls: whether the equation is a call; then its literals are the user's arguments.
     """
 
     inner: frozenset[Any]
@@ -39,19 +39,19 @@ class Step(step.Step):
         choice: its arithmetic.
         rounds: which operands are rounded first.
         draw: its place in a call of `jax.random`.
-        apart: whether it is compiled apart from its neighbours, whatever its size.
+        apart: whether it is compiled apart from its neighbours, for every size.
     """
 
     choice: Choice
     rounds: tuple[bool, ...] = ()
-    known: tuple[Known, ...] = ()  # of the operands, once rounded
+    known: tuple[Known, ...] = ()  # of the operands, after their rounding
     out: tuple[Known, ...] = ()
     draw: Draw | None = None
     apart: bool = False
 
     @cached_property
     def task(self) -> Task:
-        """Everything static about it, where its results are rounded."""
+        """Its static data; its results must be rounded."""
         assert self.choice.spec is not None
         params = tuple(sorted(self.eqn.params.items()))
         return Task(self.eqn.primitive, params, self.kind, self.choice.spec, self.known, self.apart)

@@ -1,4 +1,4 @@
-"""Functions traced and planned, once for arguments of the same shapes."""
+"""Functions are traced and planned, once for arguments of the same shapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Array = jax.Array
 
 __all__ = ["Program", "Programs", "is_moved", "is_stored", "trace"]
 
-#: How many programs of a function are kept.
+#: The most programs of a function that are kept.
 _MOST = 64
 
 
@@ -36,9 +36,9 @@ class Program:
     Args:
         plan: its plan.
         values: the arguments that are its variables.
-        rounds: which values, and then which constants, are rounded on entry.
-        tree: of the results.
-        runner: carries it out where nothing is traced.
+        rounds: for each value, then for each constant, whether it is rounded on entry.
+        tree: the tree structure of the results.
+        runner: runs it outside of a trace.
         source: the jaxpr that was planned.
     """
 
@@ -67,7 +67,7 @@ def is_stored(value: Any) -> bool:
 
 @dataclass
 class _Traced:
-    """A function of arrays alone, for JAX's cache of traced functions, and what `fun` had read when it was traced."""
+    """A function of arrays only, as a key of JAX's cache, and the objects that `fun` read during tracing."""
 
     function: Callable[..., Any]
     read: tuple[Any, ...] | None = None
@@ -77,9 +77,9 @@ class _Traced:
 class Programs:
     """The programs of a function under some settings.
 
-    A function whose closure, globals and arguments are the same objects as before is not traced again. Of one that is,
-    because objects have changed or cannot be looked into, the plan is kept if the program is the same but for its
-    constants. Neither holds the arguments of a call.
+    A function is not traced again if its closure, globals and arguments are the same objects as before. If it is traced
+    again, because objects have changed or may change unseen, the plan is kept if only constants of the program differ.
+    Neither cache holds the arguments of a call.
     """
 
     fun: Callable[..., Any]
@@ -89,13 +89,13 @@ class Programs:
     _lock: Any = field(default_factory=Lock)
 
     def __reduce__(self) -> Any:
-        """Copies begin anew: programs are not copied, nor pickled."""
+        """Copies and pickles contain no programs."""
         return Programs, (self.fun, self.settings)
 
     def of(self, args: Any, kwargs: Any) -> Program:
         """The program for these arguments.
 
-        Arrays and Python floats are its variables; integers, booleans and all else stay what they are.
+        Arrays and Python floats are its variables; other arguments are passed unchanged.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
         moved = tuple(map(is_moved, leaves))
@@ -104,7 +104,7 @@ class Programs:
         traced = self._traced_with(tree, moved, others)
         with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
             closed, shapes = jax.make_jaxpr(traced.function, return_shape=True)(*values)
-        if traced.read is None:  # looked at afterwards: what a function counts while it is traced is not a change
+        if traced.read is None:  # after the trace: objects that it changes itself are not a change
             traced.read = captured(self.fun, others)
         units = jax.tree.leaves((args, kwargs), is_leaf=is_stored)
         stored = [is_stored(unit) for unit in units for _ in jax.tree.leaves(unit)]
@@ -112,11 +112,11 @@ class Programs:
         return self._program(closed, rounds, jax.tree.structure(shapes), values)
 
     def _traced_with(self, tree: Any, moved: tuple[bool, ...], others: tuple[Any, ...]) -> _Traced:
-        """The function of the moved leaves, of before if it read nothing that has changed."""
+        """The function of the moved leaves; the earlier one if it read nothing that has changed."""
         key = (tree, moved, tuple(x if isinstance(x, int | str | bool) else None for x in others))
         try:
             old = self._traced.get(key)
-        except Exception:  # a tree may hold what cannot be hashed or compared
+        except Exception:  # a tree may hold objects that cannot be hashed or compared
             key = old = None
         if old is not None and same_objects(old.read, captured(self.fun, others)):
             return old
@@ -170,7 +170,7 @@ class Programs:
 def _is_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # as arrays do, or whatever a class of others raises
+    except Exception:  # an array's error, or any error of a class of another package
         return False
 
 

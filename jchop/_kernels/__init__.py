@@ -1,1 +1,1 @@
-"""Pallas kernels of the operations in `_core`, and the choice between the two."""
+"""Pallas kernels of the operations in `_core`, and the choice between kernels and bodies."""

@@ -1,4 +1,4 @@
-"""Chains of elementwise operations as one operation, which in a program for one CPU tries what is faster first."""
+"""Chains of elementwise operations as one operation; programs for one CPU first try a faster way."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["LEAST_TRIED", "chain_op"]
 
 Array = jax.Array
 
-#: For fewer elements nothing is tried: it would cost more than it saves.
+#: The fewest elements for a try; with fewer it would cost more than it saves.
 LEAST_TRIED = 1 << 14
 
-#: Apart, so that what asks for NaN reads what was written and does not work it out anew.
+#: Compiled apart, so that the test for NaN reads the result from memory and does not compute it again.
 _try_op = make_op("jchop_try_chain", try_chain, apart=True)
 
 

@@ -1,14 +1,13 @@
-"""Dispatch: which implementation of an operation runs on which device. The only file that asks what a device is.
+"""Dispatch: the choice of an operation's implementation for a device. No other file queries the device.
 
 Each operation is one JAX primitive. Its default lowering is the portable body, which XLA compiles for any device and
-partitions over any mesh. Where a program is lowered for TPU or CUDA, a Pallas kernel takes its place if it may: the
-compiler cannot partition a kernel, so there must be one device, or every mesh axis must be manual (inside `shard_map`);
-the device must be able; and the kernel must take these shapes, dtypes and static arguments. Only the lowering decides
-that, so an exported program carries a choice for each platform; while a function is traced nothing is asked of devices
-but whether there are several.
+partitions over any mesh. If a program is lowered for TPU or CUDA, a Pallas kernel replaces it under three conditions.
+There is one device, or every mesh axis is manual (inside `shard_map`), because the compiler cannot partition a kernel.
+The device supports kernels. The kernel supports these shapes, dtypes and static arguments. Only the lowering decides
+this, so an exported program has a choice for each platform. A trace only asks whether there are several devices.
 
-In a program for one CPU a body may be compiled apart. XLA fuses what a body does with what stands around it, and where
-that moves axes the whole body becomes scalar code, run anew for each use of its result.
+In a program for one CPU a body may be compiled apart. Otherwise XLA fuses it with the operations around it. If these
+move axes, the whole body becomes scalar code, which runs again for each use of its result.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ __all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "OpPrimitive", "make_op", "on_cp
 
 Array = jax.Array
 Impl = Literal["auto", "xla", "pallas"]
-#: What `impl=` may be: the choice made here, the portable body, or the kernel and an error where it cannot run.
+#: The values of `impl=`: the choice of this file, the portable body, or the kernel, with an error if it cannot run.
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
 
 _Static = tuple[tuple[str, Hashable], ...]
 _Vmaps = tuple[tuple[int | None, ...], ...]
 
-#: GPUs before this compute capability fail too late for another choice.
+#: The least compute capability: older GPUs fail too late for another choice.
 _LEAST_CAPABILITY = 8.0
 
 
@@ -57,9 +56,9 @@ class Kernel:
     """A Pallas implementation of an operation for one platform.
 
     Args:
-        run: takes the arrays of the operation and its static keywords, and gives what the body gives; under vmap too.
-        refuse: says why it cannot take arguments of given shapes and dtypes (`jax.ShapeDtypeStruct`, without the axes
-            of enclosing vmaps) and static keywords, or None.
+        run: a function of the operation's arrays and static keywords, with the results of the body, also under vmap.
+        refuse: returns the reason against given shapes and dtypes (`jax.ShapeDtypeStruct`, without the axes of
+            enclosing vmaps) and static keywords, or None.
         profitable: whether ``impl="auto"`` should prefer it to the body, from the same arguments.
     """
 
@@ -78,10 +77,10 @@ class _Op:
 
 
 class OpPrimitive(Primitive):
-    """The primitive of an operation of jchop; every one that `make_op` makes, and no other, is of this class.
+    """The primitive of an operation of jchop. All primitives from `make_op`, and no others, have this class.
 
     Args:
-        name: of the primitive.
+        name: the name of the primitive.
         stores: whether its results are codes and scales, which no other arithmetic rounds.
     """
 
@@ -106,11 +105,11 @@ def make_op(
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
 
-    It traces, lowers, batches (as the vmap of whatever implementation runs) and shards like the body; it has no
-    derivative of its own.
+    It traces, lowers, batches (as the vmap of the implementation that runs) and shards like the body. It has no
+    derivative.
 
     Args:
-        name: of the primitive.
+        name: the name of the primitive.
         body: pure jnp; takes the arrays, then static keywords; defines the operation.
         tpu: a kernel for TPUs.
         gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more.
@@ -118,9 +117,9 @@ def make_op(
         like_first: the result has the shape and the dtype of the first array, so its type needs no trace of the body.
         single_cpu: the body of programs for one CPU. It gives the bits of `body`, and may branch on values; `body` may
             be partitioned or run under vmap, and so should not.
-        apart: in programs for one CPU neither is fused with what stands around it: for bodies that read an array more
-            than once, or whose results are read more than once.
-        stores: the results are codes and scales, and not numbers that `emulate` would round.
+        apart: in programs for one CPU, neither body is fused with the operations around it. This is for bodies that
+            read an array more than once, or whose results are read more than once.
+        stores: the results are codes and scales, which `emulate` does not round.
 
     Returns:
         ``op(*arrays, impl="auto", **static)``, the static arguments hashable.
@@ -181,7 +180,8 @@ def _flat(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _
 def _eager(op: _Op, primitive: Primitive, *args: Any, impl: str, **params: Any) -> list:
     if any(isinstance(arg, jax.core.Tracer) for arg in args):
         return primitive.bind(*args, impl=impl, **params)
-    # Under jax_debug_nans JAX calls what it compiled, to find the origin of a NaN; the primitive would come back here.
+    # Under jax_debug_nans JAX calls this function again, to find the origin of a NaN; the primitive would come back
+    # here.
     return _flat(op, op.body, **params)(*args)
 
 
@@ -189,12 +189,12 @@ def _abstract(op: _Op, *avals: Any, impl: str, wide: bool, vmaps: _Vmaps, static
     x = avals[0]
     if op.like_first and all(axes[0] is not None for axes in vmaps) and all(map(_is_plain, avals)):
         return [jax.core.ShapedArray(x.shape, x.dtype)]
-    # From a trace of the body, so that the results carry whatever shardings and varying axes it gives them.
+    # From a trace of the body, so that the results have its shardings and varying axes.
     return jax.make_jaxpr(_flat(op, op.body, wide, vmaps, static))(*avals).out_avals
 
 
 def _is_plain(aval: Any) -> bool:
-    """Whether a type is a shape and a dtype alone: no sharding, no varying axes."""
+    """Whether a type is only a shape and a dtype, without a sharding or varying axes."""
     return aval == jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
 
 
@@ -210,7 +210,7 @@ def _lower_single_cpu(
 ) -> Any:
     if impl == "pallas" or not _one_device(ctx.module_context.axis_context):
         return _lower_portable(op, ctx, *args, impl=impl, **params)
-    # Under vmap both sides of a branch would be worked out.
+    # Under vmap both sides of a branch would be computed.
     return _lower(ctx, op, op.body if params["vmaps"] else single_cpu, args, apart, **params)
 
 
@@ -239,7 +239,7 @@ def _lower_kernel(
         and not _obstacle(ctx, platform)
     ):
         fun = kernel.run
-    with warnings.catch_warnings():  # it is known here, and nothing that a user could act upon
+    with warnings.catch_warnings():  # known here, and users can do nothing about it
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         return _lower(ctx, op, fun, args, wide=wide, vmaps=vmaps, static=static)
 
@@ -258,7 +258,7 @@ def _lower(ctx: Any, op: _Op, fun: Callable[..., Any], args: tuple, apart: bool 
 
 
 def _functions_of(table: Any, name: str, found: dict[str, Any]) -> Iterable[Any]:
-    """A function of a module, and those that it calls."""
+    """A function of a module, and the functions that it calls."""
     if name not in found:
         found[name] = table[name]
 
@@ -273,7 +273,7 @@ def _functions_of(table: Any, name: str, found: dict[str, Any]) -> Iterable[Any]
 
 @lru_cache(maxsize=4096)
 def _called(op: _Op, fun: Callable[..., Any], apart: bool, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
-    """`fun` as a call of a function that a program has once for each shape; `apart` as one that XLA leaves a call."""
+    """`fun` as a call of a function that a program has once for each shape; with `apart`, XLA does not inline it."""
     function = compiled(_flat(op, fun, wide, vmaps, static))
 
     def called(*args: Any) -> Any:
@@ -293,12 +293,12 @@ def _batch(primitive: Primitive, args: Any, dims: Any, *, vmaps: _Vmaps, **param
 
 
 def _within(avals: Any, vmaps: _Vmaps) -> list[jax.ShapeDtypeStruct]:
-    """The arguments as the innermost function sees them."""
+    """The arguments of the innermost function, without the axes of vmaps."""
     mapped = [sum(axes[i] is not None for axes in vmaps) for i in range(len(avals))]
     return [jax.ShapeDtypeStruct(aval.shape[n:], aval.dtype) for aval, n in zip(avals, mapped, strict=True)]
 
 
-# -- what stands in a kernel's way -------------------------------------------------------------------------------------
+# -- obstacles to a kernel ---------------------------------------------------------------------------------------------
 
 _PLATFORMS = {"tpu": "TPU", "cuda": "NVIDIA GPU"}
 
@@ -312,7 +312,7 @@ def _platforms(ctx: Any) -> str:
 
 
 def _obstacle(ctx: Any, platform: str) -> str | None:
-    """Why no kernel can be lowered in this context, or None."""
+    """The reason why no kernel can be lowered in this context, or None."""
     if not _one_device(ctx.module_context.axis_context):
         return (
             "the program is partitioned over several devices, and a kernel cannot be; call it inside jax.shard_map "
@@ -330,7 +330,7 @@ def _obstacle(ctx: Any, platform: str) -> str | None:
 def _one_device(axis_context: Any) -> bool:
     """Whether the program is for one device, or every axis of its mesh is manual.
 
-    JAX has no public name for what is asked here; the three kinds of context are told apart by what they hold.
+    JAX has no public names for the three kinds of context; their attributes tell them apart.
     """
     if hasattr(axis_context, "num_devices"):
         return axis_context.num_devices == 1
@@ -341,23 +341,23 @@ def _one_device(axis_context: Any) -> bool:
 
 
 def one_device_at_hand() -> bool:
-    """Whether JAX has one device, so that what is traced is hardly going to be partitioned.
+    """Whether JAX has one device, so that a traced program will hardly be partitioned.
 
-    For choices that would cost a partitioned program something, and change nothing but the order of sums.
+    For choices that would slow a partitioned program down, and change only the order of sums.
     """
     return jax.device_count() == 1
 
 
 def on_cpu_or_else(on_cpu: Callable[..., Any], otherwise: Callable[..., Any], *arrays: Array) -> Any:
-    """One function in programs for a CPU, another in those for other devices; the lowering chooses.
+    """One function in programs for a CPU, another one in programs for other devices; the lowering chooses.
 
-    For ways to one result that the units of a device make cheap.
+    For two ways to the same result, of which each is cheap on its devices.
     """
     return jax.lax.platform_dependent(*arrays, cpu=on_cpu, default=otherwise)
 
 
 def _compute_capability() -> float | None:
-    """That of the GPU that programs go to by default, or None where that is no GPU."""
+    """The compute capability of the default device, or None if it is not a GPU."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]

@@ -1,4 +1,4 @@
-"""Rounding of elements as an operation: the body of XLA and the kernels, and which of them runs."""
+"""Rounding of elements as an operation, with the body for XLA and the kernels."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def body(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, ti
 
     Args:
         x: values of a carrier, any shape.
-        drawn: for the stochastic modes, the words of `seed_words`, then the traced starts that `place` leaves open.
+        drawn: for the stochastic modes, the words of `seed_words`, then the traced starts of `place`.
         spec: a specification that the carrier holds.
-        place: where `x` lies in the random stream.
-        tiling: a `RoundTiling`, for the kernels alone.
+        place: the position of `x` in the random stream.
+        tiling: a tiling, used by kernels only.
     """
     del tiling
     return round_elements(x, spec, CARRIERS[x.dtype.name], words_like(x, drawn, place) if drawn else None)
 
 
 def chunk_arguments(drawn: tuple[Array, ...], place: StreamOffset) -> tuple[Array, ...]:
-    """Seeds and start as the kernels take them, if any: an array each, the start as low and high word."""
+    """Seeds and start for the kernels, if any: one array each, the start as low and high word."""
     if not drawn:
         return ()
     starts = drawn[SEEDS:]
@@ -80,12 +80,12 @@ def _refuse_tpu(x: jax.ShapeDtypeStruct, *drawn: Any, **static: Any) -> str | No
     return _refuse(x, *drawn, **static)
 
 
-#: The TPU's vector unit has neither float16 nor 64-bit numbers.
+#: Dtypes that the TPU's vector unit does not have.
 _NOT_ON_TPU = {"float16", "float64"}
 
 
 def _not_by_itself(*_: Any, **__: Any) -> bool:
-    """XLA reads and writes each element once, as the kernel does, and fuses with what stands around."""
+    """The kernel is never preferred: XLA also reads and writes each element once, and fuses with other operations."""
     return False
 
 
@@ -104,5 +104,5 @@ def _hardware(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_STAR
     return round_tpu.round_with_hardware_bits(x, jnp.stack(drawn[:SEEDS]), spec=spec, tiling=tiling)
 
 
-#: Rounding with bits of the TPU's own generator; it has a body only so that its result has a type.
+#: Rounding with bits of the TPU's own generator; the body only defines the type of the result.
 round_with_hardware_bits_op = make_op("jchop_round_with_hardware_bits", body, tpu=Kernel(_hardware, _refuse_tpu))

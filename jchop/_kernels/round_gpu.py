@@ -29,15 +29,15 @@ def round_elements(
     tiling: RoundGpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `jchop._core.rounding.elements.round_elements` gives, with the words of the random stream.
+    """The result of `jchop._core.rounding.elements.round_elements`, with the words of the random stream.
 
     Args:
         x: a carrier's values, any shape, fewer than 2^31 elements.
         seeds: for the stochastic modes, the six uint32 words of `seed_words`.
         start: uint32 (2,): low and high word of the stream's index for the first element of `x`. Default 0.
         spec: a specification that the dtype of `x` holds, of at most 32 levels if it is a codebook.
-        tiling: default: the heuristic's. It does not change the result.
-        interpret: as in `pallas_call`: run it on any device.
+        tiling: the tiles, which do not change the result. Default: the heuristic's.
+        interpret: as in `pallas_call`, to run it on any device.
     """
     run = partial(_call, spec=spec, tiling=tiling, interpret=interpret)
     if seeds is None:
@@ -49,7 +49,7 @@ def _call(x: Array, *drawn: Array, spec: Spec, tiling: RoundGpuTiling | None, in
     if not x.size:
         return x
     tiling = tiling or RoundGpuTiling.for_size(x.size, x.dtype.itemsize)
-    # Traced without 64-bit types unless x has one: a Python number would otherwise become one in places.
+    # 64-bit types are on only if x has 64 bits; otherwise some Python numbers would become 64-bit numbers.
     with jax.enable_x64(x.dtype.itemsize == 8):
         flat = x.reshape(x.size)
         out = pl.pallas_call(
@@ -69,7 +69,7 @@ _VECTOR = 16
 
 @dataclass(frozen=True)
 class _Stretch:
-    """The kernel of one stretch of a flat array, and everything static about it."""
+    """The kernel of one stretch of a flat array, and its static data."""
 
     spec: Spec
     tiling: RoundGpuTiling
@@ -87,10 +87,10 @@ class _Stretch:
         self._masked(rest, local, lambda mask: plt.store(out.at[place], rounded, mask=mask))
 
     def _masked(self, rest: Array, local: Array, access: Callable[[Array], Any]) -> Any:
-        """`access` to what there is of the stretch, `rest` elements or all.
+        """`access` to the existing elements of the stretch: `rest` of them, or all.
 
-        Where the array ends within a vector, a mask of elements would forbid vectors to every program, so that only
-        the last one has it.
+        If the array ends within a vector, a mask of elements would prevent vector access in every program; so only the
+        last program uses it.
         """
         if self.size * self.itemsize % _VECTOR == 0:
             return access(local < rest)

@@ -1,4 +1,4 @@
-"""How the rounding kernels cut an array into tiles, and what they do with a tile."""
+"""The tiles of the rounding kernels, and the rounding of a tile."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def register_rows(itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class RoundTpuTiling:
-    """Blocks of an array of (slabs, rows, columns); see `round_tpu.as_slabs` for how an array becomes one.
+    """Blocks of an array of (slabs, rows, columns), from `round_tpu.as_slabs`.
 
     Args:
         slabs: slabs of a block.
         rows: its rows, a multiple of `chunk`.
-        columns: its columns, a multiple of 128; 128 for an array of one axis, which is taken as rows of 128.
-        chunk: rows that go through registers at a time, a multiple of 8 (16 for bfloat16).
+        columns: its columns, a multiple of 128; 128 for an array of one axis, which is read as rows of 128.
+        chunk: rows in registers at a time, a multiple of 8 (16 for bfloat16).
     """
 
     slabs: int
@@ -65,9 +65,9 @@ class RoundTpuTiling:
     def for_shape(cls, shape: tuple[int, ...], itemsize: int) -> RoundTpuTiling:
         """The heuristic for an array of shape (slabs, rows, columns).
 
-        A block of 1 MiB amortises the cost of a grid step; what is read and what is written, two blocks of each, takes
-        4 of the 16 MiB there are. A smaller array has 8 blocks, so that copies and arithmetic overlap. A chunk of 8
-        registers gives the vector units independent work, and leaves room for what is computed on the way.
+        A block of 1 MiB amortises the cost of a grid step. Two input blocks and two output blocks take 4 of 16 MiB. A
+        smaller array has 8 blocks, so that copies and arithmetic overlap. A chunk of 8 registers gives the vector units
+        independent work, and leaves room for intermediate results.
         """
         least = register_rows(itemsize)
         slabs, rows, columns = shape
@@ -104,8 +104,8 @@ class RoundGpuTiling:
     def for_size(cls, size: int, itemsize: int) -> RoundGpuTiling:
         """The heuristic.
 
-        With 8 KiB a program, a thread has four vectors of 16 bytes under way. A smaller array is spread over the
-        multiprocessors, as long as each thread still has one vector.
+        With 8 KiB for each program, a thread has four vectors of 16 bytes in flight. A smaller array is spread over the
+        multiprocessors, with at least one vector for each thread.
         """
         wanted = 1 << max(size // _PROGRAMS, 1).bit_length()
         return cls(min(max(wanted, 2048 // itemsize), 8192 // itemsize))
@@ -119,13 +119,13 @@ def _up(value: int, unit: int) -> int:
 
 
 def result_like(x: Array, drawn: Sequence[Array]) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of `x`, and the mesh axes along which it, or what is drawn for it, varies."""
+    """Shape and dtype of `x`, and the mesh axes along which `x` or the drawn words vary."""
     like = jax.eval_shape(lambda x, *rest: x + sum(jnp.sum(part).astype(x.dtype) for part in rest), x, *drawn)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=like.manual_axis_type)
 
 
 def of_whole(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """A function that does the same to every element of one array, which under vmap gets the whole array."""
+    """An elementwise function of one array; under vmap it gets the whole array."""
     call = jax.custom_batching.custom_vmap(fun)
     call.def_vmap(lambda size, mapped, x: (call(x), True))
     return call
@@ -136,7 +136,7 @@ def of_whole(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
 
 @dataclass(frozen=True)
 class Stream:
-    """The random stream, as scalars that a kernel has read.
+    """The random stream, as scalars in a kernel.
 
     Args:
         seeds: the six words of `seed_words`.
@@ -148,14 +148,14 @@ class Stream:
 
     @classmethod
     def read(cls, drawn: Sequence[Any]) -> Stream | None:
-        """From the references of nothing, of the seeds, or of the seeds and the start."""
+        """The stream from references of the seeds, or of the seeds and the start; None without references."""
         if not drawn:
             return None
         seeds, *start = drawn
         return cls([seeds[i] for i in range(SEEDS)], (start[0][0], start[0][1]) if start else None)
 
     def words(self, first: Array, local: Array, width: int) -> Array:
-        """The words, of 32 or 64 bits, of elements `first + local` of the array; both uint32."""
+        """The words, of 32 or 64 bits, of the array's elements `first + local`; both uint32."""
         low, high = self._index(first, local)
         word = random_words(self.seeds, low, high)
         if width == 32:
@@ -172,6 +172,6 @@ class Stream:
 
 
 def round_tile(x: Array, spec: Spec, stream: Stream | None, first: Array, local: Array) -> Array:
-    """A tile rounded; `first + local` are the places of its elements in the array, in C order."""
+    """A tile, rounded; `first + local` are the C-order indexes of its elements in the array."""
     carrier = CARRIERS[x.dtype.name]
     return round_elements(x, spec, carrier, stream and stream.words(first, local, carrier.work_width))

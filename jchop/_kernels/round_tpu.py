@@ -1,7 +1,7 @@
-"""Rounding of elements for TPU (Mosaic): each block is read, rounded in a few registers at a time, and written.
+"""Rounding of elements for TPU (Mosaic): each block is read, rounded a few registers at a time, and written.
 
-Bits of the TPU's own generator come cheaper than those of the counter-based stream, for those who can do without
-reproducibility: `round_with_hardware_bits`.
+Bits of the TPU's own generator are cheaper than bits of the counter-based stream, but not reproducible:
+`round_with_hardware_bits`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def round_elements(
     tiling: RoundTpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `jchop._core.rounding.elements.round_elements` gives, with the words of the random stream.
+    """The result of `jchop._core.rounding.elements.round_elements`, with the words of the random stream.
 
     Args:
         x: float32 or bfloat16, any shape, fewer than 2^32 elements.
         seeds: for the stochastic modes, the six uint32 words of `seed_words`.
         start: uint32 (2,): low and high word of the stream's index for the first element of `x`. Default 0.
         spec: a specification that the dtype of `x` holds, of at most 32 levels if it is a codebook.
-        tiling: default: the heuristic's. It does not change the result.
-        interpret: as in `pallas_call`: run it on any device.
+        tiling: the tiles, which do not change the result. Default: the heuristic's.
+        interpret: as in `pallas_call`, to run it on any device.
     """
 
     def rounded(tile: Array, drawn: list[Any], first: Array, local: Array) -> Array:
@@ -59,17 +59,17 @@ def round_elements(
 def round_with_hardware_bits(
     x: Array, seeds: Array, *, spec: Spec, tiling: RoundTpuTiling | None = None, interpret: Any = False
 ) -> Array:
-    """`x` rounded with random bits of the TPU's own generator, which each block seeds with a word of the stream.
+    """`x` rounded with random bits of the TPU's own generator; each block seeds it with words of the stream.
 
-    The bits depend on the tiling, and on the chip: they are reproducible on one kind of chip with one version of this
-    package, no further. In interpret mode all of them are 0.
+    The bits depend on the tiling and on the chip: they are reproducible only on one kind of chip with one version of
+    this package. In interpret mode all bits are 0.
 
     Args:
         x: float32 or bfloat16, any shape.
         seeds: the six uint32 words of `seed_words`.
         spec: a specification with a stochastic mode, as for `round_elements`.
-        tiling: default: the heuristic's.
-        interpret: as in `pallas_call`; only the interpreter of `pltpu.InterpretParams` knows the generator.
+        tiling: the tiles. Default: the heuristic's.
+        interpret: as in `pallas_call`; only the interpreter of `pltpu.InterpretParams` has the generator.
     """
     carrier = CARRIERS[x.dtype.name]
 
@@ -95,11 +95,11 @@ class _Elementwise:
     """A function of every element of an array and of its place.
 
     Args:
-        rounded: of a chunk, given the references to what is drawn and the places of the chunk's elements.
+        rounded: the function of a chunk, the references of the drawn words, and the places of the chunk's elements.
         seed: called once in each block, with the block's number.
-        name: of the kernel.
-        tiling: that of the call.
-        interpret: that of the call.
+        name: the name of the kernel.
+        tiling: the tiling of the call.
+        interpret: as in `pallas_call`.
     """
 
     rounded: _Rounded
@@ -111,9 +111,9 @@ class _Elementwise:
     def __call__(self, x: Array, *drawn: Array) -> Array:
         if not x.size:
             return x
-        # Traced without 64-bit types, which Python numbers would otherwise become in places.
+        # Without 64-bit types; otherwise some Python numbers would become 64-bit numbers.
         with jax.enable_x64(False):
-            # A row of scalars, so that vmap makes rows that can be addressed one at a time.
+            # A row of scalars; vmap then makes rows, which can be addressed one at a time.
             rows = [part[None] for part in drawn]
             slabs = as_slabs(x)
             call = self._flat if slabs.ndim == 1 else self._call
@@ -121,7 +121,7 @@ class _Elementwise:
 
     @property
     def _flat(self) -> Callable[..., Array]:
-        """`_call` of arrays of one axis, under vmap of rows: blocks cannot be cut out of a single row of a matrix."""
+        """`_call` of arrays of one axis, under vmap of rows, since blocks cannot be cut from one row of a matrix."""
         call = jax.custom_batching.custom_vmap(self._call)
 
         @call.def_vmap
@@ -158,10 +158,11 @@ def _first_row(*_: Array) -> tuple[int, int]:
 
 
 def as_slabs(x: Array) -> Array:
-    """`x` in the form whose blocks the kernels take, by reshapes that move nothing on a TPU.
+    """`x` in the form that the kernels cut into blocks, by reshapes that move no data on a TPU.
 
-    There the last two axes lie in tiles of (8, 128), or (16, 128) for 16 bits. So the axes before them become one, and
-    join the rows where the rows fill whole tiles: (slabs, rows, columns). An array of one axis, or none, stays (n,).
+    On a TPU the last two axes are in tiles of (8, 128), or (16, 128) for 16 bits. So the axes before them become one
+    axis, and join the rows if the rows fill whole tiles: (slabs, rows, columns). An array of one axis, or none, becomes
+    (n,).
     """
     if x.ndim < 2:
         return x.reshape(x.size)
@@ -182,7 +183,7 @@ def _check(tiling: RoundTpuTiling, itemsize: int, axes: int) -> None:
 class _Blocks:
     """The blocks of an array of shape `whole` = (slabs, rows, columns), and the kernel of one.
 
-    An array of one axis is flat: its blocks have one axis too, and only in registers become rows of 128.
+    An array of one axis is flat: its blocks have one axis, too, and become rows of 128 only in registers.
     """
 
     tiling: RoundTpuTiling
@@ -228,7 +229,7 @@ class _Blocks:
         lax.fori_loop(0, self.tiling.slabs * chunks, step, None)
 
     def _place(self, slab: Array, row: Array) -> Any:
-        """Where a chunk stands in the block."""
+        """The indexes of a chunk in the block."""
         chunk = self.tiling.chunk
         if self.flat:
             return pl.ds(pl.multiple_of(row * LANES, chunk * LANES), chunk * LANES)
@@ -236,6 +237,6 @@ class _Blocks:
 
 
 def _places(shape: tuple[int, int], columns: int) -> Array:
-    """For each element of a tile its place in C order, relative to the first, in an array of so many columns."""
+    """The C-order index of each element of a tile, relative to the first, in an array of `columns` columns."""
     row, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
     return row * jnp.uint32(columns) + column

@@ -1,4 +1,4 @@
-"""Scaled formats as operations: rounded, as codes and scales, and back; with kernels for blocks along one axis."""
+"""Scaled formats as operations: rounding, quantization, dequantization; with kernels for blocks along one axis."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _gpu() -> ModuleType:
 
 
 def kernel_words(tensor: Array | None, drawn: Sequence[Array], place: StreamOffset) -> Array:
-    """The tensor's scale, the seeds and the start of an array as kernels take them: nine words, zero if unused.
+    """The tensor's scale, the seeds and the start of an array for kernels: nine words, zero if unused.
 
     They are a row, not a vector: an axis that vmap adds to the blocks of a vector breaks their tiling on TPU.
     """
@@ -100,7 +100,7 @@ def _quantizes(module: Callable[[], ModuleType]) -> Callable[..., tuple[Array, .
 
 
 def refuse(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
-    """Why no kernel takes blocks of these arguments, or None."""
+    """The reason why no kernel takes blocks of these arguments, or None."""
     element = plan.element.format
     if isinstance(element, CodebookFormat) and len(element.levels) > COMPARE_ALL:
         return f"{element} has more than {COMPARE_ALL} levels, which are gathered from a table"
@@ -112,7 +112,7 @@ def refuse(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> 
 
 
 def refuse_tpu(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
-    """Why the TPU kernel that rounds does not take these arguments, or None."""
+    """The reason why the TPU kernel for rounding does not take these arguments, or None."""
     if why := refuse(x, plan=plan, place=place):
         return why
     if x.dtype.name in _NOT_ON_TPU:
@@ -124,7 +124,7 @@ def refuse_tpu(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START)
 
 
 def refuse_gpu(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
-    """Why the GPU kernel that rounds does not take these arguments, or None."""
+    """The reason why the GPU kernel for rounding does not take these arguments, or None."""
     if why := refuse(x, plan=plan, place=place):
         return why
     problem = Problem.of(x, plan)
@@ -144,7 +144,7 @@ def _refuse_codes(x: Any, plan: Plan, given: int, as_dtype: Any) -> str | None:
 def refuse_codes_tpu(
     x: Any, *arrays: Any, plan: Plan, given: int = 0, place: StreamOffset = AT_START, as_dtype: Any = "uint8"
 ) -> str | None:
-    """Why the TPU kernel that quantizes does not take these arguments, or None."""
+    """The reason why the TPU kernel for quantization does not take these arguments, or None."""
     if why := refuse_tpu(x, plan=plan, place=place):
         return why
     dtype = scale_dtype(plan.scale)
@@ -156,7 +156,7 @@ def refuse_codes_tpu(
 def refuse_codes_gpu(
     x: Any, *arrays: Any, plan: Plan, given: int = 0, place: StreamOffset = AT_START, as_dtype: Any = "uint8"
 ) -> str | None:
-    """Why the GPU kernel that quantizes does not take these arguments, or None."""
+    """The reason why the GPU kernel for quantization does not take these arguments, or None."""
     if why := refuse_gpu(x, plan=plan, place=place):
         return why
     problem = Problem.of(x, plan)
@@ -168,7 +168,7 @@ def refuse_codes_gpu(
 
 
 def blocks_only(refuses: Callable[..., str | None]) -> Callable[..., str | None]:
-    """`refuses`, and a reason for all but blocks within one axis, of which the ends decide on the scales."""
+    """`refuses`, with a reason also against all formats but blocks within one axis whose ends decide the scales."""
 
     def run(x: Any, *arrays: Any, plan: Plan, **static: Any) -> str | None:
         group, axis = plan.fmt.group, plan.fmt.axis
@@ -181,9 +181,9 @@ def blocks_only(refuses: Callable[..., str | None]) -> Callable[..., str | None]
     return run
 
 
-#: The TPU's vector unit has neither float16 nor 64-bit numbers.
+#: Dtypes that the TPU's vector unit does not have.
 _NOT_ON_TPU = {"float16", "float64"}
-#: Longest blocks: a tile of the TPU holds at least eight of them, a program of the GPU one.
+#: The longest blocks: a tile of the TPU holds at least eight blocks, a program of the GPU one.
 _MOST_TPU = 1024
 _MOST_GPU = {True: 4096, False: 256}
 
@@ -199,7 +199,7 @@ round_scaled_op = make_op(
     single_cpu=partial(round_body, branch_allowed=True),
     apart=True,
 )
-#: Codes, scales and zero points; without codes it fits.
+#: Codes, scales and zero points; without codes, only fits.
 quantize_scaled_op = make_op(
     "jchop_quantize_scaled",
     quantize_body,
@@ -209,18 +209,18 @@ quantize_scaled_op = make_op(
     single_cpu=partial(quantize_body, branch_allowed=True),
     stores=True,
 )
-#: XLA reads codes and scales once and writes once, and fuses with what uses the result: there is nothing for a kernel.
+#: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
 dequantize_scaled_op = make_op("jchop_dequantize_scaled", dequantize_body)
 
 
-# -- what is static ----------------------------------------------------------------------------------------------------
+# -- static data -------------------------------------------------------------------------------------------------------
 
 
 def require_scaled(spec: Spec, shape: Sequence[int], dtype: str) -> Plan:
     """The plan of a scaled format in an array of a carrier's dtype.
 
     Raises:
-        ValueError: for an array without the axes that the format names, or a carrier that is too narrow for it.
+        ValueError: for an array without the axes of the format, or a carrier that is too narrow for it.
     """
     fmt = _format(spec)
     fmt.group_shape(shape)
@@ -230,7 +230,7 @@ def require_scaled(spec: Spec, shape: Sequence[int], dtype: str) -> Plan:
 
 
 def stored_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, Stored, Any]:
-    """What `quantize_scaled` gives for an array of `shape`, as `jax.ShapeDtypeStruct`."""
+    """The results of `quantize_scaled` for an array of `shape`, as `jax.ShapeDtypeStruct`."""
     fmt, bits = _storable(spec), _format(spec).bits
     row = (*shape[:-1], packed_size(shape[-1] if shape else 1, bits))
     codes = jax.ShapeDtypeStruct(row, jnp.uint8)
@@ -272,13 +272,13 @@ def _zeros(shapes: Any) -> Any:
 
 
 def round_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, impl: str = "auto") -> Array:
-    """`x` rounded to a scaled format: what `dequantize_scaled` makes of what `quantize_scaled` gives, bit for bit.
+    """`x` rounded to a scaled format: `dequantize_scaled` of `quantize_scaled`, bit for bit.
 
     Args:
         x: a carrier.
-        drawn: for a stochastic spec the words of `seed_words`, then the traced starts that `place` leaves open.
-        spec: of a scaled format, which `require_scaled` let pass.
-        place: where `x` lies in the random stream.
+        drawn: for a stochastic spec, the words of `seed_words`, then the traced starts of `place`.
+        spec: a spec of a scaled format that `require_scaled` accepts.
+        place: the position of `x` in the random stream.
         impl: "auto", "xla" or "pallas".
     """
     if _empty(x.shape):
@@ -287,7 +287,7 @@ def round_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_S
 
 
 def overflowed_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
-    """Where the rounded x / s + z lies beyond the ends of the element format, with the arguments of `round_scaled`."""
+    """Whether the rounded x / s + z is beyond the ends of the element format; arguments as for `round_scaled`."""
     if _empty(x.shape):
         return jnp.zeros_like(x, bool)
     return overflowed_body(x, *drawn, plan=make_plan(spec, CARRIERS[x.dtype.name]), place=place)
@@ -308,20 +308,20 @@ def quantize_scaled(
     Args:
         x: a carrier.
         drawn: as for `round_scaled`.
-        spec: of a scaled format with elements of at most 8 bits.
+        spec: a spec of a scaled format with elements of at most 8 bits.
         place: as for `round_scaled`.
-        scale: the scales, as `fit_scaled` gives them. Default: fitted to `x`.
+        scale: the scales, in the form of `fit_scaled`. Default: fitted to `x`.
         zero_point: the zero points, needed with `scale` by a format that has them.
         impl: "auto", "xla" or "pallas".
-        as_dtype: of the codes, 8 bits.
+        as_dtype: dtype of the codes, of 8 bits.
 
     Returns:
-        ``(codes, scale, zero_point)``. The codes are of `as_dtype`, packed along the last axis (a 0-d array as a row of
-        one). The scales have the shape ``fmt.scale_shape(x.shape)`` and the dtype of their format where it is float16,
-        bfloat16, float32 or float64, else they are codes (uint8, uint16). Under the rule "two_level" a pair: they and
-        the float32 scale of the tensor. Where scales are quantized again their packed codes, and their scales (and
-        zero points). Zero points are int32 of the same shape, or of the dtype of the scales where they are numbers;
-        None for a format without.
+        ``(codes, scale, zero_point)``. The codes have `as_dtype`, and are packed along the last axis (a 0-d array as a
+        row of one). The scales have the shape ``fmt.scale_shape(x.shape)``, and the dtype of their format if it is
+        float16, bfloat16, float32 or float64; otherwise they are codes (uint8, uint16). Under the rule "two_level",
+        `scale` is a pair of these scales and the float32 scale of the tensor. If scales are quantized again, `scale`
+        has their packed codes, and their scales (and zero points). Zero points have the same shape, and are int32, or
+        have the dtype of the scales if they are numbers; None for a format without zero points.
 
     Raises:
         ValueError: for an array, a scale or a zero point that does not fit the format.
@@ -340,15 +340,15 @@ def quantize_scaled(
 def dequantize_scaled(
     qvalue: Array, scale: Stored, zero_point: Array | None = None, *, spec: Spec, shape: Sequence[int], dtype: str
 ) -> Array:
-    """The numbers that `quantize_scaled` stored.
+    """The numbers of the results of `quantize_scaled`.
 
     Args:
         qvalue: packed codes.
         scale: as stored.
         zero_point: as stored.
-        spec: as it was.
-        shape: of the array.
-        dtype: of the result, a carrier; that of the original gives what `round_scaled` gives.
+        spec: the spec of `quantize_scaled`.
+        shape: the shape of the array.
+        dtype: dtype of the result, a carrier. With the array's dtype, the result equals `round_scaled`.
 
     Raises:
         ValueError: for codes, scales or zero points of another shape or dtype.
@@ -368,7 +368,7 @@ def dequantize_scaled(
 
 
 def fit_scaled(x: Array, *, spec: Spec) -> tuple[Stored, Array | None]:
-    """The scales and zero points that `quantize_scaled` would choose for `x`, as it stores them."""
+    """The scales and zero points of `quantize_scaled` for `x`, in their stored form."""
     plan = require_scaled(spec, x.shape, x.dtype.name)
     if _empty(x.shape):
         _, scale, zero_point = _zeros(stored_shapes(spec, x.shape))
@@ -378,7 +378,7 @@ def fit_scaled(x: Array, *, spec: Spec) -> tuple[Stored, Array | None]:
 
 
 def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | None) -> tuple[Array, ...]:
-    """Scales and zero points, checked, as a tuple of arrays; empty where they are to be fitted."""
+    """Scales and zero points, checked, as a tuple of arrays; empty if they will be fitted."""
     if scale is None:
         if zero_point is not None:
             raise ValueError("zero_point is given without scale; the two are fitted together")

@@ -1,7 +1,7 @@
 """Scaled blocks on NVIDIA GPUs (Pallas on Triton): one pass that reduces, scales, rounds, encodes and packs.
 
-A program takes some whole blocks, of a shape filled up to powers of two, and addresses every element by itself: what
-lies beyond a block, a row or the array is masked. Codes are stored as bytes, since a chip may lack the dtype.
+A program takes some whole blocks, padded to powers of two, and addresses every element separately: elements beyond a
+block, a row or the array are masked. Codes are stored as bytes, because a chip may lack the dtype.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Array = jax.Array
 def round_blocks(
     x: Array, words: Array, *, plan: Plan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
 ) -> Array:
-    """What `round_body` gives.
+    """The result of `round_body`.
 
     Args:
         x: a carrier of at least one dimension, fewer than 2^31 elements.
-        words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero where unused.
-        plan: of a format whose groups are blocks along one axis.
-        tiling: default: the heuristic's.
-        interpret: as in `pallas_call`: run it on any device.
+        words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero if unused.
+        plan: a plan of a format whose groups are blocks along one axis.
+        tiling: the tiles. Default: the heuristic's.
+        interpret: as in `pallas_call`, to run it on any device.
     """
     if not x.size:
         return x
@@ -48,7 +48,7 @@ def round_blocks(
 def quantize_blocks(
     x: Array, words: Array, *, plan: Plan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """The codes and scales that `quantize_body` gives; arguments as for `round_blocks`."""
+    """The codes and scales of `quantize_body`; arguments as for `round_blocks`."""
     problem = Problem.of(x, plan)
     if not x.size:
         return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
@@ -60,10 +60,10 @@ def quantize_blocks(
 
 @dataclass(frozen=True)
 class _Tile:
-    """The kernels of one tile, and everything static about it.
+    """The kernels of one tile, and their static data.
 
-    A tile has the shape (blocks, block) where the blocks lie along the last axis, and then they may be of several rows;
-    else (block, lanes): the parts of a block in some columns.
+    If the blocks are along the last axis, a tile has the shape (blocks, block), and may have blocks of several rows.
+    Otherwise it has the shape (block, lanes): a block in each of some columns.
     """
 
     problem: Problem
@@ -84,7 +84,7 @@ class _Tile:
 
     @property
     def axis(self) -> int:
-        """The axis of a tile along which its blocks lie."""
+        """The axis of a tile along its blocks."""
         return 1 if self.problem.last else 0
 
     @cached_property
@@ -98,7 +98,7 @@ class _Tile:
     def call(self, kernel: Any, x: Array, words: Array, outputs: list, interpret: Any) -> Any:
         varying = result_like(x, (words,)).manual_axis_type
         outer = 1 if self.problem.last else self.problem.outer
-        # Traced without 64-bit types unless x has one: a Python number would otherwise become one in places.
+        # 64-bit types are on only if x has 64 bits; otherwise some Python numbers would become 64-bit numbers.
         with jax.enable_x64(x.dtype.itemsize == 8):
             flat = pl.pallas_call(
                 kernel,
@@ -149,10 +149,10 @@ class _Tile:
 
     @cached_property
     def stores_words(self) -> bool:
-        """Whether codes leave in words of 32 bits.
+        """Whether codes are stored in words of 32 bits.
 
-        Fewer stores are one reason. The other: the compiler lays a tile out so that a thread stores 16 bytes in a row,
-        and 16 one-byte codes across the blocks would leave a thread with one row of 16 blocks to reduce.
+        One reason is fewer stores. The other is the layout of a tile, in which a thread stores 16 consecutive bytes:
+        with 16 one-byte codes across the blocks, a thread would have one row of 16 blocks to reduce.
         """
         problem, together = self.problem, 32 // self.problem.bits
         if 32 % problem.bits or self.row_bytes % 4 or self.shape[-1] % together:
@@ -161,7 +161,7 @@ class _Tile:
 
     @property
     def together(self) -> int:
-        """Codes that are stored together."""
+        """The number of codes that are stored together."""
         return 32 // self.problem.bits if self.stores_words else self.problem.codes_together
 
     @property
@@ -174,7 +174,7 @@ class _Tile:
         return (*lead, row) if not self.stores_words else (_size((*lead, row)) // 4,)
 
     def _store_packed(self, out: Any, codes: Array, place: _Place) -> None:
-        """Stores codes several together, summed into one word."""
+        """Stores several codes together, summed into one word."""
         bits, together = self.problem.bits, self.together
         wide = jnp.where(place.valid, codes.astype(jnp.int32), 0)
         groups = wide.reshape(*wide.shape[:-1], wide.shape[-1] // together, together)
@@ -195,21 +195,21 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _divide(index: Array, count: int) -> tuple[Array, Array]:
-    """Quotient and remainder of numbers that are not negative, int32 also under 64-bit types."""
+    """Quotient and remainder of nonnegative numbers, int32 also under 64-bit types."""
     return lax.div(index, np.int32(count)), lax.rem(index, np.int32(count))
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the elements and blocks of a program's tile lie in the arrays, and which of them there are."""
+    """The indexes of a program's elements and blocks in the arrays, and whether they exist."""
 
     element: Array  # flat index
     valid: Array
     block: Array  # flat index of its scale, with length 1 along the block
     block_valid: Array
-    row: Array  # of packed codes: the flat index of the row that an element or group lies in
-    byte_rows: Array  # which rows there are
-    column: Array  # the index along the row of a block's first element, or of the tile's first lane
+    row: Array  # for packed codes: the flat index of the row of an element or group
+    byte_rows: Array  # whether each row exists
+    column: Array  # the index in the row of a block's first element, or of the tile's first lane
 
     @classmethod
     def of(cls, tile: _Tile) -> _Place:
@@ -248,12 +248,12 @@ class _Place:
         return cls(row * problem.inner + lane, rows & columns, scale, columns, row, rows, first)
 
     def units(self, tile: _Tile, shape: tuple[int, ...], count: int) -> tuple[Array, Array]:
-        """Where the words or bytes of groups of codes are stored: the flat index of the first, and how many there are.
+        """The place of the words or bytes of groups of codes: the flat index of the first, and their number.
 
         Args:
-            tile: to which all belongs.
-            shape: of the groups.
-            count: words or bytes of a group.
+            tile: the tile.
+            shape: the shape of the groups.
+            count: the number of words or bytes of a group.
         """
         problem, size = tile.problem, tile.stored_dtype.itemsize
         group = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) * count

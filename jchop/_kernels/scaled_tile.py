@@ -1,4 +1,4 @@
-"""How the kernels of scaled blocks cut an array into tiles, and the words that they are given beside it."""
+"""The tiles of the kernels of scaled blocks, and the words that they get beside the array."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jchop._kernels.round_tile import Stream
 
 __all__ = ["SUBLANES", "TENSOR", "WORDS", "Problem", "ScaledGpuTiling", "ScaledTpuTiling", "stream"]
 
-# -- what a kernel works on --------------------------------------------------------------------------------------------
+# -- the problem of a kernel -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An array seen as (outer, size, inner), its blocks along the middle; inner is 1 where that is the last axis.
+    """An array as (outer, size, inner), with its blocks along the middle; inner is 1 if that is the last axis.
 
     Args:
-        plan: of a format whose groups are blocks along one axis.
-        shape: of the array.
+        plan: a plan of a format whose groups are blocks along one axis.
+        shape: the shape of the array.
     """
 
     plan: Plan
@@ -32,7 +32,7 @@ class Problem:
 
     @classmethod
     def of(cls, x: Any, plan: Plan) -> Problem:
-        """That of an array, or of its shape and dtype."""
+        """The problem of an array, or of its shape and dtype."""
         return cls(plan, tuple(x.shape))
 
     @property
@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def last(self) -> bool:
-        """Whether the blocks lie along the last axis."""
+        """Whether the blocks are along the last axis."""
         return self.axis == len(self.shape) - 1
 
     @property
@@ -91,7 +91,7 @@ class Problem:
         return scale_dtype(self.plan.scale)
 
     def packs_in_view(self) -> str | None:
-        """Why the packed rows of the array are not those of the view, or None."""
+        """The reason why packed rows of the array differ from packed rows of the view, or None."""
         rows_merge = self.axis < len(self.shape) - 2 and self.shape[-1] * self.bits % 8
         if rows_merge:
             return (
@@ -112,18 +112,18 @@ class ScaledTpuTiling:
 
     Args:
         blocks: blocks of a tile, along their axis: a multiple of `unit`.
-        lanes: of a tile, along the other axis: a multiple of 128. Where the blocks lie along the last axis these are
-            rows of the array, which the kernel turns.
+        lanes: lanes of a tile, along the other axis: a multiple of 128. If the blocks are along the last axis, lanes
+            are rows of the array, which the kernel transposes.
     """
 
     blocks: int
     lanes: int
 
-    #: Elements that the unrolled code of one turn of a tile's loop works on: 32 vector registers.
+    #: Elements of one unrolled turn of a tile's loop: 32 vector registers.
     _STEP = 1 << 15
-    #: Bytes of a tile of the array, at which the pipeline's costs are small.
+    #: Bytes of a tile of the array; for this size the pipeline's costs are small.
     _TILE = 1 << 20
-    #: Scales of longer blocks leave the kernel in 32 bits: few as they are, they need less of a tile then.
+    #: Scales of longer blocks are stored in 32 bits: there are few, and they need a smaller part of a tile then.
     _LONG = 64
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class ScaledTpuTiling:
         return cls(unit * max(1, cls._TILE // (problem.block * lanes * 4 * unit)), lanes)
 
     def step(self, problem: Problem) -> int:
-        """Blocks that one turn of the tile's loop takes: whole tiles of codes, more of them while they are small."""
+        """The number of blocks in one turn of the tile's loop: whole tiles of codes, several if they are small."""
         whole = _LANES * problem.codes_together if problem.last else SUBLANES
         count = math.lcm(problem.block, whole) // problem.block
         while 2 * count * problem.block * self.lanes <= self._STEP:
@@ -148,11 +148,11 @@ class ScaledTpuTiling:
         return count
 
     def scale_dtype(self, problem: Problem) -> jnp.dtype:
-        """The dtype in which scales leave the kernel."""
+        """The dtype in which the kernel stores scales."""
         return problem.scale_dtype if problem.block <= self._LONG else jnp.dtype(jnp.int32)
 
     def unit(self, problem: Problem) -> int:
-        """What `blocks` must be a multiple of: of a turn, and of a tile of the scales."""
+        """The unit of `blocks`: a multiple of a turn, and of a tile of the scales."""
         return math.lcm(self.step(problem), SUBLANES // self.scale_dtype(problem).itemsize)
 
     def misfit(self, problem: Problem) -> str | None:
@@ -168,8 +168,8 @@ class ScaledGpuTiling:
     """Tiles of the GPU kernels, one program each.
 
     Args:
-        blocks: blocks of a tile, a power of two; 1 where they do not lie along the last axis.
-        lanes: columns of a tile, a power of two; 1 where the blocks lie along the last axis.
+        blocks: blocks of a tile, a power of two; 1 if they are not along the last axis.
+        lanes: columns of a tile, a power of two; 1 if the blocks are along the last axis.
         num_warps: warps of a program, a power of two.
     """
 
@@ -187,9 +187,10 @@ class ScaledGpuTiling:
     def for_shape(cls, problem: Problem) -> ScaledGpuTiling:
         """The heuristic.
 
-        Along rows, 16 elements of 2048 a thread, so that a block is one or a few threads'. Down columns, 128 of them
-        make a warp of threads with four neighbours each, which reduce their part of a block in registers. Half as
-        many of 64 bits, and along rows of codes eight of which are stored together: their registers would not do.
+        Along rows, a tile has 2048 elements, 16 for each thread, so that one or a few threads reduce a block. Down
+        columns, 128 columns make a warp of threads with four neighbours each, which reduce their part of a block in
+        registers. For 64-bit numbers, and for rows of codes of which eight are stored together, a tile has half as many
+        elements, because of the registers.
         """
         padded, half = cls.padded(problem), problem.plan.compute.width // 64
         if problem.last:
@@ -213,18 +214,18 @@ class ScaledGpuTiling:
 
 
 def _power(count: int) -> int:
-    """The least power of two that is not smaller."""
+    """The least power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
 
 
-# -- beside the array --------------------------------------------------------------------------------------------------
+# -- words beside the array --------------------------------------------------------------------------------------------
 
-#: Where the words stand that a kernel is given beside the array: the tensor's scale, six seeds, and the low and the
-#: high word of the first element's index in the random stream.
+#: The places of the words that a kernel gets beside the array: the tensor's scale, six seeds, and the low and the high
+#: word of the first element's index in the random stream.
 TENSOR, _SEED, _START = 0, 1, 1 + SEEDS
 WORDS = _START + 2
 
 
 def stream(words: Any) -> Stream:
-    """The random stream, of the words that a kernel is given."""
+    """The random stream of the words of a kernel."""
     return Stream([words[0, _SEED + i] for i in range(SEEDS)], (words[0, _START], words[0, _START + 1]))

@@ -1,13 +1,13 @@
 """Scaled blocks on TPU (Mosaic): one pass over memory that reduces, scales, rounds, encodes and packs.
 
-The vector unit reduces along sublanes at the price of an elementwise operation, and along parts of a row of lanes only
-after moving every element. So blocks always run along sublanes: a tile whose blocks lie along the last axis of the
-array is transposed on chip, which takes a fifth of the code of a reshape that splits lanes. Its scales are written
-transposed too, for XLA to turn: they are few.
+The vector unit reduces along sublanes at the cost of an elementwise operation. Along parts of a row of lanes it must
+move every element first. So blocks always run along sublanes. If the blocks are along the last axis of the array, a
+tile is transposed on chip, which takes a fifth of the code of a reshape that splits lanes. Its scales are written
+transposed, too, and XLA transposes them back: they are few.
 
 Codes of fewer than eight bits are packed across lanes by a product with a matrix of zeros and ones on the matrix unit.
 A byte is a sum of at most 8 distinct bits, and integers up to 256 are exact in bfloat16, so the product is exact. It
-turns a transposed tile back for nothing.
+also transposes a transposed tile back, without extra cost.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from jchop._kernels.round_tile import result_like
 from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledTpuTiling, stream
 
 Array = jax.Array
-#: Where a tile begins in the array: its outer index, along the blocks' axis, and across.
+#: The indexes of a tile's first element in the array: outer, along the blocks' axis, and across.
 _Origin = tuple[Array, Array, Array]
 
 
 def round_blocks(
     x: Array, words: Array, *, plan: Plan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
 ) -> Array:
-    """What `round_body` gives.
+    """The result of `round_body`.
 
     Args:
         x: float32 or bfloat16, of at least one dimension.
-        words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero where unused.
-        plan: of a format whose groups are blocks along one axis.
-        tiling: default: the heuristic's.
-        interpret: as in `pallas_call`: run it on any device.
+        words: (1, 9) uint32: the tensor's scale, six seeds, and the index of the first element; zero if unused.
+        plan: a plan of a format whose groups are blocks along one axis.
+        tiling: the tiles. Default: the heuristic's.
+        interpret: as in `pallas_call`, to run it on any device.
     """
     if not x.size:
         return x
@@ -56,7 +56,7 @@ def round_blocks(
 def quantize_blocks(
     x: Array, words: Array, *, plan: Plan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """The codes and scales that `quantize_body` gives; arguments as for `round_blocks`."""
+    """The codes and scales of `quantize_body`; arguments as for `round_blocks`."""
     problem = Problem.of(x, plan)
     if not x.size:
         return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
@@ -75,7 +75,7 @@ def quantize_blocks(
 
 @dataclass(frozen=True)
 class _Tile:
-    """The kernels of one tile, and everything static about it."""
+    """The kernels of one tile, and their static data."""
 
     problem: Problem
     tiling: ScaledTpuTiling
@@ -101,7 +101,7 @@ class _Tile:
 
     @property
     def view(self) -> tuple[int, ...]:
-        """The shape in which the kernel sees the array."""
+        """The shape of the array in the kernel."""
         problem = self.problem
         return (problem.outer, problem.size) if problem.last else (problem.outer, problem.size, problem.inner)
 
@@ -111,7 +111,7 @@ class _Tile:
 
     @property
     def scales_view(self) -> tuple[int, ...]:
-        """Blocks and lanes, as they lie on chip."""
+        """The shape of the scales on chip: blocks and lanes."""
         lead = () if self.problem.last else (self.problem.outer,)
         return (*lead, self.problem.blocks, self.across)
 
@@ -136,7 +136,7 @@ class _Tile:
         return pl.BlockSpec((None, *shape), lambda o, i, j: (o, i, j))
 
     def _spec(self, along: int, across: int) -> pl.BlockSpec:
-        """Tiles of an array that lies in memory as x does."""
+        """Tiles of an array with the memory layout of x."""
         if self.problem.last:
             return pl.BlockSpec((across, along), lambda o, i, j: (j, i))
         return pl.BlockSpec((None, along, across), lambda o, i, j: (o, i, j))
@@ -144,7 +144,7 @@ class _Tile:
     def call(self, kernel: Any, x: Array, words: Array, outputs: list, scratch: list, interpret: Any) -> Any:
         varying = result_like(x, (words,)).manual_axis_type
         outer = 1 if self.problem.last else self.problem.outer
-        # Traced without 64-bit types: a Python number would otherwise become one in places.
+        # Without 64-bit types; otherwise some Python numbers would become 64-bit numbers.
         with jax.enable_x64(False):
             return pl.pallas_call(
                 kernel,
@@ -197,24 +197,24 @@ class _Tile:
         return self.step * self.problem.block
 
     def _loop(self, turn: Callable[[Array, _Origin], None]) -> None:
-        """Calls turn(number, where the tile begins). What a loop calls may not ask for the latter in interpret mode."""
+        """Calls turn(number, origin of the tile). In interpret mode the body of a loop may not ask for the origin."""
         origin = pl.program_id(0), pl.program_id(1) * self.length, pl.program_id(2) * self.tiling.lanes
         lax.fori_loop(0, self.tiling.blocks // self.step, lambda i, _: turn(i, origin), None)
 
     def _place(self, i: Array, length: int) -> tuple[Any, Any]:
-        """The part of a tile that turn `i` works on, of a length along the blocks' axis."""
+        """The part of a tile for turn `i`, with a length along the blocks' axis."""
         part, whole = pl.ds(pl.multiple_of(i * length, length), length), slice(None)
         return (whole, part) if self.problem.last else (part, whole)
 
     def _load(self, words: Any, x: Any, i: Array, origin: _Origin) -> tuple[Array, Array | None, Array | None]:
-        """The blocks of a turn (step, block, lanes), their random words, and which codes are packed if not all."""
+        """The blocks of a turn (step, block, lanes), their random words, and a mask of packed codes (None: all)."""
         problem, lanes = self.problem, self.tiling.lanes
         values = widen(x[self._place(i, self.strip)], problem.plan.carrier)
         values = values.T if problem.last else values
         along = lax.broadcasted_iota(jnp.int32, values.shape, 0) + (origin[1] + i * self.strip)
         across = lax.broadcasted_iota(jnp.int32, values.shape, 1) + origin[2]
         valid = word = None
-        if problem.size % self.length:  # what lies beyond the array is undefined
+        if problem.size % self.length:  # elements beyond the array are undefined
             inside = along < problem.size
             values = jnp.where(inside, values, 0)
             valid = inside if problem.last else None
@@ -243,7 +243,7 @@ class _Tile:
         return 0 if self.problem.last else 1
 
     def _pack(self, codes: Array) -> Array:
-        """The bytes of a strip's codes, as they lie in memory."""
+        """The bytes of a strip's codes, in the layout of memory."""
         bits = self.problem.bits
         if bits == 8:
             return codes.T if self.problem.last else codes
@@ -254,7 +254,7 @@ class _Tile:
         return packed.astype(jnp.int32)
 
     def _gather(self, parts: Array, later: int) -> Array:
-        """The sums, for each byte, of the parts of codes that begin in it, or in the one before."""
+        """The sum, for each byte, of the parts of codes that begin in it, or in the byte before."""
         count, bits = parts.shape[self._axis], self.problem.bits
         shape = (count, self._packed(count))
         begins = lax.broadcasted_iota(jnp.int32, shape, 0) * bits >> 3

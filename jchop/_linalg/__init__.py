@@ -1,1 +1,1 @@
-"""Algorithms of linear algebra in which every operation is rounded, and the arithmetic that they run in."""
+"""Algorithms of linear algebra with every operation rounded, and their arithmetic."""

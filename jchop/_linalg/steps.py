@@ -20,7 +20,7 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-#: The format of each carrier itself, for which the hardware's arithmetic is used.
+#: The own format of each carrier; arithmetic in it is the hardware's.
 _OWN = {"float32": Spec(binary32), "float64": Spec(binary64)}
 
 

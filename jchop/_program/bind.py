@@ -1,4 +1,4 @@
-"""A primitive by itself, and functions whose derivative is that of another."""
+"""Binding of primitives, and functions with the derivative of another function."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def constant_of(literal: Literal) -> Any:
 
 
 def straight_through(run: Callable[..., Any], plain: Callable[..., Any], args: Sequence[Any], extra: Any) -> Any:
-    """``run(args, extra)``, with the derivative by `args` that ``plain(*args)`` has; neither may close over tracers."""
+    """``run(args, extra)`` with the derivative of ``plain(*args)``; neither function may close over tracers."""
     values, tree = jax.tree.flatten((list(args), extra))
     count = len(args)
 
@@ -62,7 +62,7 @@ def straight_through(run: Callable[..., Any], plain: Callable[..., Any], args: S
 
 
 def with_derivative_of(plain: Callable[..., Any], run: Callable[..., Any], args: Sequence[Any], extra: Any) -> Any:
-    """``run(args, extra)`` of a program, which may have effects, with the derivative by `args` of ``plain(*args)``."""
+    """``run(args, extra)`` of a program, which may have effects, with the derivative of ``plain(*args)``."""
 
     @jax.custom_jvp
     def rounded(args: Any, extra: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What a function reads beside its arguments: closures, defaults, globals, and what these hold.
+"""The objects that a function reads beside its arguments: closures, defaults, globals, and their parts.
 
-A traced program may be used again only while these objects are the same. JAX's own caches do not look; `jax.jit` would
-go on with the values of the first call.
+A traced program may be used again only while these objects are the same. JAX's own caches do not compare them:
+`jax.jit` keeps the values of the first call.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _STILL = (
 )
 #: Equal objects of these types are the same.
 _BY_VALUE = (int, str, bytes)
-#: A walk that meets more objects is given up.
+#: The most objects of a walk; a larger walk stops.
 _MOST = 2000
-#: Functions of files there read no globals that change.
+#: Folders of files whose functions read no changing globals.
 _LIBRARIES = (
     *{f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")},
     *(f"{Path(file).parent}{os.sep}" for file in (jax.__file__, np.__file__)),
@@ -43,14 +43,14 @@ _LIBRARIES = (
 
 
 class _MayChangeError(Exception):
-    """Something was met that may change unseen."""
+    """An object may change unseen."""
 
 
 def captured(*roots: Any) -> tuple[Any, ...] | None:
     """Every object that functions reach, in a fixed order; None if one may change unseen, as objects of classes do.
 
     Args:
-        roots: functions, and what else a call depends on.
+        roots: functions and other objects that a call depends on.
 
     Example:
         >>> scale = [2.0]
@@ -82,10 +82,10 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 class _Walk:
-    """A walk; objects that it meets again are not entered again."""
+    """A walk over objects; each object is entered once."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, Any] = {}  # held, so that an id stays its object's own
+        self.seen: dict[int, Any] = {}  # keeps the objects, so that no id is used again
 
     def of_all(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
@@ -103,7 +103,7 @@ class _Walk:
         yield from self.of_all(parts)
 
     def parts(self, value: Any) -> Sequence[Any]:
-        """What an object holds; nothing if it is still."""
+        """The parts of an object; none if it never changes."""
         if type(value) in (tuple, list):
             return value
         if type(value) is dict:
@@ -135,7 +135,7 @@ def _is_still(value: Any) -> bool:
         return not _is_of_user(value)
     if isinstance(value, type):
         return not _is_of_user(sys.modules.get(value.__module__))
-    # JAX does not look at what a jitted function reads, either.
+    # JAX does not compare the objects that a jitted function reads, either.
     return hasattr(value, "__wrapped__") and hasattr(value, "lower") and hasattr(value, "trace")
 
 
@@ -156,7 +156,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """Globals that a function names, and what it names of modules of the user."""
+    """The globals that a function names, and the attributes that it names of the user's modules."""
     for name in code.co_names:
         value = names.get(name, getattr(builtins, name, None))
         if isinstance(value, types.ModuleType) and _is_of_user(value):

@@ -28,12 +28,12 @@ def _folded(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | 
 
 
 def _strong(values: Sequence[Any]) -> list[Any]:
-    """Values whose types are not weak, as those of carried values must stay what they are."""
+    """Values without weak types, because the types of carried values must not change."""
     return [lax.convert_element_type(x, x.dtype) if _is_number(x) else x for x in map(as_jax, values)]
 
 
 def as_jax(x: Any) -> Any:
-    """A constant of a program as a JAX array; arrays and keys as they are."""
+    """A constant of a program as a JAX array; arrays and keys unchanged."""
     return x if isinstance(x, Array) else jnp.asarray(x)
 
 
@@ -62,12 +62,12 @@ def _custom(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpr
 
 
 def run_opened(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """A primitive by its implementation, which is a program; its derivative is its own, in the carrier."""
+    """A primitive by its implementation, which is a program; the derivative is the primitive's own, in the carrier."""
     return _custom(step, seeds, args, interpret)
 
 
 def _solve(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """The solver is emulated; derivatives are those of the linear system, in the carrier."""
+    """The solver is emulated; the linear system gives the derivatives, in the carrier."""
     lengths = step.eqn.params["const_lengths"]
     first, last = lengths.matvec + lengths.vecmat, sum(lengths)
     own = partial(bind, step.eqn.primitive, step.eqn.params)
@@ -110,12 +110,12 @@ def _scan(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret
 
 @dataclass(frozen=True)
 class Bound:
-    """Where `while` loops end that do not end by themselves.
+    """The limit of `while` loops.
 
     Args:
         most: the most turns.
-        watch: from the plan of a condition, seeds and arguments to what is compared in it, each a step and its
-            operands, and the result.
+        watch: a function of the plan of a condition, seeds and arguments. It returns the comparisons in the condition,
+            each a step and its operands, and the result.
     """
 
     most: int
@@ -154,7 +154,7 @@ def _while(
         count = count + jnp.uint32(1)
         return out, count, active & go_on(out, count)
 
-    # A batch of loops: one whose condition was false stays as it is, until the last one ends.
+    # A batch of loops: the values of a finished loop stay the same until the last loop ends.
     def some_go_on(carry: tuple[list[Any], Array, Array]) -> Any:
         return jnp.any(carry[2]) if bound is None else jnp.any(carry[2]) & (carry[1] < bound.most)
 
@@ -184,7 +184,7 @@ def where_active(active: Array, new: Any, old: Any) -> Any:
 
 
 def _shard_map(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """Each shard counts its own elements, so what varies over shards has seeds of its own there."""
+    """Each shard counts its own elements, so values that vary over shards have different seeds on each shard."""
     params = step.eqn.params
     axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
     own, tree = jax.tree.flatten(_folded(seeds, step.number))

@@ -1,8 +1,8 @@
-"""The plan of a program, made of its jaxpr alone, before anything is computed.
+"""The plan of a program, made from its jaxpr before anything is computed.
 
-For every equation it says what becomes of it and what is then known of its results. So what cannot be done is found
-early, a loop's carry gets what is known in every turn, a report can be made without running anything, and each random
-draw has a number of its own.
+A plan has a step for every equation: its rule, and the facts about its results. So unsupported equations raise errors
+early, a loop's carry has only the facts that hold in every turn, a report needs no run, and each random draw has its
+own number.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["Planner", "taken_by_others"]
 
 
 class Planner:
-    """Makes plans. A table of rules derives from it, and says what it knows of values: `None` is nothing."""
+    """Makes plans. A table of rules is a subclass; it defines the facts about values. `None` means no facts."""
 
     def __init__(self) -> None:
         self._opened_programs: dict[int, Any] = {}
 
     def plan(self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None) -> Plan:
-        """The plan of a jaxpr whose arguments and constants are known to be what is said of them."""
+        """The plan of a jaxpr, from the facts about its arguments (`known`) and constants."""
         jaxpr, consts = jaxpr_of(closed)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants or (None,) * len(jaxpr.constvars), strict=True))
         env.update(zip(jaxpr.invars, known, strict=True))
@@ -44,11 +44,11 @@ class Planner:
     # -- the table's part ----------------------------------------------------------------------------------------------
 
     def step(self, eqn: Any, env: dict[Any, Any], scope: str, number: int) -> Any:
-        """One equation; of one that holds programs (`CONTROL`) a step of kind ``"control"``, whose rest follows."""
+        """The step of one equation. Programs that it holds (kind ``"control"``) are planned later."""
         raise NotImplementedError
 
     def read(self, v: Any, env: dict[Any, Any]) -> Any:
-        """What is known of a variable or a literal."""
+        """The facts about a variable or a literal."""
         return None if isinstance(v, Literal) else env[v]
 
     def draws(self, step: Any) -> int:
@@ -56,21 +56,21 @@ class Planner:
         raise NotImplementedError
 
     def common(self, knowns: Iterable[Any]) -> Any:
-        """What is known of values each of which is one of several."""
+        """The facts that hold for every one of several values."""
         raise NotImplementedError
 
     def one_turn(self, known: Any) -> Any:
-        """What is known of one of the parts along the first axis, over which a scan runs."""
+        """The facts about one part along the first axis, over which a scan runs."""
         return known
 
     def all_turns(self, known: Any) -> Any:
-        """What is known of the results of a scan's turns, put together along a first axis."""
+        """The facts about the results of a scan's turns, stacked along a first axis."""
         return known
 
     def opened(self, eqn: Any) -> Any:
         """The program of a primitive of another package; None if there is none. It is traced once."""
         if id(eqn) not in self._opened_programs:
-            self._opened_programs[id(eqn)] = (eqn, program_of(eqn))  # held, so that its id stays its own
+            self._opened_programs[id(eqn)] = (eqn, program_of(eqn))  # keeps the equation and its id
         return self._opened_programs[id(eqn)][1]
 
     # -- equations that hold programs ----------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Planner:
             known = kept
 
     def _kept(self, before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
-        """What is known of carried values in this turn and the next."""
+        """The facts about carried values that hold in this turn and the next."""
         return tuple(self.common(pair) for pair in zip(before, after, strict=True))
 
 
@@ -146,7 +146,7 @@ _CONTROL = {
 
 
 def taken_by_others(jaxpr: Any) -> set[Any]:
-    """The variables that are results, or operands of an equation that is no part of a public function of jchop."""
+    """The results of a program, and the operands of equations outside of jchop's public functions."""
     others = (eqn for eqn in jaxpr.eqns if not is_own(scope_of("", eqn.source_info.name_stack)))
     operands = (v for eqn in others for v in eqn.invars)
     return {v for v in (*operands, *jaxpr.outvars) if not isinstance(v, Literal)}

@@ -1,4 +1,4 @@
-"""Plans carried out: one equation after the other, on arrays or on whatever a transformation puts in their place."""
+"""Plans are run one equation after the other, on arrays or on tracers of a transformation."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["Runner", "interpret", "watch"]
 
 
 class Runner:
-    """What a table of rules does with the steps of a plan."""
+    """Runs the steps of a plan. A table of rules is a subclass."""
 
     #: The most turns of a `while` loop, which then ends with a warning; None for any number.
     max_turns: int | None = None
 
     def parts(self, plan: Plan) -> Iterable[Any]:
-        """What is run one after the other: steps, or several as one. Each has `eqn`, `operands` and `results`."""
+        """The parts to run, in order: single steps, or groups of steps. Each has `eqn`, `operands` and `results`."""
         return plan.steps
 
     def prepare(self, part: Any, env: dict[Any, Any], seeds: Any) -> None:
-        """Before a part is run: values of `env` that it cannot take as they are may be replaced."""
+        """Called before a part is run; may replace values of `env` that the part cannot take."""
 
     def finish(self, value: Any, seeds: Any) -> Any:
         """A result of a program."""
         return value
 
     def taken(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
-        """The operands of a step as it takes them."""
+        """The operands of a step in the form that it takes."""
         return args
 
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
@@ -59,11 +59,11 @@ def interpret(
     """The results of a planned program.
 
     Args:
-        runner: what is done with its steps.
+        runner: runs its steps.
         plan: the plan.
-        seeds: of this program; None where nothing draws.
+        seeds: the seeds of this program; None if nothing draws.
         args: its arguments.
-        constants: in place of the program's own.
+        constants: replace the program's own constants. Default: none.
     """
     env: dict[Any, Any] = dict(zip(plan.jaxpr.constvars, constants or plan.consts, strict=True))
     env.update(zip(plan.jaxpr.invars, args, strict=True))
@@ -81,7 +81,7 @@ def interpret(
 
 
 class _Watching(Runner):
-    """Another runner, and what it compares, but for loops and branches within."""
+    """Another runner, which also records its comparisons, except within loops and branches."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -99,7 +99,7 @@ class _Watching(Runner):
 
 
 def watch(runner: Runner, plan: Plan, seeds: Any, args: Sequence[Any]) -> tuple[list[tuple[Any, list[Any]]], Any]:
-    """What the plan of a condition compares, each a step and its operands, and the condition itself."""
+    """The comparisons of a condition's plan, each a step and its operands, and the condition's value."""
     watching = _Watching(runner)
     (result,) = interpret(watching, plan, seeds, args)
     return watching.compared, result

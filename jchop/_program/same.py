@@ -14,7 +14,7 @@ __all__ = ["same_program"]
 
 
 def same_program(one: Any, other: Any) -> bool:
-    """Whether a plan of one jaxpr is a plan of the other; constants may differ. False where in doubt.
+    """Whether a plan of one jaxpr is a plan of the other; constants may differ. False in case of doubt.
 
     Example:
         >>> import jax, jax.numpy as jnp

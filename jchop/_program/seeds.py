@@ -1,4 +1,4 @@
-"""Where the roundings of a program draw: seeds of the whole, of each turn of a loop, and of each shard."""
+"""The seeds of the roundings of a program: for the program, for each turn of a loop, and for each shard."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ Array = jax.Array
 
 __all__ = ["Seeds", "varying"]
 
-#: The numbers from here on belong to shards, those below to the equations of a program.
+#: The first number for shards; smaller numbers belong to the equations of a program.
 _SHARDS = 1 << 31
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["six"], meta_fields=["axes"])
 @dataclass(frozen=True)
 class Seeds:
-    """The six words of `seed_words`, and the axes of a mesh over which a value that varies draws otherwise.
+    """The six words of `seed_words`, and axes of a mesh. Values that vary over these axes draw different words.
 
-    A value that is the same on every shard must stay so when it is rounded; one that varies has words of its own.
+    A value that is the same on every shard must have the same rounded value there. A value that varies draws different
+    words on each shard.
     """
 
     six: tuple[Array, ...]
     axes: tuple[str, ...] = ()
 
     def turn(self, number: int, step: Array | int = 0) -> Seeds:
-        """Those of turn `step` of the program that has the number."""
+        """The seeds of turn `step` of the program with the number."""
         if isinstance(self.six[0], Tracer) or isinstance(step, Tracer):
             return Seeds(fold_seeds(self.six, number, step), self.axes)
         return Seeds(_fold(self.six, np.uint32(number), np.uint32(step)), self.axes)
 
     def within(self, axes: tuple[str, ...], typed: bool) -> Seeds:
-        """Those of a shard; if nothing says what varies over the axes (`typed`), everything draws otherwise."""
+        """The seeds of a shard. If types do not show variation (`typed` is False), all values draw by shard."""
         if typed:
             return Seeds(self.six, (*self.axes, *axes))
         return self.turn(0, lax.axis_index(axes))
 
     def of(self, *like: Any) -> tuple[Array, ...]:
-        """The six words for what varies as these arrays do."""
+        """The six words for a value that varies over the same axes as these arrays."""
         found = {axis for x in like for axis in varying(x)}
         axes = tuple(axis for axis in self.axes if axis in found)
         return fold_seeds(self.six, _SHARDS, lax.axis_index(axes)) if axes else self.six
 
     def words(self, like: Any, number: int) -> Array:
-        """A word for each element of an array, or of what has its shape and type."""
+        """A word for each element of an array, or of an array with the shape and type of `like`."""
         six = self.of(like)
         if not isinstance(six[0], Tracer) and not isinstance(like, Tracer):
             return _words(six, np.uint32(number), like if isinstance(like, Array) else None, like.shape, like.dtype)
         return words(six, like if isinstance(like, Array) else jnp.zeros(like.shape, like.dtype), number)
 
 
-#: Where nothing is traced the number is an operand, so that calls with other numbers share a program.
+#: Outside of a trace the number is an operand, so that calls with other numbers share a compiled program.
 _fold = compiled(fold_seeds)
 
 
@@ -77,6 +78,6 @@ def _words(six: tuple[Array, ...], number: Array, like: Array | None, shape: tup
 
 
 def varying(x: Any) -> Sequence[str]:
-    """The axes of a mesh over which a value is known to vary; JAX has moved where it says so."""
+    """The axes of a mesh over which a value is known to vary; the attribute depends on the version of JAX."""
     kind = jax.typeof(x) if isinstance(x, Array) else x
     return tuple(getattr(getattr(kind, "mat", kind), "varying", None) or getattr(kind, "vma", ()))

@@ -11,7 +11,7 @@ from jax.extend import source_info_util
 
 __all__ = ["here", "is_library", "source_of"]
 
-#: Folders whose lines are not the user's.
+#: Folders of code that is not the user's.
 _FOLDERS = (f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 #: Libraries of layers, wherever they are installed.
 _LAYERS = tuple(f"{os.sep}site-packages{os.sep}{name}{os.sep}" for name in ("equinox", "flax", "haiku"))
@@ -30,5 +30,5 @@ def is_library(file: str) -> bool:
 
 
 def here() -> str:
-    """The line of the user that calls this."""
+    """The user's line that calls this function."""
     return source_of(source_info_util.current())

@@ -1,4 +1,4 @@
-"""The parts of a plan: one equation and what becomes of it, and the steps of a jaxpr."""
+"""The parts of a plan: the step of one equation, and the steps of a jaxpr."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = [
     "scope_of",
 ]
 
-#: Calls of another program, by how they are put together again.
+#: Calls of another program, by the way in which the call is built again.
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "composite")
-#: Primitives of a higher level, which newer versions of JAX have for some functions; they say what they consist of.
+#: Primitives of a higher level, which newer versions of JAX have for some functions; they expand to other primitives.
 HIGH_CALLS = ("call_hi_primitive",)
 REMAT_CALLS = ("remat", "remat2", "checkpoint")
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
@@ -39,15 +39,15 @@ CONTROL = frozenset((*CALLS, "custom_linear_solve", "scan", "while", "cond"))
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One equation and what becomes of it.
+    """One equation and its treatment.
 
     Args:
         eqn: the equation.
-        kind: what is done with it; ``"control"`` if it holds programs.
+        kind: the rule for it; ``"control"`` if it holds programs.
         scope: the path of its `jax.named_scope` and `jax.jit` names.
-        number: of the first of its random draws.
-        known: what is known of its operands.
-        out: what is known of its results.
+        number: the number of its first random draw.
+        known: the facts about its operands.
+        out: the facts about its results.
         inner: the plans of the programs that it holds.
     """
 
@@ -61,17 +61,17 @@ class Step:
 
     @property
     def name(self) -> str:
-        """The primitive."""
+        """The name of the primitive."""
         return self.eqn.primitive.name
 
     @property
     def operands(self) -> Sequence[Any]:
-        """The variables that it takes."""
+        """The variables of its operands."""
         return self.eqn.invars
 
     @property
     def results(self) -> Sequence[Any]:
-        """The variables that it gives."""
+        """The variables of its results."""
         return self.eqn.outvars
 
     @property
@@ -90,7 +90,7 @@ class Plan:
     out: tuple[Any, ...]
 
     def walk(self) -> Iterator[Any]:
-        """Every step, those of inner plans after the one they belong to."""
+        """Every step. The steps of inner plans follow the step that holds the plan."""
         for step in self.steps:
             yield step
             for plan in step.inner:
@@ -103,7 +103,7 @@ def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def count_equations(closed: Any) -> int:
-    """The number of equations of a jaxpr, those of the programs that they hold included."""
+    """The number of equations of a jaxpr, including the equations of programs that they hold."""
     eqns = jaxpr_of(closed)[0].eqns
     inner = (value for eqn in eqns for param in eqn.params.values() for value in _listed(param))
     return len(eqns) + sum(count_equations(value) for value in inner if hasattr(jaxpr_of(value)[0], "eqns"))
@@ -125,17 +125,17 @@ _WRAPPED = re.compile(r"\w+\(|\)")
 
 
 def scope_of(outer: str, name_stack: Any, name: str | None = None) -> str:
-    """The path of scopes of an equation, the marks of transformations dropped: ``vmap(jvp(f))/g`` is ``f/g``."""
+    """The path of scopes of an equation without the marks of transformations: ``vmap(jvp(f))/g`` becomes ``f/g``."""
     parts = [outer, _WRAPPED.sub("", str(name_stack)), name or ""]
     return "/".join(part for part in parts if part)
 
 
 def is_own_result(eqn: Any, scope: str) -> bool:
-    """Whether an equation names what a public function of jchop returns, one that no other one calls."""
+    """Whether an equation names the result of a public function of jchop that no other public function calls."""
     names = eqn.primitive.name == "name" and eqn.params["name"] == OWN_RESULT
     return names and scope.split("/").count(OWN_SCOPE) == 1
 
 
 def is_own(scope: str) -> bool:
-    """Whether an equation of this scope is part of a public function of jchop, which says its arithmetic itself."""
+    """Whether an equation of this scope is part of a public function of jchop, which defines its own arithmetic."""
     return OWN_SCOPE in scope.split("/")

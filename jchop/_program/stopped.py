@@ -1,4 +1,4 @@
-"""Loops that were stopped: what a warning says of them."""
+"""Warnings about loops that were stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "eq": ("==", operator.eq),
     "ne": ("!=", operator.ne),
 }
-#: How many pairs of numbers of one comparison are shown.
+#: The most pairs of numbers that are shown of one comparison.
 _MOST_PAIRS = 3
 
 
@@ -42,14 +42,14 @@ def warn_of_stop(
 def text_of_stop(
     step: Step, compared: Sequence[Step], when: str, goes_on: Any, operands: Sequence[Sequence[Any]]
 ) -> str:
-    """A loop that was stopped, the line of its condition, and the numbers that are compared there.
+    """A sentence about a stopped loop: the line of its condition, and the numbers that the condition compares.
 
     Args:
         step: the loop.
         compared: the comparisons of its condition.
-        when: after how many turns, and why.
-        goes_on: the condition, of every loop of a batch.
-        operands: of each comparison.
+        when: the number of turns, and the cause.
+        goes_on: the condition, for every loop of a batch.
+        operands: the operands of each comparison.
     """
     source = _source_of_condition(step, compared)
     values = [_values(one, goes_on, *map(np.asarray, pair)) for one, pair in zip(compared, operands, strict=True)]
@@ -72,7 +72,7 @@ def _code(source: str) -> str:
 
 
 def _values(step: Step, goes_on: Any, a: np.ndarray, b: np.ndarray) -> str:
-    """Pairs of numbers for which the comparison holds; if there are none, of those for which it does not."""
+    """Pairs of numbers for which the comparison holds; if there are none, pairs for which it does not hold."""
     sign, function = COMPARISONS[step.name]
     a, b = np.broadcast_arrays(a, b)
     holds, going = np.asarray(function(a, b)), np.asarray(goes_on)

@@ -63,7 +63,7 @@ def flip_bits(
 
     Returns:
         An array of the shape and dtype of `x`. A flipped code that is unused in the format becomes NaN. The derivative
-        is that of the rounding: the flip passes tangents through.
+        is the derivative of the rounding: the flip passes tangents through.
 
     Raises:
         TypeError: for a complex or integer `x`, a key that is not a typed key, or a `p` that is not a number.

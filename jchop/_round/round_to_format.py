@@ -50,24 +50,24 @@ def round_to_format(
 
     Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through
     unless the spec says otherwise, in forward and reverse mode; second derivatives are zero. Under ``jax_debug_nans`` a
-    NaN in the result is an error, as in every function of JAX, also where the format overflows to NaN.
+    NaN in the result is an error, as in every function of JAX, also if the format overflows to NaN.
 
     Args:
         x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX
             array; a NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy; a dask array gives a
             dask array, of the bits that the whole would have. The dtype is kept, and float64 data is rounded from
-            float64 whatever the state of ``jax_enable_x64``.
+            float64 for every state of ``jax_enable_x64``.
         spec: a `Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic:saturate"`` or
             ``"int8(channel=0)"``.
         key: a typed key (`jax.random.key`), needed by the stochastic modes; the other modes do not look at it. The
             random bits of an element depend on the key and on its flat index alone.
-        offset: where `x` lies in a larger array, so that a part is rounded as it would be in the whole: the flat (C
-            order) index of its first element if it is a contiguous chunk, an int or a traced integer; or ``(starts,
-            shape)``: one start for each axis and the shape of the whole. Default 0. It places the random bits alone:
-            the groups of a scaled format are those of `x`.
-        gradient_key: a typed key, needed where ``spec.gradient`` rounds the cotangent stochastically.
-        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel and an error where it cannot
-            run, ``"auto"`` (default) for whichever is faster; the bits are the same.
+        offset: the position of `x` in a larger array, so that a part is rounded as in the whole: the flat (C order)
+            index of its first element if it is a contiguous chunk, an int or a traced integer; or ``(starts, shape)``:
+            one start for each axis and the shape of the whole. Default 0. It only selects the random bits: the groups
+            of a scaled format begin at the first element of `x`.
+        gradient_key: a typed key, needed if ``spec.gradient`` rounds the cotangent stochastically.
+        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel, with an error if it cannot
+            run, ``"auto"`` (default) for the faster one; the bits are the same.
         generator: ``"counter"`` (default), or ``"hardware"`` for the TPU's own random bits, seeded with `key`: cheaper
             there, and not reproducible. They depend on tiling, chip and version, and there is no `offset` for them.
 
@@ -136,12 +136,12 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
     return draw(seed_words(key), shape, place, starts, width)
 
 
-# -- what is static ----------------------------------------------------------------------------------------------------
+# -- static arguments --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _How:
-    """What is static of one rounding, beside its place in the random stream."""
+    """The static arguments of one rounding, without its place in the random stream."""
 
     spec: Spec
     impl: str
@@ -254,7 +254,7 @@ _rounded = compiled(_with_gradient, static_argnums=(0, 1), inline=True)
 def _forward(
     op: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: StreamOffset, starts: tuple
 ) -> Array:
-    """`op` of the real numbers of `x`; complex numbers have two, along a last axis, each with a word of its own."""
+    """`op` of the real numbers of `x`; complex numbers have two parts, along a last axis, each with a separate word."""
     parts = _parts(x)
     if seeds is None:
         return op(parts, spec=spec)

@@ -69,12 +69,12 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True) -> FloatFormat:
     """The format ``Binary{K}p{P}{s,u}{e,f}`` of the IEEE P3109 draft (version 4.0).
 
-    One NaN, no -0; infinities where extended; bias 2^(K-P-1) signed, 2^(K-P) unsigned. `Overflow.IEEE`, `SATURATE` and
+    One NaN, no -0; infinities if extended; bias 2^(K-P-1) signed, 2^(K-P) unsigned. `Overflow.IEEE`, `SATURATE` and
     `PROPAGATE` are SatNone, SatFinite and SatPropagate: a format without infinities overflows to its largest value.
 
     Args:
         bits: width K of a code, 2 to 16.
-        precision: significand bits P, the leading one included: 1 to K - 1, or to K where unsigned.
+        precision: significand bits P, the leading one included: 1 to K - 1, or to K if unsigned.
         signed: with a sign bit.
         extended: with infinities.
 

@@ -70,7 +70,7 @@ class FixedFormat(UniformFormat):
     Args:
         int_bits: integer bits i, including the sign bit.
         frac_bits: fraction bits f. ``int_bits + frac_bits`` must be 1 to 64 (2 to 64 signed).
-        signed: whether the range is that of two's complement; otherwise it begins at 0. Default True.
+        signed: whether the range is two's complement; otherwise it begins at 0. Default True.
         symmetric: whether the minimum is excluded, so that the range is symmetric. Default False.
 
     Raises:
@@ -120,7 +120,7 @@ class IntegerFormat(UniformFormat):
 
     Args:
         bits: width k, 1 to 64 (2 to 64 signed).
-        signed: whether the range is that of two's complement; otherwise it begins at 0. Default True.
+        signed: whether the range is two's complement; otherwise it begins at 0. Default True.
         narrow: whether the minimum is excluded, so that the range is symmetric. Default False.
 
     Raises:

@@ -36,8 +36,8 @@ class FloatFormat(ElementFormat):
             codes above infinity are then NaN. Only with ``nans="ieee"``. Default None: the largest that the fields
             allow. `emax` is the resulting value.
         p3109: whether F overflows by the rules of IEEE P3109: without infinities to its largest value, never to NaN;
-            with them to infinity under `Rounding.ODD` too. Only for formats with one NaN code and no -0, such as those
-            of `jchop.p3109`.
+            with them to infinity under `Rounding.ODD` too. Only for formats with one NaN code and no -0, such as the
+            formats of `jchop.p3109`.
 
     Raises:
         TypeError, ValueError: for a field out of range or a combination that leaves no finite value.

@@ -11,13 +11,13 @@ Group = int | str
 
 
 def check_zero_point(value: object) -> None:
-    """Refuse a kind of zero points that there is not."""
+    """Refuses an unknown kind of zero points."""
     if value is not None and (not isinstance(value, str) or value not in ("integer", "float")):
         raise ValueError(f"zero_point={value!r} must be None, 'integer' or 'float'")
 
 
 def as_axes(name: str, value: object) -> int | tuple[int, ...]:
-    """An axis, or several, as they are stored: a tuple of one as what it holds."""
+    """An axis, or several, as they are stored: a tuple of one axis becomes that axis."""
     if isinstance(value, tuple | list):
         if not value:
             raise ValueError(f"{name}={value!r} must name at least one axis")
@@ -33,7 +33,7 @@ def _as_group(value: object) -> Group:
 
 
 def as_groups(group: object, axis: object) -> tuple[Group | tuple[Group, ...] | None, int | tuple[int, ...]]:
-    """Group and axis as they are stored: a tuple of one as what it holds, "tensor" as None."""
+    """Group and axis as they are stored: a tuple of one group becomes that group, and "tensor" becomes None."""
     axes = as_axes("axis", axis)
     if group is None or group == "tensor":
         return None, axes

@@ -43,19 +43,19 @@ class ScaledFormat:
     A scaled format is callable: ``fmt(group=64)`` is the format with that changed.
 
     Args:
-        element: what x / s (or x / s + z) is rounded to, once: an element format, or its text.
-        group: how many consecutive elements along `axis` share a scale, the last group of a row maybe fewer; ``"all"``
-            for the whole axis; or one such for each of several axes (tiles). Default None, with no `channel` either:
-            the whole tensor, also written ``"tensor"``.
+        element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text.
+        group: the number of consecutive elements along `axis` that share a scale; the last group of a row may be
+            shorter; ``"all"`` for the whole axis; or one such for each of several axes (tiles). Default None, with no
+            `channel` either: the whole tensor, also written ``"tensor"``.
         axis: of `group`, an axis or one for each group. Default -1, and for n groups the last n axes.
-        channel: an axis, or several, each index of which has a scale of its own, shared over all other axes.
+        channel: an axis, or several, each index of which has its own scale, shared over all other axes.
         scale: format of the scales, or its text. Default binary32. A ScaledFormat quantizes the scales again: the
             scale is rounded to binary32, quantized under it to nearest and never to zero.
         rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` takes up to two decimals. Default "absmax", and "minmax" with
             `zero_point`.
-        zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that lie
-            about anything but 0: the values s (e - z). "float" adds a number to them: the values s e + z, where z is
-            (least x) - m s, rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default None.
+        zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that are not
+            centred at 0: the values s (e - z). "float" adds a number to them: the values s e + z, with z = (least x) -
+            m s rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default None.
         nan_block: a group that holds an infinity or NaN, or asks for a larger scale than there is, becomes NaN as a
             whole (OCP MX 1.0, 5.3).
 
@@ -82,7 +82,7 @@ class ScaledFormat:
     base: ClassVar[ScaledFormat | None] = None
     name: ClassVar[str | None] = None
 
-    if TYPE_CHECKING:  # what may be given is more than what is stored
+    if TYPE_CHECKING:  # arguments may have more types than the stored fields
 
         def __init__(
             self,
@@ -234,7 +234,7 @@ class ScaledFormat:
         return self.bits + self._scale_bits(None) / math.prod(sizes)
 
     def _scale_bits(self, shape: Sequence[int] | None) -> float:
-        """Bits of a scale and its zero point; `shape` is that of the scales."""
+        """Bits of a scale and its zero point; `shape` is the shape of the scales."""
         if isinstance(self.scale, ScaledFormat):
             return self.scale.bits_per_element(shape) + 32 * bool(self.zero_point)
         return self.scale.bits + {None: 0, "integer": 32, "float": self.scale.bits}[self.zero_point]
@@ -242,7 +242,7 @@ class ScaledFormat:
     # -- text ----------------------------------------------------------------------------------------------------------
     @property
     def text(self) -> str:
-        """The format in the text grammar: its element with options, or a name with what is different from it."""
+        """The format in the text grammar: its element with options, or a name with the changed options."""
         base = self.base or ScaledFormat(self.element)
         stem = self.base.name if self.base is not None else shown_element(self.element)
         assert stem is not None
@@ -282,7 +282,7 @@ def _as_format(name: str, value: object, kinds: Any) -> Any:
 # -- formats in use ----------------------------------------------------------------------------------------------------
 
 
-#: The named scaled formats of the text grammar, but for ``int8`` and its kin, which are a pattern of it.
+#: The named scaled formats of the text grammar, without ``int8`` and the like, which match a pattern.
 SCALED_CATALOGUE: Mapping[str, ScaledFormat] = MappingProxyType(
     {name: ScaledFormat(**fields).named(name) for name, fields in NAMED.items()}
 )

@@ -19,10 +19,10 @@ def _sizes(value: str) -> Any:
 
 
 def _zero_point(value: str) -> Any:
-    return None if value == "none" else value  # the format says what else it may be
+    return None if value == "none" else value  # the format checks the other values
 
 
-#: The options that make a format scaled, each with what reads its value.
+#: The options that make a format scaled, each with the function that reads its value.
 _OPTIONS: dict[str, Callable[[str], object]] = {
     "group": _sizes,
     "axis": _sizes,
@@ -34,12 +34,12 @@ _OPTIONS: dict[str, Callable[[str], object]] = {
 }
 
 
-#: Texts of integers: ``int8`` is scaled whatever follows, ``integer8`` only by an option.
+#: Texts of integers: ``int8`` is always scaled, ``integer8`` only by an option.
 _SCALED_INTEGER, _INTEGER = re.compile(r"u?int[0-9]+"), re.compile(r"(?<=int)eger(?=[0-9])")
 
 
 def shown_element(element: ElementFormat) -> str:
-    """The text of an element format in that of a scaled one."""
+    """The text of an element format within the text of a scaled format."""
     return _INTEGER.sub("", str(element))
 
 
@@ -60,7 +60,7 @@ def parse_any(
 
     Args:
         text: see `jchop.formats.parse_format`.
-        names: those of scaled formats, for the error of a text that names nothing.
+        names: the names of scaled formats, for the error of a text that names nothing.
         named: the scaled format of a name; None for another name.
         scaled: makes an element format a scaled one, which is called with the options.
 

@@ -1,4 +1,4 @@
-"""The rules that choose the scales of groups, each a value that knows its divisor and how it is fitted.
+"""The rules that choose the scales of groups, each a value with its divisor and its fit.
 
 Throughout, x are the finite numbers of a group, a is their largest magnitude, and M and m are the largest and the least
 value of the element format.
@@ -173,7 +173,7 @@ def rule_of(text: str) -> ScaleRule:
 
 
 def as_rule(rule: object, zero_point: str | None) -> str:
-    """The name of a rule as it is stored; None gives the default."""
+    """The stored name of a rule; None gives the default."""
     if rule is None:
         return "minmax" if zero_point else "absmax"
     if not isinstance(rule, str):

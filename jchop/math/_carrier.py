@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 def _magnitude(x: Array) -> tuple[Array, Array, int, int]:
-    """Whether `x` has its sign bit set, its magnitude bits, and those of 1 and of infinity."""
+    """Whether the sign bit of `x` is set, its magnitude bits, and the magnitude bits of 1 and of infinity."""
     carrier = CARRIERS[x.dtype.name]
     sign, magnitude = _bits.split(x, carrier)
     return sign != 0, magnitude, carrier.bias << carrier.fraction, carrier.inf

@@ -26,7 +26,7 @@ __all__ = ["cross", "interp", "linspace", "where"]
 
 
 def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any:
-    """`x` where `condition` is true, else `y`, as `jax.numpy.where`; both are rounded to `spec` first.
+    """`x` if `condition` is true, else `y`, as `jax.numpy.where`; both are rounded to `spec` first.
 
     Args:
         condition: booleans, or integers, of which 0 is false.
@@ -73,8 +73,8 @@ def cross(
 ) -> Any:
     """The cross product of vectors, as `jax.numpy.cross`: each element is A(P(a_i b_j) - P(a_j b_i)).
 
-    Both products and their difference are rounded to `spec`. A vector of two elements has a third one, +0; of two such
-    vectors the third element of the product is returned.
+    Both products and their difference are rounded to `spec`. A vector of two elements gets a third element, +0. For two
+    such vectors, the result is the third element of the product.
 
     Args:
         a: float16, bfloat16, float32 or float64, vectors of two or three elements; rounded to `spec` first.
@@ -84,9 +84,9 @@ def cross(
             second products, and the differences. Random bits of these are indexed by an array with the elements of a
             vector last. Default None.
         axisa: the axis of `a` with the elements. Default -1.
-        axisb: that of `b`. Default -1.
-        axisc: that of the result. Default -1.
-        axis: all three. Default None.
+        axisb: the axis of `b` with the elements. Default -1.
+        axisc: the axis of the result with the elements. Default -1.
+        axis: replaces all three. Default None.
 
     Returns:
         An array of the dtype of the operands.
@@ -142,8 +142,8 @@ def linspace(
 ) -> Any:
     """Evenly spaced numbers, as `jax.numpy.linspace`: x_i = A(start + P(i h)) with h = A(A(stop - start) / n).
 
-    n is the number of intervals, `num` - 1, or `num` without the endpoint. Every operation is rounded to `spec`; n and
-    i are integers and are not. The last number of an interval with its endpoint is `stop`.
+    n is the number of intervals, `num` - 1, or `num` without the endpoint. Every operation is rounded to `spec`; the
+    integers n and i are not rounded. With `endpoint` the last number is `stop`.
 
     Args:
         start: float16, bfloat16, float32 or float64, the first number, any shape; rounded to `spec` first.
@@ -151,8 +151,8 @@ def linspace(
         spec: a `jchop.Spec`, a format, or its text.
         key: a typed key, required if `spec` is stochastic; it is split into six, for `start`, `stop`, the difference,
             the quotient, the products and the sums. Random bits are indexed by an array with i first. Default None.
-        num: how many numbers, >= 0. Default 50.
-        endpoint: whether `stop` is the last one. Default True.
+        num: the number of numbers, >= 0. Default 50.
+        endpoint: whether `stop` is the last number. Default True.
         axis: the axis of i in the result. Default 0.
 
     Returns:
@@ -200,9 +200,9 @@ def interp(
 ) -> Any:
     """Piecewise linear interpolation, as `jax.numpy.interp`: f = A(f_i + P(Q(d / h) e)).
 
-    With xp_i the last node not above x: d = A(x - xp_i), h = A(xp_(i+1) - xp_i) and e = A(fp_(i+1) - fp_i), Q is the
-    rounded quotient, P the rounded product, all to `spec`. At a node the value is that of `fp`. Nodes that are rounded
-    to one number are a step, whose value is that of the last one.
+    Here xp_i is the last node not above x, d = A(x - xp_i), h = A(xp_(i+1) - xp_i) and e = A(fp_(i+1) - fp_i). A, Q and
+    P are the sum, the quotient and the product, rounded to `spec`. At a node the value is its value in `fp`. If several
+    nodes are rounded to one number, the value there is the value of the last one.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; rounded to `spec` first, like all operands.
@@ -215,8 +215,8 @@ def interp(
         right: the value above the last node, a scalar. Default None: the last of `fp`.
 
     Returns:
-        An array of the shape of `x`. NaN for NaN. The derivative is that of the formula in the carrier, at rounded
-        values.
+        An array of the shape of `x`. NaN for NaN. The derivative is the derivative of the formula in the carrier, at
+        rounded values.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.

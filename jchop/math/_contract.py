@@ -218,7 +218,7 @@ def _conv(spec: MatmulSpec, window: _Window, x: Any, kernel: Any, key: Array | N
     a = jnp.pad(a, ((0, 0), (0, 0), *window.padding))
     axes, space = len(window.stride), []
     for i, (size, step, gap) in enumerate(zip(w.shape[2:], window.stride, window.dilation, strict=True)):
-        axis = 2 + 2 * i  # each axis before it is now two: the position of the window, and the position within it
+        axis = 2 + 2 * i  # each earlier axis is now two axes: the position of the window, and the position within it
         starts = np.arange(0, a.shape[axis] - (size - 1) * gap, step)
         a = jnp.take(a, starts[:, None] + gap * np.arange(size), axis=axis)
         space.append(len(starts))

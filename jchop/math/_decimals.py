@@ -29,11 +29,11 @@ _OWN = {"float32": binary32, "float64": binary64}
 def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0) -> Any:
     """The multiple of 10^-decimals nearest to x, on a tie the even multiple, as `jax.numpy.round`.
 
-    The operand is rounded to `spec`; then the exact multiple is rounded to it once, in every mode: x is not multiplied
-    and divided with roundings in between, as in `jax.numpy`. The multiple of a negative number that is zero is -0.
+    The operand is rounded to `spec`; then the exact multiple is rounded to it once, in every mode. `jax.numpy`
+    multiplies and divides x, with roundings in between. If the multiple of a negative number is zero, it is -0.
 
-    Derivatives are those of the carrier's function at the rounded operands, which are zero. Works under jit (`spec` and
-    `decimals` static), vmap, scan and remat.
+    Derivatives are zero, as for the carrier's function. Works under jit (`spec` and `decimals` static), vmap, scan and
+    remat.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape.
@@ -76,7 +76,7 @@ class _Multiple:
 
 
 def _fraction(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:
-    """Of a positive number of decimals, if x is not known to be an integer.
+    """The multiple for a positive number of decimals, if x may have a fraction.
 
     With h + l the exact product of x and the power of ten, the multiple is the integer next to it: a number of the
     carrier, or, if h has no fraction, h and the integer next to l. In that case the multiple and x differ by less than
@@ -98,7 +98,7 @@ def _fraction(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:
 
 
 def _whole(x: Array, zeros: int, spec: Spec, word: Array | None) -> Array:
-    """Of a negative number of decimals: x and the exact distance to the multiple of 10^zeros."""
+    """The multiple for a negative number of decimals: x plus its exact distance to the multiple of 10^zeros."""
     ten = jnp.full_like(x, 10.0**zeros)
     rest = lax.rem(x, ten)
     past = jnp.abs(rest)

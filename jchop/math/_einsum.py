@@ -35,8 +35,8 @@ def einsum(
     """Sums of products by Einstein's convention, as `jax.numpy.einsum`.
 
     Two arrays: each sum runs over the indices that are missing in the result, in the order of their first appearance in
-    `subscripts`, the last one fastest. Products and sums are rounded as in `jchop.math.matmul`; those of one array as
-    in `jchop.math.sum`.
+    `subscripts`, the last one fastest. Products and sums are rounded as in `jchop.math.matmul`; sums of one array as in
+    `jchop.math.sum`.
 
     More arrays are contracted in pairs, by default from left to right: the first two, the result with the third, and so
     on. Each pair is an einsum of two arrays, whose result keeps the indices that the others or the final result have,
@@ -48,9 +48,9 @@ def einsum(
             appear once, sorted. No ellipsis.
         operands: arrays, float16, bfloat16, float32 or float64, which are promoted to one dtype.
         spec: as in `jchop.math.matmul`; for one array as in `jchop.math.sum`.
-        key: as there. For two arrays, random bits are indexed by an array with the common indices first, then those of
-            the first and of the second array, each in the order of the result. For more, the contraction number i, from
-            0, has the key `jax.random.fold_in` of it with i.
+        key: as there. For two arrays, random bits are indexed by an array with the common indices first, then the
+            indices of the first and of the second array, each in the order of the result. For more arrays, contraction
+            i, from 0, has the key ``jax.random.fold_in(key, i)``.
         optimize: the order of the pairs. False (default): from left to right. True or a text such as ``"optimal"`` and
             ``"greedy"``: the path that `jax.numpy.einsum_path` finds. Or a path: the places of the pair of each
             contraction, among the arrays that are left; a result is appended to them.
@@ -59,8 +59,8 @@ def einsum(
         An array of the dtype of the operands.
 
     Raises:
-        TypeError, ValueError: as for `jchop.math.matmul`, for subscripts that do not fit, or a path that is not one of
-            pairs.
+        TypeError, ValueError: as for `jchop.math.matmul`, for subscripts that do not fit, or a path that does not
+            consist of pairs.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -97,7 +97,7 @@ def tensordot(
             them, which belong together. Default 2.
 
     Returns:
-        An array with the other axes of `a` and then those of `b`.
+        An array with the other axes of `a` and then the other axes of `b`.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.matmul`, or for axes that do not fit.
@@ -261,7 +261,7 @@ def _parse(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], s
 
 
 def _pairs(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """The axes of both arrays that are summed, in the order of those of the first one."""
+    """The summed axes of both arrays, in the order of the first array's axes."""
     wrong = f"axes={axes!r} must be a number, or two axes or sequences of as many axes"
     if isinstance(axes, int):
         count = check_int("axes", axes, 0, min(len(left), len(right)))
@@ -284,7 +284,7 @@ _Path = tuple[tuple[int, ...], ...]
 
 
 def _path(subscripts: str, arrays: list[Any], optimize: Any) -> _Path:
-    """The places of each pair among the arrays that are left, to which its result is appended."""
+    """The indices of each pair among the remaining arrays, to which the pair's result is appended."""
     if optimize is False or len(arrays) == 2:
         return ((0, 1), *((n, 0) for n in range(len(arrays) - 2, 0, -1)))
     if optimize is True or isinstance(optimize, str):
@@ -340,7 +340,7 @@ def _contracted(
 
 
 def _steps(terms: tuple[str, ...], result: str, path: _Path) -> Iterator[tuple[tuple[int, ...], tuple[str, str], str]]:
-    """Of each contraction: the places of the pair, their indices, and those of their result."""
+    """For each contraction: the places of the pair, the subscripts of both arrays, and the subscripts of the result."""
     left = list(terms)
     for number, (i, j) in enumerate(path):
         pair = (left[i], left[j])

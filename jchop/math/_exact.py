@@ -50,7 +50,7 @@ def mod(operands: _Operands, spec: Spec, word: Array | None) -> Array:
     """The remainder x - floor(x / y) y.
 
     The remainder of the truncated quotient is a multiple of the last place of the smaller operand, and smaller than
-    both, hence exact; if its sign is not that of y, y is added.
+    both operands, hence exact. If its sign differs from the sign of y, y is added.
     """
     x, y = operands
     carrier = _of(x)

@@ -1,4 +1,4 @@
-"""The largest and the smallest element along axes, and where they are."""
+"""The largest and the smallest element along axes, and their indices."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def max(
         initial: a number, one more element of each group. Default None.
 
     Returns:
-        An array of the dtype of `x`; NumPy if `x` is. The derivative is that of `jax.numpy.max`: equal elements share
-        it.
+        An array of the dtype of `x`; NumPy if `x` is. The derivative is as in `jax.numpy.max`: equal elements share it.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`; for an axis that `x` does not have, no elements without
@@ -103,9 +102,9 @@ def min(
 
 
 def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
-    """The place of the first largest element of the rounded array, as `jax.numpy.argmax`; of the first NaN if one is.
+    """The index of the first largest element of the rounded array, or of the first NaN, as `jax.numpy.argmax`.
 
-    The comparison is of bits, except that -0 and +0 are equal.
+    Bits are compared, except that -0 and +0 are equal.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
@@ -129,7 +128,7 @@ def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
 
 
 def argmin(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
-    """The place of the first smallest element of the rounded array, otherwise as `jchop.math.argmax`.
+    """The index of the first smallest element of the rounded array, otherwise as `jchop.math.argmax`.
 
     Args:
         x: as in `jchop.math.argmax`.
@@ -243,6 +242,6 @@ def extremum(kind: str, rows: Array) -> Array:
 
 @extremum.defjvp
 def _extremum_jvp(kind: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """That of `jax.numpy`: elements that are equal to the result share the derivative."""
+    """The derivative, as in `jax.numpy`: elements that are equal to the result share it."""
     smooth = partial(jnp.max if kind == "max" else jnp.min, axis=1)
     return extremum(kind, *primals), jax.jvp(smooth, primals, tangents)[1]

@@ -90,7 +90,7 @@ def call(row: Row, operands: tuple[Any, ...], spec: SpecLike, key: Array | None)
 
 
 def check_backward(spec: Spec) -> None:
-    """Refuse a spec with a stochastic rounding of cotangents."""
+    """Refuses a spec with a stochastic rounding of cotangents."""
     backward = spec.gradient.round
     if backward is not None and backward.rounding.stochastic:
         raise ValueError(

@@ -38,12 +38,12 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
     Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapters 3 and 4.
 
     The arithmetic is emulated in a carrier: float32, or float64 if `a` and `b` are float64. 16-bit operands are widened
-    to float32, and the result is cast to their dtype. If ``spec.accumulate`` is None, the sums are the carrier's, in
-    the given order, **not** those of a 16-bit dtype; the result is rounded to that dtype at the end, as in
+    to float32, and the result is cast to their dtype. If ``spec.accumulate`` is None, the sums are formed in the
+    carrier, in the given order, **not** in a 16-bit dtype. The result is rounded to that dtype at the end, as in
     `jax.numpy.matmul`. Products of a fused multiply-add or of a matrix unit are not rounded.
 
-    Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through:
-    those of the carrier's product of the rounded operands at full precision, in forward and reverse mode.
+    Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through: the
+    derivatives of the carrier's product of the rounded operands at full precision, in forward and reverse mode.
 
     Args:
         a: the left factor, float16, bfloat16, float32 or float64, shape (..., m, k), or (k,) as in `jax.numpy.matmul`.
@@ -52,12 +52,12 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
         spec: a `jchop.MatmulSpec`: the roundings and the order of the sums. A `jchop.Spec`, a format or text applies to
             the operands, every product and every sum, in sequential order.
         key: a typed key (`jax.random.key`), required if any rounding of `spec` is stochastic. It is split into four,
-            for the elements of `a`, those of `b`, the products and the sums. The word of a product or sum is that of
-            the stream's index ``step 2^32 + o``, with o the flat (C order) index of the output element. The step is k
-            for the product a_k b_k and for its sequential addition, also in a block; K + j for the addition of block j
-            to the total (j in ``matrix_unit`` order); and in pairwise order the first index of the right part. So the
-            bits do not depend on tiling, device or sharding. Inside `jax.shard_map` each shard counts its own elements
-            and needs a different key (`jax.random.fold_in`).
+            for the elements of `a`, the elements of `b`, the products and the sums. The word of a product or sum has
+            the index ``step 2^32 + o`` in the stream, with o the flat (C order) index of the output element. The step
+            is k for the product a_k b_k and for its sequential addition, also in a block; K + j for the addition of
+            block j to the total (j in ``matrix_unit`` order); and in pairwise order the first index of the right part.
+            So the bits do not depend on tiling, device or sharding. Inside `jax.shard_map` each shard counts its own
+            elements and needs a different key (`jax.random.fold_in`).
         impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel, with an error if it cannot
             run, ``"auto"`` (default) for the faster one.
 

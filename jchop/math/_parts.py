@@ -37,7 +37,7 @@ _MODF = Row("modf", ("x",), _carrier.modf, "x = f + i", holds=True)
 def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """The significand m and the exponent e of x = m 2^e, as `jax.numpy.frexp`: ``0.5 <= |m| < 1``.
 
-    `x` and then m are rounded to `spec`; e is an integer and is not. Zeros, infinities and NaN come with e = 0.
+    `x` and then m are rounded to `spec`; the integer e is not rounded. For zeros, infinities and NaN, e = 0.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape.
@@ -242,5 +242,5 @@ def mask_rows(mask: Array | None, x: Array, axes: Axes) -> Array | None:
 
 
 def fold(key: Array | None, number: int) -> Array | None:
-    """A key of its own from a key."""
+    """A separate key, `jax.random.fold_in` of a key; None for None."""
     return None if key is None else jax.random.fold_in(key, number)

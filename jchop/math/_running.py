@@ -48,8 +48,8 @@ def prod(
             `jax.random.fold_in` of the first part with 0. Default None.
 
     Returns:
-        An array of the dtype of `x`; 1 for no elements. The derivative is that of `jax.numpy.prod` at the rounded
-        elements.
+        An array of the dtype of `x`; 1 for no elements. The derivative is the derivative of `jax.numpy.prod` at the
+        rounded elements.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.

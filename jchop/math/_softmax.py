@@ -1,4 +1,4 @@
-"""softmax and logsumexp: exponentials, their sum in a named order, and what is made of it."""
+"""softmax and logsumexp: exponentials, their sum in a named order, and quotients or the logarithm of the sum."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def softmax(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis =
         key: a typed key, required if `spec` is stochastic. It is split into four, for `x`, for the differences, for the
             exponentials and for the sums; the quotient draws from `jax.random.fold_in` of the last with 0. Words of
             differences, exponentials and quotients are indexed by an array with the reduced axes last. Default None.
-        axis: an axis, or several, which are one; None: all. Default -1.
+        axis: an axis, or several, which count as one; None: all. Default -1.
         where: booleans, which broadcast to the shape of `x`; an element at False is left out of m, counts as +0 in the
             sum, and its result is 0. Default None: all elements.
 
     Returns:
-        An array of the shape and dtype of `x`. NaN where all elements are left out, or -inf. The derivative is that of
-        the formula in the carrier, at rounded values, with m as a constant.
+        An array of the shape and dtype of `x`. NaN if all elements are left out, or are -inf. The derivative is the
+        derivative of the formula in the carrier, at rounded values, with m as a constant.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sum`.
@@ -83,8 +83,8 @@ def logsumexp(
             the sum. Default None: all elements.
 
     Returns:
-        An array of the dtype of `x`; -inf for no elements. The derivative is that of the formula in the carrier, at
-        rounded values, with m as a constant.
+        An array of the dtype of `x`; -inf for no elements. The derivative is the derivative of the formula in the
+        carrier, at rounded values, with m as a constant.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sum`.
@@ -130,7 +130,7 @@ _Keys = tuple[Array | None, ...]
 
 
 def _exponentials(rows: Array, shift: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
-    """e^(x - m), +0 where the mask is False."""
+    """e^(x - m), or +0 if the mask is False."""
     drawn = draws(spec.operands)
     shift = jnp.broadcast_to(shift[:, None], rows.shape)
     if mask is not None:

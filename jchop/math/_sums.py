@@ -136,8 +136,8 @@ def var(
         where: as in `jchop.math.sum`, of elements and of squares; n is the number of elements at True. Default None.
 
     Returns:
-        An array of the dtype of `x`; NaN if `where` leaves no more than `ddof` elements. The derivative is that of the
-        formula in the carrier, at rounded values.
+        An array of the dtype of `x`; NaN if `where` leaves no more than `ddof` elements. The derivative is the
+        derivative of the formula in the carrier, at rounded values.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sum`, or for `ddof` >= n.

@@ -1,7 +1,7 @@
 """Low-precision training as Optax transformations: rounding in a chain, packed state, packed parameters.
 
-Everything here is a `GradientTransformationExtraArgs` that chains with Optax's own, or reads the state of one. Keys
-live in states, and are split each step. Needs Optax (`pip install ".[optax]"`).
+Each transformation is a `GradientTransformationExtraArgs` that chains with Optax's own; the other functions read
+states. Keys are part of states, and are split each step. Needs Optax (`pip install ".[optax]"`).
 """
 
 from jchop._files import require_extra

@@ -1,4 +1,4 @@
-"""Checks of arguments. Numbers may be traced, as `optax.inject_hyperparams` traces them: then their values pass."""
+"""Checks of arguments. Numbers may be traced, as by `optax.inject_hyperparams`; then their values are not checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jchop._checks import check_int
 
 
 class Range(NamedTuple):
-    """Numbers that an argument may have: a text for messages, and the test."""
+    """The allowed numbers of an argument: a text for messages, and the test."""
 
     text: str
     test: Callable[[float], bool]
@@ -26,19 +26,19 @@ class Range(NamedTuple):
 FROM_ZERO = Range("a finite number >= 0", lambda v: 0 <= v < math.inf)
 ABOVE_ZERO = Range("a finite number above 0", lambda v: 0 < v < math.inf)
 BELOW_ONE = Range("a number >= 0 and below 1", lambda v: 0 <= v < 1)
-#: Numbers that float32 holds as normal ones: no device reads them as zero, and none becomes infinite.
+#: Normal numbers of float32: no device reads them as zero, and none becomes infinite.
 NORMAL = Range("a number from 2^-126 to 2^127 (normal in float32)", lambda v: 2.0**-126 <= v <= 2.0**127)
 GROWS = Range("a finite number larger than 1 (in float32)", lambda v: v <= 2.0**127 and bool(np.float32(v) > 1))
 
 
 def check_number(name: str, value: Any, allowed: Range, *, schedule: bool = False) -> Any:
-    """`value` where it is one real number of a range; of a traced one dtype and shape are checked.
+    """`value`, checked to be one real number of a range. If it is traced, only dtype and shape are checked.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: a number, an array without axes, or a schedule.
         allowed: the range.
-        schedule: whether a function may stand for it.
+        schedule: whether a function is allowed.
 
     Raises:
         TypeError, ValueError: for anything else.
@@ -55,7 +55,7 @@ def check_number(name: str, value: Any, allowed: Range, *, schedule: bool = Fals
 
 
 def check_count(name: str, value: Any, low: int) -> Any:
-    """`value` where it is an integer >= `low`; of a traced one dtype and shape are checked."""
+    """`value`, checked to be an integer >= `low`. If it is traced, only dtype and shape are checked."""
     if not is_traced(value):
         return check_int(name, value, low)
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
@@ -64,7 +64,7 @@ def check_count(name: str, value: Any, low: int) -> Any:
 
 
 def check_size(name: str, value: Any, default: int) -> int:
-    """`value` where it is an integer >= 1, `default` for None. It shapes the program, so it cannot be traced.
+    """`value`, checked to be an integer >= 1; `default` for None. It shapes the program, so it cannot be traced.
 
     Raises:
         TypeError, ValueError: for anything else.
@@ -78,7 +78,7 @@ def check_size(name: str, value: Any, default: int) -> int:
 
 
 def check_dtype(name: str, value: Any) -> Any:
-    """`value` as a floating-point dtype that numbers are computed in, or None."""
+    """`value` as the dtype of a carrier, or None."""
     if value is None:
         return None
     try:
@@ -91,10 +91,10 @@ def check_dtype(name: str, value: Any) -> Any:
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """`inner`, taking extra arguments.
+    """`inner` with support for extra arguments.
 
     Raises:
-        TypeError: for what is no Optax transformation.
+        TypeError: for a value that is not an Optax transformation.
     """
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
         raise TypeError(f"inner={inner!r} must be an Optax transformation, such as optax.sgd(0.1)")
@@ -102,5 +102,5 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether the value of an array is not known yet."""
+    """Whether an array is traced, so that it has no value yet."""
     return isinstance(value, jax.core.Tracer)

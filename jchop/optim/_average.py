@@ -1,4 +1,4 @@
-"""Averages of the parameters along the way, in more bits than the parameters have."""
+"""Averages of the parameters during training, in more bits than the parameters have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _Spec = Spec | ElementFormat | ScaledFormat | str
 class AverageState(NamedTuple):
     """State of `average_params`.
 
-    The average is as the parameters, in float32 at least; int32 counts of steps, and of parameters taken into it.
+    The average has the structure of the parameters, in float32 at least. `steps` and `taken` are int32 counts of the
+    steps and of the parameters in the average.
     """
 
     average: Any
@@ -41,19 +42,19 @@ class AverageState(NamedTuple):
 def average_params(
     start: int = 0, every: int = 1, *, spec: _Spec | None = None, key: Array | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the average of the parameters that the updates lead to: the very last link of a chain.
+    """Keeps the average of the parameters after each update: the very last link of a chain.
 
-    After `round_params` this is stochastic weight averaging in low precision (SWALP): the parameters stay in few bits,
-    and their average, in more, has less noise than any of them. `averaged_params` reads it.
+    After `round_params` this is stochastic weight averaging in low precision (SWALP): the parameters have few bits, and
+    their average has more bits and less noise. `averaged_params` reads it.
 
     Args:
-        start: steps before the first parameters are taken. Default 0.
-        every: from then on, parameters are taken after every so many steps. Default 1.
-        spec: what the average is rounded to after each is taken. Default: float32 as it is.
-        key: a typed key, needed where `spec` is stochastic.
+        start: number of steps before the first parameters enter the average. Default 0.
+        every: number of steps between parameters that enter the average. Default 1.
+        spec: the rounding of the average after each change. Default: none, float32.
+        key: a typed key, needed if `spec` is stochastic.
 
     Returns:
-        An Optax transformation, which passes updates on as they are; its ``update`` needs the parameters.
+        An Optax transformation, which does not change updates; its ``update`` needs the parameters.
 
     Raises:
         TypeError, ValueError: for counts out of range, or a stochastic spec without a key.
@@ -101,14 +102,14 @@ def average_params(
 
 
 def averaged_params(state: Any, params: Any) -> Any:
-    """The average that `average_params` keeps; `params` themselves as long as none were taken.
+    """The average that `average_params` keeps; `params` if no parameters have entered it yet.
 
     Args:
-        state: of a transformation that `average_params` is part of.
+        state: the state of a transformation that contains `average_params`.
         params: the present parameters.
 
     Returns:
-        A pytree as `params`, in float32 at least.
+        A pytree like `params`, in float32 at least.
 
     Raises:
         ValueError: if there is no such part, or several; for parameters of other shapes.

@@ -1,7 +1,7 @@
-"""A step taken chunk by chunk, each a part of every large array, so that what is computed on the way stays in a cache.
+"""A step in chunks, each a part of every large array, so that intermediate results fit in a cache.
 
-Arrays are cut along their first axis. That changes nothing for a transformation that treats each number by itself; and
-nothing is moved where the chunks are made or joined.
+Arrays are cut along their first axis, so that cutting and joining move no data. The results of a transformation that
+treats each number by itself stay the same.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from jchop.storage import QArray
 
 Array = jax.Array
 
-#: Where an array lies in the stream of random words is counted in 32 bits.
+#: The limit of elements of an array that is cut: its place in the stream of random words has 32 bits.
 _MOST = 1 << 32
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Which leaves are cut, and into how many chunks.
+    """The leaves that are cut, and the number of chunks.
 
     Args:
         count: of chunks.
-        updates: for each leaf of the updates whether it is cut.
-        state: for each leaf of the state, packed ones as one, the place of the leaf of the updates that it goes with;
-            None for one that goes with none.
+        updates: for each leaf of the updates, whether it is cut.
+        state: for each leaf of the state (a packed array is one leaf), the index of its leaf of the updates; None if it
+            has none.
     """
 
     count: int
@@ -43,15 +43,15 @@ class Chunks:
 
     @property
     def cut(self) -> tuple[bool, ...]:
-        """For each leaf of the state whether it is cut."""
+        """For each leaf of the state, whether it is cut."""
         return tuple(owner is not None and self.updates[owner] for owner in self.state)
 
     def rest(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
-        """Updates, state and parameters with nothing left of the leaves that are cut."""
+        """Updates, state and parameters, with empty arrays for the leaves that are cut."""
         return self._each(updates, state, params, lambda leaf, cut: _none_of(leaf) if cut else leaf)
 
     def chunk(self, updates: Any, state: Any, params: Any, i: Array) -> tuple[Any, Any, Any]:
-        """Chunk i of the leaves that are cut, and nothing of the others; what goes with no leaf is there as it is."""
+        """Chunk i of the leaves that are cut, and empty arrays for others. State without a leaf of updates stays."""
         return self._each(updates, state, params, lambda leaf, cut: self._part(leaf, i) if cut else _none_of(leaf))
 
     def _each(self, updates: Any, state: Any, params: Any, change: Callable[[Any, bool], Any]) -> tuple[Any, Any, Any]:
@@ -73,20 +73,21 @@ class Chunks:
         return _number(lax.dynamic_index_in_dim(_folded(_word(leaf), self.count), i, 0, keepdims=False), leaf.dtype)
 
     def start(self, leaf: Any, i: Array) -> Array:
-        """Where chunk i of a leaf of the state begins, counted in elements."""
+        """The index of the first element of chunk i in a leaf of the state."""
         return i.astype(jnp.uint32) * jnp.uint32(math.prod(leaf.shape) // self.count)
 
 
 def chunks_of(updates: Any, state: Any, count: int) -> Chunks | None:
-    """Which leaves can be cut into so many chunks; None where none can.
+    """The leaves that can be cut into `count` chunks; None if there are none.
 
-    A leaf of the updates can where its first axis is a multiple of `count`, and that of all that is stored of each leaf
-    of the state whose path ends with its path and that has its shape; one of them at least is packed.
+    The leaves of the state that belong to a leaf of the updates have its shape, and a path that ends with its path. The
+    leaf is cut if the first axes of all their stored arrays, and its own, are multiples of `count`, and at least one of
+    them is packed.
 
     Args:
         updates: a pytree of arrays.
-        state: of the wrapped transformation, with packed leaves.
-        count: of chunks, 2 or more.
+        state: the state of the wrapped transformation, with packed leaves.
+        count: number of chunks, 2 or more.
     """
     known = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]]
     held = [
@@ -103,7 +104,7 @@ def chunks_of(updates: Any, state: Any, count: int) -> Chunks | None:
 
 
 def _owner(path: tuple[str, ...], leaf: Any, known: list[tuple[tuple[str, ...], Any]]) -> int | None:
-    """The place of the leaf of the updates that a leaf of the state goes with: of several the longest path."""
+    """The index of the leaf of the updates for a leaf of the state; of several, the one with the longest path."""
     fitting = [
         (len(name), place)
         for place, (name, update) in enumerate(known)
@@ -136,7 +137,7 @@ def _chunk_size(leaf: QArray, count: int) -> int | None:
 
 
 def _none_of(leaf: Any) -> Any:
-    """Nothing of a leaf, with as many axes, and one at least."""
+    """An empty array with the axes of a leaf, and one axis at least."""
     return jnp.zeros((0, *tuple(leaf.shape)[1:]), (codes_of(leaf) if is_packed(leaf) else leaf).dtype)
 
 
@@ -159,11 +160,11 @@ def _folded(x: Array, count: int) -> Array:
 
 
 def collect(one: Callable[[Array], tuple[Any, Any, Array]], count: int) -> tuple[Any, Any, Array]:
-    """What `one` gives for each chunk, joined along the first axis; and whether all chunks are sound.
+    """The results of `one` for each chunk, joined along the first axis; and whether all chunks are sound.
 
     Args:
-        one: of the index of a chunk, an int32 scalar: a pytree of arrays, another one, and a bool scalar. The arrays of
-            the second take long to compute, and are stored one turn later, because of the quirk
+        one: maps the index of a chunk, an int32 scalar, to two pytrees of arrays and a bool scalar. The arrays of the
+            second pytree take long to compute, and are stored one turn later, because of the quirk
             `write_into_part_has_one_thread` (`_core/xla_cpu.py`).
         count: of chunks.
     """
@@ -193,6 +194,6 @@ def _put(whole: Any, parts: Any, i: Array) -> Any:
 
 
 def joined(whole: list[Any], cut: list[Any], is_cut: tuple[bool, ...]) -> list[Any]:
-    """Leaves in order: the next of `cut` where one is cut, else that of `whole`."""
+    """Leaves in order: the next leaf of `cut` if `is_cut`, else the leaf of `whole`."""
     rest = iter(cut)
     return [next(rest) if chunk else leaf for leaf, chunk in zip(whole, is_cut, strict=True)]

@@ -1,4 +1,4 @@
-"""What a rounding takes away is kept, and added to what comes next."""
+"""Rounding errors are kept, and added to the next updates."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _Spec = Spec | ElementFormat | ScaledFormat | str
 
 
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`: what was rounded away, as the parameters, in float32 at least; and the key."""
+    """State of `error_feedback`: the rounding errors, in float32 at least; and the key."""
 
     error: Any
     key: Array | None
 
 
 def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
-    """Updates rounded to `spec`, with what was rounded away before added to them first.
+    """Updates rounded to `spec`, after the previous rounding errors are added.
 
     With the error e of the step before: c = u + e, q = round(c), and the new error is c - q. Over many steps the sum of
-    what is passed on differs from the sum of what came by one error alone.
+    all q differs from the sum of all u by one error only.
 
     Args:
         spec: a `Spec`, a format, or text; also formats so coarse that single updates mean little (signs, 1 or 2 bits).
@@ -76,7 +76,7 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
             require_held("spec", spec, "updates", u)
         wanted = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
         following, sent = map_drawing(lambda key, c: round_leaf(key, c, spec), state.key, wanted)
-        # Behind the barrier no product in what is sent is contracted with the subtraction.
+        # The barrier keeps the compiler from contracting a product in `q` with the subtraction.
         error = jax.tree.map(lambda c, q: c - jax.lax.optimization_barrier(q), wanted, sent)
         sent = jax.tree.map(lambda q, u: q.astype(u.dtype), sent, updates)
         return sent, ErrorFeedbackState(error, following)
@@ -85,7 +85,7 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
 
 
 class CompensationState(NamedTuple):
-    """State of `compensate`: what was rounded away from each parameter, as the parameters; and the key."""
+    """State of `compensate`: the rounding error of each parameter, in its dtype; and the key."""
 
     lost: Any
     key: Array | None
@@ -96,13 +96,14 @@ def compensate(
 ) -> optax.GradientTransformationExtraArgs:
     """Parameters rounded to `spec` with Kahan's compensation: the last link of a chain, in place of `round_params`.
 
-    With what was lost c: y = u + c, t = round(p + y), and the new c is y - (t - p); the parameter becomes t. Small
-    updates gather in c until they move the parameter, without randomness, for a second array of 16 bits.
+    With the error c so far: y = u + c, t = round(p + y), and the new c is y - (t - p); the parameter becomes t. Small
+    updates add up in c until they move the parameter, without randomness. The cost is a second array like the
+    parameters.
 
     Args:
-        spec: a `Spec`, a format, or text; every value of it must be one of the parameters' dtype.
+        spec: a `Spec`, a format, or text; the parameters' dtype must hold every value of it.
         key: a typed key, needed by the stochastic modes of either spec.
-        compensation: what c is rounded to. Default: the parameters' dtype.
+        compensation: the rounding of c. Default: the parameters' dtype.
 
     Returns:
         An Optax transformation; its ``update`` needs the parameters. Its state is a `CompensationState`.

@@ -1,4 +1,4 @@
-"""What the transformations share: keys for leaves, rounding of leaves, sums rounded once, and tests of whole trees."""
+"""Common functions of the transformations: keys for leaves, rounding of leaves, sums rounded once, tests of trees."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-#: What Optax's own transformations say where parameters are needed.
+#: The error of a transformation that needs parameters, as in Optax.
 NO_PARAMS = "params=None, but this transformation needs the parameters: call tx.update(updates, state, params)"
 
 
 def transformation(init: Callable[..., Any], update: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
-    """The pair as Optax has it, whose types know nothing of states that are named tuples."""
+    """The pair as an Optax transformation; Optax's types do not know states that are named tuples."""
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def first_key(spec: Spec | None, key: Array | None) -> Array | None:
-    """The key that a state starts from: `key`, checked, where `spec` draws; else None."""
+    """The first key of a state: `key`, checked, if `spec` draws; else None."""
     return None if spec is None else checked_keys(spec, key)[0]
 
 
@@ -46,7 +46,7 @@ def split_key(key: Array | None, count: int) -> tuple[Array | None, list[Array |
 def map_drawing(
     function: Callable[..., Any], key: Array | None, tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[Array | None, Any]:
-    """`function(key, leaf, ...)` of every leaf, each with a key of its own; before that, the next step's key."""
+    """The next step's key, and `function(key, leaf, ...)` for every leaf, each with a separate key."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     others = [structure.flatten_up_to(other) for other in rest]
     following, keys = split_key(key, len(leaves))
@@ -62,8 +62,8 @@ def round_leaf(key: Array | None, x: Any, spec: Spec) -> Array:
 def sum_rounded(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
     """The sum p + u rounded under `spec`, in the wider dtype of the two and float32.
 
-    The exact sum is rounded, once. Where a format's values depend on each other (scaled formats), are a codebook, or
-    as fine as the dtype itself, the sum is first rounded to the dtype as additions are.
+    The exact sum is rounded once. For scaled formats, codebooks, and formats as fine as the dtype itself, the sum is
+    first rounded to the dtype, as in an addition.
     """
     p, u = jnp.asarray(p), jnp.asarray(u)
     dtype = sum_dtype(p, u)
@@ -76,7 +76,7 @@ def sum_rounded(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
 
 
 def sum_dtype(*arrays: Any) -> jnp.dtype:
-    """The dtype that sums of arrays are computed in: the widest of theirs, and at least float32."""
+    """The dtype of sums of arrays: the widest of their dtypes, and at least float32."""
     return jnp.dtype(jnp.promote_types(jnp.result_type(*(jnp.asarray(x).dtype for x in arrays)), jnp.float32))
 
 
@@ -100,7 +100,7 @@ def require_held(name: str, spec: Spec, whose: str, x: Any) -> None:
     """Refuses a spec whose results would be rounded once more, to the dtype of an array.
 
     Raises:
-        TypeError, ValueError: for an array that is of no floating-point dtype, or of too few bits.
+        TypeError, ValueError: for an array whose dtype is not floating-point, or has too few bits.
     """
     carrier = CARRIERS.get(x.dtype.name)
     if carrier is None:
@@ -112,25 +112,26 @@ def require_held(name: str, spec: Spec, whose: str, x: Any) -> None:
 
 
 def landing(p: Any, target: Array, dtype: Any = None) -> Array:
-    """The update u for which Optax's ``(p + u).astype(p.dtype)`` is `target`, whose values `p.dtype` holds.
+    """The update u for which Optax's ``(p + u).astype(p.dtype)`` is `target`. `p.dtype` must hold the target.
 
-    u is the difference t - p, rounded once. It is exact, and so is p + u, where t / 2 <= p <= 2 t (Sterbenz 1974). For
-    `p` of 16 bits and u of 32 the sum always lands: where |t| >= 2^-16 |p| it is off by less than 2^-6 of half a gap at
-    t, and below that t and p are multiples of a power of two of which t - p has less than 2^24. For `p` of the dtype
-    of u a step over many binades, or one that changes the sign, can miss t by a unit in its last place; then no u of
-    that dtype would land.
+    u is the difference t - p, rounded once. It is exact, and so is p + u, if t / 2 <= p <= 2 t (Sterbenz 1974). For `p`
+    of 16 bits and u of 32 bits the sum is always t: if |t| >= 2^-16 |p|, its error is less than 2^-6 of half a gap at
+    t; for smaller t, t and p are multiples of one power of two, and t - p is less than 2^24 times this power. If `p`
+    has the dtype of u, a step over many binades, or a change of sign, can miss t by a unit in its last place; then no u
+    of that dtype gives t.
 
     Args:
         p: the parameter.
-        target: where it is to land.
-        dtype: of the update. Default: the wider of that of `p` and float32.
+        target: the new parameter, t.
+        dtype: dtype of the update. Default: the wider of the dtype of `p` and float32.
     """
     p = jnp.asarray(p)
     dtype = sum_dtype(p) if dtype is None else jnp.dtype(dtype)
     wide = jnp.promote_types(sum_dtype(p), dtype)
-    # Behind the barrier no product in the target (a scale times a code) is contracted with the subtraction.
+    # The barrier keeps the compiler from contracting a product in the target (a scale times a code) with the
+    # subtraction.
     before, after = p.astype(wide), jax.lax.optimization_barrier(target).astype(wide)
-    same = before == after  # infinities among them, whose difference is NaN
+    same = before == after  # also for infinities, whose difference is NaN
     return jnp.where(same, 0, after - before).astype(dtype)
 
 
@@ -138,8 +139,8 @@ def all_finite(tree: Any, stored: bool = False) -> Array:
     """Whether every floating-point number of a tree is finite; a bool scalar.
 
     Args:
-        tree: of arrays.
-        stored: whether its arrays lie in memory anyhow, and are not just computed here. It changes the time alone.
+        tree: a pytree of arrays.
+        stored: whether its arrays are in memory already, and not computed here. It changes only the time.
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
     if not leaves:
@@ -155,15 +156,15 @@ def _is_finite(leaf: Any) -> Array:
 
 @compiled
 def _without_rest(leaf: Any) -> Array:
-    """Whether all numbers of an array are finite: of the others the difference from themselves is NaN, and so is a sum.
+    """Whether all numbers of an array are finite: x - x is 0 for them and NaN for others, and NaN makes the sum NaN.
 
-    Not by the largest one, because of the quirk `maximum_loses_nan` (`_core/xla_cpu.py`).
+    The maximum is not used, because of the quirk `maximum_loses_nan` (`_core/xla_cpu.py`).
     """
     return jnp.sum(leaf - leaf) == 0
 
 
 def stays_finite(new: Any, old: Any) -> Array:
-    """Whether every number of a state that was finite still is; some states hold infinities by right. A bool scalar."""
+    """Whether every finite number of a state stays finite; states may hold infinities from the start. A bool scalar."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     kept = [_keeps_finite(a, b) for a, b in pairs if is_float(a)]
     return jnp.stack(kept).all() if kept else jnp.asarray(True)
@@ -175,7 +176,7 @@ def _keeps_finite(new: Any, old: Any) -> Array:
 
 
 def select(taken: Array, new: Any, old: Any) -> Any:
-    """The tree `new` where `taken` holds, else `old`, of the same structure."""
+    """The tree `new` if `taken` holds, else `old`, of the same structure."""
     return jax.tree.map(lambda a, b: _where(taken, a, b), new, old)
 
 
@@ -189,10 +190,10 @@ def _where(taken: Array, new: Any, old: Any) -> Array:
 
 
 def require_shapes(name: str, given: Any, whose: str, like: Any) -> None:
-    """Refuses arrays of other shapes than those of another tree, which would be broadcast.
+    """Refuses arrays whose shapes differ from the arrays of another tree, because they would be broadcast.
 
     Raises:
-        ValueError: that names the first such array, as `name`, and what it differs from, as `whose`.
+        ValueError: names the first such array, as `name`, and the other tree, as `whose`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda x: hasattr(x, "shape"))
     for (path, leaf), other in zip(leaves, structure.flatten_up_to(given), strict=True):
@@ -204,12 +205,12 @@ def require_shapes(name: str, given: Any, whose: str, like: Any) -> None:
 
 
 def zeros_unless(taken: Array, updates: Any) -> Any:
-    """Updates where `taken` holds; else zeros, which leave parameters as they are."""
+    """Updates if `taken` holds; else zeros, which do not change parameters."""
     return jax.tree.map(lambda u: _where(taken, u, jnp.zeros_like(u)), updates)
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a leaf is an array of floating-point numbers; a typed key, an integer or a placeholder is none."""
+    """Whether a leaf is an array of floating-point numbers, and not a typed key, integers or a placeholder."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
@@ -219,7 +220,7 @@ def path_text(path: tuple[Any, ...]) -> str:
 
 
 def find_states(state: Any, kind: type) -> list[Any]:
-    """Every state of a kind within the state of a chain or wrapper, from the outside in."""
+    """Every state of a kind within the state of a chain or wrapper, the outer ones first."""
     found = [leaf for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(leaf, kind)]
     return found
 
@@ -228,7 +229,7 @@ def the_state(state: Any, kind: type, name: str) -> Any:
     """The one state of a kind.
 
     Raises:
-        ValueError: if there is none, or several; `name` is the transformation that makes them.
+        ValueError: if there is none, or several; `name` is the name of their transformation.
     """
     found = find_states(state, kind)
     if len(found) != 1:

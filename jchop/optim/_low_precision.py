@@ -1,4 +1,4 @@
-"""A whole optimizer in low precision: gradients, weights, moments and an accumulator, each in a format of its own."""
+"""A whole optimizer in low precision: gradients, weights, moments and an accumulator, each in its own format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Spec = Spec | ElementFormat | ScaledFormat | str
 
 
 class LowPrecisionState(NamedTuple):
-    """State of `low_precision`: that of the wrapped transformation, the accumulator or None, and the key or None."""
+    """State of `low_precision`: the wrapped transformation's state, the accumulator or None, the key or None."""
 
     inner_state: Any
     accumulator: Any
@@ -46,30 +46,31 @@ def low_precision(
     gradient_scale: Any = 1.0,
     key: Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` with everything it reads and leaves rounded, in the order of QPyTorch's OptimLP.
+    """`inner` with rounded gradients, parameters and moments, in the order of QPyTorch's OptimLP.
 
-    A step takes g = Qg(gradient_scale * gradient), lets `inner` make an update u of g at the accumulator a (the
-    parameter p where there is none), and sets a = Qa(a + u), p = Qw(a), and every moment m = Qm(m), after its use. Each
-    sum is rounded once, from its exact value; the arithmetic within `inner` is that of its dtypes.
+    A step takes g = Qg(gradient_scale * gradient). `inner` computes an update u from g and the accumulator a (the
+    parameter p if there is no accumulator). Then a = Qa(a + u), p = Qw(a), and every moment m = Qm(m), after its use.
+    Each sum is rounded once, from its exact value; `inner` computes in its own dtypes.
 
-    It ends a chain: the updates that it gives are those that `optax.apply_updates` lands with, as of `round_params`.
+    It is the last link of a chain: its updates lead `optax.apply_updates` to the rounded parameters, as in
+    `round_params`.
 
     Args:
         inner: any Optax transformation: SGD, Adam, AdamW, RMSProp, Adagrad, Adadelta ...
-        weight: Qw, what parameters are rounded to. Default None, here and below: not rounded.
-        gradient: Qg.
+        weight: Qw, the rounding of parameters. Default None, here and below: not rounded.
+        gradient: Qg, the rounding of gradients.
         momentum: Qm, for every array of the state of `inner` that mirrors a parameter.
-        accumulator: Qa. Where it is given, a copy of the parameters in float32 at least is kept, rounded to it, and
-            updated in place of the parameters.
-        gradient_scale: what gradients are multiplied by first, a finite number above 0: 1 / s for a loss multiplied by
-            s. Default 1.
-        key: a typed key, needed where a spec is stochastic.
+        accumulator: Qa. If it is given, a copy of the parameters in float32 at least is kept, updated instead of the
+            parameters, and rounded by Qa.
+        gradient_scale: the factor of gradients before their rounding, a finite number above 0: 1 / s for a loss
+            multiplied by s. Default 1.
+        key: a typed key, needed if a spec is stochastic.
 
     Returns:
         An Optax transformation; its ``update`` needs the parameters. Its state is a `LowPrecisionState`.
 
     Raises:
-        TypeError, ValueError: for what means no spec, or a stochastic spec without a key; and when traced, for
+        TypeError, ValueError: for a value that is not a spec, or a stochastic spec without a key; and when traced, for
             parameters of a dtype that cannot hold the results.
 
     References:
@@ -130,7 +131,7 @@ def _wide(p: Any) -> Array:
 
 
 def _stored(key: Array | None, held: Array, p: Any, spec: Spec) -> Array:
-    """The accumulator as a parameter: rounded once, and of the dtype of the parameter, which has to hold it."""
+    """The accumulator as a parameter: rounded once, in the dtype of the parameter, which must hold it."""
     return sum_rounded_like(key, jnp.zeros_like(p), held, spec)
 
 

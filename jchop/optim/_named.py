@@ -12,7 +12,7 @@ from jchop.optim._state import quantize_state
 
 #: Patterns of the paths of moments in the states of Optax's optimizers.
 _FIRST, _SECOND, _TRACE = r"0\.mu(\..*)?", r"0\.nu(\..*)?", r"0\.trace(\..*)?"
-#: The multiples of 1/16 from 1/16 to 1: a second moment that is divided by must not be zero (Li et al., arXiv
+#: The multiples of 1/16 from 1/16 to 1: a second moment is a divisor, so it must not be zero (Li et al., arXiv
 #: 2309.01507, section 4.1).
 _LINEAR4 = ScaledFormat(CodebookFormat(tuple(i / 16 for i in range(1, 17))), 64, scale="bfloat16")
 
@@ -22,7 +22,7 @@ def _moments(first: Any, second: Any) -> dict[str, Any]:
 
 
 def _check(learning_rate: Any, b1: Any, b2: Any, weight_decay: Any = 0.0, **roots: Any) -> None:
-    """Refuses numbers that no training means; else each step would be left out, because it is not finite."""
+    """Refuses numbers that make no sense in training; with them every step would be skipped as not finite."""
     check_number("learning_rate", learning_rate, FROM_ZERO, schedule=True)
     check_number("b1", b1, BELOW_ONE)
     check_number("b2", b2, BELOW_ONE)
@@ -63,7 +63,7 @@ def adamw8bit(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 8 bits: dynamic maps, signed and unsigned, in groups of 256.
 
-    2.04 bytes of state for each parameter, where `optax.adamw` takes 8.
+    2.04 bytes of state for each parameter; `optax.adamw` takes 8.
 
     Args:
         learning_rate: a number or a schedule.
@@ -71,11 +71,11 @@ def adamw8bit(
         b2: decay of the second moment. Default 0.999.
         eps: added to the root of the second moment. Default 1e-8.
         eps_root: added within the root. Default 0.
-        mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
-        weight_decay: of AdamW. Default 1e-4.
+        mu_dtype: dtype of the unpacked first moment. Default (None): the dtype of the parameter.
+        weight_decay: weight decay of AdamW. Default 1e-4.
         mask: the parameters that `weight_decay` is for: a pytree of booleans, or a function of the parameters that
             gives one. Default (None): all of them.
-        nesterov: whether with Nesterov's momentum. Default False.
+        nesterov: whether to use Nesterov's momentum. Default False.
         min_size: as in `quantize_state`.
         nonfinite: as in `quantize_state`.
         chunks: as in `quantize_state`; a mask must not depend on the lengths of axes.
@@ -84,7 +84,7 @@ def adamw8bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.
@@ -125,11 +125,11 @@ def adamw4bit(
         b2: decay of the second moment. Default 0.999.
         eps: added to the root of the second moment. Default 1e-8.
         eps_root: added within the root. Default 0.
-        mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
-        weight_decay: of AdamW. Default 1e-4.
+        mu_dtype: dtype of the unpacked first moment. Default (None): the dtype of the parameter.
+        weight_decay: weight decay of AdamW. Default 1e-4.
         mask: the parameters that `weight_decay` is for: a pytree of booleans, or a function of the parameters that
             gives one. Default (None): all of them.
-        nesterov: whether with Nesterov's momentum. Default False.
+        nesterov: whether to use Nesterov's momentum. Default False.
         min_size: as in `quantize_state`.
         nonfinite: as in `quantize_state`.
         chunks: as in `quantize_state`; a mask must not depend on the lengths of axes.
@@ -138,7 +138,7 @@ def adamw4bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     References:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv 2309.01507.
@@ -184,11 +184,11 @@ def adamw_fp8(
         b2: decay of the second moment. Default 0.999.
         eps: added to the root of the second moment. Default 1e-8.
         eps_root: added within the root. Default 0.
-        mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
-        weight_decay: of AdamW. Default 1e-4.
+        mu_dtype: dtype of the unpacked first moment. Default (None): the dtype of the parameter.
+        weight_decay: weight decay of AdamW. Default 1e-4.
         mask: the parameters that `weight_decay` is for: a pytree of booleans, or a function of the parameters that
             gives one. Default (None): all of them.
-        nesterov: whether with Nesterov's momentum. Default False.
+        nesterov: whether to use Nesterov's momentum. Default False.
         min_size: as in `quantize_state`.
         nonfinite: as in `quantize_state`.
         chunks: as in `quantize_state`; a mask must not depend on the lengths of axes.
@@ -197,7 +197,7 @@ def adamw_fp8(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -231,8 +231,8 @@ def adam8bit(
         b2: decay of the second moment. Default 0.999.
         eps: added to the root of the second moment. Default 1e-8.
         eps_root: added within the root. Default 0.
-        mu_dtype: of the first moment while it is unpacked. Default (None): that of the parameter.
-        nesterov: whether with Nesterov's momentum. Default False.
+        mu_dtype: dtype of the unpacked first moment. Default (None): the dtype of the parameter.
+        nesterov: whether to use Nesterov's momentum. Default False.
         min_size: as in `quantize_state`.
         nonfinite: as in `quantize_state`.
         chunks: as in `quantize_state`; a mask must not depend on the lengths of axes.
@@ -241,7 +241,7 @@ def adam8bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -271,7 +271,7 @@ def lion8bit(
         learning_rate: a number or a schedule.
         b1: weight of the moment in the update. Default 0.9.
         b2: decay of the moment. Default 0.99.
-        mu_dtype: of the moment while it is unpacked. Default (None): that of the parameter.
+        mu_dtype: dtype of the unpacked moment. Default (None): the dtype of the parameter.
         weight_decay: as in `optax.lion`. Default 1e-3.
         mask: the parameters that `weight_decay` is for: a pytree of booleans, or a function of the parameters that
             gives one. Default (None): all of them.
@@ -283,7 +283,7 @@ def lion8bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     References:
         Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675.
@@ -313,8 +313,8 @@ def sgd8bit(
     Args:
         learning_rate: a number or a schedule.
         momentum: decay of the trace of gradients. Default 0.9.
-        nesterov: whether with Nesterov's momentum. Default False.
-        accumulator_dtype: of the trace while it is unpacked. Default (None): that of the parameter.
+        nesterov: whether to use Nesterov's momentum. Default False.
+        accumulator_dtype: dtype of the unpacked trace. Default (None): the dtype of the parameter.
         min_size: as in `quantize_state`.
         nonfinite: as in `quantize_state`.
         chunks: as in `quantize_state`.
@@ -323,7 +323,7 @@ def sgd8bit(
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
-        TypeError, ValueError: for a number out of range: decays lie in [0, 1), the others are finite and >= 0.
+        TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc

@@ -1,4 +1,4 @@
-"""Gradients that are NaN or infinite: steps left out, and loss scales that follow."""
+"""Gradients that are NaN or infinite: skipped steps, and dynamic loss scales."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
 
 
 class SkipState(NamedTuple):
-    """State of `skip_nonfinite`: that of the wrapped transformation, and an int32 count of the steps left out."""
+    """State of `skip_nonfinite`: the state of the wrapped transformation, and an int32 count of skipped steps."""
 
     inner_state: Any
     skipped: Array
 
 
 def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`inner`, but a step with a NaN or an infinity is left out: parameters and the state of `inner` stay as they are.
+    """`inner`, but steps with a NaN or an infinity are skipped: parameters and the state of `inner` do not change.
 
-    Looked at are the gradients and what `inner` makes of them: updates and new state (the square of a gradient of 1e20
-    overflows, though the gradient does not). `optax.apply_if_finite` looks at gradients alone, and gives up after some
-    steps; this one does not.
+    It checks the gradients, and the updates and the new state of `inner` (the square of a gradient of 1e20 overflows,
+    though the gradient does not). `optax.apply_if_finite` checks only gradients, and stops skipping after some steps;
+    this transformation always skips.
 
     Args:
         inner: any Optax transformation.
@@ -98,12 +98,12 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def counted(skipped: Array, sound: Array) -> Array:
-    """The count of steps left out after one more step."""
+    """The count of skipped steps after one more step."""
     return jnp.where(sound, skipped, optax.safe_increment(skipped))
 
 
 class LossScaleState(NamedTuple):
-    """State of `dynamic_loss_scale`: float32 scale, int32 counts of sound steps in a row and of those left out."""
+    """State of `dynamic_loss_scale`: the float32 scale, int32 counts of sound steps in a row and of skipped steps."""
 
     inner_state: Any
     scale: Array
@@ -120,22 +120,22 @@ def dynamic_loss_scale(
     smallest: float = 1.0,
     largest: float = 2.0**24,
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` for gradients of a scaled loss: they are divided by the scale, which shrinks on overflow and else grows.
+    """`inner` for gradients of a scaled loss, divided by a scale that shrinks on overflow and grows otherwise.
 
-    16-bit gradients are divided in float32, and reach `inner` so.
+    16-bit gradients are divided in float32, and `inner` gets them in float32.
 
-    Multiply the loss by ``loss_scale(state)`` before differentiating. Where a gradient, an update or the new state is
-    NaN or infinite the step is left out, as in `skip_nonfinite`, and the scale is divided by `factor`; after
-    `growth_interval` sound steps in a row it is multiplied by it. A scale in the state that is zero, negative, NaN or
-    infinite leaves the step out, too, and becomes `initial`.
+    Multiply the loss by ``loss_scale(state)`` before differentiating. If a gradient, an update or the new state is NaN
+    or infinite, the step is skipped, as in `skip_nonfinite`, and the scale is divided by `factor`. After
+    `growth_interval` sound steps in a row the scale is multiplied by `factor`. If the scale in the state is zero,
+    negative, NaN or infinite, the step is skipped, too, and the scale becomes `initial`.
 
     `initial`, `smallest` and `largest` are normal numbers of float32.
 
     Args:
         inner: any Optax transformation.
-        initial: the first scale; of powers of two no gradient is rounded. Default 2^15.
-        growth_interval: sound steps before the scale grows. Default 2000.
-        factor: by which it grows and shrinks. Default 2.
+        initial: the first scale; division by a power of two does not round. Default 2^15.
+        growth_interval: number of sound steps before the scale grows. Default 2000.
+        factor: the factor of growth and shrinkage. Default 2.
         smallest: the least scale. Default 1.
         largest: the largest scale. Default 2^24.
 
@@ -192,7 +192,7 @@ def loss_scale(state: Any) -> Array:
     """The present scale of `dynamic_loss_scale`, float32.
 
     Args:
-        state: of a transformation that `dynamic_loss_scale` is, or is part of.
+        state: the state of `dynamic_loss_scale`, or of a transformation that contains it.
 
     Raises:
         ValueError: if there is no such part, or several.

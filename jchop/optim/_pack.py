@@ -1,4 +1,4 @@
-"""Trees of arrays whose larger ones are packed: which are, into what, and how large that is."""
+"""Trees of arrays whose larger arrays are packed: the choice of arrays and formats, and the sizes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jchop.storage._layout import from_end
 
 Array = jax.Array
 _Spec = Spec | ElementFormat | ScaledFormat | str
-#: Path patterns, each with what the leaves it matches are packed into; None leaves them as they are.
+#: Path patterns, each with the spec for the leaves that it matches; None leaves them unpacked.
 Rules = tuple[tuple[str, Spec | None], ...]
 
-#: What stands for zero under a format that has none: far below any moment's square root, far above what underflows.
+#: The substitute for zero in a format without zero: far below any moment's square root, far above underflow.
 _NEXT_TO_ZERO = 2.0**-100
 
 
@@ -55,10 +55,10 @@ def codes_of(leaf: QArray | PackedRows) -> QArray:
 
 
 def as_rules(given: Any) -> Rules:
-    """Rules from a spec for everything, or from a mapping of path patterns.
+    """Rules from one spec for all leaves, or from a mapping of path patterns to specs.
 
     Raises:
-        TypeError, ValueError: for a pattern that is not a regular expression, or what means no spec.
+        TypeError, ValueError: for a pattern that is not a regular expression, or a value that is not a spec.
     """
     if not isinstance(given, Mapping):
         return ((".*", as_spec(given, scaled=True)),)
@@ -86,10 +86,10 @@ def draws(rules: Rules) -> Spec | None:
 
 
 def plan(tree: Any, rules: Rules, min_size: int) -> Any:
-    """A tree of the specs that leaves are to be packed into, or are packed into; None for those that stay as they are.
+    """A tree with the spec of each leaf that is packed or will be packed, and None for other leaves.
 
-    The first rule whose pattern matches a leaf's whole path decides. Leaves that are no floating-point arrays, or have
-    fewer than `min_size` elements, stay.
+    The first rule whose pattern matches a leaf's whole path decides. Leaves that are not floating-point arrays, or have
+    fewer than `min_size` elements, stay unpacked.
 
     Raises:
         ValueError: for a rule whose pattern matches no floating-point leaf.
@@ -117,7 +117,7 @@ def _holds_floats(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a leaf is to be packed into: a leaf of a tree itself, as None would not be."""
+    """The spec for a leaf. It is a leaf of a pytree; None alone would not be one."""
 
     spec: Spec | None
 
@@ -125,19 +125,19 @@ class _Plan:
 def pack_as_planned(key: Array | None, leaf: Any, planned: _Plan) -> Any:
     """A leaf packed as its plan says.
 
-    Behind the barrier the first state is packed when it is run (`known_results_computed_by_compiler` in
-    `_core/xla_cpu.py`).
+    Because of the barrier, the first state is packed at run time, not by the compiler
+    (`known_results_computed_by_compiler` in `_core/xla_cpu.py`).
     """
     return leaf if planned.spec is None else pack(key, jax.lax.optimization_barrier(leaf), planned.spec)
 
 
 def repack(key: Array | None, old: Any, leaf: Any, offset: Any = 0) -> Any:
-    """A leaf packed as the old one is; as it is where that is not packed."""
+    """A leaf packed like the old leaf; unchanged if the old leaf is not packed."""
     return pack(key, leaf, codes_of(old).spec, offset) if is_packed(old) else leaf
 
 
 def pack(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArray | PackedRows:
-    """An array packed, its last axes joined where they are too short for the groups of the format.
+    """An array packed; its last axes are joined if they are too short for the groups of the format.
 
     `offset` is the index of its first element in a larger array, for the random bits.
     """
@@ -149,7 +149,7 @@ def pack(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArray | P
 
 
 def unpack(leaf: Any) -> Any:
-    """The numbers of a packed leaf; another leaf as it is."""
+    """The numbers of a packed leaf; other leaves unchanged."""
     if isinstance(leaf, PackedRows):
         return dequantize(leaf.rows).reshape(leaf.shape)
     return dequantize(leaf) if isinstance(leaf, QArray) else leaf
@@ -182,26 +182,26 @@ def _has_zero(fmt: ElementFormat) -> bool:
 
 @jax.tree_util.register_static
 class Packing(NamedTuple):
-    """What is static of a packed tree: numbers and text in tuples, which `flax.serialization` writes as it is.
+    """The static data of a packed tree: numbers and text in tuples, which `flax.serialization` does not change.
 
     Args:
-        entries: of each packed leaf its place among all leaves, its spec as text, the length of its last axis, its
-            dtype, and its shape where axes were joined.
+        entries: for each packed leaf, its index among all leaves, its spec as text, the length of its last axis, its
+            dtype, and its shape if axes were joined, else None.
     """
 
     entries: tuple[tuple[int, str, int | None, str, tuple[int, ...] | None], ...]
 
 
 class QuantizedState(NamedTuple):
-    """State of `quantize_state`: a tree of plain arrays, so that it goes where such trees go; `inner_state` reads it.
+    """State of `quantize_state`: a tree of plain arrays, for programs that expect such trees; `inner_state` reads it.
 
     Args:
-        skips: an int32 count of the steps left out. Its one name tells the specs and the shapes of the packed arrays,
-            so that a checkpoint, which has names but no static parts, fits no state of other specs or shapes.
-        arrays: the state of the wrapped transformation, with codes in the place of each packed array.
+        skips: an int32 count of the skipped steps. Its one name identifies the specs and the shapes of the packed
+            arrays. A checkpoint has names but no static parts; so it does not fit a state of other specs or shapes.
+        arrays: the state of the wrapped transformation, with codes for each packed array.
         scales: for each packed array its scales and its zero points, or None.
-        packing: what the codes mean; static.
-        key: of stochastic packing, or None.
+        packing: the meaning of the codes; static.
+        key: the key of stochastic packing, or None.
     """
 
     skips: dict[str, Array]
@@ -212,7 +212,7 @@ class QuantizedState(NamedTuple):
 
     @property
     def skipped(self) -> Array:
-        """The count of the steps left out, int32."""
+        """The count of the skipped steps, int32."""
         return next(iter(self.skips.values()))
 
     @property
@@ -241,10 +241,10 @@ def bundle(inner_state: Any, key: Any, skips: Mapping[str, Any]) -> QuantizedSta
 
 
 def require_plan(state: QuantizedState, rules: Rules, min_size: int) -> None:
-    """Refuses a state whose arrays are not packed as `plan` has it.
+    """Refuses a state whose arrays are not packed as in `plan`.
 
     Raises:
-        ValueError: for the first array that is packed otherwise, or not at all; for a state that is made of two.
+        ValueError: for the first array that is packed differently, or not at all; for a state mixed from two.
     """
     if len(state.skips) != 1:
         raise ValueError(
@@ -264,7 +264,7 @@ def require_plan(state: QuantizedState, rules: Rules, min_size: int) -> None:
 
 
 def _as_stored(spec: Spec, shape: tuple[int, ...]) -> Spec:
-    """The spec that a `QArray` has after an array of that shape is packed under `spec`."""
+    """The spec of the `QArray` if an array of that shape is packed under `spec`."""
     spec = replace(spec, gradient=Gradient())
     if spec.scaled is None:
         return spec
@@ -272,9 +272,9 @@ def _as_stored(spec: Spec, shape: tuple[int, ...]) -> Spec:
 
 
 def fingerprint(inner_state: Any) -> str:
-    """A name for the specs, the shapes and the dtypes of a tree's packed leaves, in order: a word of each, and a hash.
+    """A name for the specs, shapes and dtypes of a tree's packed leaves, in order: a word for each spec, and a hash.
 
-    Paths have no part in it: they change with the versions of other programs.
+    It does not depend on paths, which change with the versions of other programs.
     """
     packed = [leaf for leaf in jax.tree.leaves(inner_state, is_leaf=is_packed) if is_packed(leaf)]
     facts = [(str(codes_of(x).spec), tuple(x.shape), np.dtype(codes_of(x).dtype).name) for x in packed]
@@ -290,11 +290,11 @@ class StateRow:
     """One array of a state.
 
     Args:
-        path: where it stands, as ``inner_state.0.mu.kernel``.
+        path: its path in the state, as ``inner_state.0.mu.kernel``.
         shape: of the array.
         dtype: of the array.
-        spec: what it is packed into, as text; None for one that is kept as it is.
-        nbytes: bytes that it takes, with its scales.
+        spec: the spec of a packed array, as text; None for an unpacked array.
+        nbytes: its bytes, with its scales.
     """
 
     path: str
@@ -306,7 +306,7 @@ class StateRow:
 
 @dataclass(frozen=True)
 class StateReport:
-    """What a state consists of: `str` shows a table of it.
+    """The arrays of a state; `str` is a table.
 
     Args:
         rows: a `StateRow` for each array.
@@ -326,7 +326,7 @@ class StateReport:
 
     @property
     def kept(self) -> tuple[StateRow, ...]:
-        """The arrays that are kept as they are."""
+        """The arrays that are not packed."""
         return tuple(row for row in self.rows if row.spec is None)
 
     def __str__(self) -> str:
@@ -336,11 +336,11 @@ class StateReport:
 
 
 def state_report(state: Any) -> StateReport:
-    """Which arrays of an optimizer's state are packed, into what, and the bytes that they take.
+    """The arrays of an optimizer's state, with the specs of packed arrays, and their bytes.
 
     Args:
-        state: of any transformation, or of several in one pytree; also of `jax.ShapeDtypeStruct`, as `jax.eval_shape`
-            gives.
+        state: the state of any transformation, or of several in one pytree; also of `jax.ShapeDtypeStruct`, as from
+            `jax.eval_shape`.
 
     Returns:
         A `StateReport`.
@@ -358,7 +358,7 @@ def state_report(state: Any) -> StateReport:
 
 
 class _Seen(NamedTuple):
-    """A `QuantizedState` as it is read."""
+    """The parts of a `QuantizedState` in a report."""
 
     inner_state: Any
     key: Any
@@ -374,13 +374,13 @@ def _row(path: str, leaf: Any) -> StateRow:
         codes = codes_of(leaf)
         shape = leaf.shape
         return StateRow(path, tuple(shape), np.dtype(codes.dtype).name, _shown(codes.spec), codes.nbytes)
-    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)  # a number that somebody put there
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)  # a Python number
     shape, dtype = tuple(leaf.shape), leaf.dtype
     size = dtype.itemsize if hasattr(dtype, "itemsize") else 0
     return StateRow(path, shape, str(dtype), None, math.prod(shape) * size)
 
 
 def _shown(spec: Spec) -> str:
-    """The text of a spec; of a long codebook its size alone."""
+    """The text of a spec; for a long codebook, only its size."""
     text = str(spec)
     return re.sub(r"codebook\([^()]*\)", f"codebook of {2**spec.element.bits} levels", text) if len(text) > 99 else text

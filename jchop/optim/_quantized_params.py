@@ -1,4 +1,4 @@
-"""Parameters that are themselves packed: no copy in more bits, each step unpacks, moves and packs them again."""
+"""Packed parameters without a copy in more bits: each step unpacks, updates and packs them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ Array = jax.Array
 
 
 def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
-    """`optax.apply_updates` where some parameters are a `QArray`: these are quantized again, each under its spec.
+    """`optax.apply_updates` for parameters that include a `QArray`, which is quantized again under its spec.
 
-    Under a stochastic spec, ``"int8(channel=0):stochastic"``, updates of less than a quantum count on average, so that
-    no copy in more bits is needed. The scales are fitted to the new numbers.
+    Under a stochastic spec, ``"int8(channel=0):stochastic"``, updates below a quantum count on average, so that no copy
+    in more bits is needed. The scales are fitted to the new numbers.
 
     Args:
         params: a pytree of arrays, some of them a `QArray`.
-        updates: a pytree of plain arrays, as of `jchop.storage.dequantize_params`.
-        key: a typed key for this step, needed where a `QArray` has a stochastic spec; each draws from one of its own.
+        updates: a pytree of plain arrays, in the shapes of `jchop.storage.dequantize_params`.
+        key: a typed key for this step, needed if a `QArray` has a stochastic spec. It is split into a key for each
+            leaf.
 
     Returns:
-        A pytree as `params`.
+        A pytree like `params`.
 
     Raises:
         ValueError: for a stochastic spec without a key, or updates of other shapes.

@@ -1,4 +1,4 @@
-"""Rounding within a chain: of gradients, of updates, and of the parameters that they lead to."""
+"""Rounding within a chain: of gradients, of updates, and of the updated parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Spec = Spec | ElementFormat | ScaledFormat | str
 
 
 class RoundState(NamedTuple):
-    """State of a rounding: the key that the next step draws from, or None under a deterministic spec."""
+    """State of a rounding: the key of the next step, or None for a deterministic spec."""
 
     key: Array | None
 
@@ -35,13 +35,13 @@ def round_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """Gradients, multiplied by `scale`, rounded to `spec`: the first link of a chain.
 
-    Each leaf draws from a key of its own, split from the one in the state, as `optax.add_noise` does it.
+    Each leaf has a separate key, split from the key in the state, as in `optax.add_noise`.
 
     Args:
         spec: a `Spec`, a format, or text.
         key: a typed key, needed by the stochastic modes.
-        scale: what gradients are multiplied by before they are rounded, a finite number above 0: 1 / s for gradients
-            of s times the loss. Default 1.
+        scale: the factor of gradients before their rounding, a finite number above 0: 1 / s for gradients of s times
+            the loss. Default 1.
 
     Returns:
         An Optax transformation.
@@ -60,7 +60,7 @@ def round_gradients(
 
 
 def round_updates(spec: _Spec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
-    """Whatever passes at this place of a chain, rounded to `spec`.
+    """The updates at this place of a chain, rounded to `spec`.
 
     Args:
         spec: a `Spec`, a format, or text.
@@ -104,20 +104,20 @@ def _round_passing(spec: Spec, key: Array | None, scale: Any) -> optax.GradientT
 def round_params(spec: _Spec, key: Array | None = None, *, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
     """Updates u' for which `optax.apply_updates` gives p + u rounded to `spec`: the last link of a chain.
 
-    The exact sum is rounded once (for a scaled format or a codebook: the sum as the dtype has it). With a stochastic
-    spec, parameters held in 16 bits train without a master copy: an update of less than half a gap counts on average.
+    The exact sum is rounded once (for a scaled format or a codebook: the sum in the dtype). With a stochastic spec,
+    parameters of 16 bits train without a master copy: an update below half a gap counts on average.
 
-    Parameters of 16 bits land exactly where they should, whatever the update. Those of 32 bits do where the parameter
-    stays within a factor of two of what it was, or the difference is a number of theirs; over many binades, or through
-    zero, `apply_updates` may miss the value by a unit in the last place of float32. What devices read as zero,
-    subnormals of float32 above all, `apply_updates` reads as zero too.
+    Parameters of 16 bits get exactly the rounded value, for every update. Parameters of 32 bits get it if they change
+    by at most a factor of two, or if float32 holds the difference. If the change is over many binades, or through zero,
+    `apply_updates` may miss the value by a unit in the last place of float32. `apply_updates` reads numbers as zero if
+    the device does, above all subnormals of float32.
 
     Args:
-        spec: a `Spec`, a format, or text; every value of it must be one of the parameters' dtype.
+        spec: a `Spec`, a format, or text; the parameters' dtype must hold every value of it.
         key: a typed key, needed by the stochastic modes.
-        dtype: of the updates that are passed on. Default: float32, and float64 for such parameters. A wrapper that
-            wants updates of the gradients' dtype (`optax.apply_if_finite`, for 16-bit gradients) needs that here;
-            then a step over many binades may miss as above.
+        dtype: dtype of the emitted updates. Default: float32, and float64 for float64 parameters. A wrapper that
+            requires updates in the gradients' dtype (`optax.apply_if_finite`, for 16-bit gradients) needs that dtype
+            here; then a step over many binades may miss the value as above.
 
     Returns:
         An Optax transformation; its ``update`` needs the parameters. Its state is a `RoundState`.

@@ -47,7 +47,7 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-#: The fewest elements of an array that is packed, unless said otherwise.
+#: The default of the fewest elements of a packed array.
 MIN_SIZE = 4096
 _NONFINITE = ("skip", "propagate")
 
@@ -63,34 +63,36 @@ def quantize_state(
 ) -> optax.GradientTransformationExtraArgs:
     """`inner` with its floating-point state held packed, each array as a `QArray`, between steps.
 
-    A step unpacks the state, lets `inner` do its work on plain arrays, and packs what it leaves. What is packed is
-    decided at ``init``, by size and by path; `state_report` lists it. An array whose last axis is too short for the
-    groups of a format has its last axes joined.
+    A step unpacks the state, runs `inner` on plain arrays, and packs the new state. ``init`` selects the packed arrays
+    by size and by path; `state_report` lists them. If the last axis of an array is too short for the groups of a
+    format, its last axes are joined.
 
-    Where a format has no zero, zeros are stored as at most 2^-100.
+    If a format has no zero, zeros are stored as numbers of at most 2^-100.
 
     Args:
         inner: any Optax transformation.
-        spec: a `Spec`, format or text for every array; or a mapping of regular expressions to such, or to None for
-            arrays that shall stay. A path reads ``0.mu.layer.kernel``: indexes and names from the state of `inner`
-            down, with dots. The first expression that matches the whole path decides; arrays that none matches stay.
-        key: a typed key, needed by stochastic specs; kept in the state and split each step, each array with its own.
-        min_size: arrays of fewer elements stay as they are. Default (None): 4096.
-        nonfinite: the choice when a gradient, or what `inner` makes of it, is NaN or infinite, which a packed array
-            can seldom say. ``"skip"`` (default): the step is left out, parameters and state stay as they are, and
-            ``state.skipped`` counts it. ``"propagate"``: groups that hold such a number become NaN as a whole, as in an
-            unpacked state; refused for formats that cannot.
-        chunks: a step is taken in so many chunks, each a part of every array that its first axis can be cut into, with
-            groups left whole; the numbers stay the same. Unpacked moments then take a part of the memory, and on a CPU
-            less time. For an `inner` that treats each number by itself (not one that clips by a norm, or factors a
-            moment), and for arrays that are not split between devices along their first axis. Default (None): 1.
+        spec: a `Spec`, format or text for every array; or a mapping of regular expressions to specs, or to None for
+            arrays that stay unpacked. A path is a text like ``0.mu.layer.kernel``: indexes and names from the state of
+            `inner` down, with dots. The first expression that matches the whole path decides; arrays without a match
+            stay unpacked.
+        key: a typed key, needed by stochastic specs. The state keeps it, and each step splits it into a key for each
+            array.
+        min_size: arrays of fewer elements stay unpacked. Default (None): 4096.
+        nonfinite: the choice if a gradient, an update or the new state is NaN or infinite; few packed formats have such
+            values. ``"skip"`` (default): the step is skipped, parameters and state do not change, and ``state.skipped``
+            counts it. ``"propagate"``: groups that hold such a number become NaN as a whole; an error for formats
+            without NaN.
+        chunks: the number of chunks of a step. Each chunk is a part, along the first axis, of every array that can be
+            cut without cutting groups; the results stay the same. Unpacked moments then take less memory, and on a CPU
+            less time. Only for an `inner` that treats each number by itself (no clipping by a norm, no factored
+            moments), and for arrays that are not split between devices along their first axis. Default (None): 1.
 
     Returns:
         An Optax transformation. Its state is a `QuantizedState`.
 
     Raises:
         TypeError, ValueError: for an argument that is not allowed; at ``init``, for a rule that matches no array; when
-            traced, for a state that is packed under other specs.
+            traced, for a state of other specs.
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.
@@ -148,13 +150,13 @@ _Advance = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
 def _step(
     advance: _Advance, keys: list[Array | None], given: tuple[Any, Any, Any], skips: bool
 ) -> tuple[Any, list[Any], Array]:
-    """Updates, the leaves of the state packed again, and whether all of it is sound.
+    """The updates, the packed leaves of the new state, and whether all numbers are sound.
 
     Args:
-        advance: gives updates and the leaves of the new state, unpacked.
-        keys: for each leaf.
+        advance: computes the updates and the unpacked leaves of the new state.
+        keys: a key or None for each leaf.
         given: updates, state and parameters.
-        skips: whether it matters what is sound.
+        skips: whether unsound steps are skipped, so that soundness is computed.
     """
     made, new = advance(*given)
     before = jax.tree.leaves(given[1], is_leaf=is_packed)
@@ -168,13 +170,13 @@ def _step(
 def _step_in_chunks(
     advance: _Advance, keys: list[Array | None], given: tuple[Any, Any, Any], skips: bool, cut: Chunks
 ) -> tuple[Any, list[Any], Array]:
-    """The same, most of it chunk by chunk."""
+    """`_step` with the leaves that can be cut computed chunk by chunk."""
     whole, packed, sound = _step(advance, keys, cut.rest(*given), skips)
     leaves = jax.tree.leaves(given[1], is_leaf=is_packed)
 
     def one(i: Array) -> tuple[Any, Any, Array]:
         part = cut.chunk(*given, i)
-        # Behind the barrier the compiler does not mix the computation of new moments with what looks at them.
+        # The barrier keeps the compiler from fusing the computation of new moments with their uses.
         made, new = jax.lax.optimization_barrier(advance(*part))
         before = jax.tree.leaves(part[1], is_leaf=is_packed)
         chosen = [place for place, is_cut in enumerate(cut.cut) if is_cut]
@@ -203,7 +205,7 @@ def _is_sound(updates: Any, made: Any, stays: list[Array], stored: bool = False)
 
 @compiled
 def _stays_finite(old: Any, new: Any) -> Array:
-    """Whether every number of a leaf that was finite still is; one that is packed is seldom unpacked for that."""
+    """Whether finite numbers of a leaf stay finite. A packed leaf is unpacked only if the new one is not finite."""
     if not is_packed(old):
         return stays_finite(new, old)
     finite = all_finite(new, stored=True)
@@ -212,10 +214,10 @@ def _stays_finite(old: Any, new: Any) -> Array:
 
 @compiled
 def _repack_if(key: Array | None, old: Any, new: Any, sound: Array) -> Any:
-    """A leaf packed as the old one is, where it is sound.
+    """A leaf packed like the old leaf, if it is sound.
 
-    What comes out of a branch, and what goes into it, is computed once, leaf by leaf; else the compiler computes the
-    new numbers again for each that looks at them: the tests, the scales, the codes and the update.
+    The operands and results of a branch are computed once. Without the branch, the compiler computes the new numbers
+    again for each use: the tests, the scales, the codes and the update.
     """
     return jax.lax.cond(sound, lambda: repack(key, old, new), lambda: old) if is_packed(old) else new
 
@@ -234,21 +236,22 @@ def _saying_nan(spec: Spec) -> Spec:
         raise ValueError(f"nonfinite='propagate' does not go with {spec} ({error}); use nonfinite='skip'") from None
 
 
-# -- where a state lies ------------------------------------------------------------------------------------------------
+# -- placement of a state ----------------------------------------------------------------------------------------------
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
-    """Shardings for the state of `tx` that are those of the parameters.
+    """Shardings for the state of `tx`, taken from the parameters.
 
-    An array of the state whose path ends with that of a parameter of the same shape is sharded as the parameter; codes
-    and scales are, too, along each axis that they can be cut along so. The rest is replicated.
+    An array of the state is sharded like a parameter if it has the parameter's shape and its path ends with the
+    parameter's path. Codes and scales are sharded in the same way, along each axis that is divisible. Other arrays are
+    replicated.
 
     Args:
         tx: any Optax transformation; also one with packed state.
         params: the parameters, as arrays or `jax.ShapeDtypeStruct`, each with a `NamedSharding`.
 
     Returns:
-        A pytree as the state, of `NamedSharding`: for ``jax.jit(tx.init, out_shardings=...)``.
+        A pytree like the state, of `NamedSharding`: for ``jax.jit(tx.init, out_shardings=...)``.
 
     Raises:
         ValueError: for a parameter without a `NamedSharding`.
@@ -296,13 +299,13 @@ def _ends(path: tuple[str, ...], name: tuple[str, ...]) -> bool:
 
 
 def _joined(spec: P, leaf: Any) -> tuple[Any, ...]:
-    """How the axes of a leaf's arrays are cut where those of the parameter are by `spec`: of joined axes the first."""
+    """The mesh axes of a leaf's axes, for a parameter sharded by `spec`; joined axes take the first axis's."""
     count = len(codes_of(leaf).shape) if isinstance(leaf, PackedRows) else len(leaf.shape)
     return (*spec, *([None] * max(count - len(spec), 0)))[:count]
 
 
 def _fitting(mesh: Any, axes: tuple[Any, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding along `axes`, less those that a shape is not divisible along."""
+    """The sharding along `axes`, without axes along which the shape is not divisible."""
     if len(shape) != len(axes):
         return NamedSharding(mesh, P())
 
@@ -317,18 +320,18 @@ def _fitting(mesh: Any, axes: tuple[Any, ...], shape: tuple[int, ...]) -> NamedS
 def offload_state(
     inner: optax.GradientTransformation, memory_kind: str = "pinned_host", *, min_size: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` with its larger arrays of state in another memory between steps; they come to the device for the step.
+    """`inner` with its larger state arrays in another memory between steps; each step moves them to the device.
 
-    Goes around `quantize_state`, so that packed bytes are what travels.
+    Put it around `quantize_state`, so that only packed bytes are moved.
 
     Args:
         inner: any Optax transformation.
-        memory_kind: where the state stays: ``"pinned_host"`` (default), or ``"device"``, which changes nothing.
+        memory_kind: the memory of the state: ``"pinned_host"`` (default), or ``"device"``, which changes nothing.
         min_size: arrays of fewer elements stay on the device. Default (None): 4096.
 
     Returns:
-        An Optax transformation, whose state has the structure of that of `inner`. A backend without that memory refuses
-        the transfer, when it is compiled or run.
+        An Optax transformation; its state has the structure of the state of `inner`. A backend without that memory
+        refuses the transfer, at compilation or at run time.
 
     Raises:
         ValueError: for another memory kind.

@@ -47,8 +47,8 @@ class QArray:
             float16, bfloat16, float32, float64.
         scale: the scales, in as many axes as the array, with one for each group: numbers of the scale format's dtype if
             that is a float of 16 bits or more, else its codes. A tuple if a scale has several parts: the scales of the
-            groups and that of the tensor (rule "two_level"); or the packed codes of the scales, their scales, and their
-            zero points if any. None for a plain format.
+            groups and the scale of the tensor (rule "two_level"); or the packed codes of the scales, their scales, and
+            their zero points if any. None for a plain format.
         zero_point: int32, or stored like the scales if zero points are numbers; in the shape of the scales. None for a
             format without zero points.
         spec: the spec of the codes, with the format's axes counted from the end.
@@ -110,7 +110,7 @@ class QArray:
         return f"QArray({np.array2string(values, separator=', ', prefix='QArray(')}, {facts})"
 
     def __jax_array__(self) -> Any:
-        """The numbers, where a function of `jax.numpy` takes the array: ``x @ q``, ``jnp.einsum(..., q)``."""
+        """The numbers, for functions of `jax.numpy` that take the array: ``x @ q``, ``jnp.einsum(..., q)``."""
         return decode(self.form(), self.qvalue, self.scale, self.zero_point)
 
     def astype(self, dtype: Any) -> Any:
@@ -121,7 +121,7 @@ class QArray:
         return self.__jax_array__() @ other
 
     def form(self, dtype: Any = None) -> Form:
-        """The static data of `decode`, for results in `dtype` (default: that of the array)."""
+        """The static data of `decode`, for results in `dtype` (default: the dtype of the array)."""
         return Form(self.spec, self.size, np.dtype(self.dtype if dtype is None else dtype).name)
 
     # -- parts and shapes ----------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ _CARRIER_FORMATS = {"float16": binary16, "bfloat16": bfloat16, "float32": binary
 
 
 def native_dtype(fmt: ElementFormat) -> np.dtype | None:
-    """The dtype whose values are those of `fmt`, bit for bit; None if there is no widely supported one."""
+    """The dtype with the values of `fmt`, bit for bit; None if there is no widely supported one."""
     return jnp.dtype(_DTYPES[fmt]) if fmt in _DTYPES else None
 
 

@@ -1,4 +1,4 @@
-"""Indexing of arrays in groups: the entries along an axis, and those of the scales."""
+"""Indexing of arrays in groups: the entries along an axis, and the entries of the scales."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
         become lists, other containers dicts; containers without arrays are omitted.
 
     Raises:
-        ValueError: if the file is not a valid safetensors file; if its arrays differ from those of `like`; for `nested`
-            together with `like`, or for a file without a record.
+        ValueError: if the file is not a valid safetensors file; if its arrays differ from the arrays of `like`; for
+            `nested` together with `like`, or for a file without a record.
         OSError: if it cannot be read.
 
     Example:
@@ -140,7 +140,7 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
 
 
 def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Checks that arrays match those of `like`."""
+    """Checks that arrays match the arrays of `like`."""
     pairs = {name: (_facts(found[name]), _facts(leaf)) for name, leaf in wanted.items()}
     other = [f"{name!r} is {got}, and {want} in like" for name, (got, want) in pairs.items() if want not in (None, got)]
     if other:
@@ -149,7 +149,7 @@ def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any
 
 
 def _facts(leaf: Any) -> str | None:
-    """The spec, dtype and shape of a leaf, and for a QArray those of its parts; None if it has none."""
+    """The dtype and shape of a leaf; for a QArray also its spec and its parts. None if it has no dtype or shape."""
     arrays = jax.tree.leaves(leaf) if _is_qarray(leaf) else [leaf]
     if not all(hasattr(array, "dtype") and hasattr(array, "shape") for array in arrays):
         return None

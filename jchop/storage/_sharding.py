@@ -12,7 +12,7 @@ from jchop.storage._array import QArray
 
 
 def shardings(q: QArray, sharding: Sharding) -> QArray:
-    """The sharding of each leaf of a QArray, derived from that of its array.
+    """The sharding of each leaf of a QArray, derived from the sharding of its array.
 
     Codes are sharded like the array, and so are scales and zero points, except along axes that are too short; those are
     replicated. So ``jax.device_put(q, shardings(q, sharding))`` works for every format, and the result is valid for

@@ -39,15 +39,15 @@ def matmul(
 ) -> Tensor:
     """The matrix product in an emulated arithmetic: `jchop.math.matmul` for torch, with the same bits.
 
-    Works under `torch.compile`, `torch.func.vmap` and `torch.func.grad`; gradients are those of the product of the
-    rounded operands. Autocast does not change the dtype.
+    Works under `torch.compile`, `torch.func.vmap` and `torch.func.grad`; gradients are the gradients of the product of
+    the rounded operands. Autocast does not change the dtype.
 
     Args:
         a: the left factor, float16, bfloat16, float32 or float64, of shape (..., m, k) or (k,).
         b: the right factor, of the same dtype and device, of shape (..., k, n) or (k,).
         spec: a `jchop.MatmulSpec`: the roundings and the order of the sums; or a spec, a format or text for the
             operands, every product and every sum, in sequential order.
-        seed: an integer from 0 to 2^64 - 1, required if a rounding is stochastic; the bits are those of
+        seed: an integer from 0 to 2^64 - 1, required if a rounding is stochastic; the bits come from
             ``jax.random.key(seed)``.
         generator: a generator from which the key is drawn, in place of the seed.
         copy: whether factors that are not contiguous or not aligned may be copied. Default False: such a factor is an

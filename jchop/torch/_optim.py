@@ -17,7 +17,7 @@ __all__ = ["OptimLP"]
 
 Tensor = torch.Tensor
 _GRADIENT, _ACCUMULATOR, _WEIGHT, _MOMENTUM = range(4)
-#: Attributes of a copied `OptimLP` beside those of every optimizer.
+#: Attributes of a copied `OptimLP` that other optimizers do not have.
 _KEPT = ("optimizer", "gradient_scale", "seed", "steps", "accumulators", "_plans")
 
 
@@ -39,7 +39,7 @@ class OptimLP(Optimizer):
     Args:
         optimizer: any optimizer of torch: SGD, Adam, AdamW, RMSprop, Adagrad ...
         weight: Qw, the rounding of parameters. Default None, here and below: not rounded.
-        gradient: Qg. The rounded gradient replaces that of the parameter.
+        gradient: Qg. The rounded gradient replaces the gradient of the parameter.
         momentum: Qm, for every moment: a tensor of the optimizer's state with the shape of its parameter.
         accumulator: Qa. If it is given, a copy of the parameters, in float32 at least, is kept and updated in their
             place.

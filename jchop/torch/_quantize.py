@@ -50,8 +50,8 @@ def quantize(
 ) -> QArray | nn.Module:
     """A tensor as codes and scales, or a module that rounds.
 
-    **For a tensor** the result is that of `jchop.quantize`: a `jchop.QArray` of JAX arrays on the tensor's device.
-    `jchop.torch.as_tensor` converts its leaves to tensors, and `dequantize` returns the rounded numbers.
+    **For a tensor** the result is the same as from `jchop.quantize`: a `jchop.QArray` of JAX arrays on the tensor's
+    device. `jchop.torch.as_tensor` converts its leaves to tensors, and `dequantize` returns the rounded numbers.
 
     **For a module** the result is a copy whose layers (modules with their own parameters) round by rules. Rules are a
     dict. A key is a pattern (`fnmatch`) for part of a layer's dotted path, ``"head"``, ``"blocks.*.mlp"``,
@@ -64,7 +64,7 @@ def quantize(
     * ``activation``: the inputs of the layer; ``output``: its outputs.
     * ``gradient``: the gradient with respect to the outputs, an operand of both products of the backward pass.
 
-    Axes of scaled formats are those of torch's tensors: ``"mxfp8_e4m3"`` has blocks along the contracted axis of a
+    Axes of scaled formats are axes of torch's tensors: ``"mxfp8_e4m3"`` has blocks along the contracted axis of a
     linear layer, and a convolution has its channels on axis 1. Gradients pass straight through the roundings. The
     layers' seeds are ``seed`` with the number of the layer and of the rounding in the layer folded in.
 
@@ -110,7 +110,7 @@ def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         q: the stored array, of JAX or NumPy arrays.
-        dtype: float16, bfloat16, float32 or float64. Default: that of the quantized tensor.
+        dtype: float16, bfloat16, float32 or float64. Default: the dtype of the quantized tensor.
 
     Returns:
         A new tensor, on the device of the codes.

@@ -25,8 +25,8 @@ class Quantizer(nn.Module):
     copied.
 
     A stochastic module counts its calls in a buffer, ``calls``. Call n draws the same bits as `jchop.round_to_format`
-    with ``fold_in(fold_in(key(seed), n), 0)``, with the functions of `jax.random`, and its gradient those with ``...,
-    1)``.
+    with ``fold_in(fold_in(key(seed), n), 0)``, with the functions of `jax.random`, and its gradient draws the bits with
+    ``..., 1)``.
 
     Args:
         forward: a `jchop.Spec`, a format, or text. Default None: not rounded.

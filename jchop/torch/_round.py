@@ -27,8 +27,8 @@ def round_to_format(
     """A tensor rounded once, exactly, to the values of a number format: `jchop.round_to_format` for torch.
 
     JAX reads the tensor in place, and torch reads the result in JAX's memory; on the CPU, results of at most 64 KiB are
-    copied, which is faster. The result has the same bits as that of `jchop.round_to_format` on the same numbers, with
-    ``jax.random.key(seed)`` for a stochastic spec.
+    copied, which is faster. The result has the same bits as the result of `jchop.round_to_format` for the same numbers,
+    with ``jax.random.key(seed)`` for a stochastic spec.
 
     Works under `torch.compile` with ``fullgraph=True`` (as one operator), `torch.func.vmap` and `torch.func.grad`.
     Gradients are straight-through unless the spec has a ``gradient`` (``"clipped"``, or a format for the cotangent).

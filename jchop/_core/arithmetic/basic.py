@@ -1,15 +1,15 @@
-"""Operations whose exact result is rounded once: the choice of the cheapest way that is exact.
+"""Operations whose exact result is rounded once, by the cheapest exact way.
 
-From what is known of the operands' ranges before anything is computed, each operation takes one of four ways:
+The ranges of the operands, known before anything is computed, decide between four ways:
 
-1. the hardware's operation and then a rounding, where the hardware's result is exact or its error cannot be seen;
-2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells where the exact sum lies;
-3. the like on scaled operands (`subnormal_scaling`), for float32 and formats with its exponents;
+1. the hardware's operation and then a rounding, if the hardware's result is exact or its error has no effect;
+2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells on which side the exact sum is;
+3. the same on scaled operands (`subnormal_scaling`), for float32 and formats with its exponents;
 4. integer arithmetic (`double_word`), right for every input.
 
-Ways 1 and 2 are taken only where no operand, term or result can be a subnormal of the carrier, which devices may read
-as zero. In all ways no product is inexact that meets a sum, so that a compiler that contracts a b + c to one operation
-changes nothing.
+Ways 1 and 2 are taken only if no operand, term or result can be a subnormal of the carrier, which devices may read as
+zero. In all ways, a product that enters a sum is exact. So a compiler that contracts a b + c to one operation changes
+nothing.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def multiply(
     Args:
         x: values of `carrier` within their range, or infinities or NaN.
         y: the same, of the same shape.
-        spec: what the result is rounded to; None: the carrier's own format, to nearest even.
+        spec: the rounding of the result; None: the carrier's own format, to nearest even.
         carrier: float32 or float64.
         word: for the stochastic modes, a random word for each element: uint32, or uint64 for float64.
-        xr: what is known of `x`.
-        yr: what is known of `y`.
+        xr: the range of `x`.
+        yr: the range of `y`.
 
     Raises:
-        ValueError: if `spec` wraps, and a product need not fit the carrier.
+        ValueError: if `spec` wraps, and a product may not fit the carrier.
     """
     spec = _unless_own(spec, carrier)
     if _product_is_exact(xr, yr, carrier) and _ends_agree(product_range(xr, yr), spec, carrier):
@@ -87,7 +87,7 @@ def multiply(
 def add(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: Range, yr: Range) -> Array:
     """`x + y`, its exact value rounded once; arguments as for `multiply`.
 
-    A sum that is exactly zero is +0, under `Rounding.DOWN` -0; that of two zeros of one sign has theirs.
+    A sum that is exactly zero is +0, or -0 under `Rounding.DOWN`. The sum of two zeros of one sign has this sign.
     """
     spec = _unless_own(spec, carrier)
     total = sum_range(xr, yr)
@@ -142,23 +142,23 @@ def divide(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array 
 
 
 def _unless_own(spec: Spec | None, carrier: Carrier) -> Spec | None:
-    """None for what float32 does by itself."""
+    """`spec`, or None if it is the rounding of float32 itself."""
     return None if carrier.name == "float32" and spec == _BINARY32 else spec
 
 
 def _is_normal(r: Range, carrier: Carrier) -> bool:
-    """Whether no value of the range but zero lies below the carrier's smallest normal value."""
+    """Whether every nonzero value of the range is at least the carrier's smallest normal value."""
     return r.quantum >= 1 - carrier.bias
 
 
 def _product_is_exact(xr: Range, yr: Range, carrier: Carrier) -> bool:
-    """Whether the hardware's product is exact, or infinite where it is too large."""
+    """Whether the hardware's product is exact, or infinite if it is too large."""
     product = product_range(xr, yr)
     return all(_is_normal(r, carrier) for r in (xr, yr, product)) and product.bits <= carrier.fraction + 1
 
 
 def _ends_agree(result: Range, spec: Spec | None, carrier: Carrier) -> bool:
-    """Whether a result that is infinite in the carrier, if there can be one, is rounded as its exact value would be."""
+    """Whether a result that is infinite in the carrier, if there is one, is rounded like its exact value."""
     inexact = result.bits > carrier.fraction + 1  # may be rounded up to 2^top
     if result.top + inexact <= carrier.bias + 1:
         return True
@@ -168,9 +168,10 @@ def _ends_agree(result: Range, spec: Spec | None, carrier: Carrier) -> bool:
 def _rounds_twice_safely(spec: Spec | None, xr: Range, yr: Range, carrier: Carrier) -> bool:
     """Whether a sum rounded by the hardware and then under `spec` is the exact sum rounded under `spec`.
 
-    The first rounding is monotone, so it can only hurt where it hits the middle m of two neighbours. Of operands of at
-    most p bits the one whose last bits the carrier drops is then so small that the other one is m, which has p + 1 bits
-    (Figueroa 1995). Below the smallest normal value, where m has fewer, the sum has to be exact.
+    The first rounding is monotone, so it can only change the result if it gives the middle m of two neighbours. The
+    carrier drops bits of one operand only; this operand is then so small that the other one would be m. But m has p + 1
+    bits, and operands have at most p (Figueroa 1995). Below the smallest normal value m has fewer bits, so there the
+    sum must be exact.
     """
     if spec is None:
         return True
@@ -185,7 +186,7 @@ def _rounds_twice_safely(spec: Spec | None, xr: Range, yr: Range, carrier: Carri
 
 
 def _has_room(total: Range, spec: Spec, carrier: Carrier) -> bool:
-    """Whether no step of TwoSum can overflow, and of the scaling that a stochastic mode asks for none be subnormal."""
+    """Whether no step of TwoSum can overflow, and no number in the scaling of stochastic modes can be subnormal."""
     if total.top > carrier.bias:
         return False
     up = carrier.work_width - 1 + carrier.fraction
@@ -195,7 +196,7 @@ def _has_room(total: Range, spec: Spec, carrier: Carrier) -> bool:
 
 
 def _refuse_wrapping(spec: Spec | None, result: Range, carrier: Carrier) -> None:
-    """Wrapping takes every bit of an exact result."""
+    """Refuses a wrapping spec if the carrier may not hold an exact result: wrapping needs every bit of it."""
     whole = carrier_range(carrier)
     fits = result.bits <= whole.precision and result.quantum >= whole.quantum and result.top <= whole.top
     if spec is not None and spec.overflow is Overflow.WRAP and not fits:
@@ -210,17 +211,17 @@ def _refuse_wrapping(spec: Spec | None, result: Range, carrier: Carrier) -> None
 
 
 def round_known(value: Array, r: Range, spec: Spec | None, carrier: Carrier, word: Array | None) -> Array:
-    """`value`, the hardware's result for an exact one of the range `r`, under `spec`."""
+    """`value`, the hardware's result for an exact result in the range `r`, rounded under `spec`."""
     if spec is None:
         return value
-    # With one bit of precision a tie goes by the parity of the exponent.
+    # With one bit of precision the parity of the exponent decides a tie.
     if adds_to_round(spec, r, carrier) and spec.format.precision != 1:
         return round_by_adding(value, spec, carrier)
     return round_elements(value, spec, carrier, word)
 
 
 def _signed_zero(total: Array, x: Array, y: Array, zero_sign: int, carrier: Carrier) -> Array:
-    """`total`, the hardware's `x + y`, where sums of zero of unlike signs have `zero_sign` instead of no sign."""
+    """`total`, the hardware's `x + y`. A zero sum of operands with different signs gets `zero_sign`."""
     if not zero_sign:
         return total
     bits, xs, ys = (lax.bitcast_convert_type(value, carrier.work) for value in (total, x, y))
@@ -228,9 +229,9 @@ def _signed_zero(total: Array, x: Array, y: Array, zero_sign: int, carrier: Carr
 
 
 def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tuple[Array, Array, Array]:
-    """Sign and magnitude of the hardware's sum, and what is missing from it, as seen from zero; NaN beside infinities.
+    """Sign and magnitude of the hardware's sum, and its error, counted away from zero; NaN beside infinities.
 
-    For values whose sum and its terms are normal values of the carrier, zeros, infinities or NaN.
+    The sum and its terms must be normal values of the carrier, zeros, infinities or NaN.
     """
     rounded = x + y
     back = rounded - x
@@ -242,7 +243,7 @@ def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tupl
 def _rounded_sum(
     x: Array, y: Array, total: Range, zero_sign: int, spec: Spec, carrier: Carrier, word: Array | None
 ) -> Array:
-    """The exact sum rounded once, from the hardware's and its error."""
+    """The exact sum rounded once, from the hardware's sum and its error."""
     sign, magnitude, error = _sum_and_error(x, y, zero_sign, carrier)
     if has_constant_drop(spec, carrier) and total.quantum >= range_of(spec, carrier).quantum:
         error, binade = error_of_sum(error, magnitude, spec, carrier)
@@ -256,9 +257,9 @@ def _as_exact(sign: Array, magnitude: Array, error: Array, total: Range, spec: S
     unsigned, width = jnp.dtype(f"uint{carrier.work_width}"), carrier.work_width
     if not spec.rounding.stochastic:
         return Exact(sign, magnitude, inexact, jnp.zeros_like(magnitude, unsigned), inexact)
-    # The error in units of ulp(t) 2^(1-W), of which it is at most 2^(W-2): exact, as `_has_room` has made sure.
+    # The error in units of ulp(t) 2^(1-W): at most 2^(W-2) units, and exact because of `_has_room`.
     power = 2 * carrier.bias + carrier.fraction + width - 1 - (magnitude >> carrier.fraction)
-    power = jnp.minimum(power, 2 * carrier.bias)  # matters only where the error is zero
+    power = jnp.minimum(power, 2 * carrier.bias)  # has an effect only if the error is zero
     scaled = error * lax.bitcast_convert_type(power << carrier.fraction, error.dtype)
     whole = jnp.floor(scaled)
     rest = whole.astype(carrier.work).astype(unsigned) << 1

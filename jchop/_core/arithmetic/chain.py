@@ -1,10 +1,10 @@
-"""Chains of elementwise operations, each result rounded once; in full, or tried as if all numbers were moderate.
+"""Chains of elementwise operations, each result rounded once: in full, or tried as if all numbers were moderate.
 
-Formats with the carrier's own exponents share its subnormal numbers, and most of what an operation costs under one is
-due to them. So a chain may be tried as if there were none near. Where no operand is finer than 2^_QUANTUM or as large
-as 2^_TOP, no sum or product is subnormal or too large, and the ways of `arithmetic` for a narrower range give the same
-bits. That is looked at where a chain is entered and after products. A sum is no finer than its terms, and at most twice
-as large. What was tried is NaN where a number of its history was not such.
+Formats with the carrier's own exponents share its subnormal numbers, which cause most of the cost of an operation. So a
+chain may be tried without them. If every operand is a multiple of 2^_QUANTUM below 2^_TOP, no sum or product is
+subnormal or too large, and the ways of `arithmetic` for this narrower range give the same bits. The operands of the
+chain and the products are checked. A sum needs no check: it is no finer than its terms, and at most twice as large. The
+tried result is NaN if a number in its history was out of this range.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ Array = jax.Array
 
 __all__ = ["ELEMENTWISE", "Link", "chain_body", "gains", "is_in_safe_range", "try_chain", "words_of"]
 
-#: What a chain may consist of: NaN in an operand is NaN in the result, whatever the others are.
+#: The operations of a chain: a NaN in any operand gives NaN.
 ELEMENTWISE = frozenset({"add", "sub", "mul", "square", "neg", "abs"})
 _KEEPS_MAGNITUDE, _PRODUCTS = frozenset({"neg", "abs"}), frozenset({"mul", "square"})
-#: An operation, where its operands stand among the arrays and the results so far, what these are numbers of, and the
-#: number of its rounding in the random stream.
+#: An operation: its name, the indices of its operands among the arrays and the earlier results, the specs that hold the
+#: operands, and the number of its rounding in the random stream.
 Link = tuple[str, tuple[int, ...], tuple[Spec, ...], int]
 
 _CARRIER = CARRIERS["float32"]
-#: Operands are multiples of 2^_QUANTUM below 2^_TOP. Products are then multiples of 2^-126 below 2^111, from where on a
-#: number could not be rounded by adding another. What is looked at must lie below 2^_SEEN.
+#: Operands are multiples of 2^_QUANTUM below 2^_TOP. Products are then multiples of 2^-126 below 2^111; larger numbers
+#: could not be rounded by an addition. Checked numbers must be below 2^_SEEN.
 _QUANTUM, _TOP, _SEEN = -63, 55, 45
 
 
 def gains(spec: Spec) -> bool:
-    """Whether a chain under a spec is faster tried."""
+    """Whether trying makes a chain under a spec faster."""
     whole = range_of(spec, _CARRIER)
     return subnormal_scaling.adds(spec, _CARRIER) and subnormal_scaling.multiplies(spec, _CARRIER, whole, whole)
 
 
 def is_in_safe_range(value: float, spec: Spec) -> bool:
-    """Whether a constant, rounded under a spec already, does not make every try vain."""
+    """Whether a rounded constant is in the range in which a try succeeds."""
     return value == 0 or 2.0 ** _least(spec) <= abs(value) < 2.0**_SEEN
 
 
 def _least(spec: Spec) -> int:
-    """From 2^this on numbers of the spec's format are multiples of 2^_QUANTUM."""
+    """The least e for which numbers of the spec's format from 2^e on are multiples of 2^_QUANTUM."""
     return _QUANTUM + range_of(spec, _CARRIER).precision - 1
 
 
@@ -65,9 +65,9 @@ def chain_body(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], 
         arrays: float32, of one shape, or 0-d; values of their specs, infinities or NaN. For a stochastic spec the six
             words of `seed_words` follow.
         links: the operations in their order.
-        shape: of every result.
-        result: where what is wanted stands among the arrays and the results of all operations.
-        spec: what every result is rounded to.
+        shape: the shape of every result.
+        result: the index of the chain's result among the arrays and the results of all operations.
+        spec: the rounding of every result.
     """
     values, seeds = _parted(arrays, spec)
     for name, places, knowns, number in links:
@@ -78,18 +78,18 @@ def chain_body(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], 
 
 
 def words_of(seeds: Sequence[Array], shape: tuple[int, ...], number: int) -> Array:
-    """The random words of the operation that has the number."""
+    """The random words of operation `number`."""
     return words(seeds, jnp.zeros(shape, jnp.float32), number)
 
 
 def _parted(arrays: Sequence[Array], spec: Spec) -> tuple[list[Array], Sequence[Array]]:
-    """The operands, and the words of the seeds if any."""
+    """The operands, and the words of the seeds, if there are any."""
     count = len(arrays) - (SEEDS if draws(spec) else 0)
     return list(arrays[:count]), arrays[count:]
 
 
 def try_chain(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
-    """What `chain_body` gives, but NaN where a number on the way was not moderate: no number is wrong."""
+    """The result of `chain_body`, or NaN if an intermediate number was not moderate; it is never another number."""
     precision = range_of(spec, _CARRIER).precision
     values, seeds = _parted(arrays, spec)
     history = [_History(_SEEN, (x,), (x,)) for x in values]
@@ -104,7 +104,7 @@ def try_chain(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], r
 
 @dataclass(frozen=True)
 class _History:
-    """Of a number: it lies below 2^top, if no number that it came from was too small or too large."""
+    """The history of a number. It is below 2^top unless one of `small` is too small or one of `large` too large."""
 
     top: int
     small: tuple[Array, ...]
@@ -112,7 +112,7 @@ class _History:
 
 
 def _after(name: str, past: Sequence[_History], value: Array) -> _History:
-    """The history of what an operation gives."""
+    """The history of the result of an operation."""
     small, large = (_union(getattr(each, field) for each in past) for field in ("small", "large"))
     top = max(each.top for each in past)
     if name in _KEEPS_MAGNITUDE:
@@ -130,7 +130,7 @@ def _where_in_safe_range(value: Array, history: _History, least: int) -> Array:
     low, high = (np.uint32(exponent + _CARRIER.bias << _CARRIER.fraction) for exponent in (least, _SEEN))
     smallest, largest = np.uint32(0xFFFFFFFF), np.uint32(0)
     for x in history.small:
-        smallest = jnp.minimum(smallest, _magnitude(x) - np.uint32(1))  # that of zero is the largest of all
+        smallest = jnp.minimum(smallest, _magnitude(x) - np.uint32(1))  # zero wraps to the largest of all
     for x in history.large:
         largest = jnp.maximum(largest, _magnitude(x))
     return jnp.where((smallest >= low - 1) & (largest < high), value, np.float32(np.nan))

@@ -1,15 +1,15 @@
 """Product of a matrix with a matrix held as codes and group scales, decoded a few groups at a time.
 
-W[k, n] = s[k // group, n] * c[k, n], and with x_g, c_g the columns of x and the rows of c that belong to group g,
+W[k, n] = s[k // group, n] * c[k, n]. With x_g and c_g the columns of x and the rows of c in group g,
 
     y = sum over g of s_g * (x_g @ c_g),
 
-so that a group's products are of x with the codes' own values, which bfloat16 holds, and the scale is applied to their
-sum (in a large group, to the sums of its pieces). All sums are float32, in an order that is not part of the definition.
+so the factors of a group's products are x and the values of the codes, which bfloat16 holds. The scale multiplies their
+sum (in a large group, the sums of its pieces). All sums are float32, in an order that is not part of the definition.
 
-Codes of b bits are packed along n, 8/b to a byte. Byte j of a row holds the columns 8/b * j + p, p = 0, ..., 8/b - 1;
-the part p of W is those columns for one p. Nothing here or in the kernels interleaves the parts of W: the product is
-formed for each part, and its columns are interleaved.
+Codes of b bits are packed along n, 8/b to a byte. Byte j of a row holds the columns 8/b * j + p, p = 0, ..., 8/b - 1.
+Part p of W has these columns for one p and all j. The parts of W are never interleaved: there is a product for each
+part, and the columns of the products are interleaved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jchop.formats import ElementFormat
 
 Array = jax.Array
 
-#: Rows of W that are decoded at a time.
+#: The number of rows of W that are decoded at a time.
 _ROWS = 512
 
 
@@ -40,9 +40,9 @@ def dequantize_matmul_body(
         x: (m, k), float32 or bfloat16.
         codes: (k, ceil(n * bits / 8)) uint8, the codes of W packed along n.
         scales: (ceil(k / group), n), float32 or bfloat16.
-        format: of the codes, of 2, 4 or 8 bits.
-        group: how many consecutive rows of W share a scale; the last group may be smaller.
-        tiling: for the kernels alone.
+        format: the format of the codes, of 2, 4 or 8 bits.
+        group: the number of consecutive rows of W that share a scale; the last group may be smaller.
+        tiling: used by kernels only.
     """
     del tiling
     (m, k), n = x.shape, scales.shape[1]
@@ -62,8 +62,8 @@ def dequantize_matmul_body(
 def _equal_groups(x: Array, codes: Array, scales: Array, format: ElementFormat) -> Array:
     """The sum for groups of one size, (parts, m, n / parts).
 
-    A step takes several small groups or a piece of a large one. The last step of a row of steps begins earlier rather
-    than end beyond the array, and leaves out what another has counted.
+    A step takes several small groups or a piece of a large group. The last step would end beyond the array; so it
+    begins earlier, and omits the rows that earlier steps have added.
     """
     groups = scales.shape[1]
     group = x.shape[1] // groups
@@ -97,13 +97,13 @@ def _scaled_sum(x: Array, values: Array, scales: Array) -> Array:
     return jnp.sum(products * scales[:, None, :].astype(jnp.float32), 0)
 
 
-# -- what the kernels share --------------------------------------------------------------------------------------------
+# -- shared with the kernels -------------------------------------------------------------------------------------------
 
 _MATRIX = (((1,), (0,)), ((), ()))
 
 
 def exact_in(format: ElementFormat, dtype: str) -> bool:
-    """Whether a format of up to 8 bits has only normal numbers of a carrier, where no device flushes one to zero."""
+    """Whether all nonzero values of a format of up to 8 bits are normal in a carrier; no device flushes them."""
     assert format.smallest is not None
     carrier = CARRIERS[dtype]
     largest = max(Fraction(format.max), -Fraction(format.min))
@@ -111,7 +111,7 @@ def exact_in(format: ElementFormat, dtype: str) -> bool:
 
 
 def decode_parts(packed: Array, format: ElementFormat, dtype: np.dtype) -> tuple[Array, ...]:
-    """The values of bytes of codes, for each part of W: bfloat16 where `dtype` is and holds them, else float32."""
+    """The values of bytes of codes, for each part of W, in bfloat16 if `dtype` is that and holds them, else float32."""
     words, bits = packed.astype(jnp.int32), format.bits
     codes = [words >> bits * part & low_mask(bits) for part in range(8 // bits)]
     narrow = dtype == jnp.bfloat16 and exact_in(format, "bfloat16")
@@ -120,7 +120,7 @@ def decode_parts(packed: Array, format: ElementFormat, dtype: np.dtype) -> tuple
 
 
 def multiply(x: Array, values: Array, dimensions: lax.DotDimensionNumbers = _MATRIX) -> Array:
-    """The float32 product of `x` with decoded values: of bfloat16 where both are, else of float32 in full."""
+    """The float32 product of `x` with decoded values, of bfloat16 if both are, else of float32 in full precision."""
     if x.dtype != values.dtype:
         x, values = x.astype(jnp.float32), values.astype(jnp.float32)
     precision = lax.Precision.DEFAULT if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
@@ -128,7 +128,7 @@ def multiply(x: Array, values: Array, dimensions: lax.DotDimensionNumbers = _MAT
 
 
 def part_columns(scales: Array, parts: int) -> Array:
-    """The columns n of (g, n) by the part of W that they belong to, (parts, g, ceil(n / parts)); absent ones 0."""
+    """The columns n of (g, n) sorted by their part of W, (parts, g, ceil(n / parts)); missing columns are 0."""
     groups, n = scales.shape
     padded = jnp.pad(scales, ((0, 0), (0, -n % parts)))
     return jnp.moveaxis(padded.reshape(groups, -(-n // parts), parts), 2, 0)

@@ -1,8 +1,8 @@
 """Sums, products and quotients in integer arithmetic: exact for every value of a carrier.
 
-A number is held as a sign, an exponent and a significand of two words of W bits, W the width of the carrier's bits. No
-floating-point operation touches the values, so neither subnormals that a device reads as zero nor operations that a
-compiler contracts can change a result.
+A number is a sign, an exponent and a significand of two words of W bits, with W the width of the carrier. No
+floating-point operation touches the values. So devices that read subnormals as zero, and compilers that contract
+operations, cannot change a result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class DoubleWord:
-    """|v| = (high 2^W + low) 2^(exponent - (2W - 2)): place 2W - 2 stands for 2^exponent, and above it one is free."""
+    """|v| = (high 2^W + low) 2^(exponent - (2W - 2)): bit 2W - 2 has the value 2^exponent; the bit above is free."""
 
     sign: Array
     exponent: Array
@@ -41,13 +41,13 @@ def multiply(x: Array, y: Array, carrier: Carrier) -> Exact:
 
 
 def multiply_by(x: Array, significand: Array, exponent: Array, carrier: Carrier) -> Exact:
-    """The exact product with a positive number that need not be one of the carrier.
+    """The exact product with a positive number that the carrier need not hold.
 
     Args:
         x: values of `carrier`.
-        significand: of the other factor: words whose top bit but one is its leading bit.
-        exponent: what that bit stands for.
-        carrier: of `x`.
+        significand: the other factor's significand: words whose second bit from the top is its leading bit.
+        exponent: the exponent of that leading bit.
+        carrier: the carrier of `x`.
     """
     sign, magnitude = _bits.split(x, carrier)
     up = carrier.work_width - 1 - carrier.fraction
@@ -58,11 +58,11 @@ def multiply_by(x: Array, significand: Array, exponent: Array, carrier: Carrier)
 
 
 def add(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
-    """The exact sum; where it is zero and the operands are not zeros of one sign, its sign is `zero_sign`."""
+    """The exact sum. If it is zero, and the operands are not zeros of one sign, its sign is `zero_sign`."""
     (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
     a, b = (operand(sign, *_parts(magnitude, carrier), carrier) for sign, magnitude in ((xs, xm), (ys, ym)))
     v, sticky = sum_exactly(a, b, zero_sign)
-    # The high word is empty only if the sum is zero; a subnormal sum is raised no further than its exponent allows.
+    # The high word is zero only if the sum is zero; a subnormal sum is shifted no further than its exponent allows.
     v = _cut(lifted(v, jnp.minimum(leading_zeros(v.high, carrier), v.exponent + carrier.bias)), sticky, carrier)
     x_infinite, y_infinite = xm == carrier.inf, ym == carrier.inf
     nan = x_infinite & y_infinite & (xs != ys) | _any_nan(carrier, xm, ym)
@@ -82,7 +82,7 @@ def multiply_add(x: Array, y: Array, z: Array, carrier: Carrier, zero_sign: int 
 
 
 def divide(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -> Exact:
-    """The exact quotient times 2^exponent, of whose `rest` `bits` bits are worked out."""
+    """The exact quotient times 2^exponent, with `bits` bits in its `rest`."""
     (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
     (xe, dividend), (ye, divisor) = normalised(xm, carrier), normalised(ym, carrier)
     smaller = dividend < divisor
@@ -108,12 +108,12 @@ def _unsigned(carrier: Carrier) -> np.dtype:
 
 
 def _parts(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
-    """Exponent, at least that of the smallest normal value, and significand with its leading bit."""
+    """Exponent, at least the exponent of the smallest normal value, and significand with its leading bit."""
     return jnp.maximum(magnitude >> carrier.fraction, 1) - carrier.bias, significand(magnitude, carrier)
 
 
 def normalised(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
-    """Exponent and significand in [2^M, 2^(M+1)); for zero an exponent below those of all products, and 0."""
+    """Exponent and significand in [2^M, 2^(M+1)); for zero an exponent below the exponents of all products, and 0."""
     exponent, count = _parts(magnitude, carrier)
     up = carrier.fraction - _bits.floor_log2(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
     return jnp.where(count == 0, -4 * carrier.bias, exponent - up), count << up
@@ -125,7 +125,7 @@ def operand(sign: Array, exponent: Array, count: Array, carrier: Carrier) -> Dou
 
 
 def _all_ones(where: Array, like: Array) -> Array:
-    """Words of ones where a condition holds, else zero; 64-bit constants beyond 2^63 do not pass through Triton."""
+    """Words of ones if a condition holds, else zero; Triton does not take 64-bit constants beyond 2^63."""
     return jnp.zeros_like(like) - where.astype(like.dtype)
 
 
@@ -156,7 +156,7 @@ def shifted_left(high: Array, low: Array, count: Array | int) -> tuple[Array, Ar
 
 
 def _shifted_right(high: Array, low: Array, count: Array) -> tuple[Array, Array, Array]:
-    """Two words shifted right by `count` in [0, 2W), and what was lost, in a word that is zero only if nothing was."""
+    """Two words shifted right by `count` in [0, 2W), and a word that is zero only if no bit that was set is lost."""
     width = high.dtype.itemsize * 8
     whole = count >= width
     part = (count & width - 1).astype(high.dtype)
@@ -176,7 +176,7 @@ def _product(xs: Array, xm: Array, ys: Array, ym: Array, carrier: Carrier) -> Do
 
 
 def _product_of(sign: Array, exponent: Array, a: Array, b: Array) -> DoubleWord:
-    """Of words whose top bit is the leading one, which stand for 2^exponent together."""
+    """The product of words whose top bit is the leading bit; the product of these bits has the value 2^exponent."""
     high, low = _full_product(a, b)  # the leading bit at 2W - 1 or 2W - 2
     top = high.dtype.itemsize * 8 - 1
     carry = high >> top
@@ -185,9 +185,10 @@ def _product_of(sign: Array, exponent: Array, a: Array, b: Array) -> DoubleWord:
 
 
 def sum_exactly(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[DoubleWord, Array]:
-    """The sum, its leading bit anywhere, and a word that is not zero where something follows `low`.
+    """The sum, with its leading bit at any place, and a word that is not zero if bits follow `low`.
 
-    Where that is so, the operands lie two binades apart or more, and the leading bit falls by two places at most.
+    If bits follow, the exponents of the operands differ by two or more, and the leading bit falls by two places at
+    most.
     """
     width, one = a.high.dtype.itemsize * 8, a.high.dtype.type(1)
     swap = (b.exponent > a.exponent) | (
@@ -199,7 +200,7 @@ def sum_exactly(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[DoubleWor
     high2, low2, lost = _shifted_right(
         jnp.where(swap, a.high, b.high), jnp.where(swap, a.low, b.low), jnp.minimum(exponent - least, 2 * width - 1)
     )
-    # A difference adds the complement and 1, but for what was lost of the subtrahend, which leaves it one less.
+    # A difference adds the complement and 1. If bits of the subtrahend were lost, the 1 is not added.
     opposed = a.sign != b.sign
     flip = _all_ones(opposed, high)
     total = low + (low2 ^ flip)
@@ -211,7 +212,7 @@ def sum_exactly(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[DoubleWor
 
 
 def _digits(remainder: Array, divisor: Array, bits: int, carrier: Carrier) -> tuple[Array, Array, Array]:
-    """The significand, rest and last remainder of 1 + remainder / divisor, which is below 2."""
+    """The significand, the rest and the last remainder of 1 + remainder / divisor, a number below 2."""
     width, fraction = carrier.work_width, carrier.fraction
     inverse = _reciprocal(divisor, carrier)
     top = jnp.ones_like(remainder)
@@ -233,10 +234,10 @@ def _reciprocal(divisor: Array, carrier: Carrier) -> Array:
 
 
 def next_digit(remainder: Array, divisor: Array, inverse: Array, bits: int, carrier: Carrier) -> tuple[Array, Array]:
-    """floor(remainder 2^bits / divisor) and what remains, both modulo 2^W.
+    """floor(remainder 2^bits / divisor) and the remainder, both modulo 2^W.
 
-    The guess has `bits` bits of the carrier's precision, at most 2/3 of it: a division that is off by many units in the
-    last place still misses by one at most.
+    The guess needs `bits` bits, at most 2/3 of the carrier's precision. So even if the division is wrong by many units
+    in the last place, the guess is wrong by one at most.
     """
     guess = (remainder.astype(carrier.name) * inverse * 2.0**bits).astype(remainder.dtype)
     remainder = (remainder << bits) - guess * divisor
@@ -249,40 +250,40 @@ def next_digit(remainder: Array, divisor: Array, inverse: Array, bits: int, carr
 
 
 def lifted(v: DoubleWord, places: Array | int) -> DoubleWord:
-    """The form that `pack` and `_cut` take: shifted left by `places` in [0, W), where 2W - 1 stands for 2^exponent."""
+    """The form for `pack` and `_cut`: shifted left by `places` in [0, W); bit 2W - 1 has the value 2^exponent."""
     high, low = shifted_left(v.high, v.low, places)
     return DoubleWord(v.sign, v.exponent + 1 - places, high, low)
 
 
 def swept(v: DoubleWord) -> DoubleWord:
-    """The same number, a whole word further left where the high word is empty."""
+    """The same number, shifted left by a whole word if the high word is zero."""
     empty = v.high == 0
     exponent = v.exponent - empty.astype(v.exponent.dtype) * (v.high.dtype.itemsize * 8)
     return DoubleWord(v.sign, exponent, jnp.where(empty, v.low, v.high), jnp.where(empty, 0, v.low))
 
 
 def pack(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
-    """A number whose exponent may lie below the carrier's; `lost` is not zero where something follows `low`."""
+    """A number whose exponent may be below the carrier's; `lost` is not zero if bits follow `low`."""
     least = 1 - carrier.bias
     high, low, more = _shifted_right(v.high, v.low, jnp.clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
     return _cut(DoubleWord(v.sign, jnp.maximum(v.exponent, least), high, low), lost | more, carrier)
 
 
 def _whole(product: DoubleWord, carrier: Carrier) -> Exact:
-    """A product, which two words hold."""
+    """A product, which fits two words."""
     return pack(lifted(product, 1), jnp.zeros_like(product.low), carrier)
 
 
 def leading_zeros(word: Array, carrier: Carrier) -> Array:
     """The number of zeros above the leading bit of unsigned words; W - 1 for zero."""
     half = (word >> 1).astype(carrier.work)
-    half = half & ~(half >> 1)  # else a conversion that rounds could carry into the next power of two
+    half = half & ~(half >> 1)  # otherwise a rounding conversion could carry into the next power of two
     zeros = carrier.work_width - 2 - _bits.floor_log2(jnp.maximum(half, 1), carrier).astype(carrier.work)
     return jnp.where(half == 0, carrier.work_width - 1, zeros)
 
 
 def _cut(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
-    """A number of the form that `lifted` gives, of an exponent of the carrier or above, as t and the rest."""
+    """A number in the form of `lifted`, with an exponent of the carrier or above, as t and the rest."""
     keep, drop = carrier.fraction + 1, carrier.work_width - 1 - carrier.fraction
     top = (v.high >> drop).astype(carrier.work)
     rest = v.high << keep | v.low >> drop
@@ -296,7 +297,7 @@ def _cut(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
 
 
 def with_special_values(v: Exact, infinite: Array, nan: Array, sign: Array, carrier: Carrier) -> Exact:
-    """`v` but where the result is an infinity, of the sign given, or NaN."""
+    """`v` with infinities of the given sign, and NaN, for the marked elements."""
     finite = ~(infinite | nan)
     return replace(
         v,

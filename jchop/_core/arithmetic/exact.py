@@ -1,4 +1,4 @@
-"""An exact result in a form that can be rounded once: its leading bits in the carrier, and what lies below them."""
+"""An exact result in a form that can be rounded once: its leading bits in the carrier, and the bits below them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class Exact:
-    """A number |v| = (t + (rest + epsilon) 2^-W) ulp(t), where W is the width of a word and 0 <= epsilon < 1.
+    """A number |v| = (t + (rest + epsilon) 2^-W) ulp(t), with W the width of a word and 0 <= epsilon < 1.
 
     t is |v| rounded toward zero in the carrier, whose words have W bits. Infinities and NaN have rest = epsilon = 0.
     """
 
     sign: Array  # the sign bit in place
-    magnitude: Array  # the bits of t; those of the largest finite value where `beyond`
+    magnitude: Array  # the bits of t; of the largest finite value if `beyond`
     inexact: Array  # whether v is not t
     rest: Array  # unsigned
     sticky: Array  # whether epsilon > 0
@@ -52,7 +52,7 @@ def round_exact(v: Exact, spec: Spec | None, carrier: Carrier, word: Array | Non
 
 
 def overflowed_exact(v: Exact, spec: Spec, carrier: Carrier, word: Array | None) -> Array:
-    """Where `v`, rounded under `spec`, lies beyond the ends of its format; NaN counts as inside."""
+    """Whether `v`, rounded under `spec`, is beyond the ends of its format; NaN counts as inside."""
     fmt = spec.format
     if isinstance(fmt, CodebookFormat):
         beyond = [
@@ -68,12 +68,12 @@ def overflowed_exact(v: Exact, spec: Spec, carrier: Carrier, word: Array | None)
 def _as_numbers(
     v: Exact, spec: Spec, carrier: Carrier, word: Array | None
 ) -> tuple[Array, Spec, Carrier, Array | None]:
-    """Numbers of the carrier, a spec and words under which `round_elements` rounds as `v` has to be."""
+    """Numbers of the carrier, a spec and words with which `round_elements` gives the rounded `v`."""
     magnitude = v.magnitude | v.inexact.astype(carrier.work)  # rounded to odd
     if is_direct(spec, carrier):
         magnitude = _round_directly(v, magnitude, spec, carrier)
     elif spec.rounding.stochastic:
-        # The draw is decided here, from more bits of v than the carrier has.
+        # The draw is decided here, because v has more bits than the carrier.
         away = _drawn_away(v, spec, carrier, word) | v.beyond
         spec = replace(spec, rounding=Rounding.STOCHASTIC_EQUAL, random_bits=None)
         word = _sign_of(away, carrier)
@@ -82,7 +82,7 @@ def _as_numbers(
 
 @dataclass(frozen=True)
 class _Beyond(modes.Discarded):
-    """What lies beyond the last place of the carrier itself."""
+    """The bits below the last place of the carrier, as the discarded part."""
 
     value: Exact
 
@@ -95,16 +95,16 @@ class _Beyond(modes.Discarded):
 
 
 def _to_nearest(v: Exact, mode: Rounding) -> Array:
-    """0, or 1 where v is rounded away from zero on the carrier's own grid."""
+    """1 if v is rounded away from zero on the carrier's own grid, else 0."""
     return jnp.asarray(modes.AWAY_FROM_ZERO[mode](_Beyond(v))).astype(v.magnitude.dtype)
 
 
 def _round_directly(v: Exact, odd: Array, spec: Spec, carrier: Carrier) -> Array:
-    """Magnitude bits that `round_elements` leaves as they are, but for the ends of the format."""
+    """Rounded magnitude bits, which `round_elements` changes only at the ends of the format."""
     assert isinstance(spec.format, FloatFormat)
     grid = make_grid(spec.format, carrier)
     nearest = v.magnitude + _to_nearest(v, spec.rounding)
-    if spec.overflow is not Overflow.IEEE:  # a finite value is no infinity
+    if spec.overflow is not Overflow.IEEE:  # a finite value does not become infinity here
         nearest = jnp.where(v.magnitude < carrier.inf, jnp.minimum(nearest, carrier.inf - 1), nearest)
     keep = max(grid.tiny_bits, grid.normal_bits if spec.flush else 0)
     return jnp.where(v.magnitude < keep, odd, nearest) if keep else nearest
@@ -128,7 +128,7 @@ def _drawn_away(v: Exact, spec: Spec, carrier: Carrier, word: Array | None) -> A
 
 @dataclass(frozen=True)
 class _Drawn(modes.Discarded):
-    """What a stochastic mode asks for, answered from an exact number instead of a value of the carrier."""
+    """The discarded part for a stochastic mode, from an exact number instead of a value of the carrier."""
 
     value: Exact
     draw: Draw | None
@@ -136,7 +136,7 @@ class _Drawn(modes.Discarded):
 
     @property
     def inexact(self) -> bool:
-        return True  # `round_elements` sees to values that are in the format
+        return True  # `round_elements` treats values of the format
 
     def share(self) -> tuple[Array, Array]:
         """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""
@@ -155,9 +155,9 @@ class _Drawn(modes.Discarded):
 
 
 def _cut_depth(v: Exact, grid: Grid) -> Array | int:
-    """d, where 2^d ulp(t) make the gap of the format that v lies in; below T, from 0 to T.
+    """The exponent d for which 2^d ulp(t) is the gap of the format around v; below T the gap from 0 to T.
 
-    Numbers that are multiples of T lie in no gap but where the format has its full precision.
+    Multiples of T lie only in gaps of the format's full precision.
     """
     if v.quantum is not None and grid.drop and v.quantum >= grid.tiny_exponent:
         return grid.drop

@@ -1,8 +1,8 @@
 """Exact numbers that a carrier need not hold, rounded to a table of levels.
 
-A number is F ulp + R 2^-W ulp and less than 2^-W ulp more: F an integer that orders as the carrier's values do, R a
-word of W bits. So is each threshold, from which on the next level is taken. All thresholds of a smaller F are reached;
-the one of an equal F, if there is one, is told by R.
+A number is F ulp + R 2^-W ulp, plus less than 2^-W ulp. F is an integer in the order of the carrier's values, R a word
+of W bits. A threshold, from which on the next level is taken, has the same form. A number has reached all thresholds of
+a smaller F. If a threshold has an equal F, R decides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Array = jax.Array
 
 
 def round_to_levels(v: Exact, fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> Array:
-    """`v` rounded under a deterministic mode; NaN stays, whatever lies beyond the ends saturates."""
+    """`v` rounded under a deterministic mode; NaN stays NaN, numbers beyond the ends saturate."""
     table = require_levels(fmt, mode, carrier)
     floor, rest, sticky = _floor(v)
     columns = (pick_level(floor, table.floors + 1, column) for column in table.columns)
@@ -46,37 +46,38 @@ def round_to_levels(v: Exact, fmt: CodebookFormat, mode: Rounding, carrier: Carr
 
 
 def _floor(v: Exact) -> tuple[Array, Array, Array]:
-    """F, R, and whether anything follows."""
+    """F, R, and whether further bits follow."""
     down = (v.sign != 0) & v.inexact
     floor = _bits.ordered(v.sign, v.magnitude) - down.astype(v.magnitude.dtype)
-    # 1 - rest; where anything follows it, what follows that.
+    # 1 - rest, rounded down if further bits follow.
     complement = ~v.rest + (~v.sticky).astype(v.rest.dtype)
     return floor, jnp.where(down, complement, v.rest), v.sticky
 
 
 @dataclass(frozen=True)
 class _Levels:
-    """The thresholds' F, increasing; and what stands beside each, in columns of one entry more."""
+    """The F of the thresholds, increasing; and columns with an entry for each threshold and one more."""
 
     floors: np.ndarray
-    #: The level below, the level above, F, R, and 1 where equality is not enough; under `Rounding.ODD` the level
-    #: beyond, which differs from that above where the threshold is a level that is taken by equality alone.
+    #: The level below, the level above, F, R, and 1 if a number equal to the threshold has not reached it. Under
+    #: `Rounding.ODD` also the level beyond: it differs from the level above if only numbers equal to the threshold take
+    #: that level.
     columns: tuple[np.ndarray, ...]
 
 
 @lru_cache(maxsize=64)
 def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _Levels:
-    """The table, if its thresholds can be told apart.
+    """The table of thresholds and levels.
 
     Raises:
-        ValueError: if a middle of two levels has too many bits.
+        ValueError: if a threshold has too many bits.
     """
     levels = [Fraction(level) for level in fmt.levels]
     thresholds = [threshold(mode, index, *pair) for index, pair in enumerate(itertools.pairwise(levels))]
     if mode is Rounding.ODD:
         return _odd_levels(levels, thresholds, carrier)
     parts = [_parts(value, carrier) for value, _ in thresholds]
-    floors = [floor for floor, _ in parts]  # no two alike: between two thresholds lies a level, a value of the carrier
+    floors = [floor for floor, _ in parts]  # all different: a level lies between two
     if any(rest.denominator != 1 for _, rest in parts):
         raise ValueError(
             f"rounding={mode.value!r}: {carrier.name} cannot tell quotients between the levels of {fmt} apart"
@@ -95,15 +96,15 @@ def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _Le
 
 
 def _odd_levels(levels: list[Fraction], thresholds: list[tuple[Fraction, bool]], carrier: Carrier) -> _Levels:
-    """A level of even index is taken by equality alone: its two thresholds are one, and beyond it lies the next level.
+    """Only a number equal to a level of even index takes it: its two thresholds are one, and the next level follows.
 
-    Levels are values of the carrier, so thresholds can always be told apart.
+    The thresholds are levels, so they are values of the carrier, and differ in F.
     """
     ordered = [carrier.ceil_bits(level) for level in levels]
     rows: list[tuple[int, ...]] = []
     for i, (value, strict) in enumerate(thresholds):
         floor = carrier.ceil_bits(value)
-        if strict and rows and rows[-1][2] == floor:  # the level that the threshold before this one is
+        if strict and rows and rows[-1][2] == floor:  # the previous threshold is the same level
             rows[-1] = (*rows[-1][:5], ordered[i + 1])
         else:
             rows.append((ordered[i], ordered[i + 1], floor, 0, int(strict), ordered[i + 1]))
@@ -114,7 +115,7 @@ def _odd_levels(levels: list[Fraction], thresholds: list[tuple[Fraction, bool]],
 
 
 def _parts(value: Fraction, carrier: Carrier) -> tuple[int, Fraction]:
-    """F and R of an exact number, R a fraction where W bits are not enough."""
+    """F and R of an exact number; R is a fraction if W bits do not hold it."""
     bits, exact = carrier.toward_zero(value)
     field, fraction = bits >> carrier.fraction, bits & (1 << carrier.fraction) - 1
     ulp = Fraction(2) ** (max(field, 1) - carrier.bias - carrier.fraction)

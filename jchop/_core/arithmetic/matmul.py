@@ -1,7 +1,7 @@
-"""Matrix products with an emulated accumulator: the arithmetic of one tile, and the body that every backend has.
+"""Matrix products with an emulated accumulator: the arithmetic of one tile, and the body for every backend.
 
-The first half knows nothing of matrices: it adds and multiplies tiles as a `Plan` says, and a kernel uses it on its own
-tiles. Random words are indexed by (step, output element), so they do not depend on the tiling.
+The first half adds and multiplies tiles under a `Plan`, without matrices; kernels use it on their tiles. Random words
+are indexed by (step, output element), so they do not depend on the tiling.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jchop.spec import Spec
 
 Array = jax.Array
 Step = Array | int
-#: The random words of a tile: draw("product" or "accumulate", step); asked only where that rounding is stochastic.
+#: The random words of a tile: draw("product" or "accumulate", step); called only if that rounding is stochastic.
 Draw = Callable[[str, Step], Array]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static about a sum of `k` products on `carrier`; the operands are rounded already."""
+    """The static data of a sum of `k` products on `carrier`; the operands are already rounded."""
 
     spec: MatmulSpec
     carrier: Carrier
@@ -44,12 +44,12 @@ class Plan:
 
     @cached_property
     def operand(self) -> Range:
-        """What is known of the operands."""
+        """The range of the operands."""
         return range_of(self.spec.operands, self.carrier)
 
     @cached_property
     def product(self) -> Range:
-        """What is known of a product P(a b)."""
+        """The range of a product P(a b)."""
         if self.spec.product is not None:
             return range_of(self.spec.product, self.carrier)
         exact, held = product_range(self.operand, self.operand), carrier_range(self.carrier)
@@ -58,15 +58,15 @@ class Plan:
 
     @cached_property
     def accumulator(self) -> Range:
-        """What is known of a sum."""
+        """The range of a sum."""
         return range_of(self.spec.accumulate, self.carrier)
 
     @cached_property
     def dot(self) -> Range:
-        """What is known of the carrier's own dot of a block, whatever the order of its sums.
+        """The range of the carrier's own dot of a block, for any order of its sums.
 
-        Sums of multiples of 2^q rounded to fewer bits are multiples of 2^q too. One bit more than the exact sum of
-        magnitudes needs is room for b roundings, each up by half a unit in the last place at most: (1 + 2^-p)^b < 2.
+        Sums of multiples of 2^q stay multiples of 2^q if they are rounded to fewer bits. One bit more than the exact
+        sum of magnitudes is enough for b roundings, each up by at most half a unit in the last place: (1 + 2^-p)^b < 2.
         """
         exact, held = product_range(self.operand, self.operand), carrier_range(self.carrier)
         length = min(self.spec.order.block or self.k, self.k)
@@ -92,12 +92,12 @@ def products(x: Array, y: Array, plan: Plan, draw: Draw | None, step: Step) -> A
 
 
 def accumulate(c: Array, p: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
-    """A(c + p), where `p` is a product."""
+    """A(c + p) of a sum `c` and a product `p`."""
     return _sum(c, p, plan, draw, step, plan.accumulator, plan.product)
 
 
 def multiply_accumulate(c: Array, x: Array, y: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
-    """A(c + P(x y)), or A(c + x y) where the spec is fused; product and sum have the same step."""
+    """A(c + P(x y)), or A(c + x y) if the spec is fused; product and sum have the same step."""
     if not plan.spec.fused:
         return accumulate(c, products(x, y, plan, draw, step), plan, draw, step)
     spec = plan.spec.accumulate
@@ -107,7 +107,7 @@ def multiply_accumulate(c: Array, x: Array, y: Array, plan: Plan, draw: Draw | N
 
 
 def combine(c: Array, d: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
-    """A(c + d), where `d` is a sum too: of a block, or of a part in pairwise order."""
+    """A(c + d) of two sums; `d` is the sum of a block, or of a part in pairwise order."""
     return _sum(c, d, plan, draw, step, plan.accumulator, plan.accumulator)
 
 
@@ -117,7 +117,7 @@ def add_products(p: Array, q: Array, plan: Plan, draw: Draw | None, step: Step) 
 
 
 def add_dot(c: Array, d: Array, plan: Plan, draw: Draw | None, step: Step) -> Array:
-    """A(c + d), where `d` is the carrier's dot of a block."""
+    """A(c + d) of a sum `c` and the carrier's dot `d` of a block."""
     return _sum(c, d, plan, draw, step, plan.accumulator, plan.dot)
 
 
@@ -142,7 +142,7 @@ def _word(spec: Spec | None, draw: Draw | None, which: str, step: Step) -> Array
 
 # -- random words ------------------------------------------------------------------------------------------------------
 
-#: Where the six seeds of each stream begin among the twelve.
+#: The index of the first of the six seeds of each stream among the twelve.
 _STREAMS = {"product": 0, "accumulate": SEEDS}
 
 
@@ -168,20 +168,20 @@ def make_draw(seeds: Sequence[Array] | Array, index: Array, carrier: Carrier) ->
 
 # -- the body ----------------------------------------------------------------------------------------------------------
 
-#: Steps in one compiled loop body, so that sums are loaded and stored once for all of them. More of them take more
-#: registers than there are, and more time to compile.
+#: Steps in one compiled loop body; sums are loaded and stored once for all of them. More steps need too many registers,
+#: and more time to compile.
 _UNROLL = 2
-#: Products in a tree that is written out, a power of two.
+#: The number of products in an unrolled tree, a power of two.
 _LEAVES = 4
 
 
 def matmul_body(a: Array, b: Array, seeds: Array | None = None, *, spec: MatmulSpec, tiling: Any = None) -> Array:
-    """The product of matrices, every rounding and the order of the sums as `spec` says.
+    """The product of matrices, with the roundings and the order of sums of `spec`.
 
     Args:
-        a: shape (batch, m, k), float32 or float64, its values rounded to ``spec.operands`` already.
+        a: shape (batch, m, k), float32 or float64, with values already rounded to ``spec.operands``.
         b: shape (batch, k, n), of the same dtype, rounded too.
-        seeds: twelve uint32, the words of `seed_words` for the products and then for the sums; where either draws.
+        seeds: twelve uint32, the words of `seed_words` for the products and then for the sums, if either draws.
         spec: the arithmetic.
         tiling: for the kernels alone.
 
@@ -198,9 +198,9 @@ def matmul_body(a: Array, b: Array, seeds: Array | None = None, *, spec: MatmulS
 
 
 def _zero(a: Array, b: Array) -> Array:
-    """+0 for each output element, with the sharding and the varying axes that the product has.
+    """+0 for each output element, with the sharding and the varying axes of the product.
 
-    Behind a barrier, because of the quirk `zero_plus_minus_zero` (`xla_cpu`).
+    There is a barrier because of the quirk `zero_plus_minus_zero` (`xla_cpu`).
     """
     like = jnp.sum(a, 2)[:, :, None] + jnp.sum(b, 1)[:, None, :]
     bits = lax.bitcast_convert_type(like, jnp.dtype(f"uint{8 * like.dtype.itemsize}"))
@@ -228,7 +228,7 @@ def _times(step: Step, length: int) -> Step:
 
 
 def _in_chunks(body: Callable[[Any, Array, Array, Step], Any], state: Any, x: Array, y: Array, length: int) -> Any:
-    """`state` after body(state, part of x, part of y, number of the part) over parts of `length`, the last a rest."""
+    """`state` after body(state, part of x, part of y, index) over parts of `length`; the last may be shorter."""
     whole = x.shape[0] // length
     if whole == 1:
         state = body(state, x[:length], y[:length], 0)
@@ -278,7 +278,7 @@ def _matrix_unit(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None)
 
 
 def _pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) -> Array:
-    """Trees of a few leaves each, added like the digits of a binary counter: sums of equal size meet and merge."""
+    """Trees of a few leaves each, added like the digits of a binary counter: sums of equal size are merged."""
     if plan.k == 1:
         return single(products(*_columns(x, y, 0), plan, draw, 0), plan, draw, 0)
     leaves = min(_LEAVES, 1 << plan.k.bit_length() - 1)
@@ -303,7 +303,7 @@ def _pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) ->
 
     sums = jnp.stack([zero] * trees.bit_length())
     sums = _in_chunks(push, sums, x[: trees * leaves], y[: trees * leaves], leaves)
-    # What is left at the end are the digits of the number of trees, and a part of a tree.
+    # At the end, the digits of the number of trees and a part of a tree are left.
     start, add_rest = trees * leaves, _SUMS[False, rest == 1]
     total = _tree(x[start:], y[start:], plan, draw, start) if rest else None
     for digit in range(trees.bit_length()):
@@ -315,7 +315,7 @@ def _pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) ->
 
 
 def _tree(x: Array, y: Array, plan: Plan, draw: Draw | None, first: Step) -> Array:
-    """The pairwise sum of a few products, written out; of one product the product itself."""
+    """The pairwise sum of a few products, unrolled; for one product, the product itself."""
     n = x.shape[0]
     if n == 1:
         return products(*_columns(x, y, 0), plan, draw, first)
@@ -325,7 +325,7 @@ def _tree(x: Array, y: Array, plan: Plan, draw: Draw | None, first: Step) -> Arr
     return _SUMS[half == 1, n - half == 1](left, right, plan, draw, middle)
 
 
-#: How two parts are added, by whether the left one, and the right one, is a single product.
+#: The sum of two parts, by whether the left part, and the right part, is a single product.
 _SUMS = {(True, True): add_products, (False, True): accumulate, (False, False): combine}
 
 _BODIES = {"sequential": _sequential, "blocked": _blocked, "pairwise": _pairwise, "matrix_unit": _matrix_unit}

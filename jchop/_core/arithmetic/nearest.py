@@ -1,10 +1,11 @@
-"""Rounding to nearest even by one floating-point addition, where the range of a value is known.
+"""Rounding to nearest even by one floating-point addition, if the range of a value is known.
 
-`round_elements` works on bits, because it must be right for every value. A result of arithmetic whose range is known
-(normal values of the carrier, none too large) can be rounded in a third of the operations: with 2^e <= |x| < 2^(e+1)
-and spacing 2^q of the format there, M = 2^(q + F), F the fraction bits of the carrier, has 2^q as its last bit, so the
-carrier's own |x| + M rounds |x| to a multiple of 2^q, ties to even, and subtracting M is exact. M is made from the
-exponent bits of x, held above that of the smallest normal number, below which the spacing no longer shrinks.
+`round_elements` works on bits, because it must be right for every value. If the range of a result is known (normal
+values of the carrier, none too large), it can be rounded in a third of the operations. For 2^e <= |x| < 2^(e+1), let
+2^q be the spacing of the format, and M = 2^(q + F), with F the fraction bits of the carrier. The last bit of M has the
+value 2^q. So the carrier's own |x| + M rounds |x| to a multiple of 2^q, ties to even, and subtracting M is exact. M is
+made from the exponent bits of x, which are held at or above the exponent of the format's smallest normal number,
+because the spacing does not shrink below it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ Array = jax.Array
 
 
 def adds_to_round(spec: Spec, result: Range, carrier: Carrier) -> bool:
-    """Whether `round_by_adding` does what `round_elements` does on values of the range, infinities and NaN."""
+    """Whether `round_by_adding` gives the results of `round_elements` for values of the range, infinities and NaN."""
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or spec.rounding is not Rounding.NEAREST_EVEN or spec.flush:
         return False
-    # With one bit of precision the parity that decides a tie is the exponent's.
+    # With one bit of precision the parity of the exponent decides a tie.
     plain = fmt.frac_bits > 0 and fmt.has_negative_zero and fmt.subnormals
     plain = plain and spec.overflow in (Overflow.IEEE, Overflow.SATURATE)
     drop, least = carrier.fraction - fmt.frac_bits, 1 - carrier.bias
@@ -43,7 +44,7 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     assert isinstance(fmt, FloatFormat)
     kind, fraction = carrier.work.type, carrier.fraction
     sign, magnitude = _bits.split(x, carrier)
-    # The exponent of infinities and NaN wraps to that of a small number, which changes neither.
+    # The exponent of infinities and NaN wraps to the exponent of a small number, which changes neither.
     exponent = jnp.maximum(magnitude & kind(carrier.inf), kind(fmt.emin + carrier.bias << fraction))
     power = _float(exponent + kind(fraction - fmt.frac_bits << fraction), x)
     rounded = (_float(magnitude, x) + power) - power

@@ -1,8 +1,8 @@
-"""Operations by name: the exact result of +, −, ×, ÷, √ and fma rounded once, on values that are rounded already.
+"""Operations by name: the exact result of +, −, ×, ÷, √ and fma rounded once, on rounded operands.
 
-One signature for whoever runs a program operation by operation. What `basic` does on float32 and float64 is done
-here for 16-bit dtypes too, through float32, and for operands that broadcast. The random words of a program's operations
-lie in one stream: those of operation n start at the index n 2^32, and each turn of a loop has seeds of its own.
+One signature serves all interpreters of programs. 16-bit dtypes are computed in float32, other dtypes as in `basic`;
+operands broadcast. The random words of a program's operations are in one stream: the words of operation n start at the
+index n 2^32, and each turn of a loop has different seeds.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def operation(
 ) -> Array:
     """The operation `name`, its exact result rounded once under `spec`.
 
-    There is no derivative: the work is done on bits. A caller that wants one takes that of the carrier's operation.
+    There is no derivative, because the operation works on bits. A caller can take the derivative of the carrier's
+    operation.
 
     Args:
         name: one of `OPERANDS`.
         args: float16, bfloat16, float32 or float64, all of one dtype; they broadcast against each other. Their values
-            are those of the spec's format, infinities or NaN.
-        spec: what the result is rounded to; None: the carrier's own operation.
+            are values of the spec's format, infinities or NaN.
+        spec: the rounding of the result; None: the carrier's own operation.
         word: for a stochastic spec, a random word for each element of the result; see `words`.
-        ranges: of the operands, one each, where they are not those of the spec's format.
+        ranges: the range of each operand. Default: the range of the spec's format.
 
     Returns:
         An array of the dtype of `args`.
@@ -88,16 +89,16 @@ def widened(x: Array) -> Array:
 
 
 def operation_carrier(dtype: Any) -> Carrier:
-    """The carrier that operations on values of a dtype are computed in."""
+    """The carrier of operations on values of a dtype."""
     return CARRIERS["float64" if jnp.dtype(dtype).itemsize == 8 else "float32"]
 
 
 @lru_cache(maxsize=1024)
 def check_operation(spec: Spec | None, dtype: Any, argument: str = "spec") -> None:
-    """Refuse a spec that results of operations on a dtype cannot always be rounded to and stored in.
+    """Refuses a spec to which results on a dtype cannot be rounded, or whose values the dtype cannot hold.
 
     Raises:
-        ValueError: naming `argument`, and the dtype that would do.
+        ValueError: names `argument`, and a dtype that works.
     """
     if spec is None:
         return
@@ -112,10 +113,10 @@ def check_operation(spec: Spec | None, dtype: Any, argument: str = "spec") -> No
 
 
 def check_matmul(spec: MatmulSpec, dtype: Any) -> None:
-    """Refuse roundings that sums of products of operands of `dtype` cannot have, or their dtype not hold.
+    """Refuses roundings that are impossible for sums of products in `dtype`, or whose values it cannot hold.
 
     Raises:
-        ValueError: naming the field of `spec`, and the dtype that would do.
+        ValueError: names the field of `spec`, and a dtype that works.
     """
     if spec.operands is not None:
         require_carrier(spec.operands, operation_carrier(dtype))
@@ -132,17 +133,17 @@ def draws(spec: Spec | None) -> bool:
 
 
 def words(seeds: Sequence[Array], like: Array, number: int = 0) -> Array:
-    """A word for each element of `like` from the part of the stream that operation `number` has."""
+    """A word for each element of `like`, from the stream's part for operation `number`."""
     return words_like(like, tuple(seeds), StreamOffset(base=number << 32))
 
 
 def fold_seeds(seeds: Sequence[Array], number: int, step: Array | int = 0) -> tuple[Array, ...]:
-    """The seeds of turn `step` of loop `number`: words of the part of the stream that operation `number` has.
+    """The seeds of turn `step` of loop `number`: words from the stream's part for operation `number`.
 
     Args:
         seeds: the six words of `seed_words`, or of this function.
-        number: of the loop among the operations around it, static.
-        step: of the turn, below 2^29; may be traced.
+        number: the loop's number among the operations around it, static.
+        step: the index of the turn, below 2^29; may be traced.
     """
     step = jnp.asarray(step, jnp.uint32)
     index = step * np.uint32(8) + np.arange(SEEDS, dtype=np.uint32)
@@ -155,7 +156,7 @@ def fold_seeds(seeds: Sequence[Array], number: int, step: Array | int = 0) -> tu
 
 @dataclass(frozen=True)
 class _Step:
-    """What an operation is rounded to and in, and what is known of its operands."""
+    """The spec and the carrier of an operation, its random words, and the ranges of its operands."""
 
     spec: Spec
     carrier: Carrier
@@ -202,7 +203,7 @@ def _sqrt(step: _Step, x: Array) -> Array:
 
 
 def _settled(step: _Step, *args: Array) -> tuple[Array, ...]:
-    """Operands as they lie in memory, for the long work of a quotient or root of which all bits are worked out.
+    """Operands behind a barrier, for a quotient or root with a stochastic mode, which computes all bits.
 
     The quirk `long_fusion_compiled_for_minutes` (`_core/xla_cpu.py`) is the reason.
     """
@@ -218,7 +219,7 @@ def _abs(step: _Step, x: Array) -> Array:
 
 
 def _is_symmetric(spec: Spec) -> bool:
-    """Whether the negative of every value is one, -0 included."""
+    """Whether the negative of every value is a value, including -0."""
     return isinstance(spec.format, FloatFormat) and spec.format.signed and spec.format.has_negative_zero
 
 
@@ -231,12 +232,12 @@ def _min(step: _Step, x: Array, y: Array) -> Array:
 
 
 def _hides_subnormals(step: _Step) -> bool:
-    """Whether an operand can be a subnormal of the carrier, which a comparison may take for zero."""
+    """Whether an operand can be a subnormal of the carrier, which a comparison may read as zero."""
     return any(known.quantum < 1 - step.carrier.bias for known in step.known)
 
 
 def _chosen(step: _Step, x: Array, y: Array, larger: bool) -> Array:
-    """The larger or the smaller, decided by bits; NaN where either is."""
+    """The larger or the smaller operand, compared by bits; NaN if either is NaN."""
     (xs, xm), (ys, ym) = (_bits.split(v, step.carrier) for v in (x, y))
     a, b = (magnitude ^ jnp.where(sign != 0, -1, 0).astype(magnitude.dtype) for sign, magnitude in ((xs, xm), (ys, ym)))
     chosen = jnp.where((a > b) == larger, x, y)
@@ -257,7 +258,7 @@ _EXACT: dict[str, Callable[..., Array]] = {
     "max": _max,
     "min": _min,
 }
-#: The carrier's own.
+#: The carrier's own operations.
 _PLAIN: dict[str, Callable[..., Array]] = {
     "add": lax.add,
     "sub": lax.sub,
@@ -271,7 +272,7 @@ _PLAIN: dict[str, Callable[..., Array]] = {
     "max": lax.max,
     "min": lax.min,
 }
-#: How many operands each operation has.
+#: The number of operands of each operation.
 OPERANDS: Mapping[str, int] = MappingProxyType(
     {name: 3 if name == "fma" else 1 if name in ("neg", "abs", "sqrt", "square") else 2 for name in _EXACT}
 )

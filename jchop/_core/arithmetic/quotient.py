@@ -1,9 +1,9 @@
-"""Magnitudes divided by divisors that many of them share, exactly: for scales of blocks.
+"""Exact quotients of magnitudes by shared divisors, for the scales of blocks.
 
-A quotient's digits come from a floating-point guess that exact integer remainders correct, a dozen bits at a time, so a
-division that is off by many units in the last place, or that a compiler turns into a multiplication by a reciprocal,
-changes nothing. `double_word.divide` does the same for any two operands; here the divisor is prepared once, and may
-have a few bits more than a number of the carrier.
+A quotient's digits come from a floating-point guess, a dozen bits at a time, which exact integer remainders correct. So
+a division that is wrong by many units in the last place, or that a compiler replaces by a multiplication with a
+reciprocal, does not change the result. `double_word.divide` does the same for any two operands. Here the divisor is
+prepared once, and may have a few bits more than a number of the carrier.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def divisor_of_product(
 
     Args:
         count: integers of exactly `width` bits; `width` + `own` is less than `divisor_bits`.
-        width: of the integers.
+        width: bits of the integers.
         exponent: integers.
         other: magnitude bits of a positive number.
         own: its fraction bits.
@@ -78,11 +78,11 @@ def divisor_of_product(
 
 
 def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: bool = False) -> Array:
-    """Magnitude bits of finite nonzero magnitudes over divisors, rounded to odd.
+    """Magnitude bits of finite nonzero magnitudes divided by divisors, rounded to odd.
 
-    With `ends` over the whole range of the carrier, whose largest number stands for all beyond. Without, what falls
-    below the normal range becomes its smallest value, and what lies beyond it some number of its largest binade: to
-    formats whose values are far larger and smaller they are alike.
+    With `ends`, quotients have the whole range of the carrier, and larger ones become its largest number. Without it,
+    quotients below the normal range become its smallest value, and quotients above it become some number of its largest
+    binade. For formats whose range ends far within the carrier's range, this makes no difference.
     """
     field, count, _, following, remainder = _digits(magnitude, divisor, carrier)
     lost = following | (remainder != 0).astype(following.dtype)
@@ -94,17 +94,17 @@ def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: boo
 
 
 def is_short(count: int, carrier: Carrier) -> bool:
-    """Whether `quotient_by_constant` takes a divisor: an odd integer that leaves room in a word."""
+    """Whether `quotient_by_constant` accepts a divisor: an odd integer that leaves room in a word."""
     return count > 1 and carrier.fraction + 2 + count.bit_length() <= carrier.work_width
 
 
 def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: Carrier, odd: bool) -> Array:
-    """Magnitude bits of finite magnitudes over count 2^exponent, rounded to nearest even, or to odd.
+    """Magnitude bits of finite magnitudes divided by count 2^exponent, rounded to nearest even, or to odd.
 
-    What lies beyond the carrier's largest number is infinity; rounded to odd it is the largest number.
+    Quotients beyond the carrier's largest number become infinity, or the largest number if rounded to odd.
 
     Args:
-        magnitude: of the carrier, subnormal numbers and 0 too.
+        magnitude: magnitude bits of the carrier, also subnormal numbers and 0.
         count: an odd integer that `is_short`.
         exponent: an integer.
         carrier: of the magnitudes.
@@ -117,7 +117,7 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
     first, rest = _over_count(whole >> low, count, carrier)
     second, rest = _over_count(rest << low | whole & _bits.low_mask(low), count, carrier)
     third, rest = _over_count(rest << more_bits, count, carrier)
-    # The quotient times 2^(M + 2 - field), or of one bit more, and whether anything follows.
+    # The quotient times 2^(M + 2 - field), or with one bit more, and whether further bits follow.
     quotient = (first << low | second) << more_bits | third
     sticky = (rest != 0).astype(bits.dtype)
     more = quotient >> fraction + 2
@@ -127,7 +127,7 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
     if odd:
         rounded = kept | (quotient & _bits.low_mask(down) != 0) | sticky
     else:
-        # A tie goes up where that is to an even number.
+        # A tie goes up if the number above is even.
         rounded = quotient + ((1 << down - 1) - 1) + (kept & 1 | sticky) >> down
     rounded = rounded + (jnp.clip(field - 1, 0, 2 * carrier.bias) << fraction)
     return jnp.where(magnitude == 0, 0, jnp.minimum(rounded, carrier.inf - odd))
@@ -136,7 +136,7 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
 def _over_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, Array]:
     """Quotient and remainder of integers that leave half of a significand's bits for the quotient.
 
-    The quotient plus 1 / (2 count) lies so far from whole numbers that its error cannot be seen.
+    The quotient plus 1 / (2 count) is so far from whole numbers that its error has no effect.
     """
     quotient = ((dividend.astype(carrier.name) + 0.5) * (1 / count)).astype(dividend.dtype)
     return quotient, dividend - quotient * count
@@ -149,7 +149,7 @@ def _within(field: Array, count: Array, carrier: Carrier) -> Array:
 
 
 def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor, carrier: Carrier) -> Exact:
-    """The same without `ends`, with a word of bits that follow; where not `plain` the magnitude itself."""
+    """The exact quotient, as `odd_quotient` without `ends`; the magnitude itself if not `plain`."""
     field, count, more, following, remainder = _digits(magnitude, divisor, carrier)
     bits = _within(field, count, carrier)
     width, unsigned = carrier.work_width, jnp.dtype(f"uint{carrier.work_width}")
@@ -166,7 +166,7 @@ def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor
 
 
 def _digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array, Array, Array, Array, Array]:
-    """A quotient's field, its leading M + 1 bits, 1 where another bit follows them, that bit, and the remainder."""
+    """A quotient's field, its leading M + 1 bits, 1 if another bit follows them, that bit, and the remainder."""
     fraction = carrier.fraction
     bits = extended(magnitude, carrier)
     remainder = significand_of(bits, carrier) << divisor_bits(carrier) - fraction - 1
@@ -174,6 +174,6 @@ def _digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array
     for step in ((fraction + 1) // 2, fraction + 1 - (fraction + 1) // 2):
         digit, remainder = double_word.next_digit(remainder, divisor.significand, divisor.inverse, step, carrier)
         count = (count << step) + digit
-    more = count >> fraction + 1  # where the dividend has the larger significand, so that a bit is left over
+    more = count >> fraction + 1  # 1 if the dividend has the larger significand, so that a bit is left over
     field = (bits >> fraction) - divisor.field + carrier.bias - 1 + more
     return field, count >> more, more, count & more, remainder

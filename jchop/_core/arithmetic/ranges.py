@@ -1,4 +1,4 @@
-"""What is known before anything is computed: the range of operands, and which result formats an operation can have."""
+"""Facts that are known before anything is computed: the ranges of operands, and the possible result formats."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFor
 from jchop.rounding import Overflow
 from jchop.spec import Spec
 
-#: The carriers that operations are computed in.
+#: The carriers of operations.
 OPERATING = ("float32", "float64")
 
 
 @dataclass(frozen=True)
 class Range:
-    """What holds for every finite value v of an operand: v is a multiple of 2^quantum, |v| < 2^top.
+    """The range of an operand: every finite value v is a multiple of 2^quantum with |v| < 2^top.
 
-    Beside that v has at most `precision` significant bits, from the first one to the last one that are set.
+    In addition, v has at most `precision` significant bits, from the first to the last bit that is set.
     """
 
     quantum: int
@@ -30,18 +30,18 @@ class Range:
 
     @property
     def bits(self) -> int:
-        """The most significant bits that a value can have."""
+        """The largest number of significant bits of a value."""
         return min(self.precision, max(self.top - self.quantum, 0))
 
 
 def carrier_range(carrier: Carrier) -> Range:
-    """Anything that `carrier` holds."""
+    """The range of all values of `carrier`."""
     return Range(carrier.tiny_exponent, carrier.fraction + 1, carrier.bias + 1)
 
 
 @lru_cache(maxsize=1024)
 def range_of(spec: Spec | None, carrier: Carrier) -> Range:
-    """The results of rounding values of `carrier` under `spec`; None: anything that the carrier holds."""
+    """The range of values of `carrier` rounded under `spec`; None: the range of all its values."""
     whole = carrier_range(carrier)
     if spec is None:
         return whole
@@ -50,12 +50,12 @@ def range_of(spec: Spec | None, carrier: Carrier) -> Range:
 
 
 def product_range(a: Range, b: Range) -> Range:
-    """The exact products of values of two ranges."""
+    """The range of the exact products of values of two ranges."""
     return Range(a.quantum + b.quantum, a.bits + b.bits, a.top + b.top)
 
 
 def sum_range(a: Range, b: Range) -> Range:
-    """The exact sums of values of two ranges."""
+    """The range of the exact sums of values of two ranges."""
     quantum, top = min(a.quantum, b.quantum), max(a.top, b.top) + 1
     return Range(quantum, max(top - quantum, 1), top)
 
@@ -73,7 +73,7 @@ def _range_of_format(fmt: ElementFormat) -> Range:
 
 
 def _parts(value: Fraction) -> tuple[int, int]:
-    """The exponent of the last significant bit of a dyadic number, and one more than that of the first."""
+    """The exponent of the last significant bit of a dyadic number, and the exponent of the first bit plus 1."""
     count = abs(value.numerator)
     last = (count & -count).bit_length() - 1
     shift = value.denominator.bit_length() - 1
@@ -85,19 +85,19 @@ def _parts(value: Fraction) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def require_operation(spec: Spec | None, carrier: Carrier, argument: str) -> None:
-    """Refuse a spec that the result of an operation on values of `carrier` cannot always be rounded to exactly.
+    """Refuses a spec to which the exact result of an operation on `carrier` cannot always be rounded once.
 
-    The exact result is first brought to the carrier's precision, rounded to odd, and two bits more than the format has
-    make the second rounding that of the exact result (Boldo and Melquiond 2008). A format of the carrier's very grid
-    is rounded to directly, under the nearest modes.
+    The exact result is first rounded to odd in the carrier's precision. If the carrier has two bits more than the
+    format, the second rounding gives the rounded exact result (Boldo and Melquiond 2008). Under the nearest modes, a
+    format with the carrier's own grid is rounded to directly.
 
     Args:
-        spec: what the result is rounded to; None, the carrier's own format, always passes.
+        spec: the rounding of the result; None, the carrier's own format, always passes.
         carrier: the carrier of the operands.
-        argument: the name of the argument that the spec came from, for the message.
+        argument: the name of the argument with the spec, for the message.
 
     Raises:
-        ValueError: if `carrier` is too narrow; the message names the dtype that would do.
+        ValueError: if `carrier` is too narrow; the message names a dtype that works.
     """
     if spec is None or supports(spec, carrier):
         return
@@ -123,7 +123,7 @@ def supports(spec: Spec, carrier: Carrier) -> bool:
 
 
 def has_spare_bits(fmt: ElementFormat, carrier: Carrier) -> bool:
-    """Whether the carrier has two bits more than `fmt` wherever a value of `fmt` lies."""
+    """Whether the carrier has two bits more than `fmt` in the whole range of `fmt`."""
     if isinstance(fmt, FloatFormat):
         last = fmt.emin - fmt.frac_bits
         return fmt.frac_bits + 2 <= carrier.fraction and last >= carrier.tiny_exponent + 2
@@ -132,7 +132,7 @@ def has_spare_bits(fmt: ElementFormat, carrier: Carrier) -> bool:
 
 
 def is_direct(spec: Spec, carrier: Carrier) -> bool:
-    """Whether `spec` rounds to nearest on the carrier's own grid: of its precision, and its subnormals if of any."""
+    """Whether `spec` rounds to nearest on the carrier's own grid: the same precision, and subnormals, if any."""
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST or fmt.frac_bits != carrier.fraction:
         return False
@@ -142,5 +142,5 @@ def is_direct(spec: Spec, carrier: Carrier) -> bool:
 
 
 def wraps(spec: Spec | None) -> bool:
-    """Whether results beyond the ends wrap, which takes every bit of an exact result."""
+    """Whether results beyond the ends wrap, which needs every bit of an exact result."""
     return spec is not None and spec.overflow is Overflow.WRAP

@@ -1,6 +1,6 @@
 """Square roots, exactly, and quotients of narrow operands in a few operations of the hardware.
 
-Both start from the hardware's result, which need not be right to the last bit, and correct it by an exact remainder.
+Both correct the hardware's result, which may be wrong in the last bits, by an exact remainder.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Array = jax.Array
 
 
 def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> Exact:
-    """The exact root; of its `rest` all bits are worked out, or just the first one.
+    """The exact root; its `rest` has all bits, or only the first bit.
 
     With M fraction bits, v = X 2^(2f) for an integer X of 2M + 1 or 2M + 2 bits, so T = floor(sqrt X) has M + 1. The
-    hardware's root of X misses T by little, so X - T^2 fits a word and is right modulo 2^W.
+    hardware's root of X is close to T, so X - T^2 fits a word and is right modulo 2^W.
     """
     fraction = carrier.fraction
     sign, magnitude = _bits.split(x, carrier)
@@ -59,7 +59,7 @@ def _float_root(count: Array, odd: Array, carrier: Carrier) -> Array:
 
 
 def _integer_root(wrapped: Array, guess: Array, carrier: Carrier) -> tuple[Array, Array]:
-    """floor(sqrt X) and X - floor(sqrt X)^2, from X modulo 2^W and a guess that misses by less than 64."""
+    """floor(sqrt X) and X - floor(sqrt X)^2, from X modulo 2^W and a guess with an error below 64."""
     miss = wrapped - guess * guess
     step = jnp.floor(miss.astype(carrier.name) / (guess + guess).astype(carrier.name))
     root = guess + step.astype(guess.dtype)
@@ -75,7 +75,7 @@ def _integer_root(wrapped: Array, guess: Array, carrier: Carrier) -> tuple[Array
 
 
 def _further_bits(root: Array, remainder: Array) -> tuple[Array, Array]:
-    """A word of the bits that follow an integer root, one after the other, and whether any follow those."""
+    """A word of the bits that follow an integer root, one after the other, and whether further bits follow."""
     width, zero = root.dtype.itemsize * 8, jnp.zeros_like(root)
 
     def turn(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -96,17 +96,17 @@ def _further_bits(root: Array, remainder: Array) -> tuple[Array, Array]:
 
 # -- quotients ---------------------------------------------------------------------------------------------------------
 
-#: Units in the last place by which a quotient of the hardware may miss; it is moved up by as many and cut.
+#: The largest error of a hardware quotient, in units in the last place; it is moved up by as many and cut.
 _MISS = 8
 
 
 def _kept_bits(spec: Spec, carrier: Carrier) -> int:
-    """Leading bits of a quotient that decide, with what follows them, how it is rounded."""
+    """The number of leading bits of a quotient that decide its rounding, together with a sticky bit."""
     return range_of(spec, carrier).precision + 1
 
 
 def divides_narrow(spec: Spec, carrier: Carrier, xr: Range, yr: Range) -> bool:
-    """Whether `divide_narrow` does for operands of these ranges."""
+    """Whether `divide_narrow` is right for operands of these ranges."""
     kept, least = _kept_bits(spec, carrier), 1 - carrier.bias
     low, high = xr.quantum - yr.top, xr.top - yr.quantum
     return (
@@ -123,8 +123,9 @@ def divides_narrow(spec: Spec, carrier: Carrier, xr: Range, yr: Range) -> bool:
 def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: Range, yr: Range) -> Array:
     """`x / y` rounded once under a spec that does not draw.
 
-    The hardware's quotient cut to a bit more than the format has is t, and t y is exact; so is x - t y, whose sign says
-    whether the quotient is t, follows it, or lies below. With a last bit set where it is not t it is rounded to odd.
+    Let t be the hardware's quotient cut to one bit more than the format. Then t y and x - t y are exact, and the sign
+    of x - t y tells whether the quotient is t, above it, or below it. If it is not t, the last bit is set: the quotient
+    is rounded to odd.
     """
     drop = carrier.fraction + 1 - _kept_bits(spec, carrier)
     (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
@@ -132,7 +133,7 @@ def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: Range, y
     bits = lax.bitcast_convert_type(_quotient(dividend, divisor), carrier.work)
     bits = (jnp.minimum(bits, carrier.nan) + _MISS) >> drop << drop
     remainder = dividend - lax.bitcast_convert_type(bits, x.dtype) * divisor
-    below, above = remainder < 0, remainder > 0  # neither where NaN, beside infinities
+    below, above = remainder < 0, remainder > 0  # neither for NaN, beside infinities
     bits = (bits - (below.astype(bits.dtype) << drop)) | (below | above).astype(bits.dtype)
     low = xr.quantum - yr.top
     odd = Range(low - carrier.fraction, carrier.fraction + 1, xr.top - yr.quantum + 1)
@@ -140,5 +141,5 @@ def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: Range, y
 
 
 def _quotient(dividend: Array, divisor: Array) -> Array:
-    """The hardware's."""
+    """The hardware's quotient."""
     return dividend / divisor

@@ -1,7 +1,7 @@
-"""Rounding of a hardware result whose error is known, where the same number of last digits is dropped from every value.
+"""Rounding of a hardware result with a known error, if the same number of last bits is dropped from every value.
 
-So it is for sums of values of the format itself, which below its normal range are exact; and over the whole range of a
-format with the carrier's own exponents, whose spacing grows with the carrier's.
+This holds for sums of values of the format itself, which are exact below its normal range. It also holds in the whole
+range of a format with the carrier's own exponents, whose spacing grows with the carrier's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = jax.Array
 
 
 def has_constant_drop(spec: Spec, carrier: Carrier) -> bool:
-    """Whether `round_with_error` does, if the values are such as the head of this module says."""
+    """Whether `round_with_error` is right for the values in the docstring of this module."""
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or spec.rounding is Rounding.STOCHASTIC_C or spec.flush:
         return False
@@ -34,41 +34,41 @@ def has_constant_drop(spec: Spec, carrier: Carrier) -> bool:
 
 
 def needs_parts(spec: Spec) -> bool:
-    """Whether `round_with_error` takes an error by its digits, and not just for its sign."""
+    """Whether `round_with_error` needs the digits of an error, and not only its sign."""
     return AWAY[spec.rounding] is DroppedBits.random
 
 
 def finer(spec: Spec, carrier: Carrier) -> int:
-    """F: the bits that a random word has more than are dropped."""
+    """F: the number of bits of a random word minus the number of dropped bits."""
     return carrier.work_width - _drop(spec.format, carrier)
 
 
 def error_of_sum(error: Array, magnitude: Array, spec: Spec, carrier: Carrier) -> tuple[Array, Array | None]:
-    """What `round_with_error` takes for an error and its binade, from the error and the magnitude's bits of a sum."""
+    """The arguments `error` and `binade` of `round_with_error`, from the error and the magnitude bits of a sum."""
     if not needs_parts(spec):
         return error, None
     below = magnitude - (error < 0).astype(magnitude.dtype)
     if finer(spec, carrier) > carrier.fraction:
         return _parts(error, magnitude, below, spec, carrier), None
-    # Where a sum is smaller there is no error, but what is compared with it must not vanish.
+    # A smaller sum has no error, but the numbers that are compared with it must not vanish.
     below = jnp.maximum(below, _least_binade(spec, carrier) + carrier.bias << carrier.fraction) & carrier.inf
     return error, lax.bitcast_convert_type(below, error.dtype)
 
 
 def _least_binade(spec: Spec, carrier: Carrier) -> int:
-    """The exponent of the smallest power of two whose last place has parts that are normal numbers."""
+    """The exponent of the smallest power of two for which 2^-F of the last place is a normal number."""
     return 1 - carrier.bias + carrier.fraction + finer(spec, carrier)
 
 
 def _parts(error: Array, magnitude: Array, below: Array, spec: Spec, carrier: Carrier) -> Array:
-    """The error of a sum in units of 2^-F of the last place of `below`, the number that it makes lower."""
+    """The error of a sum in units of 2^-F of the last place of `below`, the next lower bits if it is negative."""
     extra = finer(spec, carrier) + carrier.fraction
-    # An error that is not zero has a sum that is not small, and its unit is no infinite number.
+    # If the error is not zero, the sum is not small, and the unit's factor is finite.
     least = carrier.work_width - 2 + carrier.fraction
     below = jnp.maximum(below, least << carrier.fraction) & carrier.inf
     bits = (extra - least + 2 * carrier.bias << carrier.fraction) - (below - (least << carrier.fraction))
     many = error * lax.bitcast_convert_type(bits, error.dtype)
-    many = jnp.where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # one that vanished, too
+    many = jnp.where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # also an error that vanished
     return jnp.where(magnitude < carrier.inf, many, error.dtype.type(0))
 
 
@@ -87,23 +87,23 @@ def round_with_error(
 
     Args:
         sign: its sign bit, in place.
-        magnitude: below the bits of infinity for finite numbers, those bits for infinities, above them for NaN.
+        magnitude: below the bits of infinity for finite numbers, equal for infinities, above for NaN.
         bits: the magnitude's bits, rounded to nearest.
-        error: what is missing from them, as seen from zero; NaN for nothing beside infinities. For the modes that need
-            its digits in units of 2^-F of the last place, unless there is a `binade`; for the rest any number of its
-            sign. None: nothing that could be seen.
+        error: the exact number minus `bits`, counted away from zero; NaN beside infinities, for no error. For modes
+            that need its digits, in units of 2^-F of the last place, unless there is a `binade`. For other modes only
+            its sign matters. None: no error that has an effect.
         spec: of a format that `has_constant_drop`.
-        carrier: of the bits.
+        carrier: the carrier of the bits.
         word: a random word for each element, for the stochastic modes.
-        binade: the power of two that the last places are those of, for an error in its own units.
-        scaled_down: whether `bits` of finite numbers may be above those of infinity.
+        binade: the power of two of the last places, for an error in its own units.
+        scaled_down: whether `bits` of finite numbers may be above the bits of infinity.
     """
     assert isinstance(spec.format, FloatFormat)
     drop = _drop(spec.format, carrier)
     mask = _bits.low_mask(drop)
     carried = (spec.rounding in NEAREST or spec.rounding.stochastic) and spec.overflow is Overflow.IEEE
     carried = carried and spec.format.has_inf and make_grid(spec.format, carrier).top_bits == (carrier.inf - 1) & ~mask
-    bits = jnp.minimum(bits, carrier.nan - (not carried))  # one with more bits could be carried away
+    bits = jnp.minimum(bits, carrier.nan - (not carried))  # a NaN with more bits could overflow by the carry
     drawn = draw(word, spec, carrier)
     if needs_parts(spec):
         assert error is not None and drawn is not None
@@ -123,13 +123,13 @@ def round_with_error(
 
 
 def _with_word(bits: Array, error: Array, binade: Array | None, word: Array, spec: Spec, carrier: Carrier) -> Array:
-    """The bits with the error and the word, whose last F bits lie below theirs, added; not what is dropped."""
+    """The sum of the bits, the error and the word, whose last F bits are below the bits; the dropped bits remain."""
     extra, fraction, kind = finer(spec, carrier), carrier.fraction, np.dtype(carrier.name).type
     bits = bits + (word >> extra).astype(bits.dtype)
     if extra > fraction:
         low = _low(word, extra).astype(bits.dtype)
         return bits + ((jnp.floor(error).astype(bits.dtype) + low) >> extra)
-    # The low bits of the word as those of a float that has 2^first too much.
+    # The low bits of the word as the low bits of a float, which is too large by 2^first.
     first = fraction if binade is None else -extra
     exponent = word.dtype.type(first + carrier.bias << fraction)
     low = lax.bitcast_convert_type(_low(word, extra) | exponent, error.dtype)

@@ -1,13 +1,13 @@
 """Sums and products rounded to formats with the carrier's own exponents (bfloat16, tf32, float32 itself), in floats.
 
-Such a format has the carrier's subnormal numbers, which devices read as zero. So where one could come in, operands are
-first scaled by 2^K, on their bits, and the result is scaled back. In between come the hardware's sum and its error
-(Fast2Sum; Dekker 1971), or its product where that is exact. As many last bits are dropped from every value of the
-carrier, subnormal ones too, so one `round_with_error` rounds.
+Such a format has the carrier's subnormal numbers, which devices read as zero. So if one is possible, operands are first
+scaled by 2^K, on their bits, and the result is scaled back. In between, the hardware computes the sum and its error
+(Fast2Sum; Dekker 1971), or an exact product. The same number of last bits is dropped from every value of the carrier,
+also from subnormal values, so `round_with_error` rounds them all.
 
-Bits as a float, K 2^M added, are 2^K |x| for a normal x. A subnormal one, f 2^(1 - bias - M), then has a leading bit
-too much, A = c/2 + 2^K |x| / 2 with c = 2^K times the smallest normal number. So 2^K |x| is min(A, 2 A - c), and back
-it is max(v, (v + c) / 2), whatever x is, zero included.
+Let A be the float with the bits of |x| plus K 2^M. For a normal x, A = 2^K |x|. A subnormal x = f 2^(1 - bias - M) gets
+a leading bit that it does not have: A = c/2 + 2^K |x| / 2, with c = 2^K times the smallest normal number. So 2^K |x| is
+min(A, 2 A - c), and the inverse is max(v, (v + c) / 2), for every x, also zero.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def _power_bits(exponent: int) -> int:
 
 #: The smallest normal number.
 _NORMAL = 1 << _M
-#: A sum is scaled up where both terms lie below 2^-60; others are halved where an error is wanted, lest they overflow.
-#: Of those a subnormal one matters by its sign alone: it lies below 2^-32 of what is rounded off.
+#: A sum is scaled up if both terms are below 2^-60. Other terms are halved if an error is needed, to prevent overflow.
+#: Only the sign of a subnormal term matters then: the term is below 2^-32 of the dropped part.
 _SMALL_TERM, _SUM_UP = _power_bits(-60), 100
-#: A product is scaled where one factor lies below 2^-62: of two larger ones it is normal, and of this and a finite one
-#: it remains finite. One that vanishes nevertheless lies below 2^-40 of the smallest subnormal bfloat16 number.
+#: A product is scaled if one factor is below 2^-62. The product of two larger factors is normal; the scaled product of
+#: a factor below 2^-62 and a finite one is finite. If a scaled product vanishes, it is below 2^-40 of the smallest
+#: subnormal bfloat16 number.
 _SMALL_FACTOR, _PRODUCT_UP = _power_bits(-62), 48
 
 
@@ -61,7 +62,7 @@ def _is_of_full_range(spec: Spec | None, carrier: Carrier) -> bool:
 
 
 def adds(spec: Spec | None, carrier: Carrier) -> bool:
-    """Whether `add` does, for any operands of the carrier; None is the carrier's own format, to nearest even."""
+    """Whether `add` is right for all operands of the carrier; None is the carrier's own format, to nearest even."""
     return _is_of_full_range(spec, carrier)
 
 
@@ -71,7 +72,7 @@ def _precision(spec: Spec) -> int:
 
 
 def multiplies(spec: Spec | None, carrier: Carrier, xr: Range, yr: Range) -> bool:
-    """Whether `multiply` does for operands of these ranges: their product must have no more bits than the carrier."""
+    """Whether `multiply` is right for operands of these ranges: the carrier must have the bits of their product."""
     few = xr.bits + yr.bits <= _M + 1
     return few and _is_of_full_range(spec, carrier) and (spec is None or _precision(spec) <= 16)
 
@@ -80,7 +81,7 @@ def multiplies(spec: Spec | None, carrier: Carrier, xr: Range, yr: Range) -> boo
 
 
 def add(x: Array, y: Array, spec: Spec | None, word: Array | None, xr: Range, yr: Range) -> Array:
-    """`x + y`, its exact value rounded once; a sum that is exactly zero is +0, under `Rounding.DOWN` -0."""
+    """`x + y`, its exact value rounded once; a sum that is exactly zero is +0, or -0 under `Rounding.DOWN`."""
     if spec is not None and not _is_innocent(spec, xr, yr):
         return _add_with_error(x, y, spec, word)
     (xs, xm), (ys, ym) = _bits.split(x, _CARRIER), _bits.split(y, _CARRIER)
@@ -95,7 +96,7 @@ def add(x: Array, y: Array, spec: Spec | None, word: Array | None, xr: Range, yr
 
 
 def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array:
-    """`x + y` by magnitudes: the larger one, the smaller one under the sign that it has beside it, and Fast2Sum."""
+    """`x + y` by Fast2Sum of the larger magnitude and the smaller one, which is negative if the signs differ."""
     (_, xm), (_, ym) = _bits.split(x, _CARRIER), _bits.split(y, _CARRIER)
     xb, yb = _work(x), _work(y)
     larger, smaller = jnp.maximum(xm, ym), jnp.minimum(xm, ym)
@@ -103,7 +104,7 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
     scale = _scale(small, _SUM_UP)
     shift = jnp.where(small, scale.shift, jnp.where(larger < _CARRIER.inf, np.int32(-_NORMAL), np.int32(0)))
     a = _lifted(larger + shift, scale)
-    b = _lifted(jnp.maximum(smaller + shift, _NORMAL), scale)  # no term but zero is made less than a normal number
+    b = _lifted(jnp.maximum(smaller + shift, _NORMAL), scale)  # every term but zero stays a normal number
     b = _signed((xb ^ yb) & _CARRIER.sign_bit, jnp.where(smaller == 0, np.float32(0), b))
     total = a + b
     error = b - (total - a)  # NaN beside infinities
@@ -129,9 +130,9 @@ def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array
         vanished = (product < 2.0 ** (1 - _BIAS)) & (less > 0)
         product = jnp.where(vanished, np.float32(2.0 ** (1 - _BIAS)), product)
     sign, magnitude, subnormal = xs ^ ys, _work(product), product < least
-    shift = jnp.where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have a sign
+    shift = jnp.where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have the sign bit
     if spec is not None and spec.rounding is Rounding.NEAREST_EVEN:
-        # Added to the power of two whose last bit is the format's smallest number, the product is rounded.
+        # Adding the power of two whose last bit is the format's smallest number rounds the product.
         drop = _M + 1 - _precision(spec)
         exponent = _PRODUCT_UP + 1 - _BIAS + drop
         count = _work(product + np.float32(2.0**exponent)) - _power_bits(exponent)
@@ -147,13 +148,13 @@ def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array
     if needs_parts(spec):
         assert error is not None
         error = error * np.float32(2.0 ** (finer(spec, _CARRIER) - _CARRIER.tiny_exponent - _PRODUCT_UP))
-    # A product that is too large is a finite number that lies above all of the format.
+    # A product that is too large becomes a finite number above all values of the format.
     magnitude = jnp.where(more < _CARRIER.inf, jnp.minimum(magnitude, _CARRIER.inf - 1), magnitude)
     return round_with_error(sign, magnitude, bits, error, spec, _CARRIER, word)
 
 
 def _is_innocent(spec: Spec, xr: Range, yr: Range) -> bool:
-    """Whether the hardware's rounding of a sum cannot be seen: to nearest, of terms with few bits (Figueroa 1995)."""
+    """Whether the hardware's rounding of a sum has no effect: nearest modes, terms with few bits (Figueroa 1995)."""
     precision = _precision(spec)
     few = max(xr.bits, yr.bits) <= precision and 2 * precision + 2 <= _M + 1
     return few and spec.rounding in NEAREST and spec.overflow is not Overflow.PROPAGATE
@@ -164,11 +165,11 @@ def _is_innocent(spec: Spec, xr: Range, yr: Range) -> bool:
 
 @dataclass(frozen=True)
 class _Scale:
-    """2^K where a condition holds, else 1."""
+    """The scale 2^K if a condition holds, else 1."""
 
     shift: Array  # K 2^M
-    step: Array  # 2^M, what doubles a number
-    least: Array  # c = 2^K times the smallest normal number; all three 0 where nothing is scaled
+    step: Array  # 2^M, which doubles a number
+    least: Array  # c = 2^K times the smallest normal number; all three are 0 if nothing is scaled
 
 
 def _scale(where: Array, up: int) -> _Scale:
@@ -177,13 +178,13 @@ def _scale(where: Array, up: int) -> _Scale:
 
 
 def _lifted(bits: Array, scale: _Scale) -> Array:
-    """2^K |x| from the bits of |x| with the shift added: min(A, 2 A - c)."""
+    """2^K |x| from the bits of |x| plus the shift: min(A, 2 A - c)."""
     value, double = _float(bits), _float(bits + scale.step) - scale.least
     return jnp.where(double < value, double, value)
 
 
 def _unscaled(bits: Array, least: Array) -> Array:
-    """The bits of |x| with the shift added, from those of 2^K |x| = v: of max(v, (v + c) / 2)."""
+    """The bits of |x| plus the shift, from the bits of v = 2^K |x|: the bits of max(v, (v + c) / 2)."""
     return jnp.maximum(bits, _work(_float(bits) + least) - _NORMAL)
 
 

@@ -1,4 +1,4 @@
-"""Sums and products along axes, and what they run through, every step rounded, in a named order."""
+"""Sums and products along axes, also cumulative; every step is rounded, in a named order."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def sum_along(
 ) -> Array:
     """The sums of `x` along axes, in the order and with the rounding of ``mspec.accumulate``.
 
-    A sum of x_k is the sum of products x_k 1, so the order means what it means in a matrix product; ``mspec.product``
-    and ``mspec.fused`` say nothing here.
+    A sum of x_k is the sum of products x_k 1, so the order is the same as in a matrix product; ``mspec.product`` and
+    ``mspec.fused`` have no effect.
 
     Args:
-        x: float16, bfloat16, float32 or float64, its values rounded to ``mspec.operands`` already.
-        axis: the axis, or several, whose elements are then summed in C order.
+        x: float16, bfloat16, float32 or float64, with values already rounded to ``mspec.operands``.
+        axis: the axis, or several, with elements in C order.
         mspec: the arithmetic.
-        seeds: twelve uint32, where ``mspec.accumulate`` draws.
-        keepdims: keep the axes, of length one.
-        known: what the values of `x` are in, if that is not ``mspec.operands``; a faster way may be open then.
-        matmul: what multiplies matrices.
+        seeds: twelve uint32, if ``mspec.accumulate`` draws.
+        keepdims: whether to keep the axes, with length one.
+        known: the spec that holds the values of `x`, for a faster way. Default: ``mspec.operands``.
+        matmul: the function that multiplies matrices.
 
     Returns:
-        The sums, of the dtype of `x`; of nothing, +0.
+        The sums, of the dtype of `x`; +0 for no elements.
     """
     rows, outer = _rows(x, axis)
     spec = replace(mspec, operands=_with_one(known or mspec.operands, x.dtype), product=None, fused=False)
@@ -60,7 +60,7 @@ def sum_along(
 
 
 def _with_one(known: Spec | None, dtype: Any) -> Spec | None:
-    """`known` where 1 lies in the range of its values, else nothing."""
+    """`known` if 1 is in the range of its values, else None."""
     if known is None:
         return None
     r = range_of(known, operation_carrier(dtype))
@@ -75,8 +75,8 @@ def product_along(
     Args:
         x: values that are rounded to `spec` already.
         axis: the axis, or several.
-        spec: what every product is rounded to.
-        seeds: six uint32, where `spec` draws.
+        spec: the rounding of every product.
+        seeds: six uint32, if `spec` draws.
         where: booleans of the shape of `x`; an element at False leaves c as it is. Default None: all elements.
     """
     rows, outer = _rows(x, axis)
@@ -93,8 +93,8 @@ def cumulative(
         kind: ``"sum"`` or ``"prod"``.
         x: values that are rounded to `spec` already.
         axis: the axis.
-        spec: what every step is rounded to.
-        seeds: six uint32, where `spec` draws.
+        spec: the rounding of every step.
+        seeds: six uint32, if `spec` draws.
         reverse: from the last element to the first.
     """
     columns = jnp.moveaxis(x, axis, 0)
@@ -110,7 +110,7 @@ _STEPS = {"sum": ("add", 0.0), "prod": ("mul", 1.0)}
 def _run(
     kind: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None, where: Array | None = None
 ) -> tuple[Array, Array]:
-    """The last and every value of c over the first axis; turn k draws with the seeds of turn k of loop 0."""
+    """The last value and all values of c along the first axis; turn k draws with the seeds of turn k of loop 0."""
     name, start = _STEPS[kind]
     ranges = _with_start(spec, columns.dtype)
 
@@ -127,7 +127,7 @@ def _run(
 
 
 def _with_start(spec: Spec, dtype: Any) -> tuple[Range, Range]:
-    """Of a value of the format or the start 0 or 1, and of a value."""
+    """The range of c, which is a value of the format or the start 0 or 1, and the range of an element."""
     carrier = operation_carrier(dtype)
     r = range_of(spec, carrier)
     return (r if r.quantum <= 0 < r.top else carrier_range(carrier)), r

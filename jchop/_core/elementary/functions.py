@@ -1,7 +1,7 @@
-"""The functions: for each a formula in pairs of float32 numbers, with the cases that it leaves out.
+"""The functions: for each a formula in pairs of float32 numbers, and its special cases.
 
-Where f(x) is x or a number of the format but for a term that is too small to be a float32 number, the argument's
-exponent is held at a least one (`FIRST_ORDER`, `SECOND_ORDER`): the term is then as invisible and has its sign.
+If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is held at
+a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to matter, and keeps its sign.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jchop._core.elementary.parts import FIRST_ORDER, SECOND_ORDER, Argument, Va
 
 Array = jax.Array
 
-#: Powers of two in sums are held at this one: what is less is invisible, but no zero.
+#: The least exponent of powers of two in sums: smaller ones have the same effect, and must not become zero.
 _TINY = -60
 _INF = float("inf")
 _NAN = float("nan")
@@ -34,12 +34,12 @@ def _nearest_integer(x: Array) -> Array:
 
 
 def _power(exponent: Array) -> Array:
-    """2^exponent for exponents of at most 0, held."""
+    """2^exponent for exponents of at most 0, held at `_TINY`."""
     return power_of_two(jnp.maximum(exponent, _TINY))
 
 
 def _parts_of(value: Fraction, *bits: int) -> list[np.float32]:
-    """A positive constant below 1 as numbers of so many bits each after the point, and the rest."""
+    """A positive constant below 1 as a sum of numbers, each with the next `bits` binary places, and the rest."""
     parts, done = [], 0
     for count in bits:
         done += count
@@ -51,12 +51,12 @@ def _parts_of(value: Fraction, *bits: int) -> list[np.float32]:
 
 # -- exponentials ------------------------------------------------------------------------------------------------------
 
-#: Beyond this |x| powers e^x and 2^x are infinite or zero in every format.
+#: For a larger |x|, e^x and 2^x are infinite or zero in every format.
 _MOST = 300.0
 
 
 def _eighths(x: Pair) -> tuple[Pair, Array]:
-    """R and n of x = (n / 8) log(2) + r, |r| <= log(2) / 16, of |x| <= 300."""
+    """The r and n of x = (n / 8) log(2) + r, |r| <= log(2) / 16, for |x| <= 300."""
     unit = numbers.log(2) / 8
     first, second, third = _parts_of(unit, 15, 12)
     n = _nearest_integer(x.hi * constant(1 / unit).hi)
@@ -67,7 +67,7 @@ def _eighths(x: Pair) -> tuple[Pair, Array]:
 def _power_of_eighths(r: Pair, n: Array) -> tuple[Pair, Array]:
     """e^r 2^(n / 8) as a pair and an exponent, for |r| <= log(2) / 16, to 2^-38.
 
-    With a multiple h of 2^-11 and r = h + d, e^r is 1 + h + h²/2, which is exact, plus d, plus what is below 2^-15.
+    With a multiple h of 2^-11 and r = h + d, e^r is 1 + h + h²/2, which is exact, plus d, plus terms below 2^-15.
     """
     h = _nearest_integer(r.hi * np.float32(2.0**11)) * np.float32(2.0**-11)
     d = r.hi - h
@@ -79,7 +79,7 @@ def _power_of_eighths(r: Pair, n: Array) -> tuple[Pair, Array]:
 
 
 def _eighth_power(n: Array) -> Pair:
-    """2^(n / 8) for n from 0 to 7, by choice, which is faster than a table."""
+    """2^(n / 8) for n from 0 to 7, by selection, which is faster than a table."""
     powers = [Fraction(1)]
     for _ in range(7):
         powers.append(powers[-1] * _eighth_root_of_two())
@@ -95,7 +95,7 @@ def _eighth_root_of_two() -> Fraction:
 
 
 def _reduced(x: Pair) -> tuple[Pair, Array]:
-    """R and n of x = n log(2) + r, |r| <= log(2) / 2, of |x| <= 350; r = x exactly if n = 0."""
+    """The r and n of x = n log(2) + r, |r| <= log(2) / 2, for |x| <= 350; r = x exactly if n = 0."""
     first, second, third = _parts_of(numbers.log(2), 14, 14)
     n = _nearest_integer(x.hi * constant(1 / numbers.log(2)).hi)
     rest = pairs.exact_sum(x.hi - n * first, -n * second)
@@ -108,7 +108,7 @@ def _power_less_one(r: Pair) -> Pair:
 
 
 def _power_of_e(x: Pair) -> tuple[Pair, Array]:
-    """e^x as a pair and an exponent, of |x| <= 300."""
+    """e^x as a pair and an exponent, for |x| <= 300."""
     return _power_of_eighths(*_eighths(x))
 
 
@@ -144,7 +144,7 @@ def _expm1(x: Argument) -> Value:
 
 
 def _logistic(x: Argument) -> Value:
-    """1 / (1 + t) with t = e^-|x|, for negative x t / (1 + t)."""
+    """1 / (1 + t) with t = e^-|x|; for negative x, t / (1 + t)."""
     size = jnp.abs(x.held(FIRST_ORDER, _MOST))
     t, n = _power_of_e(single(-size))
     below = pairs.add_ordered(_UNIT, pairs.times_power(t, _power(n)))
@@ -154,7 +154,7 @@ def _logistic(x: Argument) -> Value:
 
 
 def _hyperbolic(size: Array) -> tuple[Pair, Pair, Array]:
-    """sinh(x) / 2^n, cosh(x) / 2^n and n of a number x that is not negative.
+    """sinh(x) / 2^n, cosh(x) / 2^n and n, for x >= 0.
 
     With e^x = 2^n (C + S) and w = 2^-2n they are (S (1 + w) + C (1 - w)) / 2 and (C (1 + w) + S (1 - w)) / 2.
     """
@@ -197,7 +197,7 @@ def _tanh(x: Argument) -> Value:
 
 
 def _times_log2(n: Array, base: int) -> Pair:
-    """N times the logarithm of 2, for integers |n| < 2^8 as float32."""
+    """The product of n and log(2), for integers |n| < 2^8 as float32."""
     if base == 2:
         return single(n)
     first, second, third = _parts_of(_log_of_2(base), 16, 16)
@@ -210,7 +210,7 @@ def _log_of_2(base: int) -> Fraction:
 
 
 def _normalised(number: Pair) -> tuple[Pair, Array]:
-    """A positive pair as a pair in [√½, √2] times a power of two."""
+    """A positive pair as a pair in [√½, √2] and the exponent of a power of two."""
     bits = lax.bitcast_convert_type(number.hi, jnp.int32)
     root = int(np.float32(np.sqrt(0.5)).view(np.int32))
     n = (bits - root) >> 23
@@ -218,19 +218,19 @@ def _normalised(number: Pair) -> tuple[Pair, Array]:
 
 
 def _quotient(m: Pair) -> Pair:
-    """S = (m - 1) / (m + 1), of which log(m) is 2 artanh(s)."""
+    """The s = (m - 1) / (m + 1) for which log(m) = 2 artanh(s)."""
     near = pairs.exact_sum(m.hi - 1, m.lo)
     above = pairs.exact_sum(m.hi, np.float32(1))
     return pairs.divide(near, pairs.ordered_sum(above.hi, above.lo + m.lo))
 
 
 def _arctangent_series(s: Pair, sign: int) -> Pair:
-    """arctan(s) for |s| <= 1/4, or for sign 1 artanh(s) for |s| <= 0.172."""
+    """arctan(s) for |s| <= 1/4; for sign 1, artanh(s) for |s| <= 0.172."""
     return pairs.multiply(s, pairs.polynomial(pairs.square(s), numbers.arctangent(sign), 3))
 
 
 def _sum_of_logs(s: Pair, n: Array, base: int = 0) -> Pair:
-    """log(m 2^n) by s."""
+    """log(m 2^n), from s."""
     part = _arctangent_series(s, 1)
     factor = 2 if not base else 2 / numbers.log(base)
     part = pairs.times_power(part, np.float32(2)) if not base else pairs.multiply(part, constant(factor))
@@ -245,7 +245,7 @@ def _logarithm(base: int) -> Callable[[Argument], Value]:
     def log(x: Argument) -> Value:
         m, n = _normalised(single(x.significand))
         total = _sum_of_logs(_quotient(m), n + x.exponent, base)
-        if base == 10:  # powers of ten that float32 holds: no other number has a logarithm so close to theirs
+        if base == 10:  # powers of ten that float32 holds: no other number has a logarithm so close
             near = _nearest_integer(total.hi)
             known = (near >= 0) & (near <= 10) & (jnp.abs((total.hi - near) + total.lo) < 2.0**-28)
             total = pairs.select(known, single(near), total)
@@ -254,7 +254,7 @@ def _logarithm(base: int) -> Callable[[Argument], Value]:
     return log
 
 
-#: Above 2^_LARGE √(x² ± 1) is x, above its square 1 + x.
+#: Above 2^_LARGE, √(x² ± 1) is x. Above the square of this bound, 1 + x is x.
 _LARGE = 30
 
 
@@ -313,7 +313,7 @@ def _arctanh(x: Argument) -> Value:
 
 
 def _quarters(x: Argument) -> tuple[Pair, Array]:
-    """R and q of |x| = q π/2 + r modulo 2 π, |r| <= π/4, |x| >= 1/2.
+    """The r and q of |x| = q π/2 + r modulo 2 π, |r| <= π/4, for |x| >= 1/2.
 
     As in Payne and Hanek (SIGNUM Newsletter 18 (1983) 19): the fraction of 2^k / (2 π), times the significand as an
     integer, in 96 bits.
@@ -337,14 +337,14 @@ def _quarters(x: Argument) -> tuple[Pair, Array]:
 
 
 def _long_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """The words of the product of a word and one of 24 bits."""
+    """The words of the product of a word and a word of 24 bits."""
     a0, a1, b0, b1 = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
     middle = (a0 * b0 >> 16) + (a1 * b0 & 0xFFFF) + a0 * b1  # the last one below 2^24
     return a1 * b1 + (a1 * b0 >> 16) + (middle >> 16), a * b
 
 
 def _turned(x: Argument) -> tuple[Pair, Array, Array, Array]:
-    """r, q and by how much a small argument was raised."""
+    """The r and q of an argument, the change of its exponent if it was held, and whether it is infinite."""
     size, shift = x.size(SECOND_ORDER, 0)
     r, q = _quarters(x)
     small = ~x.exceeds(0.75)
@@ -352,7 +352,7 @@ def _turned(x: Argument) -> tuple[Pair, Array, Array, Array]:
 
 
 def _circular(r: Pair, cosine: Array | bool) -> Pair:
-    """sin(r), or where `cosine` cos(r)."""
+    """sin(r), or cos(r) if `cosine`."""
     z = pairs.square(r)
     both = zip(numbers.cosine(), numbers.sine(), strict=True)
     if isinstance(cosine, bool):
@@ -393,9 +393,9 @@ def _tan(x: Argument) -> Value:
 
 
 def _angle(y: Pair, x: Pair, left: Array | None = None) -> Pair:
-    """The angle in [0, π/2] of a point with two coordinates that are not negative: arctan(c) + arctan(t).
+    """The angle in [0, π/2] of a point with nonnegative coordinates: arctan(c) + arctan(t).
 
-    t = (y - c x) / (x + c y), for c = ∞ t = -x / y. Where `left` it is π less that angle.
+    t = (y - c x) / (x + c y), or t = -x / y for c = ∞. If `left`, the result is π minus the angle.
     """
     steep, unit = y.hi > 4 * x.hi, np.float32(1)
     flat, half, even = (y.hi < limit * x.hi for limit in (0.25, 0.75, 1.4))
@@ -428,9 +428,9 @@ def _arctan(x: Argument) -> Value:
 
 
 def _cofactor(size: Array) -> Pair:
-    """√(1 - x²) for 0 <= x < 1, for others what is of no use.
+    """√(1 - x²) for 0 <= x < 1; for other x, an unused number.
 
-    Of small x as 1 - x², as a product of pairs lacks the product of their second numbers.
+    For small x it uses 1 - x², because a product of pairs lacks the product of their second numbers.
     """
     size = jnp.minimum(size, np.float32(1 - 2.0**-24))
     small = pairs.add(pairs.product(-size, size), _UNIT)
@@ -456,12 +456,12 @@ def _arccos(x: Argument) -> Value:
 
 # -- the error function ------------------------------------------------------------------------------------------------
 
-#: Beyond this x erfc(x) is below half of any format's least value.
+#: For a larger x, erfc(x) is below half of the least value of every format.
 _MOST_ERROR = 11.0
 
 
 def _error(size: Array) -> tuple[Pair, Pair, Array, Array]:
-    """erf(x) for 0 <= x < 1; h and n of erfc(x) = h 2^n for x >= 1; and which one."""
+    """erf(x) for 0 <= x < 1; the h and n of erfc(x) = h 2^n for x >= 1; and whether x >= 1."""
     inside = pairs.multiply(single(size), pairs.polynomial(pairs.product(size, size), numbers.error(), 9))
     large = jnp.maximum(size, np.float32(1))
     bits = lax.bitcast_convert_type(large, jnp.int32)
@@ -537,7 +537,7 @@ def _multiple(factor: Callable[[], Fraction]) -> Callable[[Argument], Value]:
     return multiple
 
 
-#: By the names of JAX's primitives, and those of functions that have none.
+#: The functions by the names of JAX's primitives, or by their own names if there is no primitive.
 FUNCTIONS: dict[str, Callable[[Argument], Value]] = {
     "exp": _exp,
     "exp2": _exp2,

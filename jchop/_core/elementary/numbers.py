@@ -1,4 +1,4 @@
-"""Constants of the formulas, by Python's integers, when a function is first traced."""
+"""Constants of the formulas, computed with Python's integers when a function is first traced."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _hyperbolic_arctangent(n: int) -> Fraction:
 
 @lru_cache(maxsize=16)
 def log(n: int) -> Fraction:
-    """The natural logarithm of a positive integer, by that of n / (n - 1) = (1 + 1 / m) / (1 - 1 / m)."""
+    """The natural logarithm of a positive integer, by logarithms of n / (n - 1) = (1 + 1 / m) / (1 - 1 / m)."""
     if n == 1:
         return Fraction(0)
     return log(n - 1) + 2 * _hyperbolic_arctangent(2 * n - 1)
 
 
 def arctangent_of(n: int) -> Fraction:
-    """That of 1 / n."""
+    """The arctangent of 1 / n."""
     return Fraction(_arctangent(n), _ONE)
 
 
@@ -82,7 +82,7 @@ def hyperbolic_cosine() -> tuple[Pair, ...]:
 
 @lru_cache(maxsize=1)
 def hyperbolic_tangent() -> tuple[Pair, ...]:
-    """tanh(x) / x as a polynomial of x², for |x| <= 1/8: tanh' = 1 - tanh² gives one coefficient from all before it."""
+    """tanh(x) / x as a polynomial of x², for |x| <= 1/8: tanh' = 1 - tanh² gives the coefficients in order."""
     terms = [Fraction(1)]
     for n in range(1, 7):
         terms.append(-sum((a * b for a, b in zip(terms, reversed(terms), strict=True)), Fraction(0)) / (2 * n + 1))
@@ -116,13 +116,14 @@ def error() -> tuple[Pair, ...]:
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
-#: Of the scaled complementary error function: parts of each binade from 1 on, parts up to 12, terms of each series.
+#: For the scaled complementary error function: the parts of each binade from 1 on, all parts, and the terms of a
+#: series.
 ERROR_PARTS, ERROR_INTERVALS, ERROR_TERMS = 4, 14, 15
 
 
 @lru_cache(maxsize=1)
 def scaled_error() -> tuple[Pair, ...]:
-    """Taylor's series of h(x) = exp(x²) erfc(x) at the middles of the parts: a table of each coefficient.
+    """Taylor's series of h(x) = exp(x²) erfc(x) at the middles of the parts: a table for each coefficient.
 
     h' = 2 x h - 2 / √π gives all coefficients from h.
     """
@@ -157,13 +158,13 @@ def _scaled_error_at(x: Fraction) -> Fraction:
     return Fraction(total, _ONE) - 2 / root(pi()) * Fraction(error, _ONE)
 
 
-#: Of the reduction by π / 2: exponents of the last places of float32 numbers from 1/2 on, and words of a fraction.
+#: For the reduction by π / 2: the exponents of the last places of float32 numbers from 1/2 on, and words of a fraction.
 LEAST_PLACE, MOST_PLACE, TURN_WORDS = -24, 104, 3
 
 
 @lru_cache(maxsize=1)
 def turns() -> list[np.ndarray]:
-    """For each place k the fraction of 2^k / (2 π), in words of 32 bits."""
+    """For each place k, the fraction of 2^k / (2 π), in words of 32 bits."""
     bits = 32 * TURN_WORDS
     words = []
     for place in range(LEAST_PLACE, MOST_PLACE + 1):

@@ -1,11 +1,11 @@
-"""Sums of two float32 numbers: twice the precision, from operations that every device has.
+"""Pairs: sums of two float32 numbers, with twice the precision, from operations that every device has.
 
-The algorithms are those of Dekker (Numer. Math. 18 (1971) 224) and Knuth, without the fused operations that devices may
-or may not have. Two rules make results independent of the compiler (`_core/xla_cpu.py`):
+The algorithms are by Dekker (Numer. Math. 18 (1971) 224) and Knuth, without fused operations, which some devices lack.
+Two rules make results independent of the compiler (`_core/xla_cpu.py`):
 
-* a product that is not exact is never split and never enters a sum whose error is asked for, so that a compiler may
-  contract products with sums;
-* of `s = a + b` the error is `(a - s) + b`, since (a + b) - b is simplified to a for a constant b.
+* an inexact product is never split, and never enters a sum whose error is needed, so that a compiler may contract
+  products with sums;
+* the error of `s = a + b` is `(a - s) + b`, because compilers simplify (a + b) - b to a for a constant b.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import lax
 
 Array = jax.Array
 
-#: What keeps the first 12 bits of a float32 significand, so that products of halves are exact.
+#: The mask of the first 12 bits of a float32 significand, so that products of halves are exact.
 _UPPER_HALF = ~0xFFF
 _SIGN = np.int32(-(2**31))
 
@@ -41,7 +41,7 @@ def constant(value: Fraction | int) -> Pair:
 
 
 def _nearest(value: Fraction) -> float:
-    """The nearest float32, of float64 to odd, as a quotient of Python's integers is the nearest float64."""
+    """The nearest float32, from the float64 rounded to odd; a quotient of Python's integers is the nearest float64."""
     near = value.numerator / value.denominator
     if Fraction(near) != value and not int(np.float64(near).view(np.int64)) & 1:
         near = float(np.nextafter(near, np.inf if Fraction(near) < value else -np.inf))
@@ -62,12 +62,12 @@ def negative(a: Pair) -> Pair:
 
 
 def times_power(a: Pair, power: Any) -> Pair:
-    """Times a power of two, or 0."""
+    """A pair times a power of two, or times 0."""
     return Pair(a.hi * power, a.lo * power)
 
 
 def settled(x: Array, positive: Array) -> Array:
-    """`x`, and no product that a compiler could contract with a sum, by the sign of a number that is not negative."""
+    """`x` combined with the sign of a nonnegative number, so that no compiler contracts it with a sum."""
     sign = lax.bitcast_convert_type(positive, jnp.int32) & _SIGN
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) | sign, jnp.float32)
 
@@ -82,14 +82,14 @@ def ordered_sum(a: Any, b: Any) -> Pair:
 
 
 def exact_sum(a: Array, b: Any) -> Pair:
-    """The exact sum of two numbers; a constant is the second one."""
+    """The exact sum of two numbers; a constant must be the second one."""
     total = a + b
     rest = total - a
     return Pair(total, (a - (total - rest)) + (b - rest))
 
 
 def add(a: Pair, b: Pair) -> Pair:
-    """The sum of two pairs, to 2^-46 of it also if they cancel."""
+    """The sum of two pairs, with a relative error of 2^-46 also if they cancel."""
     high, low = exact_sum(a.hi, b.hi), exact_sum(a.lo, b.lo)
     high = ordered_sum(high.hi, high.lo + low.hi)
     return ordered_sum(high.hi, high.lo + low.lo)
@@ -110,7 +110,7 @@ def _halves(x: Any) -> tuple[Any, Any]:
 
 
 def _product(a: Any, b: Any, more: Any) -> Pair:
-    """The product of two numbers, plus a number of the order of its last place; not quite normalised."""
+    """The product of two numbers, plus a number near its last place; not quite normalised."""
     (ah, al), (bh, bl) = _halves(a), _halves(b)
     middle = exact_sum(ah * bl, al * bh)
     top = ordered_sum(ah * bh, middle.hi)
@@ -128,7 +128,7 @@ def _loose(a: Pair, b: Pair) -> Pair:
 
 
 def multiply(a: Pair, b: Pair) -> Pair:
-    """The product of two pairs, to 2^-46 of it."""
+    """The product of two pairs, with a relative error of 2^-46."""
     return ordered_sum(*_loose(a, b))
 
 
@@ -154,7 +154,7 @@ def divide(a: Pair, b: Pair) -> Pair:
 
 
 def root(a: Pair) -> Pair:
-    """The square root of a positive pair; without an error if it is a number."""
+    """The square root of a positive pair; exact if the root is a float32 number."""
     guess = settled(lax.sqrt(a.hi), a.hi)
     inverse = np.float32(0.5) / guess  # the one division, as in `divide`
 
@@ -170,9 +170,9 @@ def root(a: Pair) -> Pair:
 
 
 def polynomial(x: Pair, coefficients: tuple[Pair, ...], pairs: int) -> Pair:
-    """The value of a polynomial, the constant term first; the terms from `pairs` on need float32 alone.
+    """The value of a polynomial, the constant term first; the terms from `pairs` on need only float32.
 
-    Each coefficient is larger than the sum of what follows it.
+    Each coefficient is larger than the sum of the later terms.
     """
     *first, last = coefficients[:pairs]
     rest: Any = coefficients[-1].hi

@@ -1,4 +1,4 @@
-"""A number taken apart for a function, and a function's value put together to be rounded once."""
+"""The parts of an argument, and a function's value in a form that can be rounded once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Array = jax.Array
 
 F32 = CARRIERS["float32"]
 _ONE = F32.bias << F32.fraction
-#: Least exponents of arguments: below, f(x) = a + b x^n + ... differs from a by so little that its side alone counts.
-#: For n = 1 and, where the term with x^2 or x^3 relative to the first one is the next, for n = 2.
+#: The least exponents of arguments: for smaller ones, f(x) = a + b x^n + ... is so close to a that only its side
+#: matters. FIRST_ORDER is for n = 1; SECOND_ORDER is for n = 2, relative to the first term.
 FIRST_ORDER, SECOND_ORDER = -50, -30
 
 
@@ -59,17 +59,17 @@ class Argument:
         return self.magnitude == _bits_of(number)
 
     def size(self, least: int, most: int) -> tuple[Array, Array]:
-        """|x| with its exponent held between two; and by how much that raised the exponent, negative."""
+        """|x| with its exponent held between two; and x's exponent minus `least` if it is negative, else 0."""
         held = jnp.clip(self.exponent, least, most)
         return self.significand * power_of_two(held), jnp.minimum(self.exponent - least, 0)
 
     def held(self, least: int, most: float) -> Array:
-        """X with its magnitude held between 2^least and a number."""
+        """The number x with its magnitude held between 2^least and `most`."""
         bits = jnp.clip(self.magnitude, (F32.bias + least) << F32.fraction, _bits_of(most))
         return lax.bitcast_convert_type(bits | self.sign, jnp.float32)
 
     def signed(self, size: Array) -> Array:
-        """A number of the size given and the sign of x."""
+        """A number with the given magnitude and the sign of x."""
         return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.int32) | self.sign, jnp.float32)
 
 
@@ -78,7 +78,7 @@ def _bits_of(number: float) -> int:
 
 
 def argument(x: Array) -> Argument:
-    """A float32 number taken apart, subnormal ones too; other numbers than finite ones are those of no use."""
+    """The parts of float32 numbers, also of subnormal ones; infinities and NaN have only a sign and a magnitude."""
     sign, magnitude = _bits.split(x, F32)
     exponent, count = double_word.normalised(magnitude, F32)
     bits = count & _bits.low_mask(F32.fraction) | _ONE
@@ -92,9 +92,9 @@ def power_of_two(exponent: Any) -> Any:
 
 @dataclass(frozen=True)
 class Value:
-    """What a function is at a number: pair 2^exponent, but for the cases, of which the last one that holds counts.
+    """The value of a function: pair 2^exponent, or the number of the last case that holds.
 
-    A pair whose `lo` is zero is exact. `hi` is no zero but in cases. `flip` are sign bits that change the sign.
+    A pair whose `lo` is zero is exact. `hi` is zero only if a case holds. `flip` has sign bits that change the sign.
     """
 
     pair: Pair
@@ -104,7 +104,7 @@ class Value:
 
 
 def as_odd(value: Value) -> tuple[Array, Array]:
-    """Sign bits and magnitude bits of a value rounded to odd: toward zero, the last bit set where that is inexact."""
+    """Sign and magnitude bits of a value rounded to odd: toward zero, with the last bit set if inexact."""
     sign, bits, low = _taken_apart(value.pair)
     bits = (bits - (low < 0).astype(bits.dtype)) | (low != 0).astype(bits.dtype)
     if not (isinstance(value.exponent, int) and value.exponent == 0):
@@ -122,7 +122,7 @@ def as_odd(value: Value) -> tuple[Array, Array]:
 
 
 def _taken_apart(pair: Pair) -> tuple[Array, Array, Array]:
-    """The sign bit and the bits of |hi|; lo as seen from zero."""
+    """The sign bit and the bits of |hi|; lo, counted away from zero."""
     sign, bits = _bits.split(pair.hi, F32)
     return sign, bits, lax.bitcast_convert_type(lax.bitcast_convert_type(pair.lo, jnp.int32) ^ sign, jnp.float32)
 
@@ -132,7 +132,7 @@ def _bits_of_number(number: Array | float) -> tuple[Array, Array]:
 
 
 def as_exact(value: Value) -> Exact:
-    """A value with the digits that stochastic modes look at."""
+    """A value with the digits that stochastic modes need."""
     sign, bits, low = _taken_apart(value.pair)
     inexact = low != 0
     bits = bits - (low < 0).astype(bits.dtype)
@@ -145,7 +145,7 @@ def as_exact(value: Value) -> Exact:
 
 
 def _rest(bits: Array, low: Array) -> Array:
-    """What follows the last place of `bits`, in units of 2^-32 of it; one less of a place where `low` is negative."""
+    """The part below the last place of `bits`, in units of 2^-32 of it; `low` plus one place if `low` is negative."""
     unit = jnp.maximum((bits >> F32.fraction) - F32.fraction, 1)  # the field of that place
     share = low * lax.bitcast_convert_type(2 * _ONE - (unit << F32.fraction), jnp.float32) * 65536.0
     top = jnp.floor(share)
@@ -154,7 +154,7 @@ def _rest(bits: Array, low: Array) -> Array:
 
 
 def _scaled(v: Exact, exponent: Array | int) -> Exact:
-    """Times 2^exponent, of a normal number."""
+    """A normal number times 2^exponent."""
     field = (v.magnitude >> F32.fraction) + exponent
     fraction = v.magnitude & _bits.low_mask(F32.fraction)
     beyond = field >= F32.inf >> F32.fraction
@@ -170,7 +170,7 @@ def _scaled(v: Exact, exponent: Array | int) -> Exact:
 
 
 def _known(v: Exact, where: Array, number: Array | float) -> Exact:
-    """`v`, and a number without an error where that is known."""
+    """`v`, or an exact number if the condition holds."""
     sign, magnitude = _bits_of_number(number)
     return Exact(
         jnp.where(where, sign, v.sign),
@@ -189,7 +189,7 @@ _MORE = _F64.fraction - F32.fraction
 
 
 def narrowed(x: Array) -> Array:
-    """Float64 values that float32 holds as float32, by bits: devices convert to subnormal numbers as to zero."""
+    """Float64 values that float32 holds, as float32, by bits: devices would convert subnormal numbers to zero."""
     sign, magnitude = _bits.split(x, _F64)
     field = (magnitude >> _F64.fraction) - _F64.bias + F32.bias
     count = (magnitude & _bits.low_mask(_F64.fraction)) >> _MORE

@@ -1,4 +1,4 @@
-"""A function at numbers, its exact value rounded once, and which functions and formats that can be said of."""
+"""Functions whose exact value is rounded once, and the test for functions and formats that allow it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Array = jax.Array
 
 
 def rounds(name: str, spec: Spec) -> bool:
-    """Whether `elementary` does a function of this name, under formats that float32 has two bits more than."""
+    """Whether `elementary` has a function of this name, and float32 has two bits more than the format of `spec`."""
     if name not in FUNCTIONS or not holds(spec, F32):
         return False
     return isinstance(spec.format, CodebookFormat) or has_spare_bits(spec.format, F32)
 
 
 def elementary(x: Array, word: Array | None = None, *, name: str, spec: Spec) -> Array:
-    """The function `name` of `FUNCTIONS` at `x`, rounded once under `spec`, which must be one that it `rounds`.
+    """The function `name` of `FUNCTIONS` at `x`, rounded once under `spec`; `rounds(name, spec)` must hold.
 
     Args:
-        x: float32 of any values; another dtype's, if float32 holds them.
-        word: for the stochastic modes, a random word for each element: uint32, of uint64 the upper half.
-        name: of the function.
-        spec: what its values are rounded to.
+        x: float32, any values; or another dtype, if float32 holds the values.
+        word: for the stochastic modes, a random word for each element: uint32; of a uint64 the upper half is used.
+        name: the name of the function.
+        spec: the rounding of its values.
     """
     if x.dtype.itemsize == 8:
         word = None if word is None else (word >> 32).astype(jnp.uint32)

@@ -1,7 +1,7 @@
-"""Which of many thresholds a number has reached: by its leading bits, and a comparison with one of them.
+"""The number of thresholds that a number has reached, by its leading bits and one comparison.
 
-Numbers are put into bins by their sign and the leading bits of their magnitude, so narrow that a bin has at most one
-threshold. A table says how many thresholds lie below each bin; of those the next one is left to be compared with.
+Numbers are put into bins by their sign and the leading bits of their magnitude. Bins are so narrow that each has at
+most one threshold. A table has the number of thresholds below each bin; the number is compared with the next one.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 
 Array = jax.Array
 
-#: The most bins: of bytes, they fit into a quarter of a CPU's nearest cache.
+#: The most bins: as bytes, they fit into a quarter of a CPU's first cache.
 _MOST = 8192
 
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """Bins of integers by sign and magnitude, each with at most one threshold in it or next to it.
+    """Bins of integers by sign and magnitude; each has at most one threshold in it or next to it.
 
     Args:
-        shift: bits of a magnitude that do not count.
-        first: what is left of the largest magnitudes in the first bin, which takes all that are smaller, too.
-        last: the same of the last bin, which takes all that are larger.
-        negative: whether numbers below zero have bins of their own; else they are in the first one.
-        below: for each bin the index of the threshold to compare with: all before that are reached, none behind it.
+        shift: the number of low bits of a magnitude that are ignored.
+        first: the leading bits of the largest magnitudes in the first bin, which also takes all smaller ones.
+        last: the leading bits of the smallest magnitudes in the last bin, which also takes all larger ones.
+        negative: whether numbers below zero have separate bins; else they are in the first bin.
+        below: for each bin, the index of the threshold to compare with: earlier ones are reached, later ones are not.
     """
 
     shift: int
@@ -41,7 +41,7 @@ class Bins:
         """The bin of each number, int32.
 
         Args:
-            below: where numbers are below zero.
+            below: whether each number is below zero.
             magnitude: integers.
         """
         within = jnp.clip(magnitude, self.first << self.shift, self.last << self.shift) >> self.shift
@@ -52,11 +52,11 @@ class Bins:
 
 
 def make_bins(thresholds: Sequence[int], margin: int = 0) -> Bins | None:
-    """The fewest bins for thresholds; None where that takes too many, or two thresholds are too close.
+    """The fewest bins for thresholds; None if there are too many, or two thresholds are too close.
 
     Args:
-        thresholds: increasing integers, which order as numbers do; at least one.
-        margin: how far a number may lie from the one that it stands for; bins count as so much larger.
+        thresholds: increasing integers, in the order of the numbers; at least one.
+        margin: the largest error of a binned number; bins count as larger by it.
     """
     width = max(map(abs, thresholds)).bit_length()
     found = (_bins(np.array(thresholds, object), shift, margin) for shift in range(width, -1, -1))
@@ -64,7 +64,7 @@ def make_bins(thresholds: Sequence[int], margin: int = 0) -> Bins | None:
 
 
 def _bins(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
-    # What lies next to zero stays in the first bins, whatever its exponent.
+    # Thresholds next to zero stay in the first bins, for every exponent.
     sizes = [abs(value) for value in thresholds if abs(value) > 1 + margin]
     if not sizes:
         return None
@@ -89,5 +89,5 @@ def _bins(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
 
 
 def take(table: Array, index: Array) -> Array:
-    """``table[index]`` for indexes within it. Plain indexing knows nothing of explicit sharding."""
+    """``table[index]`` for valid indexes. Plain indexing does not support explicit sharding."""
     return table.at[index].get(out_sharding=jax.typeof(index).sharding, mode="promise_in_bounds")

@@ -22,12 +22,12 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-#: Up to this many levels every threshold is compared, which kernels can do too; beyond, tables say which.
+#: The most levels for which every threshold is compared, as kernels can; more levels use tables.
 COMPARE_ALL = 32
 
 
 def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec, carrier: Carrier) -> Array:
-    """Values rounded to the levels of `spec.format`; NaN stays, whatever lies beyond the ends saturates."""
+    """Values rounded to the levels of `spec.format`; NaN stays NaN, numbers beyond the ends saturate."""
     table = _table(spec.format, carrier)  # type: ignore[arg-type]
     value = _bits.ordered(sign, magnitude)
     if spec.rounding in table.thresholds:
@@ -42,7 +42,7 @@ def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec
 @dataclass(frozen=True)
 class _Table:
     levels: np.ndarray  # as ordered integers of the carrier
-    thresholds: dict[Rounding, np.ndarray]  # by mode: level i + 1 is taken from thresholds[i] on
+    thresholds: dict[Rounding, np.ndarray]  # by mode: thresholds[i] is the first value of level i + 1
 
 
 @lru_cache(maxsize=64)
@@ -80,7 +80,7 @@ def pick_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Arr
 
 
 def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
-    """The same by bins, and by bisection where numbers of the carrier cannot be binned."""
+    """`pick_level` by bins, or by bisection if the thresholds cannot be binned."""
     bins = _bins_of(tuple(thresholds.tolist()))
     if bins is None:
         return _bisect(value, thresholds, choices)
@@ -95,9 +95,9 @@ def _bins_of(thresholds: tuple[int, ...]) -> Bins | None:
 
 
 def _bisect(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
-    """The same by bisection.
+    """`pick_level` by bisection.
 
-    Two searches after one another, fused into one program, take XLA minutes to compile: hence the barrier.
+    XLA takes minutes to compile two consecutive searches that it fuses. The barrier prevents the fusion.
     """
     value = lax.optimization_barrier(value)
     steps = len(thresholds).bit_length()
@@ -111,7 +111,7 @@ def _bisect(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
 
 
 def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:
-    """The stochastic modes: of the two neighbours, the one of larger magnitude where the draw says so."""
+    """The stochastic modes: the neighbour of larger magnitude if the draw selects it, else the other one."""
     reached = table.thresholds[Rounding.DOWN]
     below = pick_level(value, reached, table.levels)
     above = pick_level(value, reached, np.append(table.levels[1:], table.levels[-1]))
@@ -130,8 +130,8 @@ def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, c
 def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rounding, carrier: Carrier) -> Array:
     """P3109's nu >= 1 - R 2^-N for nu = (x - near) / (far - near), in the carrier's arithmetic.
 
-    Levels are spaced as they please, so nu is no integer number of random bits: the probability is right to within the
-    carrier's own resolution, not exactly as on a grid.
+    The spacing of levels is arbitrary, so nu is not an integer number of random bits. The probability is right to
+    within the carrier's own resolution, not exact as on a grid.
     """
     wide = "float64" if carrier.width == 64 else "float32"
 
@@ -140,11 +140,11 @@ def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rou
         return _bits.join(sign, jnp.abs(ordered), carrier).astype(wide)
 
     unit = 1 << random.width - random.bits
-    to_nearest = mode is Rounding.STOCHASTIC_C  # nu 2^N to the nearest integer first: half a unit sooner
+    to_nearest = mode is Rounding.STOCHASTIC_C  # rounds nu 2^N to the nearest integer first, so half a unit earlier
     word = random.word | random.word.dtype.type(unit >> 1) if to_nearest else random.word
     left, share = jnp.abs(number(far) - number(value)), word.astype(wide) * 2.0**-random.width
     limit = jnp.abs(number(far) - number(near)) * share
     if not to_nearest:
         return left <= limit
-    even = random.word >> random.width - random.bits & 1 == 0  # where a tie goes
+    even = random.word >> random.width - random.bits & 1 == 0  # decides a tie
     return (left < limit) | ((left == limit) & even)

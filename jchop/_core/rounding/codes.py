@@ -1,7 +1,7 @@
 """Bit patterns of values, and patterns of fewer than eight bits packed into bytes: integer operations on tiles.
 
-A code is what `ElementFormat.encode` gives. Packed along the last axis, the k-bit code i of a row takes the bits
-[k i, k i + k) of the row's little-endian bit stream (for 4 bits: low nibble first); every row is padded with zeros to
+A code is the result of `ElementFormat.encode`. Packed along the last axis, the k-bit code i of a row takes the bits [k
+i, k i + k) of the row's little-endian bit stream (for 4 bits: low nibble first); every row is padded with zeros to
 whole bytes.
 """
 
@@ -28,8 +28,8 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
     """The codes of values of `fmt`, as integers of its ``code_dtype``.
 
     Args:
-        values: values of `fmt` in `carrier`, which holds them all. A NaN takes the positive quiet NaN code, and where
-            `fmt` has none an unspecified one.
+        values: values of `fmt` in `carrier`, which holds them all. A NaN gets the positive quiet NaN code, or an
+            unspecified code if `fmt` has none.
         fmt: a float format of any width, or another of at most 16 bits.
         carrier: the carrier of `values`.
     """
@@ -52,7 +52,7 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array
     Args:
         codes: integers in [0, 2^bits), any dtype.
         fmt: as for `encode_elements`.
-        carrier: holds every value of `fmt`.
+        carrier: a carrier that holds every value of `fmt`.
     """
     codes = codes.astype(carrier.work)
     if isinstance(fmt, FloatFormat):
@@ -71,7 +71,7 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array
 
 
 def extended(magnitude: Array, carrier: Carrier) -> Array:
-    """Magnitude bits with an exponent field that goes on below 1, so that every value but 0 has a leading bit.
+    """Magnitude bits with an exponent field that continues below 1, so that every value but 0 has a leading bit.
 
     A subnormal value is its bits, read as an integer, times the smallest value of the carrier.
     """
@@ -223,7 +223,7 @@ def unpack(packed: Array, bits: int, count: int) -> Array:
     if bits == 8:
         return packed
     if 8 % bits == 0 and packed.shape[-1] % 4 == 0 and packed.shape[-1] * 8 == count * bits:
-        # As many codes of a word side by side as fill a vector: faster than the two of a byte.
+        # The codes of a 32-bit word fill a vector, which is faster than the codes of a byte.
         words = lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4), jnp.int32)
         shifts = np.arange(0, 32, bits, dtype=np.int32)
         return _flat(words[..., None] >> shifts & _bits.low_mask(bits)).astype(jnp.uint8)
@@ -233,7 +233,7 @@ def unpack(packed: Array, bits: int, count: int) -> Array:
 
 
 def _codes_together(bits: int) -> int:
-    """The least number of codes that fill whole bytes, those of `_bytes_together`."""
+    """The least number of codes that fill whole bytes; `_bytes_together` is the number of these bytes."""
     return 8 // math.gcd(8, bits)
 
 
@@ -242,7 +242,7 @@ def _bytes_together(bits: int) -> int:
 
 
 def _in_groups(row: Array, size: int) -> Array:
-    """The last axis in groups of `size`, the last one filled with zeros."""
+    """The last axis in groups of `size`; the last group is filled with zeros."""
     missing = -row.shape[-1] % size
     if missing:
         row = jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, missing)])
@@ -254,10 +254,10 @@ def _flat(groups: Array) -> Array:
 
 
 def _shifted_together(groups: Array, starts: np.ndarray) -> Array:
-    """For each row of `starts` the bytes of a group, shifted left by so many bits each and put together.
+    """For each row of `starts`, the bytes of a group, shifted left by so many bits each and combined.
 
-    As shifts of a broadcast axis and a sum over it, this is what XLA's CPU backend vectorizes; slices that are stacked
-    would be fused with what computes the codes, element by element.
+    XLA's CPU backend vectorizes shifts of a broadcast axis and a sum over it. It would fuse stacked slices with the
+    computation of the codes, element by element.
     """
     left, right = (np.clip(shift, 0, 7).astype(np.uint8) for shift in (starts, -starts))
     shifted = groups[..., None, :] << left >> right

@@ -1,7 +1,7 @@
 """Rounding of elements: the one body behind every implementation.
 
-`round_elements` works on the bits of one array and a word of random bits for each element. It asks nothing of shapes,
-keys or devices, so XLA fuses it and a kernel runs it on a tile.
+`round_elements` works on the bits of one array and a word of random bits for each element. It does not depend on
+shapes, keys or devices, so XLA fuses it and a kernel runs it on a tile.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def round_elements(x: Array, spec: Spec, carrier: Carrier, word: Array | None = 
 
 
 def overflowed(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None) -> Array:
-    """Where the rounded value lies beyond the ends of the format, with the arguments of `round_elements`.
+    """Whether the rounded value is beyond the ends of the format, with the arguments of `round_elements`.
 
-    NaN counts as inside; infinities as outside; so does what an unsigned format rounds to a negative number.
+    NaN counts as inside. Infinities, and negative rounded values in an unsigned format, count as outside.
     """
     sign, magnitude = _bits.split(x, carrier)
     fmt = spec.format
@@ -80,12 +80,12 @@ def _limit(negative: Array, grid: Grid) -> Array | int:
     """Magnitude bits of the end of the range on x's side of zero."""
     if grid.top_bits == grid.bottom_bits:
         return grid.top_bits
-    kind = grid.carrier.work.type  # two Python ints would make 64-bit words in 64-bit mode
+    kind = grid.carrier.work.type  # Python ints would make 64-bit words in 64-bit mode
     return jnp.where(negative, kind(grid.bottom_bits), kind(grid.top_bits))
 
 
 def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid: Grid) -> Array:
-    """`rounded` with the overflow rule applied; `magnitude` tells infinities from finite values."""
+    """`rounded` with the overflow rule applied; `magnitude` separates infinities from finite values."""
     carrier = grid.carrier
     limit = _limit(negative, grid) if grid.signed else grid.top_bits
     beyond = limit if grid.saturates else carrier.inf if grid.has_inf else carrier.nan
@@ -107,7 +107,7 @@ def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid:
         result = jnp.where(magnitude == carrier.inf, infinity, result)
     if grid.signed:
         return result
-    # Below zero an unsigned format has nothing; the modes that point upward, or to zero, point to its smallest value.
+    # An unsigned format has no values below zero; modes that round up, or to zero, give its smallest value.
     smallest = 0 if grid.zero else grid.tiny_bits
     finds_none = spec.overflow is Overflow.IEEE and spec.rounding not in TO_SMALLEST
     below = carrier.nan if grid.has_nan and finds_none else smallest
@@ -115,20 +115,21 @@ def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid:
 
 
 def _below(magnitude: Array, rounded: Array, negative: Array, grid: Grid) -> Array:
-    """Where an unsigned format is asked for a negative value; without a zero, no negative value rounds to zero."""
+    """Whether a value stays negative in an unsigned format; without a zero, no negative value rounds to zero."""
     return negative & ((rounded if grid.zero else magnitude) != 0)
 
 
 def _wrap(sign: Array, rounded: Array, fmt: UniformFormat, carrier: Carrier) -> tuple[Array, Array]:
     """Sign and magnitude of the rounded value wrapped into the format's two's complement range.
 
-    The value is c 2^s quanta with an integer c of the carrier's precision, so only the low (bits - s) bits of c count.
+    The value is c 2^s quanta, with an integer c of the carrier's precision. So only the low (bits - s) bits of c
+    matter.
     """
     width, fraction = carrier.work_width, carrier.fraction
     biased = rounded >> fraction
     count = rounded & _bits.low_mask(fraction) | jnp.where(biased > 0, 1 << fraction, 0)
     exponent = jnp.maximum(biased, 1) - carrier.bias - fraction
-    # Below one quantum c has zeros to drop, since the value is a whole number of quanta.
+    # If the last place of c is below one quantum, its low bits are zero, because the value is a whole number of quanta.
     spare = jnp.clip(-fmt.frac_bits - exponent, 0, fraction + 1)
     count, exponent = count >> spare, exponent + spare
     keep = jnp.clip(fmt.bits - (exponent + fmt.frac_bits), 0, fraction + 3)

@@ -1,4 +1,4 @@
-"""A format's values as bit patterns of a carrier: everything static about rounding onto an evenly spaced grid.
+"""A format's values as bit patterns of a carrier: the static data for rounding to an evenly spaced grid.
 
 Within a binade of the carrier the values of a floating-point or fixed-point format are evenly spaced, so rounding drops
 the low d bits of the magnitude. With E the carrier's biased exponent,
@@ -27,14 +27,14 @@ class Grid:
 
     carrier: Carrier
     drop: int  # D: bits dropped at full precision
-    spacing: int | None  # K; None where d = D everywhere above T
-    deep: bool  # the carrier's subnormals are normal values of the format, of which d drops fewer bits
-    deep_least: int  # the least d there: what the format's own subnormals ask for
+    spacing: int | None  # K; None if d = D everywhere above T
+    deep: bool  # whether the carrier's subnormals are normal values of the format; then d is smaller
+    deep_least: int  # the least d there, from the format's own subnormals
     tiny_exponent: int  # T = 2^tiny_exponent
-    tiny_bits: int  # T; 0 where no value of the carrier lies between 0 and T
+    tiny_bits: int  # T; 0 if no value of the carrier lies between 0 and T
     parity: int  # added to the magnitude before its bit d is read as the last bit of the format's significand
-    deep_parity: int  # the same for a precision of one bit in the carrier's subnormals, where the exponent is read
-    normal_bits: int  # the smallest normal value, 0 where there is none
+    deep_parity: int  # the same for a precision of one bit in the carrier's subnormals: there the exponent is read
+    normal_bits: int  # the smallest normal value; 0 if there is none
     top_bits: int  # the largest value
     bottom_bits: int  # the smallest (most negative) value
     zero: bool
@@ -56,7 +56,7 @@ def make_grid(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> Grid:
         graded = fmt.subnormals and fmt.zero and fmt.frac_bits > 0
         deep = drop > 0 and fmt.emin < 1 - carrier.bias
         normal = _bits(Fraction(2) ** fmt.emin, carrier)
-        # With one bit of precision a code's last bit is that of its exponent.
+        # With one bit of precision a code's last bit is the last bit of its exponent.
         lag = None if fmt.frac_bits else fmt.bias - carrier.bias
     else:
         drop, graded, deep, normal, lag = 0, True, False, 0, None
@@ -95,15 +95,16 @@ def _tiny_exponent(fmt: FloatFormat | UniformFormat) -> int:
 
 
 def _bits(value: Fraction, carrier: Carrier) -> int:
-    """Magnitude bits; past an end of the carrier that end, which no input can pass.
+    """Magnitude bits; for numbers beyond the carrier's range, its end, which no input exceeds.
 
-    Only wrapping lets an end pass that the carrier does not hold, and only infinities then take it, toward zero.
+    Only wrapping allows an end that the carrier does not hold; then only infinities become this end, rounded toward
+    zero.
     """
     return min(carrier.toward_zero(value)[0], carrier.inf - 1)
 
 
 def most_random_bits(spec: Spec, carrier: Carrier) -> int:
-    """The largest `random_bits` of a stochastic mode: a word, less the bit further that variants B and C look."""
+    """The largest `random_bits` of a stochastic mode: a word, minus one bit for variants B and C."""
     return carrier.work_width - (spec.rounding in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C))
 
 
@@ -116,19 +117,18 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
     if Fraction(2) ** tiny > carrier.max or (not _zero(fmt) and tiny < carrier.tiny_exponent):
         return False
     if spec.overflow is Overflow.WRAP and fmt.signed:
-        return True  # wrapped values are no longer in bits than what they came from
+        return True  # wrapped values have no more bits than the values before
     ends = [Fraction(end) for end in (fmt.max, fmt.min)]
     if all(carrier.magnitude_bits(end) is not None for end in ends):
         return True
-    # A finer and wider format than the carrier moves no finite value; what is left is infinity, which must not
-    # saturate.
+    # A format that is finer and wider than the carrier changes no finite value. Infinities must not saturate.
     finer = isinstance(fmt, FloatFormat) and fmt.frac_bits >= carrier.fraction and fmt.max > carrier.max
     return finer and spec.overflow is not Overflow.SATURATE and not fmt.saturates
 
 
 @lru_cache(maxsize=1024)
 def require_carrier(spec: Spec, carrier: Carrier) -> None:
-    """Refuse a carrier that cannot hold the results of `spec`, naming one that can."""
+    """Refuses a carrier that cannot hold the results of `spec`; the error names one that can."""
     if spec.random_bits is not None and spec.random_bits > (most := most_random_bits(spec, carrier)):
         raise ValueError(
             f"random_bits={spec.random_bits} of spec={str(spec)!r} is more than the {most} that there are for "

@@ -1,12 +1,12 @@
-"""Which neighbour: every rounding mode, in three forms. Whatever else decides a neighbour asks these tables.
+"""The choice between two neighbours: every rounding mode, in three forms. All other code uses these tables.
 
 * `AWAY`: at or above the format's smallest positive value T a mode is one addend: |x| plus the addend, its low d bits
-  then cleared. The carry runs into the exponent as it should, because a carrier's bits order as its values do.
-* `AWAY_FROM_ZERO`: one comparison of what is discarded, if it is not the low bits of a magnitude. Below T the
+  then cleared. A carry into the exponent is right, because a carrier's bits have the order of its values.
+* `AWAY_FROM_ZERO`: one comparison of the discarded part, if it is not the low bits of a magnitude. Below T the
   neighbours are 0 and T.
-* `threshold`: the point between two levels from which on the upper one is taken.
+* `threshold`: the point between two levels above which the upper one is taken.
 
-Some facts of a mode that overflow and short cuts look at stand at the end.
+The facts of modes at the end are for overflow and for short cuts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class Draw:
-    """N random bits for each element, in the top bits of a word, the rest of it zero."""
+    """N random bits for each element, in the top bits of a word; the other bits are zero."""
 
     word: Array
     bits: int
@@ -41,15 +41,15 @@ class Draw:
         return self.word.dtype.itemsize * 8
 
     def keep(self, word: Array) -> Array:
-        """The top N bits of `word`, the rest of it zero."""
+        """The top N bits of `word`; the other bits are zero."""
         return _top(word, self.bits)
 
 
 def draw(word: Array | None, spec: Spec, carrier: Carrier) -> Draw | None:
-    """The random bits that `spec` asks for out of whole random words.
+    """The random bits for `spec`, taken from whole random words.
 
-    P3109's variant B with N bits R is variant A with the N + 1 bits 2R + 1. Variants B and C look one bit further
-    than N, so the most they can have is one less than the width of a word.
+    P3109's variant B with N bits R is variant A with the N + 1 bits 2R + 1. Variants B and C need one bit more than N,
+    so N is at most one less than the width of a word.
     """
     if word is None or not spec.rounding.stochastic:
         return None
@@ -62,7 +62,7 @@ def draw(word: Array | None, spec: Spec, carrier: Carrier) -> Draw | None:
 
 
 def _top(word: Array, bits: int) -> Array:
-    """The top `bits` bits of a word, the rest of it zero; by shifts: GPU kernels take no constant from 2^63 on."""
+    """The top `bits` bits of a word, the others zero; by shifts, because GPU kernels take no constant from 2^63 on."""
     low = word.dtype.itemsize * 8 - bits
     return word >> low << low if low else word
 
@@ -77,11 +77,11 @@ def _coin(bits: Draw | None) -> Array:
 
 @dataclass(frozen=True)
 class DroppedBits:
-    """What a mode may look at: |x|, the depth d of the cut, the bit above it, the sign, the random bits."""
+    """The input of a mode: |x|, the depth d of the cut, the bit above it, the sign, the random bits."""
 
     magnitude: Array
     depth: Array | int
-    least: int  # no d is smaller
+    least: int  # a lower bound of d
     mask: Array | int  # 2^d - 1
     last: Array  # 0 or 1: the last bit of the lower neighbour's significand
     negative: Array
@@ -96,7 +96,7 @@ class DroppedBits:
         return _bits.low_mask(jnp.maximum(self.depth - self.draw.bits, 0))
 
     def random(self) -> Array:
-        """R 2^(d-N): the random bits on the scale of the discarded ones, fractions dropped."""
+        """R 2^(d-N): the random bits on the scale of the discarded bits, without fractions."""
         assert self.draw is not None
         word, width = self.draw.word, self.draw.width
         if not self.least:  # d = 0 would shift by the whole width: shift twice
@@ -104,7 +104,7 @@ class DroppedBits:
         return _bits.shift_right(word, width - self.depth).astype(self.magnitude.dtype)
 
     def random_to_nearest(self) -> Array:
-        """The same, plus what rounds the discarded bits to N bits, half to even, first."""
+        """`random`, plus the addend that first rounds the discarded bits to N bits, ties to even."""
         last = ((self.magnitude & self.mask & (self.coarse + 1)) != 0).astype(self.magnitude.dtype)
         return self.random() + (self.coarse >> 1) + (last & self.coarse)
 
@@ -125,7 +125,7 @@ AWAY: dict[Rounding, Callable[[DroppedBits], Array | int]] = {
 
 
 def round_magnitude(magnitude: Array, negative: Array, word: Array | None, spec: Spec, grid: Grid) -> Array:
-    """|x| rounded under `spec` on the grid extended upward without end, as magnitude bits."""
+    """|x| rounded under `spec` on the grid without an upper end, as magnitude bits."""
     depth, last = dropped_bits(magnitude, grid)
     mask = _bits.low_mask(depth)
     bits = draw(word, spec, grid.carrier)
@@ -149,31 +149,31 @@ def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
         return _deep_depth(magnitude, exponent, grid)
     depth: Array | int = grid.drop
     if grid.spacing is not None:
-        if grid.spacing <= fraction:  # else d is M for every subnormal of the carrier, whatever their exponent
+        if grid.spacing <= fraction:  # else d is M for every subnormal of the carrier
             exponent = jnp.maximum(exponent, 1)
         depth = jnp.clip(grid.spacing - exponent, grid.drop, fraction)
     return depth, (magnitude + grid.parity >> depth) & 1
 
 
 def _deep_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, Array]:
-    """As `dropped_bits`, where subnormals of the carrier are normal values of the format.
+    """`dropped_bits` for formats that have subnormals of the carrier as normal values.
 
-    One with leading bit b has the spacing of a normal value M - b binades further down, so d is that much less.
+    A subnormal with leading bit b has the spacing of a normal value M - b binades lower, so d is smaller by M - b.
     """
     carrier, subnormal = grid.carrier, exponent == 0
     lead = _bits.floor_log2(jnp.where(subnormal, jnp.maximum(magnitude, 1), 1), carrier).astype(magnitude.dtype)
     depth = jnp.where(subnormal, jnp.maximum(grid.drop - carrier.fraction + lead, grid.deep_least), grid.drop)
     last = (magnitude + grid.parity) >> depth
-    if grid.drop == carrier.fraction:  # one bit of precision: parity is that of the exponent
+    if grid.drop == carrier.fraction:  # one bit of precision: the parity of the exponent
         last = jnp.where(subnormal, lead + grid.deep_parity, last)
     return depth, last & 1
 
 
-# -- by what is discarded ----------------------------------------------------------------------------------------------
+# -- by the discarded part ---------------------------------------------------------------------------------------------
 
 
 class Discarded(ABC):
-    """What is discarded of a number between two neighbours, as the modes that a subclass is asked for look at it."""
+    """The discarded part of a number between two neighbours, with the properties that modes compare."""
 
     draw: Draw | None
     negative: Array
@@ -186,7 +186,7 @@ class Discarded(ABC):
         """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""
 
     def nearest(self, tie: Array | bool) -> Array:
-        """Whether the nearer neighbour is the one away from zero, which takes a tie if `tie`."""
+        """Whether the nearer neighbour is the one away from zero; a tie goes to it if `tie`."""
         share, dropped = self.share()
         return _bits.top_bit(share) & ((share << 1 != 0) | dropped | tie)
 
@@ -213,7 +213,7 @@ class Discarded(ABC):
         word, low, bits = self.draw.word.dtype.type, self.draw.width - self.draw.bits, self.draw.bits
         rest, half = share & word((1 << low) - 1), word(1 << low >> 1)
         up = (rest > half) | ((rest == half) & (dropped | (share >> low & 1 != 0)))
-        total = self.draw.keep(share) + self.draw.word  # carries as it is, or with one unit more
+        total = self.draw.keep(share) + self.draw.word  # carries, or carries with one unit more
         return (total < self.draw.word) | (up & (total >> low == word((1 << bits) - 1)))
 
 
@@ -253,12 +253,12 @@ class BelowSmallest(Discarded):
         if exponent + carrier.bias <= 1:  # T is a subnormal of the carrier or its smallest normal value
             return self.magnitude.astype(unsigned) << width - (exponent - carrier.tiny_exponent), False
         biased = self.magnitude >> carrier.fraction
-        # The significand to the top of a word; what stood above it falls out, but for the place of the leading bit.
+        # Moves the significand to the top of a word; the bits above it are shifted out, except the leading bit's place.
         significand = (self.magnitude | 1 << carrier.fraction).astype(unsigned) << width - 1 - carrier.fraction
         if exponent + carrier.bias - 2 < width:  # else subnormals of the carrier leave no bit
             significand = jnp.where(biased > 0, significand, significand << 1 >> 1)
             biased = jnp.maximum(biased, 1)
-        # Not negative below T; elsewhere the result is not used.
+        # Not negative below T; above T the result is not used.
         shift = jnp.maximum(exponent + carrier.bias - 1 - biased, 0)
         within = jnp.minimum(shift, width - 1).astype(unsigned)
         share = jnp.where(shift < width, significand >> within, 0)
@@ -284,9 +284,9 @@ AWAY_FROM_ZERO: dict[Rounding, Callable[[Discarded], Array | bool]] = {
 
 
 def threshold(mode: Rounding, index: int, low: Fraction, high: Fraction) -> tuple[Fraction, bool]:
-    """From where on the upper one of two neighbours, of indexes `index` and one more, is taken; whether only beyond it.
+    """The point from which on level `index` + 1 is taken instead of level `index`, and whether the point is excluded.
 
-    Stochastic modes have none.
+    Stochastic modes have no threshold.
     """
     middle = (low + high) / 2
     return {
@@ -304,7 +304,7 @@ def threshold(mode: Rounding, index: int, low: Fraction, high: Fraction) -> tupl
 
 #: Modes that take the nearer neighbour.
 NEAREST = frozenset({Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.NEAREST_ZERO})
-#: Modes whose result a number close to a value of the format changes, however close: no product may vanish.
+#: Modes for which the smallest distance from a value of the format changes the result, so that no product may vanish.
 SEES_THE_LEAST = frozenset({Rounding.UP, Rounding.DOWN, Rounding.ODD, Rounding.STOCHASTIC_EQUAL})
 #: Modes that round a positive or a negative overflow inward, to the largest finite value.
 INWARD = {

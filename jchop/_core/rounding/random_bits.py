@@ -10,8 +10,8 @@ its end) and ``threefry(key, counter)`` Threefry-2x32 with 20 rounds (Salmon et 
     h = (d[0], d[1]);  then for each further pair:  h = threefry(h, (d[2i], d[2i+1]))
     (s[2b], s[2b+1]) = threefry(h, (0x6A63686F + n, b))  for b = 0, 1, 2
 
-The constant keeps the seeds apart from what ``jax.random.split``, ``fold_in`` and ``bits`` compute from the same key;
-``n`` keeps keys of different lengths apart, as ``h`` of an rbg key can be the data of a folded threefry key.
+The constant separates the seeds from the results of ``jax.random.split``, ``fold_in`` and ``bits`` with the same key;
+``n`` separates keys of different lengths, because ``h`` of an rbg key can be the data of a folded threefry key.
 
 *Word* of lane L (0 or 1) at the index ``hi * 2**32 + lo``, with ``t = hi * 0x9E3779B9``::
 
@@ -21,8 +21,8 @@ The constant keeps the seeds apart from what ``jax.random.split``, ``fold_in`` a
     x = (x ^ (x >> 15)) * 0x31848BAB
     word = (x ^ (x >> 14)) + y
 
-A 64-bit word is lane 0 as its high half and lane 1 as its low half. The index counts elements in C order.
-The shifts and multipliers are those of ``triple32`` (C. Wellons, hash-prospector, released into the public domain).
+A 64-bit word is lane 0 as its high half and lane 1 as its low half. The index counts elements in C order. The shifts
+and multipliers come from ``triple32`` (C. Wellons, hash-prospector, released into the public domain).
 
 *Test vectors* (key words: lane 0 at indexes 0, 1, 2**32, 2**40 + 5; lane 1 at index 0), hexadecimal::
 
@@ -30,12 +30,13 @@ The shifts and multipliers are those of ``triple32`` (C. Wellons, hash-prospecto
     13198A2E, 03707344:                              E8280D1D 4A0DD393 8B9D4995 4068D874; D6C1053C
     243F6A88, 85A308D3, 13198A2E, 03707344:          778D8745 CCEDA2CE 7495630E AE87E656; 18BDC71B
 
-*Reason.* Of the hashes that keep a whole stochastic rounding below three copies of the array this is the strongest one
-measured: three multiplications, a seed before each, so that two keys do not give shifted or permuted copies of one
-sequence; adding ``y`` lets words repeat as often as random ones do, where a permutation of the counter never does so.
-Rounding float32 to bfloat16 takes 2.0 and to e4m3 2.9 times as long as an in-place copy; with Threefry-20, also
-written out, 11 times, with ``jax.random.bits`` over 100 times. Over 20 keys of 2**24 words no statistic of the tests
-exceeds 3.4 standard deviations. docs/randomness.md has the figures and the limits. It is not a cryptographic generator.
+*Reason.* Among the measured hashes with which a whole stochastic rounding takes less time than three copies of the
+array, this is the strongest. It has three multiplications, with a seed before each, so that two keys do not give
+shifted or permuted copies of one sequence. With ``y`` added, words repeat as often as random words do; in a permutation
+of the counter they would never repeat. Rounding float32 to bfloat16 takes 2.0 and to e4m3 2.9 times as long as an
+in-place copy; with Threefry-20, also written out, 11 times, with ``jax.random.bits`` over 100 times. Over 20 keys of
+2**24 words no statistic of the tests exceeds 3.4 standard deviations. docs/randomness.md has the figures and the
+limits. It is not a cryptographic generator.
 """
 
 import math
@@ -85,7 +86,7 @@ def _seeds(data: Array) -> tuple[Array, ...]:
     return lax.optimization_barrier((a[0], b[0], a[1], b[1], a[2], b[2]))
 
 
-#: How many words `seed_words` gives.
+#: The number of words of `seed_words`.
 SEEDS = 6
 
 
@@ -96,7 +97,7 @@ def seed_words(key: Array) -> tuple[Array, ...]:
         key: a scalar typed key (`jax.random.key`) of any implementation; batches go through `jax.vmap`.
 
     Returns:
-        Six uint32 scalars, as defined at the head of this module.
+        Six uint32 scalars, as defined in the docstring of this module.
 
     Example:
         >>> [hex(int(s)) for s in seed_words(jax.random.key(0))[:2]]
@@ -132,17 +133,17 @@ def random_words(seeds: Sequence[Array], lo: Array, hi: Array | int = 0, lane: i
 
 
 def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Array, Array | int]:
-    """The 64-bit flat indexes of the elements of an array that is part of a larger one, as low and high words.
+    """The 64-bit flat indexes of the elements of a part of an array, as low and high words.
 
     Args:
         shape: shape of the part; no axis longer than 2**32.
-        offset: where the part lies, never negative: the flat index of its first element if it is a contiguous chunk (an
-            int or a traced integer scalar), or ``(starts, whole)``: one start for each axis, ints or traced, and the
-            shape of the whole array. Default 0.
+        offset: the position of the part, not negative: the flat index of its first element if it is a contiguous chunk
+            (an int or a traced integer scalar), or ``(starts, whole)``: one start for each axis, ints or traced, and
+            the shape of the whole array. Default 0.
         base: a known index added to all. Default 0.
 
     Returns:
-        ``(lo, hi)``: uint32 arrays of `shape`; `hi` is an int where it is one known number (nearly always 0).
+        ``(lo, hi)``: uint32 arrays of `shape`; `hi` is an int if it is one known number (nearly always 0).
 
     Raises:
         ValueError: if an axis is longer than 2**32.
@@ -165,7 +166,7 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
         if shape[axis] > 1
     ]
     reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if n > 0)
-    # The largest index there can be, and with it whether a high word can differ from that of the known part.
+    # The largest possible index decides whether a high word can differ from the high word of the known part.
     last = base + math.prod(whole) - 1 if tile else first + reach + sum(int(jnp.iinfo(i.dtype).max) for i, _ in traced)
     if last <= _WORD or (not traced and first >> 32 == (first + reach) >> 32):
         low = _low_sum([(start.astype(jnp.uint32), stride) for start, stride in traced] + steps, first)
@@ -192,7 +193,7 @@ def random_bits(seeds: Sequence[Array], shape: Sequence[int], offset: Any = 0, w
         base: as in `flat_index`. Default 0.
 
     Returns:
-        A uint32 array; for 64 bits two, the high words (those of 32 bits) and the low words.
+        A uint32 array; for 64 bits two arrays, the high words (equal to the 32-bit words) and the low words.
 
     Example:
         >>> random_bits(seed_words(jax.random.key(0)), (2,), offset=2**40).shape
@@ -213,7 +214,7 @@ def _low_sum(terms: Sequence[tuple[Any, int]], constant: int) -> Any:
 
 
 def _split(value: Array) -> _Pair:
-    """The words of a traced integer that is not negative."""
+    """The words of a nonnegative traced integer."""
     high = (value >> 32).astype(jnp.uint32) if value.dtype.itemsize == 8 else _u(0)
     return value.astype(jnp.uint32), high
 

@@ -1,4 +1,4 @@
-"""Where an array lies in the random stream, and the words of its elements there."""
+"""The position of an array in the random stream, and the words of its elements."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class StreamOffset:
-    """The static part of an offset: what stands in it for a traced start is None."""
+    """The static part of an offset, with None for each traced start."""
 
     known: tuple[int | None, ...] = (0,)
     whole: tuple[int, ...] | None = None  # the shape of the whole array; None for a contiguous chunk
     base: int = 0  # a known index added to all
-    shape: tuple[int, ...] | None = None  # the shape in which the words are drawn; None for that of the array
+    shape: tuple[int, ...] | None = None  # the shape in which the words are drawn; None for the array's shape
 
     def offset(self, starts: Sequence[Array]) -> Any:
-        """With its traced starts, what `random_bits` takes."""
+        """The argument `offset` of `random_bits`, with the traced starts filled in."""
         rest = iter(starts)
         each = tuple(next(rest) if start is None else start for start in self.known)
         return each[0] if self.whole is None else (each, self.whole)
@@ -48,10 +48,10 @@ def words_like(x: Array, drawn: Sequence[Array], place: StreamOffset) -> Array:
     """A word for each element of `x`, of 64 bits for float64.
 
     Args:
-        x: the array that is rounded.
-        drawn: the words of `seed_words`, then the traced starts that `place` leaves open.
-        place: where `x` lies in the random stream.
+        x: the array to round.
+        drawn: the words of `seed_words`, then the traced starts of `place`.
+        place: the position of `x` in the random stream.
     """
     word = draw(drawn[:SEEDS], x.shape, place, drawn[SEEDS:], 64 if x.dtype.itemsize == 8 else 32)
-    # ORed with zeros like x, the words have the sharding of x in their type, where meshes are explicit.
+    # ORed with zeros like x, the words have the sharding of x in their type, which explicit meshes need.
     return word | jnp.zeros_like(x, word.dtype)

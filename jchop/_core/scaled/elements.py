@@ -1,9 +1,8 @@
-"""Blocks of elements that share a scale: the arithmetic of one tile, which every backend has.
+"""Blocks of elements that share a scale: the arithmetic of one tile, for every backend.
 
-It knows nothing of arrays: it takes a tile in which one axis runs through a block, divides by the scales, rounds, and
-multiplies back or encodes, as a `Plan` says. Kernels run it on their own tiles. All of it is integer arithmetic on
-bits, so neither subnormal numbers that a device reads as zero nor divisions that a compiler turns into
-multiplications change a result.
+In a tile, one axis runs through a block. The numbers are divided by the scales and rounded, then multiplied back or
+encoded, under a `Plan`. Kernels run this on their tiles. It is integer arithmetic on bits. So subnormal numbers that a
+device reads as zero, and divisions that a compiler replaces by multiplications, do not change a result.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-#: The formats of the carriers that results are rounded to from a wider one.
+#: The formats of the 16-bit carriers, to which results of float32 are rounded.
 NARROW = {"float16": Spec(binary16), "bfloat16": Spec(bfloat16)}
 
 
@@ -53,7 +52,7 @@ NARROW = {"float16": Spec(binary16), "bfloat16": Spec(bfloat16)}
 
 
 def widen(x: Array, carrier: Carrier) -> Array:
-    """16-bit numbers in float32, by their bits; others as they are."""
+    """16-bit numbers in float32, by their bits; others unchanged."""
     if carrier.width > 16:
         return x
     if carrier.name == "bfloat16":
@@ -63,7 +62,7 @@ def widen(x: Array, carrier: Carrier) -> Array:
 
 
 def narrow(x: Array, carrier: Carrier) -> Array:
-    """Numbers that `carrier` holds in its own dtype, the inverse of `widen`."""
+    """Numbers that `carrier` holds, in its dtype; the inverse of `widen`."""
     if carrier.width > 16:
         return x
     if carrier.name == "bfloat16":
@@ -76,7 +75,7 @@ def narrow(x: Array, carrier: Carrier) -> Array:
 
 
 def round_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
-    """The quotients x / s rounded once to the element format, as numbers of the carrier of the arithmetic."""
+    """The quotients x / s rounded once to the element format, as numbers of the arithmetic's carrier."""
     compute, element = plan.compute, plan.element
     sign, magnitude = _bits.split(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
@@ -95,7 +94,7 @@ def round_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) ->
 
 
 def _one_nan(elements: Array, plan: Plan) -> Array:
-    """NaN as the one that its code gives; where the element format has none its largest value."""
+    """Elements with every NaN replaced by the NaN of its code, or by the largest value if the format has no NaN."""
     compute, fmt = plan.compute, plan.element.format
     sign, magnitude = _bits.split(elements, compute)
     nan = magnitude > compute.inf
@@ -104,7 +103,7 @@ def _one_nan(elements: Array, plan: Plan) -> Array:
 
 
 def overflowed_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
-    """Where the rounded quotients x / s lie beyond the ends of the element format; NaN counts as inside."""
+    """Whether the rounded quotients x / s are beyond the ends of the element format; NaN counts as inside."""
     compute, element = plan.compute, plan.element
     sign, magnitude = _bits.split(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
@@ -117,7 +116,7 @@ def overflowed_quotients(x: Array, scales: Scales, plan: Plan, word: Array | Non
 
 
 def _over_power(magnitude: Array, exponent: Array, carrier: Carrier) -> Array:
-    """Bits of magnitudes over 2^exponent, in the normal range: what lies beyond its ends is as tiny, or as large."""
+    """Bits of magnitudes divided by 2^exponent, clamped to the normal range, which is wider than all formats."""
     bits = extended(magnitude, carrier)
     exponent = jnp.maximum(exponent, (bits >> carrier.fraction) - 2 * carrier.bias)
     return jnp.maximum(bits - (exponent << carrier.fraction), 1 << carrier.fraction)
@@ -149,7 +148,7 @@ def multiply_back(elements: Array, scales: Scales, plan: Plan) -> Array:
 
 
 def with_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
-    """`x`, but NaN `where`."""
+    """`x`, with NaN at the marked elements."""
     if where is None:
         return x
     sign, magnitude = _bits.split(x, carrier)
@@ -159,7 +158,7 @@ def with_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
 def _times(elements: Array, scales: Scales, spec: Spec | None, plan: Plan) -> Array:
     compute = plan.compute
     if scales.tensor is not None:
-        # The product of the two scales may lie beyond the numbers of the carrier, at either end.
+        # The product of the two scales may be beyond either end of the carrier's range.
         whole = _divisor(scales, plan)
         up = compute.work_width - 1 - divisor_bits(compute)
         v = double_word.multiply_by(elements, whole.significand << up, whole.field - compute.bias, compute)
@@ -170,7 +169,7 @@ def _times(elements: Array, scales: Scales, spec: Spec | None, plan: Plan) -> Ar
 
 
 def times_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
-    """x 2^exponent, x being zero, normal, an infinity or NaN; to nearest even in the subnormal range."""  # noqa: D403
+    """x 2^exponent for zero, normal, infinite or NaN x; to nearest even in the subnormal range."""  # noqa: D403
     fraction, top = carrier.fraction, 2 * carrier.bias + 1
     sign, magnitude = _bits.split(x, carrier)
     field = (magnitude >> fraction) + exponent
@@ -188,12 +187,12 @@ def times_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
 
 
 def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None) -> Array:
-    """A tile, quantized and dequantized.
+    """A tile after quantization and dequantization.
 
     Args:
-        x: numbers that `widen` gave; zeros may fill up a block.
-        axis: along which the blocks lie.
-        plan: says how.
+        x: numbers from `widen`; a block may be padded with zeros.
+        axis: the axis of the blocks.
+        plan: the plan.
         word: for a stochastic element, a word for each number.
         tensor: for a rule with a scale of the tensor, its bits, int32.
 
@@ -207,7 +206,7 @@ def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tenso
 def quantize_tile(
     x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None
 ) -> tuple[Array, Array]:
-    """The codes of a tile's elements, not yet packed, and its stored scales with length 1 along `axis`."""
+    """The codes of a tile's elements, not packed, and its stored scales with length 1 along `axis`."""
     scales = choose_scales(x, axis, plan, tensor)
     elements = round_quotients(x, scales, plan, word)
     return encode_elements(elements, plan.element.format, plan.compute), store_scales(scales, plan)

@@ -1,4 +1,4 @@
-"""Scales that look at more of a group than its ends: percentiles, and least squares."""
+"""Scales that depend on all numbers of a group: percentiles, and least squares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jchop.rounding import Rounding
 
 Array = jax.Array
 
-#: The rule "mse" tries the scale of "absmax" times 1, 1 - 1/N ... 1/2.
+#: N: the rule "mse" tries the scale of "absmax" times 1, 1 - 1/N ... 1/2.
 STEPS = 64
 
 
@@ -34,15 +34,16 @@ def smallest_of(fmt: ElementFormat) -> Fraction:
 
 
 def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
-    """As "absmax" of the smallest magnitude that the rule's percentile of a group's finite numbers do not exceed.
+    """The "absmax" scale for the rule's percentile of a group's finite magnitudes instead of the largest one.
 
-    Where that is zero the largest magnitude takes its place. The magnitude is found bit by bit, by counting: exact,
-    whatever the order, and without moving an element.
+    The percentile is the smallest magnitude that this share of the numbers does not exceed. If it is zero, the largest
+    magnitude is used. It is found bit by bit, by counting, so the result is exact and does not depend on the order, and
+    no element is moved.
 
     Args:
-        x: numbers of the carrier of the arithmetic; NaN may fill up a group.
-        axes: that a group extends over.
-        plan: says how.
+        x: numbers of the arithmetic's carrier; a group may be padded with NaN.
+        axes: the axes of a group.
+        plan: the plan.
     """
     compute = plan.compute
     magnitude = _bits.split(x, compute)[1]
@@ -74,15 +75,15 @@ def _rank(count: Array, share: Fraction) -> Array:
 
 
 def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
-    """Of the scales that `STEPS` tells, the first with the least sum of squared errors.
+    """The first of the scales of `STEPS` with the least sum of squared errors.
 
-    The errors are brought to the largest magnitude's binade and summed in the carrier of the arithmetic, so that
-    neither scale nor overflow matters. Elements are rounded to nearest, ties to even.
+    The errors are scaled by the largest magnitude's power of two, and summed in the arithmetic's carrier, so that they
+    neither overflow nor vanish. Elements are rounded to nearest, ties to even.
 
     Args:
-        x: numbers of the carrier of the arithmetic; zeros may fill up a group.
-        axes: that a group extends over.
-        plan: says how.
+        x: numbers of the arithmetic's carrier; a group may be padded with zeros.
+        axes: the axes of a group.
+        plan: the plan.
     """
     compute = plan.compute
     element = replace(plan.element, rounding=Rounding.NEAREST_EVEN, random_bits=None)
@@ -117,7 +118,7 @@ def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
 
 
 def _normal(x: Array, plan: Plan) -> Array:
-    """Numbers with zeros for those below the normal range."""
+    """Numbers, with zeros in place of subnormal numbers."""
     sign, magnitude = _bits.split(x, plan.compute)
     return _bits.join(sign, jnp.where(magnitude >> plan.compute.fraction == 0, 0, magnitude), plan.compute)
 

@@ -1,7 +1,7 @@
 """Integers with zero points that are numbers: x = s e + z, the exact (x - z) / s rounded once.
 
-Such a zero point is a number of the scale format. The difference x - z is exact in two words, however far apart the two
-are, and is divided by the scale digit by digit, so that its quotient is rounded as one number.
+Such a zero point is a number of the scale format. The difference x - z is exact in two words, for all x and z. It is
+divided by the scale digit by digit, so that the quotient is rounded once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Array = jax.Array
 
 
 def round_offset(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array | None) -> Array:
-    """(x - z) / s rounded once to whole numbers; arguments and result as those of `zero_points.round_shifted`.
+    """(x - z) / s rounded once to whole numbers; arguments and result as in `zero_points.round_shifted`.
 
     Args:
-        x: numbers of the carrier of the arithmetic.
-        scales: of the groups.
+        x: numbers of the arithmetic's carrier.
+        scales: the scales of the groups.
         zero: zero points, numbers of the same carrier.
-        plan: with an integer element.
+        plan: a plan with an integer element.
         word: for a stochastic element, a word for each number.
     """
     compute = plan.compute
@@ -68,12 +68,12 @@ def add_back(values: Array, scales: Scales, zero: Array, plan: Plan) -> Array:
 def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Array]:
     """Scales (max - min) / (M - m) and zero points min - m s, each the exact number rounded once to the scale format.
 
-    A group of one number alone has scale 1, and that number as its zero point.
+    If all numbers of a group are equal, the scale is 1, and the number is the zero point.
 
     Args:
-        x: numbers of the carrier of the arithmetic; NaN may fill up a group.
-        axes: that a group extends over.
-        plan: with an integer element.
+        x: numbers of the arithmetic's carrier; a group may be padded with NaN.
+        axes: the axes of a group.
+        plan: a plan with an integer element.
     """
     compute, fmt = plan.compute, plan.element.format
     assert isinstance(fmt, IntegerFormat)
@@ -91,21 +91,21 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arr
 
 
 def store_zero(zero: Array, plan: Plan) -> Array:
-    """Zero points as they are stored, in `scale_dtype`."""
+    """Zero points in their stored form, in `scale_dtype`."""
     dtype = scale_dtype(plan.scale)
     codes = encode_elements(zero, plan.scale, plan.compute)
     return codes if codes.dtype == dtype else lax.bitcast_convert_type(codes, dtype)
 
 
 def load_zero(stored: Array, plan: Plan) -> Array:
-    """What `store_zero` stored."""
+    """The inverse of `store_zero`."""
     fmt = plan.scale
     codes = stored if stored.dtype == fmt.code_dtype else lax.bitcast_convert_type(stored, fmt.code_dtype)
     return decode_elements(codes, fmt, plan.compute)
 
 
 def _ends(x: Array, axes: tuple[int, ...], carrier: Carrier) -> tuple[Array, Array]:
-    """The least and the largest finite number of each group; zeros where there is none."""
+    """The least and the largest finite number of each group; zeros if there is none."""
     sign, magnitude = _bits.split(x, carrier)
     value, finite = _bits.ordered(sign, magnitude), magnitude < carrier.inf
     low = jnp.min(jnp.where(finite, value, carrier.inf), axis=axes, keepdims=True)
@@ -140,10 +140,10 @@ def _quotient(
 
 
 def _over(v: DoubleWord, lost: Array, divisor: Divisor, carrier: Carrier) -> Exact:
-    """A number, its leading bit at the top of its words, over a divisor: M + 1 + W bits, and whether more follow.
+    """A number with its leading bit at the top of its words, divided by a divisor: M + 1 + W bits, and a sticky bit.
 
-    `lost` is not zero where something follows the words. No tie lies between the words and what they stand for, since
-    ties are coarser than their last place; a stochastic mode may draw as for a number 2^-W away.
+    `lost` is not zero if bits follow the words. No tie lies between the words and the exact number, because ties are
+    coarser than their last place. A stochastic mode may draw as for a number that differs by 2^-W.
     """
     width, aligned = carrier.work_width, divisor_bits(carrier)
     remainder = (v.high >> width - aligned).astype(carrier.work)

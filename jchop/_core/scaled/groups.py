@@ -1,4 +1,4 @@
-"""Groups of elements that share a scale: an array seen so that each group is what some of its axes run through."""
+"""Groups of elements that share a scale: views of an array in which some axes run through each group."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of an array, by how far one extends along each axis: 1, a block's size, or all of it.
+    """The groups of an array, by their size along each axis: 1, a block's size, or the whole length.
 
-    An axis of blocks is split in two, blocks and their elements; no other axis moves, so that an array which is sharded
-    between groups stays where it is.
+    An axis of blocks is split in two: blocks, and their elements. No other axis changes, so an array that is sharded
+    between groups is not moved.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Groups:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many groups there are along each axis, the shape of the scales."""
+        """The number of groups along each axis, which is the shape of the scales."""
         return tuple(-(-length // size) for length, size in zip(self.shape, self.sizes, strict=True))
 
     @cached_property
@@ -55,14 +55,14 @@ class Groups:
         return tuple(within)
 
     def view(self, x: Array, fill: float = 0) -> Array:
-        """An array with its axes of blocks split, the last block of each filled up."""
+        """An array with its axes of blocks split; the last block of each is padded."""
         missing = [
             -length % size if split else 0
             for length, size, split in zip(self.shape, self.sizes, self._split, strict=True)
         ]
         if any(missing):
             x = jnp.pad(x, [(0, more) for more in missing], constant_values=fill)
-        # One axis at a time: that much reshaping is known where shardings are explicit.
+        # One axis at a time: explicit shardings support such reshapes.
         for at in self._within:
             size = self.sizes[self._axis_of(at)]
             x = x.reshape(*x.shape[: at - 1], x.shape[at - 1] // size, size, *x.shape[at:])
@@ -75,9 +75,9 @@ class Groups:
         return x if x.shape == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
 
     def packed(self, bits: int) -> Groups | None:
-        """The groups of the bytes that codes of so many bits are packed into; None where bytes cross groups.
+        """The groups of the bytes of packed codes of `bits` bits; None if bytes cross groups.
 
-        Packed and unpacked on a view, codes stay beside the numbers of their group.
+        If they are packed and unpacked on a view, codes stay beside the numbers of their group.
         """
         if not self.shape or not self._split[-1]:
             return None
@@ -86,7 +86,7 @@ class Groups:
         return Groups((*self.shape[:-1], length // 8), (*self.sizes[:-1], size // 8)) if whole else None
 
     def squeeze(self, x: Array) -> Array:
-        """One number for each group as they are stored, from a view with length 1 where a group runs."""
+        """One number for each group in the stored shape, from a view with length 1 along the axes of a group."""
         return lax.squeeze(x, self._within)
 
     def expand(self, x: Array) -> Array:
@@ -94,5 +94,5 @@ class Groups:
         return lax.expand_dims(x, self._within)
 
     def _axis_of(self, at: int) -> int:
-        """The axis of the array that was split to give this one of the view."""
+        """The axis of the array that was split into this axis of the view."""
         return at - 1 - self._within.index(at)

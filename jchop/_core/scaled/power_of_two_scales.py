@@ -1,9 +1,8 @@
 """Tiles of plain numbers under scales that are powers of two, in a third of the operations; for kernels.
 
-Where every number of a tile is finite and no block's largest one is extreme, nothing on the way is subnormal that
-counts: x / s is one exact multiplication, and rounding to nearest, ties to even, one addition. A kernel looks at
-the largest magnitude of each block and takes this way or the general one for the whole tile. The two give the same
-bits.
+If every number of a tile is finite, and no block's largest number is extreme, subnormal intermediate numbers have no
+effect. Then x / s is one exact multiplication, and rounding to nearest even is one addition. A kernel checks the
+largest magnitude of each block, and takes this way or the general one for the whole tile. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ from jchop.rounding import Overflow, Rounding
 
 Array = jax.Array
 
-#: The largest magnitudes of plain blocks are zero or lie within 2^-60 and 2^60; the elements' within 2^-30 and 2^20.
+#: The largest magnitudes of plain blocks are zero or from 2^-60 to 2^60; the values of element formats, from 2^-30 to
+#: 2^20.
 _BLOCK, _LEAST, _MOST = 60, 30, 20
 _CARRIER = CARRIERS["float32"]
 
 
 def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None) -> Array:
-    """What `elements.round_tile` gives."""
+    """The result of `elements.round_tile`."""
 
     def general() -> Array:
         return elements.round_tile(x, axis, plan, word, tensor)
 
-    # A result may be no normal number of float16.
+    # A result may be below the normal numbers of float16.
     if not has_short_way(plan) or plan.carrier.name == "float16":
         return general()
     largest = _largest(x, axis)
@@ -45,7 +45,7 @@ def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tenso
 def quantize_tile(
     x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None
 ) -> tuple[Array, Array]:
-    """What `elements.quantize_tile` gives."""
+    """The result of `elements.quantize_tile`."""
 
     def general() -> tuple[Array, Array]:
         return elements.quantize_tile(x, axis, plan, word, tensor)
@@ -57,7 +57,7 @@ def quantize_tile(
 
 
 def has_short_way(plan: Plan) -> bool:
-    """Whether plain blocks are treated apart: by the plan, before any number is known."""
+    """Whether the plan allows the short way for plain blocks."""
     element = plan.element
     fmt = element.format
     if plan.compute is not _CARRIER or not plan.stores_exponents or element.flush:
@@ -117,12 +117,12 @@ def _round(x: Array, largest: Array, plan: Plan) -> Array:
 
 
 # -- floating-point elements -------------------------------------------------------------------------------------------
-# With 2^q the spacing of the format where a magnitude lies, the magnitude plus 2^(q + F) is rounded to a multiple of
-# 2^q. The difference of the bits counts the multiples: for a normal element its significand, for another its code.
+# Let 2^q be the spacing of the format at a magnitude. Adding 2^(q + F) rounds the magnitude to a multiple of 2^q. The
+# difference of the bits counts the multiples: it is the significand of a normal element, and the code of another.
 
 
 def _shifted_float(quotient: Array, fmt: FloatFormat) -> tuple[Array, Array, Array, Array]:
-    """Sign bit, exponent bits from the smallest normal number's on, 2^(q + F), and the sum."""
+    """Sign bit, exponent bits (at least the smallest normal number's), 2^(q + F), and the sum."""
     sign, bits = _bits.split(quotient, _CARRIER)
     magnitude = jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), float(fmt.max))
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
@@ -145,8 +145,8 @@ def _round_float(quotient: Array, fmt: FloatFormat) -> Array:
 
 
 # -- integers and fixed point ------------------------------------------------------------------------------------------
-# A number plus 1.5 times 2^F quanta is rounded to a multiple of the quantum, of either sign; its two's complement code
-# then stands in the low bits.
+# Adding 1.5 times 2^F quanta rounds a number of either sign to a multiple of the quantum. The low bits are then its
+# two's complement code.
 
 
 def _shift(fmt: UniformFormat) -> float:
@@ -159,7 +159,7 @@ def _encode_uniform(quotient: Array, fmt: UniformFormat) -> Array:
 
 
 def _round_uniform(x: Array, scale: Array, fmt: UniformFormat) -> Array:
-    """On the scaled grid itself: with a constant, XLA would add and subtract it beforehand."""
+    """Rounds on the scaled grid itself: XLA would combine the addition and subtraction of a constant."""
     shift = scale * _shift(fmt)
     within = jnp.minimum(jnp.maximum(x, scale * float(fmt.min)), scale * float(fmt.max))
     return (within + shift) - shift

@@ -57,23 +57,23 @@ _OWN = {"float32": binary32, "float64": binary64}
 TENSOR_SCALE = binary32
 #: The safe range of scales: from 2^-SAFE_EXPONENT to 2^SAFE_EXPONENT.
 SAFE_EXPONENT = 48
-#: With fewer numbers no branch is made: it would cost more than it saves.
+#: The fewest numbers for a branch; with fewer it would cost more than it saves.
 LEAST_TO_BRANCH = 1 << 14
-#: As many rows XLA's CPU backend compares well as integers too.
+#: The most rows for which XLA's CPU backend also compares integers fast.
 _MANY = 32
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static about a scaled format in arrays of `carrier`.
+    """The static data of a scaled format in arrays of `carrier`.
 
     Args:
-        fmt: groups, and how their scales are chosen and stored.
-        element: the format of the elements, and how they are rounded.
-        carrier: of the numbers.
+        fmt: the groups, and the rule and format of their scales.
+        element: the format of the elements, and their rounding.
+        carrier: the carrier of the numbers.
         of_scales: the plan of the scales if they are quantized again.
-        in_safe_range: whether every scale is known to lie in the safe range, and none is NaN. Then no intermediate
-            result that counts is subnormal.
+        in_safe_range: whether all scales are known to be in the safe range, and none is NaN. Then subnormal
+            intermediate results have no effect.
     """
 
     fmt: ScaledFormat
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def compute(self) -> Carrier:
-        """The carrier of the arithmetic: float32 for 16-bit data, which it holds."""
+        """The carrier of the arithmetic: float32 also for 16-bit data."""
         return CARRIERS["float64" if self.carrier.width == 64 else "float32"]
 
     @property
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def scale(self) -> FloatFormat:
-        """The format that the rule rounds scales to."""
+        """The format to which the rule rounds scales."""
         return self.fmt.scale_format
 
     @cached_property
@@ -116,7 +116,7 @@ class Plan:
 
     @cached_property
     def scale_bits(self) -> tuple[int, int, int]:
-        """Magnitude bits of the smallest scale, of that of a block of zeros, and of the largest scale."""
+        """Magnitude bits of the smallest scale, of the scale of a block of zeros, and of the largest scale."""
         fmt = self.scale
         smallest, largest = Fraction(fmt.smallest), Fraction(fmt.max)
         ends = (smallest, max(Fraction(1), smallest), largest)
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def exponents(self) -> tuple[int, int, int]:
-        """Of the powers of two among the scales the least exponent, that for a block of zeros, and the largest."""
+        """Exponents of power-of-two scales: the least one, the one for a block of zeros, and the largest one."""
         fmt = self.scale
         least = fmt.emin - (fmt.frac_bits if fmt.subnormals and fmt.zero else 0)
         least = max(least, self.compute.tiny_exponent)
@@ -132,17 +132,17 @@ class Plan:
 
     @property
     def stores_exponents(self) -> bool:
-        """Whether the code of a scale is its exponent, biased."""
+        """Whether the code of a scale is its biased exponent."""
         fmt = self.scale
         return self.is_power and not fmt.frac_bits and not fmt.zero
 
 
 @lru_cache(maxsize=1024)
 def make_plan(spec: Spec, carrier: Carrier) -> Plan:
-    """The Plan of a scaled format, if results can be had exactly.
+    """The Plan of a scaled format, if exact results are possible.
 
     Raises:
-        ValueError: for an element or scale format that the carrier of the arithmetic is too narrow for.
+        ValueError: for an element or scale format that is too wide for the arithmetic's carrier.
     """
     assert spec.scaled is not None
     again = spec.scaled.scale
@@ -173,7 +173,7 @@ def make_plan(spec: Spec, carrier: Carrier) -> Plan:
 
 
 def _reach(carrier: Carrier) -> int:
-    """The magnitudes of formats that lie far from both ends of a carrier are within 2^-reach and 2^reach."""
+    """The exponent `reach`: values from 2^-reach to 2^reach are far from both ends of a carrier."""
     return 3 * carrier.bias // 4
 
 
@@ -183,7 +183,7 @@ def _is_within_reach(fmt: ElementFormat, carrier: Carrier) -> bool:
 
 
 def _require_room(plan: Plan) -> None:
-    """A scale, and a divisor, times a float32 number has to fit into a divisor's significand."""
+    """Checks that a scale, and a divisor, times a float32 number fit into a divisor's significand."""
     room = divisor_bits(plan.compute) - (TENSOR_SCALE.frac_bits + 1)
     for name, bits in (
         (f"scale={plan.scale}", plan.scale.frac_bits + 1),
@@ -200,7 +200,7 @@ def divisor_parts(divisor: Fraction) -> tuple[int, int]:
     """A dyadic number as an odd integer times a power of two: (integer, exponent).
 
     Raises:
-        ValueError: for a number that is not dyadic, which no binary format has.
+        ValueError: for a number that is not dyadic; binary formats have no such numbers.
     """
     shift = divisor.denominator.bit_length() - 1
     if divisor.denominator != 1 << shift:
@@ -219,12 +219,12 @@ def positive(magnitude: Array, carrier: Carrier) -> Array:
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of the blocks of a tile, with an axis of length 1 where the blocks run.
+    """The scales of the blocks of a tile, with length 1 along the axes of a block.
 
     Args:
-        value: where all scales are powers of two their exponents, else the magnitude bits of finite positive numbers.
-        nan: where the scale is NaN instead.
-        tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products.
+        value: the exponents if all scales are powers of two, else the magnitude bits of finite positive numbers.
+        nan: whether each scale is NaN instead; None: none is.
+        tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products of both.
     """
 
     value: Array
@@ -233,7 +233,7 @@ class Scales:
 
 
 def all_in_safe_range(scales: Scales, plan: Plan) -> Array:
-    """Whether all scales lie in the safe range; for plans without a scale of the tensor."""
+    """Whether all scales are in the safe range; for plans without a scale of the tensor."""
     value, compute = scales.value, plan.compute
     low, high = -SAFE_EXPONENT, SAFE_EXPONENT
     if not plan.is_power:
@@ -253,12 +253,12 @@ def choose_scales(
     """The scales of blocks.
 
     Args:
-        x: a tile of numbers of the carrier of the arithmetic; zeros may fill up a block.
-        axis: along which the blocks lie, or several.
-        plan: says by which rule.
+        x: a tile of numbers of the arithmetic's carrier; a block may be padded with zeros.
+        axis: the axis, or several, of the blocks.
+        plan: the plan with the rule.
         tensor: for a rule with a scale of the tensor, its bits, int32.
-        maximum: takes what `jnp.max` takes. Default: that.
-        branch_allowed: whether the program may branch on the sizes of numbers, which pays on a CPU. Default False.
+        maximum: a function with the arguments of `jnp.max`. Default: `jnp.max`.
+        branch_allowed: whether the program may branch on the sizes of numbers, which is faster on a CPU. Default False.
     """
     compute = plan.compute
     sign, magnitude = _bits.split(x, compute)
@@ -284,15 +284,15 @@ def choose_scales(
 def _largest_by_numbers(
     x: Array, largest: Callable[[Array], Array], axis: int | tuple[int, ...], carrier: Carrier, branch_allowed: bool
 ) -> Array:
-    """What `largest` finds, by a maximum of numbers where in each block that is a normal one.
+    """The result of `largest`, found by a maximum of numbers if it is a normal number in each block.
 
-    Between many rows XLA's CPU backend writes integers to memory before it finds the largest, on fresh pages where no
-    result of that size is about. It does not so with numbers, but may lose what comes before a NaN: that there is none,
-    and no infinity, the sum of all numbers tells.
+    For many rows, XLA's CPU backend writes integers to memory before it finds the largest, on new pages if no result of
+    that size exists. It does not write numbers, but their maximum may lose the numbers before a NaN. The sum of all
+    numbers shows whether there is a NaN or an infinity.
     """
     axes = (axis,) if isinstance(axis, int) else axis
 
-    def exactly() -> Array:  # from the numbers: what a branch is given would be written to memory
+    def exactly() -> Array:  # from the numbers: operands of a branch are written to memory
         return largest(_bits.split(x, carrier)[1])
 
     long = x.size >= LEAST_TO_BRANCH and math.prod(x.shape[i] for i in axes) > _MANY
@@ -307,13 +307,13 @@ def largest_of(
     magnitude: Array, axis: int | tuple[int, ...], carrier: Carrier, maximum: Callable[..., Array] = jnp.max
 ) -> Array:
     """The largest finite magnitude of each block."""
-    # One addition makes infinities and NaN negative, and leaves the order of the others.
+    # One addition makes infinities and NaN negative, and keeps the order of the others.
     step = 1 << carrier.fraction
     return jnp.maximum(maximum(magnitude + step, axis=axis, keepdims=True), step) - step
 
 
 def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:
-    """The exponents that the rule asks for, within the scales' range; and whether they lay above."""
+    """The exponents of the rule, clamped to the scales' range; and whether they were above it."""
     compute, (low, zero, high) = plan.compute, plan.exponents
     exponent = (extended(largest, compute) + carried(plan) >> compute.fraction) - lag(plan)
     chosen = jnp.where(largest == 0, zero, jnp.clip(exponent, low, high))
@@ -321,19 +321,19 @@ def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:
 
 
 def carried(plan: Plan) -> int:
-    """What is added to the largest magnitude's bits, to carry into the exponent where the rule takes the next one."""
+    """The addend of the largest magnitude's bits, which carries into the exponent if the rule takes the next one."""
     fraction, carry = plan.compute.fraction, plan.rule.carry
     assert carry is not None
     return carry(plan.element.format, fraction, plan.largest_bits & (1 << fraction) - 1)
 
 
 def lag(plan: Plan) -> int:
-    """What is subtracted from the biased exponent."""
+    """The number to subtract from the biased exponent."""
     return plan.largest_bits >> plan.compute.fraction
 
 
 def quotients_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan) -> tuple[Array, Array]:
-    """The larger of the ends' magnitudes over their divisors, rounded to the scale format; and whether it lay above."""
+    """The larger of the ends' magnitudes over their divisors, in the scale format; and whether it overflowed."""
     if tensor is None:
         rounded = [_over_constant(end, divisor, plan) for end, divisor in zip(ends, plan.divisors, strict=True)]
     else:
@@ -344,19 +344,19 @@ def quotients_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan
 
 
 def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
-    """The value of `Scales` for rounded quotients, that of zeros where a block is empty; and whether they lay above."""
+    """The value of `Scales` for rounded quotients, or for zeros if a block is empty; and whether they overflowed."""
     low, zero, high = plan.scale_bits
     chosen = jnp.where(empty, zero, jnp.clip(bits, low, high)).astype(bits.dtype)
     return (_exponent(chosen, plan.compute) if plan.is_power else chosen), bits > high
 
 
 def _exponent(power: Array, carrier: Carrier) -> Array:
-    """Of powers of two, by their magnitude bits."""
+    """The exponents of powers of two, from their magnitude bits."""
     return (extended(power, carrier) >> carrier.fraction) - carrier.bias
 
 
 def scale_rounding(plan: Plan) -> Spec:
-    """How a quotient is rounded to the scale format: what lies above its range must show if it makes a NaN block."""
+    """The rounding of a quotient to the scale format; it keeps overflow visible if overflow makes a NaN block."""
     return Spec(plan.scale, overflow=Overflow.IEEE if plan.fmt.nan_block else Overflow.SATURATE)
 
 
@@ -371,7 +371,7 @@ def _over_constant(largest: Array, divisor: Fraction, plan: Plan) -> Array:
 
 
 def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, carrier: Carrier) -> Array | None:
-    """Finite magnitudes over a divisor of few bits, rounded to nearest even under a spec; None for other divisors."""
+    """Finite magnitudes over a divisor of few bits, rounded to nearest even under a spec; else None."""
     count, exponent = divisor_parts(divisor)
     own = spec.format == _OWN[carrier.name]
     if not (is_short(count, carrier) and (own or _rounds_odd(spec.format, carrier))):
@@ -383,7 +383,7 @@ def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, carrier: Carr
 
 
 def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
-    """Whether every number may be rounded to odd in the carrier before it is rounded to a format."""
+    """Whether numbers may be rounded to odd in the carrier before they are rounded to a format."""
     return (
         isinstance(fmt, FloatFormat)
         and fmt.frac_bits + 2 <= carrier.fraction
@@ -392,7 +392,7 @@ def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
 
 
 def _over_tensor(largest: Array, tensor: Array, plan: Plan) -> Array:
-    """The same over the tensor's scale too, rounded once."""
+    """Magnitudes divided by the divisor and the tensor's scale, rounded once."""
     compute, (count, exponent) = plan.compute, divisor_parts(*plan.divisors)
     whole = jnp.full_like(largest, count)
     divisor = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
@@ -408,11 +408,11 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
     """The float32 scale of a whole tensor under which its blocks' scales have their whole range.
 
     The largest finite magnitude over the product of the largest scale and the largest element, rounded to nearest, ties
-    to even; 1 where there is no finite value other than zero.
+    to even; 1 if there is no finite value other than zero.
 
     Args:
-        x: numbers of the carrier of the arithmetic.
-        plan: of a rule with a scale of the tensor.
+        x: numbers of the arithmetic's carrier.
+        plan: a plan whose rule has a scale of the tensor.
     """
     compute = plan.compute
     if not x.size:
@@ -422,7 +422,7 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
     divisor = Fraction(plan.scale.max) * Fraction(plan.element.format.max)
     spec = Spec(TENSOR_SCALE, overflow=Overflow.SATURATE)
     bits = _short_quotient(largest, divisor, spec, compute)
-    if bits is None:  # the divisor may be no number of the carrier
+    if bits is None:  # the carrier may not hold the divisor
         count, exponent = divisor_parts(divisor)
         whole = jnp.full((), float(count), compute.name)
         exact = double_word.divide(positive(largest, compute), whole, compute, 2, -exponent)
@@ -435,7 +435,7 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
 
 
 def tensor_bits(tensor: Array, like: Array, plan: Plan) -> Array:
-    """The tensor's scale, given by its float32 bits, by those of the carrier of the arithmetic, for each block."""
+    """The tensor's scale, given as float32 bits, as bits of the arithmetic's carrier, for each block."""
     bits = jnp.broadcast_to(tensor, like.shape)
     if plan.compute.width == 32:
         return bits
@@ -446,12 +446,12 @@ def tensor_bits(tensor: Array, like: Array, plan: Plan) -> Array:
 
 
 def scale_dtype(fmt: FloatFormat) -> jnp.dtype:
-    """The dtype of stored scales of a format: of numbers where the format is a dtype's own, else of codes."""
+    """The dtype of stored scales of a format: the dtype with this format if there is one, else the dtype of codes."""
     return jnp.dtype(_NUMBERS.get(fmt, fmt.code_dtype))
 
 
 def store_scales(scales: Scales, plan: Plan) -> Array:
-    """The scales as they are stored, in `scale_dtype`."""
+    """The scales in their stored form, in `scale_dtype`."""
     compute, fmt = plan.compute, plan.scale
     if plan.stores_exponents:
         codes = scales.value + fmt.bias
@@ -466,7 +466,7 @@ def store_scales(scales: Scales, plan: Plan) -> Array:
 
 
 def load_scales(stored: Array, plan: Plan, tensor: Array | None = None) -> Scales:
-    """What `store_scales` stored; `tensor` as for `choose_scales`."""
+    """The inverse of `store_scales`; `tensor` as for `choose_scales`."""
     compute, fmt = plan.compute, plan.scale
     codes = lax.bitcast_convert_type(stored, fmt.code_dtype) if fmt in _NUMBERS else stored
     bits = _bits.split(decode_elements(codes, fmt, compute), compute)[1]
@@ -477,7 +477,7 @@ def load_scales(stored: Array, plan: Plan, tensor: Array | None = None) -> Scale
 
 
 def scale_magnitude(scales: Scales, plan: Plan) -> Array:
-    """The magnitude bits of scales, without the tensor's."""
+    """The magnitude bits of scales, without the tensor's scale."""
     if not plan.is_power:
         return scales.value
     compute, exponent = plan.compute, scales.value

@@ -1,7 +1,7 @@
 """Integers with zero points: quotients plus integers, rounded once; and the scales and zero points of ranges.
 
-A sum v = x / s + z is held as a whole number and what follows it, a word of W bits and whether anything follows those,
-so the neighbours are whole numbers and every mode decides by v alone: ties by the parity of the sum.
+A sum v = x / s + z is a whole number, a word of W bits that follow it, and a sticky bit. So the neighbours are whole
+numbers, and every mode depends only on v; the parity of the sum decides ties.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jchop.formats import IntegerFormat
 
 Array = jax.Array
 
-#: Whole parts go up to 2^20, beyond what integers with zero points reach, and there the fraction does not matter.
+#: Whole parts go up to 2^20, beyond all integers with zero points, so the fraction does not matter there.
 _MOST = 20
-#: Bits of the limbs of a long division by an integer of up to 16 bits, and how many there are, by width of a word.
+#: Bits of the limbs of a long division by an integer of up to 16 bits, and their number, by the width of a word.
 _LIMBS = {32: (12, 6), 64: (44, 3)}
 
 
@@ -43,7 +43,7 @@ def _integers(plan: Plan) -> IntegerFormat:
 
 @dataclass(frozen=True)
 class _Sum(modes.Discarded):
-    """|v| = low + (share + epsilon) 2^-W with 0 <= epsilon < 1, epsilon > 0 where `sticky`."""
+    """|v| = low + (share + epsilon) 2^-W with 0 <= epsilon < 1; epsilon > 0 if `sticky`."""
 
     low: Array
     word: Array
@@ -64,17 +64,17 @@ class _Sum(modes.Discarded):
 
 
 def round_shifted(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array | None) -> Array:
-    """X / s + z rounded once to whole numbers, not yet within the ends of the element format.
+    """The sums x / s + z rounded once to whole numbers, not yet clamped to the ends of the element format.
 
     Args:
-        x: numbers of the carrier of the arithmetic.
-        scales: of the groups.
+        x: numbers of the arithmetic's carrier.
+        scales: the scales of the groups.
         zero: zero points, int32, of the shape of the scales.
-        plan: with an integer element.
+        plan: a plan with an integer element.
         word: for a stochastic element, a word for each number.
 
     Returns:
-        Integers of the carrier's work dtype; infinities and NaN give integers far outside.
+        Integers of the carrier's work dtype; infinities and NaN become integers far outside.
     """
     compute = plan.compute
     sign, magnitude = _bits.split(x, compute)
@@ -85,7 +85,7 @@ def round_shifted(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array
 
 
 def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array | None) -> Array:
-    """Numbers rounded to whole ones: what is not above them, the word that follows, and whether anything follows it."""
+    """Numbers rounded to whole numbers, given by their floor, the word that follows, and a sticky bit."""
     element = plan.element
     negative, inexact = total < 0, (share != 0) | sticky
     low, share = jnp.where(negative, -total - inexact, total), jnp.where(negative, _complement(share, sticky), share)
@@ -96,7 +96,7 @@ def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array
 
 
 def far_outside(rounded: Array, sign: Array, magnitude: Array, carrier: Carrier) -> Array:
-    """Whole numbers, but far outside what infinities and NaN are rounded to."""
+    """Whole numbers, with numbers far outside for infinities and NaN."""
     far = jnp.full_like(rounded, 1 << _MOST)
     beyond = jnp.where((sign != 0) & (magnitude == carrier.inf), -far, far)
     return jnp.where(magnitude >= carrier.inf, beyond, rounded)
@@ -105,18 +105,18 @@ def far_outside(rounded: Array, sign: Array, magnitude: Array, carrier: Carrier)
 def clamp(rounded: Array, plan: Plan) -> Array:
     """Whole numbers within the ends of the element format."""
     fmt = _integers(plan)
-    # Without the barrier LLVM takes ten seconds over the bounds that these ends give to all that came before.
+    # Without the barrier LLVM takes ten seconds to derive bounds from these ends for all earlier operations.
     return jnp.clip(lax.optimization_barrier(rounded), fmt.min_code, fmt.max_code)
 
 
 def beyond_ends(x: Array, rounded: Array, plan: Plan) -> Array:
-    """Where what `round_shifted` gave lies beyond the ends; NaN counts as inside."""
+    """Whether results of `round_shifted` are beyond the ends; NaN counts as inside."""
     fmt = _integers(plan)
     return ((rounded < fmt.min_code) | (rounded > fmt.max_code)) & (_bits.split(x, plan.compute)[1] <= plan.compute.inf)
 
 
 def _over(sign: Array, magnitude: Array, scales: Scales, plan: Plan) -> tuple[Array, Array, Array]:
-    """|x| / s as a whole number, the word that follows, and whether anything follows that."""
+    """|x| / s as a whole number, the word that follows, and a sticky bit."""
     compute = plan.compute
     plain = (magnitude != 0) & (magnitude < compute.inf)
     divisor = divisor_of(scale_magnitude(scales, plan), compute)
@@ -125,18 +125,18 @@ def _over(sign: Array, magnitude: Array, scales: Scales, plan: Plan) -> tuple[Ar
 
 
 def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
-    """Whole number, word and what follows of normal numbers; from 2^_MOST on less."""
+    """Whole number, word and sticky bit of normal numbers; from 2^_MOST on the whole number is too small."""
     fraction, width = carrier.fraction, carrier.work_width
     unsigned = v.rest.dtype
     exponent = (v.magnitude >> fraction) - carrier.bias
     leading = significand_of(v.magnitude, carrier)
-    # At least 1: some of the significand's bits are whole.
+    # Numbers of at least 1: some of the significand's bits are whole.
     below = fraction - jnp.clip(exponent, 0, min(_MOST, fraction - 1))
     whole = leading >> below
     down = below.astype(unsigned)
     share = (leading.astype(unsigned) << width - down) | v.rest >> down
     lost = v.rest << width - down != 0
-    # Less than 1: none is.
+    # Numbers below 1: no bit is whole.
     word = leading.astype(unsigned) << width - 1 - fraction | v.rest >> fraction + 1
     gone = v.rest << width - 1 - fraction != 0
     right = jnp.clip(-1 - exponent, 0, width - 1).astype(unsigned)
@@ -165,9 +165,9 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arra
     """Scales (max - min) / (M - m), the exact quotient rounded once, of ranges stretched to hold 0; and zero points.
 
     Args:
-        x: numbers of the carrier of the arithmetic.
-        axes: that a group extends over.
-        plan: with an integer element.
+        x: numbers of the arithmetic's carrier.
+        axes: the axes of a group.
+        plan: a plan with an integer element.
     """
     compute, fmt = plan.compute, _integers(plan)
     sign, magnitude = _bits.split(x, compute)
@@ -191,7 +191,7 @@ def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
     """(a + b) / divisor of magnitude bits, not both zero, in limbs of a long division."""
     fraction, width = carrier.fraction, carrier.work_width
     size, count = _LIMBS[width]
-    place = size * count - 2 - fraction  # of the last bit of the larger one
+    place = size * count - 2 - fraction  # the place of the last bit of the larger one
     large, small = (extended(bits, carrier) for bits in (jnp.maximum(a, b), jnp.minimum(a, b)))
     field, gap = large >> fraction, (large >> fraction) - (small >> fraction)
     second = jnp.where(jnp.minimum(a, b) == 0, 0, significand_of(small, carrier))
@@ -221,15 +221,15 @@ def _limb(value: Array, offset: Array, at: int, size: int, width: int) -> Array:
 
 
 def _normal(digits: list[Array], sticky: Array, base: Array, divisor: int, carrier: Carrier) -> Exact:
-    """The number of the digits, whose last place has the biased exponent `base`, as a number of the carrier."""
+    """The number with these digits, whose last place has the biased exponent `base`, as a number of the carrier."""
     fraction, width = carrier.fraction, carrier.work_width
     size, unsigned = _LIMBS[width][0], np.dtype(f"uint{width}")
-    top = size * len(digits) - divisor.bit_length()  # the leading bit stands here, or up to two places lower
+    top = size * len(digits) - divisor.bit_length()  # the leading bit is here, or up to two places lower
     chosen: tuple[Array, ...] | None = None
     for lead in (top - 2, top - 1, top):
         leading = _window(digits, lead - fraction, size, unsigned)
         rest = _window(digits, lead - fraction - width, size, unsigned)
-        low = lead - fraction - width  # what stands below this
+        low = lead - fraction - width  # the bits below this are sticky
         more = jnp.zeros_like(sticky)
         for i, digit in enumerate(digits):
             if low > i * size:
@@ -250,7 +250,7 @@ def _normal(digits: list[Array], sticky: Array, base: Array, divisor: int, carri
 
 
 def _window(digits: list[Array], low: int, size: int, unsigned: np.dtype) -> Array:
-    """The number of the digits over 2^low, rounded down, modulo 2^W."""
+    """The number with these digits divided by 2^low, rounded down, modulo 2^W."""
     total, width = jnp.zeros(digits[0].shape, unsigned), unsigned.itemsize * 8
     for i, digit in enumerate(digits):
         up = i * size - low

@@ -1,9 +1,9 @@
-"""Codebooks of many levels under scales, exactly; for XLA, which takes numbers from small tables in few operations.
+"""Codebooks of many levels under scales, exactly; for XLA, which reads small tables in few operations.
 
-A product with 1 / s guesses the quotient x / s to a few units in the last place. The guess picks a bin (`bins`), which
-leaves one threshold t. Where the guess is not next to t, it tells whether x / s reaches t. Where it is, x and t s
-differ by so little that the difference of two integers, X 2^k and T S, is told by their last 32 bits. So neither how a
-division is carried out nor whether a product and a sum are contracted changes a bit.
+A product with 1 / s guesses the quotient x / s to a few units in the last place. The guess selects a bin (`bins`),
+which has one threshold t. If the guess is not close to t, it decides whether x / s reaches t. If it is close, x and t s
+differ by so little that the last 32 bits of the integers X 2^k and T S give their difference. So the rounding of
+divisions, and contractions of products and sums, do not change a bit.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ Array = jax.Array
 
 _CARRIER = CARRIERS["float32"]
 _FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
-#: Thresholds are integers of 26 bits, or of fewer, times a power of two; all but zero lie within 2^-_REACH and 2^_TOP.
+#: Thresholds are integers of 26 bits, or of fewer, times a power of two; nonzero ones are from 2^-_REACH to 2^_TOP.
 _WIDTH, _REACH, _TOP = 26, 40, 20
-#: Bits of an index of a threshold, and those of an integer that a number of the carrier has no room for.
+#: Bits of a threshold's index, and bits of a threshold's integer that do not fit into a number of the carrier.
 _INDEX, _LOW = 8, _WIDTH - _FRACTION - 1
-#: How many units in its last place a guess may lie beside a bin, a few more than it does.
+#: The margin of bins in units in the last place of a guess, a few more than its error.
 _MARGIN = 16
-#: The most units in its last place that a guess is off; so near to a threshold it decides nothing. Then t s, of less
-#: than 2^50, and x differ by less than (2 _NEAR + 1) 2^27 < 2^31: the units of both parts, and what t was cut by.
+#: The largest error of a guess in units in its last place; a guess this close to a threshold does not decide. Then t s,
+#: below 2^50, and x differ by less than (2 _NEAR + 1) 2^27 < 2^31: the errors of both parts, and the part cut from t.
 _NEAR = 7
-#: Scales below 2^-_LEAST are moved: a unit in the last place of one times one of a threshold is then a normal number.
+#: Scales below 2^-_LEAST are moved, so that the product of the last places of a scale and a threshold is a normal
+#: number.
 _LEAST = 32
 
 
@@ -52,11 +53,11 @@ class _Table:
     """Bins, and thresholds in two parts.
 
     Args:
-        bins: of the bits of guesses.
-        number: for each bin the bits of its threshold as a number, cut.
-        rest: for each bin the index of its threshold, and above that the bits that were cut.
+        bins: the bins of the bits of guesses.
+        number: for each bin, the bits of its threshold as a number, cut.
+        rest: for each bin, the index of its threshold, and above it the bits that were cut.
         has_zero: whether zero is a threshold.
-        strict: whether thresholds above zero, and the others, are reached beyond them alone.
+        strict: whether only numbers beyond thresholds reach them: for thresholds above zero, and for the others.
     """
 
     bins: Bins
@@ -68,7 +69,7 @@ class _Table:
 
 @lru_cache(maxsize=64)
 def _table(fmt: CodebookFormat, mode: Rounding) -> _Table | None:
-    """The table; None where thresholds are too close, too many, too far from 1, or have too many bits."""
+    """The table; None if thresholds are too close, too many, too far from 1, or have too many bits."""
     if mode.stochastic or fmt.bits > _INDEX:
         return None
     pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
@@ -95,7 +96,7 @@ def _fits(value: Fraction) -> bool:
 
 
 def _parts(value: Fraction) -> tuple[Fraction, int]:
-    """A threshold cut to a number of the carrier; and the bits of its integer that were cut."""
+    """A threshold cut to a number of the carrier, and the cut bits of its integer."""
     if not value:
         return value, 0
     unit = Fraction(2) ** (_exponent(abs(value)) - _FRACTION)
@@ -109,7 +110,7 @@ def _exponent(value: Fraction) -> int:
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `encode` gives the codes that the exact way gives."""
+    """Whether `encode` gives the codes of the exact way."""
     element, fmt = plan.element, plan.element.format
     if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
@@ -124,7 +125,8 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     assert table is not None
     bits = extended(scale_magnitude(scales, plan), _CARRIER)
     factor, small, inverse, significand, exponent = materialize_per_group(_prepared(bits))
-    # Not by `_bits.split`: the largest of a group has been found from that, and XLA would write it to memory for both.
+    # Not by `_bits.split`: the largest of a group is found from its result, and XLA would write it to memory for both
+    # uses.
     below, magnitude = word_of(x) < 0, _magnitude(word_of(x))
     guess = word_of(_move(x, below, magnitude, factor, small) * inverse)
     place = table.bins.place(below, _magnitude(guess))
@@ -142,11 +144,11 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
 
 
 def _prepared(bits: Array) -> tuple[Array, ...]:
-    """What numbers are multiplied by to be moved, and those below the normal range; 1 / s; S, and its part of k."""
+    """The factors that move numbers, and numbers below the normal range; 1 / s; S, and its part of k."""
     divisor = integers.move_bits(bits, least=_LEAST)
     assert divisor.tiny is not None and divisor.factor is not None
     factor = jnp.where(divisor.tiny, jnp.float32(2.0**integers.TINY), divisor.factor)
-    # Beside any other scale such numbers are as good as zero.
+    # With all other scales such numbers have the effect of zero.
     small = jnp.where(divisor.tiny, jnp.float32(2.0 ** (_CARRIER.tiny_exponent + integers.TINY)), 0)
     return factor, small, 1 / divisor.value, _significand(bits), _BIAS + _WIDTH - 1 - (bits >> _FRACTION)
 
@@ -160,25 +162,25 @@ def _magnitude(word: Array) -> Array:
 
 
 def _move(x: Array, below: Array, magnitude: Array, factor: Array, small: Array) -> Array:
-    """Numbers moved as scales were."""
+    """Numbers moved like their scales."""
     count = jnp.where(below, -magnitude, magnitude).astype(jnp.float32)
     return jnp.where(magnitude < 1 << _FRACTION, count * small, x * factor)
 
 
 def _difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
-    """|X| 2^k - |T| S, where it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
+    """|X| 2^k - |T| S if it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
 
-    Elsewhere k, what the exponents leave, may be senseless, and the difference goes unused.
+    Otherwise k, the difference of the exponents, may have no meaning, and the result is not used.
     """
     field = number >> _FRACTION & _bits.low_mask(8)
     shift = exponent + jnp.maximum(magnitude >> _FRACTION, 1) - field
     threshold = _significand(number) << _LOW | low
-    # Of the bits of x its significand alone is left: all others, its leading one among them, are shifted out.
+    # Only fraction bits of x remain: all others, also the leading bit, are shifted out.
     return lax.shift_left(magnitude, shift) - threshold * significand
 
 
 def _compares(side: Array, number: Array, table: _Table) -> Array:
-    """Whether a difference reaches a threshold, which is above zero or not."""
+    """Whether a difference reaches its threshold; the threshold's sign selects the comparison."""
     above, others = (side > 0 if beyond else side >= 0 for beyond in table.strict)
     return above if table.strict[0] == table.strict[1] else jnp.where(number > 0, above, others)
 
@@ -187,7 +189,7 @@ def _compares(side: Array, number: Array, table: _Table) -> Array:
 
 
 def multiplies(plan: Plan) -> bool:
-    """Whether `numbers_of` gives the numbers that the exact way gives."""
+    """Whether `numbers_of` gives the numbers of the exact way."""
     fmt = plan.element.format
     if plan.carrier is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
@@ -197,7 +199,7 @@ def multiplies(plan: Plan) -> bool:
 
 
 def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
-    """Codes times scales, rounded once to nearest even; float32, NaN for a code that is not used."""
+    """Codes times scales, rounded once to nearest even; float32, with NaN for an unused code."""
     fmt = plan.element.format
     assert isinstance(fmt, CodebookFormat)
     values = [fmt.value_of(code) for code in range(1 << fmt.bits)]

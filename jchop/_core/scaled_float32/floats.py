@@ -1,8 +1,8 @@
-"""Narrow floating-point elements under scales in floating-point arithmetic, exactly; for XLA, as `integers` is.
+"""Narrow floating-point elements under scales in exact floating-point arithmetic; for XLA, like `integers`.
 
-With 2^q the spacing of the format where a magnitude lies, the magnitude plus 2^(q + F) is rounded to a multiple of 2^q,
-and the difference of the bits counts the multiples. Over a power of two the magnitude is exact. Over another scale it
-is guessed, and the side of the middle of its step on which the number lies decides.
+Let 2^q be the spacing of the format at a magnitude. Adding 2^(q + F) rounds the magnitude to a multiple of 2^q, and the
+difference of the bits counts the multiples. For a power-of-two scale the quotient's magnitude is exact. For another
+scale it is guessed; then the side of the middle of its step on which the number lies decides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Array = jax.Array
 
 _CARRIER = CARRIERS["float32"]
 _FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
-#: The elements lie within 2^-30 and 2^20.
+#: The element values are from 2^-30 to 2^20.
 _LEAST, _MOST = 30, 20
 #: Bits of the upper half of a significand.
 _HALF = 12
@@ -38,7 +38,7 @@ _SMALLEST = 38
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `encode` and `round_quotients` give what the exact way gives."""
+    """Whether `encode` and `round_quotients` give the results of the exact way."""
     element, fmt = plan.element, plan.element.format
     if not _is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
         return False
@@ -46,7 +46,7 @@ def applies(plan: Plan) -> bool:
     saturates = element.overflow is Overflow.SATURATE or fmt.saturates
     if plan.is_power:
         return saturates
-    # The middle of a step, times the scale of a block where there is one of the tensor, times half of the other.
+    # The bits of the middle of a step, times a block's scale if the tensor has one too, times half of the other scale.
     tensor_scale = plan.rule.tensor_scale
     other = plan.scale.frac_bits + 1 if tensor_scale else 0
     fits = fmt.frac_bits + 2 + other + _HALF <= _FRACTION + 1
@@ -54,7 +54,7 @@ def applies(plan: Plan) -> bool:
 
 
 def _is_near_one(plan: Plan) -> bool:
-    """Whether scales, and elements times scales, may be multiplied by any that is moved, and by its last bit."""
+    """Whether scales, and elements times scales, may be multiplied by any moved scale, and by its last bit."""
     fmt, scale = plan.element.format, plan.scale
     least = Fraction(scale.smallest) * min(Fraction(fmt.smallest or 1), 1)
     most = Fraction(scale.max) * max(Fraction(fmt.max), 1)
@@ -62,7 +62,7 @@ def _is_near_one(plan: Plan) -> bool:
 
 
 def multiplies(plan: Plan) -> bool:
-    """Whether `multiply_back` gives the numbers that the exact way gives."""
+    """Whether `multiply_back` gives the numbers of the exact way."""
     if not _is_plain(plan):
         return False
     if plan.rule.tensor_scale:
@@ -71,7 +71,7 @@ def multiplies(plan: Plan) -> bool:
 
 
 def _is_exact(plan: Plan) -> bool:
-    """Whether products with scales need no rounding but below the normal range."""
+    """Whether products with scales need rounding only below the normal range."""
     fmt = plan.element.format
     assert isinstance(fmt, FloatFormat)
     return plan.is_power or fmt.frac_bits + plan.scale.frac_bits + 2 <= _FRACTION + 1
@@ -95,7 +95,7 @@ def _is_plain(plan: Plan) -> bool:
     fmt = plan.element.format
     if plan.compute is not _CARRIER or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
         return False
-    # With one bit of precision the parity that decides a tie is the exponent's.
+    # With one bit of precision the parity of the exponent decides a tie.
     plain = fmt.subnormals and fmt.frac_bits > 0 and fmt.bits <= 16
     return plain and Fraction(1, 1 << _LEAST) <= Fraction(fmt.smallest) <= Fraction(fmt.max) <= 1 << _MOST
 
@@ -126,7 +126,7 @@ def _least_exponent(fmt: FloatFormat) -> int:
 
 
 def _step(magnitude: Array, fmt: FloatFormat, lowered: bool) -> _Step:
-    """The multiple nearest to a magnitude; if `lowered` the one below its step's middle."""
+    """The multiple nearest to a magnitude; if `lowered`, the multiple below the middle of its step."""
     exponent = jnp.maximum(word_of(magnitude) & _INF, _least_exponent(fmt))
     shift = exponent + (_FRACTION - fmt.frac_bits << _FRACTION)
     if lowered:
@@ -147,7 +147,7 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
 
 
 def round_quotients(x: Array, scales: Scales, plan: Plan) -> Array:
-    """The numbers that those codes stand for, without the scales."""
+    """The values of the codes of `encode`, without the scales."""
     fmt = _format(plan)
     sign, magnitude = _bits.split(x, _CARRIER)
     number = _saturated(_nearest(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
@@ -167,7 +167,7 @@ def _saturated(value: Array, top: float, magnitude: Array, plan: Plan) -> Array:
 
 
 def _nearest(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> _Step:
-    """The quotients' magnitudes on the grid; what is too large for the format, anywhere above its largest number."""
+    """The quotients' magnitudes on the grid; a magnitude too large for the format stays above its largest number."""
     if not plan.is_power:
         return _over_any(x, scales, plan)
     return (_over_safe_power if plan.in_safe_range else _over_power)(magnitude, scales, _format(plan))
@@ -175,7 +175,7 @@ def _nearest(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> _Step:
 
 def _over_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
     exponent = scales.value
-    # Zero, and what is far larger than the scale, are brought to where the field of the quotient does not overflow.
+    # Zero, and numbers far larger than the scale, are clamped so that the field of the quotient does not overflow.
     most = (_INF - 1) + (jnp.minimum(exponent, 0) << _FRACTION)
     within = jnp.minimum(jnp.maximum(extended(magnitude, _CARRIER), -(_LEAST << _FRACTION)), most)
     moved = within - (exponent << _FRACTION)
@@ -184,7 +184,7 @@ def _over_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
 
 
 def _over_safe_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
-    """The same where a product with 1 / s is exact, or far too small or too large for the format."""
+    """`_over_power` for scales in the safe range: a product with 1 / s is exact, or far outside the format."""
     quotient = number_of(magnitude) * materialize_per_group(number_of(_BIAS - scales.value << _FRACTION))
     return _step(jnp.where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, lowered=False)
 
@@ -204,7 +204,7 @@ def _over_any(x: Array, scales: Scales, plan: Plan) -> _Step:
 
 
 def _halves(scales: Scales, plan: Plan) -> tuple[Quanta, Array, Array]:
-    """How numbers are moved, and the scales moved so as sums of two numbers of few bits."""
+    """The move of the numbers, and the moved scales as sums of two numbers of few bits."""
     if scales.tensor is None:
         divisor = integers.quanta_of(scales, plan)
         high = _upper(divisor.value)
@@ -223,15 +223,15 @@ def _upper(x: Array) -> Array:
 
 
 def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
-    """Codes times scales, where `multiply_back` applies."""
+    """Codes times scales, if `multiply_back` applies."""
     return multiply_back(_decode(codes.astype(jnp.int32), _format(plan)), scales, plan)
 
 
 def multiply_back(values: Array, scales: Scales, plan: Plan) -> Array:
     """Values of the format times scales, rounded once; float32.
 
-    In a narrower carrier they are exact, and rounding them is left. Where there is a scale of the tensor, the product
-    with that of a block is exact.
+    In a narrower carrier they are exact; rounding to it remains. If the tensor has a scale, the product with a block's
+    scale is exact.
     """
     if scales.tensor is not None:
         own = number_of(materialize_per_group(scale_magnitude(scales, plan)))

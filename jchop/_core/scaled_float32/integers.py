@@ -1,13 +1,13 @@
-"""Integers and fixed point under scales in floating-point arithmetic, exactly; for XLA, which makes few vectors of it.
+"""Integers and fixed point under scales in exact floating-point arithmetic; for XLA.
 
-Two facts make it exact. A product with 1 / s guesses the quotient x / s to far less than a half, so it lies next to a
-number m of few bits, the end or the middle of a step; and on which side of m it lies is the sign of x - m s. With s
-in two halves of 12 bits m s is two exact products. Where the sign is in doubt x is near the first, so that difference
-is exact (Sterbenz), and the second one is rounded, which keeps its sign. Neither a division that a compiler turns into
-something else nor a multiplication and a sum that it contracts change a bit.
+Two facts make it exact. First, a product with 1 / s guesses the quotient x / s with an error far below a half. So the
+quotient is next to a number m of few bits, the end or the middle of a step. Second, the sign of x - m s tells on which
+side of m the quotient is. With s in two halves of 12 bits, m s is two exact products. If the sign is in doubt, x is
+close to the first product, so that difference is exact (Sterbenz). The second difference is rounded, which keeps its
+sign. Divisions that a compiler replaces, and products and sums that it contracts, do not change a bit.
 
-Scales far from 1 are moved there, and the numbers with them, so that nothing on the way is subnormal that counts; a
-plan may say that there are none (`Plan.in_safe_range`).
+Scales far from 1 are moved towards 1, and the numbers with them, so that subnormal intermediate numbers have no effect.
+A plan may state that there are no such scales (`Plan.in_safe_range`).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Array = jax.Array
 
 _CARRIER = CARRIERS["float32"]
 _FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
-#: The most bits of elements: two more than them and the 12 of half a scale fit into a significand.
+#: The most bits of elements: a significand holds two bits more, plus the 12 bits of half a scale.
 _MOST_BITS = 10
 _MOST_FRACTION = 16
-#: How far from zero zero points may lie.
+#: The largest magnitude of zero points.
 MOST_SHIFT = 1 << 10
-#: Scales below 2^-_LEAST are multiplied by 2^TINY, those from 2^_HUGE on divided by that.
+#: Scales below 2^-_LEAST are multiplied by 2^TINY; scales from 2^_HUGE on are divided by 2^_HUGE.
 _LEAST, TINY, _HUGE = 64, 100, 64
 assert SAFE_EXPONENT + _MOST_FRACTION <= _LEAST and SAFE_EXPONENT <= _HUGE
-#: A number plus this one is rounded to a whole one, which then stands in the low bits, in two's complement.
+#: Adding this number rounds to a whole number, which is then in the low bits, in two's complement.
 _SHIFT = 1.5 * 2.0**_FRACTION
 _SHIFT_BITS = int(np.float32(_SHIFT).view(np.int32))
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `round_whole` does what the exact way does."""
+    """Whether `round_whole` gives the results of the exact way."""
     element, fmt = plan.element, plan.element.format
     if plan.compute is not _CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
         return False
@@ -59,13 +59,13 @@ def applies(plan: Plan) -> bool:
 
 
 def multiplies(plan: Plan) -> bool:
-    """Whether `multiply_back` does what the exact way does."""
+    """Whether `multiply_back` gives the results of the exact way."""
     fmt, scale = plan.element.format, plan.scale
     if plan.compute is not _CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
         return False
     if not (fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION):
         return False
-    # Rounded once: a product is exact but for the subnormal range, or a multiple of the smallest number.
+    # Rounded once: a product is exact except in the subnormal range, or a multiple of the smallest number.
     exact = _has_room(plan)
     multiple = Fraction(scale.smallest) / (1 << fmt.frac_bits) >= Fraction(2) ** _CARRIER.tiny_exponent
     return (exact and multiple) or (plan.carrier is _CARRIER and (exact or multiple))
@@ -81,11 +81,11 @@ def _has_room(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class Quanta:
-    """The quanta of groups, scale times the element's quantum, moved to where nothing is subnormal."""
+    """The quanta of groups, scale times the element's quantum, moved so that no result is subnormal."""
 
     value: Array
-    tiny: Array | None  # where they and the numbers were multiplied by 2^TINY; None: nothing was moved
-    factor: Array | None  # 1, or 2^-_HUGE where they and the numbers are huge; None: no numbers are moved
+    tiny: Array | None  # whether they and the numbers were multiplied by 2^TINY; None: nothing was moved
+    factor: Array | None  # 1, or 2^-_HUGE if they and the numbers are huge; None: no numbers are moved
 
 
 def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
@@ -100,7 +100,7 @@ def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
 
 
 def move_bits(bits: Array, *, huge_too: bool = True, least: int = _LEAST) -> Quanta:
-    """Quanta from their extended bits; those below 2^-least count as tiny."""
+    """Quanta from their extended bits; quanta below 2^-least count as tiny."""
     tiny, huge = bits < _BIAS - least << _FRACTION, bits >= _BIAS + _HUGE << _FRACTION
     bits = jnp.where(tiny, bits + (TINY << _FRACTION), bits)
     if not huge_too:
@@ -110,13 +110,13 @@ def move_bits(bits: Array, *, huge_too: bool = True, least: int = _LEAST) -> Qua
 
 
 def move(x: Array, quanta: Quanta) -> Array:
-    """Numbers moved as the quanta were. What is huge beside tiny quanta may become another huge number."""
+    """Numbers moved like the quanta. With tiny quanta, a huge number may become another huge number."""
     if quanta.tiny is None or quanta.factor is None:
         return x
     bits = word_of(x)
     magnitude = bits & _bits.low_mask(31)
     number = number_of(jnp.minimum(magnitude, 2 * _BIAS - TINY << _FRACTION) + (TINY << _FRACTION))
-    # The bits of a subnormal number read as if it had a leading one.
+    # The bits of a subnormal number are read with a leading one that it does not have.
     number = jnp.where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY - _BIAS)) * 2, number)
     lifted = number_of(word_of(number) | bits ^ magnitude)
     return jnp.where(quanta.tiny & (magnitude <= _INF), lifted, x * quanta.factor)
@@ -133,7 +133,7 @@ def number_of(bits: Array) -> Array:
 
 
 def held(values: tuple) -> tuple:
-    """Quanta and arrays, worked out once for each group."""
+    """Quanta and arrays, computed once for each group."""
     quanta, *rest = values
     (value, tiny, factor), rest = materialize_per_group(((quanta.value, quanta.tiny, quanta.factor), tuple(rest)))
     return (Quanta(value, tiny, factor), *rest)
@@ -144,7 +144,7 @@ def held(values: tuple) -> tuple:
 
 @dataclass(frozen=True)
 class _Near:
-    """x / s + z near a whole number `total`, or that and a half: the bits of a number on the same side of it."""
+    """A sum x / s + z near `total`, or near `total` plus a half; `side` is an integer with the difference's sign."""
 
     total: Array
     side: Array
@@ -158,15 +158,15 @@ class _Near:
         return self.side != 0
 
 
-# Not the tables of `modes`: here the lower neighbour is known, not the one nearer to zero, and addends are cheaper than
-# conditions. A mode that is in neither table is rounded the exact way.
-#: Whether the middle of two whole numbers goes up, 1 or 0; from the lower one.
+# The tables of `modes` do not fit: here the lower neighbour is known, not the one nearer to zero, and addends are
+# cheaper than conditions. Modes that are in neither table take the exact way.
+#: 1 if the middle of two whole numbers is rounded up, else 0; a function of the lower one.
 _NEAREST: dict[Rounding, Callable[[Array], Array]] = {
     Rounding.NEAREST_EVEN: lambda floor: floor & 1,
     Rounding.NEAREST_AWAY: lambda floor: 1 + (floor >> 31),
     Rounding.NEAREST_ZERO: lambda floor: -(floor >> 31),
 }
-#: From `total` and a side of it.
+#: Functions of `total` and `side`.
 _DIRECTED: dict[Rounding, Callable[[_Near], Array]] = {
     Rounding.UP: lambda v: v.total + (v.side > 0),
     Rounding.DOWN: lambda v: v.floor,
@@ -177,14 +177,15 @@ _DRAWN = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
 
 
 def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None) -> Array:
-    """X / s + z rounded once, in quanta of the element format and within its ends: whole numbers, int32.
+    """The sums x / s + z rounded once, in quanta of the element format and within its ends: whole numbers, int32.
 
     Args:
         x: float32; NaN counts as the largest number.
-        scales: of the groups.
-        zero: integer zero points of the shape of the scales, or None. Exact for those within MOST_SHIFT of zero, far
-            beyond the ends of elements; others, which nothing fits and no plan calls moderate, may give the neighbour.
-        plan: which `applies` let pass.
+        scales: the scales of the groups.
+        zero: integer zero points of the shape of the scales, or None. Results are exact for zero points within
+            MOST_SHIFT of zero, far beyond the ends of elements. Larger ones, which no rule fits, may give the
+            neighbour.
+        plan: a plan for which `applies` holds.
         word: for a stochastic element, a word for each number.
     """
     fmt, mode = plan.element.format, plan.element.rounding
@@ -192,10 +193,10 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     nearest = mode in _NEAREST
     quanta = quanta_of(scales, plan)
     shift = jnp.float32(0) if zero is None else zero.astype(jnp.float32)
-    # One step further, what is rounded in a direction is clamped afterwards.
+    # For directed modes the ends are one step further out, and the result is clamped afterwards.
     top, bottom = ((end - shift) * quanta.value for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
     high = number_of(word_of(quanta.value) & ~_bits.low_mask(_FRACTION // 2 + 1))
-    # Held, the last one too, so that sums with constants are not rearranged either.
+    # All are materialized, also the last one, so that sums with constants are not rearranged.
     quanta, top, bottom, inverse, high, low, lifted = held(
         (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _SHIFT)
     )
@@ -203,15 +204,15 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     moved = jnp.where(moved < top, moved, top)
     moved = jnp.where(moved > bottom, moved, bottom)
     guess = moved * inverse
-    # Beside a whole number, or beside the middle of two.
+    # Near a whole number, or near the middle of two.
     summed = (guess - 0.5 if nearest else guess) + lifted
     total = word_of(summed) - _SHIFT_BITS
     near = summed - lifted + 0.5 if nearest else summed - lifted
     rest = (moved - near * high) - near * low
     if nearest:
-        # The bits of what is below zero are, as an integer, too; there is no -0.
+        # The bits of a negative number are a negative integer; there is no -0.
         rounded = total + 1 + (word_of(rest) + _NEAREST[mode](total) - 1 >> 31)
-        # What was within the ends of elements stays there.
+        # Numbers within the ends of elements stay within them.
         return rounded if zero is None or plan.in_safe_range else jnp.clip(rounded, fmt.min_code, fmt.max_code)
     side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
     v = _Near(total, side)
@@ -222,10 +223,10 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
 
 
 def _drawn(v: _Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:
-    """A stochastic mode: of the two neighbours the one away from zero where nu >= 1 - R 2^-N.
+    """A stochastic mode: the neighbour away from zero if nu >= 1 - R 2^-N, else the other one.
 
-    What is left beside `v`, exact and at most about half a quantum, is nu, or 1 - nu, times the quantum, or minus that;
-    `compare` tells whether its size, in quanta, is more than a word times 2^-32, or equal.
+    The difference from `v`, which is exact and at most about half a quantum, is ±nu or ±(1 - nu) times the quantum.
+    `compare` tells whether its magnitude, in quanta, is more than a word times 2^-32, or equal.
     """
     outside = v.floor >= 0
     if mode is Rounding.STOCHASTIC_EQUAL:
@@ -241,7 +242,7 @@ def _drawn(v: _Near, random: Draw, mode: Rounding, compare: Callable[[Array], tu
 def _compare(rest: Array, quantum: Array, word: Array) -> tuple[Array, Array]:
     """Whether |rest| / quantum is more than word 2^-32, or equal, by integers of two words."""
     bits = word_of(quantum)
-    # In units in the last place of the quantum, a whole number and its fraction.
+    # A whole number and its fraction, in units in the last place of the quantum.
     scale = number_of(2 * _BIAS + _FRACTION - (bits >> _FRACTION) << _FRACTION)
     whole, fraction = _floor(jnp.abs(rest) * scale)
     upper, fraction = _floor(fraction * 2.0**16)
@@ -256,9 +257,9 @@ def _compare(rest: Array, quantum: Array, word: Array) -> tuple[Array, Array]:
 
 
 def _compare_wide(rest: Array, high: Array, low: Array, word: Array) -> tuple[Array, Array]:
-    """The same for a moderate quantum in two halves, in float64, for processors that have it.
+    """`_compare` for a moderate quantum in two halves, in float64, for processors that have it.
 
-    A word times a half is exact. Where the sign is in doubt so is the first difference, which then has few bits.
+    A word times a half is exact. If the sign is in doubt, the first difference is exact, too, because it has few bits.
     """
     with jax.enable_x64(True):
         rest, high, low, share = (value.astype(jnp.float64) for value in (jnp.abs(rest), high, low, word))
@@ -267,7 +268,7 @@ def _compare_wide(rest: Array, high: Array, low: Array, word: Array) -> tuple[Ar
 
 
 def _floor(x: Array) -> tuple[Array, Array]:
-    """A whole number below 2^25, and what is left."""
+    """A whole number below 2^25, and the fraction."""
     whole = x.astype(jnp.int32)
     return whole, x - whole.astype(jnp.float32)
 
@@ -276,7 +277,7 @@ def _times(a: Array, b: Array) -> tuple[Array, Array]:
     """The product of 24 and 32 bits as two words."""
     a_low, a_high = a & 0xFFF, a >> 12
 
-    def part(half: Array) -> tuple[Array, Array]:  # a times 16 bits: in units of 2^12, and what is left
+    def part(half: Array) -> tuple[Array, Array]:  # a times 16 bits: in units of 2^12, and the rest
         product = a_low * half
         return a_high * half + (product >> 12), product & 0xFFF
 
@@ -296,7 +297,7 @@ def encode_whole(whole: Array, plan: Plan) -> Array:
 
 
 def decode_whole(codes: Array, plan: Plan) -> tuple[Array, Array | None]:
-    """Codes as quanta; and where a code is not used, which is NaN."""
+    """Codes as quanta; and whether each code is unused, which means NaN."""
     fmt = plan.element.format
     assert isinstance(fmt, UniformFormat)
     codes, spare = codes.astype(jnp.int32), 32 - fmt.bits
@@ -308,9 +309,9 @@ def decode_whole(codes: Array, plan: Plan) -> tuple[Array, Array | None]:
 
 
 def multiply_back(whole: Array, scales: Scales, plan: Plan) -> Array:
-    """Quanta, of a bit more than the element's, times scales, rounded once to nearest even; float32.
+    """Quanta, with one bit more than the element's, times scales, rounded once to nearest even; float32.
 
-    In a narrower carrier the products are exact, and rounding them is left.
+    In a narrower carrier the products are exact; rounding to it remains.
     """
     (quanta,) = held((quanta_of(scales, plan, huge_too=False),))
     return times(whole.astype(jnp.float32), quanta, prevent=not (_has_room(plan) or plan.in_safe_range))
@@ -319,14 +320,15 @@ def multiply_back(whole: Array, scales: Scales, plan: Plan) -> Array:
 def times(elements: Array, quanta: Quanta, *, prevent: bool) -> Array:
     """Elements from 2^-30 on times quanta, rounded once to nearest even.
 
-    A product that is subnormal has to be exact but for that, or a multiple of the smallest number. `seal` them unless
-    all are the former, or they are written to memory as what a branch gives.
+    A subnormal product must be a multiple of the smallest number, or exact before the last rounding. `prevent` protects
+    the products from contraction. It is not needed if all are exact, or if a branch returns them, which writes them to
+    memory.
     """
     product = elements * quanta.value
     product = prevent_fma(product, quanta.value) if prevent else product
     if quanta.tiny is None:
         return product
-    # Of 2^-TINY times the product what is subnormal is whole multiples of the smallest number.
+    # If 2^-TINY times the product is subnormal, it becomes a whole multiple of the smallest number.
     bits = word_of(product)
     magnitude = number_of(bits & _bits.low_mask(31))
     lead = 2.0**_FRACTION

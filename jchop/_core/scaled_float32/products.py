@@ -1,8 +1,8 @@
-"""Numbers times scales, rounded once, in floating-point arithmetic; for XLA, as `quanta` is.
+"""Numbers times scales, rounded once, in floating-point arithmetic; for XLA, like `integers`.
 
-A product is rounded as it should be but below the normal range, which a device may read, and write, as zero. Scales
-that may lead there are multiplied by 2^149, so that the product counts the smallest number; how many times is guessed
-by the product, and the side of the middle of two counts on which the exact one lies decides, as in `quanta`.
+A product is rounded right except below the normal range, where a device may read and write zeros. Scales that may lead
+there are multiplied by 2^149, so that the product counts multiples of the smallest number. The product guesses the
+count; then the side of the middle of two counts on which the exact product lies decides, as in `integers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = jax.Array
 
 _CARRIER = CARRIERS["float32"]
 _FRACTION, _BIAS = _CARRIER.fraction, _CARRIER.bias
-#: Numbers other than zero lie within 2^-LEAST and 2^MOST; scales below 2^-_TINY may have products that are subnormal.
+#: Nonzero numbers are from 2^-LEAST to 2^MOST; products with scales below 2^-_TINY may be subnormal.
 LEAST, MOST, _TINY = 40, 40, 64
 
 
@@ -28,7 +28,7 @@ def times(numbers: Array, scales: Array) -> Array:
     """Numbers times scales, rounded to nearest, ties to even; float32.
 
     Args:
-        numbers: float32: zero, NaN, infinite, or within 2^-LEAST and 2^MOST.
+        numbers: float32: zero, NaN, infinite, or from 2^-LEAST to 2^MOST.
         scales: extended magnitude bits, for each group.
     """
     tiny = scales < _BIAS - _TINY << _FRACTION
@@ -39,9 +39,9 @@ def times(numbers: Array, scales: Array) -> Array:
 
 
 def _lowered(number: Array, scale: Array, product: Array) -> Array:
-    """Number times scale times the smallest number, rounded once; `product` is without that, rounded."""
+    """Number times scale times the smallest number, rounded once; `product` is the rounded number times scale."""
     number, magnitude = (number_of(word_of(x) & _bits.low_mask(_CARRIER.width - 1)) for x in (number, product))
-    # How many times the smallest number: `count`, or one more, as the middle between the two decides.
+    # The number of multiples is `count` or one more; the middle between the two decides.
     lead = np.float32(2.0**_FRACTION)
     count = word_of(jnp.maximum(magnitude - 0.5, 0) + lead) - int(lead.view(np.int32))
     middle = count.astype(jnp.float32) + 0.5
@@ -55,6 +55,6 @@ def _lowered(number: Array, scale: Array, product: Array) -> Array:
 
 
 def _halves(x: Array) -> tuple[Array, Array]:
-    """Numbers as sums of two of 12 bits each."""
+    """Numbers as sums of two numbers of 12 bits each."""
     high = number_of(word_of(x) & ~_bits.low_mask((_FRACTION + 1) // 2))
     return high, x - high

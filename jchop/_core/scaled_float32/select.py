@@ -1,8 +1,8 @@
-"""Elements of groups as codes and as numbers, by the fastest way that gives them exactly; for XLA.
+"""Elements of groups as codes and as numbers, by the fastest exact way; for XLA.
 
-Where floating-point arithmetic is exact it takes the place of that on bits (`integers`, `floats`, `thresholds`); else
-the bodies of tiles (`elements`) are run on arrays. Format and dtype decide, before any number is known; but a program
-may branch on whether all scales are in a safe range, which takes fewer operations for each element.
+If floating-point arithmetic is exact, it replaces arithmetic on bits (`integers`, `floats`, `thresholds`, `codebooks`).
+Otherwise the bodies of tiles (`elements`) run on arrays. Format and dtype decide, before any number is known. But a
+program may branch on whether all scales are in a safe range; that way has fewer operations for each element.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Array = jax.Array
 
 
 def held(scales: Scales) -> Scales:
-    """Scales that are worked out once for each group."""
+    """Scales, computed once for each group."""
     return Scales(*materialize_per_group((scales.value, scales.nan, scales.tensor)))
 
 
 def branch_on_range(
     run: Callable[[Plan], Array], x: Array, scales: Scales, plan: Plan, branch_allowed: bool, zero: Array | None = None
 ) -> Array:
-    """What `run` makes of `x` under a plan; where it may be asked, of one that knows whether scales are moderate.
+    """The result of `run` under a plan. If a branch is allowed, moderate scales use a plan with `in_safe_range`.
 
     Args:
-        run: takes a plan.
+        run: a function of a plan.
         x: numbers.
-        scales: of their groups.
-        plan: the plan, which knows nothing of the range.
-        branch_allowed: whether it may be asked.
-        zero: integer zero points, which have to lie within 2^10 of zero.
+        scales: the scales of their groups.
+        plan: the plan without `in_safe_range`.
+        branch_allowed: whether the program may branch.
+        zero: integer zero points, which must be within 2^10 of zero for the branch.
     """
     gains = integers.applies(plan) or floats.applies(plan)
     if not branch_allowed or not gains or scales.tensor is not None or x.size < LEAST_TO_BRANCH:
@@ -65,7 +65,7 @@ def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
 
 
 def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
-    """The numbers that those codes stand for."""
+    """The numbers of the codes of `codes_of`."""
     if integers.applies(plan) and integers.multiplies(plan):
         return times_whole(integers.round_whole(x, scales, None, plan, word), scales, plan)
     if floats.applies(plan) and floats.multiplies(plan):
@@ -79,7 +79,7 @@ def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
 
 
 def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
-    """The numbers that codes stand for."""
+    """The numbers of codes."""
     if integers.multiplies(plan):
         counts, unused = integers.decode_whole(codes, plan)
         return times_whole(counts, scales, plan, unused)
@@ -95,12 +95,12 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
 
 
 def times_whole(counts: Array, scales: Scales, plan: Plan, unused: Array | None = None) -> Array:
-    """Quanta of the element format times scales, rounded once to the plan's carrier, where `integers.multiplies`."""
+    """Quanta of the element format times scales, rounded once to the plan's carrier, if `integers.multiplies`."""
     return _finished(with_nan(integers.multiply_back(counts, scales, plan), unused, plan.compute), scales, plan)
 
 
 def _finished(products: Array, scales: Scales, plan: Plan) -> Array:
-    """Products that need not be rounded but to a narrower carrier."""
+    """Products, rounded to a narrower carrier if the plan has one."""
     if plan.carrier.name in elements.NARROW:
         products = round_elements(products, elements.NARROW[plan.carrier.name], plan.compute)
     return narrow(with_nan(products, scales.nan, plan.compute), plan.carrier)

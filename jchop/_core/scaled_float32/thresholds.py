@@ -1,8 +1,9 @@
-"""Codebooks of few levels under scales: every group has thresholds of its own, and a number is compared with them all.
+"""Codebooks of few levels under scales: every group has its own thresholds, and numbers are compared with them.
 
-x / s reaches a threshold t where x reaches t s. So for each group and threshold the smallest number of the carrier is
-worked out that does, exactly, in integers, which order as numbers do; and for each group and level the product of the
-two. Elements then take comparisons and selections alone. For XLA, not for kernels, whose tiles have too many groups.
+x / s reaches a threshold t if x reaches t s. So the smallest number of the carrier that reaches it is computed for each
+group and threshold, exactly, in integers that have the order of the numbers. The product of level and scale is computed
+for each group and level. Elements then need only comparisons and selections. This is for XLA, not for kernels, whose
+tiles have too many groups.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ Array = jax.Array
 
 _CARRIER = CARRIERS["float32"]
 _FRACTION, _INF = _CARRIER.fraction, _CARRIER.inf
-#: At most so many levels, in codes of so many bits.
+#: The most bits of codes.
 _BITS = 4
-#: Thresholds are integers of 28 bits, four digits, times a power of two; all but zero within 2^-_REACH and 2^_REACH.
+#: Thresholds are integers of 28 bits, four digits, times a power of two; nonzero ones are from 2^-_REACH to 2^_REACH.
 _DIGIT, _DIGITS, _REACH = 7, 4, 40
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `encode` gives the codes that the exact way gives."""
+    """Whether `encode` gives the codes of the exact way."""
     element, fmt = plan.element, plan.element.format
     if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or fmt.bits > _BITS:
         return False
@@ -46,14 +47,14 @@ def applies(plan: Plan) -> bool:
 
 
 def has_products(plan: Plan) -> bool:
-    """Whether the numbers of a group are picked from its products."""
+    """Whether the numbers of a group are selected from its products."""
     fmt = plan.element.format
     return plan.compute is _CARRIER and isinstance(fmt, CodebookFormat) and fmt.bits <= _BITS
 
 
 @lru_cache(maxsize=64)
 def _table(fmt: CodebookFormat, mode: Rounding) -> tuple[tuple[Fraction, bool], ...] | None:
-    """The thresholds, and whether each is reached beyond it alone; None where they have too many bits."""
+    """The thresholds, and whether only numbers beyond each one reach it; None if they have too many bits."""
     if mode.stochastic:
         return None
     pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
@@ -100,11 +101,11 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
 
 
 def _starts(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> Array:
-    """Ordered integers of the smallest numbers from thresholds times scales on, or of the first beyond them.
+    """Ordered integers of the smallest numbers that reach thresholds times scales.
 
     Args:
         scale: extended magnitude bits.
-        table: thresholds, and whether what is asked for lies beyond; they make a first axis of the result.
+        table: thresholds, and whether only numbers beyond each one reach it; they become a first axis of the result.
     """
 
     def column(values: Iterable[int]) -> np.ndarray:
@@ -113,20 +114,20 @@ def _starts(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> Array:
     parts = [_parts(value) if value else (Fraction(1 << _DIGIT * _DIGITS - 1), 0) for value, _ in table]
     floor, inexact = _product(scale[None], column(int(count) for count, _ in parts), column(e for _, e in parts))
     strict, sign = column(beyond for _, beyond in table), column((v > 0) - (v < 0) for v, _ in table)
-    # An infinity reaches all that are positive, and none of the others.
+    # Positive infinity reaches all thresholds; negative infinity reaches none.
     up = jnp.minimum(floor + jnp.where(strict != 0, 1, inexact), _INF)
     down = jnp.maximum(jnp.where(strict != 0, 1 - (floor + inexact), -floor), 1 - _INF)
     return jnp.where(sign > 0, up, jnp.where(sign < 0, down, jnp.zeros_like(up) + strict))
 
 
 def _product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Array, Array]:
-    """Magnitude bits of scale times count 2^exponent rounded toward zero, `_INF` or more beyond; 1 where inexact."""
+    """Magnitude bits of scale times count 2^exponent toward zero (`_INF` or more if too large); 1 if inexact."""
     significand, mask = significand_of(scale, _CARRIER), _bits.low_mask(_DIGIT)
     top, lost = jnp.zeros_like(scale), jnp.zeros_like(scale)
     for i in range(_DIGITS):
         lost = lost | top & mask
         top = significand * (count >> i * _DIGIT & mask) + (top >> _DIGIT)
-    # Of the digits' product what is above the three lower digits, 30 or 31 bits.
+    # `top` is the part of the product above the three lower digits: 30 or 31 bits.
     drop = 6 + (top >> 30)
     field = jnp.minimum((scale >> _FRACTION) + drop + ((_DIGITS - 1) * _DIGIT + exponent), 2 * _CARRIER.bias + 1)
     drop = drop + jnp.clip(1 - field, 0, _FRACTION + 1)
@@ -139,14 +140,14 @@ def _product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Arr
 
 
 def each_level(fmt: ElementFormat, like: Array) -> Array:
-    """The value of each code, NaN for one that is not used, along a first axis, and for each of the numbers `like`."""
+    """The value of each code, NaN if it is unused, along a first axis, broadcast to the shape of `like`."""
     values = (fmt.value_of(code) for code in range(1 << fmt.bits))
     bits = np.array([float("nan") if v is None else float(v) for v in values], np.float32).view(np.int32)
     return number_of(jnp.zeros_like(like, jnp.int32)[None] | bits.reshape(-1, *[1] * like.ndim))
 
 
 def pick(codes: Array, products: Array) -> Array:
-    """``products[code]``, by the bits of the codes: those of each group, as many as there are codes."""
+    """``products[code]``, selected by the bits of the codes; each group has a product for each code."""
     left, bit = [products[i] for i in range(products.shape[0])], 0
     while len(left) > 1:
         odd = codes >> bit & 1 != 0

@@ -1,1 +1,1 @@
-"""An emulated program beside a reference, and the reports of it."""
+"""An emulated program beside a reference, and reports about it."""

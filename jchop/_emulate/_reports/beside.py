@@ -1,4 +1,4 @@
-"""An emulated program run beside a reference, operation by operation, and what is seen on the way."""
+"""Runs an emulated program beside a reference, operation by operation, and measures the results."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from jchop.formats import FloatFormat
 
 __all__ = ["SILENT", "Beside", "StoppedError"]
 
-#: A value of the emulated program, and what the reference has in its place.
+#: A value of the emulated program, and the reference's value for it.
 Pair = tuple[Any, Any]
 #: The kinds of equations that round nothing.
 SILENT = frozenset({"structural", "extremum", "untouched", "compared", "control", "own"})
-#: The kinds of equations whose results depend on the operands at their place alone.
+#: The kinds of equations whose results depend only on the operands at the same index.
 _ELEMENTWISE = frozenset({"exact", "power", "elementary", "converted", "extremum", "neighbour"})
 
 
 class StoppedError(Exception):
-    """What was looked for has happened.
+    """The event `stop_at` has happened.
 
     Args:
         what: the name of the event.
         step: the equation; None on entry.
-        event: where it happened.
-        facts: operands and result there, as text.
-        seen: of all results of the equation.
+        event: its turn, index and order.
+        facts: the operands and the result at this index, as text.
+        seen: the measure of all results of the equation.
     """
 
     def __init__(self, what: str, step: Step | None, event: Event, facts: str, seen: Measure) -> None:
@@ -56,11 +56,11 @@ class Beside:
     """A run of a program and its reference.
 
     Args:
-        reference: what is compared with.
+        reference: the program to compare with.
         max_turns: the most turns of a `while` loop.
         stop_at: the event that ends the run with a `StoppedError`; None for none.
-        found: what was seen of each step, by its id.
-        notes: loops that were stopped.
+        found: the measure of each step, by its id.
+        notes: sentences about loops that were stopped.
     """
 
     reference: Reference
@@ -77,7 +77,7 @@ class Beside:
     def run(
         self, plan: Plan, seeds: Seeds | None, args: Sequence[Pair], constants: Sequence[Pair] | None = None
     ) -> list[Pair]:
-        """The results of a planned program on values that are known."""
+        """The results of a planned program on concrete values."""
         given = self.reference.given
         env: dict[Any, Pair] = dict(
             zip(plan.jaxpr.constvars, constants or [(x, given(x)) for x in plan.consts], strict=True)
@@ -96,7 +96,7 @@ class Beside:
         return [read(v) for v in plan.jaxpr.outvars]
 
     def entered(self, name: str, low: Any, given: Any) -> Measure:
-        """What is seen of an argument or a constant that is rounded on entry."""
+        """The measure of an argument or a constant that is rounded on entry."""
         seen = measured(low, given, given, [given], order=self.order, elementwise=True)
         self._check_stop(None, seen, low, [given], f"{name}, {{given}}, is {{result}}")
         self.order += 1
@@ -141,7 +141,7 @@ class Beside:
             self._check_stop(step, seen, result, operands, f"{step.name} of {{given}} is {{result}}")
 
     def _look_at_constants(self, step: Step) -> None:
-        """Infinities and NaN that a program is given as literals."""
+        """Counts infinities and NaN among the literals of a program."""
         for v in step.eqn.invars:
             if isinstance(v, Literal) and is_number(v.aval) and not np.all(np.isfinite(v.val)):
                 seen = measured(v.val, v.val, v.val, [], turn=self.turn, order=self.order)
@@ -252,7 +252,7 @@ def _digits(step: Step, aval: Any) -> int | None:
 
 
 def _at(x: np.ndarray, where: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """An operand at the place of a result, or its shape if it has another."""
+    """An operand at the index of a result, or the operand's shape if it differs."""
     return str(x[where] if x.shape == shape else x if not x.shape else f"an array of shape {x.shape}")
 
 

@@ -1,4 +1,4 @@
-"""What is seen of the results of operations: counts, ranges, errors, cancelled bits, and first events."""
+"""Measures of the results of operations: counts, ranges, errors, cancelled bits, and first events."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 
 __all__ = ["EVENTS", "Event", "Measure"]
 
-#: What may happen to a result, by name.
+#: The names of the events.
 EVENTS = ("overflow", "nan", "invalid")
 
 
 @dataclass(frozen=True)
 class Event:
-    """Where something happened first.
+    """The place of the first event of a kind.
 
     Args:
-        turn: the turns of the loops around it, from 0, the outermost first; empty outside of loops.
+        turn: the turns of the enclosing loops, from 0, the outermost first; empty outside of loops.
         where: the index in the result; empty for a scalar.
-        order: how many operations ran before.
+        order: the number of earlier operations.
     """
 
     turn: tuple[int, ...]
@@ -37,15 +37,15 @@ class Event:
 
 @dataclass
 class Measure:
-    """What was seen of some results."""
+    """Counts, ranges and errors of some results."""
 
     overflows: int = 0
     underflows: int = 0
     infinities: int = 0
     nans: int = 0
     invalid: int = 0
-    born: int = 0  # infinities and NaN of operands without, constants aside
-    lost_digits: float = 0.0  # bits that cancelled, of all sums
+    born: int = 0  # infinities and NaN of finite operands, without regard to constants
+    lost_digits: float = 0.0  # cancelled bits of all sums
     sums: int = 0
     cancelled: float = -math.inf
     smallest: float = math.inf
@@ -57,13 +57,13 @@ class Measure:
     first_invalid: Event | None = None
 
     def facts(self) -> dict[str, Any]:
-        """The fields of a row, NaN where nothing was seen."""
+        """The fields of a row; NaN if there is no number."""
         rest = {name: value for name, value in vars(self).items() if name not in ("born", "lost_digits", "sums")}
         known = {name: math.nan if isinstance(v, float) and not math.isfinite(v) else v for name, v in rest.items()}
         return known | {"cancelled_mean": self.lost_digits / self.sums if self.sums else math.nan}
 
     def add(self, other: Measure | None) -> None:
-        """What another one saw, too."""
+        """Adds another measure."""
         if other is None:
             return
         for name in (f.name for f in fields(self)):
@@ -77,7 +77,7 @@ class Measure:
             setattr(self, name, new)
 
     def events(self) -> Iterator[tuple[str, Event]]:
-        """What happened, by its name in `EVENTS`."""
+        """The names in `EVENTS` of the events that happened, each with its place."""
         for name in EVENTS:
             event = getattr(self, f"first_{name}")
             if event is not None:
@@ -99,18 +99,18 @@ def measured(
     elementwise: bool = False,
     digits: int | None = None,
 ) -> Measure:
-    """What is seen of results.
+    """The measure of results.
 
     Args:
         low: the emulated results.
-        same: those without rounding, of the same operands.
-        reference: those of the reference program.
-        operands: of the operation, numbers alone.
-        computed: which of them are no constants, whose infinities and NaN come from here; None for all.
-        turn: of the loops around.
-        order: how many operations ran before.
-        elementwise: whether each result depends on the operands at its place alone.
-        digits: of a sum or difference of two operands, the precision that they have; None for other operations.
+        same: the results without rounding, for the same operands.
+        reference: the results of the reference program.
+        operands: the operands that are numbers.
+        computed: whether each operand was computed. Infinities and NaN of constants count as made here. None: all were.
+        turn: the turns of the enclosing loops.
+        order: the number of earlier operations.
+        elementwise: whether each result depends only on the operands at the same index.
+        digits: the precision of the operands of a sum or difference; None for other operations.
     """
     low, same, reference = (as_wide(x) for x in (low, same, reference))
     operands = [as_wide(x) for x in operands]
@@ -144,13 +144,13 @@ def measured(
 
 
 def as_wide(x: Any) -> np.ndarray:
-    """Numbers in float64, or of two parts of it."""
+    """Numbers in float64 or complex128."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def _without(found: np.ndarray, given: Sequence[np.ndarray], elementwise: bool) -> np.ndarray:
-    """The results found that no operand accounts for: at their place, or anywhere."""
+    """The found results for which no operand has such a value: at the same index, or anywhere."""
     for has in given:
         if elementwise and has.shape in (found.shape, ()):
             found = found & ~has
@@ -160,9 +160,9 @@ def _without(found: np.ndarray, given: Sequence[np.ndarray], elementwise: bool) 
 
 
 def _cancelled(low: np.ndarray, operands: Sequence[np.ndarray], digits: int) -> np.ndarray:
-    """How many leading bits cancelled: the drop from the larger operand's exponent to that of the result.
+    """The number of cancelled leading bits: the larger operand's exponent minus the exponent of the result.
 
-    A sum that is zero has lost every digit.
+    A sum of zero has lost every digit.
     """
     a, b, result = (np.broadcast_to(x, low.shape) for x in (*operands, low))
     use = np.isfinite(a) & np.isfinite(b) & np.isfinite(result) & ((a != 0) | (b != 0))
@@ -172,7 +172,7 @@ def _cancelled(low: np.ndarray, operands: Sequence[np.ndarray], digits: int) -> 
 
 
 def _relative(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest |got - want| / |want| where both are finite; a zero that should be one has no error."""
+    """The largest |got - want| / |want| of finite numbers; two zeros give 0, a single zero in want is skipped."""
     use = np.isfinite(got) & np.isfinite(want) & ((want != 0) | (got == 0))
     got, want = got[use], want[use]
     return float(np.max(np.abs(got - want) / np.where(want == 0, 1, np.abs(want)), initial=-math.inf))

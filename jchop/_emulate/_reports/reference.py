@@ -1,4 +1,4 @@
-"""The program that an emulated one is compared with: in the carrier, or in float64 and rounded to another spec."""
+"""The reference of an emulated program: the same program in the carrier, or in float64 and rounded to another spec."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Carrier", "Reference", "Wide", "make_reference"]
 
 
 class Carrier:
-    """Every operation as the carrier does it."""
+    """Every operation in the carrier."""
 
     #: Its name in a report.
     text = "carrier"
-    #: Primitives for which the carrier's result was taken.
+    #: Primitives whose result came from the carrier.
     narrow: frozenset[str] = frozenset()
 
     def given(self, x: Any) -> Any:
@@ -38,7 +38,7 @@ class Carrier:
         return bind(step.eqn.primitive, step.eqn.params, *args)
 
     def chosen(self, active: Any, new: Any, old: Any) -> Any:
-        """Of the loops of a batch, the new values of those that still run."""
+        """The new values of the loops of a batch that still run, and the old values of others."""
         return where_active(active, new, old)
 
     def stacked(self, rows: Sequence[Any], aval: Any) -> Any:
@@ -49,10 +49,10 @@ class Carrier:
 class Wide(Carrier):
     """Every operation in float64, then rounded to a spec; its numbers are NumPy's.
 
-    An equation that has no such form, or draws, gives the carrier's result.
+    An equation without a float64 form, or with random draws, gives the carrier's result.
 
     Args:
-        spec: what float64 results are rounded to.
+        spec: the rounding of float64 results.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -60,7 +60,7 @@ class Wide(Carrier):
         self.narrow = frozenset()
 
     def given(self, x: Any) -> Any:
-        """Numbers in float64; all else as it is."""
+        """Numbers in float64; other values unchanged."""
         if not hasattr(x, "dtype") or not is_number(x):
             return np.asarray(x, np.float64) if isinstance(x, float) else x
         return np.asarray(x).astype(np.complex128 if is_complex(x) else np.float64)
@@ -76,7 +76,7 @@ class Wide(Carrier):
                 wide = [self.given(x) for x in args]
                 try:
                     out = [self.given(x) for x in bind(step.eqn.primitive, _widened(step.eqn.params), *wide)]
-                except Exception:  # whatever a primitive raises that has no form in float64
+                except Exception:  # any error of a primitive without a float64 form
                     self.narrow |= {step.name}
         elif step.inner:
             self.narrow |= {step.name}
@@ -86,7 +86,7 @@ class Wide(Carrier):
         return [self._rounded(x) for x in out] if rounds and step.kind not in _MOVED else out
 
     def chosen(self, active: Any, new: Any, old: Any) -> Any:
-        """Of the loops of a batch, the new values of those that still run."""
+        """The new values of the loops of a batch that still run, and the old values of others."""
         if not isinstance(new, np.ndarray):
             return where_active(active, new, old)
         active = np.asarray(active)
@@ -105,7 +105,7 @@ class Wide(Carrier):
 
 
 Reference = Carrier
-#: The kinds of equations whose results are operands.
+#: The kinds of equations that only move values.
 _MOVED = ("structural", "extremum", "compared")
 
 
@@ -123,7 +123,7 @@ def _wide_dtype(value: Any) -> Any:
 
 
 def _of_dtype(x: Any, aval: Any) -> Any:
-    """A Python number in the dtype that it has in the program, as it could have another where there are 64 bits."""
+    """A Python number in its dtype in the program, which could differ under ``jax_enable_x64``."""
     return np.asarray(x, aval.dtype) if isinstance(x, bool | int | float | complex) else x
 
 
@@ -132,7 +132,7 @@ def _narrowed(x: Any, aval: Any) -> Any:
 
 
 def make_reference(reference: Spec | ElementFormat | str | None) -> Carrier:
-    """What a report compares with.
+    """The reference of a report.
 
     Raises:
         ValueError: for a spec that draws.

@@ -1,4 +1,4 @@
-"""`emulate.report`: what is rounded where, how often, and what that does to the values."""
+"""`emulate.report`: the roundings of a program, their places and counts, and their effect on the values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from jchop.spec import Spec
 __all__ = ["Event", "Report", "Row", "report"]
 
 Array = jax.Array
-#: The most turns of a `while` loop in a report, if nothing else is said.
+#: The default limit of turns of a `while` loop in a report.
 _MOST_TURNS = 10_000
 
 
@@ -44,31 +44,33 @@ class Row:
 
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
-        primitive: its name; ``"jchop"`` for a function of jchop, the function's own for one of `jax.random`.
-        spec: what results are rounded to, as text; ``"carrier"`` for nothing.
-        sums: how sums are formed, as text; ``"carrier"`` for the carrier's own, empty where there are none.
-        equations: how many there are in the program.
-        results: numbers that they give in a run; of a `while` loop, in one turn.
-        source: file and line that the equations come from, as ``"folder/model.py:12"``: the innermost line outside of
-            JAX and jchop. Inside a function of JAX, the line that calls it.
-        overflows: finite results of the carrier that became infinite or NaN; this and what follows, where traced.
-        underflows: results that became zero.
-        infinities: results that are infinite, for whatever reason; this and ``nans``, too, where traced.
-        nans: results that are NaN, for whatever reason.
-        smallest: the smallest magnitude but zero.
+        primitive: its name; ``"jchop"`` for a function of jchop, the function's name for `jax.random`.
+        spec: the rounding of the results, as text; ``"carrier"`` if they are not rounded.
+        sums: the order and the roundings of sums, as text; ``"carrier"`` for the carrier's own sums; empty without
+            sums.
+        equations: their number in the program.
+        results: the count of their results in a run; for a `while` loop, in one turn.
+        source: file and line of the equations, as ``"folder/model.py:12"``: the innermost line outside of JAX and
+            jchop. For a function of JAX, the line of its call.
+        overflows: results that are finite without rounding, and infinite or NaN here. This and the next fields are set
+            only with ``trace_values=True``.
+        underflows: results that are not zero without rounding, and zero here.
+        infinities: infinite results, for any reason.
+        nans: NaN results, for any reason.
+        smallest: the smallest nonzero magnitude.
         largest: the largest finite magnitude.
-        error: the largest relative error of one operation, against the reference's on the same operands. This and
-            ``deviation`` are of results that are finite in both, and NaN when there are none.
+        error: the largest relative error of one operation, against the reference's operation on the same operands. This
+            and ``deviation`` count results that are finite in both, and are NaN if there are none.
         deviation: the largest relative error against the reference program, run from the start.
-        invalid: results that are NaN where no operand is: inf - inf, 0/0, sqrt(-1). Of an operation that is not
-            elementwise, as a sum, results count if no operand has a NaN anywhere.
-        cancelled: the most leading bits that cancelled in a sum or difference of two numbers: by how much the exponent
-            of the result is below the larger one of its operands; the precision of the format for a result of zero. NaN
-            for other operations.
-        cancelled_mean: their mean.
-        first_overflow: where the first of the overflows is, an `Event`; None if there is none.
-        first_nan: where the first NaN is.
-        first_invalid: where the first NaN of operands without is.
+        invalid: NaN results of operands without NaN: inf - inf, 0/0, sqrt(-1). Results of an operation that is not
+            elementwise, such as a sum, count if no operand has a NaN anywhere.
+        cancelled: the most leading bits that cancelled in a sum or difference of two numbers: the larger exponent of
+            the operands minus the exponent of the result; the precision of the format for a result of zero. NaN for
+            other operations.
+        cancelled_mean: the mean of the cancelled bits.
+        first_overflow: the place of the first overflow, an `Event`; None if there is none.
+        first_nan: the place of the first NaN.
+        first_invalid: the place of the first invalid result.
     """
 
     scope: str
@@ -104,7 +106,7 @@ class Row:
 
 
 def _plain(value: Any) -> Any:
-    """A value that strict JSON has."""
+    """The value in the types of strict JSON."""
     if isinstance(value, Event):
         return {"turn": list(value.turn), "where": list(value.where), "order": value.order}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -112,14 +114,14 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Report:
-    """What `emulate.report` found; ``str`` of it is a table, with the notes below.
+    """The result of `emulate.report`; its ``str`` is a table, with the notes below.
 
     Args:
-        rows: in program order.
-        traced: whether values were looked at.
-        reference: what errors are relative to: ``"carrier"``, or a spec as text.
-        notes: sentences on loops that were stopped, on what was left in the carrier, and on the reference.
-        stopped: what ended the run, with ``stop_at``; empty if nothing did.
+        rows: the rows, in program order.
+        traced: whether values were measured.
+        reference: the reference of the errors: ``"carrier"``, or a spec as text.
+        notes: sentences about stopped loops, about operations left in the carrier, and about the reference.
+        stopped: the event that ended the run, with ``stop_at``; empty if there was none.
     """
 
     rows: tuple[Row, ...]
@@ -130,11 +132,11 @@ class Report:
 
     @property
     def operations(self) -> int:
-        """How many numbers are rounded results."""
+        """The number of results of all rows."""
         return sum(row.results for row in self.rows)
 
     def first(self, event: Literal["overflow", "nan", "invalid"]) -> Row | None:
-        """The row where something happened first; None if it did not.
+        """The row of the first event of a kind; None if there is none.
 
         Args:
             event: ``"overflow"``, ``"nan"`` or ``"invalid"``.
@@ -154,7 +156,7 @@ class Report:
         return min(known, key=lambda row: getattr(row, name).order, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything in dicts, lists, texts and numbers, as strict JSON has them."""
+        """The report in the types of strict JSON: dicts, lists, texts and numbers."""
         return {
             "traced": self.traced,
             "reference": self.reference,
@@ -179,7 +181,7 @@ class Report:
         return "\n".join((*table_lines(lines), *self.notes, *filter(None, [self.stopped])))
 
 
-#: Columns of a report that looked at values.
+#: Columns of a report with measured values.
 _SEEN = ("overflows", "underflows", "infinities", "nans", "invalid", "smallest", "largest", "cancelled",
          "cancelled_mean", "error", "deviation")  # fmt: skip
 
@@ -200,32 +202,32 @@ def report(
     stop_at: Literal["overflow", "nan", "invalid"] | None = None,
     **kwargs: Any,
 ) -> Report:
-    """What an emulated function rounds for these arguments, and where it loses digits.
+    """The roundings of an emulated function for these arguments, and the operations that lose digits.
 
     Args:
-        fun: what `jchop.emulate` returned, or a method that it decorates.
+        fun: a function that `jchop.emulate` returned, or a method that it decorates.
         *args: arguments of the function.
-        trace_values: run the program, loops turn by turn, beside a reference program, and compare: ranges, overflows,
-            underflows, infinities, NaN, cancelled bits and errors of each operation, and where the first of them are.
-            Arguments, constants and moved values have rows only if infinities or NaN come from there, or are lost to
-            the format. Branches and numbers of turns are those of the emulated program. Inside `jax.shard_map` nothing
-            is looked at. Needs arguments that are not traced. Default False: nothing is computed.
-        key: a typed key, where values are traced and anything rounds stochastically.
-        reference: what errors are relative to. Default None: the same program in the carrier, nothing rounded. A
-            deterministic spec or its text: every operation in float64, its result rounded to that spec;
-            ``"binary64"`` is float64 itself. Arguments and constants are those of the carrier. Where a primitive has no
-            form in float64, the carrier's result is taken, and a note says so. Implies `trace_values`.
-        max_turns: the most turns of a `while` loop. Default None: those of `emulate`, or 10 000; a note says so. A loop
-            that is stopped has a note and a `RuntimeWarning` with the line of its condition and the numbers compared. A
-            loop whose values no longer change, and that draws nothing, is stopped at once.
-        stop_at: end the run at the first ``"overflow"`` (a result that is finite in the reference, but not in the
-            format), ``"nan"`` or ``"invalid"`` (NaN of operands without), in any format, as ``jax_debug_nans`` does
-            for NaN of the carrier; ``stopped`` of the report names the equation, its line, turn, operands and result.
-            Rows hold what was seen until then. Implies `trace_values`.
+        trace_values: whether to run the program, loops turn by turn, beside a reference program, and to measure ranges,
+            overflows, underflows, infinities, NaN, cancelled bits and errors of each operation, and the first events.
+            Arguments and constants have rows only for infinities, NaN and underflows, moved values only for new
+            infinities or NaN. The emulated program decides branches and numbers of turns. Operations inside
+            `jax.shard_map` are not measured. Needs arguments that are not traced. Default False: nothing is computed.
+        key: a typed key, needed if values are traced and a rounding is stochastic.
+        reference: the reference of the errors. Default None: the same program in the carrier, without rounding. A
+            deterministic spec or its text: every operation in float64, rounded to that spec; ``"binary64"`` is float64
+            itself. Arguments and constants are not rounded. If a primitive has no form in float64, the carrier's result
+            is used, and a note says so. Implies `trace_values`.
+        max_turns: the most turns of a `while` loop. Default None: the limit of `emulate`, or 10 000; a note has the
+            number. A stopped loop has a note and a `RuntimeWarning` with the line of its condition and the numbers
+            compared. A loop without random draws stops at once if its values no longer change.
+        stop_at: the event that ends the run: the first ``"overflow"`` (a result that is finite in the reference, but
+            not in the format), ``"nan"`` or ``"invalid"`` (a NaN of operands without NaN), like ``jax_debug_nans`` for
+            NaN of the carrier. ``stopped`` of the report names the equation, its line, turn, operands and result. Rows
+            hold the measures up to this event. Implies `trace_values`.
         **kwargs: keyword arguments of the function.
 
     Returns:
-        A `Report`; ``str`` of it is a table.
+        A `Report`; its ``str`` is a table.
 
     Raises:
         TypeError: for a function that `emulate` did not make, or traced arguments.
@@ -253,7 +255,7 @@ def report(
         check_choice("stop_at", stop_at, EVENTS)
     most = max_turns if max_turns is not None else fun.settings.max_turns or _MOST_TURNS
     beside = Beside(make_reference(reference), check_int("max_turns", most, 1, (1 << 32) - 1), stop_at)
-    program = trace(fun.fun, fun.settings, args, kwargs)  # anew, as an equal program may have other lines
+    program = trace(fun.fun, fun.settings, args, kwargs)  # traced again, because an equal program may have other lines
     outer = here()
     steps = list(_walk(program.plan, 1, outer))
     if not trace_values:
@@ -276,7 +278,7 @@ def report(
 def _run(
     fun: Emulated, program: Program, beside: Beside, given: list[Row], names: Sequence[str], key: Array | None
 ) -> None:
-    """Run a program beside its reference; arguments and constants that are lost on entry get rows."""
+    """Runs a program beside its reference. Arguments and constants with infinities, NaN or underflows get rows."""
     spec = fun.settings.spec
     seeds = seeds_of(fun.settings, fun.key if key is None else key)
     low, constants, inside = enter(program, spec, seeds)
@@ -298,14 +300,14 @@ def _run(
 
 
 def _names(args: Any, kwargs: Any) -> list[str]:
-    """Of the arguments that are variables of the program."""
+    """The names of the arguments that are variables of the program."""
     leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     moved = [path for path, leaf in leaves if is_moved(leaf)]
     return [f"argument {jax.tree_util.keystr(path[1:])}" for path in moved]
 
 
 def _home(fun: Emulated, otherwise: str) -> str:
-    """The first line of the function, where it is one of Python outside of libraries."""
+    """The first line of the function, if it is a Python function outside of libraries; else `otherwise`."""
     code = getattr(inspect.unwrap(fun.fun), "__code__", None)
     if code is None or is_library(code.co_filename):
         return otherwise
@@ -313,7 +315,7 @@ def _home(fun: Emulated, otherwise: str) -> str:
 
 
 def _text_of(stop: StoppedError, steps: Sequence[tuple[Step, int, str]], home: str) -> str:
-    """What ended a run, and where."""
+    """A sentence about the event that ended a run, with its place."""
     source = next((source for step, _, source in steps if step is stop.step), home)
     scope = f" in scope {stop.step.scope!r}" if stop.step is not None and stop.step.scope else ""
     return f"stopped at the first {stop.what}: {stop.facts} ({stop.event}) at {source}{scope}"
@@ -327,7 +329,7 @@ def _notes(steps: Sequence[tuple[Step, int, str]], beside: Beside) -> Iterator[s
 
 
 def _left_wide(steps: Sequence[tuple[Step, int, str]]) -> Iterator[str]:
-    """What rules and `unknown` leave in the carrier."""
+    """A sentence about the operations that rules and `unknown` leave in the carrier."""
     wide = [step for step, _, _ in steps if step.kind not in SILENT and _spec_of(step) == "carrier"]
     if wide:
         counts = {_label(step): 0 for step in wide}
@@ -341,7 +343,7 @@ def _spec_of(step: Step) -> str:
 
 
 def _walk(plan: Plan, times: int, outer: str) -> Iterator[tuple[Step, int, str]]:
-    """The steps, how often they run, and their source; `outer` is that of the call around them."""
+    """The steps, the number of their runs, and their sources; `outer` is the source of the enclosing call."""
     for step in plan.steps:
         source = source_of(step.eqn.source_info, outer)
         yield step, times, source
@@ -367,7 +369,7 @@ def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> 
 
 
 def _label(step: Step) -> str:
-    """The primitive; of a function of jchop, or of `jax.random`, which is one operation, its name."""
+    """The primitive's name; ``"jchop"`` for a function of jchop; the function's name for a call of `jax.random`."""
     if step.kind == "result":
         return "jchop"
     return step.eqn.params.get("name", step.name) if step.draw is not None else step.name

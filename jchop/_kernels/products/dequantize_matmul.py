@@ -54,12 +54,12 @@ def _refuse_gpu(x: Any, codes: Any, scales: Any, *, tiling: Any = None, **_: Any
 
 
 def _profitable_tpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
-    """Codes lie on chip in tiles of 32 rows: other groups would have to be moved into place."""
+    """On chip, codes are in tiles of 32 rows: groups of other lengths would have to be moved."""
     return group % 32 == 0 or group >= x.shape[1]
 
 
 def _profitable_gpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
-    """A step takes at least 16 rows of W; and many rows of float32 are left to a tuned library."""
+    """A step takes at least 16 rows of W; for many rows of float32 a tuned library is faster."""
     return group >= 16 and (x.dtype == jnp.bfloat16 or x.shape[0] <= 64)
 
 
@@ -83,17 +83,17 @@ def dequantize_matmul(
 ) -> Array:
     """The product of `x` with a matrix of codes and group scales, W[k, n] = s[k // group, n] * value(codes[k, n]).
 
-    W is decoded a few groups at a time, never as a whole. The sums are float32, of products of `x` with the codes' own
-    values, and scaled group by group. Their order is not defined, so implementations agree to within the rounding
-    of float32 sums, and exactly where those sums are exact.
+    W is decoded a few groups at a time, never as a whole. Products of `x` with the values of the codes are summed in
+    float32, and scaled group by group. The order of the sums is not defined. So implementations agree up to the
+    rounding of float32 sums, and exactly if these sums are exact.
 
     Args:
         x: (..., k), float32 or bfloat16.
         codes: (k, ceil(n * bits / 8)) uint8. Code j of a row occupies the bits [bits * j, bits * (j + 1)) of the row
             read as a little-endian number: low nibble first for 4 bits.
         scales: (ceil(k / group), n), float32 or bfloat16.
-        format: of the codes, a floating-point, fixed-point or integer format of 2, 4 or 8 bits.
-        group: how many consecutive rows of W share a scale; the last group may be smaller.
+        format: the format of the codes: floating-point, fixed-point or integer, of 2, 4 or 8 bits.
+        group: the number of consecutive rows of W that share a scale; the last group may be smaller.
         impl: "auto", "xla" or "pallas"; only "auto" may fall back.
         tiling: the kernel's tiles, in place of the heuristic's.
 
@@ -101,7 +101,7 @@ def dequantize_matmul(
         (..., n), in the dtype of `x`.
 
     Raises:
-        TypeError: for a dtype or format that is not one of those above.
+        TypeError: for another dtype or format.
         ValueError: for shapes that do not fit together, or a bad `group` or `impl`.
         NotImplementedError: while it is lowered, if ``impl="pallas"`` and the kernel cannot run.
 

@@ -1,8 +1,8 @@
 """The product with a matrix of codes and group scales, for NVIDIA GPUs (Triton).
 
-A program forms one tile of the product, over all of k or a stretch of it, in a loop: it loads a few rows of codes,
-decodes them in registers and multiplies. The parts of W have sums of their own, which are interleaved in registers at
-the end. Every load and store is masked.
+A program computes one tile of the product, over all of k or a stretch of it, in a loop: it loads a few rows of codes,
+decodes them in registers and multiplies. Each part of W has its own sums, which are interleaved in registers at the
+end. Every load and store is masked.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def dequantize_matmul(
     tiling: DequantizeMatmulGpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `dequantize_matmul_body` gives, with the sums in another order.
+    """The result of `dequantize_matmul_body`, with the sums in another order.
 
     Args:
         x: (m, k), float32 or bfloat16.
         codes: (k, ceil(n * bits / 8)) uint8.
         scales: (ceil(k / group), n), float32 or bfloat16.
-        format: of the codes, of 2, 4 or 8 bits.
+        format: the format of the codes, of 2, 4 or 8 bits.
         group: rows of W that share a scale.
-        tiling: default: the heuristic's.
-        interpret: as in `pallas_call`: run it on any device.
+        tiling: the tiles. Default: the heuristic's.
+        interpret: as in `pallas_call`, to run it on any device.
     """
     problem = Problem.of(x, codes, format, group)
     m, n = problem.m, scales.shape[1]
@@ -69,10 +69,10 @@ def dequantize_matmul(
 
 @dataclass(frozen=True)
 class _Tile:
-    """The kernel of one tile, and everything static about it.
+    """The kernel of one tile, and its static data.
 
-    Each group is cut into spans of equal length (one, unless more are needed to divide the work), and the spans of all
-    groups, in their order, are dealt out to the stretches.
+    Each group is cut into spans of equal length (one span, unless more are needed to divide the work). The spans of all
+    groups are distributed to the stretches, in order.
     """
 
     problem: Problem
@@ -101,7 +101,7 @@ class _Tile:
 
     @property
     def stretches(self) -> int:
-        """Stretches of k: those that `splits` asks for, less what would be empty."""
+        """The number of stretches of k: `splits`, minus the stretches that would be empty."""
         return -(-self.spans // self.spans_of_stretch)
 
     @property
@@ -113,7 +113,7 @@ class _Tile:
         columns = pl.program_id(1) * self.tiling.block_n + lax.iota(jnp.int32, self.tiling.block_n)
 
         def step(start: Array, stop: Array, sums: _Sums) -> _Sums:
-            """The products of `block_k` rows of W from `start` on, those before `stop`, added to sums."""
+            """The sums plus the products of `block_k` rows of W from `start` on; rows from `stop` on are excluded."""
             ks = start + lax.iota(jnp.int32, self.tiling.block_k)
             xs = _load(x, rows, ks, self.problem.m, stop)
             values = decode_parts(_load(codes, ks, columns, stop, self.problem.width), self.format, xs.dtype)
@@ -159,13 +159,13 @@ class _Tile:
 
 
 def _load(array: Any, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
-    """A tile of a matrix, zero where it lies beyond the ends."""
+    """A tile of a matrix; elements beyond the ends are zero."""
     mask = (rows < rows_end)[:, None] & (columns < columns_end)[None, :]
     return plt.load(array.at[rows[:, None], columns[None, :]], mask=mask, other=0)
 
 
 def _interleave(parts: _Sums) -> Array:
-    """One tile whose columns are those of the parts in turn; only pairs can be joined in registers."""
+    """One tile with the columns of the parts in turn; only pairs can be joined in registers."""
     if len(parts) == 1:
         return parts[0]
     even, odd = _interleave(parts[::2]), _interleave(parts[1::2])

@@ -1,4 +1,4 @@
-"""How the kernels of the product with a matrix of codes and group scales cut it into tiles."""
+"""The tiles of the kernels of the product with a matrix of codes and group scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DequantizeMatmulGpuTiling", "DequantizeMatmulTpuTiling", "Problem"]
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes that the choice of tiles depends on.
+    """The sizes that decide the choice of tiles.
 
     Args:
         m: rows of x.
@@ -37,13 +37,13 @@ class Problem:
 
     @classmethod
     def of(cls, x: Any, codes: Any, format: ElementFormat, group: int) -> Problem:
-        """That of arrays, or of their shapes and dtypes."""
+        """The problem of arrays, or of their shapes and dtypes."""
         (m, k), width = x.shape, codes.shape[1]
         return cls(m, k, width, max(min(group, k), 1), 8 // format.bits, np.dtype(x.dtype).itemsize)
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return -(-self.k // self.group)
 
 
@@ -56,7 +56,7 @@ class DequantizeMatmulTpuTiling:
 
     Args:
         block_m: rows of a tile of the product: all, or a multiple of 8.
-        block_n: bytes of codes across it, that is columns of each part of W: all, or a multiple of 128.
+        block_n: bytes of codes across it, which is the number of columns of each part of W: all, or a multiple of 128.
         block_k: rows of W on chip at a time: all; or a multiple of 128 that holds a multiple of 8 whole groups, or
             that divides a group.
     """
@@ -65,9 +65,9 @@ class DequantizeMatmulTpuTiling:
     block_n: int
     block_k: int
 
-    #: Groups of a tile, each with a product of its own in the unrolled kernel.
+    #: The most groups of a tile; each has a separate product in the unrolled kernel.
     _MOST_GROUPS = 32
-    #: Bytes that a step's blocks and temporaries may take, of the 16 MiB there are on the smallest chip.
+    #: The most bytes of a step's blocks and temporaries; the smallest chip has 16 MiB.
     _MEMORY = 10 << 20
 
     def __post_init__(self) -> None:
@@ -76,10 +76,10 @@ class DequantizeMatmulTpuTiling:
 
     @classmethod
     def for_shape(cls, problem: Problem) -> DequantizeMatmulTpuTiling | None:
-        """The heuristic; None where no tile would do.
+        """The heuristic; None if no tile fits.
 
-        A step takes about 512 rows of W, so that what a step costs beside its work does not count; few rows of x leave
-        the time to the codes, which a wide tile reads in long pieces.
+        A step takes about 512 rows of W, so that its fixed cost does not matter. With few rows of x, reading codes
+        takes most of the time, and a wide tile reads them in long pieces.
         """
         m, width = problem.m, problem.width
         rows = m if m <= 256 else _up(-(-m // -(-m // 256)), _SUBLANES)
@@ -90,7 +90,7 @@ class DequantizeMatmulTpuTiling:
 
     @classmethod
     def _depths(cls, problem: Problem) -> Iterator[int]:
-        """Lengths that `block_k` may have, better ones first."""
+        """Possible lengths of `block_k`, better ones first."""
         k, group = problem.k, problem.group
         if problem.groups <= cls._MOST_GROUPS and k <= 1024:
             yield k
@@ -105,7 +105,7 @@ class DequantizeMatmulTpuTiling:
             yield k
 
     def _bytes(self, problem: Problem) -> int:
-        """An upper estimate of the memory on chip: blocks twice, for one is fetched while the other is worked on."""
+        """An upper estimate of the memory on chip: two of each block, since one is fetched while the other is used."""
         m, n, k, parts = self.block_m, self.block_n, self.block_k, problem.parts
         rows = min(problem.group, self.block_k)
         blocks = m * k * problem.itemsize + k * n + parts * n * (m * problem.itemsize + 4 * self._scale_rows(problem))
@@ -115,11 +115,11 @@ class DequantizeMatmulTpuTiling:
         return problem.groups if self.divides(problem) else -(-self.block_k // problem.group)
 
     def divides(self, problem: Problem) -> bool:
-        """Whether a tile is a part of a group, or one, rather than some groups."""
+        """Whether a tile is a part of a group or one group, not several groups."""
         return self.block_k <= problem.group and self.block_k != problem.k
 
     def misfit(self, problem: Problem) -> str | None:
-        """Why the tiles do not fit a problem, or None."""
+        """The reason why the tiles do not fit a problem, or None."""
         k, group, block_k = problem.k, problem.group, self.block_k
         for name, size, unit in (("block_m", problem.m, _SUBLANES), ("block_n", problem.width, _LANES)):
             value = getattr(self, name)
@@ -143,12 +143,12 @@ class DequantizeMatmulGpuTiling:
 
     Args:
         block_m: rows of a tile of the product, a power of two, at least 16.
-        block_n: bytes of codes across it, that is columns of each part of W; likewise.
+        block_n: bytes of codes across it, which is the number of columns of each part of W; likewise.
         block_k: rows of W in a step; likewise.
-        splits: into how many stretches of k the work is divided, whose sums are added afterwards: more programs where
-            a product has few tiles.
+        splits: number of stretches of k, whose sums are added afterwards: it gives more programs if a product has few
+            tiles.
         num_warps: warps of 32 threads in a program, a power of two.
-        num_stages: how many steps' loads may be under way.
+        num_stages: the number of steps whose loads may be in flight.
     """
 
     block_m: int
@@ -170,9 +170,9 @@ class DequantizeMatmulGpuTiling:
     def for_shape(cls, problem: Problem) -> DequantizeMatmulGpuTiling:
         """The heuristic.
 
-        With few rows the time goes into reading codes: a tile is wide enough for whole memory sectors and k is split
-        until the programs fill the chip. With many rows a large tile decodes each code for more of them, and sums of
-        stretches would cost more than idle multiprocessors do.
+        With few rows, reading codes takes the time: a tile is wide enough for whole memory sectors, and k is split
+        until the programs fill the chip. With many rows, a large tile decodes each code for more rows, and sums of
+        stretches would cost more than idle multiprocessors.
         """
         tiles = _GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
         rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
@@ -184,14 +184,14 @@ class DequantizeMatmulGpuTiling:
 
 
 #: Rows and columns of a tile of the product, rows of W in a step, and warps. float32 products run in the ordinary units
-#: and keep their operands in registers, where these just fit.
+#: and keep their operands in registers, which just hold them.
 _GPU_TILES = {
     "bfloat16": ((16, 128, 128, 4), (32, 128, 128, 4), (64, 128, 128, 4), (128, 128, 64, 8)),
     "float32": ((16, 64, 32, 4), (32, 64, 32, 4), (64, 64, 32, 8)),
 }
 #: Programs that fill a large GPU: about two for each multiprocessor.
 _PROGRAMS = 256
-#: Fewer steps than this do not hide the latency of the first loads.
+#: The fewest steps that hide the latency of the first loads.
 _STEPS_OF_A_SPLIT = 4
 
 

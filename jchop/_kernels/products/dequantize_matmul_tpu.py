@@ -1,8 +1,8 @@
 """The product with a matrix of codes and group scales, for TPU (Mosaic).
 
 The grid runs over rows, columns and, innermost, rows of W; the sums of a tile stay in scratch until they are complete.
-A step takes several whole groups, each with a product of its own, or a part of one group. The parts of W are kept apart
-(nothing here moves data across lanes) and XLA interleaves the columns of their products.
+A step takes several whole groups, each with a separate product, or a part of one group. The parts of W stay separate
+(the kernel moves no data across lanes), and XLA interleaves the columns of their products.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def dequantize_matmul(
     tiling: DequantizeMatmulTpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `dequantize_matmul_body` gives, with the sums in another order.
+    """The result of `dequantize_matmul_body`, with the sums in another order.
 
     Args:
         x: (m, k), float32 or bfloat16.
         codes: (k, ceil(n * bits / 8)) uint8.
         scales: (ceil(k / group), n), float32 or bfloat16.
-        format: of the codes, of 2, 4 or 8 bits.
+        format: the format of the codes, of 2, 4 or 8 bits.
         group: rows of W that share a scale.
-        tiling: default: the heuristic's.
-        interpret: as in `pallas_call`: run it on any device.
+        tiling: the tiles. Default: the heuristic's.
+        interpret: as in `pallas_call`, to run it on any device.
     """
     problem = Problem.of(x, codes, format, group)
     m, n = problem.m, scales.shape[1]
@@ -54,7 +54,7 @@ def dequantize_matmul(
     tile = _Tile(problem, tiling, format)
     parted = part_columns(scales, problem.parts)
     zero = np.int32(0)
-    if tiling.divides(problem):  # the rows are addressed one at a time, which packed dtypes do not allow
+    if tiling.divides(problem):  # single rows are addressed, which packed dtypes do not allow
         parted = parted.astype(jnp.float32)
         scale_spec = pl.BlockSpec((problem.parts, problem.groups, tiling.block_n), lambda i, j, t: (zero, zero, j))
     else:
@@ -82,7 +82,7 @@ def dequantize_matmul(
 
 @dataclass(frozen=True)
 class _Tile:
-    """The kernel of one tile, and everything static about it."""
+    """The kernel of one tile, and its static data."""
 
     problem: Problem
     tiling: DequantizeMatmulTpuTiling
@@ -90,7 +90,7 @@ class _Tile:
 
     @property
     def groups(self) -> int:
-        """Groups in a step, or 1 that is the step's part of a group."""
+        """The number of groups in a step; 1 if a step takes a part of a group."""
         return -(-self.tiling.block_k // self.problem.group)
 
     @property
@@ -113,12 +113,12 @@ class _Tile:
             out[...] = total[...].astype(out.dtype)
 
     def _add_group(self, i: int, step: Array, x: Any, codes: Any, scales: Any, total: Any) -> None:
-        """The scaled product of the step's group number `i` added to the sums."""
+        """Adds the scaled product of the step's group number `i` to the sums."""
         block_k = self.tiling.block_k
         rows = slice(i * self.problem.group, min((i + 1) * self.problem.group, block_k))
         xs, cs = x[:, rows], codes[rows, :].astype(jnp.int32)
         left = None
-        if self.problem.k % block_k:  # what lies beyond the arrays is undefined
+        if self.problem.k % block_k:  # elements beyond the arrays are undefined
             left = self.problem.k - rows.start - step * block_k
             xs = jnp.where(lax.broadcasted_iota(jnp.int32, xs.shape, 1) < left, xs, jnp.zeros_like(xs))
             cs = jnp.where(lax.broadcasted_iota(jnp.int32, cs.shape, 0) < left, cs, 0)

@@ -1,4 +1,4 @@
-"""The matrix product with an emulated accumulator as an operation: the body of XLA and the kernels, and which runs."""
+"""The matrix product with an emulated accumulator as an operation, with the body for XLA and the kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _gpu(*arrays: Array, spec: MatmulSpec, tiling: Any = None) -> Array:
     return matmul_gpu.matmul(*arrays, spec=spec, tiling=tiling)
 
 
-#: Steps are counted in int32, blocks after products.
+#: The limit of the inner dimension: steps are counted in int32, blocks after products.
 _LONGEST = 1 << 30
 
 

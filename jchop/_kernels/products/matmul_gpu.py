@@ -1,7 +1,7 @@
 """The matrix product with an emulated accumulator, for NVIDIA GPUs (Pallas on Triton).
 
-One program works out one output tile: it runs through the whole inner dimension with the accumulator in registers, so
-what memory sees is the operands, from the caches nearly always, and one store of the result.
+One program computes one output tile: it runs through the whole inner dimension with the accumulator in registers. So
+memory traffic is the loads of operands, mostly from caches, and one store of the result.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ def matmul(
     tiling: MatmulGpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `jchop._core.arithmetic.matmul.matmul_body` gives.
+    """The result of `jchop._core.arithmetic.matmul.matmul_body`.
 
     Args:
         a: float32 or float64 (batch, m, k), rounded to the operands' spec.
         b: the same (batch, k, n), likewise.
-        seeds: the twelve seeds, where something draws.
+        seeds: the twelve seeds, if something draws.
         spec: the arithmetic.
-        tiling: default: the heuristic's.
-        interpret: as in `pallas_call`: run it on any device.
+        tiling: the tiles. Default: the heuristic's.
+        interpret: as in `pallas_call`, to run it on any device.
     """
     batch, m, k = a.shape
     n = b.shape[2]
     if not batch * m * n * k:
         return jnp.zeros((batch, m, n), a.dtype)
     plan = Plan(spec, CARRIERS[a.dtype.name], k)
-    # Traced without 64-bit types unless they are asked for: a Python number would otherwise become one in places.
+    # 64-bit types are on only if they are needed; otherwise some Python numbers would become 64-bit numbers.
     with jax.enable_x64(plan.carrier.width == 64):
         return _call(a, b, seeds, plan, tiling or MatmulGpuTiling.for_shape(batch, m, n, plan), interpret)
 
@@ -92,7 +92,7 @@ def _call(a: Array, b: Array, seeds: Array | None, plan: Plan, tiling: MatmulGpu
 
 @dataclass(frozen=True)
 class _Tile:
-    """The kernel of one tile, and everything static about it."""
+    """The kernel of one tile, and its static data."""
 
     plan: Plan
     tiling: MatmulGpuTiling
@@ -109,7 +109,7 @@ class _Tile:
 
     @cached_property
     def operand(self) -> str:
-        """What the tile products of ``matrix_unit`` take."""
+        """The type of the operands of ``matrix_unit`` tile products."""
         return dot_operand(self.plan)
 
     def kernel(self, a: Any, b: Any, *rest: Any) -> None:
@@ -165,7 +165,7 @@ class _Tile:
 
     @property
     def _lengths(self) -> tuple[int, ...]:
-        """How many products are summed from zero: those of a block, and of a smaller last one."""
+        """The numbers of products that are summed from zero: in a block, and in a smaller last block."""
         length = self.plan.k if self.plan.spec.order.kind == "sequential" else self.block
         return length, self.plan.k % length or length
 
@@ -239,12 +239,12 @@ _SUMS: dict[str, Callable[[_Tile, _Loads, Draw | None], Array]] = {
 
 @dataclass(frozen=True)
 class _Loads:
-    """Masked loads of the operands for a tile; what lies outside is zero."""
+    """Masked loads of the operands for a tile; elements outside are zero."""
 
     a: Any
     b: Any
     corner: tuple[Array, Array, Array]
-    rows: Array  # which rows of the tile there are
+    rows: Array  # whether each row of the tile exists
     columns: Array
     tiling: MatmulGpuTiling
 
@@ -257,7 +257,7 @@ class _Loads:
         )
 
     def together(self, k: Array, length: int) -> list[tuple[Array, Array]]:
-        """What `at` gives for k and those that follow it, from loads of vectors; all of them exist."""
+        """The results of `at` for k and the next `length` - 1 products, which must exist, from loads of vectors."""
         batch, row, column = self.corner
         ks, every = pl.ds(k, length), jnp.ones(length, bool)
         a = plt.load(self.a.at[batch, pl.ds(row, self.tiling.block_m), ks], mask=self.rows & every[None], other=0)
@@ -267,7 +267,7 @@ class _Loads:
         return list(zip(*(lax.split(x, [1] * length, axis) for x, axis in ((a, 1), (b, 0))), strict=True))
 
     def parts(self, begin: Array, end: Array, length: int) -> tuple[Array, Array]:
-        """Columns and rows from `begin` on, `length` of them with what lies beyond `end` as zero."""
+        """`length` columns and rows from `begin` on; from `end` on they are zero."""
         batch, row, column = self.corner
         across = begin + lax.broadcasted_iota(jnp.int32, (1, length), 1) < end
         down = begin + lax.broadcasted_iota(jnp.int32, (length, 1), 0) < end
@@ -279,7 +279,7 @@ class _Loads:
 
 
 def _picker(stack: tuple[Array, ...]) -> Callable[[Array], Array]:
-    """Gives the partial sum of a level: registers cannot be addressed, so by selects."""
+    """A function that selects the partial sum of a level; selects are needed because registers have no addresses."""
 
     def pick(level: Array) -> Array:
         found = stack[0]

@@ -1,4 +1,4 @@
-"""How the kernels of the matrix product cut it into tiles, and what they share."""
+"""The tiles of the kernels of the matrix product, and the kernels' common functions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MatmulTpuTiling:
     Args:
         block_m: rows of an output tile, a multiple of `rows`.
         block_n: its columns, a multiple of 128.
-        block_k: length of the part of the inner dimension that is on chip at a time, a multiple of 128.
+        block_k: length of the part of the inner dimension on chip at a time, a multiple of 128.
         rows: rows of the chunk of a tile that stays in registers through those steps, a multiple of 8.
     """
 
@@ -54,7 +54,7 @@ class MatmulTpuTiling:
 
     #: Elements of a chunk: four registers, to keep the vector units busy and leave room for temporaries.
     _CHUNK = 4 * _SUBLANES * _LANES
-    #: Bytes that the partial sums of pairwise order may take, of the 16 MiB there are.
+    #: The most bytes of the partial sums of pairwise order; a chip has 16 MiB.
     _STACK = 4 << 20
 
     def __post_init__(self) -> None:
@@ -67,9 +67,9 @@ class MatmulTpuTiling:
     def for_shape(cls, m: int, n: int, k: int, spec: MatmulSpec) -> MatmulTpuTiling:
         """The heuristic.
 
-        A step of an elementwise order costs tens to hundreds of vector operations for each element, so arithmetic
-        bounds it whatever the tile; a wide chunk shares the broadcast of its column of `a`. A matrix unit wants tiles
-        that are nearly square.
+        A step of an elementwise order takes tens to hundreds of vector operations for each element, so arithmetic
+        limits it for every tile; a wide chunk shares the broadcast of its column of `a`. For a matrix unit, nearly
+        square tiles are best.
         """
         units = spec.order.kind == "matrix_unit"
         block_n = min(256 if units else 512, _up(n, _LANES))
@@ -78,7 +78,7 @@ class MatmulTpuTiling:
         if spec.order.kind == "pairwise":
             tall = min(tall, cls._STACK // (4 * block_n * max(pair_levels(k), 1)))
         block_m = max(min(tall, _up(m, rows)) // rows, 1) * rows
-        # A unit's block has whole parts, or lies within one as far as may be.
+        # A unit's block consists of whole parts, or lies in one part if possible.
         block_k = min(max((spec.order.block or 1) // _LANES, 1) * _LANES, 512, _up(k, _LANES)) if units else _LANES
         return cls(block_m, block_n, block_k, rows)
 
@@ -91,9 +91,9 @@ class MatmulGpuTiling:
         block_m: rows of an output tile, a power of two (at least 16 for ``matrix_unit``).
         block_n: its columns, likewise.
         block_k: longest part of a block that one tile product of ``matrix_unit`` takes, likewise; in the other orders,
-            how many products a step loads together.
+            the number of products that a step loads together.
         num_warps: warps of 32 threads in a program, a power of two.
-        num_stages: how many loads of a ``matrix_unit`` block may be under way.
+        num_stages: the number of loads of a ``matrix_unit`` block that may be in flight.
     """
 
     block_m: int
@@ -111,11 +111,11 @@ class MatmulGpuTiling:
 
     @classmethod
     def for_shape(cls, batch: int, m: int, n: int, plan: Plan) -> MatmulGpuTiling:
-        """The heuristic: the largest tile in a list that still gives every multiprocessor work.
+        """The heuristic: the largest tile of a list that gives work to every multiprocessor.
 
-        The accumulator and the temporaries of a step are to stay in registers. That takes 8 elements a thread (4 for
-        float64, and in pairwise order, where a partial sum of every level stays too), for ``matrix_unit`` 32, or 16
-        where its sums may need integer arithmetic.
+        The accumulator and the temporaries of a step must stay in registers. That allows 8 elements for each thread (4
+        for float64, and in pairwise order, which also keeps a partial sum of every level); for ``matrix_unit`` 32, or
+        16 if its sums may need integer arithmetic.
         """
         tiles = _tiles(plan)
         for tile in tiles:
@@ -161,19 +161,19 @@ def _up(length: int, unit: int) -> int:
     return _count(length, unit) * unit
 
 
-# -- what the kernels share --------------------------------------------------------------------------------------------
+# -- common functions of the kernels -----------------------------------------------------------------------------------
 
 #: The shortest side of a tile product on a GPU.
 LEAST_DOT = 16
-#: Operands of tile products whose products are exact in float32, the cheapest first: what each holds.
+#: Types of operands whose products are exact in float32, the cheapest first, with the range of each.
 _NARROW = {"bfloat16": Range(-133, 8, 128), "float16": Range(-24, 11, 16), "tf32": Range(-136, 11, 128)}
 
 
 def dot_operand(plan: Plan, allowed: tuple[str, ...] = tuple(_NARROW)) -> str:
     """The narrowest type of operand (a dtype, or ``"tf32"``) that holds every operand, else the carrier's name.
 
-    Products of such operands are exact in float32, in which a matrix unit sums them: that is the carrier's dot, far
-    faster than with operands of 24 bits.
+    Products of such operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
+    much faster than with operands of 24 bits.
     """
     if plan.carrier.name == "float32":
         for name in allowed:
@@ -184,7 +184,7 @@ def dot_operand(plan: Plan, allowed: tuple[str, ...] = tuple(_NARROW)) -> str:
 
 
 def result_type(a: Array, b: Array, seeds: Array | None) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the product, and the mesh axes along which it varies: those of every argument."""
+    """Shape and dtype of the product, and the mesh axes along which any argument varies."""
 
     def like(a: Array, b: Array, *seeds: Array) -> Array:
         return jnp.matmul(a, b) + sum(jnp.sum(seed).astype(a.dtype) for seed in seeds)
@@ -194,7 +194,7 @@ def result_type(a: Array, b: Array, seeds: Array | None) -> jax.ShapeDtypeStruct
 
 
 def loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any], Any], init: Any) -> Any:
-    """`lax.fori_loop`, its index int32 also where both ends are known and 64-bit types are on."""
+    """`lax.fori_loop` with an int32 index, also if both ends are known and 64-bit types are on."""
 
     def step(state: tuple) -> tuple:
         i, end, carry = state
@@ -209,27 +209,26 @@ def dot_length(block: int) -> int:
 
 
 def pair_levels(k: int) -> int:
-    """How many partial sums pairwise order keeps: level l holds that of 2^(l+1) products."""
+    """The number of partial sums in pairwise order: level l holds a sum of 2^(l+1) products."""
     return (k // 2).bit_length()
 
 
 def merge_pairs(
     pair: Array, sum_: Array, left: Callable[[Array], Array], plan: Plan, draw: Draw | None
 ) -> tuple[Array, Array]:
-    """Add to the sum of a pair of products, number `pair`, every partial sum that it completes.
+    """Adds every partial sum that the pair of products number `pair` completes to the sum of this pair.
 
-    That is counting in binary: the partial sums on the left are those of the bits set in `pair`, and the lowest ones
-    carry.
+    This is binary counting: the partial sums on the left belong to the bits set in `pair`, and the lowest bits carry.
 
     Args:
         pair: int32 scalar.
         sum_: A(p + q) of the pair.
-        left: gives the partial sum of a level (an int32 scalar).
+        left: a function from a level (an int32 scalar) to its partial sum.
         plan: the arithmetic.
-        draw: the random words of the tile, where it draws.
+        draw: the random words of the tile, if it draws.
 
     Returns:
-        The level where the sum now belongs, and the sum.
+        The level of the sum, and the sum.
     """
 
     def carries(state: tuple[Array, Array]) -> Array:
@@ -244,10 +243,10 @@ def merge_pairs(
 
 
 def finish_pairs(last: Array | None, left: Callable[[Array], Array], plan: Plan, draw: Draw | None) -> Array:
-    """The pairwise sum, once every pair is merged: the partial sums from the right, after the product left over.
+    """The pairwise sum after every pair is merged: the last single product, then the partial sums from the right.
 
     Args:
-        last: the last product where their number is odd and more than one.
+        last: the last product if their number is odd and above one.
         left: as in `merge_pairs`.
         plan: likewise.
         draw: likewise.

@@ -1,8 +1,8 @@
 """The matrix product with an emulated accumulator, for TPU (Mosaic).
 
-The grid runs over batch, rows, columns and, innermost, the inner dimension, so the accumulator of a tile stays on chip
-(in the output block, its companions in scratch) until it is complete. Elementwise orders work through a tile in chunks
-of a few registers, which hold the accumulator for as many steps as lie on chip.
+The grid runs over batch, rows, columns and, innermost, the inner dimension. So the accumulator of a tile stays on chip
+(in the output block; other sums in scratch) until it is complete. Elementwise orders process a tile in chunks of a few
+registers, which hold the accumulator for all steps on chip.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ def matmul(
     tiling: MatmulTpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """What `jchop._core.arithmetic.matmul.matmul_body` gives.
+    """The result of `jchop._core.arithmetic.matmul.matmul_body`.
 
     Args:
         a: float32 (batch, m, k), rounded to the operands' spec.
         b: float32 (batch, k, n), likewise.
-        seeds: the twelve seeds, where something draws.
+        seeds: the twelve seeds, if something draws.
         spec: the arithmetic.
-        tiling: default: the heuristic's.
-        interpret: as in `pallas_call`: run it on any device.
+        tiling: the tiles. Default: the heuristic's.
+        interpret: as in `pallas_call`, to run it on any device.
     """
     batch, m, k = a.shape
     n = b.shape[2]
     if not batch * m * n * k:
         return jnp.zeros((batch, m, n), a.dtype)
-    # Traced without 64-bit types, which a Python number would otherwise become in places.
+    # Without 64-bit types; otherwise some Python numbers would become 64-bit numbers.
     with jax.enable_x64(False):
         return _call(a, b, seeds, spec, tiling or MatmulTpuTiling.for_shape(m, n, k, spec), interpret)
 
@@ -94,7 +94,7 @@ def _call(a: Array, b: Array, seeds: Array | None, spec: MatmulSpec, tiling: Mat
 
 @dataclass(frozen=True)
 class _Tile:
-    """The kernel of one tile, and everything static about it."""
+    """The kernel of one tile, and its static data."""
 
     plan: Plan
     tiling: MatmulTpuTiling
@@ -112,7 +112,7 @@ class _Tile:
 
     @property
     def scratch(self) -> list[tuple[int, ...]]:
-        """Shapes of what lies beside the accumulator: the sum of a block, or the partial sums of every level."""
+        """Shapes of the scratch beside the accumulator: the sum of a block, or the partial sums of every level."""
         area = (self.tiling.block_m, self.tiling.block_n)
         if self.kind == "pairwise":
             return [(pair_levels(self.plan.k), *area)] if self.plan.k > 1 else []
@@ -132,7 +132,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of the kernel: what lies on chip, and where in the grid that is."""
+    """One run of the kernel: the data on chip, and its place in the grid."""
 
     tile: _Tile
     a: Any
@@ -147,7 +147,7 @@ class _Run:
 
     @property
     def part(self) -> Array:
-        """Which part of the inner dimension."""
+        """The index of the part of the inner dimension."""
         return self.place[3]
 
     @property
@@ -157,17 +157,17 @@ class _Run:
 
     @property
     def stop(self) -> Array:
-        """How many products it has."""
+        """The number of its products."""
         return jnp.minimum(self.plan.k - self.first, self.tile.tiling.block_k)
 
     def at(self, rows: Any, t: Array) -> tuple[Array, Array]:
-        """The factors of product `t` for some rows: a row is addressed, a column has to be turned to the first lane."""
+        """The factors of product `t` for some rows: a row is addressed, a column is rotated to the first lane."""
         block_k = self.tile.tiling.block_k
         turned = pltpu.roll(self.a[rows, :], lax.rem(block_k - t, block_k), 1)
         return turned[:, :1], self.b[pl.ds(t, 1), :]
 
     def stretches(self, body: Callable[[_Stretch], None]) -> None:
-        """Runs `body` on what lies here of each block."""
+        """Runs `body` on the part of each block in this part of the inner dimension."""
         block = self.tile.block
 
         def turn(begin: Array) -> Array:
@@ -204,7 +204,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """What lies on chip of one block of products."""
+    """The part of one block of products on chip."""
 
     begin: Array
     end: Array
@@ -280,10 +280,10 @@ def _pairwise(run: _Run, *stack: Any) -> None:
 
 
 def _matrix_unit(run: _Run, partial: Any) -> None:
-    """`partial` takes the dot of a block, which is then added chunk by chunk.
+    """`partial` holds the dot of a block, which is then added chunk by chunk.
 
-    A block that is not all of this part of the inner dimension is cut out by zeros, whose products add nothing: a
-    matrix unit takes 128 or more products in the time of a few.
+    If a block is smaller than this part of the inner dimension, the other factors are replaced by zeros, whose products
+    add nothing: a matrix unit computes 128 or more products in the time of a few.
     """
 
     def add(stretch: _Stretch) -> None:

@@ -1,7 +1,7 @@
 """Linear algebra in which every operation is rounded: solvers and factorizations of one matrix; vmap takes many.
 
 The algorithms are the textbook ones (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.). Each sum
-is formed one term after the other. There is no derivative: an error says so.
+is formed one term after the other. There is no derivative; differentiation is an error.
 """
 
 from jchop.math.linalg._direct import cholesky, lu, lu_solve, qr, solve_triangular

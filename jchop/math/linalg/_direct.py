@@ -27,9 +27,9 @@ def solve_triangular(
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., n, n); only its triangle is read. Rounded to `spec` first.
         b: of the same dtype, or promoted as in `jax.numpy`, shape (n,), or (..., n, k) for k columns; rounded too.
-        spec: a `jchop.Spec`, a format or text: what every quotient, product and difference is rounded to.
-        key: a typed key, needed where `spec` is stochastic; every operation has random words of its own. Default None.
-        lower: whether the lower triangle is meant. Default False: the upper one.
+        spec: a `jchop.Spec`, a format or text: the rounding of every quotient, product and difference.
+        key: a typed key, needed if `spec` is stochastic; every operation draws different random words. Default None.
+        lower: whether `a` is lower triangular. Default False: upper.
         unit_diagonal: whether the diagonal is taken to be 1. Default False.
 
     Returns:
@@ -56,8 +56,8 @@ def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., n, n). Rounded to `spec` first.
-        spec: a `jchop.Spec`, a format or text: what every quotient, product and difference is rounded to.
-        key: a typed key, needed where `spec` is stochastic. Default None.
+        spec: a `jchop.Spec`, a format or text: the rounding of every quotient, product and difference.
+        key: a typed key, needed if `spec` is stochastic. Default None.
 
     Returns:
         Two arrays: l below the diagonal (its own is 1) and u on and above it, shape (..., n, n); and p, int32, shape
@@ -87,17 +87,17 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
     """The solution of a x = b from `jchop.math.linalg.lu` of a: two triangular systems.
 
     Args:
-        factors: what `jchop.math.linalg.lu` gave.
-        b: of their dtype, shape (n,), or (..., n, k) for k columns. Rounded to `spec` first, as the factors are.
-        spec: a `jchop.Spec`, a format or text: what every operation is rounded to.
-        key: a typed key, needed where `spec` is stochastic. Default None.
+        factors: the result of `jchop.math.linalg.lu`.
+        b: of their dtype, shape (n,), or (..., n, k) for k columns. Rounded to `spec` first, like the factors.
+        spec: a `jchop.Spec`, a format or text: the rounding of every operation.
+        key: a typed key, needed if `spec` is stochastic. Default None.
 
     Returns:
         x, of the shape of `b`, with the leading axes of all.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`, or for factors[1] that is no
-            permutation of the rows; within a trace it is not known, and has to be one.
+        TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`, or if factors[1] is not a permutation
+            of the rows; a traced factors[1] is not checked.
 
     Example:
         >>> import jchop as jc
@@ -134,11 +134,11 @@ def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., n, n), symmetric and positive definite; the lower triangle
             is read. Rounded to `spec` first.
-        spec: a `jchop.Spec`, a format or text: what every root, quotient, product and difference is rounded to.
-        key: a typed key, needed where `spec` is stochastic. Default None.
+        spec: a `jchop.Spec`, a format or text: the rounding of every root, quotient, product and difference.
+        key: a typed key, needed if `spec` is stochastic. Default None.
 
     Returns:
-        l, shape (..., n, n), zeros above the diagonal. Where a pivot is negative, NaN from there on.
+        l, shape (..., n, n), zeros above the diagonal. If a pivot is negative, l is NaN from its column on.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.lu`.
@@ -156,14 +156,14 @@ def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
 def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """The factors of a = q r by Householder reflections, with q formed (Higham, sections 19.1 to 19.3; LAPACK's signs).
 
-    With x the part of a column on and below the diagonal: beta = -sign(x_0) ‖x‖, tau = (beta - x_0) / beta,
-    v = x / (x_0 - beta) but for v_0 = 1, and I - tau v vᵀ is applied to the columns to the right.
+    With x the part of a column on and below the diagonal: beta = -sign(x_0) ‖x‖, tau = (beta - x_0) / beta, v = x /
+    (x_0 - beta) except v_0 = 1, and I - tau v vᵀ is applied to the columns to the right.
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., m, n) with m >= n. Rounded to `spec` first.
-        spec: a `jchop.Spec`, a format or text: what every operation is rounded to. The norms are not scaled, so that
-            squares can overflow where a format has little range.
-        key: a typed key, needed where `spec` is stochastic. Default None.
+        spec: a `jchop.Spec`, a format or text: the rounding of every operation. The norms are not scaled, so squares
+            can overflow in a format of little range.
+        key: a typed key, needed if `spec` is stochastic. Default None.
 
     Returns:
         q of shape (..., m, m) and r of shape (..., m, n).

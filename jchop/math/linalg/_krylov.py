@@ -28,11 +28,11 @@ _Image = Callable[[Steps, Array], Array]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is static of a solver."""
+    """The static data of a solver."""
 
     method: Callable[[_System, Steps], tuple[Array, Array]]
     names: tuple[str, ...]  # of the operands
-    operators: tuple[tuple[str, Operator, int, int], ...]  # those given as functions, and the places of their constants
+    operators: tuple[tuple[str, Operator, int, int], ...]  # functions, with the places of their constants
     maxiter: int
     restart: int
 
@@ -71,7 +71,7 @@ class _System:
     restart: int
 
     def limit(self, norm: Array) -> Array:
-        """The norm of the residual at which to stop, for that of b; no arithmetic that is emulated."""
+        """The norm of the residual at which to stop, for a given norm of b; computed without rounding to the spec."""
         return jnp.maximum(self.tol * norm, self.atol)
 
     def conditioned(self, now: Steps, r: Array) -> Array:
@@ -154,25 +154,24 @@ def cg(
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., n, n), symmetric and positive definite. Rounded to `spec`
             first, as are the other arrays. Or a linear operator: a pure function of a vector, float32 or float64 of
-            shape (n,), whose result is rounded to `spec`. It computes in its own arithmetic, for example that of
+            shape (n,), whose result is rounded to `spec`. It computes in its own arithmetic, for example
             ``lambda v: jc.math.matmul(a, v, spec)``. It is traced in each call, and compiled again only if its program
-            is another one; arrays that it closes over may change.
+            changes; arrays that it closes over may change.
         b: of the same dtype, or promoted as in `jax.numpy`, shape (n,), or (..., n, k) for k columns, each of which is
             a system.
-        spec: a `jchop.Spec`, a format or text: what every operation is rounded to; sums run one term after the other.
-        key: a typed key, needed where `spec` is stochastic. Column j draws as iteration j of a loop. Default None.
+        spec: a `jchop.Spec`, a format or text: the rounding of every operation; sums run one term after the other.
+        key: a typed key, needed if `spec` is stochastic. Column j draws as iteration j of a loop. Default None.
         x0: the start, of the shape of `b`. Default None: zeros.
         tol: relative tolerance, a number of any kind. Default 1e-5; 0 with ``atol=0`` takes all steps until the
-            residual is zero. Another tolerance is no other program.
+            residual is zero. Another tolerance needs no new compilation.
         atol: absolute tolerance. Default 0.
         maxiter: the most steps, >= 1. Default None: 10 n.
         M: a preconditioner, shape (..., n, n), or a linear operator: an approximate inverse of a, symmetric and
             positive definite. Default None.
 
     Returns:
-        x, of the shape of `b` with the leading axes of all; and rᵀr before each step and after the last, shape
-        (maxiter + 1,), after the leading axes and that of columns; behind the step at which the method stops its last
-        value is repeated.
+        x, of the shape of `b` with the leading axes of all; and rᵀr before each step and after the last, shape (maxiter
+        + 1,), after the leading axes and the axis of columns. After the method stops, the last value is repeated.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
@@ -238,7 +237,7 @@ def gmres(
         a: float16, bfloat16, float32 or float64, shape (..., n, n), or a linear operator as in `jchop.math.linalg.cg`.
             Rounded to `spec` first, as are the other arrays.
         b: as in `jchop.math.linalg.cg`.
-        spec: a `jchop.Spec`, a format or text: what every operation is rounded to; sums run one term after the other.
+        spec: a `jchop.Spec`, a format or text: the rounding of every operation; sums run one term after the other.
         key: as in `jchop.math.linalg.cg`.
         x0: the start, of the shape of `b`. Default None: zeros.
         tol: relative tolerance. Default 1e-5.
@@ -248,10 +247,9 @@ def gmres(
         M: a preconditioner, shape (..., n, n), or a linear operator: an approximate inverse of a. Default None.
 
     Returns:
-        x, as `jchop.math.linalg.cg`, and the norms of the residual as the rotations have it, shape
-        (maxiter restart + 1,) after other axes, `restart` for each cycle. If the basis cannot grow, because the
-        residual is zero, the rest of the cycle has no effect; behind the cycle at which the method stops the last norm
-        is repeated.
+        x, as `jchop.math.linalg.cg`, and the norms of the residual from the rotations, shape (maxiter restart + 1,)
+        after other axes, `restart` for each cycle. If the basis cannot grow, because the residual is zero, the rest of
+        the cycle has no effect. After the method stops, the last norm is repeated.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for `jchop.math.linalg.cg`.
@@ -301,7 +299,7 @@ def _gmres(system: _System, steps: Steps) -> tuple[Array, Array]:
 
 
 def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Array, count: int) -> tuple[Array, Array]:
-    """The solution and the norms of the residual, for a matrix that is known by its images of vectors."""
+    """The solution and the norms of the residual, for a matrix given as a function of vectors."""
     dtype, length = b.dtype, steps.norm(b)
     empty = length == 0
     basis = jnp.zeros((count + 1, b.shape[0]), dtype).at[0].set(jnp.where(empty, 0, steps.div(b, length)))
@@ -315,7 +313,7 @@ def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Ar
         h = _rotated(now, h, cosines, sines, j)
         c, s, top = _rotation(now, h[j], following)
         basis = basis.at[j + 1].set(jnp.where(following == 0, 0, now.div(w, following)))
-        # A basis that cannot grow gives a column of zeros, in whose place stands that of the identity.
+        # A basis that cannot grow gives a column of zeros, which the column of the identity replaces.
         stuck = top == 0
         h = h.at[j].set(jnp.where(stuck, 1, top))
         left, right = now.mul(c, small[j]), now.mul(-s, small[j])

@@ -1,4 +1,4 @@
-"""Linear operators that are known by their images of vectors."""
+"""Linear operators given as functions of vectors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Operator:
 
     Args:
         text: the program as text.
-        held: what the text does not show: the numbers in the program, and the arrays, by their identity.
+        held: the parts that the text does not show: the numbers in the program, and the arrays, by their identity.
         program: the program itself.
-        constants: how many of the arrays are constants of the trace; the others are arguments before the vector.
+        constants: the number of arrays that are constants of the trace; the others are arguments before the vector.
     """
 
     text: str

@@ -30,7 +30,7 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is static of a refinement."""
+    """The static data of a refinement."""
 
     factor: Spec
     working: Spec
@@ -56,31 +56,31 @@ def refine(
 
     With l u = a in ``factor`` and x the solution from it, in every step: r = b - a x in ``residual``, rounded to
     ``working``; a d = r; and x + d in ``working``. d comes from the factors in ``factor`` (``method="lu"``), or from
-    GMRES in ``working`` on (l u)⁻¹ a d = (l u)⁻¹ r, where products with (l u)⁻¹ a are in ``residual``
-    (``method="gmres"``). With unit roundoffs u_f, u, u_r = u² and κ the condition number in the maximum norm, the
-    iterates converge to a backward error of about u where κ u_f, for GMRES κ² u_f² u, is somewhat less than 1:
-    E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40 (2018) A817-A847, table 5.1; for binary16, binary32 and binary64
-    up to κ of 10³ to 10⁴, and 10⁸.
+    GMRES in ``working`` on (l u)⁻¹ a d = (l u)⁻¹ r, with products with (l u)⁻¹ a in ``residual`` (``method="gmres"``).
+    With unit roundoffs u_f, u, u_r = u² and κ the condition number in the maximum norm, the iterates converge to a
+    backward error of about u if κ u_f, for GMRES κ² u_f² u, is somewhat less than 1: E. Carson and N. J. Higham, SIAM
+    J. Sci. Comput. 40 (2018) A817-A847, table 5.1; for binary16, binary32 and binary64 up to κ of 10³ to 10⁴, and 10⁸.
 
-    The residual is scaled by a power of two, exactly, to a largest element of 1/2 to 1, lest it vanish in a format of
-    little range. The matrix is not scaled: its elements and those of u have to lie in the range of ``factor``.
+    The residual is scaled exactly, by a power of two, to a largest element of 1/2 to 1, so that it does not vanish in a
+    format of little range. The matrix is not scaled: its elements and the elements of u must be in the range of
+    ``factor``.
 
     Args:
         a: float32 or float64 (or of 16 bits), shape (..., n, n); rounded to ``working`` first.
         b: of the same dtype, or promoted as in `jax.numpy`, shape (n,), or (..., n, k) for k columns, each of which is
             a system; rounded to ``working`` first.
         factor: a `jchop.Spec`, a format or text, of the factorization.
-        working: of x.
-        residual: of residuals; the dtype has to hold it.
-        key: a typed key, needed where any of them is stochastic. System i of a batch, in C order, draws from
-            `jax.random.fold_in` of it with i, and column j as iteration j of a loop. Default None.
+        working: the spec of x.
+        residual: the spec of residuals; the dtype must hold it.
+        key: a typed key, needed if any of these specs is stochastic. System i of a batch, in C order, draws from
+            ``jax.random.fold_in(key, i)``, and column j as iteration j of a loop. Default None.
         method: ``"lu"`` (default) or ``"gmres"``.
-        steps: how many. Default 10.
-        inner: steps of GMRES in each. Default 10.
+        steps: the number of steps. Default 10.
+        inner: the number of GMRES steps in each step. Default 10.
 
     Returns:
-        All iterates, shape (steps + 1, n), or (..., steps + 1, n, k), the first from the factors alone, or zeros where
-        that overflows.
+        All iterates, shape (steps + 1, n), or (..., steps + 1, n, k), the first from the factors alone, or zeros if it
+        overflows.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
@@ -143,7 +143,7 @@ def _of_column(
     a, packed, p = matrix
 
     def from_factors(now: Steps, r: Array) -> Array:
-        """(l u)⁻¹ r by the factors as they are, with `r` of any size."""
+        """(l u)⁻¹ r by the given factors, with `r` of any size."""
         scale = _power_above(r)
         return through_factors(now, packed, now.rounded(r[p] / scale)) * scale
 
@@ -172,7 +172,7 @@ def _of_column(
 
 
 def _power_above(r: Array) -> Array:
-    """The power of two next above all magnitudes; 1 where they are zero or not finite, and within the normal values."""
+    """The power of two above all magnitudes, a normal number; 1 if they are zero or not finite."""
     bias = CARRIERS[r.dtype.name].bias
     largest = jnp.max(jnp.abs(r))
     exponent = jnp.clip(frexp(largest)[1], 2 - bias, bias - 1)

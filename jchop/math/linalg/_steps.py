@@ -1,4 +1,4 @@
-"""Arguments of linear algebra: operands rounded, the arithmetic made, and no derivative."""
+"""Calls of linear algebra: rounded operands, the arithmetic, and an error for derivatives."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def evaluate(
     """``function(steps, *operands, *constants)`` on rounded, wide operands, for each system of a batch.
 
     Args:
-        function: of the arithmetic and the operands of one system.
-        names: of the operands.
-        operands: arrays; the axes before the last ones of one system are those of a batch, and broadcast.
-        cores: how many axes an operand of one system has.
-        spec: of every operation.
-        key: for a batch, system i, in C order, draws from `jax.random.fold_in` of it with i.
-        constants: further arguments, of all systems, which are not rounded.
+        function: a function of the arithmetic and the operands of one system.
+        names: the names of the operands.
+        operands: arrays; the axes before the axes of one system are batch axes, and broadcast.
+        cores: the number of axes of each operand of one system.
+        spec: the rounding of every operation.
+        key: for a batch, system i, in C order, draws from ``jax.random.fold_in(key, i)``.
+        constants: further arguments, common to all systems, which are not rounded.
     """
     spec = as_spec(spec)
     arrays = as_operands(names, operands)
@@ -114,7 +114,7 @@ def _system(function: Callable[..., Any], spec: Spec, count: int, *operands_and_
 
 
 def check_specs(specs: Sequence[Spec], dtype: Any, names: Sequence[str] = ("spec",)) -> None:
-    """Refuse a spec that operations on `dtype` cannot be rounded to, or that says something of gradients."""
+    """Refuses a spec to which operations on `dtype` cannot be rounded, or with a gradient rule."""
     for name, spec in zip(names, specs, strict=True):
         require_carrier(spec, carrier_of(dtype))
         check_operation(spec, dtype, name)
@@ -129,7 +129,7 @@ def _in_steps(function: Callable[..., Any], spec: Spec, operands: list[Array], k
 
 @partial(CustomJvp, nondiff_argnums=(0,))
 def without_derivative(function: Callable[..., Any], operands: Any, key: Any) -> Any:
-    """``function(operands, key)``, and an error where it is differentiated."""
+    """``function(operands, key)``, and an error if it is differentiated."""
     return function(operands, key)
 
 
@@ -149,7 +149,7 @@ def square(a: Any, name: str = "a") -> int:
 
 
 def permutation(p: Any, n: int, name: str) -> None:
-    """Refuse an array that is no permutation of n rows; the numbers of a traced one are not known."""
+    """Refuses an array that is not a permutation of n rows; the numbers of a traced array are not checked."""
     if p.shape[-1:] != (n,) or not jnp.issubdtype(p.dtype, jnp.integer):
         raise ValueError(f"{name} has shape {p.shape} and dtype {p.dtype}; it must be {n} integers")
     if not isinstance(p, jax.core.Tracer) and np.any(np.sort(np.asarray(p)) != np.arange(n)):
@@ -157,7 +157,7 @@ def permutation(p: Any, n: int, name: str) -> None:
 
 
 def right_side(b: Any, n: int, name: str = "b") -> int:
-    """How many axes a right-hand side of one system has: 1 for a vector of n elements, 2 for columns (..., n, k)."""
+    """The number of axes of a right-hand side of one system: 1 for a vector of n elements, 2 for (..., n, k)."""
     if b.shape != (n,) and (b.ndim < 2 or b.shape[-2] != n):
         raise ValueError(f"{name} has shape {tuple(b.shape)}; it must be ({n},), or (..., {n}, k) for k columns")
     return min(b.ndim, 2)

@@ -40,7 +40,7 @@ class NpyFile:
     Args:
         path: the file.
         name: name of the file in errors.
-        dtype: dtype of the result of `read`; a number that it cannot hold is an error. Default: that of the file.
+        dtype: dtype of the result of `read`; a number that it cannot hold is an error. Default: the dtype of the file.
 
     Attributes:
         shape: shape of the array.

@@ -1,6 +1,6 @@
 """The safetensors file format: a header with the position of each tensor, then the bytes.
 
-The layout is that of https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
+The layout is defined in https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
 endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
 texts), the data. It is read and written directly, so that tensors can be processed in chunks, and with dtypes that
 plain NumPy lacks.
