@@ -277,7 +277,7 @@ _DOC = """\
 
 {how}
 
-Derivatives are those of the carrier's function at the rounded operands, straight-through as in
+Derivatives are the derivatives of the carrier's function at the rounded operands, straight-through as in
 `jchop.round_to_format`. Works under jit (`spec` static), vmap, scan and remat.
 
 Args:
