@@ -48,6 +48,7 @@ __all__ = [
     "check_codes",
     "coded",
     "codes_of",
+    "float8_of",
     "in_own_shape",
     "matrices",
     "multiply",
@@ -189,12 +190,16 @@ def _elements(q: QArray) -> tuple[Array, int]:
     if native_dtype(fmt) is not None:
         return q.qvalue.reshape(q.shape), 0
     numbers = decode_plain(q.qvalue, fmt, count, _FLOAT32).reshape(q.shape)
-    narrow = next((dtype for wide, dtype in _FLOAT8 if _holds(wide, fmt)), jnp.float32)
-    return numbers.astype(narrow), 0
+    return numbers.astype(float8_of(fmt) or jnp.float32), 0
 
 
 _FLOAT32 = CARRIERS["float32"]
 _FLOAT8 = ((float8_e4m3fn, jnp.float8_e4m3fn), (float8_e5m2, jnp.float8_e5m2))
+
+
+def float8_of(fmt: ElementFormat) -> Any:
+    """The float8 dtype that has the values of a format; None if there is none."""
+    return next((dtype for wide, dtype in _FLOAT8 if _holds(wide, fmt)), None)
 
 
 def _holds(wide: ElementFormat, fmt: ElementFormat) -> bool:

@@ -92,6 +92,25 @@ def test_modules_of_linen() -> None:
     np.testing.assert_allclose(y, jax.jit(floats.apply)(variables, X), rtol=2e-3, atol=2e-4)
 
 
+def test_the_report_says_which_operands_reach_the_units() -> None:
+    model = nnx.Sequential(layers("Linear"), layers("Conv"))
+
+    def told(platform: str, **fields: Any) -> list[str]:
+        report = jc.nn.report(model, jc.Rule(**{"product": "codes", **fields}), platform=platform)
+        assert all(f"multiplies: {row.path}: {row.operands}" in str(report) for row in report.rows)
+        return [row.operands for row in report.rows]
+
+    assert told("h200", weight="int4(group=8)", activation=ROW) == ["int8 x int8 -> int32"] * 2
+    assert told("cpu", weight=ROW, activation=ROW) == ["float32 x float32, exact"] * 2
+    assert told("h200", weight="nvfp4", activation="mxfp8_e4m3") == ["float8 x float8 -> float32"] * 2
+    assert all("no units for float8" in text for text in told("a100", weight="e5m2", activation="e4m3fn"))
+    assert told("v6e", weight="int4(group=8)") == ["codes, decoded in a kernel", "float32 x float32"]
+    assert told("v6e", weight=ROW, activation="e4m3fn") == ["bfloat16 x bfloat16 -> float32"] * 2
+    assert told("v6e", weight=ROW, activation=ROW, product="float") == ["float32 x float32"] * 2
+    with pytest.raises(ValueError, match="platform='h100' must be one of 'cpu'"):
+        told("h100", weight=ROW)
+
+
 def test_layers_without_a_product_refuse() -> None:
     rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
     with pytest.raises(NotImplementedError, match=r"ConvTranspose at .*Flax gives no access to its product"):
