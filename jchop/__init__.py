@@ -10,7 +10,7 @@ from types import ModuleType as _ModuleType
 from jchop import formats, math, storage
 from jchop._emulate import emulate
 from jchop._finfo import finfo
-from jchop._products.dots import dot, einsum
+from jchop._products.dots import dot, einsum, ragged_dot
 from jchop._products.quantize_fn import quantize_fn
 from jchop._products.rule import Rule
 from jchop._round.flip import flip_bits
@@ -149,6 +149,7 @@ __all__ = [
     "parse",
     "quantize",
     "quantize_fn",
+    "ragged_dot",
     "random_bits",
     "round_file",
     "round_to_format",

@@ -29,7 +29,7 @@ from jax.interpreters import batching, mlir
 from jchop._checks import check_choice
 from jchop._settings import compiled, own_settings
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "OpPrimitive", "make_op", "on_cpu_or_else", "one_device_at_hand"]
+__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "OpPrimitive", "by_platform", "make_op", "one_device_at_hand"]
 
 Array = jax.Array
 Impl = Literal["auto", "xla", "pallas"]
@@ -348,12 +348,12 @@ def one_device_at_hand() -> bool:
     return jax.device_count() == 1
 
 
-def on_cpu_or_else(on_cpu: Callable[..., Any], otherwise: Callable[..., Any], *arrays: Array) -> Any:
-    """One function in programs for a CPU, another one in programs for other devices; the lowering chooses.
+def by_platform(otherwise: Callable[..., Any], *arrays: Any, **on: Callable[..., Any]) -> Any:
+    """One function in programs for a platform (``cpu=``, ``tpu=``), another in those for others; the lowering chooses.
 
     For two ways to the same result, of which each is cheap on its devices.
     """
-    return jax.lax.platform_dependent(*arrays, cpu=on_cpu, default=otherwise)
+    return jax.lax.platform_dependent(*arrays, default=otherwise, **on)
 
 
 def _compute_capability() -> float | None:

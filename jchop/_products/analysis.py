@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from jchop._products.layout import Layout
 from jchop._products.origins import DATA, MOVES, NOTHING, Fact, Origin, joined, moved, stacked, unstacked
@@ -202,8 +201,8 @@ def _conv(eqn: Any) -> Conv | str:
 
 
 def _ragged(eqn: Any) -> Ragged | str:
-    usual = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))  # type: ignore[arg-type]
-    if eqn.params["ragged_dot_dimension_numbers"] != usual:
+    usual = dict(Ragged.of_rows().params)
+    if eqn.params["ragged_dot_dimension_numbers"] != usual["ragged_dot_dimension_numbers"]:
         return "not of rows (m, k) and matrices (g, k, n)"
     return Ragged(tuple(sorted(eqn.params.items())))
 

@@ -29,7 +29,8 @@ from jax import lax
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
 from jchop._core.xla_cpu import prevent_fma
-from jchop._kernels.primitive import on_cpu_or_else
+from jchop._kernels.primitive import by_platform
+from jchop._products.layout import Layout
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
 from jchop.spec import Spec
 from jchop.storage import QArray, quantize
@@ -39,10 +40,28 @@ from jchop.storage._layout import WHOLE, kinds_of, scale_shape, with_kinds
 
 Array = jax.Array
 
-__all__ = ["Coded", "block_of", "check_codes", "coded", "matrices", "multiply", "parts_of"]
+__all__ = [
+    "LARGEST_WIDTH",
+    "Coded",
+    "Matrices",
+    "block_of",
+    "check_codes",
+    "coded",
+    "codes_of",
+    "float8_of",
+    "in_own_shape",
+    "matrices",
+    "multiply",
+    "parts_of",
+    "scaled",
+]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["elements", "scale", "zero"], meta_fields=["block"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["elements", "scale", "zero", "stored"],
+    meta_fields=["block", "shift"],
+)
 @dataclass(frozen=True, eq=False)
 class Coded:
     """An array as elements, scales and zero points, each of its shape, so that all move alike.
@@ -52,17 +71,31 @@ class Coded:
         scale: of each element; None for a plain format.
         zero: of each element, int32; None if all are zero.
         block: how many numbers along the sum have one scale; None for all.
+        stored: the array itself, if it has not been moved since.
+        shift: what is added to its elements to get these.
     """
 
     elements: Array
     scale: Array | None
     zero: Array | None
     block: int | None = None
+    stored: QArray | None = None
+    shift: int = 0
 
     def moved(self, move: Callable[[Array], Array]) -> Coded:
         """The array after a move of each of its parts."""
         scale, zero = (None if part is None else move(part) for part in (self.scale, self.zero))
         return Coded(move(self.elements), scale, zero, self.block)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is of floats that were not rounded."""
+        wide = jnp.issubdtype(self.elements.dtype, jnp.floating) and self.elements.dtype.itemsize > 1
+        return self.scale is None and self.zero is None and self.stored is None and wide
+
+    def shaped(self, *shape: int) -> Coded:
+        """The array in another shape."""
+        return self.moved(lambda v: v.reshape(shape))
 
 
 # -- from numbers to codes ---------------------------------------------------------------------------------------------
@@ -110,7 +143,8 @@ def parts_of(q: QArray) -> Coded:
     with jax.named_scope(OWN_SCOPE):  # `emulate` rounds no scale
         elements, shift = _elements(q)
         if q.spec.scaled is None:
-            return Coded(elements, None, None)
+            lowered = jnp.full(q.shape, -shift, jnp.int32) if shift else None
+            return Coded(elements, None, lowered, None, q, -shift)
         batch = batch_axes(q.spec, q.shape, q.scale)
         kinds = kinds_of(q.spec.scaled, q.ndim, batch)
 
@@ -120,7 +154,7 @@ def parts_of(q: QArray) -> Coded:
         zero = None if q.zero_point is None else over(q.zero_point).astype(jnp.int32)
         if shift:
             zero = (jnp.zeros(q.shape, jnp.int32) if zero is None else zero) - shift
-        return Coded(elements, over(_scales(q, batch)), zero)
+        return Coded(elements, over(_scales(q, batch)), zero, None, q, -shift)
 
 
 def _scales(q: QArray, batch: int) -> Array:
@@ -156,12 +190,16 @@ def _elements(q: QArray) -> tuple[Array, int]:
     if native_dtype(fmt) is not None:
         return q.qvalue.reshape(q.shape), 0
     numbers = decode_plain(q.qvalue, fmt, count, _FLOAT32).reshape(q.shape)
-    narrow = next((dtype for wide, dtype in _FLOAT8 if _holds(wide, fmt)), jnp.float32)
-    return numbers.astype(narrow), 0
+    return numbers.astype(float8_of(fmt) or jnp.float32), 0
 
 
 _FLOAT32 = CARRIERS["float32"]
 _FLOAT8 = ((float8_e4m3fn, jnp.float8_e4m3fn), (float8_e5m2, jnp.float8_e5m2))
+
+
+def float8_of(fmt: ElementFormat) -> Any:
+    """The float8 dtype that has the values of a format; None if there is none."""
+    return next((dtype for wide, dtype in _FLOAT8 if _holds(wide, fmt)), None)
 
 
 def _holds(wide: ElementFormat, fmt: ElementFormat) -> bool:
@@ -180,13 +218,107 @@ def matrices(x: Coded, batch: int) -> Coded:
     return x.moved(lambda v: v.reshape(math.prod(v.shape[:batch]), math.prod(v.shape[batch:-1]), v.shape[-1]))
 
 
-def multiply(x: Coded, w: Coded, dtype: Any) -> Array:
+def codes_of(stored: QArray, layout: Layout | None, shape: tuple[int, ...]) -> Coded:
+    """The codes of a parameter of `shape` that is stored in a layout (None: with its own axes)."""
+    parts = parts_of(stored)
+    return parts if layout is None else parts.moved(lambda v: layout.back(v, shape))
+
+
+def in_own_shape(q: QArray, layout: Layout, shape: tuple[int, ...], stacked: int = 0) -> QArray | None:
+    """A packed parameter with the axes that it had before it was laid out; None if that would split groups.
+
+    Then no transpose stands between its numbers and the product. A compiler may take a transpose into the product,
+    which then adds in another order than that of the rounded parameter in training.
+    """
+    order = (*layout.kept, *layout.summed)
+    lead = q.shape[:stacked]
+    try:
+        apart = q.reshape(*lead, *(shape[axis] for axis in order))
+    except ValueError:
+        return None
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return apart.transpose(*range(stacked), *(stacked + i for i in inverse))
+
+
+class Matrices:
+    """The sums of a product of (batch, m, k) and (batch, n, k). Other products differ in the methods that they replace.
+
+    The last axis of each operand is along the sum; ``width`` numbers of the sum stand at one index of it.
+    """
+
+    width = 1
+
+    def shape(self, a: Array, b: Array) -> tuple[int, ...]:
+        """The shape of the result."""
+        return (*a.shape[:2], b.shape[1])
+
+    def dot(self, a: Array, b: Array, dtype: Any) -> Array:
+        """The sums of products of elements."""
+        dims = (((2,), (2,)), ((0,), (0,)))
+        return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+
+    def wide(self, a: Array, b: Array, dtype: Any) -> Array:
+        """The sums of products of elements as numbers of a wider dtype."""
+        return self.dot(a.astype(dtype), b.astype(dtype), dtype)
+
+    def left(self, rows: Array) -> Array:
+        """Of a number for each row of the left operand that for each result, or a shape that broadcasts."""
+        return rows[..., None]
+
+    def right(self, rows: Array) -> Array:
+        """Of a number for each row of the right operand that for each result."""
+        return rows[..., None, :]
+
+    def left_sum(self, a: Array) -> Array:
+        """The sum of the left elements, int32, for each result."""
+        return self.left(jnp.sum(a, -1, jnp.int32))
+
+    def right_sum(self, b: Array) -> Array:
+        """The sum of the right elements, int32, for each result."""
+        return self.right(jnp.sum(b, -1, jnp.int32))
+
+    def run(self, on_cpu: Callable[..., Array], native: Callable[..., Array], a: Array, b: Array) -> Array:
+        """Sums on a CPU, or by the units of another device; `native` takes a `dot` first."""
+        return by_platform(partial(native, self.dot), a, b, cpu=on_cpu)
+
+    def integers(self, a: Array, b: Array) -> Array:
+        """The exact sums of int8, which int32 holds."""
+
+        def whole(a: Array, b: Array) -> Array:
+            # In float32, as XLA's CPU backend has no fast product of integers.
+            return self.wide(a, b, jnp.float32).astype(jnp.int32)
+
+        return self.run(partial(self.panels, whole), lambda dot, a, b: dot(a, b, jnp.int32), a, b)
+
+    def panels(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+        """A product panel by panel along the sum, added from the first to the last: no operand is written wide."""
+        size = _PANEL // self.width
+        whole, rest = divmod(a.shape[-1], size)
+        total = product(a[..., :size], b[..., :size])
+
+        def panel(v: Array, i: Array) -> Array:
+            return lax.dynamic_slice_in_dim(v, i * size, size, v.ndim - 1)
+
+        if whole > 1:
+            total = lax.fori_loop(1, whole, lambda i, total: total + product(panel(a, i), panel(b, i)), total)
+        return total + product(a[..., -rest:], b[..., -rest:]) if rest and whole else total
+
+
+#: 1,024 products of integers of 8 bits have a sum of at most 2^24: every sum on the way is exact in float32.
+_PANEL = 1024
+#: The most numbers of a sum that one index may stand for.
+LARGEST_WIDTH = _PANEL
+_MATRICES = Matrices()
+
+
+def multiply(x: Coded, w: Coded, dtype: Any, how: Matrices = _MATRICES) -> Array:
     """The product of (batch, m, k) and (batch, n, k), as (batch, m, n).
 
     Args:
         x: the first operand.
         w: the second.
         dtype: of the result.
+        how: the sums of another product, with its shapes.
 
     Raises:
         ValueError: for blocks of lengths of which neither divides the other.
@@ -200,125 +332,97 @@ def multiply(x: Coded, w: Coded, dtype: Any) -> Array:
             "length must divide the other"
         )
     work = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
-    out = (*x.elements.shape[:2], w.elements.shape[1])
-    if not count or not math.prod(out):
+    out = how.shape(x.elements, w.elements)
+    if not all(math.prod(shape) for shape in (x.elements.shape, w.elements.shape, out)):
         return jnp.zeros(out, dtype)
     inner = [v.scale is not None and size < count for v, size in zip((x, w), blocks, strict=True)]
     with jax.named_scope(OWN_SCOPE):
-        total = _sum(x, w, count, work) if block == count else _sum_of_blocks(x, w, block, inner, out, work)
-        for v, within, axis in zip((x, w), inner, (2, 1), strict=True):
+        if block == count:
+            total = _sum(x, w, count * how.width, work, how)
+        else:
+            total = _sum_of_blocks(x, w, block, inner, out, work, how)
+        for v, within, spread in zip((x, w), inner, (how.left, how.right), strict=True):
             if v.scale is not None and not within:
-                total = _scaled(total, v.scale[..., 0], axis)
+                total = scaled(total, spread(v.scale[..., 0]))
         return own_results(total.astype(dtype))
 
 
-def _scaled(total: Array, scale: Array, axis: int) -> Array:
+def scaled(total: Array, scale: Array) -> Array:
     """Sums times the scales of rows or columns, rounded before anything is added to them."""
-    scale = jnp.expand_dims(scale.astype(total.dtype), axis)
+    scale = scale.astype(total.dtype)
     product = total * scale
     return prevent_fma(product, jnp.broadcast_to(scale, product.shape)) if total.dtype == jnp.float32 else product
 
 
-def _sum_of_blocks(x: Coded, w: Coded, block: int, inner: Sequence[bool], out: tuple[int, ...], work: Any) -> Array:
+def _sum_of_blocks(
+    x: Coded, w: Coded, block: int, inner: Sequence[bool], out: tuple[int, ...], work: Any, how: Matrices
+) -> Array:
     """The scaled sums of the blocks, added from the first to the last."""
     size = x.elements.shape[-1]
     count = -(-size // block)
 
     def cut(v: Array) -> Array:
-        """(blocks, batch, rows, block); zeros fill up the last block."""
-        v = jnp.pad(v, ((0, 0), (0, 0), (0, count * block - size)))
-        return jnp.moveaxis(v.reshape(*v.shape[:2], count, block), 2, 0)
+        """(blocks, ..., block); zeros fill up the last block."""
+        v = jnp.pad(v, ((0, 0),) * (v.ndim - 1) + ((0, count * block - size),))
+        return jnp.moveaxis(v.reshape(*v.shape[:-1], count, block), -2, 0)
 
     def first(v: Array | None) -> Array | None:
-        return None if v is None else jnp.moveaxis(v[..., ::block], 2, 0)[..., None]
+        return None if v is None else jnp.moveaxis(v[..., ::block], -1, 0)[..., None]
 
     cuts = [Coded(cut(v.elements), first(v.scale), first(v.zero)) for v in (x, w)]
     lengths = np.minimum(block, size - block * np.arange(count)).astype(np.int32)
 
     def turn(total: Array, given: Any) -> tuple[Array, None]:
         left, right, length = given
-        term = _sum(left, right, length, work)
-        for v, within, axis in zip((left, right), inner, (2, 1), strict=True):
+        term = _sum(left, right, length, work, how)
+        for v, within, spread in zip((left, right), inner, (how.left, how.right), strict=True):
             if within:
-                term = _scaled(term, v.scale[..., 0], axis)
+                term = scaled(term, spread(v.scale[..., 0]))
         return total + term, None
 
     return lax.scan(turn, jnp.zeros(out, work), (*cuts, lengths))[0]
 
 
-def _sum(x: Coded, w: Coded, length: Any, work: Any) -> Array:
+def _sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
     """The sums of one block of `length` numbers, in which zero points do not change."""
     if x.elements.dtype == w.elements.dtype == jnp.int8:
-        return _integer_sum(x, w, length, work)
+        return _integer_sum(x, w, length, work, how)
     kinds = {jnp.dtype(v.elements.dtype) for v in (x, w)}
     small = kinds <= {jnp.dtype(t) for t in (jnp.int8, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)}
     given = work if not small or any(v.zero is not None for v in (x, w)) else jnp.bfloat16
     left, right = (
-        v.elements if v.zero is None else v.elements.astype(work) - _row(v.zero).astype(work) for v in (x, w)
+        v.elements if v.zero is None else v.elements.astype(work) - v.zero[..., :1].astype(work) for v in (x, w)
     )
     units = kinds <= {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
 
-    def native(a: Array, b: Array) -> Array:
-        return _dot(a, b, work) if units else _dot(a.astype(given), b.astype(given), work)
+    def native(dot: Callable[..., Array], a: Array, b: Array) -> Array:
+        return dot(a, b, work) if units else dot(a.astype(given), b.astype(given), work)
 
-    def by_panels(a: Array, b: Array) -> Array:
-        return _panels(lambda a, b: _dot(a.astype(work), b.astype(work), work), a, b)
-
-    return on_cpu_or_else(by_panels, native, left, right)
+    by_panels = partial(how.panels, lambda a, b: how.wide(a, b, work))
+    return how.run(by_panels, native, left, right)
 
 
-def _integer_sum(x: Coded, w: Coded, length: Any, work: Any) -> Array:
+def _integer_sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
     """The exact sum, rounded once. One that int32 may not hold is cut, and its parts are added as halves of 16 bits."""
     widest = [128 if v.zero is None else 255 for v in (x, w)]
-    most = (2**31 - 1) // math.prod(widest) // _PANEL * _PANEL
+    panel = _PANEL // how.width
+    most = (2**31 - 1) // math.prod(widest) // (panel * how.width) * panel
     size = x.elements.shape[-1]
     parts = []
     for start in range(0, size, most):
         a, b = (v.elements[..., start : start + most] for v in (x, w))
-        total = on_cpu_or_else(_whole_sum, partial(_dot, dtype=jnp.int32), a, b)
-        count = length if size <= most else min(most, size - start)
-        za, zb = (None if v.zero is None else _row(v.zero) for v in (x, w))
+        total = how.integers(a, b)
+        count = length if size <= most else min(most, size - start) * how.width
+        za = None if x.zero is None else how.left(x.zero[..., 0])
+        zb = None if w.zero is None else how.right(w.zero[..., 0])
         if zb is not None:
-            total = total - jnp.sum(a, -1, jnp.int32, keepdims=True) * zb.swapaxes(1, 2)
+            total = total - how.left_sum(a) * zb
         if za is not None:
-            total = total - za * jnp.sum(b, -1, jnp.int32)[:, None]
+            total = total - za * how.right_sum(b)
         if za is not None and zb is not None:
-            total = total + count * za * zb.swapaxes(1, 2)
+            total = total + count * za * zb
         parts.append(total)
     if len(parts) == 1:
         return parts[0].astype(work)
     high, low = (jnp.sum(jnp.stack(halves), 0) for halves in zip(*((v >> 16, v & 0xFFFF) for v in parts), strict=True))
     return high.astype(work) * 65536 + low.astype(work)
-
-
-#: 1,024 products of integers of 8 bits have a sum of at most 2^24: every sum on the way is exact in float32.
-_PANEL = 1024
-
-
-def _row(zero: Array) -> Array:
-    """The zero point of each row, (batch, rows, 1)."""
-    return zero[..., :1]
-
-
-def _whole_sum(a: Array, b: Array) -> Array:
-    """A sum of integers in float32, exact, as XLA's CPU backend has no fast product of integers."""
-    wide = lambda v: v.astype(jnp.float32)  # noqa: E731
-    return _panels(lambda a, b: _dot(wide(a), wide(b), jnp.float32).astype(jnp.int32), a, b)
-
-
-def _panels(product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
-    """A product panel by panel along the sum, added from the first to the last, so that no operand is written wide."""
-    whole, rest = divmod(a.shape[-1], _PANEL)
-    total = product(a[..., :_PANEL], b[..., :_PANEL])
-
-    def panel(v: Array, i: Array) -> Array:
-        return lax.dynamic_slice_in_dim(v, i * _PANEL, _PANEL, 2)
-
-    if whole > 1:
-        total = lax.fori_loop(1, whole, lambda i, total: total + product(panel(a, i), panel(b, i)), total)
-    return total + product(a[..., -rest:], b[..., -rest:]) if rest and whole else total
-
-
-def _dot(a: Array, b: Array, dtype: Any) -> Array:
-    dims = (((2,), (2,)), ((0,), (0,)))
-    return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._products.codes import Coded, block_of, check_codes, coded
+from jchop._products.codes import Coded, block_of, check_codes, coded, codes_of, in_own_shape, parts_of
 from jchop._products.layout import check_axes, round_in, same_transposed
 from jchop._products.product import Conv, Dot, Flipped, Product
 from jchop._products.rule import NOWHERE, StreamOffset, is_stochastic
 from jchop._settings import split
 from jchop.accumulation import MatmulSpec
 from jchop.spec import Spec
+from jchop.storage import quantize
 
 Array = jax.Array
 
@@ -62,6 +63,7 @@ def contract(
     *,
     rounded: Array | None = None,
     codes: Coded | None = None,
+    left_codes: Coded | None = None,
     extra: tuple[Array, ...] = (),
 ) -> Array:
     """``product(x, w)``, its operands rounded along the axes that are summed over, and its derivative as `how` says.
@@ -74,6 +76,7 @@ def contract(
         key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
         rounded: `w` rounded already, with the same derivative; `how.right` is then of the backward products alone.
         codes: of a `w` that is rounded already, with its axes; for a product of codes.
+        left_codes: of an `x` that is rounded already, under one scale.
         extra: more operands of the product, which have no derivative.
 
     Returns:
@@ -88,20 +91,27 @@ def contract(
     if not how.backward and not how.codes:
         return product(left, right, *extra)
     full = lax.stop_gradient((x if _anew_left(how) else None, w if takes_anew(how) else None))
-    both = _operands_by_codes(product, x, w, how, keys, codes) if how.codes else None
+    both = _operands_by_codes(product, x, w, how, keys, left_codes, codes) if how.codes else None
     return _product(product, how, left, right, full, (keys, extra, both))
 
 
 def _operands_by_codes(
-    product: Product, x: Array, w: Array, how: Roundings, keys: _Keys, weight: Coded | None
+    product: Product, x: Array, w: Array, how: Roundings, keys: _Keys, data: Coded | None, weight: Coded | None
 ) -> tuple[Coded, Coded]:
-    """Both operands as codes, in the layouts of the forward product; the weight from its own codes if it has any."""
+    """Both operands as codes, in the layouts of the forward product; from their own codes if they have any."""
     left, right = product.forward.left, product.forward.right
+    first = coded(left.lay(x), how.left, keys.left) if data is None else data.moved(left.lay)
+    if weight is None and how.left is None and how.right is not None and data is None:
+        laid = quantize(right.lay(lax.stop_gradient(w)), how.right, keys.right)  # weights alone are read as they lie
+        own = in_own_shape(laid, right, w.shape)
+        weight = codes_of(laid, right, w.shape) if own is None else parts_of(own)
     if weight is None:
-        return coded(left.lay(x), how.left, keys.left), coded(right.lay(w), how.right, keys.right)
+        return first, coded(right.lay(w), how.right, keys.right)
     assert how.right is not None
-    laid = replace(weight.moved(right.lay), block=block_of(how.right, right.ndim))
-    return coded(left.lay(x), how.left, keys.left), jax.tree.map(lax.stop_gradient, laid)
+    laid = replace(
+        weight.moved(right.lay), block=block_of(how.right, right.ndim), stored=weight.stored, shift=weight.shift
+    )
+    return first, jax.tree.map(lax.stop_gradient, laid)
 
 
 def check_operands(product: Product, how: Roundings) -> None:
@@ -122,8 +132,6 @@ def check_operands(product: Product, how: Roundings) -> None:
         check_axes(field, spec, layout.ndim, how.place)
         if how.codes and spec is not None:
             check_codes(field, spec, how.place)
-    if how.codes:
-        _dot_of(product)
 
 
 def _anew_left(how: Roundings) -> bool:
@@ -175,7 +183,7 @@ def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, 
     keys, extra, both = more
     if both is not None:
         left, right = both
-        return _dot_of(product).by_codes(left, right, _result_dtype(product, x, w))
+        return product.by_codes(left, right, (x.shape, w.shape), _result_dtype(product, x, w), *extra)
     return product(x, w, *extra) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
 
 
@@ -204,28 +212,21 @@ def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
 
 def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple[Array, Array]:
     """Both backward products of codes: of each operand rounded anew along their sums."""
-    x, w, (full_x, full_w), (keys, _, _) = kept
-    dot, for_input, for_weight = _dot_of(product), product.for_input, product.for_weight
+    x, w, (full_x, full_w), (keys, extra, _) = kept
+    for_input, for_weight = product.for_input, product.for_weight
     left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
     g_input = coded(for_input.left.lay(g), how.gradient, keys.gradient_input)
     w_input = coded(for_input.right.lay(full_w), how.right, keys.right_input)
     g_weight = coded(for_weight.right.lay(g), spec, keys.gradient_weight)
     x_weight = coded(for_weight.left.lay(full_x), left, keys.left_weight)
-    dx = dot.input_by_codes(g_input, w_input, x.shape, x.dtype)
-    return dx, dot.weight_by_codes(x_weight, g_weight, w.shape, w.dtype)
-
-
-def _dot_of(product: Product) -> Dot | Flipped:
-    """A product whose codes can be multiplied."""
-    inner = product.product if isinstance(product, Flipped) else product
-    if not isinstance(inner, Dot):
-        raise NotImplementedError(f"product='codes': {type(inner).__name__} has no product of codes; dot_general has")
-    return product  # type: ignore[return-value]
+    shapes = x.shape, w.shape
+    dx = product.input_by_codes(g_input, w_input, shapes, x.dtype, *extra)
+    return dx, product.weight_by_codes(x_weight, g_weight, shapes, w.dtype, *extra)
 
 
 def _result_dtype(product: Product, x: Array, w: Array) -> Any:
     inner = product.product if isinstance(product, Flipped) else product
-    preferred = getattr(inner, "preferred_element_type", None)
+    preferred = inner.preferred_element_type
     return jnp.result_type(x, w) if preferred is None else preferred
 
 
@@ -245,13 +246,14 @@ def dot_general(
     out_sharding: Any = None,
     how: Roundings,
     key: Array | None = None,
+    **known: Any,
 ) -> Array:
-    """`jax.lax.dot_general` with rounded operands."""
+    """`jax.lax.dot_general` with rounded operands; `known` is for `contract`."""
     (cx, cw), (bx, bw) = (tuple(tuple(int(a) for a in axes) for axes in pair) for pair in dimension_numbers)
     contracting = tuple(a % x.ndim for a in cx), tuple(a % w.ndim for a in cw)
     batch = tuple(a % x.ndim for a in bx), tuple(a % w.ndim for a in bw)
     product = Dot(contracting, batch, (x.ndim, w.ndim), precision, preferred_element_type, out_sharding)
-    return contract(product, x, w, how, key)
+    return contract(product, x, w, how, key, **known)
 
 
 def conv_general_dilated(
@@ -269,8 +271,9 @@ def conv_general_dilated(
     out_sharding: Any = None,
     how: Roundings,
     key: Array | None = None,
+    **known: Any,
 ) -> Array:
-    """`jax.lax.conv_general_dilated` with rounded operands."""
+    """`jax.lax.conv_general_dilated` with rounded operands; `known` is for `contract`."""
     ones = (1,) * (x.ndim - 2)
     pads = padding if isinstance(padding, str) else tuple((int(low), int(high)) for low, high in padding)
     product = Conv(
@@ -284,7 +287,7 @@ def conv_general_dilated(
         preferred_element_type,
         out_sharding,
     )
-    return contract(product, x, w, how, key)
+    return contract(product, x, w, how, key, **known)
 
 
 def einsum(
@@ -297,8 +300,9 @@ def einsum(
     out_sharding: Any = None,
     how: Roundings,
     key: Array | None = None,
+    **known: Any,
 ) -> Array:
-    """`jax.numpy.einsum` of two arrays, as one `dot_general` of rounded operands.
+    """`jax.numpy.einsum` of two arrays, as one `dot_general` of rounded operands; `known` is for `contract`.
 
     Raises:
         ValueError: for an index that stands twice in an array, or in one array alone and not in the result.
@@ -312,7 +316,7 @@ def einsum(
         (tuple(left.index(c) for c in summed), tuple(right.index(c) for c in summed)),
         (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
     )
-    y = dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key)
+    y = dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **known)
     have = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
     return y.transpose([have.index(c) for c in result])
 

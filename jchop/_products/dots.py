@@ -1,4 +1,4 @@
-"""`dot` and `einsum` of stored arrays, whose codes are multiplied."""
+"""`dot`, `einsum` and `ragged_dot` of stored arrays, whose codes are multiplied."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jchop._products.codes import Coded, check_codes, coded, parts_of
 from jchop._products.contraction import letters_of
 from jchop._products.layout import Layout
-from jchop._products.product import Dot
+from jchop._products.product import Dot, Ragged
 from jchop.storage import QArray, dequantize
 from jchop.storage._decode import batch_axes
 from jchop.storage._layout import OWN, WHOLE, kinds_of
 
 Array = jax.Array
 
-__all__ = ["dot", "einsum"]
+__all__ = ["dot", "einsum", "ragged_dot"]
 
 
 def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
@@ -78,8 +78,7 @@ def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
         >>> jc.einsum("bd,hed->bhe", jnp.ones((3, 8)), heads).shape
         (3, 4, 2)
     """
-    if not isinstance(x, QArray) and not isinstance(w, QArray):
-        raise TypeError(f"x is a {type(x).__name__} and w a {type(w).__name__}; one of them must be a QArray")
+    _check_stored(x, w)
     left, right, result = letters_of(subscripts, x.ndim, w.ndim)
     sizes: dict[str, int] = {}
     for name, letters, value in (("x", left, x), ("w", right, w)):
@@ -93,14 +92,59 @@ def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
         (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
         (x.ndim, w.ndim),
     )
-    blocks = tuple(
-        _block(name, value, axes) for name, value, axes in zip("xw", (x, w), product.contracting, strict=True)
-    )
-    dtype = jnp.result_type(x.dtype, w.dtype) if dtype is None else jnp.dtype(dtype)
-    floats = [value if isinstance(value, QArray) else jnp.asarray(value) for value in (x, w)]
-    y: Array = jnp.asarray(_multiply(product, blocks, dtype, *floats))
+    y = _product(product, x, w, dtype)
     have = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
     return y.transpose([have.index(c) for c in result])
+
+
+def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
+    """`jax.lax.ragged_dot`: rows times the matrices of the experts they belong to, of codes where an operand is stored.
+
+    The first ``group_sizes[0]`` rows of `x` are multiplied by ``w[0]``, the next by ``w[1]``, and so on; rows beyond
+    them give zeros.
+
+    Args:
+        x: a `QArray` or a float array, (m, k).
+        w: a `QArray` or a float array, (experts, k, n).
+        group_sizes: the number of rows of each expert, integers of shape (experts,).
+        dtype: of the result. Default: that of both operands together.
+
+    Returns:
+        (m, n). Each sum is that of `einsum`.
+
+    Raises:
+        TypeError, ValueError: as `einsum`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> experts = jc.quantize(jnp.stack([jnp.eye(4), 2 * jnp.eye(4)]), "int8(group=all,axis=1)")
+        >>> jc.ragged_dot(jnp.ones((3, 4)), experts, jnp.array([1, 2]))[:, 0]
+        Array([1., 2., 2.], dtype=float32)
+    """
+    _check_stored(x, w)
+    sizes = jnp.asarray(group_sizes)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or sizes.shape != w.shape[:1]:
+        raise ValueError(
+            f"x, w and group_sizes have shapes {tuple(x.shape)}, {tuple(w.shape)} and {sizes.shape}; they must be "
+            "(m, k), (experts, k, n) and (experts,)"
+        )
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes has dtype {sizes.dtype}; it must be of integers")
+    return _product(Ragged.of_rows(), x, w, dtype, sizes)
+
+
+def _check_stored(x: Any, w: Any) -> None:
+    if not isinstance(x, QArray) and not isinstance(w, QArray):
+        raise TypeError(f"x is a {type(x).__name__} and w a {type(w).__name__}; one of them must be a QArray")
+
+
+def _product(product: Dot | Ragged, x: Any, w: Any, dtype: Any, *extra: Array) -> Array:
+    """A product of operands of which one at least is stored; `extra` are the sizes of a ragged one."""
+    summed = product.forward.left.summed, product.forward.right.summed
+    blocks = tuple(_block(name, value, axes) for name, value, axes in zip("xw", (x, w), summed, strict=True))
+    dtype = jnp.result_type(x.dtype, w.dtype) if dtype is None else jnp.dtype(dtype)
+    floats = [value if isinstance(value, QArray) else jnp.asarray(value) for value in (x, w)]
+    return jnp.asarray(_multiply(product, blocks, dtype, *floats, extra))
 
 
 def _block(name: str, q: Any, summed: tuple[int, ...]) -> int | None:
@@ -122,26 +166,29 @@ def _block(name: str, q: Any, summed: tuple[int, ...]) -> int | None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _multiply(product: Dot, blocks: tuple[int | None, ...], dtype: Any, x: Any, w: Any) -> Array:
+def _multiply(product: Dot | Ragged, blocks: tuple, dtype: Any, x: Any, w: Any, extra: tuple[Array, ...]) -> Array:
     left, right = _laid(x, product.forward.left, blocks[0]), _laid(w, product.forward.right, blocks[1])
-    return product.by_codes(left, right, dtype)
+    return product.by_codes(left, right, (x.shape, w.shape), dtype, *extra)
 
 
 def _laid(value: Any, layout: Layout, block: int | None) -> Coded:
     if not isinstance(value, QArray):
         return coded(layout.lay(value), None)
-    return replace(parts_of(value).moved(layout.lay), block=block)
+    parts = parts_of(value)
+    return replace(parts.moved(layout.lay), block=block, stored=parts.stored, shift=parts.shift)
 
 
-def _forward(product: Dot, blocks: tuple[int | None, ...], dtype: Any, x: Any, w: Any) -> tuple[Array, tuple]:
-    return _multiply(product, blocks, dtype, x, w), (x, w)
+def _forward(product: Dot | Ragged, blocks: tuple, dtype: Any, x: Any, w: Any, extra: tuple) -> tuple[Array, tuple]:
+    return _multiply(product, blocks, dtype, x, w, extra), (x, w, extra)
 
 
-def _backward(product: Dot, blocks: tuple[int | None, ...], dtype: Any, kept: tuple, g: Array) -> tuple:
+def _backward(product: Dot | Ragged, blocks: tuple, dtype: Any, kept: tuple, g: Array) -> tuple:
     del blocks
-    numbers = [dequantize(v) if isinstance(v, QArray) else v for v in kept]
-    _, back = jax.vjp(lambda x, w: product(x, w).astype(dtype), *numbers)
-    return tuple(None if isinstance(v, QArray) else d for v, d in zip(kept, back(g), strict=True))
+    *both, extra = kept
+    numbers = [dequantize(v) if isinstance(v, QArray) else v for v in both]
+    wide = jnp.result_type(*numbers)
+    _, back = jax.vjp(lambda x, w: product(x.astype(wide), w.astype(wide), *extra).astype(dtype), *numbers)
+    return *(None if isinstance(v, QArray) else d for v, d in zip(both, back(g), strict=True)), None
 
 
 _multiply.defvjp(_forward, _backward)

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jchop._kernels.primitive import one_device_at_hand
 from jchop._products.codes import Coded, matrices, multiply
 from jchop._products.layout import Layout
+from jchop._products.sums.experts import Experts, weights_of_experts
+from jchop._products.sums.weights_alone import multiply_weights, reads
+from jchop._products.sums.windows import Geometry, convolve, correlate
 from jchop.accumulation import MatmulSpec
 from jchop.math import conv as emulated_conv
 from jchop.math import matmul as emulated_matmul
 
 Array = jax.Array
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 __all__ = ["Conv", "Dot", "Flipped", "Operands", "Product", "Ragged"]
 
@@ -101,21 +106,27 @@ class Dot:
         shape = [x.shape[axis] for axis in self.forward.left.kept] + [w.shape[axis] for axis in self._free(1)]
         return emulated_matmul(left, right.swapaxes(1, 2), spec, key).reshape(shape)
 
-    def by_codes(self, x: Coded, w: Coded, dtype: Any) -> Array:
-        """The product of codes, each in its layout."""
-        b = len(self.batch[0])
-        y = multiply(matrices(x, b), matrices(w, b), dtype)
-        return y.reshape(*x.elements.shape[:-1], *w.elements.shape[b:-1])
+    def by_codes(self, x: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
+        """The product of codes, each in its layout; `shapes` are those of x and w."""
+        b, shape = len(self.batch[0]), (*x.elements.shape[:-1], *w.elements.shape[len(self.batch[0]) : -1])
+        axes = self.contracting[1]
+        leading, last = axes == tuple(range(len(axes))), axes == tuple(range(self.ndims[1] - len(axes), self.ndims[1]))
+        if x.is_plain and not w.is_plain and not b and (leading or last) and math.prod(shape) * x.elements.shape[-1]:
+            rows = x.elements.reshape(-1, x.elements.shape[-1])
+            stored = w.stored if w.stored is not None and reads(w.stored, leading, w.block) else None
+            right = replace(w.shaped(-1, w.elements.shape[-1]), block=w.block, stored=stored, shift=w.shift)
+            return multiply_weights(rows, right, leading, dtype).reshape(shape)
+        return multiply(matrices(x, b), matrices(w, b), dtype).reshape(shape)
 
-    def input_by_codes(self, g: Coded, w: Coded, shape: Sequence[int], dtype: Any) -> Array:
-        """The product dx of `shape`, of codes in their layouts."""
+    def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
+        """The product dx, of codes in their layouts."""
         b = len(self.batch[0])
-        return self.forward.left.back(multiply(matrices(g, b), matrices(w, b), dtype), shape)
+        return self.forward.left.back(multiply(matrices(g, b), matrices(w, b), dtype), shapes[0])
 
-    def weight_by_codes(self, x: Coded, g: Coded, shape: Sequence[int], dtype: Any) -> Array:
-        """The product dw of `shape`, of codes in their layouts."""
+    def weight_by_codes(self, x: Coded, g: Coded, shapes: Shapes, dtype: Any) -> Array:
+        """The product dw, of codes in their layouts."""
         b = len(self.batch[0])
-        return self.forward.right.back(multiply(matrices(g, b), matrices(x, b), dtype), shape)
+        return self.forward.right.back(multiply(matrices(g, b), matrices(x, b), dtype), shapes[1])
 
     @property
     def emulates_backward(self) -> bool:
@@ -192,13 +203,57 @@ class Conv:
                 f"{self.input_dilation} cannot be emulated; both must be 1"
             )
         image, kernel = x.transpose(self.numbers.lhs_spec), w.transpose(self.numbers.rhs_spec)
-        padding = self.padding
-        if isinstance(padding, str):
-            spans = [(n - 1) * gap + 1 for n, gap in zip(kernel.shape[2:], self.kernel_dilation, strict=True)]
-            padding = lax.padtype_to_pads(image.shape[2:], spans, self.strides, padding)
-        pads = [(int(low), int(high)) for low, high in padding]
+        pads = self._pads(image.shape[2:], kernel.shape[2:])
         out = emulated_conv(image, kernel, spec, key, stride=self.strides, padding=pads, dilation=self.kernel_dilation)
         return out.transpose(np.argsort(self.numbers.out_spec))
+
+    def _pads(self, space: Sequence[int], places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The padding of an image, along each axis of space."""
+        padding = self.padding
+        if isinstance(padding, str):
+            spans, space = (
+                [max((n - 1) * gap + 1, 0) for n, gap in zip(sizes, gaps, strict=True)]
+                for sizes, gaps in ((places, self.kernel_dilation), (space, self.input_dilation))
+            )
+            padding = lax.padtype_to_pads(space, spans, self.strides, padding)
+        return tuple((int(low), int(high)) for low, high in padding)
+
+    def _apart(self, shapes: Shapes) -> tuple[list[int], list[int], Geometry]:
+        """The shapes of x, as (n, channels, *space), and of w, as (rows, channels of a group, *places)."""
+        x, w = ([shape[a] for a in s] for shape, s in zip(shapes, self.numbers[:2], strict=True))
+        how = Geometry(self.strides, self._pads(x[2:], w[2:]), self.input_dilation, self.kernel_dilation)
+        return x, w, how
+
+    def by_codes(self, x: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
+        """The product of codes, each in its layout; `shapes` are those of x and w."""
+        (n, channels, *space), (rows, inner, *places), how = self._apart(shapes)
+        groups = self.feature_groups
+        image = x.shaped(n, *space, groups, channels // groups)
+        kernel = w.shaped(groups, rows // groups, *places, inner).moved(lambda v: jnp.moveaxis(v, (0, 1), (-3, -2)))
+        y = convolve(image, kernel, how, dtype)
+        return _image_of(y, self.numbers.out_spec)
+
+    def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
+        """The product dx, of codes in their layouts: a convolution with the mirrored kernel."""
+        (n, _, *space), (rows, inner, *places), how = self._apart(shapes)
+        groups, windows = self.feature_groups, how.windows(space, places)
+        image = g.shaped(n, *windows, groups, rows // groups)
+        kernel = w.shaped(inner, *places, groups, rows // groups).moved(lambda v: jnp.moveaxis(v, 0, -2))
+        return _image_of(convolve(image, kernel, how.backward(space, places), dtype), self.numbers.lhs_spec)
+
+    def weight_by_codes(self, x: Coded, g: Coded, shapes: Shapes, dtype: Any) -> Array:
+        """The product dw, of codes in their layouts: summed over images and places."""
+        (n, channels, *space), (rows, inner, *places), how = self._apart(shapes)
+        gradient = g.shaped(rows, n, *how.windows(space, places))
+        y = correlate(gradient, x.shaped(channels, n, *space), how, places, self.feature_groups, dtype)
+        y = y.reshape(*places, rows, inner)
+        return jnp.moveaxis(y, (-2, -1), (0, 1)).transpose(np.argsort(self.numbers.rhs_spec))
+
+
+def _image_of(y: Array, axes: Sequence[int]) -> Array:
+    """An image (n, *space, groups, channels) with its axes (n, channels, *space) at `axes`."""
+    joined = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
+    return jnp.moveaxis(joined, -1, 1).transpose(np.argsort(axes))
 
 
 @dataclass(frozen=True)
@@ -207,12 +262,23 @@ class Ragged:
 
     params: tuple[tuple[str, Any], ...]
 
+    @staticmethod
+    def of_rows() -> Ragged:
+        """`jax.lax.ragged_dot`."""
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))  # type: ignore[arg-type]
+        return Ragged((("ragged_dot_dimension_numbers", numbers),))
+
     def __call__(self, x: Array, w: Array, sizes: Array) -> Array:
         """The product, in the carrier; `sizes` are the numbers of rows."""
         more = dict(self.params)
         numbers = more.pop("ragged_dot_dimension_numbers")
         more = {name: value for name, value in more.items() if value is not None}
         return lax.ragged_dot_general(x, w, sizes, numbers, **more)
+
+    @property
+    def preferred_element_type(self) -> Any:
+        """The dtype of the result, or None."""
+        return dict(self.params).get("preferred_element_type")
 
     @property
     def forward(self) -> Operands:
@@ -228,6 +294,18 @@ class Ragged:
     def for_weight(self) -> Operands:
         """Of x and g, for dw: summed over rows, of all groups as one."""
         return Operands(Layout((1,), (0,)), Layout((1,), (0,)))
+
+    def by_codes(self, x: Coded, w: Coded, shapes: Shapes, dtype: Any, sizes: Array) -> Array:
+        """The product of codes, each in its layout."""
+        return multiply(x, w, dtype, Experts(sizes, x.elements.shape[0], shapes[1][0]))
+
+    def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any, sizes: Array) -> Array:
+        """The product dx, of codes in their layouts."""
+        return multiply(g, w, dtype, Experts(sizes, g.elements.shape[0], shapes[1][0]))
+
+    def weight_by_codes(self, x: Coded, g: Coded, shapes: Shapes, dtype: Any, sizes: Array) -> Array:
+        """The product dw, of codes in their layouts: for each expert of its rows."""
+        return weights_of_experts(g, x, sizes, shapes[1][0], dtype)
 
     def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
         """Refused."""
@@ -263,20 +341,17 @@ class Flipped:
         """The product, in an emulated arithmetic."""
         return self.product.emulated(w, x, spec, key)
 
-    def by_codes(self, x: Coded, w: Coded, dtype: Any) -> Array:
+    def by_codes(self, x: Coded, w: Coded, shapes: Shapes, dtype: Any, *extra: Array) -> Array:
         """The product of codes, each in its layout."""
-        assert isinstance(self.product, Dot)
-        return self.product.by_codes(w, x, dtype)
+        return self.product.by_codes(w, x, (shapes[1], shapes[0]), dtype, *extra)
 
-    def input_by_codes(self, g: Coded, w: Coded, shape: Sequence[int], dtype: Any) -> Array:
-        """The product dx of `shape`, of codes in their layouts."""
-        assert isinstance(self.product, Dot)
-        return self.product.weight_by_codes(w, g, shape, dtype)
+    def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any, *extra: Array) -> Array:
+        """The product dx, of codes in their layouts."""
+        return self.product.weight_by_codes(w, g, (shapes[1], shapes[0]), dtype, *extra)
 
-    def weight_by_codes(self, x: Coded, g: Coded, shape: Sequence[int], dtype: Any) -> Array:
-        """The product dw of `shape`, of codes in their layouts."""
-        assert isinstance(self.product, Dot)
-        return self.product.input_by_codes(g, x, shape, dtype)
+    def weight_by_codes(self, x: Coded, g: Coded, shapes: Shapes, dtype: Any, *extra: Array) -> Array:
+        """The product dw, of codes in their layouts."""
+        return self.product.input_by_codes(g, x, (shapes[1], shapes[0]), dtype, *extra)
 
     @property
     def emulates_backward(self) -> bool:

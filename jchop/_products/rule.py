@@ -62,9 +62,8 @@ class Rule:
             or `LSQ`, in Linear, LinearGeneral, Einsum and Conv; it has no effect on other layers and operands. Under
             such scales an operand is rounded once, for all three products. Default None: from each array itself.
         product: ``"float"``: rounded operands are multiplied as floats, in the carrier. ``"codes"``: their codes are
-            multiplied and the sums scaled, as the units of chips do; [](products.md) states the sum. For
-            `jax.lax.dot_general` in programs (`quantize_fn`, `quantize` with ``inputs``). A ``gradient`` has the
-            backward products computed so, too; without one they are those of floats.
+            multiplied and the sums scaled, as the units of chips do; [](products.md) states the sum. A ``gradient`` has
+            the backward products computed so, too; without one they are those of floats.
         stochastic_stream: the stream of `flax.nnx.Rngs` for stochastic roundings. Default ``"rounding"``.
 
     Raises:
@@ -180,16 +179,16 @@ class Rule:
         return f"Rule({', '.join([repr(self.path), *fields])})"
 
 
-def refuse_codes(rule: Rule) -> None:
-    """Refuse ``product="codes"`` for layers.
+def refuse_codes(rule: Rule, what: str, why: str) -> None:
+    """Refuse ``product="codes"`` for a layer.
 
     Raises:
         NotImplementedError: that names the functions that take it.
     """
     if rule.product == "codes":
         raise NotImplementedError(
-            f"{rule}: product='codes' is for programs; use jc.nn.quantize(model, rules, inputs=...), "
-            "jc.nn.linen.quantize(module, rules, program=True) or jc.quantize_fn"
+            f"{what}: product='codes' of {rule}: {why}; quantize the program, by jc.nn.quantize(model, rules, "
+            "inputs=...), jc.nn.linen.quantize(module, rules, program=True) or jc.quantize_fn"
         )
 
 

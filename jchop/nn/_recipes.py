@@ -37,8 +37,10 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "mxfp8": _all(_MX),
         # NVIDIA, arXiv 2509.25149: two-level scales, weights in tiles, gradients rounded stochastically.
         "nvfp4": _all("nvfp4", "nvfp4:stochastic", weight="nvfp4(group=(16,16))"),
-        # Three int8 products, a scale for each row of each operand.
-        "int8": _all("int8(group=all)"),
+        # torchao's int8_mixed_precision_training: three products of int8 codes, a scale for each row of each operand;
+        # and the same with every operand rounded stochastically, so that each gradient is right on average.
+        "int8": _all("int8(group=all)", product="codes"),
+        "int8_stochastic": _all("int8(group=all):stochastic", product="codes"),
         # Wang et al., NeurIPS 2018: e5m2 operands, sums in e6m9, in chunks of 64.
         "ibm_fp8": _all("float8_e5m2", matmul=MatmulSpec(accumulate="e6m9", order="blocked(64)")),
         # Sun et al., NeurIPS 2019: e4m3 of bias 11 forward, e5m2 backward.
@@ -60,8 +62,11 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
 
     The weight is the same in the forward product and in that of the inputs' gradient, Q(W^T) = Q(W)^T, under
     ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"`` and ``"wage"``. It
-    is not, by design, under ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``, ``"mxfp8"`` and ``"int8"``, whose
-    scales are those of rows or blocks along the sum of each product.
+    is not, by design, under ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``, ``"mxfp8"``, ``"int8"`` and
+    ``"int8_stochastic"``, whose scales are those of rows or blocks along the sum of each product.
+
+    ``"int8"`` and ``"int8_stochastic"`` multiply codes. So do the others of float8, ``"mxfp8"`` and ``"nvfp4"`` with
+    ``product="codes"``, except ``"float8_delayed"``, whose scales have a source of their own.
 
     A rule describes products. For the update of the weights use `jchop.optim`; docs/nn.md has both halves of
     ``"ibm_fp8"`` and ``"wage"``. Three things of WAGE are otherwise here. Errors keep their power of two, which an
@@ -73,9 +78,9 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
         name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with
             scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `DelayedScaling`;
             longer or shorter by ``scale_from=``), ``"mxfp8"``, ``"nvfp4"`` (weights in tiles of 16 x 16, gradients
-            stochastic), ``"int8"``, ``"ibm_fp8"`` (Wang et al., NeurIPS 2018: sums in e6m9 in chunks of 64),
-            ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"`` (Wu et al., ICLR 2018: 2-8-8-8 bits of
-            weights, activations, gradients, errors).
+            stochastic), ``"int8"`` (torchao's int8 mixed precision), ``"int8_stochastic"``, ``"ibm_fp8"`` (Wang et al.,
+            NeurIPS 2018: sums in e6m9 in chunks of 64), ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"``
+            (Wu et al., ICLR 2018: 2-8-8-8 bits of weights, activations, gradients, errors).
         path: as of a `Rule`. Default ``"*"``.
         changes: fields of the rule in place of the recipe's.
 

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from jchop._checks import check_choice
 from jchop._products.program_report import ProgramReport
 from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules, rules_of
+from jchop._products.units import PLATFORMS, operands_on
 from jchop.nn._nnx.attach import check_parameters, packed_shape
+from jchop.nn._nnx.hooks import Convolution
 from jchop.nn._nnx.kinds import Kind
 from jchop.nn._nnx.layers import own_parameters, placed_layers
 from jchop.nn._nnx.modules import Placed
@@ -37,6 +41,8 @@ class LayerRow:
         supported: whether the layer can be quantized.
         also: its other paths. Rules match all of them, and its bytes count once.
         wide: (path, shape, reason) of each of its own parameters that stays in full precision.
+        operands: the types of the operands that reach the units of the platform in its forward product; empty without a
+            platform or a product.
     """
 
     path: str
@@ -48,6 +54,7 @@ class LayerRow:
     supported: bool = True
     also: tuple[str, ...] = ()
     wide: tuple[Wide, ...] = ()
+    operands: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,8 @@ class ModelReport:
             "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True))
             for line in table
         ]
+        named = [row for row in self.rows if row.operands]
+        lines += [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in named]
         return "\n".join([*lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)])
 
 
@@ -105,7 +114,9 @@ def _described(row: LayerRow) -> str:
 
 
 @overload
-def report(model: nnx.Module, rules: Rule | Iterable[Rule] | None = ..., *, inputs: None = ...) -> ModelReport: ...
+def report(
+    model: nnx.Module, rules: Rule | Iterable[Rule] | None = ..., *, inputs: None = ..., platform: str | None = ...
+) -> ModelReport: ...
 @overload
 def report(model: nnx.Module, rules: Rule | Iterable[Rule], *, inputs: tuple[Any, ...]) -> ProgramReport: ...
 @overload
@@ -113,7 +124,11 @@ def report(
     model: nnx.Module, rules: Rule | Iterable[Rule], *, inputs: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, ProgramReport]: ...
 def report(
-    model: nnx.Module, rules: Rule | Iterable[Rule] | None = None, *, inputs: Inputs | None = None
+    model: nnx.Module,
+    rules: Rule | Iterable[Rule] | None = None,
+    *,
+    inputs: Inputs | None = None,
+    platform: str | None = None,
 ) -> ModelReport | ProgramReport | dict[str, ProgramReport]:
     """The effect of rules on a model, without quantizing it: on each layer, or with `inputs` on its program.
 
@@ -121,6 +136,9 @@ def report(
         model: a module of Flax NNX; its arrays may be abstract (`jax.eval_shape`).
         rules: as in `quantize`. Default None: no rule, so the table lists the layers.
         inputs: as in `quantize`: example arguments of the model's call, or of several methods. Default None.
+        platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``; not with `inputs`.
+            The report then says which types of operands reach its units in the forward product of each layer under a
+            rule. Default None: it does not.
 
     Returns:
         With `inputs` the report of `jchop.quantize_fn`, which has a row for every parameter and every product; of
@@ -152,12 +170,16 @@ def report(
         raise TypeError(
             f"model={model!r} must be a module of Flax NNX; one of Linen has jchop.nn.linen.Quantized.report"
         )
+    if platform is not None:
+        check_choice("platform", platform, tuple(PLATFORMS))
     if inputs is not None:
         if not given:
             raise ValueError("rules=None: a report of a program needs rules")
+        if platform is not None:
+            raise ValueError(f"platform={platform!r} is for layers; leave inputs out, or platform")
         found = report_program(model, given, inputs)
         return found if isinstance(inputs, Mapping) else found["__call__"]
-    return ModelReport(tuple(_row(placed, kind, given) for placed, kind in placed_layers(model)))
+    return ModelReport(tuple(_row(placed, kind, given, platform) for placed, kind in placed_layers(model)))
 
 
 def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -> str | None:
@@ -180,7 +202,7 @@ def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -
     return None if getattr(rule, role) is not None else f"{rule} has no {role}"
 
 
-def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...]) -> LayerRow:
+def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...], platform: str | None) -> LayerRow:
     (path, *also), layer = placed.paths, placed.module
     numbers = rules_of(placed.paths, rules)
     rule = rules[numbers[0]] if numbers else None
@@ -191,7 +213,7 @@ def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...]) -> LayerRow
         why = why_wide(name, kind is not None, rule, None if kind is None else kind.parameters.get(key))
         if why is not None and isinstance(value, nnx.Param):
             wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
-    more = {"also": tuple(also), "wide": tuple(wide)}
+    more: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide)}
     if kind is None or rule is None:
         return LayerRow(path, name, shown, (), before, before, kind is not None, **more)
     fields = kind.fields(layer)
@@ -202,6 +224,10 @@ def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...]) -> LayerRow
         value, spec = getattr(layer, parameter), kind.spec(rule, parameter)
         if isinstance(value, nnx.Param) and spec is not None:
             after += bytes_of(packed_shape(layer, kind, parameter, spec)) - bytes_of(value)
+    if platform is not None and kind.product is not None and not isinstance(layer, nnx.Embed):
+        carrier = jnp.dtype(getattr(layer, "dtype", None) or getattr(layer, "param_dtype", "float32")).name
+        matrices = kind.product[1] is not Convolution
+        more["operands"] = operands_on(platform, rule, carrier, bool(kind.parameters), matrices)
     return LayerRow(path, name, shown, specs, before, after, **more)
 
 

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jchop._checks import check_bool
+from jchop._products.codes import Coded, codes_of
 from jchop._products.layout import Layout, check_finite, over_stack, round_in
 from jchop._products.quantize_fn import check_fields
 from jchop._products.rule import Rule, as_rules, is_stochastic
@@ -47,6 +48,10 @@ class Packed:
     stored: QArray
     layout: Layout
     shape: tuple[int, ...]
+
+    def codes(self) -> Coded:
+        """The codes, in the form that the module expects."""
+        return codes_of(self.stored, self.layout, self.shape)
 
     def unpack(self) -> Array:
         """The parameter in the form that the module expects."""
@@ -257,7 +262,7 @@ class Quantized:
     def _call(self, variables: Any, args: Any, rngs: Any, kwargs: Any, *, starting: bool = False) -> Any:
         plain = _unpacked(variables)
         layers = layers_of(self.module, self.rules, plain, args, rngs, kwargs)
-        packed = _packed_paths(variables, layers)
+        packed = _packed_kernels(variables, layers)
         keys = _Keys(rngs)
         weights = dict(params_of(plain))
         for path, found in layers.items():
@@ -292,8 +297,8 @@ def _packed(found: Found, name: str, value: Array, key: Array | None, scale: Arr
     return Packed(*found.packed(name, value, key, scale), value.shape)
 
 
-def _packed_paths(variables: Any, layers: Mapping[Path, Found]) -> set[Path]:
-    """The layers with packed parameters.
+def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, Packed | None]:
+    """The layers with packed parameters, and their packed kernels.
 
     Raises:
         ValueError: for a parameter that is packed as the rules do not say.
@@ -308,7 +313,7 @@ def _packed_paths(variables: Any, layers: Mapping[Path, Found]) -> set[Path]:
                 f"variables['params'] hold {'/'.join((*above, name))!r} packed as {held}, and by the rules it is "
                 f"{'left as it is' if spec is None else f'packed as {spec}'}: it belongs to a module with other rules"
             )
-    return {path[:-1] for path in packed}
+    return {path[:-1]: packed.get((*path[:-1], "kernel")) for path in packed}
 
 
 class _Keys:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from _kernels.compiling import Case, is_tpu
+from jax import lax
 
 import jchop as jc
 
@@ -38,3 +39,46 @@ def cases(target: str) -> Iterator[Case]:
             yield Case(name, low, (low.pack(w, x), x), checks=checks)
         else:
             yield Case(name, jax.grad(lambda w, x, low=low: (low(w, x) ** 2).sum(), (0, 1)), (w, x), checks=checks)
+    yield from convolutions(target)
+    yield from experts(target)
+    yield from weights_alone(target)
+
+
+def convolutions(target: str) -> Iterator[Case]:
+    """Of images; a GPU multiplies matrices of their windows."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 16, 16, 128), (3, 3, 128, 128)))
+
+    def conv(w: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    for name in ("int8", "uint8 with zero points", "int8 backward", "fp8"):
+        weight, activation, gradient = RULES[name]
+        low = jc.quantize_fn(conv, jc.Rule(weight=weight, activation=activation, gradient=gradient, product="codes"))
+        checks = ("float8 units" if name == "fp8" else "integer units",)
+        if name == "fp8" and target == "a100":
+            checks = ()
+        if gradient is None:
+            yield Case(f"convolution {name}", low, (low.pack(w, x), x), checks=checks)
+        else:
+            back = jax.grad(lambda w, x, low=low: (low(w, x) ** 2).sum(), (0, 1))
+            yield Case(f"convolution {name}", back, (w, x), checks=checks)
+
+
+def experts(target: str) -> Iterator[Case]:
+    """Rows of four experts. A TPU has one operation for all of it, in which no product is seen."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((ROWS, INPUTS), (4, INPUTS, OUTPUTS)))
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    rule = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", product="codes")
+    low = jc.quantize_fn(lambda w, x, sizes: lax.ragged_dot(x, w, sizes), rule)
+    checks = () if is_tpu(target) else ("integer units",)
+    yield Case("experts int8", low, (low.pack(w, x, sizes), x, sizes), checks=checks)
+
+
+def weights_alone(target: str) -> Iterator[Case]:
+    """Four bits under scales of 128, one row and many: by the kernel, whose checks are those of its own cases."""
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="int4(group=128)", product="codes"))
+    for rows in (1, 64):
+        x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+        checks = ("vmem",) if is_tpu(target) else ("masked", "spills")
+        yield Case(f"int4 weights alone, {rows} rows", low, (low.pack(w, x), x), checks=checks)

@@ -130,6 +130,35 @@ def test_every_recipe_is_a_rule(name: str) -> None:
     assert rule.path == "blocks" and rule.weight is not None and rule.gradient is not None
 
 
+def test_int8_multiplies_codes() -> None:
+    """The three products of int8 mixed precision, against its own operations in NumPy."""
+    x, w, g = normal(3, 16, seed=0), normal(16, 4, seed=1), normal(3, 4, seed=2)
+    y, (dw, dx) = products("int8", x, w, g[None])
+
+    def product(a: Any, b: Any) -> Any:
+        """Of rows a and rows b: absmax / 127 for each, int32 sums, one scale after the other."""
+        scales = [np.abs(v).max(1) / np.float32(127) for v in (a, b)]
+        codes = [np.rint(v / s[:, None]).astype(np.int64) for v, s in zip((a, b), scales, strict=True)]
+        return (codes[0] @ codes[1].T).astype(np.float32) * scales[0][:, None] * scales[1]
+
+    for got, want in ((y, product(x, w.T)), (dx[0], product(g, w)), (dw[0], product(g.T, x.T).T)):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_stochastic_int8_is_right_on_average() -> None:
+    x, w, g = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate(((3, 16), (16, 4), (3, 4))))
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.nn.recipe("int8_stochastic"))
+
+    def run(key: Any) -> Any:
+        y, back = jax.vjp(lambda w, x: low(w, x, key=key), w, x)
+        return y, *back(g)
+
+    draws = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), 400))
+    for drawn, exact in zip(draws, (x @ w, x.T @ g, g @ w.T), strict=True):
+        error = drawn.std(0) / 20  # of the mean of 400
+        assert (error > 0).all() and (jnp.abs(drawn.mean(0) - exact) <= 5 * error).all()
+
+
 def both_weights(name: str, layer: str) -> tuple[Any, Any]:
     """The matrices that a layer multiplies with, forward and for the gradient of its input, under a recipe."""
     make, shape = LAYERS[layer]
@@ -162,7 +191,9 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.in_turn(80)
-@pytest.mark.parametrize(("name", "layer"), [(name, layer) for name in RECIPES for layer in LAYERS])
+@pytest.mark.parametrize(
+    ("name", "layer"), [(name, layer) for name in RECIPES if name != "int8_stochastic" for layer in LAYERS]
+)
 def test_one_weight_forward_and_backward(name: str, layer: str) -> None:
     forward, backward = both_weights(name, layer)
     assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT)

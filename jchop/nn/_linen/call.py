@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,12 @@ class Interceptor:
 
     Args:
         rules: the rules.
-        packed: the paths of layers whose parameters are rounded already.
+        packed: the packed kernels of layers whose parameters are rounded already, by path; None if it has none.
         starting: whether the call is to begin scales that are kept.
     """
 
     rules: Sequence[Rule]
-    packed: Collection[tuple[str, ...]]
+    packed: Mapping[tuple[str, ...], Any]
     starting: bool = False
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -75,10 +75,14 @@ class Interceptor:
         """The product of this one call; a layer of Linen is made anew for each."""
         assert kind.hook is not None
         name, product = kind.hook
-        refuse_codes(rule)
-        right = rule.activation if not kind.parameters else None if layer.path in self.packed else rule.weight
+        codes = rule.product == "codes" and (rule.activation is not None or rule.weight is not None)
+        stored = self.packed.get(layer.path) if codes else None
+        if kind.keeps_scales and rule.scale_from is not None:
+            refuse_codes(rule, str(place(layer, rule)), "codes have scales of their own, and none from scale_from")
+        rounded = layer.path in self.packed and not codes
+        right = rule.activation if not kind.parameters else None if rounded else rule.weight
         fields = (getattr(rule, field) for field in PRODUCT_FIELDS)
-        how = Roundings(rule.activation, right, *fields, place=place(layer, rule))
+        how = Roundings(rule.activation, right, *fields, place=place(layer, rule), codes=codes)
 
         def key() -> Array | None:
             return layer.make_rng(rule.stochastic_stream) if how.stochastic else None
@@ -86,8 +90,11 @@ class Interceptor:
         def multiply(x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
             assert kind.layout is not None
             layout, source = kind.layout(layer, w.ndim), rule.scale_from
+            if stored is not None and stored.shape != w.shape:
+                refuse_codes(rule, str(place(layer, rule)), f"its packed kernel is one of a stack of {stored.shape}")
+            known = {} if stored is None else {"rounded": w, "codes": stored.codes()}
             x, w, left, mine = prepared(layer, source, layout, how, x, w, key(), self.starting)
-            return product(x, w, *args, **kwargs, how=left, key=mine)
+            return product(x, w, *args, **kwargs, how=left, key=mine, **known)
 
         attend = _attend(product, how, key, decoding)
         object.__setattr__(layer, name, multiply if kind.parameters else attend)

@@ -13,10 +13,11 @@ from flax.core import Scope
 from flax.traverse_util import flatten_dict
 
 from jchop._products.layout import Layout, check_axes
-from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, rule_of
+from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, refuse_codes, rule_of
 from jchop._products.scale_from import LSQ
 from jchop.nn._linen.kinds import KINDS, Kind
 from jchop.nn._nnx.attach import pack
+from jchop.nn._nnx.kinds import PRODUCT_FIELDS
 from jchop.spec import Spec
 from jchop.storage import QArray
 
@@ -217,6 +218,8 @@ def _check(path: Path, found: Found) -> None:
             f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, or leave it: "
             f"{left_alone(['/'.join(path)], rule)}"
         )
+    if set(kind.refuses) & set(PRODUCT_FIELDS):
+        refuse_codes(rule, what, "Flax gives no access to its product")
     wrong = [name for name in kind.refuses if getattr(rule, name) is not None]
     if wrong:
         raise NotImplementedError(

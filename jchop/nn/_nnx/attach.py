@@ -9,6 +9,7 @@ import jax.core
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jchop._products.codes import in_own_shape
 from jchop._products.contraction import Roundings
 from jchop._products.layout import Layout, check_axes, check_finite, over_stack
 from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone, refuse_codes
@@ -81,10 +82,11 @@ def attach(
 
     weight = None if packed else rule.weight
     if kind.product is not None:
-        refuse_codes(rule)
         attribute, site, _ = kind.product
-        taken = weight if kind.parameters else rule.activation
-        how = Roundings(rule.activation, taken, *(getattr(rule, name) for name in PRODUCT_FIELDS), place=place)
+        codes = rule.product == "codes" and (rule.activation is not None or rule.weight is not None)
+        taken = rule.activation if not kind.parameters else rule.weight if codes else weight
+        fields = (getattr(rule, name) for name in PRODUCT_FIELDS)
+        how = Roundings(rule.activation, taken, *fields, place=place, codes=codes)
         made = site(how, stream(how.stochastic), left, None if packed else right)
         if before is not None and before.how.left == rule.activation and left is None and how.keeps_left:
             made.keep(before.range)
@@ -93,7 +95,9 @@ def attach(
         specs = tuple(_promoted(layer, kind, rule, packed))
         draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
         if specs or stored:
-            layer.promote_dtype = Promote(layer.promote_dtype, kind.slots, specs, stored, draws, place).as_attribute()
+            codes = rule.product == "codes"
+            promote = Promote(layer.promote_dtype, kind.slots, specs, stored, draws, place, codes)
+            layer.promote_dtype = promote.as_attribute()
     if kind.caches:
         layer.cache = rule.cache
     if kind.output and rule.output is not None:
@@ -215,24 +219,8 @@ def pack(
         return quantize(layout.lay(both[0]), spec, key, scale=both[1])
 
     laid = over_stack(stacked, quantized, (value, scale), key)
-    own = _in_own_shape(laid, layout, tuple(value.shape[stacked:]), stacked)
+    own = in_own_shape(laid, layout, tuple(value.shape[stacked:]), stacked)
     return (laid, layout) if own is None else (own, None)
-
-
-def _in_own_shape(q: QArray, layout: Layout, shape: tuple[int, ...], stacked: int) -> QArray | None:
-    """A packed parameter with the axes that it had before it was laid out; None if that would split groups.
-
-    Then no transpose stands between its numbers and the product. A compiler may take a transpose into the product,
-    which then adds in another order than that of the rounded parameter in training.
-    """
-    order = (*layout.kept, *layout.summed)
-    lead = q.shape[:stacked]
-    try:
-        apart = q.reshape(*lead, *(shape[axis] for axis in order))
-    except ValueError:
-        return None
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return apart.transpose(*range(stacked), *(stacked + i for i in inverse))
 
 
 def _as_it_lies(axes: int) -> Layout:
@@ -272,6 +260,9 @@ def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False
                     f"{what}: {name}={str(getattr(rule, name))!r} cannot be had, since Flax gives no access to its "
                     f"product. {left_alone([path], rule, ', ...')}"
                 )
+        refuse_codes(rule, what, "Flax gives no access to its product")
+    if kind.keeps_scales and rule.scale_from is not None:
+        refuse_codes(rule, what, "codes have scales of their own, and none from scale_from")
     for name, role in kind.parameters.items():
         if role in ("weight", "bias") and isinstance(getattr(layer, name), QuantizedParam):
             raise ValueError(f"{what} is packed already; quantize the model that it was made from")

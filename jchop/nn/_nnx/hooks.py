@@ -8,27 +8,28 @@ attributes, which costs `flax.nnx.jit` less than modules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop._products.codes import codes_of
 from jchop._products.contraction import Roundings, conv_general_dilated, dot_general, einsum
 from jchop._products.layout import Layout, check_axes, round_in
 from jchop._products.rule import StreamOffset, is_stochastic
 from jchop._settings import split
 from jchop.nn._nnx.attention import attention
 from jchop.nn._scale_state.sources import Source
-from jchop.nn._scale_state.static import ActivationRange, round_within
+from jchop.nn._scale_state.static import ActivationRange, codes_within, round_within
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
 
 Array = jax.Array
 Stream = nnx.RngStream | None
 
-__all__ = ["Attention", "Convolution", "DotGeneral", "Einsum", "Output", "Promote", "Site", "site_in"]
+__all__ = ["Attention", "Convolution", "DotGeneral", "Einsum", "Output", "Promote", "Site", "Stored", "site_in"]
 
 
 class Site(nnx.Module):
@@ -88,6 +89,33 @@ def site_in(layer: Any, attribute: str) -> Site | None:
     return value if isinstance(value, Site) else None
 
 
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A packed parameter on its way from `Promote` to a product of codes.
+
+    Args:
+        value: codes and scales.
+        layout: how they are laid out; None: as they lie.
+        shape: of the parameter.
+        dtype: of its numbers in the product.
+    """
+
+    value: QArray
+    layout: Layout | None
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the parameter."""
+        return len(self.shape)
+
+    def numbers(self) -> Array:
+        """The numbers."""
+        numbers = dequantize(self.value, self.dtype)
+        return numbers if self.layout is None else self.layout.back(numbers, self.shape)
+
+
 def keys_for(spec: Spec | None, key: Array | None) -> tuple[Array | None, Array | None]:
     """A key of the rounding and one of its cotangent."""
     if not is_stochastic(spec) or key is None:
@@ -130,12 +158,21 @@ class Product(Site):
         else:
             self.left.start(span, self.how.left)
 
-    def prepared(self, x: Array, w: Array) -> tuple[Array, Array, dict[str, Any]]:
+    def prepared(self, x: Array, w: Array | Stored) -> tuple[Array, Array, dict[str, Any]]:
         """The operands, rounded if their scales have a source, and the arguments of the product."""
         self._check_state()
         key, how = self.key(), self.how
+        known: dict[str, Any] = {}
+        if isinstance(w, Stored):
+            known["codes"] = codes_of(w.value, w.layout, w.shape)
+            w = known["rounded"] = w.numbers()
         if self.observe is not None:
             self.observe(x)
+            how = replace(how, left=None)
+        elif self.range is not None and how.codes:
+            assert how.left is not None
+            mine, key = (None, None) if key is None else split(key)
+            x, known["left_codes"] = codes_within(x, how.left, self.range[...], mine)
             how = replace(how, left=None)
         elif self.range is not None or self.left is not None:
             assert how.left is not None
@@ -146,7 +183,7 @@ class Product(Site):
             assert how.right is not None
             mine, key = (None, None) if key is None else split(key)
             w, how = self.right(w, how.right, mine), replace(how, right=None)
-        return x, w, {"how": how, "key": key}
+        return x, w, {"how": how, "key": key, **known}
 
     def _check_state(self) -> None:
         """Refuse state of another rule, for example from a checkpoint of another model."""
@@ -212,6 +249,7 @@ class Promote(Site):
         packed: specs, layouts (None: as they lie) and shapes of those that are stored.
         stream: of keys.
         place: for errors.
+        codes: whether a product takes the codes of what is stored.
     """
 
     def __init__(
@@ -222,16 +260,18 @@ class Promote(Site):
         packed: tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...],
         stream: Stream,
         place: StreamOffset,
+        codes: bool = False,
     ) -> None:
         super().__init__(stream)
         self.base, self.slots, self.specs, self.packed, self.place = base, slots, specs, packed, place
+        self.codes = codes
 
     def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
         names = next(names for names in self.slots if len(names) == len(args))
         for name, arg in zip(names, args, strict=True):
             self._check_stored(name.strip("*"), arg)
         plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, QArray) else arg for arg in args)
-        promoted = [
+        promoted: list[Any] = [
             self._unpacked(name, arg, new.dtype) if isinstance(arg, QArray) else new
             for name, arg, new in zip(names, args, self.base(plain, **kwargs), strict=True)
         ]
@@ -260,10 +300,10 @@ class Promote(Site):
                 "to a model with another rule or shape"
             )
 
-    def _unpacked(self, name: str, stored: QArray, dtype: Any) -> Array:
+    def _unpacked(self, name: str, stored: QArray, dtype: Any) -> Array | Stored:
         layout, shape = next((layout, shape) for packed, _, layout, shape in self.packed if packed == name.strip("*"))
-        numbers = dequantize(stored, dtype)
-        return numbers if layout is None else layout.back(numbers, shape)
+        held = Stored(stored, layout, shape, dtype)
+        return held if self.codes and name.startswith("*") else held.numbers()
 
 
 class Attention(Product):

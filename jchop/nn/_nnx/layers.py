@@ -195,11 +195,9 @@ def check_modes(rules: Sequence[Rule], mode: str, program: bool = False) -> None
 
 
 def needs_program(model: nnx.Module, rules: Sequence[Rule], mode: str) -> bool:
-    """Whether a rule that rounds matches a module with parameters that is no layer of Flax, or multiplies codes."""
+    """Whether a rule that rounds matches a module with parameters that is no layer of Flax."""
     if mode == "emulate" or is_program(model):
         return mode != "emulate"
-    if any(rule.product == "codes" for rule in rules):
-        return True
     found = (rules_of(placed.paths, rules) for placed, kind in placed_layers(model) if kind is None)
     return any(numbers and rules[numbers[0]].rounds for numbers in found)
 

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop._products.codes import Coded, parts_of
 from jchop._products.layout import with_nan
 from jchop.spec import Gradient, Spec
-from jchop.storage import dequantize, fit_scale, quantize
+from jchop.storage import QArray, dequantize, fit_scale, quantize
 
 Array = jax.Array
 
-__all__ = ["ActivationRange", "round_within"]
+__all__ = ["ActivationRange", "codes_within", "round_within"]
 
 
 class ActivationRange(nnx.Variable):
@@ -41,12 +42,22 @@ def round_within(x: Array, spec: Spec, span: Array, key: Array | None = None) ->
     return _rounded(spec, x, span, key)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded(spec: Spec, x: Array, span: Array, key: Array | None) -> Array:
+def codes_within(x: Array, spec: Spec, span: Array, key: Array | None = None) -> tuple[Array, Coded]:
+    """As `round_within`, with the codes of the numbers beside them."""
+    stored = _stored(spec, jax.lax.stop_gradient(x), span, key)
+    return round_within(x, spec, span, key), parts_of(stored)
+
+
+def _stored(spec: Spec, x: Array, span: Array, key: Array | None) -> QArray:
     # The scale of an array has as many axes as the array.
     ends = span.astype(x.dtype).reshape(*(1,) * (x.ndim - 1), 2) if x.ndim else jnp.max(jnp.abs(span)).astype(x.dtype)
     scale, zero_point = fit_scale(ends, spec)
-    return with_nan(x, dequantize(quantize(x, spec, key, scale=scale, zero_point=zero_point)), spec)
+    return quantize(x, spec, key, scale=scale, zero_point=zero_point)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded(spec: Spec, x: Array, span: Array, key: Array | None) -> Array:
+    return with_nan(x, dequantize(_stored(spec, x, span, key)), spec)
 
 
 def _forward(spec: Spec, x: Array, span: Array, key: Array | None) -> tuple[Array, None]:

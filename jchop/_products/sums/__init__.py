@@ -1,0 +1,1 @@
+"""Sums of products of codes: of convolutions, of experts, of weights alone."""

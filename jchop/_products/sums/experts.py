@@ -1,0 +1,98 @@
+"""Products of codes of rows with the matrices of experts, as `jax.lax.ragged_dot`: forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._products.codes import Coded, Matrices, multiply
+
+Array = jax.Array
+
+__all__ = ["Experts", "weights_of_experts"]
+
+
+class Experts(Matrices):
+    """The sums of rows (m, k) with the matrices (experts, n, k) that they belong to, (m, n).
+
+    Rows beyond the last expert's have zeros.
+
+    Args:
+        sizes: how many rows each expert has, in order.
+        rows: how many rows there are.
+        experts: how many experts.
+    """
+
+    def __init__(self, sizes: Array, rows: int, experts: int) -> None:
+        self.sizes, self.experts = sizes, experts
+        owner = _owners(sizes, rows)
+        self.inside, self.owner = owner < experts, jnp.minimum(owner, max(experts - 1, 0))
+
+    def shape(self, a: Array, b: Array) -> tuple[int, ...]:
+        """The shape of the result."""
+        return a.shape[0], b.shape[1]
+
+    def dot(self, a: Array, b: Array, dtype: Any) -> Array:
+        """The sums of products of elements: by the units of a device that has such a product."""
+        # The kernel of TPUs takes no integers under a precision.
+        precision = None if a.dtype.itemsize == 1 else lax.Precision.HIGHEST
+        return lax.ragged_dot(a, b.swapaxes(1, 2), self.sizes, precision=precision, preferred_element_type=dtype)
+
+    def wide(self, a: Array, b: Array, dtype: Any) -> Array:
+        """The sums of products of elements as numbers of a wider dtype, which one matrix at a time is written in."""
+        a = a.astype(dtype)
+
+        def turn(i: Array, total: Array) -> Array:
+            matrix = lax.dynamic_index_in_dim(b, i, 0, keepdims=False).astype(dtype)
+            mine = lax.dot_general(
+                a, matrix, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=dtype
+            )
+            return jnp.where(((self.owner == i) & self.inside)[:, None], mine, total)
+
+        return lax.fori_loop(0, self.experts, turn, jnp.zeros(self.shape(a, b), dtype))
+
+    def left(self, rows: Array) -> Array:
+        """Of a row, and zero for those of no expert."""
+        return jnp.where(self.inside, rows, jnp.zeros((), rows.dtype))[:, None]
+
+    def right(self, rows: Array) -> Array:
+        """Of a column of the expert that a row belongs to."""
+        return rows[self.owner]
+
+
+def weights_of_experts(gradient: Coded, x: Coded, sizes: Array, experts: int, dtype: Any) -> Array:
+    """The derivative of the product with respect to the matrices, the gradient first.
+
+    Args:
+        gradient: (n, m), with the sum along the rows m.
+        x: (k, m).
+        sizes: how many rows each expert has.
+        experts: how many experts.
+        dtype: of the result.
+
+    Returns:
+        (experts, k, n): for each expert the sum over its rows, in blocks that begin at the first row of all.
+    """
+    owner = _owners(sizes, x.elements.shape[1])
+
+    def of(expert: Array) -> Array:
+        mine = owner == expert
+
+        def only(v: Coded) -> Coded:
+            """Other rows have zeros, which is the code of a zero point where there is one."""
+            none = jnp.zeros((), v.elements.dtype) if v.zero is None else v.zero.astype(v.elements.dtype)
+            return replace(v, elements=jnp.where(mine, v.elements, none))
+
+        left, right = (replace(only(v).moved(lambda u: u[None]), block=v.block) for v in (gradient, x))
+        return multiply(left, right, dtype)[0].T
+
+    return lax.map(of, jnp.arange(experts))
+
+
+def _owners(sizes: Array, rows: int) -> Array:
+    """The expert of each row; the number of experts for rows of none."""
+    return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right").astype(jnp.int32)

@@ -1,0 +1,72 @@
+"""Which types of operands reach the units of a chip, for each product of codes.
+
+Read from the modules of the compilers (`tests/_kernels/compile_codes.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from jchop._checks import check_choice
+from jchop._products.codes import float8_of
+from jchop._products.rule import Rule
+from jchop.formats import FloatFormat, IntegerFormat
+from jchop.spec import Spec
+
+__all__ = ["PLATFORMS", "operands_on"]
+
+_TPU = {"int8": "int8 x int8 -> int32", "float8": "float8 x float8 -> float32", "alone": "codes, decoded in a kernel"}
+_WIDE = "float32 x float32"
+#: By platform, for operands of int8, of float8, and for weights alone.
+PLATFORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "cpu": {"int8": f"{_WIDE}, exact", "float8": _WIDE, "alone": f"{_WIDE}, panel by panel"},
+        "v5e": _TPU,
+        "v6e": _TPU,
+        "v7x": _TPU,
+        "a100": {**_TPU, "float8": "float16 x float16 -> float32, widened: no units for float8"},
+        "h200": _TPU,
+        "b200": _TPU,
+    }
+)
+
+
+def operands_on(platform: str, rule: Rule, carrier: str, has_weight: bool, matrices: bool = True) -> str:
+    """The types of the operands of a forward product under a rule, on a platform.
+
+    Args:
+        platform: a name of `PLATFORMS`.
+        rule: the rule.
+        carrier: the dtype that its layer computes in.
+        has_weight: whether one operand is a weight; else both are activations.
+        matrices: whether it is no convolution.
+
+    Raises:
+        TypeError, ValueError: for another platform.
+    """
+    check_choice("platform", platform, tuple(PLATFORMS))
+    left, right = rule.activation, rule.weight if has_weight else rule.activation
+    if rule.product == "float" or (left is None and right is None):
+        return f"{carrier} x {carrier}"
+    kinds, known = {_kind(left), _kind(right)}, PLATFORMS[platform]
+    if kinds in ({"int8"}, {"float8"}):
+        return known[min(kinds)]
+    if kinds == {"int8", "float8"} and platform != "cpu" and not (_shifted(left) or _shifted(right)):
+        return "bfloat16 x bfloat16 -> float32"
+    if left is None and matrices:
+        return known["alone"]
+    return _WIDE
+
+
+def _kind(spec: Spec | None) -> str:
+    if spec is None:
+        return "wide"
+    fmt = spec.element
+    if isinstance(fmt, IntegerFormat) and fmt.bits <= 8:
+        return "int8"
+    return "float8" if isinstance(fmt, FloatFormat) and not _shifted(spec) and float8_of(fmt) is not None else "wide"
+
+
+def _shifted(spec: Spec | None) -> bool:
+    return spec is not None and spec.scaled is not None and spec.scaled.zero_point is not None

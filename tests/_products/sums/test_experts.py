@@ -1,0 +1,73 @@
+"""Products of rows and the matrices of experts, of codes, against integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jchop as jc
+
+ROW = "int8(group=all)"
+SIZES = jnp.array([2, 0, 3])  # and one row of no expert
+X, W = jax.random.normal(jax.random.key(0), (6, 16)), jax.random.normal(jax.random.key(1), (3, 16, 4))
+
+
+def of_rows(one: Any) -> jax.Array:
+    """A product row by row, with the matrix of its expert; zeros for the last."""
+    rows = [one(m, expert) for m, expert in enumerate((0, 0, 2, 2, 2))]
+    return jnp.stack([*rows, jnp.zeros_like(rows[0])])
+
+
+ZERO = "uint8(group=all,zero_point=integer)"
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (ROW, "int8(group=all,axis=1)"),
+        (ZERO, "uint4(group=8,axis=1,zero_point=integer)"),
+        (None, "int4(group=8,axis=1)"),
+    ],
+)
+def test_each_row_has_the_matrix_of_its_expert(left: str | None, right: str) -> None:
+    x, w = X if left is None else jc.quantize(X, left), jc.quantize(W, right)
+    got = jax.jit(lambda x, w: jc.ragged_dot(x, w, SIZES))(x, w)
+    want = of_rows(lambda m, e: jc.dot(x[m : m + 1], w[e])[0])
+    if left is None:
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    else:
+        np.testing.assert_array_equal(got, want)
+    if left is None:
+        dx = jax.grad(lambda x: jc.ragged_dot(x, w, SIZES).sum())(X)
+        np.testing.assert_allclose(dx[:5], of_rows(lambda m, e: jc.dequantize(w)[e].sum(1))[:5], rtol=1e-5)
+
+
+def test_training_and_packed_experts_are_equal() -> None:
+    rule = jc.Rule(weight=ROW, activation=ZERO, gradient=ROW, product="codes")
+    low = jc.quantize_fn(lambda w, x: lax.ragged_dot(x, w, SIZES), rule)
+    y, back = jax.vjp(jax.jit(low), W, X)
+    np.testing.assert_array_equal(jax.jit(low)(low.pack(W, X), X), y)
+    g = jnp.cos(y)
+    dw, dx = back(g)
+    of = lambda v: jc.quantize(v, ROW)  # noqa: E731
+    data = jc.quantize(X.T, ZERO)
+    np.testing.assert_array_equal(dx, of_rows(lambda m, e: jc.einsum("bn,kn->bk", of(g)[m : m + 1], of(W)[e])[0]))
+    for expert, rows in enumerate(([0, 1], [], [2, 3, 4])):
+        other = jnp.array([m for m in range(6) if m not in rows])
+        own = [jc.dequantize(v).at[:, other].set(0) for v in (of(g.T), data)]
+        np.testing.assert_allclose(dw[expert], own[1] @ own[0].T, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_refuse() -> None:
+    w = jc.quantize(W, "int8(group=all,axis=1)")
+    with pytest.raises(TypeError, match="one of them must be a QArray"):
+        jc.ragged_dot(X, W, SIZES)
+    with pytest.raises(ValueError, match=r"have shapes \(6, 16\), \(3, 16, 4\) and \(2,\)"):
+        jc.ragged_dot(X, w, SIZES[:2])
+    with pytest.raises(TypeError, match="group_sizes has dtype float32"):
+        jc.ragged_dot(X, w, jnp.ones(3))

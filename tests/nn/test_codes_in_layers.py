@@ -1,0 +1,123 @@
+"""Layers of Flax under product="codes": the same numbers in training, packed, and as a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jchop as jc
+
+ROW = "int8(group=all)"
+X = jax.random.normal(jax.random.key(3), (2, 6, 8))
+
+
+def layers(name: str) -> Any:
+    rngs = nnx.Rngs(0)
+    return {
+        "Linear": lambda: nnx.Linear(8, 4, rngs=rngs),
+        "LinearGeneral": lambda: nnx.LinearGeneral(8, (2, 3), rngs=rngs),
+        "Einsum": lambda: nnx.Einsum("btd,dhk->bthk", (8, 2, 4), (2, 4), rngs=rngs),
+        "Conv": lambda: nnx.Conv(8, 4, (3,), strides=2, feature_group_count=2, rngs=rngs),
+        "MultiHeadAttention": lambda: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs),
+    }[name]()
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "int8": {"weight": ROW, "activation": ROW},
+    "asymmetric": {"weight": "int4(group=4)", "activation": "uint8(group=all,zero_point=integer)"},
+    "weights alone": {"weight": "int4(group=8)"},
+}
+
+
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "MultiHeadAttention"])
+def test_layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
+    model, given = layers(name), jc.Rule(**RULES[rule], product="codes")
+    trained, packed = (jc.nn.quantize(model, given, mode=mode) for mode in ("qat", "ptq"))  # type: ignore[arg-type]
+    run = nnx.jit(lambda model, x: model(x))
+    y = run(trained, X)
+    np.testing.assert_array_equal(run(packed, X), y)
+    floats = run(jc.nn.quantize(model, jc.Rule(**RULES[rule])), X)
+    np.testing.assert_allclose(y, floats, rtol=2e-4, atol=2e-5)
+    if rule == "weights alone":
+        np.testing.assert_array_equal(run(jc.nn.quantize(model, given, mode="weight_only"), X), y)
+    if name != "MultiHeadAttention":
+        served = jc.nn.quantize(model, given, mode="ptq", inputs=(X,))
+        np.testing.assert_array_equal(run(served, X), y)
+
+
+def test_the_product_of_a_layer_is_of_integers() -> None:
+    """No sum of floats has the operands: the jaxpr of another device has the product of int8."""
+    layer = jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, activation=ROW, product="codes"), mode="ptq")
+    text = str(jax.make_jaxpr(lambda x: layer(x))(X))
+    assert "preferred_element_type=int32" in text
+
+
+def test_gradients_of_layers_are_of_codes() -> None:
+    layer = jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes"))
+    x, g = X[0], jax.random.normal(jax.random.key(1), (6, 4))
+    w = layer.kernel[...]
+    _, back = jax.vjp(lambda x: layer(x), x)
+    of = lambda v: jc.quantize(v, ROW)  # noqa: E731
+    np.testing.assert_array_equal(back(g)[0], jc.einsum("bo,io->bi", of(g), of(w)))
+
+
+def test_calibrated_layers() -> None:
+    """Under a range that was found, a code is that of the rounded number."""
+    rule: dict[str, Any] = {"weight": ROW, "activation": "uint8(zero_point=integer)"}
+    low, floats = (
+        jc.nn.calibrate(jc.nn.quantize(layers("Linear"), jc.Rule(**rule, product=p)), [X]) for p in ("codes", "float")
+    )
+    assert low.dot_general.range is not None
+    np.testing.assert_allclose(low(2 * X), floats(2 * X), rtol=1e-4, atol=1e-5)
+
+
+def test_modules_of_linen() -> None:
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            x = linen.Conv(8, (3,))(x)
+            return linen.DenseGeneral((2, 3))(linen.MultiHeadDotProductAttention(2)(x, x))
+
+    low = jc.nn.linen.quantize(Net(), jc.Rule(weight="int4(group=4)", activation=ROW, product="codes"))
+    floats = jc.nn.linen.quantize(Net(), jc.Rule(weight="int4(group=4)", activation=ROW))
+    variables = low.init(jax.random.key(0), X)
+    y = jax.jit(low.apply)(variables, X)
+    np.testing.assert_array_equal(jax.jit(low.apply)(low.pack(variables, X), X), y)
+    np.testing.assert_allclose(y, jax.jit(floats.apply)(variables, X), rtol=2e-3, atol=2e-4)
+
+
+def test_the_report_says_which_operands_reach_the_units() -> None:
+    model = nnx.Sequential(layers("Linear"), layers("Conv"))
+
+    def told(platform: str, **fields: Any) -> list[str]:
+        report = jc.nn.report(model, jc.Rule(**{"product": "codes", **fields}), platform=platform)
+        assert all(f"multiplies: {row.path}: {row.operands}" in str(report) for row in report.rows)
+        return [row.operands for row in report.rows]
+
+    assert told("h200", weight="int4(group=8)", activation=ROW) == ["int8 x int8 -> int32"] * 2
+    assert told("cpu", weight=ROW, activation=ROW) == ["float32 x float32, exact"] * 2
+    assert told("h200", weight="nvfp4", activation="mxfp8_e4m3") == ["float8 x float8 -> float32"] * 2
+    assert all("no units for float8" in text for text in told("a100", weight="e5m2", activation="e4m3fn"))
+    assert told("v6e", weight="int4(group=8)") == ["codes, decoded in a kernel", "float32 x float32"]
+    assert told("v6e", weight=ROW, activation="e4m3fn") == ["bfloat16 x bfloat16 -> float32"] * 2
+    assert told("v6e", weight=ROW, activation=ROW, product="float") == ["float32 x float32"] * 2
+    with pytest.raises(ValueError, match="platform='h100' must be one of 'cpu'"):
+        told("h100", weight=ROW)
+
+
+def test_layers_without_a_product_refuse() -> None:
+    rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
+    with pytest.raises(NotImplementedError, match=r"ConvTranspose at .*Flax gives no access to its product"):
+        jc.nn.quantize(nnx.ConvTranspose(8, 4, (3,), rngs=nnx.Rngs(0)), rule)
+    with pytest.raises(NotImplementedError, match="none from scale_from"):
+        jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, scale_from=jc.nn.LSQ(), product="codes"))
+    module = linen.Einsum((8, 4), "btd,dk->btk")
+    low = jc.nn.linen.quantize(module, rule)
+    with pytest.raises(NotImplementedError, match="quantize the program"):
+        low.apply(module.init(jax.random.key(0), X), X)
