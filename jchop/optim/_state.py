@@ -72,8 +72,8 @@ def quantize_state(
     Args:
         inner: any Optax transformation.
         spec: a `Spec`, format or text for every array; or a mapping of patterns ([](patterns.md)) to specs, or to None
-            for arrays that stay unpacked. A path is a text like ``0.mu.layer.kernel``: indexes and names from the state of
-            `inner` down. The first pattern that matches decides; arrays without a match stay unpacked.
+            for arrays that stay unpacked. A path is a text like ``0.mu.layer.kernel``: indexes and names from the state
+            of `inner` down. The first pattern that matches decides; arrays without a match stay unpacked.
         key: a typed key, needed by stochastic specs. The state keeps it, and each step splits it into a key for each
             array.
         min_size: arrays of fewer elements stay unpacked. Default (None): 4096.
