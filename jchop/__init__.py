@@ -13,6 +13,8 @@ from jchop._finfo import finfo
 from jchop._products.dots import dot, einsum, ragged_dot
 from jchop._products.quantize_fn import quantize_fn
 from jchop._products.rule import Rule
+from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._products.scales.sites import Scales
 from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
 from jchop._round_file import round_file
@@ -90,19 +92,23 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "LSQ",
     "CodebookFormat",
+    "DelayedScaling",
     "ElementFormat",
     "FixedFormat",
     "FloatFormat",
     "Gradient",
     "IntegerFormat",
     "MatmulSpec",
+    "MovingAverage",
     "Order",
     "Overflow",
     "QArray",
     "Rounding",
     "Rule",
     "ScaledFormat",
+    "Scales",
     "Spec",
     "bfloat16",
     "bfp",

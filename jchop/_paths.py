@@ -1,15 +1,179 @@
-"""Patterns for paths in trees of modules and scopes."""
+"""Patterns for paths in trees of modules, arrays, scopes and names: one language for every face.
+
+A path is a sequence of parts, between slashes or dots: ``blocks/0/mlp``, ``blocks.0.mlp``. A pattern is one or more
+*terms* with spaces between them. A term matches consecutive whole parts of a path, wherever they are. Within a part
+``*`` stands for any characters, ``?`` for one, ``[ab]`` and ``[!ab]`` for one of these and for another one, and
+``{query,key}`` for one of these texts; ``**`` as a part stands for any number of parts. With ``/`` in front the path
+begins there, with ``/`` at the end it ends there, and ``/`` alone is the path without parts. A term with ``!`` in front
+excludes what it matches.
+
+A path matches a pattern if one of its terms does, or if all terms exclude, and no excluding one does. ``*`` alone
+matches every path.
+"""
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["check_pattern", "matches_path", "names_last", "nearest_paths"]
 
 
-def matches_path(pattern: str, path: str, separator: str = "/") -> bool:
-    """Whether a pattern (`fnmatch`) matches consecutive whole parts of a path; ``"*"`` always does.
+def check_pattern(argument: str, pattern: Any, example: str = "'blocks/*/mlp'") -> str:
+    """A pattern, checked.
+
+    Args:
+        argument: of the caller, for errors.
+        pattern: anything.
+        example: of a pattern, for errors.
+
+    Raises:
+        TypeError: for another type, or an empty text.
+        ValueError: for a bracket that is not closed, a term without parts, or a regular expression.
+    """
+    if not isinstance(pattern, str) or not pattern.strip():
+        raise TypeError(f"{argument}={pattern!r} must be a pattern of paths such as {example}; '*' is every path")
+    try:
+        _terms(pattern)
+    except ValueError as error:
+        raise ValueError(f"{argument}={pattern!r} is no pattern of paths such as {example}: {error}") from None
+    return pattern
+
+
+def matches_path(pattern: str, *paths: str) -> bool:
+    """Whether a pattern matches what has a path, or several: then a term needs to match only one of them.
 
     Example:
-        >>> matches_path("blocks/*/mlp", "encoder/blocks/0/mlp/dense"), matches_path("mlp", "mlp2")
+        >>> matches_path("blocks/*/mlp", "encoder.blocks.0.mlp.dense"), matches_path("mlp", "mlp2")
+        (True, False)
+        >>> matches_path("{query,key} !blocks/0", "blocks/1/query"), matches_path("!blocks/0", "blocks/0/query")
         (True, False)
     """
-    return pattern == "*" or fnmatchcase(f"{separator}{path}{separator}", f"*{separator}{pattern}{separator}*")
+    if pattern == "*":
+        return True
+    texts = ["".join(f"{part}/" for part in _parts(path)) for path in paths]
+    found = [(term.excludes, any(map(term.expression.fullmatch, texts))) for term in _terms(pattern)]
+    wanted = [matched for excludes, matched in found if not excludes]
+    return (any(wanted) or not wanted) and (True, True) not in found
+
+
+def names_last(pattern: str, path: str) -> bool:
+    """Whether a term of a pattern names the last part of a path, and not only parts above it."""
+    last = (_parts(path) or [""])[-1]
+    return any(
+        not term.excludes and term.last.strip("*") and re.fullmatch(_part(term.last), last) is not None
+        for term in _terms(pattern)
+    )
+
+
+def nearest_paths(patterns: Iterable[str], paths: Iterable[str]) -> str:
+    """The part of an error that names the paths nearest to patterns which match none; the first ones if none is near.
+
+    Example:
+        >>> nearest_paths(["blocks/*/mpl"], ["blocks/0/mlp", "head"])
+        "; the nearest paths are 'blocks/0/mlp'"
+    """
+    given = [path for path in dict.fromkeys(paths) if path]
+    wanted = [
+        [part for part in _parts(term.removeprefix("!")) if part.strip("*")] for p in patterns for term in p.split()
+    ]
+    found = [(max((_likeness(parts, path) for parts in wanted if parts), default=0.0), path) for path in given[:_MOST]]
+    near = [path for like, path in sorted(found, key=lambda pair: -pair[0]) if like >= _NEAR]
+    chosen = (near or given)[:3]
+    return f"; the nearest paths are {', '.join(map(repr, chosen))}" if chosen else ""
+
+
+def _likeness(parts: list[str], path: str) -> float:
+    """How like some parts are to the most similar stretch of a path, from 0 to 1."""
+    own, wanted = _parts(path), "/".join(parts)
+    starts = range(max(len(own) - len(parts), 0) + 1)
+    return max(SequenceMatcher(None, wanted, "/".join(own[i : i + len(parts)])).ratio() for i in starts)
+
+
+#: Paths that are compared, and from which likeness on they are near.
+_MOST, _NEAR = 4096, 0.5
+
+
+# -- terms -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A term.
+
+    Args:
+        excludes: whether a path that it matches is excluded.
+        expression: of a path whose parts have a slash behind each.
+        last: its last part; empty if there is none.
+    """
+
+    excludes: bool
+    expression: re.Pattern[str]
+    last: str
+
+
+@lru_cache(maxsize=1024)
+def _terms(pattern: str) -> tuple[_Term, ...]:
+    return tuple(map(_term, pattern.split()))
+
+
+def _term(text: str) -> _Term:
+    excludes, glob = text.startswith("!"), text.removeprefix("!")
+    if not glob:
+        raise ValueError("'!' excludes nothing; write it in front of a term, as '!head'")
+    if "\\" in glob:
+        raise ValueError("it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}")
+    front, back, parts = glob.startswith("/"), glob.endswith("/"), _parts(glob)
+    if not parts and not front:
+        raise ValueError("it has no part")
+    inside = "".join(_ANY_PARTS if part == "**" else f"{_part(part)}/" for part in parts)
+    try:
+        expression = re.compile(f"{'' if front else _ANY_PARTS}{inside}{'' if back else _ANY_PARTS}", re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{glob!r} has a wrong bracket ({error})") from None
+    return _Term(excludes, expression, parts[-1] if parts else "")
+
+
+_ANY_PARTS = "(?:[^/]+/)*"
+
+
+def _parts(text: str) -> list[str]:
+    """The parts between slashes and dots."""
+    return [part for part in re.split(r"[/.]", text) if part]
+
+
+@lru_cache(maxsize=4096)
+def _part(glob: str) -> str:
+    """The regular expression of one part."""
+    found, i, depth = "", 0, 0
+    while i < len(glob):
+        char, i = glob[i], i + 1
+        if char == "*":
+            found += "[^/]*"
+        elif char == "?":
+            found += "[^/]"
+        elif char == "[":
+            end = glob.find("]", i + 1 + glob.startswith("!", i))
+            if end < 0:
+                raise ValueError("'[' is not closed")
+            others, inside = glob.startswith("!", i), _CLASS.sub(r"\\\g<0>", glob[i:end].removeprefix("!"))
+            found, i = f"{found}[{'^/' if others else ''}{inside}]", end + 1
+        elif char == "{":
+            found, depth = f"{found}(?:", depth + 1
+        elif char == "}" and depth:
+            found, depth = f"{found})", depth - 1
+        elif char == "," and depth:
+            found += "|"
+        else:
+            found += re.escape(char)
+    if depth:
+        raise ValueError("'{' is not closed")
+    return found
+
+
+#: What has a meaning of its own in a class of characters; a hyphen between two makes a range there, too.
+_CLASS = re.compile(r"[\\\]\[^&~|]")

@@ -223,7 +223,7 @@ def test_calls_of_python_are_left_alone() -> None:
         (ValueError, "unknown='ignore'", lambda: jc.emulate(jnp.sin, "e5m2", unknown="ignore")),  # type: ignore[arg-type]
         (TypeError, "accumulate='e5m2'", lambda: jc.emulate(jnp.sin, "e5m2", accumulate="e5m2")),  # type: ignore[arg-type]
         (TypeError, "rules=3", lambda: jc.emulate(jnp.sin, "e5m2", rules=3)),  # type: ignore[arg-type]
-        (TypeError, "rules: 3", lambda: jc.emulate(jnp.sin, "e5m2", rules={3: None})),  # type: ignore[dict-item]
+        (TypeError, "rules: key=3", lambda: jc.emulate(jnp.sin, "e5m2", rules={3: None})),  # type: ignore[dict-item]
         (TypeError, r"rules\['sin'\]", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": 3})),
         (ValueError, "gradient", lambda: jc.emulate(jnp.sin, "e5m2:gradient=clipped")),
         (TypeError, "key=0", lambda: jc.emulate(jnp.sin, "e5m2", key=0)),  # type: ignore[arg-type]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from jchop._cli._text import Percents, check_suffix, printable, seed, table
+from jchop._paths import check_pattern
 from jchop.spec import as_spec
 from jchop.storage._files.safetensors import TensorFile
 from jchop.storage._save import described_in, part_names
@@ -36,7 +36,7 @@ def run_inspect(options: argparse.Namespace) -> None:
 
 
 def _rule(text: str) -> Rule:
-    """``REGEX=SPEC``, split at the first equals sign before a valid spec, since a regex may contain some."""
+    """``PATTERN=SPEC``, split at the first equals sign before a valid spec, since a name may contain some."""
     reason = ValueError("there is no equals sign")
     for at in (i for i, letter in enumerate(text) if letter == "="):
         try:
@@ -44,12 +44,8 @@ def _rule(text: str) -> Rule:
         except (ValueError, TypeError) as error:
             reason = reason if at > text.index("=") else error
             continue
-        try:
-            re.compile(text[:at])
-        except re.error as error:
-            raise ValueError(f"--rule {text!r}: {text[:at]!r} is not a regular expression ({error})") from None
-        return Rule(text[:at], spec)
-    raise ValueError(f"--rule {text!r} must be REGEX=SPEC, as '.*kernel=int4(group=128)': {reason}")
+        return Rule(check_pattern(f"--rule {text!r}: pattern", text[:at], "'mlp.kernel'"), spec)
+    raise ValueError(f"--rule {text!r} must be PATTERN=SPEC, as 'kernel=int4(group=128)': {reason}")
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -112,18 +108,18 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         help="quantize the tensors of a safetensors file",
         formatter_class=plain,
         description="Quantizes tensors by name and writes a new file, in one step when all is done. The first\n"
-        "rule whose regular expression matches a whole name applies; tensors without a rule are copied.",
+        "rule whose pattern matches parts of a name applies; tensors without a rule are copied.",
         epilog="example:\n  jchop quantize in.safetensors out.safetensors \\\n"
-        "      --rule '.*kernel=int4(group=128,scale=bfloat16)' --rule '.*=bfloat16'",
+        "      --rule 'kernel=int4(group=128,scale=bfloat16)' --rule '*=bfloat16'",
     )
     command.add_argument("source", metavar="IN.safetensors", type=Path)
     command.add_argument("target", metavar="OUT.safetensors", type=Path)
     command.add_argument(
         "--rule",
-        metavar="REGEX=SPEC",
+        metavar="PATTERN=SPEC",
         action="append",
         required=True,
-        help="names of tensors, and their format or spec; may be repeated",
+        help="parts of names, as 'mlp.*.kernel' or '!norm', and their format or spec; may be repeated",
     )
     command.add_argument("--seed", metavar="N", type=seed, help="seed of the random bits; stochastic modes need it")
     command.add_argument("--force", action="store_true", help="replace OUT if it exists")

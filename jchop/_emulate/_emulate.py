@@ -66,11 +66,12 @@ def emulate(
             are passed unchanged. Omitted for a decorator.
         spec: the rounding of every operation: a `Spec`, a format, or text. None: no rounding. The carrier, which is the
             dtype of the program, must be wide enough for the format.
-        rules: other arithmetic for parts of the program, as a mapping. A key is the name of a primitive (``"exp"``), or
-            a pattern (`fnmatch`) for a piece of the path of `jax.named_scope` and `jax.jit` names (``"softmax"``,
-            ``"block*/norm"``). A value is a spec, None for the carrier, a `MatmulSpec` in place of `accumulate`, or a
-            Python function in place of a primitive: its arguments are the primitive's rounded operands, and the
-            parameters as keywords; its results are rounded once. The first key that matches counts.
+        rules: other arithmetic for parts of the program, as a mapping. A key is a pattern ([](patterns.md)) for a piece
+            of the path of an operation: its `jax.named_scope` and `jax.jit` names, then its primitive (``"exp"``,
+            ``"block*/norm"``, ``"softmax/exp"``, ``"!softmax"``). A value is a spec, None for the carrier, a
+            `MatmulSpec` in place of `accumulate`, or a Python function in place of a primitive: its arguments are the
+            primitive's rounded operands, and the parameters as keywords; its results are rounded once. The first key
+            that matches counts.
         accumulate: the order and the roundings of sums, a `MatmulSpec`; the sum is then rounded to `spec`. Cumulative
             sums, and products along axes, are sequential for every order. Default None: **the carrier's own sum**,
             rounded once at the end.

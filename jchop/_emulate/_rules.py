@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 
 from jchop._checks import check_choice, check_int
 from jchop._kernels.primitive import OpPrimitive
-from jchop._paths import matches_path
+from jchop._paths import check_pattern, matches_path
 from jchop._program.step import CONTROL
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat, ScaledFormat
@@ -141,7 +141,7 @@ class Settings:
         found: set[type] = set()
         for pattern, value in self.rules:
             kind = type(value) if isinstance(value, MatmulSpec | Function) else Spec
-            if kind in found or not _matches(pattern, primitive, scope if kind is not Function else ""):
+            if kind in found or not matches_path(pattern, primitive if kind is Function else f"{scope}/{primitive}"):
                 continue
             found.add(kind)
             if used is not None:
@@ -166,10 +166,6 @@ class Settings:
         )
 
 
-def _matches(pattern: str, primitive: str, scope: str) -> bool:
-    return pattern == primitive or matches_path(pattern, scope)
-
-
 def make_settings(
     spec: Spec | ElementFormat | str | None,
     rules: Mapping[str, Any] | None,
@@ -187,8 +183,7 @@ def make_settings(
         max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
     coerced = []
     for pattern, value in (rules or {}).items():
-        if not isinstance(pattern, str) or not pattern:
-            raise TypeError(f"rules: {pattern!r} must be the name of a primitive, or a pattern of scopes")
+        check_pattern("rules: key", pattern, "'softmax', or the name of a primitive")
         coerced.append((pattern, _rule(value, f"rules[{pattern!r}]")))
     return Settings(_plain(spec, "spec"), tuple(coerced), accumulate, unknown, max_turns)
 

@@ -15,6 +15,7 @@ from jchop._emulate._interpret import Eager
 from jchop._emulate._known import is_number
 from jchop._emulate._plan import Planner
 from jchop._emulate._rules import Settings
+from jchop._paths import nearest_paths
 from jchop._program.captured import captured, same_objects
 from jchop._program.planner import taken_by_others
 from jchop._program.same import same_program
@@ -163,7 +164,7 @@ class Programs:
         rounds = self._rounds((*jaxpr.invars, *jaxpr.constvars), (*free, *(v in others for v in jaxpr.constvars)))
         known = tuple(self.settings.spec if r else None for r in rounds)
         plan = planner.plan(closed, known[: len(free)], constants=known[len(free) :])
-        _check_rules(self.settings, planner.used)
+        _check_rules(self.settings, planner.used, plan)
         return Program(plan, (), rounds, tree, Eager(self.settings.max_turns), jaxpr)
 
 
@@ -174,10 +175,11 @@ def _is_equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _check_rules(settings: Settings, used: set[str]) -> None:
+def _check_rules(settings: Settings, used: set[str], plan: Plan) -> None:
     unused = [pattern for pattern, _ in settings.rules if pattern not in used]
     if unused:
+        paths = [f"{step.scope}/{step.name}".strip("/") for step in plan.walk()]
         raise ValueError(
             f"rules: {', '.join(map(repr, unused))} match no primitive and no scope of the program, or come after a "
-            "rule that matches all the same; emulate.report shows the primitives and scopes"
+            f"rule that matches all the same{nearest_paths(unused, paths)}. emulate.report shows them all"
         )

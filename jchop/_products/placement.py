@@ -11,15 +11,18 @@ import jax
 
 from jchop._products.layout import over_stack, with_nan
 from jchop._products.origins import Axis, Part
+from jchop._products.scale_from import LSQ, ScaleFrom
+from jchop._products.scales.formulas import round_within
+from jchop._products.scales.learned import round_learned
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
-from jchop.storage import QArray, dequantize, quantize
+from jchop.storage import QArray, dequantize, fit_scale, quantize
 from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds
 
 Array = jax.Array
 
-__all__ = ["Laid", "Placement", "StoredAs", "blocks_fit", "place"]
+__all__ = ["Kept", "Laid", "Placement", "StoredAs", "blocks_fit", "place"]
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,46 @@ class Placement:
         laid = x.reshape(x.shape[:stack] + self.shape)
         return over_stack(stack, partial(_round, self.spec), laid, key).reshape(x.shape)
 
-    def pack(self, x: Array, key: Array | None = None) -> QArray | StoredAs:
-        """A parameter as codes and scales, in its own shape."""
+    def round_under(self, kept: Kept, x: Array, key: Array | None = None) -> Array:
+        """A parameter rounded under kept scales."""
+        stack = x.ndim - self.ndim
+        laid = x.reshape(x.shape[:stack] + self.shape)
+
+        def one(both: tuple[Array, Array], key: Array | None) -> Array:
+            v, entry = both
+            if isinstance(kept.source, LSQ):
+                sharing = v.size // entry.size if kept.source.factor else None
+                return with_nan(v, round_learned(v, self.spec, entry, key, sharing=sharing), self.spec)
+            return round_within(v, self.spec, entry, key)
+
+        return over_stack(stack, one, (laid, kept.entry), key).reshape(x.shape)
+
+    def fitted(self, x: Array) -> Array:
+        """The scales that a parameter has by the format's rule."""
+        stack = x.ndim - self.ndim
+        return over_stack(stack, lambda v: fit_scale(v, self.spec)[0], x.reshape(x.shape[:stack] + self.shape))
+
+    def pack(self, x: Array, key: Array | None = None, scale: Array | None = None) -> QArray | StoredAs:
+        """A parameter as codes and scales, in its own shape; under a given scale, if it has a learned one."""
         stack = x.ndim - self.ndim
         core = tuple(x.shape[stack:])
         laid = x.reshape(x.shape[:stack] + self.shape)
-        packed = over_stack(stack, lambda v, key: quantize(v, self.spec, key), laid, key)
+        packed = over_stack(stack, lambda v, key: quantize(v[0], self.spec, key, scale=v[1]), (laid, scale), key)
         return packed if core == self.shape else StoredAs(packed, core, len(self.shape))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["entry"], meta_fields=["source"])
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What a parameter's kept scales are made of: the learned scale, or the range by its history.
+
+    Args:
+        entry: with the axes of a stack in front.
+        source: of the rule.
+    """
+
+    entry: Array
+    source: ScaleFrom
 
 
 def _round(spec: Spec, x: Array, key: Array | None) -> Array:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from jchop._checks import check_choice
-from jchop._paths import matches_path
+from jchop._paths import check_pattern, matches_path
 from jchop._products.scale_from import ScaleFrom, check_scale_from
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec, as_spec
 
 __all__ = [
-    "FIELDS", "NOWHERE", "SPECS", "Rule", "StreamOffset", "as_rules", "is_stochastic", "left_alone", "names_parameter",
+    "FIELDS", "NOWHERE", "OPERATIONS", "SPECS", "Rule", "StreamOffset", "as_rules", "is_stochastic", "left_alone",
     "refuse_codes", "rule_of", "rule_of_parameter", "rules_of",
 ]  # fmt: skip
 
 #: The fields of a rule that are specs.
 SPECS = ("weight", "activation", "output", "bias", "gradient", "weight_gradient", "cache")
+#: What a rule's `operation` may select: the primitives of JAX by the names of their functions.
+OPERATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "dot_general": "dot_general",
+        "conv_general_dilated": "conv",
+        "ragged_dot_general": "ragged_dot",
+        "gather": "embedding",
+    }
+)
+#: The fields that select, beside the path.
+_SELECTS = ("layer", "operation")
 #: All fields that define roundings.
 FIELDS = (*SPECS, "matmul", "scale_from")
 
@@ -39,10 +50,14 @@ class Rule:
     own axes.
 
     Args:
-        path: a pattern (`fnmatch`) for consecutive parts of the path of a layer, joined by slashes: ``"head"``,
-            ``"blocks/*/mlp"``, ``"*norm*"``; submodules match too. A pattern with a slash at its end matches only that
-            module, without submodules, part by part: ``"block/"``; ``"/"`` is the model itself. Default ``"*"``: every
-            layer.
+        path: a pattern for consecutive parts of the path of a layer or parameter, [](patterns.md): ``"head"``,
+            ``"blocks/*/mlp"``, ``"*norm* !final"``; submodules match too, unless it ends with a slash: ``"block/"``;
+            ``"/"`` is the model itself. Default ``"*"``: every layer.
+        layer: a pattern for the class of the layer, or of the module or node that holds a parameter: ``"Linear"``,
+            ``"{Conv,ConvTranspose}"``, ``"!Embed"``. Default None: any.
+        operation: a pattern for what is computed: ``"dot_general"`` (matrix products and einsums), ``"conv"``,
+            ``"ragged_dot"``, ``"embedding"`` (rows that are looked up). A parameter is of its first product. Default
+            None: any, and layers that have none, as norms.
         weight: the spec of the kernel, the embedding, or the scale of a norm: a `Spec`, a format, a scaled format, or
             text.
         activation: the spec of the layer's input; in attention of queries, keys, values and attention weights.
@@ -78,6 +93,8 @@ class Rule:
 
     path: str = "*"
     _: KW_ONLY
+    layer: str | None = None
+    operation: str | None = None
     weight: Spec | None = None
     activation: Spec | None = None
     output: Spec | None = None
@@ -96,6 +113,8 @@ class Rule:
             self,
             path: str = ...,
             *,
+            layer: str | None = ...,
+            operation: str | None = ...,
             weight: Spec | ElementFormat | ScaledFormat | str | None = ...,
             activation: Spec | ElementFormat | ScaledFormat | str | None = ...,
             output: Spec | ElementFormat | ScaledFormat | str | None = ...,
@@ -110,8 +129,14 @@ class Rule:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str) or not self.path:
-            raise TypeError(f"path={self.path!r} must be a pattern of paths such as 'blocks/*/mlp'; '*' is every layer")
+        check_pattern("path", self.path)
+        if self.layer is not None:
+            check_pattern("layer", self.layer, "'Linear'")
+        if self.operation is not None:
+            known = ", ".join(OPERATIONS.values())
+            check_pattern("operation", self.operation, known)
+            if not any(matches_path(self.operation, name) for name in OPERATIONS.values()):
+                raise ValueError(f"operation={self.operation!r} must match one of {known}")
         for name in SPECS:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else as_spec(value, name, scaled=True))
@@ -138,11 +163,13 @@ class Rule:
         if not isinstance(self.stochastic_stream, str) or not self.stochastic_stream:
             raise TypeError(f"stochastic_stream={self.stochastic_stream!r} must be the name of a stream of nnx.Rngs")
 
-    def matches(self, path: str) -> bool:
+    def matches(self, path: str, *, layer: str = "", operation: str = "") -> bool:
         """Whether the rule matches a layer of this path.
 
         Args:
             path: the attribute names and indexes of the layer, joined by slashes.
+            layer: its class, by name; empty if there is none.
+            operation: what it computes; empty if nothing of `operation`.
 
         Example:
             >>> import jchop as jc
@@ -151,10 +178,14 @@ class Rule:
             >>> jc.nn.Rule("block/").matches("net/block"), jc.nn.Rule("block/").matches("net/block/dense")
             (True, False)
         """
-        if self.path.endswith("/"):
-            parts, wanted = path.split("/"), self.path[:-1].split("/")
-            return len(wanted) <= len(parts) and all(map(fnmatchcase, parts[-len(wanted) :], wanted))
-        return matches_path(self.path, path)
+        return self.selects((path,), layer, operation)
+
+    def selects(self, paths: Sequence[str], layer: str, operation: str) -> bool:
+        """As `matches`, of what is known by several paths, such as its own and that of its module."""
+        return matches_path(self.path, *paths) and all(
+            pattern is None or (bool(name) and matches_path(pattern, name))
+            for pattern, name in ((self.layer, layer), (self.operation, operation))
+        )
 
     @property
     def rounds(self) -> bool:
@@ -169,7 +200,7 @@ class Rule:
         )
 
     def __str__(self) -> str:
-        fields = [f"{name}={getattr(self, name)}" for name in SPECS if getattr(self, name) is not None]
+        fields = [f"{name}={getattr(self, name)}" for name in (*_SELECTS, *SPECS) if getattr(self, name) is not None]
         if self.matmul is not None:
             fields.append(f"matmul=({self.matmul})")
         if self.scale_from is not None:
@@ -226,32 +257,26 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
     return tuple(given)
 
 
-def rule_of(path: str, rules: Sequence[Rule]) -> int | None:
-    """The index of the first rule that matches a path; None if there is none."""
-    return next((number for number, rule in enumerate(rules) if rule.matches(path)), None)
+def rule_of(path: str, rules: Sequence[Rule], layer: str = "", operation: str = "") -> int | None:
+    """The index of the first rule that matches a layer; None if there is none."""
+    return next((n for n, rule in enumerate(rules) if rule.selects((path,), layer, operation)), None)
 
 
-def rule_of_parameter(path: str, rules: Sequence[Rule]) -> int | None:
+def rule_of_parameter(path: str, rules: Sequence[Rule], layer: str = "", operation: str = "") -> int | None:
     """The index of the first rule that matches a parameter's path, or its module's; None if there is none."""
-    module = path.rpartition("/")[0]
-    return next((n for n, rule in enumerate(rules) if rule.matches(path) or rule.matches(module)), None)
+    both = (path, path.rpartition("/")[0])
+    return next((n for n, rule in enumerate(rules) if rule.selects(both, layer, operation)), None)
 
 
-def names_parameter(pattern: str, path: str) -> bool:
-    """Whether a pattern names a parameter itself, and no module above it."""
-    last = pattern.rsplit("/", 1)[-1]
-    return bool(last.strip("*")) and fnmatchcase(path.rsplit("/", 1)[-1], last)
-
-
-def rules_of(paths: Iterable[str], rules: Sequence[Rule]) -> list[int]:
+def rules_of(paths: Iterable[str], rules: Sequence[Rule], layer: str = "", operation: str = "") -> list[int]:
     """The indexes of the rules of one module with several paths: for each path the first that matches.
 
     Raises:
         ValueError: for rules that differ.
     """
-    chosen = {path: number for path in paths if (number := rule_of(path, rules)) is not None}
+    chosen = {path: number for path in paths if (number := rule_of(path, rules, layer, operation)) is not None}
     numbers = sorted(set(chosen.values()))
-    if len({replace(rules[number], path="*") for number in numbers}) > 1:
+    if len({replace(rules[number], path="*", layer=None, operation=None) for number in numbers}) > 1:
         given = ", ".join(f"{path!r} by {rules[number]}" for path, number in chosen.items())
         raise ValueError(
             f"rules disagree about one module that is reached by several paths: {given}. Give all of these paths "

@@ -86,6 +86,10 @@ class Quantization(Runner):
             return [self._product(part, seeds, args)]
         return bind(part.eqn.primitive, part.eqn.params, *map(rounded, args))
 
+    def operand(self, step: ProductStep, x: Array, how: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
+        """The operand of data, the roundings that remain, and their key."""
+        return x, how, key
+
     def _moved(self, part: ProductStep, args: list[Any]) -> list[Any]:
         """Numbers that move with those before their rounding; codes move alone, and a cast leaves them as they are."""
         run = partial(bind, part.eqn.primitive, part.eqn.params)
@@ -107,8 +111,9 @@ class Quantization(Runner):
         x, w = (args[1], args[0]) if weight == 0 else (args[0], args[1])
         x, w = _as_floats(x, w), _as_floats(w, x)
         extra = tuple(map(rounded, args[2:]))
+        x, how, key = self.operand(step, rounded(x), how, key)
         if weight < 0:  # both operands are data
-            return contract(product, rounded(x), rounded(w), how, key, extra=extra)
+            return contract(product, x, rounded(w), how, key, extra=extra)
         full = w.full if isinstance(w, Twin) else w
         codes = w.codes if isinstance(w, Twin) and how.codes else None
         if how.codes and how.right is not None and codes is None:
@@ -117,7 +122,7 @@ class Quantization(Runner):
                 f"before the product, so it has no codes there; put Rule({(step.scope or '*')!r}, ...) without product "
                 f"before {how.place.rule}"
             )
-        return contract(product, rounded(x), full, how, key, rounded=rounded(w), codes=codes, extra=extra)
+        return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
 
 
 def _as_floats(x: Any, other: Any) -> Any:

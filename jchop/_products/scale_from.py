@@ -29,7 +29,7 @@ class MovingAverage:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="int8", scale_from=jc.nn.MovingAverage(0.5))
+        >>> rule = jc.nn.Rule(activation="int8", scale_from=jc.MovingAverage(0.5))
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> for x in (jnp.array([[1.0, -1.0]]), jnp.array([[3.0, -1.0]])):
         ...     _ = layer(x)
@@ -64,7 +64,7 @@ class DelayedScaling:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="float8_e4m3fn(group=tensor)", scale_from=jc.nn.DelayedScaling(3))
+        >>> rule = jc.nn.Rule(activation="float8_e4m3fn(group=tensor)", scale_from=jc.DelayedScaling(3))
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> for x in (jnp.array([[1.0, -4.0]]), jnp.array([[2.0, 0.5]])):
         ...     _ = layer(x)
@@ -99,7 +99,7 @@ class LSQ:
     Example:
         >>> import jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.LSQ())
+        >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.LSQ())
         >>> layer = jc.nn.Linear(8, 3, rule=rule, rngs=nnx.Rngs(0))
         >>> layer.dot_general.right.scale[...].shape
         (3, 2)
@@ -128,7 +128,7 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
         TypeError, ValueError: that says why.
     """
     if not isinstance(source, ScaleFrom):
-        raise TypeError(f"scale_from={source!r} must be a jchop.nn.MovingAverage, DelayedScaling or LSQ")
+        raise TypeError(f"scale_from={source!r} must be a jchop.MovingAverage, DelayedScaling or LSQ")
     given = {name: spec for name in source.fields if (spec := specs[name]) is not None}
     if not given:
         raise ValueError(f"scale_from={source!r} has no effect without {' or '.join(source.fields)}")

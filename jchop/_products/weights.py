@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jchop._products.codes import Coded, parts_of
-from jchop._products.placement import Placement, StoredAs
+from jchop._products.placement import Kept, Placement, StoredAs
 from jchop.storage import QArray, dequantize
 
 Array = jax.Array
@@ -18,7 +18,9 @@ Array = jax.Array
 __all__ = ["Held", "Keys", "Twin", "is_packed", "numbers_of", "rounded"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["placement", "leaf", "twin", "codes"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["value", "kept"], meta_fields=["placement", "leaf", "twin", "codes"]
+)
 @dataclass(frozen=True, eq=False)
 class Held:
     """A parameter, or one of a stack, that is rounded, or unpacked, where it is first computed with.
@@ -31,6 +33,7 @@ class Held:
         leaf: its index.
         twin: whether its numbers before the rounding are needed, too.
         codes: whether its codes are.
+        kept: its kept scales; None: from its numbers.
     """
 
     value: Any
@@ -38,6 +41,7 @@ class Held:
     leaf: int
     twin: bool = False
     codes: bool = False
+    kept: Kept | None = None
 
     @property
     def stack(self) -> int:
@@ -52,7 +56,12 @@ class Held:
         else:
             drawn = self.placement.spec.rounding.stochastic
             key = keys.turn(_LEAVES, self.leaf).key if drawn and keys else None
-            low, full = self.placement.round(self.value, key), self.value
+            full = self.value
+            low = (
+                self.placement.round(full, key)
+                if self.kept is None
+                else self.placement.round_under(self.kept, full, key)
+            )
         if not self.codes:
             return Twin(low, full) if self.twin else low
         packed = self.value if is_packed(self.value) else self.placement.pack(jax.lax.stop_gradient(full), key)

@@ -20,14 +20,14 @@ from jchop._program.stopped import warn_of_stop
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
 
-__all__ = ["RUNS", "Bound", "as_jax", "run_opened", "where_active"]
+__all__ = ["RUNS", "Bound", "Interpret", "as_jax", "run_opened", "strong", "where_active"]
 
 
 def _folded(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | None:
     return None if seeds is None else seeds.turn(number, step)
 
 
-def _strong(values: Sequence[Any]) -> list[Any]:
+def strong(values: Sequence[Any]) -> list[Any]:
     """Values without weak types, because the types of carried values must not change."""
     return [lax.convert_element_type(x, x.dtype) if _is_number(x) else x for x in map(as_jax, values)]
 
@@ -58,7 +58,7 @@ def _custom(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpr
     def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
         return interpret(step.inner[0], seeds, values)
 
-    return with_derivative_of(own, run, _strong(args), _folded(seeds, step.number))
+    return with_derivative_of(own, run, strong(args), _folded(seeds, step.number))
 
 
 def run_opened(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
@@ -75,14 +75,14 @@ def _solve(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpre
     def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
         return interpret(step.inner[0], seeds, [*values[first : first + lengths.solve], *values[last:]])
 
-    return with_derivative_of(own, run, _strong(args), _folded(seeds, step.number))
+    return with_derivative_of(own, run, strong(args), _folded(seeds, step.number))
 
 
 def _cond(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
     index, *operands = args
 
     def branch(i: int, values: list[Any]) -> list[Any]:
-        return _strong(interpret(step.inner[i], _folded(seeds, step.number + i), values))
+        return strong(interpret(step.inner[i], _folded(seeds, step.number + i), values))
 
     return lax.switch(index, [partial(branch, i) for i in range(len(step.inner))], operands)
 
@@ -94,12 +94,12 @@ def _scan(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret
 
     def turn(carry: tuple[list[Any], Array], x: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
         values, count = carry
-        out = _strong(interpret(step.inner[0], _folded(seeds, step.number, count), [*fixed, *values, *x]))
+        out = strong(interpret(step.inner[0], _folded(seeds, step.number, count), [*fixed, *values, *x]))
         return (out[:carried], count + jnp.uint32(1)), out[carried:]
 
     (last, _), ys = lax.scan(
         turn,
-        (_strong(start), jnp.uint32(0)),
+        (strong(start), jnp.uint32(0)),
         list(xs),
         length=params["length"],
         reverse=params["reverse"],
@@ -132,9 +132,9 @@ def _while(
         return interpret(step.inner[0], _folded(seeds, step.number, count), [*first, *values])[0]
 
     def next_of(values: list[Any], count: Array) -> list[Any]:
-        return _strong(interpret(step.inner[1], _folded(seeds, step.number + 1, count), [*fixed, *values]))
+        return strong(interpret(step.inner[1], _folded(seeds, step.number + 1, count), [*fixed, *values]))
 
-    start, zero = _strong(start), jnp.uint32(0)
+    start, zero = strong(start), jnp.uint32(0)
     if not step.inner[0].jaxpr.outvars[0].aval.shape:
 
         def turn(carry: tuple[list[Any], Array]) -> tuple[list[Any], Array]:

@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jchop._program.bind import constant_of
-from jchop._program.control import RUNS, Bound, run_opened
+from jchop._program.control import RUNS, Bound, Interpret, run_opened
 from jchop._program.step import PLAIN_CALLS, Plan
 from jchop._program.stopped import COMPARISONS
 
@@ -47,6 +47,10 @@ class Runner:
         def inner(plan: Plan, seeds: Any, args: Sequence[Any]) -> list[Any]:
             return interpret(self, plan, seeds, args)
 
+        return self.enter(step, seeds, args, inner)
+
+    def enter(self, step: Any, seeds: Any, args: list[Any], inner: Interpret) -> list[Any]:
+        """The results of a step that holds programs, which `inner` carries out."""
         run = RUNS.get(step.name, run_opened)
         if step.name == "while" and self.max_turns is not None:
             run = partial(run, bound=Bound(self.max_turns, partial(watch, self)))

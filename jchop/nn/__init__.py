@@ -38,8 +38,7 @@ from jchop.nn._params import quantize_params
 from jchop.nn._recipes import recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._save_load import load, save
-from jchop.nn._scale_state.sources import AmaxHistory, LearnedScale
-from jchop.nn._scale_state.static import ActivationRange
+from jchop.nn._scale_state import ActivationRange, AmaxHistory, LearnedScale
 
 __all__ = [
     "LSQ",

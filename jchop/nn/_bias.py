@@ -15,6 +15,7 @@ from jchop.nn._calibrate import check_calls
 from jchop.nn._folding import give_bias
 from jchop.nn._nnx.attach import QuantizedParam
 from jchop.nn._nnx.layers import CLASSES, layers_of
+from jchop.nn._nnx.programs import is_program
 
 Array = jax.Array
 Model = TypeVar("Model", bound=nnx.Module)
@@ -73,6 +74,11 @@ def correct_biases(
     for name, value in (("model", model), ("quantized", quantized)):
         if not isinstance(value, nnx.Module):
             raise TypeError(f"{name}={value!r} must be a module of Flax NNX")
+    if is_program(quantized):
+        raise NotImplementedError(
+            "quantized is a program, in which biases have no layers: correct a model that jchop.nn.quantize made "
+            "without inputs, of layers of Flax alone, and quantize its program after that"
+        )
     check_calls(batches, run, progress)
     data = list(batches)
     if not data:

@@ -13,10 +13,11 @@ from flax import nnx
 
 from jchop._products.rule import StreamOffset
 from jchop._products.scale_from import is_tensor_scaled
+from jchop._products.scales.observers import Observer, observer_of
 from jchop.nn._nnx.hooks import Product, site_in
 from jchop.nn._nnx.layers import layers_of
-from jchop.nn._scale_state.observers import Observer, observer_of
-from jchop.nn._scale_state.sources import PastMagnitudes
+from jchop.nn._nnx.programs import calibrate_program, is_program
+from jchop.nn._scale_state import PastMagnitudes
 from jchop.spec import Gradient
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -40,7 +41,7 @@ def calibrate(
     its `ActivationRange`. Other roundings, and layers that no batch reaches, do not change.
 
     Args:
-        model: a result of `quantize`, for ``"qat"`` or ``"ptq"``; it is not changed.
+        model: a result of `quantize`, for ``"qat"`` or ``"ptq"``, of layers or of a program; it is not changed.
         batches: inputs of the model.
         method: the range of a batch: ``"minmax"``, from the least to the largest number (default);
             ``"percentile(99.9)"``, that range up to the magnitude that 99.9 % of the numbers do not exceed; ``"mse"``,
@@ -73,8 +74,11 @@ def calibrate(
     check_calls(batches, run, progress)
     make = observer_of(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    sites = [*_sites_of(result)]
-    if not sites:
+    count, end = 0, None
+    if is_program(result):
+        end = calibrate_program(result, method, combine)
+    sites = [] if end is not None else [*_sites_of(result)]
+    if not sites and end is None:
         raise ValueError(
             "model has no layer whose activation has one scale for the whole array, such as 'int8', "
             "without a gradient of its own, backward roundings or a history"
@@ -83,13 +87,14 @@ def calibrate(
     for site, observer in zip(sites, observers, strict=True):
         site.range = nnx.data(None)
         site.observe = nnx.static(partial(_see, observer, site.how.place))
-    count = 0
     for count, batch in enumerate(batches, start=1):
         _ = result(batch) if run is None else run(result, batch)
         if progress is not None:
             progress(count)
     if not count:
         raise ValueError("batches has no batch")
+    if end is not None:
+        end()
     for site, observer in zip(sites, observers, strict=True):
         site.observe = nnx.static(None)
         span = observer.range()

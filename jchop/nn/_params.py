@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._paths import nearest_paths
 from jchop._products.layout import check_finite
 from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules, rule_of
 from jchop._settings import split
@@ -28,7 +29,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
 
     Args:
         params: a pytree of arrays.
-        rules: a `Rule`, or several, whose paths are for those of leaves (``"*/kernel"``), the first that matches
+        rules: a `Rule`, or several, whose patterns are for paths of leaves (``"kernel"``), the first that matches
             counting, and which have a weight alone, or nothing.
         key: a typed key if a rule is stochastic; it is split, one for each leaf.
 
@@ -50,6 +51,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     given = as_rules(rules)
     for rule in given:
         wrong = [name for name in FIELDS if name != "weight" and getattr(rule, name) is not None]
+        wrong += [name for name in ("layer", "operation") if getattr(rule, name) is not None]
         if wrong:
             raise ValueError(f"{rule}: parameters have a weight alone, and {', '.join(wrong)} has no effect on them")
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
@@ -58,9 +60,12 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     keys = [None] * len(leaves) if key is None else list(split(key, len(leaves)))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     numbers = [rule_of(path, given) for path in paths]
-    idle = [str(rule) for number, rule in enumerate(given) if number not in numbers]
+    idle = [rule for number, rule in enumerate(given) if number not in numbers]
     if idle:
-        raise ValueError(f"{', '.join(idle)} matches no leaf, or only such as an earlier rule matches; leaves: {paths}")
+        raise ValueError(
+            f"{', '.join(map(str, idle))} matches no leaf, or only such as an earlier rule matches"
+            f"{nearest_paths([rule.path for rule in idle], paths)}"
+        )
     return jax.tree.unflatten(
         tree,
         [

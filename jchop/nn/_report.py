@@ -12,12 +12,12 @@ from flax import nnx
 
 from jchop._checks import check_choice
 from jchop._products.program_report import ProgramReport
-from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules, rules_of
+from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules
 from jchop._products.units import PLATFORMS, operands_on
 from jchop.nn._nnx.attach import check_parameters, packed_shape
 from jchop.nn._nnx.hooks import Convolution
 from jchop.nn._nnx.kinds import Kind
-from jchop.nn._nnx.layers import own_parameters, placed_layers
+from jchop.nn._nnx.layers import own_parameters, placed_layers, rules_for
 from jchop.nn._nnx.modules import Placed
 from jchop.nn._nnx.programs import Inputs, report_program
 
@@ -204,7 +204,7 @@ def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -
 
 def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...], platform: str | None) -> LayerRow:
     (path, *also), layer = placed.paths, placed.module
-    numbers = rules_of(placed.paths, rules)
+    numbers = rules_for(placed, kind, rules)
     rule = rules[numbers[0]] if numbers else None
     name, shown, own = type(layer).__name__, "" if rule is None else str(rule), own_parameters(placed)
     before = sum(map(bytes_of, own.values()))

@@ -79,12 +79,12 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool =
             parameters, ranges and histories are in the collection ``"scale_stats"``. A packed `cache` is in the
             collection ``"cache"``.
         program: quantize the program of the module, as `jchop.quantize_fn` does, whatever the classes of its layers:
-            parameters of its own in an einsum, experts, scanned and boxed ones. Rules then have no `output`, `cache`
-            and `scale_from`. Default False.
+            parameters of its own in an einsum, experts, scanned and boxed ones. Rules then have no `output` and
+            `cache`. Default False.
 
     Returns:
         A `Quantized` module, with the `init` and `apply` of Linen, `start`, `pack` and `report`. With ``program=True``
-        a `Program`, which has no `start`.
+        a `Program`, which has `calibrate`, too.
 
     Raises:
         TypeError: for invalid rules, or if `module` is not a module.

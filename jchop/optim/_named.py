@@ -11,7 +11,7 @@ from jchop.optim._arguments import BELOW_ONE, FROM_ZERO, check_number
 from jchop.optim._state import quantize_state
 
 #: Patterns of the paths of moments in the states of Optax's optimizers.
-_FIRST, _SECOND, _TRACE = r"0\.mu(\..*)?", r"0\.nu(\..*)?", r"0\.trace(\..*)?"
+_FIRST, _SECOND, _TRACE = "/0/mu", "/0/nu", "/0/trace"
 #: The multiples of 1/16 from 1/16 to 1: a second moment is a divisor, so it must not be zero (Li et al., arXiv
 #: 2309.01507, section 4.1).
 _LINEAR4 = ScaledFormat(CodebookFormat(tuple(i / 16 for i in range(1, 17))), 64, scale="bfloat16")

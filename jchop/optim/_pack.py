@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop._text import table_lines
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._leaves import is_float, path_text
@@ -58,23 +59,16 @@ def as_rules(given: Any) -> Rules:
     """Rules from one spec for all leaves, or from a mapping of path patterns to specs.
 
     Raises:
-        TypeError, ValueError: for a pattern that is not a regular expression, or a value that is not a spec.
+        TypeError, ValueError: for a key that is not a pattern, or a value that is not a spec.
     """
     if not isinstance(given, Mapping):
-        return ((".*", as_spec(given, scaled=True)),)
+        return (("*", as_spec(given, scaled=True)),)
     if not given:
         raise ValueError("rules={} has no rule; give a spec, or a mapping of path patterns to specs")
-    return tuple((_pattern(text), None if s is None else as_spec(s, text, scaled=True)) for text, s in given.items())
-
-
-def _pattern(text: object) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"rules has {text!r} as a pattern, which must be text")
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"rules has the pattern {text!r}, which is not a regular expression ({error})") from None
-    return text
+    return tuple(
+        (check_pattern("rules: pattern", text, "'0/mu'"), None if s is None else as_spec(s, text, scaled=True))
+        for text, s in given.items()
+    )
 
 
 def draws(rules: Rules) -> Spec | None:
@@ -88,7 +82,7 @@ def draws(rules: Rules) -> Spec | None:
 def plan(tree: Any, rules: Rules, min_size: int) -> Any:
     """A tree with the spec of each leaf that is packed or will be packed, and None for other leaves.
 
-    The first rule whose pattern matches a leaf's whole path decides. Leaves that are not floating-point arrays, or have
+    The first rule whose pattern matches a leaf's path decides. Leaves that are not floating-point arrays, or have
     fewer than `min_size` elements, stay unpacked.
 
     Raises:
@@ -101,13 +95,16 @@ def plan(tree: Any, rules: Rules, min_size: int) -> Any:
         if not _holds_floats(leaf):
             planned.append(None)
             continue
-        matching = [(pattern, spec) for pattern, spec in rules if re.fullmatch(pattern, path_text(path))]
+        matching = [(pattern, spec) for pattern, spec in rules if matches_path(pattern, path_text(path))]
         unused -= {pattern for pattern, _ in matching}
         large = is_packed(leaf) or math.prod(leaf.shape) >= min_size  # a shard of a packed leaf may be small
         planned.append(matching[0][1] if matching and large else None)
     if unused and any(_holds_floats(leaf) for _, leaf in leaves):
-        names = ", ".join(path_text(path) for path, leaf in leaves if _holds_floats(leaf))
-        raise ValueError(f"rules: {', '.join(map(repr, sorted(unused)))} matches none of the state's arrays: {names}")
+        names = [path_text(path) for path, leaf in leaves if _holds_floats(leaf)]
+        raise ValueError(
+            f"rules: {', '.join(map(repr, sorted(unused)))} matches none of the state's arrays"
+            f"{nearest_paths(unused, names)}"
+        )
     return jax.tree.unflatten(structure, [_Plan(spec) for spec in planned])
 
 

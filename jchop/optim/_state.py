@@ -71,10 +71,9 @@ def quantize_state(
 
     Args:
         inner: any Optax transformation.
-        spec: a `Spec`, format or text for every array; or a mapping of regular expressions to specs, or to None for
-            arrays that stay unpacked. A path is a text like ``0.mu.layer.kernel``: indexes and names from the state of
-            `inner` down, with dots. The first expression that matches the whole path decides; arrays without a match
-            stay unpacked.
+        spec: a `Spec`, format or text for every array; or a mapping of patterns ([](patterns.md)) to specs, or to None
+            for arrays that stay unpacked. A path is a text like ``0.mu.layer.kernel``: indexes and names from the state
+            of `inner` down. The first pattern that matches decides; arrays without a match stay unpacked.
         key: a typed key, needed by stochastic specs. The state keeps it, and each step splits it into a key for each
             array.
         min_size: arrays of fewer elements stay unpacked. Default (None): 4096.
@@ -99,7 +98,7 @@ def quantize_state(
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc, optax
-        >>> rules = {"0.mu.*": jc.dynamic8, "0.nu.*": "bfloat16"}
+        >>> rules = {"0.mu": jc.dynamic8, "0.nu": "bfloat16"}
         >>> tx = jc.optim.quantize_state(optax.adam(1e-3), rules)
         >>> state = tx.init({"w": jnp.zeros((64, 256)), "b": jnp.zeros(256)})
         >>> adam = state.inner_state[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
 from jchop._files import write_atomically
+from jchop._paths import matches_path, nearest_paths
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import (
     ElementFormat,
@@ -38,7 +38,7 @@ CHUNK = 1 << 25
 
 @dataclass(frozen=True)
 class Rule:
-    """The spec of the tensors whose whole name matches `pattern`; None leaves them unchanged."""
+    """The spec of the tensors whose name matches `pattern`."""
 
     pattern: str
     spec: Spec
@@ -154,7 +154,7 @@ def _jobs(file: TensorFile, rules: Sequence[Rule]) -> list[_Job]:
     used: set[int] = set()
     jobs = []
     for name, entry in sorted(file.entries.items(), key=lambda item: item[1].start):
-        index = next((i for i, rule in enumerate(rules) if re.fullmatch(rule.pattern, name)), None)
+        index = next((i for i, rule in enumerate(rules) if matches_path(rule.pattern, name)), None)
         if name in stored:
             index, why = None, "copied: part of a QArray"
         elif index is None:
@@ -168,7 +168,8 @@ def _jobs(file: TensorFile, rules: Sequence[Rule]) -> list[_Job]:
     unused = [rule for i, rule in enumerate(rules) if i not in used]
     if unused:
         texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in unused)
-        raise ValueError(f"no tensor is quantized by {texts}; `jchop inspect` lists the names")
+        near = nearest_paths([rule.pattern for rule in unused], [job.name for job in jobs if job.spec is None])
+        raise ValueError(f"no tensor is quantized by {texts}{near}. `jchop inspect` lists the names")
     count = Counter(output for job in jobs for output in job.outputs)
     if twice := [name for name, times in count.items() if times > 1]:
         raise ValueError(f"quantized tensors would have the names of others: {', '.join(twice)}")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from jchop._paths import nearest_paths
 from jchop.torch._quantizer import Quantizer
 from jchop.torch._rules import Roundings, as_rules, first_match
 
@@ -34,8 +35,8 @@ def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
             used.setdefault(pattern, set()).update(_equip(layer, checked[pattern], (seed, number)))
     for pattern, roundings in checked.items():
         if pattern not in used:
-            paths = ", ".join(path or "''" for path, _, _ in layers)
-            raise ValueError(f"rules: {pattern!r} matches no layer that an earlier rule left; layers are: {paths}")
+            near = nearest_paths([pattern], [path for path, _, _ in layers])
+            raise ValueError(f"rules: {pattern!r} matches no layer that an earlier rule left{near}")
         idle = [name for name in ("weight", "bias") if getattr(roundings, name) and name not in used[pattern]]
         if idle:
             raise ValueError(f"rules[{pattern!r}]: {idle[0]} has no effect, since no layer that it matches has one")

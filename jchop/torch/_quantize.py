@@ -54,7 +54,7 @@ def quantize(
     device. `jchop.torch.as_tensor` converts its leaves to tensors, and `dequantize` returns the rounded numbers.
 
     **For a module** the result is a copy whose layers (modules with their own parameters) round by rules. Rules are a
-    dict. A key is a pattern (`fnmatch`) for part of a layer's dotted path, ``"head"``, ``"blocks.*.mlp"``,
+    dict. A key is a pattern ([](patterns.md)) for part of a layer's path, ``"head"``, ``"blocks.*.mlp"``,
     ``"*norm*"``; submodules match too, and ``"*"`` matches every layer. The first pattern that matches applies. A value
     is a dict of specs, with some of these keys:
 

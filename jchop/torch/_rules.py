@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jchop._paths import matches_path
+from jchop._paths import check_pattern, matches_path
 from jchop.spec import Gradient, Spec, as_spec
 
 __all__ = ["Roundings", "as_rules", "first_match"]
@@ -34,18 +34,15 @@ def as_rules(rules: Any) -> dict[str, Roundings]:
     """
     if not isinstance(rules, Mapping) or not rules:
         raise TypeError(f"rules={rules!r} must be a dict such as {{'*': dict(weight='float8_e4m3fn')}}")
-    return {_pattern(pattern): _roundings(pattern, given) for pattern, given in rules.items()}
+    return {
+        check_pattern("rules: pattern", pattern, "'blocks.*.mlp'"): _roundings(pattern, given)
+        for pattern, given in rules.items()
+    }
 
 
 def first_match(path: str, rules: Mapping[str, Roundings]) -> str | None:
     """The first pattern that matches part of a dotted path; None if there is none."""
-    return next((pattern for pattern in rules if matches_path(pattern, path, ".")), None)
-
-
-def _pattern(pattern: Any) -> str:
-    if not isinstance(pattern, str) or not pattern:
-        raise TypeError(f"rules: {pattern!r} must be a pattern of paths such as 'blocks.*.mlp'; '*' is every layer")
-    return pattern
+    return next((pattern for pattern in rules if matches_path(pattern, path)), None)
 
 
 def _roundings(pattern: str, given: Any) -> Roundings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import chex
@@ -234,12 +235,42 @@ def test_a_rule_that_does_nothing_is_an_error(rules: Any, message: str) -> None:
         jc.quantize_fn(mlp, rules)(PARAMS, X)
 
 
-@pytest.mark.parametrize("field", [{"output": "e4m3"}, {"cache": "int8(group=all)"}, {"scale_from": "lsq"}])
-def test_fields_that_need_layers_are_refused(field: dict[str, Any]) -> None:
-    if "scale_from" in field:
-        field = {"scale_from": pytest.importorskip("jchop.nn").LSQ(), "weight": "int8"}
-    with pytest.raises(NotImplementedError, match=next(iter(field))):
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"output": "e4m3"}, "output needs layers.*round_to_format"),
+        ({"cache": "int8(group=all)"}, "cache needs the attention"),
+        ({"scale_from": jc.LSQ(), "weight": "int8", "product": "codes"}, "leave scale_from or product out"),
+    ],
+)
+def test_what_a_program_does_not_have_is_refused(field: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
         jc.quantize_fn(mlp, jc.Rule(**field))
+
+
+def test_rules_select_by_operation_and_by_class() -> None:
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Table:
+        rows: Any
+
+    def fun(p: Any, tokens: Any) -> Any:
+        x = p["table"].rows[tokens]
+        x = jax.lax.conv_general_dilated(x, p["conv"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return x @ p["out"] @ p["table"].rows.T
+
+    params = {"table": Table(normal(16, 8)), "conv": normal(3, 8, 8), "out": normal(8, 8)}
+    tied = {**params, "look": normal(16, 8)}
+
+    def rounded_by(**select: Any) -> set[str]:
+        low = jc.quantize_fn(lambda p, t: fun(p, t) + p["look"][t][..., :1], jc.Rule(weight="int8", **select))
+        return {row.path for row in low.report(tied, jnp.zeros((2, 4), jnp.int32)).parameters if row.spec}
+
+    assert rounded_by(operation="conv") == {"conv"}
+    assert rounded_by(operation="dot_general") == {"out", "table/rows"}  # of its first product, not of its look-up
+    assert rounded_by(operation="!dot_general") == {"conv", "look"}
+    assert rounded_by(layer="Table") == {"table/rows"}
+    assert rounded_by(path="!out", layer="dict") == {"conv", "look"}
 
 
 def test_what_is_packed_is_finite_and_packed_once() -> None:

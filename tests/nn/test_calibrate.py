@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jchop as jc
-from jchop.nn._scale_state.histogram import BINS, Histogram, add, divergence, entropy_threshold
+from jchop._products.scales.histogram import BINS, Histogram, add, divergence, entropy_threshold
 
 DRAW = np.random.default_rng(0)
 BATCHES = [jnp.asarray(DRAW.normal(size=(5, 4)) * scale, "float32") for scale in (1.0, 3.0, 2.0)]

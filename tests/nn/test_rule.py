@@ -29,6 +29,15 @@ def test_a_pattern_is_for_a_piece_of_the_path(pattern: str, path: str, matches: 
     assert jc.nn.Rule(pattern).matches(path) == matches
 
 
+def test_rules_select_by_class_and_operation() -> None:
+    rule = jc.Rule("!head", layer="Linear*", operation="{dot_general,conv}", weight="int8")
+    assert rule.matches("up", layer="LinearGeneral", operation="conv")
+    assert not rule.matches("head", layer="Linear", operation="conv")
+    assert not rule.matches("up", layer="Embed", operation="dot_general")
+    assert not rule.matches("up", layer="Linear", operation="embedding") and not rule.matches("up")
+    assert str(rule) == "Rule('!head', layer=Linear*, operation={dot_general,conv}, weight=int8)"
+
+
 def test_rules_are_values() -> None:
     rule = jc.nn.Rule(
         "head", weight=jc.int4(group=32), activation="int8(group=all)", matmul=jc.MatmulSpec(accumulate="e5m10")
@@ -50,6 +59,9 @@ def test_rules_are_values() -> None:
     ("fields", "error", "words"),
     [
         ({"path": ""}, TypeError, "path=''"),
+        ({"path": r"a\.b"}, ValueError, "it is a regular expression"),
+        ({"layer": "{A"}, ValueError, "layer='{A' is no pattern.*not closed"),
+        ({"operation": "exp"}, ValueError, "operation='exp' must match one of dot_general, conv"),
         ({"weight": 8}, TypeError, "weight=8"),
         ({"weight": "int99x"}, ValueError, "int99x"),
         ({"matmul": "e5m2"}, TypeError, "matmul='e5m2'"),

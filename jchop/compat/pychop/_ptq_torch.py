@@ -97,7 +97,7 @@ class _ByCalibration:
     """The range by a method of `jchop.nn.calibrate`."""
 
     def __init__(self, method: str, spec: Spec) -> None:
-        from jchop.nn._scale_state.observers import observer_of
+        from jchop._products.scales.observers import observer_of
 
         self.observer = observer_of(method, "widest")(spec)
 

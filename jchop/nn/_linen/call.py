@@ -11,10 +11,11 @@ from flax import linen as nn
 
 from jchop._products.contraction import Roundings
 from jchop._products.layout import check_axes, round_in
-from jchop._products.rule import Rule, StreamOffset, is_stochastic, refuse_codes, rule_of
+from jchop._products.rule import Rule, StreamOffset, is_stochastic, refuse_codes
 from jchop._settings import split
 from jchop.nn._linen.cache import Decoding, is_filled, pack_fresh
 from jchop.nn._linen.kinds import KINDS, Kind
+from jchop.nn._linen.layers import number_of
 from jchop.nn._linen.scales import prepared
 from jchop.nn._nnx.kinds import PRODUCT_FIELDS
 from jchop.spec import Spec
@@ -41,7 +42,7 @@ class Interceptor:
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """A method of a layer; if a rule matches the layer, its inputs, product and result are rounded."""
         layer, kind = context.module, KINDS.get(type(context.module))
-        number = rule_of("/".join(layer.path), self.rules)
+        number = number_of(layer.path, layer, self.rules)
         if kind is None or number is None or context.method_name not in ("__call__", "attend"):
             return call(*args, **kwargs)
         rule = self.rules[number]

@@ -30,6 +30,7 @@ class Kind:
         inputs: layout of inputs by number of axes, if no product rounds them. Default: their own axes.
         refuses: the fields of a rule that its twin of NNX has, and this one cannot have, since Flax gives no access to
             its product.
+        operation: what it computes with its parameters, as a rule's `operation` names it; empty for a norm.
     """
 
     parameters: Mapping[str, str]
@@ -37,6 +38,7 @@ class Kind:
     layout: Callable[[Any, int], Layout] | None = None
     inputs: Callable[[Any, int], Layout] | None = None
     refuses: tuple[str, ...] = ()
+    operation: str = "dot_general"
 
     def fields(self, held: Collection[str]) -> set[str]:
         """The fields of a rule that say something for such a layer with the parameters `held`."""
@@ -106,14 +108,14 @@ KINDS: Mapping[type, Kind] = MappingProxyType(
         nn.Dense: Kind(_LINEAR, ("dot_general", dot_general), _last),
         nn.DenseGeneral: Kind(_LINEAR, ("dot_general", dot_general), _general),
         nn.Einsum: Kind(_LINEAR, None, _of_einsum, _into_einsum, (*PRODUCT_FIELDS, "scale_from")),
-        nn.Conv: Kind(_LINEAR, ("conv_general_dilated", conv_general_dilated), _last),
-        nn.ConvTranspose: Kind(_LINEAR, None, _of_transposed, _image, PRODUCT_FIELDS),
-        nn.Embed: Kind(MappingProxyType({"embedding": "weight"}), refuses=PRODUCT_FIELDS),
-        nn.BatchNorm: Kind(_NORM),
-        nn.LayerNorm: Kind(_NORM),
-        nn.RMSNorm: Kind(MappingProxyType({"scale": "weight"})),
-        nn.GroupNorm: Kind(_NORM),
-        nn.InstanceNorm: Kind(_NORM),
+        nn.Conv: Kind(_LINEAR, ("conv_general_dilated", conv_general_dilated), _last, operation="conv"),
+        nn.ConvTranspose: Kind(_LINEAR, None, _of_transposed, _image, PRODUCT_FIELDS, "conv"),
+        nn.Embed: Kind(MappingProxyType({"embedding": "weight"}), refuses=PRODUCT_FIELDS, operation="embedding"),
+        nn.BatchNorm: Kind(_NORM, operation=""),
+        nn.LayerNorm: Kind(_NORM, operation=""),
+        nn.RMSNorm: Kind(MappingProxyType({"scale": "weight"}), operation=""),
+        nn.GroupNorm: Kind(_NORM, operation=""),
+        nn.InstanceNorm: Kind(_NORM, operation=""),
         nn.MultiHeadDotProductAttention: Kind(MappingProxyType({}), ("attention_fn", attention)),
         nn.MultiHeadAttention: Kind(MappingProxyType({}), ("attention_fn", attention)),
     }

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax.core import Scope
 from flax.traverse_util import flatten_dict
 
+from jchop._paths import nearest_paths
 from jchop._products.layout import Layout, check_axes
 from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, refuse_codes, rule_of
 from jchop._products.scale_from import LSQ
@@ -23,7 +24,7 @@ from jchop.storage import QArray
 
 Path = tuple[str, ...]
 
-__all__ = ["Found", "Path", "Seen", "held_by", "layers_of", "params_of", "seen_in"]
+__all__ = ["Found", "Path", "Seen", "held_by", "layers_of", "number_of", "params_of", "seen_in"]
 
 #: The modules that ran, by path, each with the shapes of its parameters by name.
 Seen = Mapping[Path, tuple[nn.Module, Mapping[str, tuple[int, ...]]]]
@@ -177,18 +178,28 @@ def held_by(seen: Seen, variables: Any) -> dict[Path, dict[str, Any]]:
     return held | {path: {} for path, (layer, _) in seen.items() if type(layer) in KINDS and path not in held}
 
 
+def number_of(path: Path, layer: Any, rules: Sequence[Rule]) -> int | None:
+    """The index of the first rule that matches a layer, which is None if a module has parameters but did not run."""
+    kind = KINDS.get(type(layer))
+    return rule_of(
+        "/".join(path), rules, "" if layer is None else type(layer).__name__, "" if kind is None else kind.operation
+    )
+
+
 def _matched(rules: Sequence[Rule], seen: Seen, variables: Any) -> dict[Path, Found]:
     held = owners = held_by(seen, variables)
     chosen: dict[Path, tuple[int, Found]] = {}
     for path in owners:
-        number = rule_of("/".join(path), rules)
+        layer, shapes = seen.get(path, (None, {}))
+        number = number_of(path, layer, rules)
         if number is not None:
-            layer, shapes = seen.get(path, (None, {}))
             chosen[path] = number, Found(layer, rules[number], shapes)
-    idle = [str(rule) for number, rule in enumerate(rules) if not any(number == n for n, _ in chosen.values())]
+    idle = [number for number in range(len(rules)) if not any(number == n for n, _ in chosen.values())]
     if idle:
-        raise ValueError(f"{', '.join(idle)} matches no layer, or only such as an earlier rule matches; layers: "
-                         f"{['/'.join(path) for path in owners]}")  # fmt: skip
+        near = nearest_paths([rules[n].path for n in idle], ["/".join(path) for path in owners])
+        raise ValueError(
+            f"{', '.join(str(rules[n]) for n in idle)} matches no layer, or only such as an earlier rule matches{near}"
+        )
     chosen = {path: pair for path, pair in chosen.items() if _fields(pair[1].rule)}
     for path, (_, found) in chosen.items():
         _check(path, found)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core.scope import in_filter
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jchop._products.program_report import ProgramReport
 from jchop._products.quantize_fn import QuantizedFunction
 from jchop._products.rule import Rule
+from jchop._products.scale_from import LSQ
+from jchop._products.scales.sites import Scales
+from jchop._products.weights import is_packed, numbers_of
+from jchop.nn._linen.layers import seen_in
+from jchop.nn._linen.scales import STATE
 
 __all__ = ["Program"]
 
@@ -43,14 +51,60 @@ class Program:
     rules: tuple[Rule, ...]
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The variables of the module."""
-        return self.module.init(rngs, *args, **kwargs)
+        """The variables of the module, and those that rules with `scale_from` keep (`start`)."""
+        variables = self.module.init(rngs, *args, **kwargs)
+        return self.start(variables, *args, rngs=rngs, **kwargs) if self._keeps else variables
+
+    def start(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+        """Variables of the module, for example trained ones, with the scales that rules keep (`scale_from`).
+
+        Learned scales are parameters beside those that they are for (``kernel_weight_scale``); ranges and histories
+        are in the collection ``"scale_stats"``, as `jchop.quantize_fn` names them.
+
+        Args:
+            variables: variables of the module, not packed; scales among them are kept.
+            args: arguments of the module: data, if activations have learned scales.
+            rngs: streams of keys by name.
+            kwargs: as of `apply`.
+        """
+        params, rest, known = self._parts(variables)
+        low = self._function(variables, args, rngs, kwargs)
+        begun = low.start(params, rest, args, rngs, kwargs, key=self._key(rngs))
+        merged = (held | own for held, own in zip(begun, known, strict=True))
+        return {**variables, **_with_scales(params, Scales(*merged))}
+
+    def calibrate(
+        self, variables: Any, batches: Iterable[Any], *, method: str = "minmax", combine: str = "widest",
+        rngs: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Variables with fixed ranges of activations, found by running the module on data; as `jchop.nn.calibrate`.
+
+        Args:
+            variables: variables of the module, packed or not, with the scales that rules keep.
+            batches: inputs of the module, a tuple of several or one each.
+            method: as of `jchop.nn.calibrate`.
+            combine: as of `jchop.nn.calibrate`.
+            rngs: streams of keys by name.
+            kwargs: as of `apply`.
+        """
+        params, rest, known = self._parts(variables)
+        calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+        if not calls:
+            raise ValueError("batches has no batch")
+        low = self._function(variables, calls[0], rngs, kwargs)
+        found = low.calibrate(
+            params, [(rest, args, rngs, kwargs) for args in calls], method=method, combine=combine, scales=known,
+            key=self._key(rngs),
+        )  # fmt: skip
+        return {**variables, **_with_scales(params, found)}
 
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """The result of the module under the rules, with the arguments of Linen's `apply`, ``method`` too.
 
+        A call with ``mutable=["scale_stats"]`` updates ranges and histories, and returns them with the result.
+
         Args:
-            variables: variables of the module, packed or not.
+            variables: variables of the module, packed or not, with the scales that rules keep.
             args: arguments of the module.
             rngs: streams of keys by name, with that which a stochastic rule names.
             kwargs: of the module and of Linen's `apply`.
@@ -58,30 +112,64 @@ class Program:
         Raises:
             ValueError: as `jchop.quantize_fn`.
         """
-        return self._function()(*_parts(variables), args, rngs, kwargs, key=self._key(rngs))
+        params, rest, scales = self._parts(variables)
+        low, key = self._function(variables, args, rngs, kwargs), self._key(rngs)
+        if not scales.stats or not in_filter(kwargs.get("mutable", False), STATE):
+            given = scales if self._keeps or scales.stats else None
+            return low(params, rest, args, rngs, kwargs, scales=given, key=key)
+        (y, after), scales = low.update(params, rest, args, rngs, kwargs, scales=scales, key=key)
+        return y, {**after, STATE: _nested(scales.stats)}
 
     def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """The variables with the rounded parameters stored packed, in their own shapes and boxes, for `apply`.
 
+        The learned scale of a parameter becomes a part of it.
+
         Args:
-            variables: variables of the module.
+            variables: variables of the module, with the scales that rules keep.
             args: example arguments, of which only shapes are used.
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        parts = _parts(variables)
-        packed = self._function().pack(*parts, args, rngs, kwargs, key=self._key(rngs))
-        return {**parts[1], "params": packed}
+        params, rest, scales = self._parts(variables)
+        low = self._function(variables, args, rngs, kwargs)
+        packed = low.pack(params, rest, args, rngs, kwargs, scales=scales, key=self._key(rngs))
+        learned = {name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")}
+        return {**variables, **_with_scales(packed, scales._replace(learned=learned))}
 
     def report(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> ProgramReport:
         """What happens to each parameter and each product; arguments as those of `pack`."""
-        return self._function().report(*_parts(variables), args, rngs, kwargs)
+        params, rest, _ = self._parts(variables)
+        return self._function(variables, args, rngs, kwargs).report(params, rest, args, rngs, kwargs)
 
-    def _function(self) -> QuantizedFunction:
+    @property
+    def _keeps(self) -> bool:
+        return any(rule.scale_from is not None for rule in self.rules)
+
+    def _parts(self, variables: Any) -> tuple[Any, dict[str, Any], Scales]:
+        """The parameters, the other collections, and the kept scales."""
+        given = dict(variables)
+        params = given.pop("params", {})
+        stats: dict[str, Any] = flatten_dict(dict(given.pop(STATE, {})), sep="/")  # type: ignore[assignment]
+        if not any(isinstance(rule.scale_from, LSQ) for rule in self.rules):
+            return params, given, Scales({}, stats)
+        leaves = _flat(params)
+        learned = {
+            name: value for name, value in leaves.items() if (found := _LEARNED.fullmatch(name)) and found[1] in leaves
+        }
+        return _nested({name: v for name, v in leaves.items() if name not in learned}), given, Scales(learned, stats)
+
+    def _function(self, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> QuantizedFunction:
         def pure(params: Any, rest: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> Any:
             return self.module.apply({**rest, "params": params}, *args, rngs=rngs, **kwargs)
 
-        return QuantizedFunction(pure, self.rules)
+        classes = {}
+        if any(rule.layer is not None for rule in self.rules):
+            seen = seen_in(self.module, jax.tree.map(_unpacked, variables, is_leaf=is_packed), args, rngs, kwargs)
+            classes = {
+                "/".join((*path, name)): type(layer).__name__ for path, (layer, own) in seen.items() for name in own
+            }
+        return QuantizedFunction(pure, self.rules, classes=classes)
 
     def _key(self, rngs: Any) -> jax.Array | None:
         name = next((rule.stochastic_stream for rule in self.rules if rule.stochastic), None)
@@ -93,7 +181,26 @@ class Program:
         return rngs[name]
 
 
-def _parts(variables: Any) -> tuple[Any, dict[str, Any]]:
-    """The parameters, and the other collections."""
-    given = dict(variables)
-    return given.pop("params", {}), given
+def _unpacked(leaf: Any) -> Any:
+    return numbers_of(leaf) if is_packed(leaf) else leaf
+
+
+def _flat(params: Any) -> dict[str, Any]:
+    """Parameters by path, with their boxes."""
+    is_box = lambda _, x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
+    return flatten_dict(dict(params), sep="/", is_leaf=is_box)  # type: ignore[return-value]
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return unflatten_dict(dict(leaves), sep="/")
+
+
+def _with_scales(params: Any, scales: Scales) -> dict[str, Any]:
+    """The collections that hold parameters and kept scales."""
+    if scales.learned:
+        params = _nested({**_flat(params), **scales.learned})
+    return {"params": params, **({STATE: _nested(scales.stats)} if scales.stats else {})}
+
+
+#: The name of a learned scale, and that of its parameter.
+_LEARNED = re.compile(r"(.+)_(?:weight|activation)_scale(?:_[0-9]+)?")

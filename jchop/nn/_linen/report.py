@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jchop._products.rule import FIELDS, Rule, rule_of
+from jchop._products.rule import FIELDS, Rule
 from jchop.nn._linen.kinds import KINDS
-from jchop.nn._linen.layers import Found, Path, Seen, held_by
+from jchop.nn._linen.layers import Found, Path, Seen, held_by, number_of
 from jchop.nn._report import LayerRow, ModelReport, bytes_of, why_wide
 
 __all__ = ["report_of"]
@@ -29,7 +29,7 @@ def report_of(seen: Seen, rules: Sequence[Rule], variables: Any) -> ModelReport:
 
 def _row(path: Path, own: dict[str, Any], seen: Seen, rules: Sequence[Rule]) -> LayerRow:
     layer, shapes = seen.get(path, (None, {}))
-    kind, number = KINDS.get(type(layer)), rule_of("/".join(path), rules)
+    number, kind = number_of(path, layer, rules), KINDS.get(type(layer))
     rule = None if number is None else rules[number]
     name = "parameters" if layer is None else type(layer).__name__
     wide = []

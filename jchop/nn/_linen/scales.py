@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jchop._products.contraction import Roundings
 from jchop._products.layout import Layout
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
+from jchop._products.scales.formulas import moved, remembered, round_stepwise, round_within, span_of, step_of
 from jchop._settings import split
 from jchop.nn._linen.layers import Found, Path
 from jchop.nn._nnx.attach import fitted
-from jchop.nn._scale_state.sources import moved, remembered, round_stepwise, span_of, step_of
-from jchop.nn._scale_state.static import round_within
 from jchop.spec import Spec
 
 Array = jax.Array

@@ -17,7 +17,7 @@ from jchop._products.scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop.nn._nnx.emulation import EmulatedAttention, Emulation
 from jchop.nn._nnx.hooks import Output, Promote
 from jchop.nn._nnx.kinds import PRODUCT_FIELDS, Kind
-from jchop.nn._scale_state.sources import LearnedStep, Source, source_of
+from jchop.nn._scale_state import LearnedStep, Source, source_of
 from jchop.spec import Spec, as_spec
 from jchop.storage import QArray, fit_scale, quantize
 

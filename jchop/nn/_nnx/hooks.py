@@ -19,10 +19,10 @@ from jchop._products.codes import codes_of
 from jchop._products.contraction import Roundings, conv_general_dilated, dot_general, einsum
 from jchop._products.layout import Layout, check_axes, round_in
 from jchop._products.rule import StreamOffset, is_stochastic
+from jchop._products.scales.formulas import codes_within, round_within
 from jchop._settings import split
 from jchop.nn._nnx.attention import attention
-from jchop.nn._scale_state.sources import Source
-from jchop.nn._scale_state.static import ActivationRange, codes_within, round_within
+from jchop.nn._scale_state import ActivationRange, Source
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
 

@@ -41,6 +41,7 @@ class Kind:
         axes: how many axes that parameter has; more of them in front come of a stack of layers.
         unrounded: whether there is a product that backward roundings cannot reach.
         output: whether `output` is rounded: not if an inner layer returns it.
+        operation: what it computes with its parameters, as a rule's `operation` names it; empty for a norm.
     """
 
     parameters: Mapping[str, str]
@@ -51,6 +52,7 @@ class Kind:
     axes: Callable[[Any], int] = lambda layer: 1
     unrounded: bool = False
     output: bool = True
+    operation: str = "dot_general"
 
     def fields(self, layer: Any) -> tuple[str, ...]:
         """The fields of a rule that say something for a layer of this kind."""
@@ -148,6 +150,7 @@ KINDS: Mapping[type, Kind] = MappingProxyType(
             ("conv_general_dilated", hooks.Convolution, (lax.conv_general_dilated,)),
             _of_conv,
             axes=lambda layer: len(layer.kernel_size) + 2,
+            operation="conv",
         ),
         nnx.ConvTranspose: Kind(
             _LINEAR,
@@ -157,18 +160,20 @@ KINDS: Mapping[type, Kind] = MappingProxyType(
             lambda layer: Layout((0,), tuple(range(1, len(layer.kernel_size) + 2))),
             axes=lambda layer: len(layer.kernel_size) + 2,
             unrounded=True,
+            operation="conv",
         ),
         nnx.Embed: Kind(
             MappingProxyType({"embedding": "weight"}),
             (("embedding",), ("*inputs", "*embedding")),
             ("product", hooks.DotGeneral, (None,)),
             axes=lambda layer: 2,
+            operation="embedding",
         ),
-        nnx.BatchNorm: Kind(_NORM, (("inputs", "", "", "scale", "bias"),)),
-        nnx.LayerNorm: Kind(_NORM, (("inputs", "scale", "bias"),)),
-        nnx.RMSNorm: Kind(MappingProxyType({"scale": "weight"}), (("inputs", "scale"),)),
-        nnx.GroupNorm: Kind(_NORM, (("inputs", "scale", "bias"),)),
-        nnx.InstanceNorm: Kind(_NORM, (("inputs", "scale", "bias"),)),
+        nnx.BatchNorm: Kind(_NORM, (("inputs", "", "", "scale", "bias"),), operation=""),
+        nnx.LayerNorm: Kind(_NORM, (("inputs", "scale", "bias"),), operation=""),
+        nnx.RMSNorm: Kind(MappingProxyType({"scale": "weight"}), (("inputs", "scale"),), operation=""),
+        nnx.GroupNorm: Kind(_NORM, (("inputs", "scale", "bias"),), operation=""),
+        nnx.InstanceNorm: Kind(_NORM, (("inputs", "scale", "bias"),), operation=""),
         nnx.LoRA: Kind(
             MappingProxyType({"lora_a": "weight", "lora_b": "weight"}),
             (("inputs", "lora_a", "lora_b"),),

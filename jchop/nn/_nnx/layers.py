@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from jchop._checks import check_choice
+from jchop._paths import nearest_paths
 from jchop._products.rule import FIELDS, Rule, as_rules, left_alone, rules_of
 from jchop.nn import _cache
 from jchop.nn._nnx import hooks
@@ -17,7 +18,7 @@ from jchop.nn._nnx.attach import QuantizedParam, attach, attach_emulated
 from jchop.nn._nnx.kinds import KINDS, Kind
 from jchop.nn._nnx.modules import Placed, modules_of
 from jchop.nn._nnx.programs import is_program
-from jchop.nn._scale_state.sources import Source
+from jchop.nn._scale_state import Source
 
 Array = jax.Array
 Mode = Literal["qat", "ptq", "weight_only", "emulate"]
@@ -153,6 +154,11 @@ def _base(cls: type) -> Any:
     return next((base for base, made in CLASSES.items() if made is cls), None)
 
 
+def rules_for(placed: Placed, kind: Kind | None, rules: Sequence[Rule]) -> list[int]:
+    """As `rules_of`, of a module that has a line in the table or none."""
+    return rules_of(placed.paths, rules, type(placed.module).__name__, "" if kind is None else kind.operation)
+
+
 def own_parameters(placed: Placed) -> dict[str, nnx.Variable]:
     """The parameters of a module by name, without those of modules below it."""
     return {name: value for name, value in placed.own.items() if isinstance(value, nnx.Param | QuantizedParam)}
@@ -165,8 +171,9 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
         raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
     chosen = []
     for placed, kind in placed_layers(model):
-        chosen.append((rules_of(placed.paths, rules), placed, kind))
-    check_rules(rules, [(number, placed.module, kind) for numbers, placed, kind in chosen for number in numbers])
+        chosen.append((rules_for(placed, kind, rules), placed, kind))
+    matched = [(number, placed.module, kind) for numbers, placed, kind in chosen for number in numbers]
+    check_rules(rules, matched, [path for _, placed, _ in chosen for path in placed.paths])
     for numbers, placed, kind in chosen:
         if not numbers or not rules[number := numbers[0]].rounds:
             continue
@@ -198,7 +205,7 @@ def needs_program(model: nnx.Module, rules: Sequence[Rule], mode: str) -> bool:
     """Whether a rule that rounds matches a module with parameters that is no layer of Flax."""
     if mode == "emulate" or is_program(model):
         return mode != "emulate"
-    found = (rules_of(placed.paths, rules) for placed, kind in placed_layers(model) if kind is None)
+    found = (rules_for(placed, kind, rules) for placed, kind in placed_layers(model) if kind is None)
     return any(numbers and rules[numbers[0]].rounds for numbers in found)
 
 
@@ -222,14 +229,16 @@ def _strip(layer: Any, kind: Kind) -> Any:
     return before
 
 
-def check_rules(rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | None]]) -> None:
+def check_rules(
+    rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | None]], paths: Sequence[str] = ()
+) -> None:
     """Refuse rules that match no layer, and fields without effect on any layer that they match."""
     for number, rule in enumerate(rules):
         matched = [(layer, kind) for n, layer, kind in chosen if n == number]
         if not matched:
             raise ValueError(
-                f"{rule} matches no layer with parameters, or only layers that an earlier rule matches; "
-                "jchop.nn.report(model) lists the layers"
+                f"{rule} matches no layer with parameters, or only layers that an earlier rule matches"
+                f"{nearest_paths([rule.path], paths)}. jchop.nn.report(model) lists the layers"
             )
         used = {name for layer, kind in matched if kind is not None for name in kind.fields(layer)}
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]

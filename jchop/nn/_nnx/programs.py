@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
@@ -14,19 +15,23 @@ from flax import nnx
 from jchop._products.program_report import ProgramReport
 from jchop._products.quantize_fn import QuantizedFunction, check_fields
 from jchop._products.rule import Rule
+from jchop._products.scales.observed import Observed
+from jchop._products.scales.sites import Scales
 from jchop._products.weights import is_packed
 from jchop.nn._nnx.attach import QuantizedParam, fork
+from jchop.nn._nnx.modules import modules_of
+from jchop.nn._scale_state import KeptScales
 
 Array = jax.Array
 
-__all__ = ["Inputs", "is_program", "quantize_program", "report_program"]
+__all__ = ["Inputs", "calibrate_program", "is_program", "quantize_program", "report_program"]
 
 #: Example arguments of the model's call; or of several methods, by their names.
 Inputs = tuple[Any, ...] | Mapping[str, tuple[Any, ...]]
 
 _PARAMETERS = (nnx.Param, QuantizedParam)
-#: The attributes that hold the rules of a model, and the stream of its stochastic roundings.
-_RULES, _STREAM = "quantization_rules", "quantization_stream"
+#: The attributes that hold the rules of a model, the stream of its stochastic roundings, and its kept scales.
+_RULES, _STREAM, _SCALES = "quantization_rules", "quantization_stream", "quantization_scales"
 
 
 def quantize_program(
@@ -42,6 +47,17 @@ def quantize_program(
             raise ValueError("model is packed already; quantize the model that it was made from")
         model.__class__ = type(model).__mro__[1]
     check_fields(rules)
+    held: KeptScales | None = getattr(model, _SCALES, None)
+    known = held.scales if held is not None and getattr(model, _RULES) == tuple(rules) else Scales({}, {})
+    if held is not None:
+        delattr(model, _SCALES)
+    keeping = next((rule for rule in rules if rule.scale_from is not None), None)
+    if keeping is not None and inputs is None:
+        raise ValueError(
+            f"inputs=None, but {keeping} keeps scales, whose places the program says: pass example arguments of the "
+            "model's call, inputs=(x,)"
+        )
+    scales = known if inputs is None or keeping is None else _started(model, rules, inputs, known)
     stochastic = [rule for rule in rules if rule.stochastic]
     if mode == "qat" and inputs is not None:
         report_program(model, rules, inputs)  # the errors of rules come here, not in the first call
@@ -52,11 +68,38 @@ def quantize_program(
                 "call, inputs=(x,), or of other methods, inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
             )
         key = fork(stochastic[0], rngs, "the model")() if any(map(_draws_weights, rules)) else None
-        _pack(model, rules, inputs, key)
+        packed = _pack(model, rules, inputs, scales, key)
+        learned = {name: scale for name, scale in scales.learned.items() if name not in packed}
+        scales = scales._replace(learned=learned)
     if stochastic:
         setattr(model, _STREAM, nnx.data(fork(stochastic[0], rngs, "the model")))
+    if scales.learned or scales.stats:
+        setattr(model, _SCALES, nnx.data(KeptScales(scales)))
     setattr(model, _RULES, nnx.static(tuple(rules)))
     model.__class__ = _class_of(type(model))
+
+
+def _started(model: Any, rules: Sequence[Rule], inputs: Inputs, known: Scales) -> Scales:
+    """The scales that rules keep in the methods of a model, those that are known as they are."""
+    graph, params, rest = _split(model)
+    learned, stats = {}, {}
+    for low, args in _functions(model, graph, rules, inputs).values():
+        begun = low.start(params, rest, args, from_data=False)
+        learned, stats = {**begun.learned, **learned}, {**begun.stats, **stats}
+    return Scales({**learned, **known.learned}, {**stats, **known.stats})
+
+
+def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], None]:
+    """Make a model of which the program is quantized note its data; what is returned ends that, and fixes ranges."""
+    observed = Observed(method, combine)
+    if not hasattr(model, _SCALES):
+        setattr(model, _SCALES, nnx.data(KeptScales(Scales({}, {}))))
+    getattr(model, _SCALES).observed = nnx.static(observed)
+
+    def end() -> None:
+        setattr(model, _SCALES, nnx.data(KeptScales(observed.into(getattr(model, _SCALES).scales))))
+
+    return end
 
 
 def report_program(model: Any, rules: Sequence[Rule], inputs: Inputs) -> dict[str, ProgramReport]:
@@ -120,9 +163,20 @@ def _interpreted(plain: type, method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         stream = getattr(self, _STREAM, None)
         graph, params, rest = _split(self)
-        low = _function(graph, method, getattr(self, _RULES), plain)
+        low = _function(self, graph, method, getattr(self, _RULES), plain)
         given = _Given(args, kwargs)
-        out, after, states = low(params, rest, given.split(), key=None if stream is None else stream())
+        key, held = None if stream is None else stream(), getattr(self, _SCALES, None)
+        how = partial(low, params, rest, given.split(), key=key)
+        if held is None:
+            out, after, states = how()
+        elif held.observed is not None:
+            (out, after, states), seen = low.observe(params, rest, given.split(), scales=held.scales, key=key)
+            held.observed.see(seen)
+        elif held.use_running_average:
+            out, after, states = how(scales=held.scales)
+        else:
+            (out, after, states), scales = low.update(params, rest, given.split(), scales=held.scales, key=key)
+            held.take(scales.stats)
         nnx.update(self, after)
         given.update(states)
         return out
@@ -131,9 +185,9 @@ def _interpreted(plain: type, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split(model: Any) -> tuple[Any, Any, Any]:
-    """The graph of a model, its parameters, and all else that it holds."""
-    graph, params, rest = nnx.split(model, _PARAMETERS, ...)
-    return graph, params, rest
+    """The graph of a model, its parameters, and all else that it holds: its kept scales apart, which are none here."""
+    graph, scales, params, rest = nnx.split(model, nnx.PathContains(_SCALES), _PARAMETERS, ...)
+    return graph, params, (rest, scales)
 
 
 def _functions(
@@ -141,30 +195,45 @@ def _functions(
 ) -> dict[str, tuple[QuantizedFunction, _Arguments]]:
     """The methods that have example arguments, as functions, with these."""
     return {
-        name: (_function(graph, _method(type(model), name), tuple(rules), type(model)), _Given(args, {}).split())
+        name: (_function(model, graph, _method(type(model), name), tuple(rules), type(model)), _Given(args, {}).split())
         for name, args in _methods_of(inputs).items()
     }
 
 
-def _function(graph: Any, method: Callable[..., Any], rules: tuple[Rule, ...], plain: type) -> QuantizedFunction:
+def _function(
+    model: Any, graph: Any, method: Callable[..., Any], rules: tuple[Rule, ...], plain: type
+) -> QuantizedFunction:
     """A method as a function of parameters, other state and arguments; of equal graphs one that is traced once."""
+    classes = _classes_of(model) if any(rule.layer is not None for rule in rules) else ()
     try:
         hash(graph)
     except TypeError:  # an attribute that cannot be compared
-        return _new_function(graph, method, rules, plain)
-    return _kept_function(graph, method, rules, plain)
+        return _new_function(graph, method, rules, plain, classes)
+    return _kept_function(graph, method, rules, plain, classes)
 
 
-def _new_function(graph: Any, method: Callable[..., Any], rules: tuple[Rule, ...], plain: type) -> QuantizedFunction:
+def _classes_of(model: Any) -> tuple[tuple[str, str], ...]:
+    """The path of each variable, with the class of the module that holds it."""
+    return tuple(
+        ("/".join(filter(None, (path, name))), type(placed.module).__name__)
+        for placed in modules_of(model)
+        for path in placed.paths
+        for name in placed.own
+    )
+
+
+def _new_function(
+    graph: Any, method: Callable[..., Any], rules: tuple[Rule, ...], plain: type, classes: tuple[tuple[str, str], ...]
+) -> QuantizedFunction:
     def pure(params: Any, rest: Any, given: _Arguments) -> tuple[Any, Any, Any]:
-        copy = nnx.merge(graph, params, rest)
+        copy = nnx.merge(graph, params, *rest)
         copy.__class__ = plain  # so that methods call each other as they are
         merged = given.merge()
         args, kwargs = merged.values
         out = method(copy, *args, **kwargs)
-        return out, _split(copy)[2], merged.states()
+        return out, _split(copy)[2][0], merged.states()
 
-    return QuantizedFunction(pure, rules)
+    return QuantizedFunction(pure, rules, classes=dict(classes))
 
 
 _kept_function = lru_cache(maxsize=256)(_new_function)
@@ -221,10 +290,11 @@ class _Given:
 # -- packed parameters -------------------------------------------------------------------------------------------------
 
 
-def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, key: Array | None) -> None:
+def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, scales: Scales, key: Array | None) -> set[str]:
+    """Store parameters packed; the names of the learned scales that have become part of them."""
     graph, params, rest = _split(model)
     for low, args in _functions(model, graph, rules, inputs).values():  # packed for the first method that rounds it
-        params = low.pack_more(params, rest, args, key=key)
+        params = low.pack_more(params, rest, args, scales=scales, key=key)
     before = dict(nnx.to_flat_state(nnx.state(model, _PARAMETERS)))
     made = {
         id(_variable_at(model, path)): QuantizedParam(value.get_value(), **before[path].get_metadata())
@@ -232,6 +302,7 @@ def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, key: Array | None) 
         if is_packed(value.get_value())
     }
     _replace(model, made)
+    return {name for name in scales.learned if re.search(r"_weight_scale$", name)}
 
 
 def _is_variable(value: Any) -> bool:

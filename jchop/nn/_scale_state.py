@@ -9,31 +9,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from jchop._products.layout import Layout, with_nan
+from jchop._products.layout import Layout
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
-from jchop.nn._scale_state.learned import round_learned
-from jchop.nn._scale_state.static import ActivationRange, round_within
+from jchop._products.scales.formulas import moved, remembered, round_stepwise, round_within, step_of
+from jchop._products.scales.sites import HISTORY, RANGE, Scales, kind_of
 from jchop.spec import Spec
-from jchop.storage import fit_scale
 
 Array = jax.Array
 
 __all__ = [
+    "ActivationRange",
     "AmaxHistory",
+    "KeptScales",
     "LearnedScale",
     "LearnedStep",
     "MovingRange",
     "PastMagnitudes",
     "Source",
-    "moved",
-    "remembered",
-    "round_stepwise",
     "source_of",
-    "span_of",
-    "step_of",
 ]
+
+
+class ActivationRange(nnx.Variable):
+    """The range (least, largest) of a layer's input that its scale is made for, as `calibrate` found it.
+
+    It is ordinary state of the model, saved and restored with it, and may be set by hand.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> rule = jc.nn.Rule(activation="int8")
+        >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
+        >>> static = jc.nn.calibrate(layer, [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 0.5]])])
+        >>> static.dot_general.range[...].tolist()
+        [-3.0, 2.0]
+    """
 
 
 class AmaxHistory(nnx.Variable):
@@ -92,6 +103,33 @@ class _Following(Source):
         """The hook of `flax.nnx.view`."""
         if use_running_average is not None:
             self.use_running_average = use_running_average
+
+
+class KeptScales(_Following):
+    """The kept scales of a model whose program is quantized.
+
+    Args:
+        scales: as `jchop.quantize_fn` has them.
+    """
+
+    observed: Any = None  # what `calibrate` has seen, while it runs the model
+
+    def __init__(self, scales: Scales) -> None:
+        super().__init__()
+        self.learned: dict[str, LearnedScale] = nnx.data({name: LearnedScale(v) for name, v in scales.learned.items()})
+        self.stats: dict[str, nnx.Variable] = nnx.data(
+            {name: _STATS[kind_of(name)](v) for name, v in scales.stats.items()}
+        )
+
+    @property
+    def scales(self) -> Scales:
+        """As arrays."""
+        return Scales(*({name: v.get_value() for name, v in held.items()} for held in (self.learned, self.stats)))
+
+    def take(self, stats: Mapping[str, Array]) -> None:
+        """The ranges and histories after a call."""
+        for name, value in stats.items():
+            self.stats[name][...] = value
 
 
 class MovingRange(_Following):
@@ -164,6 +202,7 @@ class LearnedStep(Source):
         return round_stepwise(self.how, self.layout, x, spec, self.scale[...], key)
 
 
+_STATS: Mapping[str, type[nnx.Variable]] = MappingProxyType({RANGE: ActivationRange, HISTORY: AmaxHistory})
 _MODULES: Mapping[type, Callable[[Any, tuple[int, ...]], Source]] = MappingProxyType(
     {MovingAverage: MovingRange, DelayedScaling: PastMagnitudes, LSQ: LearnedStep}
 )
@@ -172,50 +211,3 @@ _MODULES: Mapping[type, Callable[[Any, tuple[int, ...]], Source]] = MappingProxy
 def source_of(how: ScaleFrom, name: str, spec: Spec | None, stack: tuple[int, ...]) -> Source | None:
     """A new module for one operand, ``"activation"`` or ``"weight"``; None if its scales are those of each array."""
     return None if spec is None or name not in how.fields else _MODULES[type(how)](how, stack)
-
-
-# -- the formulas of each kind, independent of the storage of its state ------------------------------------------------
-
-
-def moved(how: MovingAverage, known: Array, x: Array, fixed: bool) -> Array:
-    """The range for the rounding of `x`: the known one, updated unless it is fixed; that of `x` if there is none."""
-    found = span_of(x)
-    span = known if fixed else how.decay * known + (1 - how.decay) * found
-    return jnp.where(jnp.isnan(known), found, span)
-
-
-def remembered(how: DelayedScaling, history: Array, x: Array) -> tuple[Array, Array]:
-    """The range that `x` is rounded under, and the history with it."""
-    now = jnp.max(jnp.abs(_numbers(x)))
-    past = history[0] if how.take == "last" else history.max()
-    most = jnp.where(past > 0, past, now)
-    return jnp.stack([-most, most]), jnp.concatenate([now[None], history[:-1]])
-
-
-def round_stepwise(how: LSQ, layout: Layout | None, x: Array, spec: Spec, scale: Array, key: Array | None) -> Array:
-    """`x` rounded under a learned scale: of a kernel in its layout, or (None) of an activation, which has one scale."""
-    if layout is None:
-        laid, scale = x, scale.reshape((1,) * x.ndim)
-        sharing = x.size // x.shape[0] if x.ndim > 1 else x.size
-    else:
-        laid = layout.lay(x)
-        sharing = laid.size // scale.size
-    y = round_learned(laid, spec, scale, key, sharing=sharing if how.factor else None)
-    return with_nan(x, y if layout is None else layout.back(y, x.shape), spec)
-
-
-def step_of(span: Array, spec: Spec) -> Array:
-    """The scale that an activation of this range starts with."""
-    return fit_scale(span.astype(jnp.float32), spec)[0].reshape(())
-
-
-def span_of(x: Array) -> Array:
-    """The least and the largest number of an array."""
-    numbers = _numbers(x)
-    return jnp.stack([numbers.min(), numbers.max()])
-
-
-def _numbers(x: Array) -> Array:
-    """The finite numbers of an array, which alone count for a scale."""
-    x = lax.stop_gradient(x).astype(jnp.float32)
-    return jnp.where(jnp.isfinite(x), x, 0)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._checks import check_choice
+from jchop._products.scales.formulas import round_within
+from jchop._products.scales.histogram import Histogram, add, entropy_threshold
 from jchop._settings import compiled
 from jchop.formats import UniformFormat
-from jchop.nn._scale_state.histogram import Histogram, add, entropy_threshold
-from jchop.nn._scale_state.static import round_within
 from jchop.rounding import Rounding
 from jchop.spec import Spec
 

@@ -1,0 +1,95 @@
+"""The arguments of a call of a function of parameters, taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._bits import CARRIERS
+from jchop._products.origins import DATA, NOTHING, Fact, of_parameter
+from jchop._products.weights import is_packed
+
+Array = jax.Array
+
+__all__ = ["Call"]
+
+
+class Call:
+    """The arguments of a call, taken apart: the arrays of the parameters, then those of the others."""
+
+    def __init__(self, params: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.leaves, self.tree = jax.tree.flatten(((params, *args), kwargs), is_leaf=is_packed)
+        own = len(jax.tree.leaves(params, is_leaf=is_packed))
+        arrays = [i for i, leaf in enumerate(self.leaves) if _is_array(leaf)]
+        self.places = arrays
+        self.values = [self.leaves[i] for i in arrays]
+        self.count = sum(i < own for i in arrays)
+        keyed = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
+        self.keys = tuple(path for path, leaf in keyed if _is_array(leaf))
+        self.paths = tuple(map(_path_of, self.keys))
+        self.params = params
+        self.abstract = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if is_packed(x) or not isinstance(x, Array) else x
+            for x in self.values
+        ]
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """The class of the node of the pytree that holds each parameter, by the path of the parameter."""
+        return {path: _holder(self.params, keys) for path, keys in zip(self.paths, self.keys, strict=True)}
+
+    @property
+    def facts(self) -> list[Fact]:
+        """What is known of the arrays."""
+        known = []
+        for i, x in enumerate(self.abstract):
+            number = not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            if i >= self.count:
+                known.append(DATA if number else NOTHING)
+            else:
+                known.append(of_parameter(i, x.shape) if number and x.dtype.name in CARRIERS else NOTHING)
+        return known
+
+    @property
+    def signature(self) -> Any:
+        """What a traced program depends on; None if that cannot be compared."""
+        static = tuple((i, leaf) for i, leaf in enumerate(self.leaves) if not _is_array(leaf))
+        avals = tuple(jax.typeof(x) if isinstance(x, Array) else (x.shape, x.dtype) for x in self.abstract)
+        settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+        made = (self.tree, self.paths, avals, tuple((i, type(leaf), leaf) for i, leaf in static), settings)
+        try:
+            hash(made)
+        except TypeError:
+            return None
+        return made
+
+
+def _path_of(path: tuple[Any, ...]) -> str:
+    """The path of a parameter as text."""
+    return jax.tree_util.keystr(_unboxed(path), simple=True, separator="/")
+
+
+def _unboxed(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A path without the ``value`` of the box (a variable, its sharding) that a parameter is in."""
+    boxed = len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
+    return path[:-1] if boxed else path
+
+
+def _holder(node: Any, path: tuple[Any, ...]) -> str:
+    """The class of the node that holds the end of a path; empty if a node on the way gives no names of its parts."""
+    for key in _unboxed(path)[:-1]:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            node = getattr(node, key.name, None)
+        elif isinstance(key, jax.tree_util.DictKey | jax.tree_util.SequenceKey):
+            node = node[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]
+        else:
+            return ""
+    return type(node).__name__
+
+
+def _is_array(leaf: Any) -> bool:
+    return is_packed(leaf) or isinstance(leaf, Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)

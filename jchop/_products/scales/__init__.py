@@ -1,0 +1,1 @@
+"""Scales that are kept: their formulas, and the observers of calibration."""

@@ -1,0 +1,101 @@
+"""The formulas of kept scales: ranges that move, histories, and the rounding of an array under them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._products.codes import Coded, parts_of
+from jchop._products.layout import Layout, with_nan
+from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._products.scales.learned import round_learned
+from jchop.spec import Gradient, Spec
+from jchop.storage import QArray, dequantize, fit_scale, quantize
+
+Array = jax.Array
+
+__all__ = ["codes_within", "moved", "remembered", "round_stepwise", "round_within", "span_of", "step_of"]
+
+
+def moved(how: MovingAverage, known: Array, x: Array, fixed: bool) -> Array:
+    """The range for the rounding of `x`: the known one, updated unless it is fixed; that of `x` if there is none."""
+    found = span_of(x)
+    span = known if fixed else how.decay * known + (1 - how.decay) * found
+    return jnp.where(jnp.isnan(known), found, span)
+
+
+def remembered(how: DelayedScaling, history: Array, x: Array) -> tuple[Array, Array]:
+    """The range that `x` is rounded under, and the history with it."""
+    now = jnp.max(jnp.abs(_numbers(x)))
+    past = history[0] if how.take == "last" else history.max()
+    most = jnp.where(past > 0, past, now)
+    return jnp.stack([-most, most]), jnp.concatenate([now[None], history[:-1]])
+
+
+def round_stepwise(how: LSQ, layout: Layout | None, x: Array, spec: Spec, scale: Array, key: Array | None) -> Array:
+    """`x` rounded under a learned scale: of a kernel in its layout, or (None) of an activation, which has one scale."""
+    if layout is None:
+        laid, scale = x, scale.reshape((1,) * x.ndim)
+        sharing = x.size // x.shape[0] if x.ndim > 1 else x.size
+    else:
+        laid = layout.lay(x)
+        sharing = laid.size // scale.size
+    y = round_learned(laid, spec, scale, key, sharing=sharing if how.factor else None)
+    return with_nan(x, y if layout is None else layout.back(y, x.shape), spec)
+
+
+def step_of(span: Array, spec: Spec) -> Array:
+    """The scale that an activation of this range starts with."""
+    return fit_scale(span.astype(jnp.float32), spec)[0].reshape(())
+
+
+def span_of(x: Array) -> Array:
+    """The least and the largest number of an array."""
+    numbers = _numbers(x)
+    return jnp.stack([numbers.min(), numbers.max()])
+
+
+def _numbers(x: Array) -> Array:
+    """The finite numbers of an array, which alone count for a scale."""
+    x = lax.stop_gradient(x).astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def round_within(x: Array, spec: Spec, span: Array, key: Array | None = None) -> Array:
+    """`x` rounded under the scale that an array of the range `span` has; gradients pass straight through."""
+    if spec.gradient != Gradient():
+        raise ValueError(f"activation={str(spec)!r} has a gradient; under a fixed scale it passes straight through")
+    return _rounded(spec, x, span, key)
+
+
+def codes_within(x: Array, spec: Spec, span: Array, key: Array | None = None) -> tuple[Array, Coded]:
+    """As `round_within`, with the codes of the numbers beside them."""
+    stored = _stored(spec, lax.stop_gradient(x), span, key)
+    return round_within(x, spec, span, key), parts_of(stored)
+
+
+def _stored(spec: Spec, x: Array, span: Array, key: Array | None) -> QArray:
+    # The scale of an array has as many axes as the array.
+    ends = span.astype(x.dtype).reshape(*(1,) * (x.ndim - 1), 2) if x.ndim else jnp.max(jnp.abs(span)).astype(x.dtype)
+    scale, zero_point = fit_scale(ends, spec)
+    return quantize(x, spec, key, scale=scale, zero_point=zero_point)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded(spec: Spec, x: Array, span: Array, key: Array | None) -> Array:
+    return with_nan(x, dequantize(_stored(spec, x, span, key)), spec)
+
+
+def _forward(spec: Spec, x: Array, span: Array, key: Array | None) -> tuple[Array, None]:
+    return _rounded(spec, x, span, key), None
+
+
+def _backward(spec: Spec, kept: None, g: Array) -> tuple[Any, None, None]:
+    return g, None, None
+
+
+_rounded.defvjp(_forward, _backward)

@@ -1,0 +1,202 @@
+"""A program run with kept scales: state in, state out, through loops and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._products.analysis import ProductStep
+from jchop._products.contraction import Roundings
+from jchop._products.runner import Quantization
+from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._products.scales.formulas import moved, remembered, round_stepwise, round_within
+from jchop._products.scales.sites import Site
+from jchop._program.control import strong
+from jchop._program.run import interpret
+from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, Plan, carry_count
+from jchop._settings import split
+
+Array = jax.Array
+
+__all__ = ["Keeping"]
+
+
+class Keeping(Quantization):
+    """Products under rules and kept scales; made for one call.
+
+    Args:
+        roundings: as of `Quantization`.
+        sites: of products, by the identity of their steps.
+        turns: of each scan the names that have an entry for each turn.
+        known: the entries, by name. One that is missing is that of the array itself.
+        mode: ``"fixed"``: entries stay. ``"update"``: `found` has those after the call. ``"observe"``: `found` has the
+            arrays themselves, which are not rounded.
+    """
+
+    def __init__(
+        self,
+        roundings: dict[int, tuple[Roundings, int]],
+        sites: Mapping[int, Site],
+        turns: Mapping[int, tuple[str, ...]],
+        known: Mapping[str, Array],
+        mode: Literal["fixed", "update", "observe"],
+    ) -> None:
+        super().__init__(roundings)
+        self.sites, self.turns, self.mode = sites, turns, mode
+        self.known = {} if mode == "observe" else dict(known)
+        self.found: dict[str, Array] = {}
+        self._within: dict[int, tuple[Site, ...]] = {}
+
+    # -- one product ---------------------------------------------------------------------------------------------------
+
+    def operand(self, step: ProductStep, x: Array, how: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
+        """The operand of data, rounded under its kept scale."""
+        site = self.sites.get(id(step))
+        if site is None or (self.mode != "observe" and site.source is None and site.name not in self.known):
+            return x, how, key
+        how = replace(how, left=None)
+        if self.mode == "observe":
+            self.found[site.name] = lax.stop_gradient(x).astype(jnp.float32)
+            return x, how, key
+        mine, key = (None, None) if key is None else split(key)
+        return self._rounded(site, x, mine), how, key
+
+    def _rounded(self, site: Site, x: Array, key: Array | None) -> Array:
+        held = self.known.get(site.name)
+        if held is None or held.shape != (shape := site.shape[len(site.stack) :]):
+            raise ValueError(_wrong(site, held, shape if held is not None else ()))
+        source = site.source
+        if isinstance(source, LSQ):
+            return round_stepwise(source, None, x, site.spec, held, key)
+        span = after = held
+        if isinstance(source, MovingAverage):
+            span = after = moved(source, held, x, self.mode == "fixed")
+        elif isinstance(source, DelayedScaling):
+            span, after = remembered(source, held, x)
+        if site.follows and self.mode == "update":
+            self.found[site.name] = self.known[site.name] = after.astype(held.dtype)
+        return round_within(x, site.spec, span, key)
+
+    # -- programs within -----------------------------------------------------------------------------------------------
+
+    def enter(self, step: ProductStep, seeds: Any, args: list[Any], inner: Callable[..., list[Any]]) -> list[Any]:
+        """The results of a step that holds programs; entries are more operands of it, and more results."""
+        sites = self._sites_in(step)
+        if not sites or step.name in (*PLAIN_CALLS, *HIGH_CALLS):
+            return super().enter(step, seeds, args, inner)
+        if step.name == "scan":
+            return self._scan(step, seeds, args, sites)
+        if self.mode == "observe" and step.name == "while":
+            raise NotImplementedError(
+                f"{sites[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
+                "its product a rule without a scale for the whole array"
+            )
+        names = [site.name for site in sites if site.name in self.known]
+        given = [self.known[name] for name in names]
+        last = [name for name in names if name in self._following(sites)] if self.mode == "update" else []
+        seen = self._arrays_in(step, sites) if self.mode == "observe" else {}
+
+        def run(plan: Plan, seeds: Any, args: Sequence[Any]) -> list[Any]:
+            count = len(plan.jaxpr.invars)
+            out, found = self._inside(plan, seeds, args[:count], dict(zip(names, args[count:], strict=True)))
+            if step.name == "while":  # the entries are carried values
+                return [*out, *(found.get(name, value) for name, value in zip(names, args[count:], strict=True))]
+            own = dict(zip(names, args[count:], strict=True)) | found
+            return [*out, *(own[name] for name in last), *(found.get(name, blank) for name, blank in seen.items())]
+
+        out = super().enter(step, seeds, [*args, *given], run)
+        count = len(step.eqn.outvars)
+        after = dict(zip(names if step.name == "while" else (*last, *seen), out[count:], strict=True))
+        self._take({name: after[name] for name in after if self.mode == "observe" or name in last})
+        return out[:count]
+
+    def _scan(self, step: ProductStep, seeds: Any, args: list[Any], sites: Sequence[Site]) -> list[Any]:
+        params = step.eqn.params
+        consts, carried = carry_count(params)
+        fixed, start, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
+        turns = self.turns.get(id(step), ())
+        names = [site.name for site in sites if site.name in self.known]
+        each = {name: self.known[name] for name in names if name in turns}
+        shared = {name: self.known[name] for name in names if name not in turns}
+        follows = self._following(sites) if self.mode == "update" else ()
+
+        def turn(carry: Any, x: Any) -> Any:
+            values, count, kept = carry
+            own, mine = x
+            inside = None if seeds is None else seeds.turn(step.number, count)
+            out, found = self._inside(step.inner[0], inside, [*fixed, *values, *own], {**kept, **mine})
+            out = strong(out)
+            went = {name: found[name] for name in found if self.mode == "observe" or (name in mine and name in follows)}
+            kept = {name: found.get(name, value) for name, value in kept.items()}
+            return (out[:carried], count + jnp.uint32(1), kept), (out[carried:], went)
+
+        (last, _, after), (ys, went) = lax.scan(
+            turn,
+            (strong(start), jnp.uint32(0), shared),
+            (list(xs), each),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        self._take({**{name: after[name] for name in after if name in follows}, **went})
+        return [*last, *ys]
+
+    def _inside(self, plan: Plan, seeds: Any, args: Sequence[Any], known: dict[str, Array]) -> tuple[list[Any], dict]:
+        """The results of a program within, and the entries that it found."""
+        outer = self.known, self.found
+        self.known, self.found = known, {}
+        try:
+            return interpret(self, plan, seeds, args), self.found
+        finally:
+            self.known, self.found = outer
+
+    def _take(self, found: Mapping[str, Array]) -> None:
+        self.found.update(found)
+        if self.mode == "update":
+            self.known.update(found)
+
+    def _sites_in(self, step: ProductStep) -> tuple[Site, ...]:
+        if id(step) not in self._within:
+            inner = (self.sites.get(id(s)) for plan in step.inner for s in plan.walk())
+            self._within[id(step)] = tuple(site for site in inner if site is not None)
+        return self._within[id(step)]
+
+    @staticmethod
+    def _following(sites: Sequence[Site]) -> set[str]:
+        return {site.name for site in sites if site.follows}
+
+    def _arrays_in(self, step: ProductStep, sites: Sequence[Site]) -> dict[str, Array]:
+        """Arrays of NaN, which stand for the data of a branch that was not taken."""
+        shapes = {}
+        for inner in (s for plan in step.inner for s in plan.walk() if id(s) in self.sites):
+            weight = self.roundings[id(inner)][1]
+            aval = inner.eqn.invars[1 - weight].aval
+            turned = [s.eqn.params["length"] for s in _scans_around(step, inner)]
+            shapes[self.sites[id(inner)].name] = jnp.full((*turned, *aval.shape), jnp.nan)
+        return {site.name: shapes[site.name] for site in sites}
+
+
+def _scans_around(outer: ProductStep, wanted: ProductStep) -> list[ProductStep]:
+    """The scans between a step and one within it, from the outside in."""
+    for plan in outer.inner:
+        for step in plan.steps:
+            if step is wanted:
+                return []
+            if any(inner is wanted for p in step.inner for inner in p.walk()):
+                return [*([step] if step.name == "scan" else []), *_scans_around(step, wanted)]
+    return []
+
+
+def _wrong(site: Site, held: Array | None, shape: tuple[int, ...]) -> str:
+    if held is None:
+        more = ", or for a learned scale what calibrate returns" if isinstance(site.source, LSQ) else ""
+        return f"scales has no {site.name!r} of the {site.place}: pass scales=low.start(params, ...){more}"
+    return (
+        f"scales: {site.name!r} of the {site.place} has shape {held.shape} in a call, and its rule needs {shape}: it "
+        "belongs to a function with another rule"
+    )

@@ -1,0 +1,80 @@
+"""Arrays that a program was observed to round, and the entries of scales made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._products.scale_from import DelayedScaling
+from jchop._products.scales.formulas import step_of
+from jchop._products.scales.observers import Observer, observer_of
+from jchop._products.scales.sites import SCALE, Scales, Site
+
+Array = jax.Array
+
+__all__ = ["Observed", "by_turn", "over_entries"]
+
+
+def by_turn(site: Site, x: Array, function: Callable[[Array], Array]) -> dict[tuple[int, ...], Array]:
+    """A function of the data of each entry of a site: of its turns, by index; of other loops, all turns together."""
+    own = [axis for axis, (_, mine) in enumerate(site.loops) if mine]
+    moved = jnp.moveaxis(x, own, range(len(own)))
+    return {index: function(moved[index]) for index in np.ndindex(*site.stack)}
+
+
+def over_entries(
+    site: Site, values: Mapping[tuple[int, ...], Array], function: Callable[[Array], Array] = jnp.asarray
+) -> Array:
+    """The entry of a site from a function of the value of each turn."""
+    each = [function(values[index]) for index in np.ndindex(*site.stack)]
+    return jnp.stack(each).reshape(*site.stack, *each[0].shape)
+
+
+class Observed:
+    """What the sites of a program have seen.
+
+    Args:
+        method: as of `calibrate`.
+        combine: as of `calibrate`.
+    """
+
+    def __init__(self, method: str, combine: str) -> None:
+        self._make = observer_of(method, combine)
+        self._sites: dict[str, tuple[Site, dict[tuple[int, ...], Observer]]] = {}
+
+    def see(self, seen: Mapping[str, tuple[Site, Array]]) -> None:
+        """Note the data of one call."""
+        for site, data in seen.values():
+            if isinstance(site.source, DelayedScaling):
+                continue
+            _, observers = self._sites.setdefault(site.name, (site, {}))
+            for index, x in by_turn(site, data, lambda x: x).items():
+                if isinstance(x, jax.core.Tracer):
+                    raise ValueError("calibrate runs on data, and cannot be part of a function under jax.jit")
+                if bool(jnp.isfinite(x).any()):  # else a branch was not taken
+                    observers.setdefault(index, self._make(site.spec)).see(x)
+
+    def into(self, scales: Scales) -> Scales:
+        """Scales with the entries of all sites that have seen data.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        found: dict[str, dict[str, Any]] = {"learned": {}, "stats": {}}
+        for name, (site, observers) in self._sites.items():
+            spans = {index: span for index, one in observers.items() if (span := one.range()) is not None}
+            if len(spans) == len([*np.ndindex(*site.stack)]):
+                learned = site.kind == SCALE
+                how = (lambda span, s=site: step_of(span, s.spec)) if learned else (lambda span: span)
+                found["learned" if learned else "stats"][name] = over_entries(site, spans, how)
+        if not found["learned"] and not found["stats"]:
+            raise ValueError(
+                "no product of the program has an activation with one scale for the whole array, such as 'int8', "
+                "without a gradient of its own, backward roundings or a history, and data that is finite"
+            )
+        return Scales({**scales.learned, **found["learned"]}, {**scales.stats, **found["stats"]})

@@ -1,0 +1,170 @@
+"""Where a program keeps scales: the operands whose scales are state, and the shapes of that state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jchop._products.analysis import ProductStep
+from jchop._products.contraction import Roundings
+from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom, is_tensor_scaled
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Plan, carry_count
+from jchop.spec import Gradient, Spec
+
+Array = jax.Array
+
+__all__ = ["HISTORY", "RANGE", "SCALE", "Scales", "Site", "kind_of", "sites_of"]
+
+#: The kinds of state, which end the names of entries.
+RANGE, HISTORY, SCALE = "range", "history", "scale"
+_KINDS: Mapping[type, str] = {MovingAverage: RANGE, DelayedScaling: HISTORY, LSQ: SCALE}
+
+
+def kind_of(name: str) -> str:
+    """The kind of state of an entry."""
+    return next(kind for kind in (RANGE, HISTORY, SCALE) if re.search(rf"_{kind}(_[0-9]+)?$", name))
+
+
+class Scales(NamedTuple):
+    """The kept scales of a program: a pytree, in the manner of an Optax state.
+
+    Args:
+        learned: scales that are parameters (`LSQ`), by name: train them along with the model's.
+        stats: ranges (least, largest) and histories of magnitudes, by name, which calls on data update.
+
+    A name is the path of the parameter whose product it is for, then ``activation`` or ``weight``, then ``range``,
+    ``history`` or ``scale``: ``"mlp/kernel_activation_range"``. Those of a stack of layers, in a scan, have its axis in
+    front.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> rule = jc.Rule(weight="int8", activation="int8", scale_from=jc.MovingAverage(0.5))
+        >>> low = jc.quantize_fn(lambda p, x: x @ p["w"], rule)
+        >>> params, x = {"w": jnp.ones((2, 2))}, jnp.array([[1.0, -2.0]])
+        >>> y, scales = low.update(params, x, scales=low.start(params, x))
+        >>> {name: span.tolist() for name, span in scales.stats.items()}
+        {'w_activation_range': [-2.0, 1.0]}
+    """
+
+    learned: dict[str, Array] = {}  # noqa: RUF012  a named tuple's default is never changed here
+    stats: dict[str, Array] = {}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class Site:
+    """A product whose data operand has kept scales, or may have a fixed range.
+
+    Args:
+        name: of its entry.
+        spec: of the operand.
+        source: the rule's; None for a range that `calibrate` may fix.
+        loops: of the scans around it, the lengths, and whether it has an entry for each turn.
+        place: of the product, for errors.
+    """
+
+    name: str
+    spec: Spec
+    source: ScaleFrom | None
+    loops: tuple[tuple[int, bool], ...]
+    place: Any = field(default=None, compare=False)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The axes in front of its entry, those of stacks of layers."""
+        return tuple(length for length, own in self.loops if own)
+
+    @property
+    def kind(self) -> str:
+        """What is kept."""
+        return RANGE if self.source is None else _KINDS[type(self.source)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its entry."""
+        if self.kind == RANGE:
+            return (*self.stack, 2)
+        return (*self.stack, self.source.length) if isinstance(self.source, DelayedScaling) else self.stack
+
+    @property
+    def follows(self) -> bool:
+        """Whether calls on data update it."""
+        return isinstance(self.source, MovingAverage | DelayedScaling)
+
+    def start(self) -> Array:
+        """The entry before the first call; a learned scale has none."""
+        return jnp.full(self.shape, jnp.nan, jnp.float32) if self.kind == RANGE else jnp.zeros(self.shape)
+
+
+def sites_of(
+    plan: Plan, roundings: Mapping[int, tuple[Roundings, int]], rules: Mapping[int, Any], paths: Sequence[str]
+) -> tuple[dict[int, Site], dict[int, tuple[str, ...]]]:
+    """The sites of a program by the identity of their steps, and of each scan the names that have an entry a turn.
+
+    Raises:
+        NotImplementedError: for a source of scales in a program of which nothing but results can come back.
+    """
+    sites: dict[int, Site] = {}
+    turns: dict[int, tuple[str, ...]] = {}
+    counts: dict[str, int] = {}
+    for step, scans, closed in _walk(plan, (), ""):
+        if id(step) not in roundings or id(step) not in rules:
+            continue
+        how, weight = roundings[id(step)]
+        rule = rules[id(step)]
+        source = rule.scale_from if rule.scale_from is not None and "activation" in rule.scale_from.fields else None
+        if weight < 0 or not _keeps(how, source):
+            continue
+        leaf = step.uses[weight][0].leaf
+        name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _KINDS[type(source)]}"
+        if closed and source is None:
+            continue
+        if closed and (closed != _WHILE or isinstance(source, LSQ)):  # its state can be carried, its data not be seen
+            raise NotImplementedError(
+                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within {closed}, "
+                f"out of which its data cannot come. Put Rule({paths[leaf]!r}, ...) without scale_from before it"
+            )
+        counts[name] = counts.get(name, 0) + 1
+        name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
+        for scan in (scan for scan, _, leaves in scans if leaf in leaves):
+            turns[scan] = (*turns.get(scan, ()), name)
+        assert how.left is not None
+        loops = tuple((length, leaf in leaves) for _, length, leaves in scans)
+        sites[id(step)] = Site(name, how.left, source, loops, how.place)
+    return sites, turns
+
+
+def _keeps(how: Roundings, source: ScaleFrom | None) -> bool:
+    """Whether the left operand has kept scales by the rule, or is rounded once under one scale, which can be fixed."""
+    if how.left is None or how.codes:
+        return False
+    return source is not None or (is_tensor_scaled(how.left) and how.keeps_left and how.left.gradient == Gradient())
+
+
+_Scans = tuple[tuple[int, int, frozenset[int]], ...]
+_OPEN = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, "scan", "cond"))
+_WHILE = "a while loop"
+
+
+def _walk(plan: Plan, scans: _Scans, closed: str) -> Iterator[tuple[ProductStep, _Scans, str]]:
+    """Every step, with the scans around it (each with its length and the parameters that it takes apart)."""
+    for step in plan.steps:
+        yield step, scans, closed
+        if not step.inner:
+            continue
+        inside = scans
+        if step.name == "scan":
+            taken = step.known[sum(carry_count(step.eqn.params)) :]
+            leaves = frozenset(origin.leaf for fact in taken for origin in fact.origins)
+            inside = (*scans, (id(step), step.eqn.params["length"], leaves))
+        within = "" if step.name in _OPEN else _SAID.get(step.name, step.name)
+        within = closed if closed and (closed != _WHILE or not within) else within
+        for inner in step.inner:
+            yield from _walk(inner, inside, within)
+
+
+_SAID = dict.fromkeys(CUSTOM_CALLS, "a function with a derivative of its own") | {"while": _WHILE}

@@ -1,1 +1,0 @@
-"""Scales of activations that are state or parameters."""

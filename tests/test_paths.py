@@ -1,0 +1,70 @@
+"""Patterns of paths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jchop._paths import check_pattern, matches_path, names_last, nearest_paths
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        ("*", ["", "a", "a/b"], []),
+        ("head", ["head", "head/query", "blocks.0.head"], ["heads", "a/ahead", ""]),
+        ("blocks/*/mlp", ["blocks/10/mlp/up", "net.blocks.1.mlp"], ["blocks/mlp", "blocks/0/a/mlp"]),
+        ("blocks/**/mlp", ["blocks/mlp", "blocks/0/a/mlp"], ["mlp/blocks"]),
+        ("*norm*", ["blocks/0/norm_1"], ["blocks/0"]),
+        ("b[01]", ["b1"], ["b2", "b[01]"]),
+        ("b[!0-4]", ["b5"], ["b2", "b/5"]),
+        ("b?", ["b1"], ["b", "b12"]),
+        ("{query,key}/w*", ["key/w1"], ["value/w", "key"]),
+        ("{a,b{c,d}}e", ["ae", "bde"], ["be", "a,e"]),
+        ("block/", ["net/block"], ["net/block/dense"]),
+        ("/block", ["block/dense"], ["net/block"]),
+        ("/block/", ["block"], ["block/dense", "net/block"]),
+        ("/", [""], ["a"]),
+        ("!head", ["", "mlp"], ["head", "head/query"]),
+        ("query key !blocks/0 !*norm", ["blocks/1/key", "query"], ["blocks/0/key", "key/norm", "value"]),
+        ("...d,df->...f", ["scores/...d,df->...f"], ["scores/d,fd->f"]),
+        ("a+(b)", ["a+(b)"], ["aab"]),
+    ],
+)
+def test_a_pattern_matches_parts(pattern: str, yes: list[str], no: list[str]) -> None:
+    assert [path for path in (*yes, *no) if matches_path(pattern, path)] == yes
+
+
+def test_what_has_several_paths() -> None:
+    assert matches_path("block/", "block/w", "block") and not matches_path("!w", "block/w", "block")
+
+
+def test_the_last_part() -> None:
+    assert names_last("mlp/kern*", "blocks/mlp/kernel") and names_last("a kernel", "mlp.kernel")
+    assert not names_last("mlp", "mlp/kernel") and not names_last("mlp/*", "mlp/kernel")
+    assert not names_last("!kernel", "mlp/kernel") and not names_last("/", "kernel")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error", "words"),
+    [
+        ("", TypeError, "'' must be"), (" ", TypeError, "must be"), (3, TypeError, "=3 must be"),
+        ("a[", ValueError, "not closed"), ("{a", ValueError, "not closed"), ("[z-a]", ValueError, "wrong bracket"),
+        (r"a\.b", ValueError, "regular expression"), ("!", ValueError, "excludes nothing"),
+        (".", ValueError, "no part"),
+    ],
+)  # fmt: skip
+def test_what_is_no_pattern(pattern: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        check_pattern("path", pattern)
+
+
+def test_the_nearest_paths_come_first() -> None:
+    paths = ["head", "blocks/0/attention/query", "blocks/0/attention/key"]
+    assert nearest_paths(["atention/qery"], paths) == (
+        "; the nearest paths are 'blocks/0/attention/query', 'blocks/0/attention/key'"
+    )
+    assert nearest_paths(["zzz"], paths) == f"; the nearest paths are {', '.join(map(repr, paths))}"
+    assert nearest_paths(["a"], [""]) == ""
