@@ -178,11 +178,9 @@ class Collector(Runner):
 
         def filled(i: int, values: Any) -> tuple[Any, dict[int, Sums]]:
             out, sums = branch(i, values)
-            return out, {leaf: sums.get(leaf, jax.tree.map(_zeros, shape)) for leaf, shape in every.items()}
+            return out, {i: sums[i] if i in sums else jax.tree.map(_zeros, shape) for i, shape in every.items()}
 
-        out, sums = lax.switch(
-            index, [lambda values, i=i: filled(i, values) for i in range(len(step.inner))], operands
-        )
+        out, sums = lax.switch(index, [lambda values, i=i: filled(i, values) for i in range(len(step.inner))], operands)
         for leaf, value in sums.items():
             self._add(leaf, value)
         return [*map(Lanes, out)]
@@ -230,10 +228,8 @@ def _rows(product: Any, site: Site, x: Array, kernel: Sequence[int]) -> Array:
     if isinstance(product, Ragged):
         return x[None]
     layout = product.forward.left
-    inner = product.product if isinstance(product, Flipped) else product
-    batch = len(inner.batch[0])
     laid = layout.lay(x)
-    own = [i for i in range(batch) if site.laid.kept[i]]
+    own = [i for i in range(site.batch) if site.laid.kept[i]]
     order = [*own, *(i for i in range(laid.ndim - 1) if i not in own), laid.ndim - 1]
     return laid.transpose(order).reshape(site.layout.matrices[0], -1, laid.shape[-1])
 

@@ -79,9 +79,7 @@ class MatrixLayout:
     @property
     def matrices(self) -> tuple[int, int, int]:
         """The shape of the matrices."""
-        batch, summed, kept = (
-            math.prod(self.sizes[i] for i in some) for some in (self.batch, self.summed, self.kept)
-        )
+        batch, summed, kept = (math.prod(self.sizes[i] for i in some) for some in (self.batch, self.summed, self.kept))
         return batch, summed, kept
 
     def lay(self, x: Array) -> Array:

@@ -20,7 +20,7 @@ from jchop._products.weights import is_packed, numbers_of
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._round import Outcome, round_parameter
 from jchop.ptq._run import Data, check_batches
-from jchop.ptq._sites import Site, Sites, Stage
+from jchop.ptq._sites import Site, Sites
 from jchop.ptq._steps import Correction, Steps, Sweep, as_steps, gptq
 from jchop.ptq._sums import Sums, value
 
@@ -182,7 +182,7 @@ class _Job:
             note = "no input reached it" if not reached else f"no input reached {missing} of its {count.size} matrices"
         shared = self.call.values[leaf].shape[len(turn) : site.stack]
         for place in np.ndindex(*shared):
-            self._round_one(leaf, (*turn, *place), gram, cross, float(count.sum()), note, placement)
+            self._round_one(leaf, (*turn, *place), gram, cross, count, note, placement)
 
     def _round_one(
         self, leaf: int, turn: tuple[int, ...], gram: Array, cross: Array | None, rows: float, note: str,
@@ -199,9 +199,7 @@ class _Job:
         check_finite(weight, f"params: {path!r}")
         layout = self.wanted[leaf].layout
         with types_for(weight.dtype):
-            out = round_parameter(
-                weight, gram, cross, drawn, placement=placement, layout=layout, steps=self.steps
-            )
+            out = round_parameter(weight, gram, cross, drawn, placement=placement, layout=layout, steps=self.steps)
         if bool(out.failed.any()):
             raise ValueError(
                 f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
@@ -215,7 +213,7 @@ class _Job:
         self.rows.append(self._row(leaf, path, weight.shape, out, rows, note))
 
     def _row(
-        self, leaf: int, path: str = "", shape: Sequence[int] = (), out: Outcome | None = None, rows: float = 0.0,
+        self, leaf: int, path: str = "", shape: Sequence[int] = (), out: Outcome | None = None, rows: Array | None = None,
         note: str = "",
     ) -> WeightRow:  # fmt: skip
         held = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
@@ -225,7 +223,8 @@ class _Job:
             return WeightRow(path, tuple(shape), spec, bits, "nearest" if held is not None else "", note=note)
         taken = (("correct_error", self.steps.correction), ("gptq", self.steps.sweep))
         method = ", ".join(name for name, step in taken if step is not None) or "nearest"
-        energy, before, after = (float(v.sum()) for v in (out.energy, out.before, out.after))
+        assert rows is not None
+        energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
             path, tuple(shape), spec, bits, method, _decibels(energy, before), _decibels(energy, after),
             float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), rows,

@@ -28,6 +28,7 @@ class Site:
     Args:
         leaf: its index.
         laid: how its first product takes it.
+        batch: how many of the axes that its product keeps, the first ones, are axes of a batch.
         layout: it as matrices.
         stack: how many axes of a stack it has in front.
         turns: how many of these are turns of loops, which are looked at one by one.
@@ -35,6 +36,7 @@ class Site:
 
     leaf: int
     laid: Laid
+    batch: int
     layout: MatrixLayout
     stack: int
     turns: int
@@ -92,10 +94,6 @@ class Sites:
             for place in dict.fromkeys(place for _, place in fresh):
                 yield Stage(tuple(leaf for leaf, own in fresh if own == place), place)
 
-    def within(self, plan: Plan) -> bool:
-        """Whether a program has a product that is looked at."""
-        return any(id(step) in self.of_step for step in plan.walk())
-
 
 def _flat(
     parts: Sequence[Any], turn: dict[int, tuple[int, ...]]
@@ -135,9 +133,7 @@ def find_sites(program: Any) -> Sites:
     return found
 
 
-def _walk(
-    plan: Plan, program: Any, first: dict[int, Laid], found: Sites, loops: dict[int, int], inside: str
-) -> None:
+def _walk(plan: Plan, program: Any, first: dict[int, Laid], found: Sites, loops: dict[int, int], inside: str) -> None:
     parts = found.parts
     for step in plan.steps:
         if step.product is not None:
@@ -219,13 +215,11 @@ def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns:
     sizes = step.eqn.invars[side].aval.shape
     taken = [math.prod(part.size for part in parts) for parts in (*laid.kept[:batch], laid.summed)]
     wanted = [sizes[axis] for axis in operand.kept[:batch]] + [math.prod(sizes[axis] for axis in operand.summed)]
-    partly = any(a != b and not (parts == () and i < batch) for i, (a, b, parts) in enumerate(
-        zip(taken, wanted, (*laid.kept[:batch], laid.summed), strict=True)
-    ))  # fmt: skip
+    partly = taken[-1] != wanted[-1] or any(n not in (1, size) for n, size in zip(taken, wanted, strict=True))
     stack = stack_of(shape, laid)
     layout = None if partly else MatrixLayout.of(shape, stack, laid, batch)
     if layout is None:
         return "its product takes a part of an axis"
     if turns not in (0, stack):
         return "it is a stack of stacks, and not all of them are turns of a loop"
-    return Site(use.leaf, laid, layout, stack, turns)
+    return Site(use.leaf, laid, batch, layout, stack, turns)

@@ -75,7 +75,7 @@ def statistics(
     *,
     progress: Callable[[int], object] | None = None,
 ) -> Statistics:
-    """The second moments, mean and largest magnitudes of the inputs of all products of parameters and data, in one pass.
+    """The second moments and magnitudes of the inputs of all products of parameters and data, in one pass.
 
     The program that JAX traces of `fun` shows the products: `dot_general` with any contracted axes and axes of a batch,
     convolutions (their patches), `ragged_dot` (each group by itself); also within `jit`, `remat`, branches, and `scan`,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,21 +65,20 @@ def of_rows(x: Array, y: Array | None = None, counted: Array | None = None) -> S
         counted: which rows count, (batch, rows). Default: all.
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    both = [x] if y is None else [x, y.astype(x.dtype)]
     batch, rows, _ = x.shape
-    other = None if y is None else y.astype(x.dtype)
     if counted is not None:
-        x, other = (None if v is None else jnp.where(counted[..., None], v, 0) for v in (x, other))
+        both = [jnp.where(counted[..., None], v, 0) for v in both]
     number = jnp.full((batch,), rows) if counted is None else counted.sum(1)
-    count = pairs.single(number.astype(x.dtype))
+    count = number.astype(x.dtype)
     chunk = min(_ROWS, max(rows, 1))
-    parts = [None if v is None else _chunks(v, chunk) for v in (x, other)]
+    parts = [_chunks(v, chunk) for v in both]
 
-    def turn(before: Sums, pair: Any) -> tuple[Sums, None]:
-        return added(before, _of_chunk(*pair, jnp.zeros_like(count.hi))), None
+    def turn(before: Sums, some: list[Array]) -> tuple[Sums, None]:
+        return added(before, _of_chunk(some, jnp.zeros_like(count))), None
 
-    first = _of_chunk(*(None if v is None else v[0] for v in parts), count.hi)
-    rest = tuple(None if v is None else v[1:] for v in parts)
-    return lax.scan(turn, first, rest)[0] if rows > chunk else first
+    first = _of_chunk([v[0] for v in parts], count)
+    return lax.scan(turn, first, [v[1:] for v in parts])[0] if rows > chunk else first
 
 
 def _chunks(x: Array, chunk: int) -> Array:
@@ -89,10 +88,13 @@ def _chunks(x: Array, chunk: int) -> Array:
     return x.reshape(batch, -1, chunk, summed).swapaxes(0, 1)
 
 
-def _of_chunk(x: Array, y: Array | None, count: Array) -> Sums:
+def _of_chunk(both: list[Array], count: Array) -> Sums:
+    """The sums over one chunk, of x and, if there is one, y."""
+
     def product(a: Array, b: Array) -> Pair:
         return pairs.single(jnp.einsum("btk,btl->bkl", a, b, precision=lax.Precision.HIGHEST))
 
+    x, *y = both
     size = jnp.abs(x)
-    cross = None if y is None else product(x, y - x)
+    cross = product(x, y[0] - x) if y else None
     return Sums(product(x, x), cross, pairs.single(size.sum(1)), size.max(1, initial=0), pairs.single(count))

@@ -20,7 +20,6 @@ __all__ = ["Factor", "factor", "order_of", "sweep"]
 
 #: The damping after a failed factorization is so many times the one before, at least `_LEAST`; and tried so often.
 _GROWTH, _LEAST, _MOST_TRIES = 4.0, 1e-6, 24
-#: One chunk of numbers is multiplied in full precision, whatever the setting of the program.
 _PRECISION = lax.Precision.HIGHEST
 
 
@@ -117,7 +116,9 @@ def sweep(
     extra = -count % block
     by_element = tuple(jnp.pad(part, [(0, extra), (0, 0)], mode="edge") for part in by_element)
     work = jnp.pad(columns, [(0, extra), (0, 0)])
-    upper = jnp.pad(upper, [(0, extra), (0, extra)]) + jnp.diag((jnp.arange(count + extra) >= count).astype(upper.dtype))
+    upper = jnp.pad(upper, [(0, extra), (0, extra)]) + jnp.diag(
+        (jnp.arange(count + extra) >= count).astype(upper.dtype)
+    )
     held = ElementScales((*by_element[:1], *shared), None if len(by_element) < 2 else by_element[1])
 
     def round_at(index: Array, column: Array) -> tuple[Array, Array]:
