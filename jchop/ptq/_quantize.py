@@ -185,7 +185,7 @@ class _Job:
             self._round_one(leaf, (*turn, *place), gram, cross, count, note, placement)
 
     def _round_one(
-        self, leaf: int, turn: tuple[int, ...], gram: Array, cross: Array | None, rows: float, note: str,
+        self, leaf: int, turn: tuple[int, ...], gram: Array, cross: Array | None, rows: Array, note: str,
         placement: Placement,
     ) -> None:  # fmt: skip
         weight = jnp.asarray(self.call.values[leaf])[turn]
@@ -213,8 +213,8 @@ class _Job:
         self.rows.append(self._row(leaf, path, weight.shape, out, rows, note))
 
     def _row(
-        self, leaf: int, path: str = "", shape: Sequence[int] = (), out: Outcome | None = None, rows: Array | None = None,
-        note: str = "",
+        self, leaf: int, path: str = "", shape: Sequence[int] = (), out: Outcome | None = None,
+        rows: Array | None = None, note: str = "",
     ) -> WeightRow:  # fmt: skip
         held = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
         spec, bits = ("", math.nan) if held is None else (str(held.spec), 8 * held.nbytes / max(1, _size(held.shape)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from jchop.ptq._sums import Sums, added
 
 Array = jax.Array
 
-__all__ = ["Data", "arguments_of", "check_batches"]
+__all__ = ["Data", "arguments_of", "changed_batches", "check_batches"]
 
 
 def check_batches(batches: Any, again: bool) -> None:
@@ -40,6 +40,26 @@ def check_batches(batches: Any, again: bool) -> None:
 def arguments_of(batch: Any) -> tuple[Any, ...]:
     """The arguments after the parameters: a tuple of them, or the only one."""
     return batch if isinstance(batch, tuple) else (batch,)
+
+
+def changed_batches(batches: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
+    """Batches with other arguments; they can be run through as often as the given ones."""
+    check_batches(batches, again=False)
+
+    def each() -> Iterator[tuple[Any, ...]]:
+        return (change(arguments_of(batch)) for batch in batches)
+
+    return each() if iter(batches) is iter(batches) else _Again(each)
+
+
+class _Again:
+    """An iterable that starts anew."""
+
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start()
 
 
 class Data:

@@ -288,7 +288,7 @@ def test_bad_arguments() -> None:
         jc.ptq.quantize(dense, rule, params, [], sequential=True)
     with pytest.raises(TypeError, match="can be run through once"):
         jc.ptq.quantize(dense, rule, params, iter([x]), jc.ptq.correct_error())
-    with pytest.raises(ValueError, match="'w' at .* an input with NaN"):
+    with pytest.raises(ValueError, match=r"'w' at .* an input with NaN"):
         jc.ptq.quantize(dense, rule, params, [x.at[0, 0].set(jnp.inf)])
     with pytest.raises(ValueError, match="params: 'w' holds 1 NaN"):
         jc.ptq.quantize(dense, rule, {"w": params["w"].at[0, 0].set(jnp.nan)}, [x])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from flax import linen as nn
 from jchop._products.program_report import ProgramReport
 from jchop._products.quantize_fn import QuantizedFunction
 from jchop._products.rule import Rule
+from jchop.ptq._quantize import calibrated
+from jchop.ptq._report import PtqReport
+from jchop.ptq._run import changed_batches
 
 __all__ = ["Program"]
 
@@ -72,6 +75,31 @@ class Program:
         parts = _parts(variables)
         packed = self._function().pack(*parts, args, rngs, kwargs, key=self._key(rngs))
         return {**parts[1], "params": packed}
+
+    def calibrate(
+        self,
+        variables: Any,
+        batches: Iterable[Any],
+        steps: Any = None,
+        *,
+        sequential: bool | None = None,
+        rngs: Any = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> tuple[Any, PtqReport]:
+        """The packed variables, rounded with data, and a report, as `jchop.ptq.quantize` gives them.
+
+        Args:
+            variables: variables of the module.
+            batches: arguments of the module: tuples, or the only argument.
+            steps: as of `jchop.ptq.quantize`.
+            sequential: as of `jchop.ptq.quantize`.
+            rngs: streams of keys by name.
+            progress: called with the number of batches that were run.
+        """
+        params, rest = _parts(variables)
+        given = changed_batches(batches, lambda args: (rest, args, rngs, {}))
+        packed, report = calibrated(self._function(), params, given, steps, sequential, self._key(rngs), progress)
+        return {**rest, "params": packed}, report
 
     def report(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> ProgramReport:
         """What happens to each parameter and each product; arguments as those of `pack`."""

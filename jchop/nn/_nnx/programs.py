@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from typing import Any
@@ -16,10 +16,13 @@ from jchop._products.quantize_fn import QuantizedFunction, check_fields
 from jchop._products.rule import Rule
 from jchop._products.weights import is_packed
 from jchop.nn._nnx.attach import QuantizedParam, fork
+from jchop.ptq._quantize import calibrated
+from jchop.ptq._report import PtqReport
+from jchop.ptq._run import changed_batches
 
 Array = jax.Array
 
-__all__ = ["Inputs", "is_program", "quantize_program", "report_program"]
+__all__ = ["Inputs", "calibrate_program", "is_program", "quantize_program", "report_program"]
 
 #: Example arguments of the model's call; or of several methods, by their names.
 Inputs = tuple[Any, ...] | Mapping[str, tuple[Any, ...]]
@@ -53,10 +56,44 @@ def quantize_program(
             )
         key = fork(stochastic[0], rngs, "the model")() if any(map(_draws_weights, rules)) else None
         _pack(model, rules, inputs, key)
+    _give_rules(model, rules, rngs)
+
+
+def _give_rules(model: Any, rules: Sequence[Rule], rngs: nnx.Rngs | None) -> None:
+    """Give a model the class whose methods run under rules."""
+    stochastic = [rule for rule in rules if rule.stochastic]
     if stochastic:
         setattr(model, _STREAM, nnx.data(fork(stochastic[0], rngs, "the model")))
     setattr(model, _RULES, nnx.static(tuple(rules)))
     model.__class__ = _class_of(type(model))
+
+
+def calibrate_program(
+    model: Any,
+    rules: Sequence[Rule],
+    batches: Iterable[Any],
+    steps: Any,
+    sequential: bool | None,
+    rngs: nnx.Rngs | None,
+    progress: Callable[[int], object] | None,
+) -> PtqReport:
+    """Round the parameters of a model with data, in place, and give it the class whose methods run under rules.
+
+    Raises:
+        ValueError: as `jchop.ptq.quantize`; for a model that runs under rules already.
+    """
+    if is_program(model):
+        raise ValueError("model is quantized already; give the model that it was made from")
+    check_fields(rules)
+    stochastic = [rule for rule in rules if rule.stochastic]
+    key = fork(stochastic[0], rngs, "the model")() if stochastic else None
+    graph, params, rest = _split(model)
+    low = _function(graph, _method(type(model), "__call__"), tuple(rules), type(model))
+    given = changed_batches(batches, lambda args: (rest, _Given(args, {}).split()))
+    packed, report = calibrated(low, params, given, steps, sequential, key, progress)
+    _put_packed(model, packed)
+    _give_rules(model, rules, rngs)
+    return report
 
 
 def report_program(model: Any, rules: Sequence[Rule], inputs: Inputs) -> dict[str, ProgramReport]:
@@ -225,6 +262,11 @@ def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, key: Array | None) 
     graph, params, rest = _split(model)
     for low, args in _functions(model, graph, rules, inputs).values():  # packed for the first method that rounds it
         params = low.pack_more(params, rest, args, key=key)
+    _put_packed(model, params)
+
+
+def _put_packed(model: Any, params: Any) -> None:
+    """Put packed parameters in the places of others."""
     before = dict(nnx.to_flat_state(nnx.state(model, _PARAMETERS)))
     made = {
         id(_variable_at(model, path)): QuantizedParam(value.get_value(), **before[path].get_metadata())
