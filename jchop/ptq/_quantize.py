@@ -227,7 +227,7 @@ class _Job:
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
             path, tuple(shape), spec, bits, method, _decibels(energy, before), _decibels(energy, after),
-            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), rows,
+            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
             "; ".join(text for text in (note, self.sites.notes.get(leaf, "")) if text),
         )  # fmt: skip
 
@@ -240,8 +240,12 @@ class _Job:
             elif leaf in self.sites.left_out:
                 note = self.sites.left_out[leaf]
             else:
-                note = {"rows": "rows of it are looked up", "sum": "it is added"}.get(placed[1].kind, "")
+                note = _BY_THEMSELVES.get(placed[1].kind, "its product is not in every batch")
             self.rows.append(self._row(leaf, note=note))
+
+
+#: Why a parameter without a product is rounded by itself.
+_BY_THEMSELVES = {"rows": "rows of it are looked up", "sum": "it is added"}
 
 
 def _size(shape: Sequence[int]) -> int:

@@ -20,7 +20,7 @@ class Module(nnx.Module):
     def __init__(self, w: Any, b: Any) -> None:
         self.first, self.second = nnx.Linear(32, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 8, rngs=nnx.Rngs(0))
         for layer, kernel, bias in zip((self.first, self.second), w, b, strict=True):
-            layer.kernel[...], layer.bias[...] = kernel, bias
+            layer.kernel, layer.bias = nnx.Param(kernel), nnx.Param(bias)
 
     def __call__(self, x: Any) -> Any:
         return self.second(nnx.relu(self.first(x)))
