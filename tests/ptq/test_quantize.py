@@ -246,7 +246,11 @@ def test_inputs_of_low_rank_are_damped() -> None:
             dense, jc.Rule(weight="int4(group=32)"), params, [few], jc.ptq.gptq(damping=damping)
         )
         (row,) = report.weights
-        assert row.after > row.before + 10 and row.damping >= damping and np.isfinite(jc.dequantize(packed["w"])).all()
+        assert (
+            row.after > row.before + 10
+            and row.damping >= 0.999 * damping
+            and np.isfinite(jc.dequantize(packed["w"])).all()
+        )
         if not damping:
             assert row.tries > 1 and row.damping > 0
 
