@@ -74,8 +74,8 @@ def quantize(
         >>> rule = jc.Rule(weight="int4(group=32)")
         >>> packed, report = jc.ptq.quantize(dense, rule, params, [x])
         >>> row = report.weights[0]
-        >>> packed["w"].spec.format, row.after - row.before > 3
-        (ScaledFormat('int4(group=32,axis=-2)'), True)
+        >>> str(packed["w"].spec), row.after - row.before > 3
+        ('int4(group=32,axis=-2)', True)
     """
     if sequential is not None and not isinstance(sequential, bool):
         raise TypeError(f"sequential={sequential!r} must be True, False or None")

@@ -28,8 +28,8 @@ class InputStatistics:
 
     Args:
         gram: the mean of x x^T, (batch, summed, summed), in float32 (float64 for inputs of that dtype).
-        mean_abs: the mean of |x|, (batch, summed).
-        max_abs: the largest |x|, (batch, summed).
+        mean_abs: the mean of abs(x), (batch, summed).
+        max_abs: the largest abs(x), (batch, summed).
         count: how many rows there were, (batch,).
     """
 
