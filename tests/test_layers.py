@@ -48,6 +48,7 @@ FLOORS: list[tuple[int, str]] = [
     (8, "matlab"),
     (8, "plot"),
     (9, "_products"),
+    (9, "ptq"),
     (9, "torch"),
     (9, "nn"),
     (10, "compat"),

@@ -30,6 +30,7 @@ class Use:
         primitive: that takes it.
         source: file and line.
         laid: how a product takes it, or a look-up.
+        moved: whether a product takes its numbers themselves, none of them computed with.
     """
 
     leaf: int
@@ -37,6 +38,7 @@ class Use:
     primitive: str
     source: str
     laid: Laid | None = None
+    moved: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ class Analyst(planner.Planner):
                 return replace(made, refused=product, uses=uses, out=(Fact(data=data),))
             layouts = (product.forward.left, product.forward.right)
             uses = tuple(
-                tuple(Use(o.leaf, "product", name, source, _laid(o, layout)) for o in known[i].origins)
+                tuple(Use(o.leaf, "product", name, source, _laid(o, layout), o.moved) for o in known[i].origins)
                 for i, layout in enumerate(layouts)
             )
             return replace(made, kind="product", product=product, uses=uses, out=(Fact(data=data),))

@@ -53,10 +53,12 @@ class Origin:
     Args:
         leaf: the index of the parameter.
         axes: the parts of each axis of the value; empty for an axis that the parameter has not.
+        moved: whether the value has the parameter's numbers themselves, none of them computed with or reversed.
     """
 
     leaf: int
     axes: tuple[Axis, ...]
+    moved: bool = True
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def stacked(fact: Fact) -> Fact:
 def moved(name: str, params: dict[str, Any], origin: Origin, shape: Sequence[int], out: Sequence[int]) -> Origin | None:
     """The origin of what a primitive makes of a value of `shape`; None if its axes are not those of the parameter."""
     axes = _moved(name, params, origin.axes, tuple(shape), tuple(out))
-    return None if axes is None else replace(origin, axes=axes)
+    same = origin.moved and name in MOVES and name not in ("rev", "dynamic_update_slice")
+    return None if axes is None else replace(origin, axes=axes, moved=same)
 
 
 def _moved(

@@ -22,7 +22,7 @@ from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds
 
 Array = jax.Array
 
-__all__ = ["Kept", "Laid", "Placement", "StoredAs", "blocks_fit", "place"]
+__all__ = ["Kept", "Laid", "Placement", "StoredAs", "blocks_fit", "place", "stack_of"]
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def place(shape: Sequence[int], laid: Laid | None, spec: Spec) -> Placement:
     if laid is None:
         return _checked(Placement(spec, tuple(shape), len(shape)))
     factors = _factors(shape, laid)
-    stack = _stack(shape, laid)
+    stack = stack_of(shape, laid)
     entries = [(axis, part) for axis in range(stack, len(shape)) for part in factors[axis]]
     core = tuple(shape[stack:])
     fmt = spec.scaled
@@ -250,7 +250,7 @@ def _split(parts: Axis, factors: Sequence[tuple[Part, ...]]) -> Axis:
     return tuple(result)
 
 
-def _stack(shape: Sequence[int], laid: Laid) -> int:
+def stack_of(shape: Sequence[int], laid: Laid) -> int:
     """How many axes in front the operand has not, because one index of them was taken."""
     present = {part.axis for parts in (*laid.kept, laid.summed) for part in parts}
     count = 0

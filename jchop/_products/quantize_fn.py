@@ -347,6 +347,11 @@ class QuantizedFunction:
             tuple(_product_row(program, step, rule) for step, rule in program.products),
         )
 
+    def traced(self, params: Any, *args: Any, **kwargs: Any) -> tuple[_Program, Call]:
+        """The planned program for arguments, and these taken apart: for `jchop.ptq`, which runs it in its own way."""
+        call = Call(params, args, kwargs)
+        return self._program(call), call
+
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _run(

@@ -13,6 +13,7 @@ from jchop.nn._bias import correct_biases
 from jchop.nn._calibrate import calibrate
 from jchop.nn._folding import Folded, fold_batch_norms
 from jchop.nn._nnx.attach import QuantizedParam
+from jchop.nn._nnx.data import quantize_with_data
 from jchop.nn._nnx.layers import (
     BatchNorm,
     Conv,
@@ -77,6 +78,7 @@ __all__ = [
     "load",
     "quantize",
     "quantize_params",
+    "quantize_with_data",
     "recipe",
     "report",
     "save",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from jchop._products.scales.sites import Scales
 from jchop._products.weights import is_packed, numbers_of
 from jchop.nn._linen.layers import seen_in
 from jchop.nn._linen.scales import STATE
+from jchop.ptq._quantize import calibrated
+from jchop.ptq._report import PtqReport
+from jchop.ptq._run import arguments_of, changed_batches, check_batches
 
 __all__ = ["Program"]
 
@@ -136,6 +139,37 @@ class Program:
         packed = low.pack(params, rest, args, rngs, kwargs, scales=scales, key=self._key(rngs))
         learned = {name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")}
         return {**variables, **_with_scales(packed, scales._replace(learned=learned))}
+
+    def quantize_with_data(
+        self,
+        variables: Any,
+        batches: Iterable[Any],
+        steps: Any = None,
+        *,
+        sequential: bool | None = None,
+        rngs: Any = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> tuple[Any, PtqReport]:
+        """The packed variables, rounded with data, and a report, as `jchop.ptq.quantize` gives them.
+
+        Args:
+            variables: variables of the module.
+            batches: arguments of the module: tuples, or the only argument.
+            steps: as of `jchop.ptq.quantize`.
+            sequential: as of `jchop.ptq.quantize`.
+            rngs: streams of keys by name.
+            progress: called with the number of batches that were run.
+        """
+        params, rest, _ = self._parts(variables)
+        first: tuple[Any, ...] = ()
+        if any(rule.layer is not None for rule in self.rules):  # a call shows the classes of layers
+            check_batches(batches, again=False)
+            batches = [*batches]
+            first = arguments_of(batches[0]) if batches else ()
+        low = self._function(variables, first, rngs, {})
+        given = changed_batches(batches, lambda args: (rest, args, rngs, {}))
+        packed, report = calibrated(low, params, given, steps, sequential, self._key(rngs), progress)
+        return {**rest, "params": packed}, report
 
     def report(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> ProgramReport:
         """What happens to each parameter and each product; arguments as those of `pack`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from typing import Any
@@ -21,10 +21,13 @@ from jchop._products.weights import is_packed
 from jchop.nn._nnx.attach import QuantizedParam, fork
 from jchop.nn._nnx.modules import modules_of
 from jchop.nn._scale_state import KeptScales
+from jchop.ptq._quantize import calibrated
+from jchop.ptq._report import PtqReport
+from jchop.ptq._run import changed_batches
 
 Array = jax.Array
 
-__all__ = ["Inputs", "calibrate_program", "is_program", "quantize_program", "report_program"]
+__all__ = ["Inputs", "calibrate_program", "fit_program", "is_program", "quantize_program", "report_program"]
 
 #: Example arguments of the model's call; or of several methods, by their names.
 Inputs = tuple[Any, ...] | Mapping[str, tuple[Any, ...]]
@@ -71,6 +74,12 @@ def quantize_program(
         packed = _pack(model, rules, inputs, scales, key)
         learned = {name: scale for name, scale in scales.learned.items() if name not in packed}
         scales = scales._replace(learned=learned)
+    _give_rules(model, rules, rngs, scales)
+
+
+def _give_rules(model: Any, rules: Sequence[Rule], rngs: nnx.Rngs | None, scales: Scales) -> None:
+    """Give a model the class whose methods run under rules."""
+    stochastic = [rule for rule in rules if rule.stochastic]
     if stochastic:
         setattr(model, _STREAM, nnx.data(fork(stochastic[0], rngs, "the model")))
     if scales.learned or scales.stats:
@@ -100,6 +109,34 @@ def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], Non
         setattr(model, _SCALES, nnx.data(KeptScales(observed.into(getattr(model, _SCALES).scales))))
 
     return end
+
+
+def fit_program(
+    model: Any,
+    rules: Sequence[Rule],
+    batches: Iterable[Any],
+    steps: Any,
+    sequential: bool | None,
+    rngs: nnx.Rngs | None,
+    progress: Callable[[int], object] | None,
+) -> PtqReport:
+    """Round the parameters of a model with data, in place, and give it the class whose methods run under rules.
+
+    Raises:
+        ValueError: as `jchop.ptq.quantize`; for a model that runs under rules already.
+    """
+    if is_program(model):
+        raise ValueError("model is quantized already; give the model that it was made from")
+    check_fields(rules)
+    stochastic = [rule for rule in rules if rule.stochastic]
+    key = fork(stochastic[0], rngs, "the model")() if stochastic else None
+    graph, params, rest = _split(model)
+    low = _function(model, graph, _method(type(model), "__call__"), tuple(rules), type(model))
+    given = changed_batches(batches, lambda args: (rest, _Given(args, {}).split()))
+    packed, report = calibrated(low, params, given, steps, sequential, key, progress)
+    _put_packed(model, packed)
+    _give_rules(model, rules, rngs, Scales({}, {}))
+    return report
 
 
 def report_program(model: Any, rules: Sequence[Rule], inputs: Inputs) -> dict[str, ProgramReport]:
@@ -295,6 +332,12 @@ def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, scales: Scales, key
     graph, params, rest = _split(model)
     for low, args in _functions(model, graph, rules, inputs).values():  # packed for the first method that rounds it
         params = low.pack_more(params, rest, args, scales=scales, key=key)
+    _put_packed(model, params)
+    return {name for name in scales.learned if re.search(r"_weight_scale$", name)}
+
+
+def _put_packed(model: Any, params: Any) -> None:
+    """Put packed parameters in the places of others."""
     before = dict(nnx.to_flat_state(nnx.state(model, _PARAMETERS)))
     made = {
         id(_variable_at(model, path)): QuantizedParam(value.get_value(), **before[path].get_metadata())
@@ -302,7 +345,6 @@ def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, scales: Scales, key
         if is_packed(value.get_value())
     }
     _replace(model, made)
-    return {name for name in scales.learned if re.search(r"_weight_scale$", name)}
 
 
 def _is_variable(value: Any) -> bool:

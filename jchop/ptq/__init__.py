@@ -1,0 +1,17 @@
+"""Rounding with data: the statistics of a program's products, and parameters rounded by them."""
+
+from jchop.ptq._quantize import quantize
+from jchop.ptq._report import PtqReport, WeightRow
+from jchop.ptq._statistics import InputStatistics, Statistics, statistics
+from jchop.ptq._steps import correct_error, gptq
+
+__all__ = [
+    "InputStatistics",
+    "PtqReport",
+    "Statistics",
+    "WeightRow",
+    "correct_error",
+    "gptq",
+    "quantize",
+    "statistics",
+]

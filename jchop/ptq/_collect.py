@@ -1,0 +1,264 @@
+"""A program that is run while the inputs of its products are summed up, in every turn of its loops by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._products.contraction import Roundings
+from jchop._products.layout import round_in
+from jchop._products.product import Conv, Flipped, Ragged
+from jchop._products.rule import is_stochastic
+from jchop._program.bind import bind
+from jchop._program.control import as_jax
+from jchop._program.run import Runner, interpret
+from jchop._program.step import Plan, carry_count
+from jchop.ptq._sites import ENTERED, Site, Sites
+from jchop.ptq._sums import Sums, added, of_rows
+
+Array = jax.Array
+
+__all__ = ["Collector", "Lanes", "Plain"]
+
+
+class Plain(Runner):
+    """A program as it is."""
+
+    def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """One equation."""
+        return bind(part.eqn.primitive, part.eqn.params, *args)
+
+    def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """One equation, whatever it holds."""
+        return bind(step.eqn.primitive, step.eqn.params, *args)
+
+
+class Lanes(tuple):
+    """The values of one variable, in each trajectory."""
+
+
+class Collector(Runner):
+    """Runs a program on several trajectories at once, equation by equation, and sums up the inputs of products.
+
+    Args:
+        lanes: what runs each trajectory; the sums are those of the last one, and beside it of the first.
+        roundings: of the products of the last one.
+        sites: the products.
+        wanted: the indexes of the parameters whose inputs are summed up.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Runner],
+        roundings: dict[int, tuple[Roundings, int]],
+        sites: Sites,
+        wanted: frozenset[int],
+    ) -> None:
+        self.lanes, self.roundings, self.sites, self.wanted = tuple(lanes), roundings, sites, wanted
+        self._sums: dict[int, Sums] = {}
+
+    def collect(self, plan: Plan, seeds: Any, values: Sequence[Any]) -> dict[int, Sums]:
+        """The sums of a program, by the index of the parameter."""
+        return self._collected(plan, seeds, values)[1]
+
+    def values(self, values: Sequence[Any], changed: Sequence[Mapping[int, Any]]) -> list[Any]:
+        """The arguments of a program, of which each trajectory has changed some, by their index."""
+        some = {i for own in changed for i in own}
+        return [Lanes(own.get(i, x) for own in changed) if i in some else x for i, x in enumerate(values)]
+
+    def _collected(self, plan: Plan, seeds: Any, values: Sequence[Any]) -> tuple[list[Lanes], dict[int, Sums]]:
+        outer, self._sums = self._sums, {}
+        try:
+            out = [self._lanes(value) for value in interpret(self, plan, seeds, values)]
+            return out, self._sums
+        finally:
+            self._sums = outer
+
+    def _lanes(self, value: Any) -> Lanes:
+        return value if isinstance(value, Lanes) else Lanes((value,) * len(self.lanes))
+
+    def _add(self, leaf: int, sums: Sums) -> None:
+        before = self._sums.get(leaf)
+        self._sums[leaf] = sums if before is None else added(before, sums)
+
+    # -- equations -----------------------------------------------------------------------------------------------------
+
+    def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """One equation, in each trajectory."""
+        by_lane = self._by_lane(args)
+        for site in self.sites.of_step.get(id(part), (0, ()))[1]:
+            if site.leaf in self.wanted:
+                self._look(part, site, by_lane)
+        return self._each("run", part, seeds, by_lane)
+
+    def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """A step that holds programs, taken apart if one of their products is looked at."""
+        if not any(self._looks(plan) for plan in step.inner):
+            return self._each("control", step, seeds, self._by_lane(args))
+        if step.name in ENTERED:
+            inside = None if seeds is None else seeds.turn(step.number)
+            return [self._lanes(value) for value in interpret(self, step.inner[0], inside, args)]
+        if step.name == "scan":
+            return self._scan(step, seeds, args)
+        if step.name == "cond":
+            return self._cond(step, seeds, args)
+        return self._each("control", step, seeds, self._by_lane(args))
+
+    def _looks(self, plan: Plan) -> bool:
+        found = (self.sites.of_step.get(id(step), (0, ()))[1] for step in plan.walk())
+        return any(site.leaf in self.wanted for some in found for site in some)
+
+    def _by_lane(self, args: Sequence[Any]) -> list[list[Any]]:
+        return [[x[i] if isinstance(x, Lanes) else x for x in args] for i in range(len(self.lanes))]
+
+    def _each(self, what: str, step: Any, seeds: Any, by_lane: Sequence[list[Any]]) -> list[Any]:
+        outs = [getattr(lane, what)(step, seeds, args) for lane, args in zip(self.lanes, by_lane, strict=True)]
+        return [Lanes(values) for values in zip(*outs, strict=True)]
+
+    # -- loops and branches --------------------------------------------------------------------------------------------
+
+    def _scan(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """A loop: the sums of stacked parameters are those of each turn, those of others run through the turns."""
+        params = step.eqn.params
+        fixed, carried = carry_count(params)
+        full = [Lanes(map(as_jax, self._lanes(x))) for x in args]
+        consts, start, xs = full[:fixed], full[fixed : fixed + carried], full[fixed + carried :]
+        stacked = {o.leaf for fact in step.known[fixed + carried :] for o in fact.origins}
+
+        def once(carry: Any, count: Any, x: Any) -> tuple[Any, Any, dict[int, Sums]]:
+            inside = None if seeds is None else seeds.turn(step.number, count)
+            out, sums = self._collected(step.inner[0], inside, [*consts, *map(Lanes, carry), *map(Lanes, x)])
+            strong = [tuple(map(_strong, lanes)) for lanes in out]
+            return strong[:carried], strong[carried:], sums
+
+        begin = [tuple(map(_strong, lanes)) for lanes in start]
+        each = [tuple(lanes) for lanes in xs]
+        one = jax.eval_shape(lambda x: jax.tree.map(lambda v: v[0], x), each)
+        shapes = jax.eval_shape(lambda carry, x: once(carry, jnp.uint32(0), x)[2], begin, one)
+        shared = {leaf: jax.tree.map(_zeros, sums) for leaf, sums in shapes.items() if leaf not in stacked}
+
+        def turn(state: Any, x: Any) -> tuple[Any, Any]:
+            carry, before, count = state
+            carry, ys, sums = once(carry, count, x)
+            after = {leaf: added(before[leaf], sums[leaf]) for leaf in before}
+            own = {leaf: value for leaf, value in sums.items() if leaf not in before}
+            return (carry, after, count + jnp.uint32(1)), (ys, own)
+
+        state, (ys, own) = lax.scan(
+            turn,
+            (begin, shared, jnp.uint32(0)),
+            each,
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        for leaf, sums in (*own.items(), *state[1].items()):
+            self._add(leaf, sums)
+        return [*map(Lanes, state[0]), *map(Lanes, ys)]
+
+    def _cond(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """A branch: all trajectories take that of the last one, so that their values can be compared."""
+        index, *rest = args
+        index = index[-1] if isinstance(index, Lanes) else index
+        operands = [tuple(map(as_jax, self._lanes(x))) for x in rest]
+
+        def branch(i: int, values: Any) -> tuple[Any, dict[int, Sums]]:
+            inside = None if seeds is None else seeds.turn(step.number + i)
+            out, sums = self._collected(step.inner[i], inside, [*map(Lanes, values)])
+            return [tuple(map(_strong, lanes)) for lanes in out], sums
+
+        every: dict[int, Any] = {}
+        for i in range(len(step.inner)):
+            every |= jax.eval_shape(lambda values, i=i: branch(i, values)[1], operands)
+
+        def filled(i: int, values: Any) -> tuple[Any, dict[int, Sums]]:
+            out, sums = branch(i, values)
+            return out, {i: sums[i] if i in sums else jax.tree.map(_zeros, shape) for i, shape in every.items()}
+
+        out, sums = lax.switch(index, [lambda values, i=i: filled(i, values) for i in range(len(step.inner))], operands)
+        for leaf, value in sums.items():
+            self._add(leaf, value)
+        return [*map(Lanes, out)]
+
+    # -- products ------------------------------------------------------------------------------------------------------
+
+    def _look(self, step: Any, site: Site, by_lane: Sequence[list[Any]]) -> None:
+        """Add the input of a product to the sums of its weight."""
+        side = self.sites.of_step[id(step)][0]
+        product = Flipped(step.product) if side == 0 else step.product
+        inputs = [args[1 - side] for args in by_lane]
+        how = self.roundings.get(id(step))
+        left = None if how is None else how[0].left
+        if left is not None and not is_stochastic(left):
+            inputs[-1] = round_in(product.forward.left, _as_float(inputs[-1]), left)
+        extra = by_lane[-1][2:]
+        kernel = by_lane[-1][side].shape
+        x, *y = [_rows(product, site, _as_float(v), kernel) for v in (inputs[-1], *inputs[:-1])]
+        other = y[0] if y else None
+        if isinstance(step.product, Ragged):
+            self._add(site.leaf, _of_groups(x[0], None if other is None else other[0], extra[0]))
+        else:
+            self._add(site.leaf, of_rows(x, other))
+
+
+def _strong(value: Any) -> Array:
+    """A value whose type is not weak, as that of a carried value."""
+    value = as_jax(value)
+    return value if jnp.issubdtype(value.dtype, jax.dtypes.extended) else lax.convert_element_type(value, value.dtype)
+
+
+def _zeros(shape: Any) -> Array:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _as_float(x: Any) -> Array:
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+
+
+def _rows(product: Any, site: Site, x: Array, kernel: Sequence[int]) -> Array:
+    """The input of a product as (batch, rows, summed): an axis of the batch that the weight has not is one of rows."""
+    if isinstance(product, Conv):
+        return _patches(product, x, kernel)[None]
+    if isinstance(product, Ragged):
+        return x[None]
+    layout = product.forward.left
+    laid = layout.lay(x)
+    own = [i for i in range(site.batch) if site.laid.kept[i]]
+    order = [*own, *(i for i in range(laid.ndim - 1) if i not in own), laid.ndim - 1]
+    return laid.transpose(order).reshape(site.layout.matrices[0], -1, laid.shape[-1])
+
+
+def _patches(conv: Conv, x: Array, kernel: Sequence[int]) -> Array:
+    """The patches of images that a convolution multiplies, each a row, its channels fastest.
+
+    Args:
+        conv: the convolution.
+        x: the images.
+        kernel: the shape of the kernel.
+    """
+    space = [kernel[axis] for axis in conv.numbers.rhs_spec[2:]]
+    image = x.transpose(conv.numbers.lhs_spec)
+    found = lax.conv_general_dilated_patches(
+        image, space, conv.strides, conv.padding, conv.input_dilation, conv.kernel_dilation,
+        precision=lax.Precision.HIGHEST,
+    )  # fmt: skip
+    apart = found.reshape(found.shape[0], image.shape[1], math.prod(space), -1)
+    return apart.transpose(0, 3, 2, 1).reshape(-1, math.prod(space) * image.shape[1])
+
+
+def _of_groups(x: Array, y: Array | None, sizes: Array) -> Sums:
+    """The sums over each group of rows."""
+    ends = jnp.cumsum(sizes)
+    group = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right")
+
+    def one(number: Array) -> Sums:
+        sums = of_rows(x[None], None if y is None else y[None], (group == number)[None])
+        return jax.tree.map(lambda v: v[0], sums)
+
+    return lax.map(one, jnp.arange(sizes.shape[0]))

@@ -1,0 +1,180 @@
+"""A parameter as matrices, and a packed one with a scale for each element.
+
+The scales of groups are chosen before any element is rounded, by the rule of the format. Then every element can be
+rounded by itself, in any order, whatever the shape of a group is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._products.origins import Part
+from jchop._products.placement import Laid, StoredAs
+from jchop.formats import ScaledFormat, binary32
+from jchop.spec import Spec
+from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._codes import gather, spread
+from jchop.storage._decode import expand
+from jchop.storage._layout import OWN, kinds_of, with_kinds
+
+Array = jax.Array
+
+__all__ = ["ElementScales", "MatrixLayout", "element_scales", "one_each", "round_column", "stored_of", "with_entries"]
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """The axes of a parameter as matrices (batch, summed, kept).
+
+    Args:
+        shape: of the parameter, without axes of a stack.
+        sizes: of the parts of its axes, in their order.
+        batch: the parts over which the product is batched, each index of which has a matrix of its own.
+        summed: the parts that the product sums over, the last one moving fastest.
+        kept: all others.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    batch: tuple[int, ...]
+    summed: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @staticmethod
+    def of(shape: Sequence[int], stack: int, laid: Laid, batch: int) -> MatrixLayout | None:
+        """The layout of a parameter.
+
+        Args:
+            shape: of the parameter, with the axes of a stack.
+            stack: how many of these there are.
+            laid: how a product takes the parameter.
+            batch: how many of the kept axes, the first ones, are axes of a batch.
+
+        Returns:
+            None if the product sums, or is batched, over a part of an axis of which the rest is elsewhere.
+        """
+        own_batch = tuple(part for parts in laid.kept[:batch] for part in parts)
+        matters = {*own_batch, *laid.summed}
+        named = {*matters, *(part for parts in laid.kept for part in parts)}
+        parts: list[Part] = []
+        for axis in range(stack, len(shape)):
+            own = sorted((part for part in named if part.axis == axis), key=lambda part: -part.inner)
+            ends = [*(part.inner * part.size for part in own[1:]), 1]
+            whole = own and own[0].inner * own[0].size == shape[axis] and [part.inner for part in own] == ends
+            if not whole and any(part in matters for part in own):
+                return None
+            parts += own if whole else [Part(axis, shape[axis])]
+        number = {part: i for i, part in enumerate(parts)}
+        first, along = (tuple(number[part] for part in some) for some in (own_batch, laid.summed))
+        rest = tuple(i for i in range(len(parts)) if i not in {*first, *along})
+        return MatrixLayout(tuple(shape[stack:]), tuple(part.size for part in parts), first, along, rest)
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """The shape of the matrices."""
+        batch, summed, kept = (math.prod(self.sizes[i] for i in some) for some in (self.batch, self.summed, self.kept))
+        return batch, summed, kept
+
+    def lay(self, x: Array) -> Array:
+        """A parameter, or what has its shape or another with its numbers in their order, as matrices."""
+        return x.reshape(self.sizes).transpose(*self._order).reshape(self.matrices)
+
+    def back(self, matrices: Array) -> Array:
+        """The inverse of `lay`."""
+        parts = matrices.reshape([self.sizes[i] for i in self._order])
+        return parts.transpose(*np.argsort(self._order)).reshape(self.shape)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (*self.batch, *self.summed, *self.kept)
+
+
+@dataclass(frozen=True)
+class ElementScales:
+    """Scales and zero points as they are stored, one for each element.
+
+    Args:
+        scale: none for a plain format; the second of two is the scale of the tensor, and has no axis.
+        zero: None for a format without zero points.
+    """
+
+    scale: tuple[Array, ...]
+    zero: Array | None
+
+    @property
+    def by_element(self) -> tuple[Array, ...]:
+        """The arrays that have a number for each element."""
+        return (*self.scale[:1], *(() if self.zero is None else (self.zero,)))
+
+    def of(self, by_element: Sequence[Array]) -> tuple[Any, Any]:
+        """Scale and zero point as `quantize` takes them, for others by element."""
+        if not self.scale:
+            return None, None
+        first, *zero = by_element
+        scale = first if len(self.scale) == 1 else (first, *self.scale[1:])
+        return scale, zero[0] if zero else None
+
+
+def stored_of(packed: QArray | StoredAs) -> QArray:
+    """The array that holds the codes of a packed parameter."""
+    return packed.stored if isinstance(packed, StoredAs) else packed
+
+
+def element_scales(q: QArray) -> ElementScales:
+    """The scales of each element of an array that has no axes of a stack."""
+    fmt = q.spec.scaled
+    if fmt is None:
+        return ElementScales((), None)
+    kinds = kinds_of(fmt, q.ndim)
+
+    def spread_out(values: Array) -> Array:
+        return jnp.broadcast_to(expand(values, kinds, q.shape), q.shape)
+
+    if isinstance(fmt.scale, ScaledFormat):
+        counts = fmt.scale_shape(q.shape)
+        codes, inner, *zero = q.scale
+        size = counts[-1] if counts else None
+        again = QArray(codes, inner, zero[0] if zero else None, Spec(fmt.scale), size, np.dtype(np.float32))
+        finite = jnp.clip(dequantize(again), np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max)
+        scale: tuple[Array, ...] = (spread_out(finite),)
+    elif isinstance(q.scale, tuple):
+        scale = (spread_out(q.scale[0]), q.scale[1])
+    else:
+        scale = (spread_out(q.scale),)
+    return ElementScales(scale, None if q.zero_point is None else spread_out(q.zero_point))
+
+
+def one_each(spec: Spec) -> Spec:
+    """A spec under which each element of a vector has a scale of its own."""
+    fmt = spec.scaled
+    if fmt is None:
+        return spec
+    alone = with_kinds(fmt, (OWN,))
+    return replace(spec, format=replace(alone, scale=binary32) if isinstance(fmt.scale, ScaledFormat) else alone)
+
+
+def round_column(
+    column: Array, scale: Any, zero: Any, spec: Spec, dtype: Any, key: Array | None = None
+) -> tuple[Array, Array]:
+    """The codes of a vector, one entry for each element, and their numbers in `dtype`; `spec` is that of `one_each`."""
+    given = {} if scale is None else {"scale": scale, "zero_point": zero}
+    q = quantize(column, spec, key, impl="xla", **given)
+    entries = spread(q.qvalue, spec.element, column.shape[0])
+    return entries, dequantize(q, dtype)
+
+
+def with_entries(packed: QArray | StoredAs, entries: Array) -> QArray | StoredAs:
+    """A packed parameter with other codes, one entry for each element, in the order of its numbers."""
+    if isinstance(packed, StoredAs):
+        stored = with_entries(packed.stored, entries)
+        assert isinstance(stored, QArray)
+        return replace(packed, stored=stored)
+    codes = gather(entries.reshape(packed.shape or (1,)), packed.spec.element)
+    return replace(packed, qvalue=codes)

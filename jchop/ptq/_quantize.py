@@ -1,0 +1,261 @@
+"""`quantize`: the parameters of a function packed, rounded by what data show of the inputs of its products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._arguments import check_key
+from jchop._bits import types_for
+from jchop._products.layout import check_finite
+from jchop._products.placement import Placement
+from jchop._products.quantize_fn import QuantizedFunction, quantize_fn
+from jchop._products.rule import Rule
+from jchop._products.weights import is_packed, numbers_of
+from jchop.ptq._report import PtqReport, WeightRow
+from jchop.ptq._round import Outcome, round_parameter
+from jchop.ptq._run import Data, check_batches
+from jchop.ptq._sites import Site, Sites
+from jchop.ptq._steps import Correction, Steps, Sweep, as_steps, gptq
+from jchop.ptq._sums import Sums, value
+
+Array = jax.Array
+
+__all__ = ["calibrated", "quantize"]
+
+
+def quantize(
+    fun: Callable[..., Any],
+    rules: Rule | Iterable[Rule],
+    params: Any,
+    batches: Iterable[Any],
+    steps: Sequence[Sweep | Correction] | Sweep | Correction | None = None,
+    *,
+    sequential: bool | None = None,
+    key: Array | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> tuple[Any, PtqReport]:
+    """The parameters of a function packed by rules, each rounded so that its product has small errors on data.
+
+    Rules, paths and groups are those of `jchop.quantize_fn`, and the packed parameters are for its result. A parameter
+    that reaches a product is rounded by the steps; look-ups, biases, and those that the report says are left out, are
+    rounded by themselves.
+
+    Args:
+        fun: a function of a pytree of parameters, and of anything else.
+        rules: a `Rule`, or several.
+        params: the parameters in full precision.
+        batches: arguments after the parameters: tuples, or the only argument.
+        steps: `gptq`, `correct_error`, or both in a list in the other order. None of them, ``[]``: every element is
+            rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+        sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
+            are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
+            far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
+            loop over a stack), and must be iterable more than once. Default: True with `correct_error`, which needs it.
+        key: a typed key if a rule is stochastic.
+        progress: called with the number of batches that were run.
+
+    Returns:
+        The packed parameters, as `jchop.QuantizedFunction.pack` gives them, and a `PtqReport`.
+
+    Raises:
+        TypeError, ValueError: for other arguments; as `jchop.quantize_fn`; for no batch; for NaN or infinities in the
+            data or the parameters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> x = jax.random.normal(jax.random.key(0), (256, 64)) @ jax.random.normal(jax.random.key(1), (64, 64))
+        >>> dense, params = lambda p, x: x @ p["w"], {"w": jax.random.normal(jax.random.key(2), (64, 8))}
+        >>> rule = jc.Rule(weight="int4(group=32)")
+        >>> packed, report = jc.ptq.quantize(dense, rule, params, [x])
+        >>> row = report.weights[0]
+        >>> str(packed["w"].spec), row.after - row.before > 3
+        ('int4(group=32,axis=-2)', True)
+    """
+    if sequential is not None and not isinstance(sequential, bool):
+        raise TypeError(f"sequential={sequential!r} must be True, False or None")
+    return calibrated(quantize_fn(fun, rules, key=key), params, batches, steps, sequential, key, progress)
+
+
+def calibrated(
+    low: QuantizedFunction,
+    params: Any,
+    batches: Iterable[Any],
+    steps: Any = None,
+    sequential: bool | None = None,
+    key: Array | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> tuple[Any, PtqReport]:
+    """`quantize`, of a function that has its rules already."""
+    plan = as_steps([gptq()] if steps is None else steps)
+    if plan.correction is not None and sequential is False:
+        raise ValueError("sequential=False, but correct_error needs the errors of the layers before; leave it out")
+    if keeping := next((rule for rule in low.rules if rule.scale_from is not None), None):
+        raise ValueError(f"{keeping} keeps scales: round with data under rules without scale_from")
+    in_order = bool(sequential) or plan.correction is not None
+    check_batches(batches, again=in_order)
+    if key is not None:
+        check_key("key", key)
+    job = _Job(low, params, Data(low, params, batches, key, progress), plan, key)
+    job.in_order() if in_order else job.at_once()
+    return job.result()
+
+
+class _Job:
+    """The state of a calibration: packed parameters, their numbers, and rows of the report."""
+
+    def __init__(self, low: QuantizedFunction, params: Any, data: Data, steps: Steps, key: Array | None) -> None:
+        self.low, self.params, self.data, self.steps, self.key = low, params, data, steps, key
+        self.rows: list[WeightRow] = []
+        self.passes = 0
+        self.packed: Any = None
+
+    def at_once(self) -> None:
+        """All weights by the inputs of the model in full precision."""
+        sums, last = self.data.sums()
+        self.passes = 1
+        self._start(last)
+        for stage in self.sites.stages(list(self.wanted)):
+            for leaf in stage.leaves:
+                self._round(leaf, stage.turn, sums.get(leaf))
+
+    def in_order(self) -> None:
+        """One stage after the other, by the inputs of the model as it is rounded so far."""
+        self._start(self.data.first())
+        full: dict[int, Array] = {}
+        trajectories = [full] if self.steps.correction is not None else []
+        for stage in list(self.sites.stages(list(self.wanted))):
+            sums, _ = self.data.sums([*trajectories, self.numbers], True, stage.leaves)
+            self.passes += 1
+            for leaf in stage.leaves:
+                self._round(leaf, stage.turn, sums.get(leaf))
+
+    def result(self) -> tuple[Any, PtqReport]:
+        """The packed parameters and the report."""
+        leaves = list(self.leaves)
+        for leaf in self.wanted:
+            leaves[self.call.places[leaf]] = self.low_leaves[leaf]
+        self._others()
+        return jax.tree.unflatten(self.tree, leaves), PtqReport(tuple(self.rows), self.passes)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _start(self, found: tuple[Any, Any, Sites]) -> None:
+        """Everything rounded by itself; weights that are calibrated still count in full precision."""
+        self.program, self.call, self.sites = found
+        packed = self.low.pack(self.params, *self.call_args(), key=self.key)
+        self.leaves, self.tree = jax.tree.flatten(packed, is_leaf=is_packed)
+        rounded = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
+        self.wanted = {
+            i: site for i, site in self.sites.by_leaf.items() if i in rounded and self._in_first_product(i, site)
+        }
+        self.low_leaves: dict[int, Any] = {i: rounded[i] for i in self.wanted}
+        self.numbers = {i: numbers_of(v) for i, v in rounded.items() if i not in self.wanted}
+        self.numbers |= {i: jnp.asarray(self.call.values[i]) for i in self.wanted}
+
+    def _in_first_product(self, leaf: int, site: Site) -> bool:
+        return self.program.placements[leaf][1].laid == site.laid
+
+    def call_args(self) -> tuple[Any, ...]:
+        """The arguments after the parameters, as the program was traced for."""
+        (_, *args), _ = jax.tree.unflatten(self.call.tree, self.call.leaves)
+        return tuple(args)
+
+    def _round(self, leaf: int, turn: tuple[int, ...], sums: Sums | None) -> None:
+        """Round a weight, or a layer of a stack of them."""
+        site, (placement, _) = self.wanted[leaf], self.program.placements[leaf]
+        if sums is None:
+            self.rows.append(self._row(leaf, note="no batch has its product"))
+            return
+        inputs = jax.tree.map(lambda v: v[turn], sums)
+        count = value(inputs.count)
+        reached = bool((count > 0).any())
+        rows = jnp.maximum(count, 1)[:, None, None]
+        gram = value(inputs.gram) / rows
+        cross = None if inputs.cross is None else value(inputs.cross) / rows
+        missing = int((count == 0).sum())
+        note = "" if site.turns == site.stack else "one statistic for all layers of the stack"
+        if missing:
+            note = "no input reached it" if not reached else f"no input reached {missing} of its {count.size} matrices"
+        shared = self.call.values[leaf].shape[len(turn) : site.stack]
+        for place in np.ndindex(*shared):
+            self._round_one(leaf, (*turn, *place), gram, cross, count, note, placement)
+
+    def _round_one(
+        self, leaf: int, turn: tuple[int, ...], gram: Array, cross: Array | None, rows: Array, note: str,
+        placement: Placement,
+    ) -> None:  # fmt: skip
+        weight = jnp.asarray(self.call.values[leaf])[turn]
+        drawn = None
+        if placement.spec.rounding.stochastic:
+            assert self.key is not None
+            drawn = jax.random.fold_in(self.key, leaf)
+            for number in turn:
+                drawn = jax.random.fold_in(drawn, number)
+        path = self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
+        check_finite(weight, f"params: {path!r}")
+        layout = self.wanted[leaf].layout
+        with types_for(weight.dtype):
+            out = round_parameter(weight, gram, cross, drawn, placement=placement, layout=layout, steps=self.steps)
+        if bool(out.failed.any()):
+            raise ValueError(
+                f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
+                f"{float(out.damping.max()):g}; its numbers lie too far apart"
+            )
+        if turn:
+            self.low_leaves[leaf] = jax.tree.map(lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], out.packed)
+            self.numbers[leaf] = self.numbers[leaf].at[turn].set(out.numbers)
+        else:
+            self.low_leaves[leaf], self.numbers[leaf] = out.packed, out.numbers
+        self.rows.append(self._row(leaf, path, weight.shape, out, rows, note))
+
+    def _row(
+        self, leaf: int, path: str = "", shape: Sequence[int] = (), out: Outcome | None = None,
+        rows: Array | None = None, note: str = "",
+    ) -> WeightRow:  # fmt: skip
+        held = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
+        spec, bits = ("", math.nan) if held is None else (str(held.spec), 8 * held.nbytes / max(1, _size(held.shape)))
+        path, shape = path or self.program.paths[leaf], tuple(shape) or self.program.shapes[leaf]
+        if out is None:
+            return WeightRow(path, tuple(shape), spec, bits, "nearest" if held is not None else "", note=note)
+        taken = (("correct_error", self.steps.correction), ("gptq", self.steps.sweep))
+        method = ", ".join(name for name, step in taken if step is not None) or "nearest"
+        assert rows is not None
+        energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
+        return WeightRow(
+            path, tuple(shape), spec, bits, method, _decibels(energy, before), _decibels(energy, after),
+            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
+            "; ".join(text for text in (note, self.sites.notes.get(leaf, "")) if text),
+        )  # fmt: skip
+
+    def _others(self) -> None:
+        """Rows of the parameters that are rounded by themselves, and of weights that no rule rounds."""
+        for leaf in sorted({*self.program.placements, *self.sites.by_leaf, *self.sites.left_out} - set(self.wanted)):
+            placed = self.program.placements.get(leaf)
+            if placed is None:
+                note = "no rule rounds it"
+            elif leaf in self.sites.left_out:
+                note = self.sites.left_out[leaf]
+            else:
+                note = _BY_THEMSELVES.get(placed[1].kind, "its product is not in every batch")
+            self.rows.append(self._row(leaf, note=note))
+
+
+#: Why a parameter without a product is rounded by itself.
+_BY_THEMSELVES = {"rows": "rows of it are looked up", "sum": "it is added"}
+
+
+def _size(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+def _decibels(energy: float, error: float) -> float:
+    """Signal over error; infinite without an error, NaN without a signal."""
+    if energy <= 0:
+        return math.nan
+    return 10 * math.log10(energy / error) if error > 0 else math.inf

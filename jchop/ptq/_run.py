@@ -1,0 +1,170 @@
+"""Data run through a program, batch after batch, and the sums of the inputs of its products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._products.quantize_fn import QuantizedFunction
+from jchop._products.runner import Quantization
+from jchop._products.weights import Keys
+from jchop.ptq._collect import Collector, Plain
+from jchop.ptq._sites import Sites, find_sites
+from jchop.ptq._sums import Sums, added
+
+Array = jax.Array
+
+__all__ = ["Data", "arguments_of", "changed_batches", "check_batches"]
+
+
+def check_batches(batches: Any, again: bool) -> None:
+    """Refuse what are no batches, or can be run through once where that is not enough.
+
+    Raises:
+        TypeError: that names the argument.
+    """
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
+        raise TypeError(f"batches={batches!r} must be an iterable of arguments, such as [(x,), (x,)]")
+    if again and iter(batches) is iter(batches):
+        raise TypeError(
+            f"batches={batches!r} can be run through once, and rounding layer after layer needs all of them for each "
+            "layer; pass a list, or an object whose __iter__ starts anew"
+        )
+
+
+def arguments_of(batch: Any) -> tuple[Any, ...]:
+    """The arguments after the parameters: a tuple of them, or the only one."""
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def changed_batches(batches: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
+    """Batches with other arguments; they can be run through as often as the given ones."""
+    check_batches(batches, again=False)
+
+    def each() -> Iterator[tuple[Any, ...]]:
+        return (change(arguments_of(batch)) for batch in batches)
+
+    return each() if iter(batches) is iter(batches) else _Again(each)
+
+
+class _Again:
+    """An iterable that starts anew."""
+
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start()
+
+
+class Data:
+    """Batches of arguments for a function.
+
+    Args:
+        low: the function under rules.
+        params: the parameters in full precision.
+        batches: the arguments after the parameters.
+        key: a typed key, if a rounding of an activation is stochastic.
+        progress: called with the number of batches that were run.
+    """
+
+    def __init__(
+        self,
+        low: QuantizedFunction,
+        params: Any,
+        batches: Iterable[Any],
+        key: Array | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self.low, self.params, self.batches, self.progress = low, params, batches, progress
+        self.keys = None if key is None or not any(rule.stochastic for rule in low.rules) else Keys(key)
+        self.count = 0
+        self._found: dict[int, tuple[Any, Sites]] = {}  # with the program, so that its id stays its own
+        self._compiled: dict[Any, Any] = {}
+
+    def first(self) -> tuple[Any, Any, Sites]:
+        """The program of the first batch, its arguments taken apart, and its sites; takes a batch."""
+        for batch in self.batches:
+            return self._program(batch)
+        raise ValueError("batches has no batch")
+
+    def _program(self, batch: Any) -> tuple[Any, Any, Sites]:
+        program, call = self.low.traced(self.params, *arguments_of(batch))
+        return program, call, self.sites(program)
+
+    def sites(self, program: Any) -> Sites:
+        """The sites of a program."""
+        if id(program) not in self._found:
+            self._found[id(program)] = program, find_sites(program)
+        return self._found[id(program)][1]
+
+    def sums(
+        self,
+        trajectories: Sequence[Mapping[int, Array]] = ({},),
+        rounded: bool = False,
+        wanted: Sequence[int] | None = None,
+    ) -> tuple[dict[int, Sums], tuple[Any, Any, Sites]]:
+        """The sums over all batches of the inputs of some parameters, by their index; and the last batch's program.
+
+        Args:
+            trajectories: parameters, by index, that differ from those in full precision, for each trajectory. Default:
+                one, with none.
+            rounded: whether the last trajectory rounds activations as the rules say. Default False.
+            wanted: the indexes of the parameters. Default: all that are rounded, or all if there are no rules.
+
+        Raises:
+            ValueError: if there is no batch, or an input of a product is not finite.
+        """
+        total: dict[int, Sums] = {}
+        last = None
+        for batch in self.batches:
+            last = program, call, sites = self._program(batch)
+            chosen = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
+            some = frozenset(chosen if wanted is None else wanted) & frozenset(sites.by_leaf)
+            run = self._run(program, sites, len(trajectories), rounded, some)
+            new = run([*map(_array, call.values)], [dict(own) for own in trajectories], self.keys)
+            for leaf, sums in new.items():
+                total[leaf] = _added(total[leaf], sums) if leaf in total else sums
+            self.count += 1
+            if self.progress is not None:
+                self.progress(self.count)
+        if last is None:
+            raise ValueError("batches has no batch")
+        for leaf, sums in total.items():
+            if not bool(jnp.isfinite(sums.gram.hi).all()):
+                path, source = last[0].paths[leaf], last[0].uses[leaf][0].source
+                raise ValueError(
+                    f"batches give the product of the parameter {path!r} at {source or 'an unknown line'} an input "
+                    "with NaN or infinities, or one whose square overflows; leave these batches out"
+                )
+        return total, last
+
+    def _run(self, program: Any, sites: Sites, lanes: int, rounded: bool, wanted: frozenset[int]) -> Any:
+        given = (id(program), lanes, rounded, wanted)
+        if given not in self._compiled:
+            roundings = {
+                number: (replace(how, codes=False), weight)
+                for number, (how, weight) in program.runner.roundings.items()
+                if rounded
+            }
+            runners = [*[Plain()] * (lanes - 1), Quantization(roundings) if roundings else Plain()]
+            collector = Collector(runners, roundings, sites, wanted)
+
+            def run(values: list[Any], changed: list[dict[int, Array]], keys: Any) -> dict[int, Sums]:
+                return collector.collect(program.plan, keys, collector.values(values, changed))
+
+            self._compiled[given] = jax.jit(run)
+        with jax.disable_jit(False):
+            return self._compiled[given]
+
+
+_added = jax.jit(added)
+
+
+def _array(value: Any) -> Any:
+    return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value

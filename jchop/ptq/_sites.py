@@ -1,0 +1,225 @@
+"""The products whose inputs are looked at, in the order of a program; and why others are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+from jchop._products.analysis import ProductStep, Use
+from jchop._products.placement import Laid, stack_of
+from jchop._products.product import Conv, Dot, Ragged
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Plan, carry_count
+from jchop.ptq._columns import MatrixLayout
+
+__all__ = ["ENTERED", "Site", "Sites", "Stage", "find_sites"]
+
+#: Calls whose programs are run in their place.
+ENTERED = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS))
+
+
+@dataclass(frozen=True)
+class Site:
+    """A parameter that is the weight of a product.
+
+    Args:
+        leaf: its index.
+        laid: how its first product takes it.
+        batch: how many of the axes that its product keeps, the first ones, are axes of a batch.
+        layout: it as matrices.
+        stack: how many axes of a stack it has in front.
+        turns: how many of these are turns of loops, which are looked at one by one.
+    """
+
+    leaf: int
+    laid: Laid
+    batch: int
+    layout: MatrixLayout
+    stack: int
+    turns: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Parameters that are rounded at once, because their products have one input.
+
+    Args:
+        leaves: their indexes.
+        turn: of the loops around the products.
+    """
+
+    leaves: tuple[int, ...]
+    turn: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Loop:
+    stacked: frozenset[int]
+    turns: tuple[int, ...]
+    parts: list[Any]  # loops, and pairs of a leaf and the input of its product
+
+
+@dataclass
+class Sites:
+    """The sites of a program.
+
+    Args:
+        by_leaf: by the index of the parameter.
+        of_step: the sites of a product, and which of its operands they are, by the identity of its step.
+        left_out: why a parameter that reaches a product is not looked at.
+        notes: products of a parameter beside those that are looked at.
+        parts: the products in the order of the program.
+    """
+
+    by_leaf: dict[int, Site] = field(default_factory=dict)
+    of_step: dict[int, tuple[int, list[Site]]] = field(default_factory=dict)
+    left_out: dict[int, str] = field(default_factory=dict)
+    notes: dict[int, str] = field(default_factory=dict)
+    parts: list[Any] = field(default_factory=list)
+
+    def stages(self, leaves: Sequence[int]) -> Iterator[Stage]:
+        """The stages of some parameters, in the order of the program; each turn of a loop by itself."""
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        wanted = set(leaves)
+        for some, turn in _flat(self.parts, {}):
+            fresh = []
+            for leaf in some:
+                place = tuple(turn[leaf]) if leaf in turn else ()
+                if leaf in wanted and (leaf, place) not in seen:
+                    seen.add((leaf, place))
+                    fresh.append((leaf, place))
+            for place in dict.fromkeys(place for _, place in fresh):
+                yield Stage(tuple(leaf for leaf, own in fresh if own == place), place)
+
+
+def _flat(
+    parts: Sequence[Any], turn: dict[int, tuple[int, ...]]
+) -> Iterator[tuple[list[int], dict[int, tuple[int, ...]]]]:
+    """Parameters whose products have one input, and the turns of the loops that run over each."""
+    pending: list[int] = []
+    last: Any = None
+    for part in parts:
+        if isinstance(part, _Loop):
+            if pending:
+                yield pending, turn
+            pending, last = [], None
+            for number in part.turns:
+                yield from _flat(part.parts, {**turn, **{i: (*turn.get(i, ()), number) for i in part.stacked}})
+            continue
+        leaf, source = part
+        if pending and source is not last:
+            yield pending, turn
+            pending = []
+        pending.append(leaf)
+        last = source
+    if pending:
+        yield pending, turn
+
+
+def find_sites(program: Any) -> Sites:
+    """The sites of a program that `QuantizedFunction.traced` gave."""
+    found = Sites()
+    first: dict[int, Laid] = {}
+    for leaf, uses in program.uses.items():
+        laid = next((use.laid for use in uses if use.kind == "product"), None)
+        if laid is not None:
+            first[leaf] = laid
+    _walk(program.plan, program, first, found, {}, "")
+    for leaf in set(found.left_out) & set(found.by_leaf):
+        found.notes[leaf] = f"not of all its products: {found.left_out.pop(leaf)}"
+    return found
+
+
+def _walk(plan: Plan, program: Any, first: dict[int, Laid], found: Sites, loops: dict[int, int], inside: str) -> None:
+    parts = found.parts
+    for step in plan.steps:
+        if step.product is not None:
+            for leaf, source in _at(step, program, first, found, loops, inside):
+                parts.append((leaf, source))
+        elif step.kind == "control":
+            reason = inside or _closed(step)
+            if step.name == "scan":
+                fixed, carried = carry_count(step.eqn.params)
+                stacked = frozenset(o.leaf for fact in step.known[fixed + carried :] for o in fact.origins)
+                more = {leaf: loops.get(leaf, 0) + 1 for leaf in stacked}
+                turns = range(step.eqn.params["length"])
+                loop = _Loop(stacked, tuple(reversed(turns) if step.eqn.params["reverse"] else turns), [])
+                found.parts = loop.parts
+                _walk(step.inner[0], program, first, found, {**loops, **more}, reason)
+                found.parts = parts
+                if loop.parts:
+                    parts.append(loop)
+            else:
+                for inner in step.inner:
+                    _walk(inner, program, first, found, loops, reason)
+
+
+def _closed(step: Any) -> str:
+    """Why products within a step are not looked at; empty if they are."""
+    return "" if step.name in ENTERED or step.name in ("scan", "cond") else f"within {step.name}"
+
+
+def _at(
+    step: ProductStep, program: Any, first: dict[int, Laid], found: Sites, loops: dict[int, int], inside: str
+) -> Iterator[tuple[int, Any]]:
+    """The sites of one product, each with the variable that is its input."""
+    sides = [i for i in (0, 1) if step.uses and step.uses[i]]
+    for side in sides:
+        sites = []
+        for use in step.uses[side]:
+            reason = inside or _refused(step, side, use, first)
+            site = None
+            if not reason:
+                site = _site(step, side, use, program.shapes[use.leaf], loops.get(use.leaf, 0))
+                reason = site if isinstance(site, str) else ""
+            if reason or not isinstance(site, Site):
+                found.left_out.setdefault(use.leaf, reason)
+                continue
+            before = found.by_leaf.setdefault(use.leaf, site)
+            if before != site:
+                found.left_out.setdefault(use.leaf, "another product takes it in another loop")
+                continue
+            sites.append(site)
+            yield use.leaf, step.eqn.invars[1 - side]
+        if sites:
+            found.of_step[id(step)] = side, sites
+
+
+def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid]) -> str:
+    """Why a product is not looked at; empty if it is."""
+    if not step.data[1 - side]:
+        return "a product of parameters alone"
+    if use.laid != first[use.leaf]:
+        return "another product takes it along other axes"
+    if not use.moved:
+        return "its numbers are computed with before the product"
+    if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in step.eqn.invars[:2]):
+        return "its product is complex"
+    if isinstance(step.product, Dot):
+        return ""
+    if side == 0:
+        return f"it is the left operand of {step.name}"
+    if isinstance(step.product, Conv) and step.product.feature_groups != 1:
+        return f"a convolution of feature_group_count={step.product.feature_groups}"
+    return ""
+
+
+def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns: int) -> Site | str:
+    product, laid = step.product, use.laid
+    assert product is not None and laid is not None
+    batch = len(product.batch[0]) if isinstance(product, Dot) else 1 if isinstance(product, Ragged) else 0
+    operand = (product.forward.left, product.forward.right)[side]
+    sizes = step.eqn.invars[side].aval.shape
+    taken = [math.prod(part.size for part in parts) for parts in (*laid.kept[:batch], laid.summed)]
+    wanted = [sizes[axis] for axis in operand.kept[:batch]] + [math.prod(sizes[axis] for axis in operand.summed)]
+    partly = taken[-1] != wanted[-1] or any(n not in (1, size) for n, size in zip(taken, wanted, strict=True))
+    stack = stack_of(shape, laid)
+    layout = None if partly else MatrixLayout.of(shape, stack, laid, batch)
+    if layout is None:
+        return "its product takes a part of an axis"
+    if turns not in (0, stack):
+        return "it is a stack of stacks, and not all of them are turns of a loop"
+    return Site(use.leaf, laid, batch, layout, stack, turns)

@@ -1,0 +1,156 @@
+"""One sweep of GPTQ over the columns of matrices, under scales that are chosen before."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.linalg import solve_triangular
+
+from jchop._settings import compiled
+from jchop.ptq._columns import ElementScales, round_column
+from jchop.spec import Spec
+
+Array = jax.Array
+
+__all__ = ["Factor", "factor", "order_of", "sweep"]
+
+#: The damping after a failed factorization is so many times the one before, at least `_LEAST`; and tried so often.
+_GROWTH, _LEAST, _MOST_TRIES = 4.0, 1e-6, 24
+_PRECISION = lax.Precision.HIGHEST
+
+
+class Factor(NamedTuple):
+    """The factor of an inverse.
+
+    Args:
+        upper: U of (H + d I)^-1 = U^T U.
+        damping: d over the mean of the diagonal of H.
+        tries: how many factorizations there were.
+        dead: for which columns no input was anything but zero.
+    """
+
+    upper: Array
+    damping: Array
+    tries: Array
+    dead: Array
+
+
+def order_of(gram: Array, by_activation: bool) -> Array:
+    """The order of columns: that of falling diagonal entries, or as they lie."""
+    if not by_activation:
+        return jnp.arange(gram.shape[0])
+    return jnp.argsort(-jnp.diagonal(gram), stable=True)
+
+
+def factor(gram: Array, damping: Array) -> Factor:
+    """The factor of a Gram matrix, damped more and more until it exists.
+
+    With the columns in reversed order H = L L^T, so J L J (J reverses) is the upper factor R of H = R R^T, and R^-1 the
+    one sought: one factorization and one triangular inverse. The inverse of H itself is never computed.
+
+    Args:
+        gram: the matrix H, in the order of the sweep.
+        damping: the first one to be tried.
+    """
+    size = gram.shape[0]
+    diagonal = jnp.diagonal(gram)
+    dead = diagonal == 0
+    alive = jnp.where(dead[:, None] | dead[None, :], 0, gram) + jnp.diag(dead.astype(gram.dtype))
+    mean = jnp.where(dead.all(), 1, diagonal.sum() / jnp.maximum(1, size - dead.sum()))
+    identity = jnp.eye(size, dtype=gram.dtype)
+
+    def attempt(damping: Array) -> Array:
+        lower = lax.linalg.cholesky((alive + damping * mean * identity)[::-1, ::-1], symmetrize_input=False)
+        return solve_triangular(lower[::-1, ::-1], identity, lower=False)
+
+    def fails(state: tuple[Array, Array, Array]) -> Array:
+        upper, _, tries = state
+        return ~jnp.isfinite(upper).all() & (tries < _MOST_TRIES)
+
+    def again(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        _, damping, tries = state
+        damping = jnp.maximum(damping * _GROWTH, _LEAST)
+        return attempt(damping), damping, tries + 1
+
+    upper, damping, tries = lax.while_loop(fails, again, (attempt(damping), damping, jnp.int32(1)))
+    return Factor(upper, damping, tries, dead)
+
+
+@partial(compiled, static_argnames=("spec", "dtype", "block"))
+def sweep(
+    columns: Array,
+    by_element: tuple[Array, ...],
+    shared: tuple[Array, ...],
+    upper: Array,
+    key: Array | None,
+    *,
+    spec: Spec,
+    dtype: Any,
+    block: int,
+) -> tuple[Array, Array]:
+    """The codes of a matrix, column after column, and the loss of each row.
+
+    The error of a column, over the diagonal entry of U, is taken off the columns after it in the ratios of that row of
+    U, within a block at once and beyond it when the block is done. The lines of the algorithm are those of Frantar et
+    al., "GPTQ" (2022).
+
+    Args:
+        columns: the matrix, a row for each of its columns, in the order of the sweep.
+        by_element: scales and zero points in the same order.
+        shared: a scale of the tensor, if the format has one.
+        upper: the factor U.
+        key: a typed key if the rounding is stochastic.
+        spec: of a column in which each element has its scale.
+        dtype: of the numbers that codes stand for.
+        block: how many columns make up a block.
+
+    Returns:
+        The codes, one entry for each element, in the order of the sweep; and the sum of squared errors of each row.
+    """
+    count, rows = columns.shape
+    block = min(block, count)
+    extra = -count % block
+    by_element = tuple(jnp.pad(part, [(0, extra), (0, 0)], mode="edge") for part in by_element)
+    work = jnp.pad(columns, [(0, extra), (0, 0)])
+    upper = jnp.pad(upper, [(0, extra), (0, extra)]) + jnp.diag(
+        (jnp.arange(count + extra) >= count).astype(upper.dtype)
+    )
+    held = ElementScales((*by_element[:1], *shared), None if len(by_element) < 2 else by_element[1])
+
+    def round_at(index: Array, column: Array) -> tuple[Array, Array]:
+        parts = [lax.dynamic_index_in_dim(part, index, keepdims=False) for part in by_element]
+        drawn = None if key is None else jax.random.fold_in(key, index)
+        entries, numbers = round_column(column, *held.of(parts), spec, dtype, drawn)
+        return entries, numbers.astype(column.dtype)
+
+    kind = jax.eval_shape(lambda: round_at(jnp.int32(0), work[0])[0]).dtype
+
+    def one_block(number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        work, codes, loss = state
+        start = number * block
+        ahead = lax.dynamic_slice_in_dim(upper, start, block)
+        own = lax.dynamic_slice_in_dim(ahead, start, block, axis=1)
+
+        def one_column(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            part, errors, made = state
+            column, line = (lax.dynamic_index_in_dim(v, i, keepdims=False) for v in (part, own))
+            entries, numbers = round_at(start + i, column)
+            error = (column - numbers) / line[i]
+            part = part - line[:, None] * error[None, :]
+            errors = lax.dynamic_update_index_in_dim(errors, error, i, 0)
+            return part, errors, lax.dynamic_update_index_in_dim(made, entries, i, 0)
+
+        part = lax.dynamic_slice_in_dim(work, start, block)
+        made = lax.dynamic_slice_in_dim(codes, start, block)
+        _, errors, made = lax.fori_loop(0, block, one_column, (part, jnp.zeros_like(part), made))
+        work = work - jnp.matmul(ahead.T, errors, precision=_PRECISION)
+        codes = lax.dynamic_update_slice_in_dim(codes, made, start, 0)
+        return work, codes, loss + (errors * errors).sum(0)
+
+    start = (work, jnp.zeros(work.shape, kind), jnp.zeros(rows, work.dtype))
+    _, codes, loss = lax.fori_loop(0, (count + extra) // block, one_block, start)
+    return codes[:count], loss

@@ -1,0 +1,73 @@
+"""One network as a function of parameters, a module of NNX and one of Linen: the same codes from the same data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jchop as jc
+
+RULE = jc.Rule(weight="int4(group=16)", activation="int8(group=all)")
+STEPS = [jc.ptq.correct_error(), jc.ptq.gptq()]
+
+
+class Module(nnx.Module):
+    def __init__(self, w: Any, b: Any) -> None:
+        self.first, self.second = nnx.Linear(32, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 8, rngs=nnx.Rngs(0))
+        for layer, kernel, bias in zip((self.first, self.second), w, b, strict=True):
+            layer.kernel, layer.bias = nnx.Param(kernel), nnx.Param(bias)
+
+    def __call__(self, x: Any) -> Any:
+        return self.second(nnx.relu(self.first(x)))
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(8, name="second")(linen.relu(linen.Dense(24, name="first")(x)))
+
+
+def plain(p: Any, x: Any) -> Any:
+    h = jax.nn.relu(x @ p["first"]["kernel"] + p["first"]["bias"])
+    return h @ p["second"]["kernel"] + p["second"]["bias"]
+
+
+def test_all_faces_give_the_same_numbers() -> None:
+    rng = np.random.default_rng(0)
+    w = [jnp.asarray(rng.normal(size=shape) / 5, jnp.float32) for shape in ((32, 24), (24, 8))]
+    b = [jnp.asarray(rng.normal(size=n), jnp.float32) for n in (24, 8)]
+    x = jnp.asarray(rng.normal(size=(300, 32)) @ rng.normal(size=(32, 32)) / 5, jnp.float32)
+    params = {name: {"kernel": w[i], "bias": b[i]} for i, name in enumerate(("first", "second"))}
+    own, report = jc.ptq.quantize(plain, RULE, params, [x[:100], x[100:]], STEPS)
+    assert all(row.after > row.before + 0.5 for row in report.weights)
+
+    program = jc.nn.linen.quantize(Linen(), RULE, program=True)
+    variables, of_linen = program.quantize_with_data({"params": params}, [x[:100], x[100:]], STEPS)
+    model, of_nnx = jc.nn.quantize_with_data(Module(w, b), RULE, [x[:100], x[100:]], STEPS)
+    for name in ("first", "second"):
+        expected = jax.tree.leaves(own[name]["kernel"])
+        for found in (variables["params"][name]["kernel"], getattr(model, name).kernel.get_value()):
+            for one, other in zip(expected, jax.tree.leaves(found), strict=True):
+                np.testing.assert_array_equal(one, other)
+    y = jc.quantize_fn(plain, RULE)(own, x)
+    np.testing.assert_array_equal(model(x), y)
+    np.testing.assert_array_equal(program.apply(variables, x), y)
+    for other in (of_linen, of_nnx):
+        assert [row.path for row in other.weights] == [row.path for row in report.weights]
+        np.testing.assert_allclose([r.after for r in other.weights], [r.after for r in report.weights], atol=1e-3)
+
+
+def test_a_quantized_model_is_refused() -> None:
+    rng = np.random.default_rng(0)
+    w = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 24), (24, 8))]
+    model, x = Module(w, [jnp.zeros(24), jnp.zeros(8)]), jnp.ones((4, 32))
+    packed = jc.nn.quantize(model, RULE, "ptq", inputs=(x,))
+    with pytest.raises(ValueError, match="model is quantized already"):
+        jc.nn.quantize_with_data(packed, RULE, [x])
+    with pytest.raises(TypeError, match="must be a module of Flax NNX"):
+        jc.nn.quantize_with_data(plain, RULE, [x])  # type: ignore[type-var]

@@ -1,0 +1,318 @@
+"""Parameters rounded with data: gains on fresh data, layer after layer, loops, and what is reported or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jchop as jc
+
+
+def decibels(signal: Any, error: Any) -> float:
+    signal, error = np.asarray(signal, np.float64), np.asarray(error, np.float64)
+    return 10 * np.log10((signal**2).sum() / (error**2).sum())
+
+
+def dense(p: Any, x: Any) -> Any:
+    return x @ p["w"]
+
+
+def outliers(seed: int = 0) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    """A layer of 256 inputs, of which 8 are ten times larger, and 128 outputs; data, and fresh data."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(2048, 64)) @ rng.normal(size=(64, 256)) / 8 + 0.3 * rng.normal(size=(2048, 256))
+    x[:, rng.choice(256, 8, replace=False)] *= 10
+    w, x = (jnp.asarray(v, jnp.float32) for v in (rng.normal(size=(256, 128)) / 16, x))
+    return {"w": w}, x[:1024], x[1024:]
+
+
+FORMATS = [
+    "int4(group=32)",
+    "int2(group=32)",
+    "int3(group=32)",
+    "uint4(group=32,zero_point=integer)",
+    "uint4(group=32,zero_point=float)",
+    "nf4(group=32)",
+    "mxfp4(rule=rceil)",
+    "nvfp4",
+    "float8_e4m3fn(group=all)",
+    "float6_e2m3fn(group=32)",
+    "int4(group=128)",
+    "int8(group=all)",
+]
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(t, marks=[] if i < 1 else pytest.mark.in_turn(6)) for i, t in enumerate(FORMATS)]
+)
+def test_gains_on_fresh_data(text: str) -> None:
+    params, x, fresh = outliers()
+    y = dense(params, fresh)
+    rule, found = jc.Rule(weight=text), []
+    for steps in ([], [jc.ptq.gptq("plain")], [jc.ptq.gptq()]):
+        packed, _ = jc.ptq.quantize(dense, rule, params, [x], steps)
+        found.append(decibels(y, jc.quantize_fn(dense, rule)(packed, fresh) - y))
+    nearest, plain, by_activation = found
+    assert plain > nearest + 3 and by_activation > nearest + 5
+
+
+def test_the_result_is_what_pack_gives_but_for_codes() -> None:
+    params, x, _ = outliers()
+    rule = jc.Rule(weight="int4(group=32)")
+    low = jc.quantize_fn(dense, rule)
+    plain = low.pack(params, x)["w"]
+    for steps, same in (([], True), ([jc.ptq.gptq()], False)):
+        packed, report = jc.ptq.quantize(dense, rule, params, [x], steps)
+        assert packed["w"].spec == plain.spec and packed["w"].shape == plain.shape
+        np.testing.assert_array_equal(packed["w"].scale, plain.scale)
+        assert bool((packed["w"].qvalue == plain.qvalue).all()) == same
+        (row,) = report.weights
+        assert row.rows == 1024 and row.bits == 5 and (row.after == row.before) == same
+        y = dense(params, x)
+        np.testing.assert_allclose(row.after, decibels(y, low(packed, x) - y), atol=0.01)
+        np.testing.assert_allclose(row.before, decibels(y, low(params, x) - y), atol=0.01)
+
+
+SHAPES: dict[str, tuple[Any, tuple[int, ...], str]] = {
+    "two axes summed": (lambda p, x: jnp.einsum("tij,kji->tk", x.reshape(-1, 2, 16), p), (9, 16, 2), "int4(group=8)"),
+    "group over axes": (lambda p, x: jnp.einsum("tij,ijk->tk", x.reshape(-1, 8, 4), p), (8, 4, 5), "int4(group=6)"),
+    "heads": (lambda p, x: jnp.einsum("tk,khd->thd", x, p), (32, 3, 4), "mxfp4(group=16)"),
+    "experts": (lambda p, x: jnp.einsum("etk,ekn->etn", x.reshape(4, -1, 32), p), (4, 32, 8), "nvfp4"),
+    "left": (lambda p, x: p @ x.T, (16, 32), "uint4(group=16,zero_point=integer)"),
+    "tiles": (dense, (32, 24), "int4(group=(8,8))"),
+    "whole": (dense, (32, 24), "int4"),
+    "no scale": (dense, (32, 24), "float4_e2m1fn"),
+    "patches": (
+        lambda p, x: lax.conv_general_dilated(
+            x.reshape(4, -1, 8, 8), p, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        (3, 3, 8, 6),
+        "int4(group=12)",
+    ),
+    "ragged": (
+        lambda p, x: lax.ragged_dot(x, p, jnp.array([40, 0, 80])),
+        (3, 32, 8),
+        "int4(group=16)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(5)) for n in SHAPES])
+def test_every_shape_of_weights(name: str) -> None:
+    fun, shape, text = SHAPES[name]
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(
+        rng.normal(size=(256, 12)) @ rng.normal(size=(12, 32)) + 0.1 * rng.normal(size=(256, 32)), jnp.float32
+    )
+    params, rule = {"w": jnp.asarray(rng.normal(size=shape), jnp.float32)}, jc.Rule(weight=text)
+    run = fun if fun is dense else lambda p, x: fun(p["w"], x)
+    packed, report = jc.ptq.quantize(run, rule, params, [x])
+    y, low = run(params, x), jc.quantize_fn(run, rule)
+    nearest, after = (decibels(y, low(p, x) - y) for p in (params, packed))
+    assert after > nearest + (0.5 if name in ("patches", "two axes summed") else 2)
+    (row,) = report.weights
+    np.testing.assert_allclose((row.before, row.after), (nearest, after), atol=0.02)
+    assert ("no input reached 1 of its 3 matrices" in row.note) == (name == "ragged")
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def chain(p: Any, x: Any) -> Any:
+    for i, w in enumerate(p):
+        x = x @ w if i == len(p) - 1 else jax.nn.relu(x @ w)
+    return x
+
+
+def network(seed: int, width: int = 128) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    mix = rng.normal(size=(width, width)) / width**0.5
+    weights = [jnp.asarray(rng.normal(size=(width, width)) * (2 / width) ** 0.5, jnp.float32) for _ in range(4)]
+    x, fresh = (jnp.asarray(rng.normal(size=(1024, width)) @ mix, jnp.float32) for _ in range(2))
+    return weights, x, fresh
+
+
+@pytest.mark.parametrize("bits, gain", [(3, 1.3), pytest.param(4, 0.9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 6))])
+def test_correction_gains_over_inputs_in_full_precision(bits: int, gain: float, seed: int) -> None:
+    weights, x, fresh = network(seed)
+    rule, y = jc.Rule(weight=f"int{bits}(group=32)"), chain(weights, fresh)
+    found = []
+    for steps in ([jc.ptq.gptq()], [jc.ptq.correct_error(), jc.ptq.gptq()]):
+        packed, report = jc.ptq.quantize(chain, rule, weights, [x[:512], x[512:]], steps)
+        found.append(decibels(y, jc.quantize_fn(chain, rule)(packed, fresh) - y))
+    assert found[1] > found[0] + gain
+    assert report.passes == 4 and [row.path for row in report.weights] == ["0", "1", "2", "3"]
+
+
+def stacked(p: Any, x: Any) -> Any:
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w["a"]) @ w["b"] + h, None), x, p)[0]
+
+
+def unrolled(p: Any, x: Any) -> Any:
+    for w in p:
+        x = jnp.tanh(x @ w["a"]) @ w["b"] + x
+    return x
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [jc.ptq.correct_error(1.0), jc.ptq.gptq("plain")],
+        pytest.param([jc.ptq.gptq()], marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
+def test_a_loop_is_rounded_as_its_layers_are(steps: Any) -> None:
+    rng = np.random.default_rng(0)
+    layers = [
+        {
+            name: jnp.asarray(rng.normal(size=shape) / 4, jnp.float32)
+            for name, shape in (("a", (16, 24)), ("b", (24, 16)))
+        }
+        for _ in range(3)
+    ]
+    x = jnp.asarray(rng.normal(size=(200, 16)) @ rng.normal(size=(16, 16)) / 4, jnp.float32)
+    rule = jc.Rule(weight="int4(group=8)", activation="int8(group=all)")
+    together = jax.tree.map(lambda *v: jnp.stack(v), *layers)
+    each, one = jc.ptq.quantize(unrolled, rule, layers, [x], steps, sequential=len(steps) > 1)
+    loop, two = jc.ptq.quantize(stacked, rule, together, [x], steps, sequential=len(steps) > 1)
+    same = [
+        np.mean(np.asarray(loop[name][i].qvalue) == np.asarray(each[i][name].qvalue)) for i in range(3) for name in "ab"
+    ]
+    assert np.mean(same) > 0.99  # sums of another program have other last bits
+    assert [row.path for row in two.weights] == [f"{name}[{i}]" for i in range(3) for name in "ab"]
+    np.testing.assert_allclose([r.after for r in one.weights], [r.after for r in two.weights], atol=0.1)
+
+
+def test_inputs_that_are_shared_are_one_stage() -> None:
+    def attend(p: Any, x: Any) -> Any:
+        q, k, v = (x @ p[name] for name in "qkv")
+        return jax.nn.softmax(q @ k.T) @ v @ p["o"]
+
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=(16, 16)), jnp.float32) for name in "qkvo"}
+    x = jnp.asarray(rng.normal(size=(64, 16)), jnp.float32)
+    _, report = jc.ptq.quantize(attend, jc.Rule(weight="int4(group=8)"), params, [x], sequential=True)
+    assert report.passes == 2 and [row.path for row in report.weights] == ["q", "k", "v", "o"]
+
+
+# -- reports and errors ------------------------------------------------------------------------------------------------
+
+
+def test_all_that_is_left_out_is_in_the_report() -> None:
+    def fun(p: Any, x: Any, tokens: Any) -> Any:
+        h = x @ p["w"] + p["bias"] + p["table"][tokens]
+        h = h @ (p["computed"] * 2)
+        h = lax.cond(x[0, 0] > 1e9, lambda: h @ p["never"], lambda: h)
+        return h @ p["without"]
+
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 8), "bias": (8,), "table": (5, 8), "computed": (8, 8), "never": (8, 8), "without": (8, 3)}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    batch = jnp.asarray(rng.normal(size=(20, 8)), jnp.float32), jnp.arange(20) % 5
+    rules = [jc.Rule("without"), jc.Rule(weight="int4(group=4)", bias="bfloat16")]
+    packed, report = jc.ptq.quantize(fun, rules, params, [batch, batch])
+    rows = {row.path: row for row in report.weights}
+    notes = {path: row.note for path, row in rows.items()}
+    assert notes == {
+        "w": "",
+        "never": "no input reached it",
+        "bias": "it is added",
+        "table": "rows of it are looked up",
+        "computed": "its numbers are computed with before the product",
+        "without": "no rule rounds it",
+    }
+    assert rows["w"].rows == 40 and rows["w"].method == "gptq" and rows["table"].method == "nearest"
+    assert rows["never"].dead == 8
+    text = str(report)
+    assert all(note in text for note in notes.values())
+    low = jc.quantize_fn(fun, rules)
+    plain = low.pack(params, *batch)
+    np.testing.assert_array_equal(packed["never"].qvalue, plain["never"].qvalue)
+    assert packed["without"] is params["without"] and np.isfinite(low(packed, *batch)).all()
+
+
+def test_inputs_of_low_rank_are_damped() -> None:
+    params, x, _ = outliers()
+    few = x[:3]
+    for damping in (0.0, 0.01):
+        packed, report = jc.ptq.quantize(
+            dense, jc.Rule(weight="int4(group=32)"), params, [few], jc.ptq.gptq(damping=damping)
+        )
+        (row,) = report.weights
+        assert (
+            row.after > row.before + 10
+            and row.damping >= 0.999 * damping
+            and np.isfinite(jc.dequantize(packed["w"])).all()
+        )
+        if not damping:
+            assert row.tries > 1 and row.damping > 0
+
+
+def test_dead_columns_are_counted() -> None:
+    params, x, _ = outliers()
+    _, report = jc.ptq.quantize(dense, jc.Rule(weight="nf4(group=32)"), params, [x.at[:, 5:12].set(0)])
+    assert report.weights[0].dead == 7
+
+
+def test_half_precision_and_float64() -> None:
+    params, x, _ = outliers()
+    rule = jc.Rule(weight="int4(group=32)")
+    low = {"w": params["w"].astype(jnp.bfloat16)}
+    packed, report = jc.ptq.quantize(dense, rule, low, [x.astype(jnp.bfloat16)])
+    assert packed["w"].dtype == jnp.bfloat16 and report.weights[0].after > report.weights[0].before + 5
+    with jax.enable_x64(True):
+        wide = {"w": jnp.asarray(params["w"], jnp.float64)}
+        packed, report = jc.ptq.quantize(dense, rule, wide, [jnp.asarray(x, jnp.float64)])
+        assert packed["w"].dtype == jnp.float64 and report.weights[0].after > report.weights[0].before + 5
+
+
+def test_stochastic_rounding_takes_a_key() -> None:
+    params, x, _ = outliers()
+    rule = jc.Rule(weight=jc.Spec(jc.int4(group=32), rounding="stochastic"))
+    with pytest.raises(ValueError, match="key=None"):
+        jc.ptq.quantize(dense, rule, params, [x])
+    keys = jax.random.key(0), jax.random.key(0), jax.random.key(1)
+    one, again, other = (jc.ptq.quantize(dense, rule, params, [x], key=key)[0]["w"].qvalue for key in keys)
+    assert bool((one == again).all()) and not bool((one == other).all())
+
+
+def test_bad_arguments() -> None:
+    params, x, _ = outliers()
+    rule = jc.Rule(weight="int4(group=32)")
+    with pytest.raises(ValueError, match="batches has no batch"):
+        jc.ptq.quantize(dense, rule, params, [])
+    with pytest.raises(ValueError, match="batches has no batch"):
+        jc.ptq.quantize(dense, rule, params, [], sequential=True)
+    with pytest.raises(TypeError, match="can be run through once"):
+        jc.ptq.quantize(dense, rule, params, iter([x]), jc.ptq.correct_error())
+    with pytest.raises(ValueError, match=r"'w' at .* an input with NaN"):
+        jc.ptq.quantize(dense, rule, params, [x.at[0, 0].set(jnp.inf)])
+    with pytest.raises(ValueError, match="params: 'w' holds 1 NaN"):
+        jc.ptq.quantize(dense, rule, {"w": params["w"].at[0, 0].set(jnp.nan)}, [x])
+    with pytest.raises(ValueError, match="sequential=False, but correct_error"):
+        jc.ptq.quantize(dense, rule, params, [x], jc.ptq.correct_error(), sequential=False)
+    with pytest.raises(TypeError, match="sequential=1 must be"):
+        jc.ptq.quantize(dense, rule, params, [x], sequential=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="steps=3 must be a list of steps"):
+        jc.ptq.quantize(dense, rule, params, [x], 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="may have one correct_error, and then one gptq"):
+        jc.ptq.quantize(dense, rule, params, [x], [jc.ptq.gptq(), jc.ptq.correct_error()])
+    with pytest.raises(ValueError, match="order='up' must be one of"):
+        jc.ptq.gptq("up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="damping=-1 must be"):
+        jc.ptq.gptq(damping=-1)
+    with pytest.raises(TypeError, match="damping='a' must be"):
+        jc.ptq.gptq(damping="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"strength=1\.5 must be"):
+        jc.ptq.correct_error(1.5)
+    with pytest.raises(ValueError, match="damping=0 must be above 0"):
+        jc.ptq.correct_error(damping=0)
+    with pytest.raises(ValueError, match="block=0 must be"):
+        jc.ptq.gptq(block=0)

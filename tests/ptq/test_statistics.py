@@ -1,0 +1,160 @@
+"""Statistics of the inputs of products, against NumPy, through every kind of product, call and loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jchop as jc
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def mean_of(x: Any) -> np.ndarray:
+    x = np.asarray(x, np.float64).reshape(-1, x.shape[-1])
+    return x.T @ x / len(x)
+
+
+def only(fun: Any, params: Any, *batches: Any) -> jc.ptq.InputStatistics:
+    (found,) = jc.ptq.statistics(fun, params, batches).values()
+    return found
+
+
+@pytest.mark.smoke
+def test_means_are_over_rows_and_not_over_batches() -> None:
+    x, y = normal(3, 5), normal(40, 5, seed=1)
+    found = only(lambda p, x: x @ p["w"], {"w": normal(5, 2)}, x, y)
+    both = np.concatenate([x, y])
+    np.testing.assert_allclose(found.gram[0], mean_of(both), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.mean_abs[0], np.abs(both).mean(0), rtol=1e-6)
+    np.testing.assert_array_equal(found.max_abs[0], np.abs(both).max(0))
+    assert found.count.tolist() == [43]
+
+
+def test_many_rows_are_summed_with_compensation() -> None:
+    x = normal(300_000, 2) + 8
+    found = only(lambda p, x: x @ p, normal(2, 2), x)
+    np.testing.assert_allclose(found.gram[0], mean_of(x), rtol=2e-7)
+    batches = only(lambda p, x: x @ p, normal(2, 2), *jnp.split(x, 100))
+    np.testing.assert_allclose(batches.gram[0], mean_of(x), rtol=2e-7)
+
+
+PRODUCTS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "weight on the left": (lambda p, x: p @ x.T, (4, 6)),
+    "several axes": (lambda p, x: jnp.einsum("tij,ijk->tk", x.reshape(-1, 2, 3), p), (2, 3, 4)),
+    "transposed before": (lambda p, x: x @ p.T.astype(jnp.bfloat16).astype(jnp.float32), (4, 6)),
+    "weight without the batch": (lambda p, x: jnp.einsum("btk,kn->bnt", x.reshape(5, -1, 6), p), (6, 2)),
+    "jit": (lambda p, x: jax.jit(lambda p, x: x @ p)(p, x), (6, 2)),
+    "remat": (lambda p, x: jax.checkpoint(lambda p, x: jnp.tanh(x @ p))(p, x), (6, 2)),
+    "vmap": (lambda p, x: jax.vmap(lambda row: row @ p)(x), (6, 2)),
+    "branch": (lambda p, x: lax.cond(x[0, 0] < 9, lambda: x @ p, lambda: x[:, :2]), (6, 2)),
+    "branch without": (lambda p, x: lax.cond(x[0, 0] > 9, lambda: x @ p, lambda: x[:, :2]), (6, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_way_to_multiply(name: str) -> None:
+    fun, shape = PRODUCTS[name]
+    x = normal(10, 6)
+    found = only(fun, normal(*shape), x)
+    if name == "branch without":
+        assert found.count.tolist() == [0] and not found.gram.any()
+    else:
+        assert found.count.tolist() == [10]
+        np.testing.assert_allclose(found.gram[0], mean_of(x), rtol=1e-5, atol=1e-6)
+
+
+def test_convolutions_have_patches() -> None:
+    x, w = normal(2, 7, 6, 3), normal(3, 2, 3, 4)
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def fun(p: Any, x: Any) -> Any:
+        return lax.conv_general_dilated(x, p, (2, 1), ((1, 0), (2, 1)), rhs_dilation=(1, 2), dimension_numbers=numbers)
+
+    found, out = only(fun, w, x), np.asarray(fun(w, x))
+    matrix = np.asarray(w).reshape(-1, 4)
+    assert float(found.count[0]) == out.size / 4
+    gram = np.einsum("ki,kl,lj->ij", matrix, np.asarray(found.gram[0]), matrix)
+    np.testing.assert_allclose(gram, mean_of(out), rtol=1e-4, atol=1e-4)
+
+
+def test_groups_of_rows_and_experts_have_their_own() -> None:
+    x, w = normal(7, 3), normal(3, 3, 2)
+    sizes = jnp.array([4, 0, 2])
+    found = only(lambda p, x: lax.ragged_dot(x, p, sizes), w, x)
+    assert found.count.tolist() == [4, 0, 2]
+    np.testing.assert_allclose(found.gram[0], mean_of(x[:4]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.gram[2], mean_of(x[4:6]), rtol=1e-5, atol=1e-6)
+    assert not found.gram[1].any()
+    each = only(lambda p, x: jnp.einsum("etk,ekn->tne", x.reshape(3, 2, 3), p), w, x[:6])
+    for expert in range(3):
+        np.testing.assert_allclose(each.gram[expert], mean_of(x[2 * expert : 2 * expert + 2]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_each_turn_over_a_stack_has_its_own(reverse: bool) -> None:
+    layers, x = normal(3, 4, 4), normal(9, 4, seed=1)
+
+    def fun(p: Any, x: Any) -> Any:
+        return lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, p, reverse=reverse)[0]
+
+    found, h = only(fun, layers, x), x
+    for turn in (2, 1, 0) if reverse else (0, 1, 2):
+        np.testing.assert_allclose(found.gram[turn, 0], mean_of(h), rtol=1e-5, atol=1e-6)
+        h = jnp.tanh(h @ layers[turn])
+
+
+def test_a_weight_that_all_turns_share_has_one() -> None:
+    w, x = normal(4, 4), normal(9, 4, seed=1)
+    found = only(lambda p, x: lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p), x), w, x)
+    inputs = [x]
+    for _ in range(2):
+        inputs.append(jnp.tanh(inputs[-1] @ w))
+    np.testing.assert_allclose(found.gram[0], mean_of(jnp.concatenate(inputs)), rtol=1e-5, atol=1e-6)
+    assert found.count.tolist() == [27]
+
+
+LEFT_OUT: dict[str, tuple[Any, tuple[int, ...], str]] = {
+    "computed": (lambda p, x: x @ (2 * p), (6, 2), "computed with before the product"),
+    "reversed": (lambda p, x: x @ p[::-1], (6, 2), "computed with before the product"),
+    "part": (lambda p, x: x[:, :3] @ p[:3], (6, 2), "takes a part of an axis"),
+    "while": (
+        lambda p, x: lax.while_loop(lambda s: s[1] < x[0, 0], lambda s: (s[0] @ p, s[1] + 1.0), (x, 0.0))[0],
+        (6, 6),
+        "within while",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_others_are_left_out_with_the_reason(name: str) -> None:
+    fun, shape, reason = LEFT_OUT[name]
+    found = jc.ptq.statistics(lambda p, x: fun(p["w"], x), {"w": normal(*shape)}, [normal(10, 6)])
+    assert not found and reason in found.left_out["w"] and reason in str(found)
+
+
+def test_bad_data_are_errors() -> None:
+    w, x = {"w": normal(6, 2)}, normal(10, 6)
+    dense = lambda p, x: x @ p["w"]  # noqa: E731
+    with pytest.raises(ValueError, match="batches has no batch"):
+        jc.ptq.statistics(dense, w, [])
+    with pytest.raises(ValueError, match=r"parameter 'w' at .* an input with NaN"):
+        jc.ptq.statistics(dense, w, [x, x.at[3, 2].set(jnp.nan)])
+    with pytest.raises(TypeError, match="batches=3 must be an iterable"):
+        jc.ptq.statistics(dense, w, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fun=4 must be a function"):
+        jc.ptq.statistics(4, w, [x])  # type: ignore[arg-type]
+
+
+def test_progress_and_generators() -> None:
+    seen: list[int] = []
+    batches = (normal(n, 6) for n in (3, 4))
+    found = jc.ptq.statistics(lambda p, x: x @ p, normal(6, 2), batches, progress=seen.append)
+    assert seen == [1, 2] and found[""].count.tolist() == [7]
