@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._arguments import OWN_SCOPE, carrier_of, own_results
-from jchop._attention.kv_cache import KVCache, numbers_there, visible
+from jchop._attention.kv_cache import KVCache, visible
+from jchop._attention.rows import Rows, numbers_there
 from jchop._bits import types_for
 from jchop._checks import check_bool, check_int
 from jchop._settings import compiled
@@ -124,31 +125,37 @@ def _attend(
     batch, slots, kv_heads, size = cache.shape
     tokens, heads = query.shape[1:3]
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(query.dtype, cache.dtype))
-    q = query.astype(dtype).reshape(batch, tokens, kv_heads, heads // kv_heads, size)
+    q = jnp.moveaxis(query.astype(dtype).reshape(batch, tokens, kv_heads, heads // kv_heads, size), 1, 3)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=dtype)
 
     def begins(i: Array) -> Array:
         return jnp.minimum(i * block, slots - block)  # the last block ends with the cache
 
+    def taken(i: Array) -> tuple[Rows, Rows, Array]:
+        keys, values, stored = cache.part(begins(i), block)
+        # Heads are moved before numbers are unpacked: fewer bytes, and unpacking is not fused with the move.
+        return keys.heads_first(), values.heads_first(), stored
+
     def step(i: Array, state: Any) -> Any:
-        # The next block is sliced here and unpacked in its turn: `slice_fused_into_loop` in `_core/xla_cpu.py`.
+        # The next block is taken here and unpacked in its turn: `slice_fused_into_loop` in `_core/xla_cpu.py`.
         (keys, values, stored), (largest, total, summed) = state
         # The last block may begin with slots of the block before.
         stored = jnp.where(begins(i) + jnp.arange(block) < i * block, -1, stored)
         seen = visible(where, stored, is_causal, window)[:, None, None]
-        scores = product("btngh,bsnh->bngts", q, numbers_there(keys, stored).astype(dtype)) * jnp.asarray(scale, dtype)
+        k, v = (numbers_there(rows, stored[:, None]).astype(dtype) for rows in (keys, values))
+        scores = product("bngth,bnsh->bngts", q, k) * jnp.asarray(scale, dtype)
         scores = jnp.where(seen, scores, -jnp.inf)
         after = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
         base = jnp.where(after == -jnp.inf, 0, after)  # nothing seen yet
         weights, kept = jnp.exp(scores - base), jnp.exp(largest - base)
         total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
-        summed = summed * kept + product("bngts,bsnh->bngth", weights, numbers_there(values, stored).astype(dtype))
-        return cache.part(begins(i + 1), block), (after, total, summed)
+        summed = summed * kept + product("bngts,bnsh->bngth", weights, v)
+        return taken(i + 1), (after, total, summed)
 
     shape = (batch, kv_heads, heads // kv_heads, tokens)
     zeros = (jnp.full((*shape, 1), -jnp.inf, dtype), jnp.zeros((*shape, 1), dtype), jnp.zeros((*shape, size), dtype))
     first, end = _blocks(cache, where, is_causal, window, block)
-    start = cache.part(begins(first), block), zeros
+    start = taken(first), zeros
     _, (_, total, summed) = lax.fori_loop(first, end, step, start)
     y = jnp.where(total == 0, 0, summed / jnp.where(total == 0, 1, total))
     y = jnp.moveaxis(y, 3, 1).reshape(query.shape)

@@ -16,7 +16,7 @@ from jax import lax
 
 from jchop._arguments import has_tracer
 from jchop._attention.pages import NO_PAGE, with_pages
-from jchop._attention.rows import NDIM, Rows, spec_of_rows
+from jchop._attention.rows import NDIM, NO_TOKEN, Rows, numbers_there, spec_of_rows
 from jchop._bits import CARRIERS
 from jchop._checks import check_int
 from jchop.formats import ElementFormat, ScaledFormat
@@ -25,10 +25,7 @@ from jchop.spec import Spec
 Array = jax.Array
 _Spec = Spec | ElementFormat | ScaledFormat | str | None
 
-__all__ = ["KVCache", "numbers_there", "visible"]
-
-#: The position of a slot without a token.
-_EMPTY = -1
+__all__ = ["KVCache", "visible"]
 
 
 @partial(
@@ -176,13 +173,13 @@ class KVCache:
     def keys(self) -> Array:
         """The stored keys as numbers, in `shape`; 0 without a token."""
         keys, _, positions = self.part(0, self.shape[1])
-        return numbers_there(keys, positions)
+        return numbers_there(keys, positions[:, :, None])
 
     @property
     def values(self) -> Array:
         """The stored values as numbers, in `shape`; 0 without a token, NaN in sequences that overflowed."""
         _, values, positions = self.part(0, self.shape[1])
-        return jnp.where(self.overflowed[:, None, None, None], jnp.nan, numbers_there(values, positions))
+        return jnp.where(self.overflowed[:, None, None, None], jnp.nan, numbers_there(values, positions[:, :, None]))
 
     def mask(
         self, positions: Any = None, *, tokens: int = 1, is_causal: bool = True, window: int | None = None
@@ -243,7 +240,7 @@ class KVCache:
         batch, capacity, _, _ = self.shape
         rows, slots = self.slot_positions.shape
         given = position >= 0
-        lengths = jnp.maximum(self.lengths, jnp.max(position, axis=1, initial=_EMPTY) + 1)
+        lengths = jnp.maximum(self.lengths, jnp.max(position, axis=1, initial=NO_TOKEN) + 1)
         row, slot, table = jnp.broadcast_to(jnp.arange(batch)[:, None], position.shape), position, self.table
         if self.window is not None:
             slot, there, lost = position % slots, given & (position >= lengths[:, None] - slots), None
@@ -279,11 +276,11 @@ class KVCache:
         if ended.dtype != bool or ended.shape != self.lengths.shape:
             raise ValueError(f"ended is {ended.dtype}{list(ended.shape)}; it must be bool{list(self.lengths.shape)}")
         if self.table is None:
-            positions, table = jnp.where(ended[:, None], _EMPTY, self.slot_positions), None
+            positions, table = jnp.where(ended[:, None], NO_TOKEN, self.slot_positions), None
         else:
             rows = self.slot_positions.shape[0]
             gone = jnp.where(ended[:, None] & (self.table != NO_PAGE), self.table, rows)
-            positions = self.slot_positions.at[gone].set(_EMPTY, mode="drop")
+            positions = self.slot_positions.at[gone].set(NO_TOKEN, mode="drop")
             table = jnp.where(ended[:, None], NO_PAGE, self.table)
         lengths, overflowed = jnp.where(ended, 0, self.lengths), self.overflowed & ~ended
         return replace(self, slot_positions=positions, lengths=lengths, overflowed=overflowed, table=table)
@@ -298,7 +295,7 @@ class KVCache:
             page = self.slot_positions.shape[1]
             table = lax.dynamic_slice_in_dim(self.table, start // page, count // page, axis=1)
             take = partial(_of_pages, table=table)
-            positions = jnp.where(jnp.repeat(table == NO_PAGE, page, axis=1), _EMPTY, take(self.slot_positions))
+            positions = jnp.where(jnp.repeat(table == NO_PAGE, page, axis=1), NO_TOKEN, take(self.slot_positions))
         return self.key_slots.part(take), self.value_slots.part(take), positions
 
     def query_positions(self, positions: Any, tokens: int | None) -> Array:
@@ -332,7 +329,7 @@ class KVCache:
             return
         known = np.asarray(positions)
         capacity = self.shape[1]
-        wrong = known[(known < _EMPTY) | ((known >= capacity) & (self.window is None))]
+        wrong = known[(known < NO_TOKEN) | ((known >= capacity) & (self.window is None))]
         if wrong.size:
             raise ValueError(
                 f"positions hold {wrong.flat[0]}; the cache has slots for 0 to {capacity - 1}, and -1 is padding"
@@ -357,11 +354,6 @@ def visible(query: Array, slots: Array, is_causal: bool, window: int | None) -> 
     return seen if window is None else seen & (slots > query - window)
 
 
-def numbers_there(rows: Rows, positions: Array) -> Array:
-    """Keys or values as numbers, 0 in slots without a token: another sequence's NaN times a weight of 0 is NaN."""
-    return jnp.where((positions != _EMPTY)[:, :, None, None], rows.numbers(), jnp.zeros((), rows.dtype))
-
-
 def _of_pages(leaf: Array, table: Array) -> Array:
     """The slots on some pages of each sequence, in order; of pages that a sequence has not, another's."""
     found = leaf[jnp.maximum(table, 0)]
@@ -383,7 +375,7 @@ def _empty(
     return KVCache(
         Rows.empty(shape, spec_of_rows("keys", keys), dtype),
         Rows.empty(shape, spec_of_rows("values", values), dtype),
-        jnp.full(shape[:2], _EMPTY, jnp.int32),
+        jnp.full(shape[:2], NO_TOKEN, jnp.int32),
         jnp.zeros(batch, jnp.int32),
         jnp.zeros(batch, bool),
         window=window,

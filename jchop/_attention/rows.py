@@ -19,10 +19,12 @@ from jchop.storage._layout import OWN, from_end, kinds_of
 
 Array = jax.Array
 
-__all__ = ["NDIM", "Rows", "spec_of_rows"]
+__all__ = ["NDIM", "NO_TOKEN", "Rows", "numbers_there", "spec_of_rows"]
 
 #: Rows of slots, slots, heads, head_dim.
 NDIM = 4
+#: The position of a slot without a token.
+NO_TOKEN = -1
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("words",), meta_fields=("spec", "size", "dtype"))
@@ -55,6 +57,10 @@ class Rows:
         """Some of the slots; `take` gives them of any leaf."""
         return replace(self, words=tuple(map(take, self.words)))
 
+    def heads_first(self) -> Rows:
+        """With the axis of heads before that of slots."""
+        return self.part(lambda word: jnp.swapaxes(word, 1, 2))
+
     def written(self, new: Array, row: Array, slot: Array) -> Rows:
         """With new tokens in their slots; those whose row does not exist are not written."""
         packed = jax.tree.leaves(_packed(new.astype(self.dtype), self.spec))
@@ -74,6 +80,16 @@ class Rows:
         """The tokens as numbers."""
         stored = self.stored()
         return dequantize(stored) if isinstance(stored, QArray) else stored
+
+
+def numbers_there(rows: Rows, positions: Array) -> Array:
+    """Keys or values as numbers, 0 in slots without a token: another sequence's NaN times a weight of 0 is NaN.
+
+    Args:
+        rows: the keys or values.
+        positions: those of their tokens, in the shape of `rows` without head_dim; the axis of heads may have length 1.
+    """
+    return jnp.where((positions != NO_TOKEN)[..., None], rows.numbers(), jnp.zeros((), rows.dtype))
 
 
 def spec_of_rows(name: str, spec: Any) -> Spec | None:
