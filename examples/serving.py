@@ -27,8 +27,8 @@ import jchop as jc
 Array = jax.Array
 #: Tokens that prefill reads at once.
 CHUNK = 16
-#: The products of attention are those of the cache, and the last layer stays in float.
-ALONE = (jc.Rule("dot_product_attention"), jc.Rule("head"))
+#: What rules are for: the embedding and the last layer stay in float32.
+BLOCKS = "blocks"
 
 
 @dataclass(frozen=True)
@@ -62,34 +62,34 @@ class Choice:
 
 CHOICES = {
     "float32": Choice(),
-    "int8 × int8": Choice(jc.Rule(weight="int8(group=32)", activation="int8(group=32)")),
-    "e4m3 × e4m3": Choice(jc.Rule(weight="float8_e4m3fn(group=all)", activation="float8_e4m3fn(group=all)")),
-    "cache int8": Choice(cache="int8(group=32)"),
+    "int8 × int8": Choice(jc.Rule(BLOCKS, weight="int8(group=all)", activation="int8(group=all)")),
+    "e4m3 × e4m3": Choice(jc.Rule(BLOCKS, weight="float8_e4m3fn(group=all)", activation="float8_e4m3fn(group=all)")),
+    "cache int8": Choice(cache="int8(group=all)"),
     "cache e4m3": Choice(cache="float8_e4m3fn"),
-    "int4, cache int8": Choice(jc.Rule(weight="int4(group=32,scale=bfloat16)"), "int8(group=32)"),
-    "int4, cache e4m3": Choice(jc.Rule(weight="int4(group=32,scale=bfloat16)"), "float8_e4m3fn"),
+    "int4, cache int8": Choice(jc.Rule(BLOCKS, weight="int4(group=32,scale=bfloat16)"), "int8(group=all)"),
+    "int4, cache e4m3": Choice(jc.Rule(BLOCKS, weight="int4(group=32,scale=bfloat16)"), "float8_e4m3fn"),
 }
 
 
 # -- the transformer ---------------------------------------------------------------------------------------------------
 def make(sizes: Sizes, seed: int = 0) -> dict[str, Any]:
-    """Parameters: random numbers of variance 1 / inputs."""
+    """Parameters: random numbers of variance 1 / inputs, divided by 2 depth where they are added to the residual."""
     key = iter(jax.random.split(jax.random.key(seed), 2 + 6 * sizes.depth))
     width, size = sizes.width, sizes.head_dim
 
-    def kernel(inputs: int, *outputs: int) -> Array:
-        return jax.random.normal(next(key), (inputs, *outputs)) / inputs**0.5
+    def kernel(inputs: int, outputs: int, divisor: int = 1) -> Array:
+        return jax.random.normal(next(key), (inputs, outputs)) / (divisor * inputs) ** 0.5
 
     def block() -> dict[str, Array]:
         return {
             "norm1": jnp.ones(width),
             "query": kernel(width, sizes.heads * size),
             "key_value": kernel(width, 2 * sizes.kv_heads * size),
-            "out": kernel(sizes.heads * size, width),
+            "out": kernel(sizes.heads * size, width, 2 * sizes.depth),
             "norm2": jnp.ones(width),
             "gate": kernel(width, 3 * width),
             "up": kernel(width, 3 * width),
-            "down": kernel(3 * width, width),
+            "down": kernel(3 * width, width, 2 * sizes.depth),
         }
 
     blocks = [block() for _ in range(sizes.depth)]
@@ -148,8 +148,7 @@ class Server:
     def __init__(self, params: Any, choice: Choice, sizes: Sizes, caches: list[jc.KVCache]) -> None:
         self.params, model = params, partial(forward, sizes=sizes)
         if choice.rule is not None:
-            rules = [*ALONE, choice.rule] if choice.rule.activation is not None else [ALONE[1], choice.rule]
-            low = jc.quantize_fn(model, rules)
+            low = jc.quantize_fn(model, choice.rule)
             tokens = jax.ShapeDtypeStruct((sizes.batch, 1), jnp.int32)
             self.params, model = low.pack(params, tokens, tokens, caches), low
 
