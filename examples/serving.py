@@ -2,9 +2,9 @@
 
     python examples/serving.py [--small] [--kind full|rolling|paged] [--tokens 64]
 
-The transformer is plain JAX: grouped-query attention, rotary positions, gated layers, random weights. Prompts of several
-lengths are read in chunks, and then each sequence is continued token by token; prefill and decoding are one compiled
-function each. Every row is another choice of weights, activations and cache. Decibels are those of the logits of the
+The transformer is plain JAX: grouped-query attention, rotary positions, gated layers, random weights. Prompts of
+several lengths are read in chunks, and then each sequence is continued token by token; prefill and decoding are one
+compiled function each. Every row is another choice of weights, activations and cache. Decibels are those of the logits of the
 prompts against the float32 model, and bytes those of the packed arrays.
 """
 
@@ -49,6 +49,7 @@ class Sizes:
         return self.width // self.heads
 
 
+#: Of `--small`, and of the test of the decibels.
 SMALL = Sizes(width=128, depth=2, heads=4, letters=128, prompt=48, window=24)
 
 
@@ -114,7 +115,7 @@ def rotated(x: Array, positions: Array) -> Array:
 def forward(
     params: Any, tokens: Array, positions: Array, caches: list[jc.KVCache], *, sizes: Sizes
 ) -> tuple[Array, list[jc.KVCache]]:
-    """Logits of tokens, and the caches with them. Tokens and positions have the shape (batch, tokens); -1 is padding."""
+    """Logits of tokens, shape (batch, tokens), and the caches with them. A token at position -1 is padding."""
     x, after = params["embed"][tokens], []
     for block, cache in zip(params["blocks"], caches, strict=True):
         y = normed(x, block["norm1"])

@@ -93,7 +93,7 @@ def test_tokens_are_where_they_belong(kind: str) -> None:
     model.check()
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(18)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_numbers_are_those_of_round_to_format(spec: Any, dtype: str) -> None:
@@ -172,7 +172,8 @@ def test_stacks_batches_and_donation() -> None:
         jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), again, cache)
 
 
-@pytest.mark.parametrize("spec", [None, "int8(group=all)", "float8_e4m3fn", "int4(group=8,scale=bfloat16)"])
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("spec", ["int8(group=all)", None, "float8_e4m3fn", "int4(group=8,scale=bfloat16)"])
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 def test_a_donated_cache_is_written_where_it_lies(kind: str, spec: Any) -> None:
     cache = of_kind(kind, 256, keys=spec, values=spec, dtype="bfloat16")
