@@ -4,8 +4,8 @@
 
 The transformer is plain JAX: grouped-query attention, rotary positions, gated layers, random weights. Prompts of
 several lengths are read in chunks, and then each sequence is continued token by token; prefill and decoding are one
-compiled function each. Every row is another choice of weights, activations and cache. Decibels are those of the logits of the
-prompts against the float32 model, and bytes those of the packed arrays.
+compiled function each. Every row is another choice of weights, activations and cache. Decibels are those of the logits
+of the prompts against the float32 model, and bytes those of the packed arrays.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,7 @@ CHUNK = 16
 BLOCKS = "blocks"
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of a transformer, and of what it serves."""
 
     width: int = 512
@@ -53,8 +51,7 @@ class Sizes:
 SMALL = Sizes(width=128, depth=2, heads=4, letters=128, prompt=48, window=24)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What is packed: rules of weights and activations, and the spec of keys and values."""
 
     rule: jc.Rule | None = None
@@ -192,8 +189,7 @@ def decibels(y: Any, exact: Any) -> float:
     return float(10 * np.log10(np.sum(exact**2) / noise)) if noise else float("inf")
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """What one choice gave: logits of the prompts, new tokens, tokens per second, and bytes."""
 
     logits: np.ndarray
@@ -249,7 +245,7 @@ def table(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a smaller transformer and fewer choices")
     parser.add_argument("--kind", choices=("full", "rolling", "paged"), default="paged", help="of cache; default paged")
     parser.add_argument("--tokens", type=int, help="that each sequence is continued by; default 64, with --small 16")

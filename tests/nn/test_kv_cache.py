@@ -16,7 +16,7 @@ SPECS = [
     None, "int8(group=all)", "int4(group=4)", "uint4(group=8,zero_point=integer)", "float8_e4m3fn", "mxfp8_e4m3",
     "nf4(group=8,scale=bfloat16)", "float8_e5m2:toward_zero", "bfp(bits=5,group=4)",
 ]  # fmt: skip
-EIGHT = {"keys": "int8(group=all)", "values": "float8_e4m3fn"}
+EIGHT: dict[str, Any] = {"keys": "int8(group=all)", "values": "float8_e4m3fn"}
 update = jax.jit(lambda cache, *tokens: cache.update(*tokens))
 
 
@@ -179,6 +179,7 @@ def test_a_donated_cache_is_written_where_it_lies(kind: str, spec: Any) -> None:
     cache = of_kind(kind, 256, keys=spec, values=spec, dtype="bfloat16")
     donating = jax.jit(lambda cache, k: cache.update(k, k), donate_argnums=0)
     memory = donating.lower(cache, normal(0, 1)).compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes == cache.nbytes and memory.temp_size_in_bytes < cache.nbytes / 2
 
 
