@@ -8,6 +8,8 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
 from jchop import formats, math, storage
+from jchop._attention.attention import dot_product_attention
+from jchop._attention.kv_cache import KVCache
 from jchop._emulate import emulate
 from jchop._finfo import finfo
 from jchop._products.dots import dot, einsum, ragged_dot
@@ -100,6 +102,7 @@ __all__ = [
     "FloatFormat",
     "Gradient",
     "IntegerFormat",
+    "KVCache",
     "MatmulSpec",
     "MovingAverage",
     "Order",
@@ -117,6 +120,7 @@ __all__ = [
     "binary64",
     "dequantize",
     "dot",
+    "dot_product_attention",
     "dynamic4",
     "dynamic8",
     "einsum",

@@ -29,7 +29,7 @@ def test_it_says_at_once_what_it_does(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small"])
     monkeypatch.setattr(sys, "stderr", Listener())
     start = time.process_time()
-    with pytest.raises(Said, match=r"^(adding|integrating|solving|training|LU of) \d+ "):
+    with pytest.raises(Said, match=r"^(adding|integrating|serving|solving|training|LU of) \d+ "):
         example.main()
     assert time.process_time() - start < 10
 

@@ -6,6 +6,8 @@ from jchop._files import require_extra
 
 require_extra("jchop.nn", "flax", ("flax",))
 
+from jchop._attention.attention import dot_product_attention
+from jchop._attention.kv_cache import KVCache
 from jchop._products.rule import Rule
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop.nn import linen
@@ -55,6 +57,7 @@ __all__ = [
     "GRUCell",
     "GroupNorm",
     "InstanceNorm",
+    "KVCache",
     "LSTMCell",
     "LayerNorm",
     "LayerRow",
@@ -73,6 +76,7 @@ __all__ = [
     "SimpleCell",
     "calibrate",
     "correct_biases",
+    "dot_product_attention",
     "fold_batch_norms",
     "linen",
     "load",

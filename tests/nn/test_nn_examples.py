@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from example_cases import EXAMPLES, load
 from flax import nnx
@@ -73,3 +74,29 @@ def test_the_transformer_is_packed(monkeypatch: Any, capsys: Any, tmp_path: Path
     exact, eight, four = (float(rows[name][0]) for name in ("float32", "mxfp8_e4m3", "mxfp4"))
     assert abs(eight - exact) < 0.02 * exact and exact < four < 1.3 * exact
     assert int(rows["mxfp4"][1]) < 0.17 * int(rows["float32"][1]) and picture.read_bytes().startswith(b"\x89PNG")
+
+
+LEAST = {"int8 × int8": 39, "e4m3 × e4m3": 28, "cache int8": 41, "int4, cache int8": 19}
+
+
+@pytest.mark.parametrize(("kind", "names"), [("paged", tuple(LEAST)), ("rolling", ("int4, cache int8",))])
+def test_a_transformer_is_served_from_packed_weights_and_a_packed_cache(kind: str, names: tuple[str, ...]) -> None:
+    """Width 128, depth 2, prompts of up to 48 tokens; decibels of all their logits."""
+    serving = load("serving")
+    rows = {name: (snr, served) for name, snr, served in serving.table(serving.SMALL, kind, 12, ("float32", *names))}
+    assert {name: rows[name][0] for name in names if not LEAST[name] <= rows[name][0] < 60} == {}
+    exact, packed = rows["float32"][1], rows["int4, cache int8"][1]
+    assert packed.weights < 0.3 * exact.weights and packed.cache < 0.32 * exact.cache  # letters stay in float32
+    assert exact.tokens.shape == packed.tokens.shape == (4, 12)
+
+
+def test_kinds_of_caches_serve_the_same_tokens() -> None:
+    """A rolling cache attends to a window, which holds all tokens here."""
+    serving = load("serving")
+    sizes = serving.Sizes(width=64, depth=1, heads=4, letters=32, prompt=20, window=40)
+    tokens = [
+        serving.serve(serving.make(sizes), serving.CHOICES["cache int8"], sizes, kind, 8).tokens
+        for kind in ("full", "rolling", "paged")
+    ]
+    np.testing.assert_array_equal(tokens[1], tokens[0])
+    np.testing.assert_array_equal(tokens[2], tokens[0])

@@ -1,0 +1,1 @@
+"""Attention from stored keys and values, for code in plain JAX."""

@@ -1,0 +1,135 @@
+"""Keys or values of tokens in slots, packed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop.formats import ScaledFormat
+from jchop.spec import Spec, as_spec
+from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._layout import OWN, from_end, kinds_of
+
+Array = jax.Array
+
+__all__ = ["NDIM", "NO_TOKEN", "Rows", "numbers_there", "spec_of_rows"]
+
+#: Rows of slots, slots, heads, head_dim.
+NDIM = 4
+#: The position of a slot without a token.
+NO_TOKEN = -1
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("words",), meta_fields=("spec", "size", "dtype"))
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Keys or values in rows of slots: for each slot those of one token.
+
+    Args:
+        words: the leaves of a QArray, or the numbers, each in the shape (rows, slots, heads, ...). Floats of fewer than
+            32 bits are there as integers of the same bits, as XLA's CPU backend would convert all of them in every
+            write (`short_floats_converted_whole`).
+        spec: the spec of the QArray; None for numbers.
+        size: head_dim.
+        dtype: of the numbers.
+    """
+
+    words: tuple[Array, ...]
+    spec: Spec | None
+    size: int
+    dtype: np.dtype
+
+    @staticmethod
+    def empty(shape: Sequence[int], spec: Spec | None, dtype: Any) -> Rows:
+        """Zeros: no tokens yet."""
+        leaves = jax.eval_shape(partial(_packed, spec=spec), jax.ShapeDtypeStruct(tuple(shape), dtype))
+        words = tuple(jnp.zeros(leaf.shape, _word(leaf.dtype)) for leaf in jax.tree.leaves(leaves))
+        return Rows(words, spec, shape[-1], np.dtype(dtype))
+
+    def part(self, take: Callable[[Array], Array]) -> Rows:
+        """Some of the slots; `take` gives them of any leaf."""
+        return replace(self, words=tuple(map(take, self.words)))
+
+    def heads_first(self) -> Rows:
+        """With the axis of heads before that of slots."""
+        return self.part(lambda word: jnp.swapaxes(word, 1, 2))
+
+    def written(self, new: Array, row: Array, slot: Array) -> Rows:
+        """With new tokens in their slots; those whose row does not exist are not written."""
+        packed = jax.tree.leaves(_packed(new.astype(self.dtype), self.spec))
+        words = (
+            old.at[row, slot].set(lax.bitcast_convert_type(leaf, old.dtype), mode="drop")
+            for old, leaf in zip(self.words, packed, strict=True)
+        )
+        return replace(self, words=tuple(words))
+
+    def stored(self) -> QArray | Array:
+        """The tokens as a QArray or an array."""
+        tree, dtypes = _form(self.spec, self.size, self.dtype)
+        leaves = (lax.bitcast_convert_type(w, dtype) for w, dtype in zip(self.words, dtypes, strict=True))
+        return jax.tree.unflatten(tree, leaves)
+
+    def numbers(self) -> Array:
+        """The tokens as numbers."""
+        stored = self.stored()
+        return dequantize(stored) if isinstance(stored, QArray) else stored
+
+
+def numbers_there(rows: Rows, positions: Array) -> Array:
+    """Keys or values as numbers, 0 in slots without a token: another sequence's NaN times a weight of 0 is NaN.
+
+    Args:
+        rows: the keys or values.
+        positions: those of their tokens, in the shape of `rows` without head_dim; the axis of heads may have length 1.
+    """
+    return jnp.where((positions != NO_TOKEN)[..., None], rows.numbers(), jnp.zeros((), rows.dtype))
+
+
+def spec_of_rows(name: str, spec: Any) -> Spec | None:
+    """The spec of keys or values, with axes counted from the end; None stores the numbers as they are.
+
+    Raises:
+        TypeError, ValueError: for a spec that rounds tokens or heads together, or draws random bits.
+    """
+    if spec is None:
+        return None
+    spec = as_spec(spec, name, scaled=True)
+    if spec.rounding.stochastic or not (spec.scaled is None or _own_scales(spec.scaled)):
+        raise ValueError(
+            f"{name}={str(spec)!r} must round each token and head by itself and draw nothing: a plain format, or "
+            "scales of groups along the last axis, as 'int8(group=all)'"
+        )
+    return spec if spec.scaled is None else replace(spec, format=from_end(spec.scaled, NDIM))
+
+
+def _own_scales(fmt: ScaledFormat) -> bool:
+    """Whether each row of the last axis has scales of its own, and no others."""
+    try:
+        kinds = kinds_of(fmt, NDIM)
+    except ValueError:
+        return False
+    return kinds[:-1] == (OWN,) * (NDIM - 1) and len(fmt.scale_parts) == 1
+
+
+def _packed(x: Array, spec: Spec | None) -> QArray | Array:
+    return x if spec is None else quantize(x, spec)
+
+
+@lru_cache(maxsize=64)
+def _form(spec: Spec | None, size: int, dtype: np.dtype) -> tuple[Any, tuple[np.dtype, ...]]:
+    """The structure of stored tokens, and the dtypes of its leaves."""
+    one = jax.eval_shape(partial(_packed, spec=spec), jax.ShapeDtypeStruct((1,) * (NDIM - 1) + (size,), dtype))
+    leaves, tree = jax.tree.flatten(one)
+    return tree, tuple(leaf.dtype for leaf in leaves)
+
+
+def _word(dtype: Any) -> np.dtype:
+    short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(f"u{dtype.itemsize}") if short else np.dtype(dtype)

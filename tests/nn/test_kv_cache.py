@@ -1,0 +1,237 @@
+"""`KVCache`: which tokens it holds, in which bits, whatever the order in which they came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+
+HEADS, SIZE = 2, 8
+SPECS = [
+    None, "int8(group=all)", "int4(group=4)", "uint4(group=8,zero_point=integer)", "float8_e4m3fn", "mxfp8_e4m3",
+    "nf4(group=8,scale=bfloat16)", "float8_e5m2:toward_zero", "bfp(bits=5,group=4)",
+]  # fmt: skip
+EIGHT: dict[str, Any] = {"keys": "int8(group=all)", "values": "float8_e4m3fn"}
+update = jax.jit(lambda cache, *tokens: cache.update(*tokens))
+
+
+def normal(seed: int, tokens: int, batch: int = 3) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, tokens, HEADS, SIZE)), "float32")
+
+
+def of_kind(kind: str, length: int, batch: int = 3, **specs: Any) -> jc.KVCache:
+    shape = (batch, length, HEADS, SIZE)
+    if kind == "paged":
+        return jc.KVCache.paged(shape, pages=batch * -(-length // 4), page_size=4, **specs)
+    return getattr(jc.KVCache, kind)(shape, **specs)
+
+
+def held(cache: jc.KVCache) -> list[dict[int, tuple[np.ndarray, np.ndarray]]]:
+    """The keys and values of each sequence by position."""
+    keys, values = np.asarray(cache.keys), np.asarray(cache.values)
+    rows = [
+        {int(p): (keys[b, s], values[b, s]) for s, p in enumerate(row) if p >= 0}
+        for b, row in enumerate(np.asarray(cache.positions))
+    ]
+    assert sum(map(len, rows)) == (np.asarray(cache.positions) >= 0).sum()  # no position twice
+    return rows
+
+
+class Model:
+    """The same in Python: a dict of tokens for each sequence."""
+
+    def __init__(self, cache: jc.KVCache, specs: dict[str, Any]) -> None:
+        self.cache, self.specs = cache, specs
+        self.tokens: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{} for _ in cache.lengths]
+        self.lengths = [0] * len(self.tokens)
+
+    def update(self, k: jax.Array, v: jax.Array, positions: Any = None) -> None:
+        given = np.broadcast_to(
+            np.asarray(self.lengths)[:, None] + np.arange(k.shape[1]) if positions is None else positions, k.shape[:2]
+        )
+        self.cache = update(self.cache, k, v, *([] if positions is None else [jnp.asarray(positions)]))
+        rounded = [
+            np.asarray(x if spec is None else jc.round_to_format(x, spec))
+            for x, spec in zip((k, v), (self.specs.get("keys"), self.specs.get("values")), strict=True)
+        ]
+        slots = self.cache.slot_positions.shape[1]
+        for b, row in enumerate(given):
+            self.tokens[b] |= {int(p): (rounded[0][b, t], rounded[1][b, t]) for t, p in enumerate(row) if p >= 0}
+            self.lengths[b] = max(self.lengths[b], int(row.max(initial=-1)) + 1)
+            if self.cache.window is not None:
+                self.tokens[b] = {p: t for p, t in self.tokens[b].items() if p >= self.lengths[b] - slots}
+
+    def check(self) -> None:
+        assert self.cache.lengths.tolist() == self.lengths and not self.cache.overflowed.any()
+        found = held(self.cache)
+        assert [sorted(row) for row in found] == [sorted(row) for row in self.tokens]
+        for row, expected in zip(found, self.tokens, strict=True):
+            for p, (key, value) in expected.items():
+                np.testing.assert_array_equal(row[p][0], key)
+                np.testing.assert_array_equal(row[p][1], value)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
+def test_tokens_are_where_they_belong(kind: str) -> None:
+    model = Model(of_kind(kind, 20 if kind != "rolling" else 6, **EIGHT), EIGHT)
+    draw = np.random.default_rng(1)
+    for turn in range(4):
+        prompt = np.where(
+            np.arange(4) < draw.integers(0, 5, (3, 1)), np.asarray(model.lengths)[:, None] + np.arange(4), -1
+        )
+        model.update(normal(turn, 4), normal(10 + turn, 4), prompt)  # prompts of several lengths
+        model.update(normal(20 + turn, 1), normal(30 + turn, 1))  # each sequence has one more
+        model.check()
+    # Anew, if a rolling cache still has them.
+    model.update(normal(40, 2), normal(41, 2), np.asarray([1, 3]))
+    model.check()
+
+
+@pytest.mark.in_turn(18)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_numbers_are_those_of_round_to_format(spec: Any, dtype: str) -> None:
+    cache = of_kind("paged", 8, keys=spec, values=spec, dtype=dtype)
+    k, v = normal(1, 5).astype(dtype), normal(2, 5).astype(dtype)
+    cache = update(cache, k, v)
+    for stored, x in ((cache.keys, k), (cache.values, v)):
+        expected = x if spec is None else jc.round_to_format(x, spec)
+        assert stored.dtype == dtype
+        np.testing.assert_array_equal(stored[:, :5], expected)
+        assert not stored[:, 5:].any()
+
+
+def test_pages_are_given_and_returned() -> None:
+    cache = jc.KVCache.paged((3, 16, HEADS, SIZE), pages=5, page_size=4, **EIGHT)
+    positions = np.where(np.arange(9) < np.asarray([[9], [3], [0]]), np.arange(9), -1)
+    cache = update(cache, normal(1, 9), normal(2, 9), jnp.asarray(positions))
+    assert cache.table.tolist() == [[0, 1, 2, -1], [3, -1, -1, -1], [-1] * 4] and cache.lengths.tolist() == [9, 3, 0]
+    poison = jnp.full((3, 1, HEADS, SIZE), jnp.nan)
+    cache = update(cache, poison, poison, jnp.asarray([[9], [-1], [-1]]))
+    cache = jax.jit(jc.KVCache.release)(cache, jnp.asarray([True, False, False]))
+    assert cache.table[0].tolist() == [-1] * 4 and cache.lengths.tolist() == [0, 3, 0]
+    # The third sequence takes pages of the first, and sees none of its tokens.
+    cache = update(cache, normal(3, 5), normal(4, 5), jnp.asarray([[-1] * 5, [3, 4, -1, -1, -1], [0, 1, 2, 8, 9]]))
+    assert cache.table.tolist() == [[-1] * 4, [3, 0, -1, -1], [1, -1, 2, -1]]
+    assert [sorted(row) for row in held(cache)] == [[], [0, 1, 2, 3, 4], [0, 1, 2, 8, 9]]
+    # One page is left. The first sequence takes it; the second and third grow on their own pages.
+    cache = update(cache, normal(5, 2), normal(6, 2))
+    assert cache.table.tolist() == [[4, -1, -1, -1], [3, 0, -1, -1], [1, -1, 2, -1]] and not cache.overflowed.any()
+    after = update(cache, normal(7, 2), normal(8, 2))
+    assert after.overflowed.tolist() == [False, True, True]  # the tokens at 8 and at 12 find no page
+    assert np.isnan(after.values[1:]).all() and not np.isnan(after.values[0]).any()
+    assert not jax.jit(jc.KVCache.release)(after, jnp.asarray([False, True, True])).overflowed.any()
+
+
+@pytest.mark.parametrize("kind", ["full", "paged"])
+def test_what_does_not_fit_is_an_error_or_marks_its_sequence(kind: str) -> None:
+    cache = of_kind(kind, 8, **EIGHT)
+    with pytest.raises(ValueError, match="9 tokens, and the cache 8 slots"):
+        jax.eval_shape(lambda cache: cache.update(normal(0, 9), normal(1, 9)), cache)
+    with pytest.raises(ValueError, match=r"positions hold 8; .* 0 to 7"):
+        jax.eval_shape(lambda cache: cache.update(normal(0, 1), normal(1, 1), np.asarray([8])), cache)
+    with pytest.raises(ValueError, match="positions hold -2"):
+        cache.update(normal(0, 1), normal(1, 1), jnp.asarray([-2]))
+    cache = cache.update(normal(0, 6), normal(1, 6), np.asarray([[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, -1, -1], [-1] * 6]))
+    with pytest.raises(ValueError, match="positions hold 8"):
+        cache.update(normal(0, 3), normal(1, 3))
+    after = update(cache, normal(2, 3), normal(3, 3))
+    assert after.overflowed.tolist() == [True, False, False] and after.lengths.tolist() == [9, 7, 3]
+    assert [len(row) for row in held(after)] == [8, 7, 3]
+    np.testing.assert_array_equal(after.keys[0, :6], cache.keys[0, :6])  # nothing is overwritten
+    y = jc.dot_product_attention(normal(4, 3), after)
+    assert np.isnan(y[0]).all() and np.isfinite(y[1:]).all()
+
+
+def test_stacks_batches_and_donation() -> None:
+    layers = [update(of_kind("full", 6, **EIGHT), normal(i, 2), normal(i + 5, 2)) for i in range(2)]
+    stack: Any = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    k, q = normal(7, 1), normal(8, 1)
+
+    def step(q: Any, cache: jc.KVCache) -> tuple[Any, jc.KVCache]:
+        cache = cache.update(k, k)
+        return jc.dot_product_attention(q, cache), cache
+
+    expected = q
+    for i, cache in enumerate(layers):
+        expected, layers[i] = jax.jit(step)(expected, cache)
+    y, after = jax.jit(lambda q, stack: jax.lax.scan(step, q, stack))(q, stack)
+    np.testing.assert_array_equal(y, expected)
+    for i, cache in enumerate(layers):
+        jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), after, cache)
+    batched, again = jax.jit(jax.vmap(step, (None, 0)))(q, stack)
+    for i in range(2):
+        one, cache = jax.jit(step)(q, jax.tree.map(lambda leaf, i=i: leaf[i], stack))
+        np.testing.assert_allclose(batched[i], one, rtol=1e-5)
+        jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), again, cache)
+
+
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("spec", ["int8(group=all)", None, "float8_e4m3fn", "int4(group=8,scale=bfloat16)"])
+@pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
+def test_a_donated_cache_is_written_where_it_lies(kind: str, spec: Any) -> None:
+    cache = of_kind(kind, 256, keys=spec, values=spec, dtype="bfloat16")
+    donating = jax.jit(lambda cache, k: cache.update(k, k), donate_argnums=0)
+    memory = donating.lower(cache, normal(0, 1)).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == cache.nbytes and memory.temp_size_in_bytes < cache.nbytes / 2
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+def test_sequences_and_heads_are_sharded() -> None:
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    cache, q = of_kind("full", 6, batch=2, **EIGHT), normal(3, 2, batch=2)
+
+    def place(leaf: Any) -> Any:
+        axes = ("data", None, "model")[: leaf.ndim]
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+    step = jax.jit(lambda cache, q: (after := cache.update(q, q), jc.dot_product_attention(q, after)))
+    (after, y), (expected, z) = step(jax.tree.map(place, cache), place(q)), step(cache, q)
+    jax.tree.map(np.testing.assert_array_equal, after, expected)
+    np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_are_checked() -> None:
+    full = jc.KVCache.full
+    for spec in (
+        "int8",
+        "int8(group=2,axis=-2)",
+        "int8(channel=0)",
+        "nvfp4",
+        "e4m3:stochastic",
+        "int8(group=(2,2),axis=(-2,-1))",
+    ):
+        with pytest.raises(ValueError, match=r"values=.* must round each token and head by itself"):
+            full((1, 2, HEADS, SIZE), values=spec)
+    for arguments, words in (
+        (((1, 2, HEADS),), r"shape=\(1, 2, 2\) must be \(batch, length, kv_heads, head_dim\)"),
+        (((1, 0, HEADS, SIZE),), "shape=0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            full(*arguments)
+    with pytest.raises(TypeError, match="dtype=int32 must be one of"):
+        full((1, 2, HEADS, SIZE), dtype="int32")
+    cache = full((2, 4, HEADS, SIZE))
+    x = normal(0, 2, batch=2)
+    for arguments, words in (
+        ((x[:1], x), r"k has the shape \(1, 2, 2, 8\); it must be \(2, tokens, 2, 8\)"),
+        ((x, x[:, :, :1]), "v has the shape"),
+        ((x, x[:, :1]), "they must be the same"),
+        ((x, x, np.arange(3)), r"positions have the shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cache.update(*arguments)
+    with pytest.raises(TypeError, match="must be integers"):
+        cache.update(x, x, np.ones(2))
+    with pytest.raises(ValueError, match=r"ended is int32\[2\]"):
+        cache.release(jnp.arange(2))
+    assert "paged" in repr(of_kind("paged", 4)) and "window=4" in repr(of_kind("rolling", 4, keys="int8(group=all)"))
