@@ -96,7 +96,7 @@ def calibrated(
     if plan.correction is not None and sequential is False:
         raise ValueError("sequential=False, but correct_error needs the errors of the layers before; leave it out")
     if keeping := next((rule for rule in low.rules if rule.scale_from is not None), None):
-        raise ValueError(f"{keeping} keeps scales: round with data under rules without scale_from")
+        raise NotImplementedError(f"{keeping} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
     check_batches(batches, again=in_order)
     if key is not None:

@@ -261,6 +261,7 @@ def test_dead_columns_are_counted() -> None:
     assert report.weights[0].dead == 7
 
 
+@pytest.mark.slow
 def test_half_precision_and_float64() -> None:
     params, x, _ = outliers()
     rule = jc.Rule(weight="int4(group=32)")
