@@ -402,7 +402,7 @@ def test_a_sharded_result_like_the_first_array_keeps_its_sharding(kind):
 def test_a_branch_is_given_the_numbers_and_nothing_as_large(function, name):
     """XLA writes the operands of a branch to memory: each side computes the bits of the numbers itself."""
     x = jnp.ones((128, 256))
-    text = jax.jit(lambda x: function(x, name)).lower(x).compile().as_text()
+    text = str(jax.jit(lambda x: function(x, name)).lower(x).compile().as_text())
     branches = re.findall(r"conditional\(%[\w.-]+, ([^)]*)\)", text)
     assert branches
     for operand in {name for names in branches for name in names.split(", ")}:
