@@ -111,6 +111,7 @@ def test_moments() -> None:
     assert np.isfinite(jc.emulate(lambda key: random.normal(key, (10**5,)), "e4m3")(KEY)).all()
 
 
+@pytest.mark.slow
 def test_keys_of_every_kind_and_rules() -> None:
     """Old keys, closed-over keys, other generators, loops, branches and functions compiled apart; rules find a draw."""
     draw = lambda key: random.uniform(key, (40,))  # noqa: E731

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._arguments import OWN_SCOPE, own_results
 from jchop._products.codes import Coded, block_of, check_codes, coded, codes_of, in_own_shape, parts_of
 from jchop._products.layout import check_axes, round_in, same_transposed
 from jchop._products.product import Conv, Dot, Flipped, Product
@@ -183,7 +184,8 @@ def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, 
     keys, extra, both = more
     if both is not None:
         left, right = both
-        return product.by_codes(left, right, (x.shape, w.shape), _result_dtype(product, x, w), *extra)
+        with jax.named_scope(OWN_SCOPE):
+            return own_results(product.by_codes(left, right, (x.shape, w.shape), _result_dtype(product, x, w), *extra))
     return product(x, w, *extra) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
 
 
@@ -220,8 +222,9 @@ def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) 
     g_weight = coded(for_weight.right.lay(g), spec, keys.gradient_weight)
     x_weight = coded(for_weight.left.lay(full_x), left, keys.left_weight)
     shapes = x.shape, w.shape
-    dx = product.input_by_codes(g_input, w_input, shapes, x.dtype, *extra)
-    return dx, product.weight_by_codes(x_weight, g_weight, shapes, w.dtype, *extra)
+    with jax.named_scope(OWN_SCOPE):
+        dx = product.input_by_codes(g_input, w_input, shapes, x.dtype, *extra)
+        return own_results((dx, product.weight_by_codes(x_weight, g_weight, shapes, w.dtype, *extra)))
 
 
 def _result_dtype(product: Product, x: Array, w: Array) -> Any:

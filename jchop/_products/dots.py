@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._arguments import OWN_SCOPE, own_results
 from jchop._products.codes import Coded, check_codes, coded, parts_of
 from jchop._products.contraction import letters_of
 from jchop._products.layout import Layout
@@ -144,7 +145,8 @@ def _product(product: Dot | Ragged, x: Any, w: Any, dtype: Any, *extra: Array) -
     blocks = tuple(_block(name, value, axes) for name, value, axes in zip("xw", (x, w), summed, strict=True))
     dtype = jnp.result_type(x.dtype, w.dtype) if dtype is None else jnp.dtype(dtype)
     floats = [value if isinstance(value, QArray) else jnp.asarray(value) for value in (x, w)]
-    return jnp.asarray(_multiply(product, blocks, dtype, *floats, extra))
+    with jax.named_scope(OWN_SCOPE):
+        return own_results(jnp.asarray(_multiply(product, blocks, dtype, *floats, extra)))
 
 
 def _block(name: str, q: Any, summed: tuple[int, ...]) -> int | None:

@@ -161,7 +161,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize("name", RULES)
 def test_codes_train_and_serve_the_same_numbers(name: str) -> None:
     rule = jc.Rule(**RULES[name], product="codes")
@@ -191,6 +191,7 @@ def test_backward_products_of_codes() -> None:
     np.testing.assert_array_equal(dw, jc.einsum("ob,ib->io", of(g.T), of(x.T)))
 
 
+@pytest.mark.slow
 def test_stochastic_codes() -> None:
     rule = jc.Rule(weight="int8(group=all):stochastic", activation="int8(group=all):stochastic", product="codes")
     low = jc.quantize_fn(lambda w, x: x @ w, rule, key=KEY)
@@ -221,6 +222,7 @@ def test_codes_under_transformations() -> None:
     assert jnp.isfinite(jax.grad(lambda p: low(p, x).sum())(stack)).all()
 
 
+@pytest.mark.slow
 def test_a_model_of_flax() -> None:
     model, x = nnx.Sequential(nnx.Linear(32, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))), normal(3, 32)
     rule = jc.Rule(weight=ROW, activation=ROW, product="codes")

@@ -95,6 +95,7 @@ def test_layers_keep_the_same_scales(source: Any) -> None:
             np.testing.assert_allclose(dl["w_activation_scale"], state["left"]["scale"][...], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_history() -> None:
     rule = jc.Rule(
         weight="float8_e4m3fn(group=tensor)", activation="float8_e4m3fn(group=tensor)",
@@ -111,6 +112,7 @@ def test_a_recipe_with_a_history() -> None:
     assert after.stats["up_activation_history"].tolist() == [jnp.abs(X[1]).max(), jnp.abs(X[0]).max()]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
 def test_layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
     w = normal(3, 8, 8)

@@ -47,7 +47,7 @@ def test_every_weight_of_a_product_is_rounded_and_nothing_else(name: str) -> Non
     assert all(row.source for row in rows.values() if row.spec)
 
 
-@pytest.mark.in_turn(90)
+@pytest.mark.in_turn(270)
 @pytest.mark.parametrize("spec", FORMATS)
 @pytest.mark.parametrize("name", CASES)
 def test_models_train_and_serve_the_same_numbers(name: str, spec: str) -> None:
@@ -117,6 +117,7 @@ def test_products_of_data_have_the_rule_of_their_scope() -> None:
     assert [dict(row.roundings) for row in everywhere.products] == [{"activation": "int8(group=all)"}] * 3
 
 
+@pytest.mark.slow
 def test_experts_are_rounded_along_the_sum() -> None:
     sizes = jnp.array([3, 0, 5])
     w, x = normal(3, 32, 4), normal(8, 32, seed=1)
@@ -146,6 +147,7 @@ def test_emulated_sums() -> None:
 # -- transformations ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_under_transformations() -> None:
     low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)", activation="e4m3"))
     expected = low(PARAMS, X)

@@ -123,6 +123,7 @@ def test_evenly_spaced_numbers(text: str, endpoint: bool) -> None:
     same(jc.math.linspace(f32([0.3, -2]), f32([1.7, 5]), text, KEY, num=num, endpoint=endpoint), want)
 
 
+@pytest.mark.slow
 def test_spaces_have_the_shapes_of_numpy() -> None:
     many: list[dict[str, Any]] = [{}, {"endpoint": False}, {"axis": -1}]
     a, b = np.arange(3, dtype=np.float32), np.float32(8)

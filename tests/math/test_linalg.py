@@ -430,6 +430,7 @@ def test_operators_within_transformations() -> None:
         jax.grad(lambda a: solution(a).sum())(jnp.asarray(BATCH[0]))
 
 
+@pytest.mark.slow
 def test_nothing_to_solve() -> None:
     for n in (0, 2):
         a, b = np.zeros((0, n, n) if n else (0, 0), np.float32), np.zeros(n, np.float32)
@@ -646,6 +647,7 @@ def test_every_function_is_documented_and_its_example_runs() -> None:
     assert runner.summarize(verbose=False).failed == 0, "".join(report)
 
 
+@pytest.mark.slow
 def test_a_second_call_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Nor does one with other numbers, tolerances of another kind, or an operator of the same program."""
     text = "e7m6"  # of no other test

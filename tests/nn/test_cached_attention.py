@@ -59,7 +59,7 @@ def in_float64(q: Any, cache: jc.KVCache, where: Any, is_causal: bool, window: i
 TOLERANCE = 32 * 6 * 2.0**-24
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(18)
 @pytest.mark.parametrize("spec", ["int8(group=all)", None, "float8_e4m3fn", "int4(group=4)"])
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 def test_values_are_those_of_float64(kind: str, spec: Any) -> None:
@@ -79,7 +79,7 @@ def test_values_are_those_of_float64(kind: str, spec: Any) -> None:
     np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.in_turn(10)
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "spec", ["int8(group=all)", "int4(group=8,scale=bfloat16)", "float8_e4m3fn", "mxfp8_e4m3", "nf4(group=8)"]
@@ -104,7 +104,7 @@ def test_packed_and_rounded_numbers_give_the_same_bits(kind: str, spec: str, dty
         np.testing.assert_array_equal(y, in_blocks(q[:, :tokens], rounded))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 def test_it_is_the_attention_that_takes_arrays(kind: str) -> None:
     cache, q = filled(kind, "int8(group=all)"), normal(5, 2, HEADS * GROUP)
@@ -164,6 +164,7 @@ def test_a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
     np.testing.assert_allclose(short[0], short[1], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_other_sequences_do_not_show() -> None:
     """NaN and infinities of another sequence, whose page was given back, or is read for want of one."""
     cache = filled("paged", "float8_e4m3fn")
@@ -177,6 +178,7 @@ def test_other_sequences_do_not_show() -> None:
     assert np.isfinite(attend(q, fresh)).all()
 
 
+@pytest.mark.slow
 def test_derivatives_forward() -> None:
     cache, q = filled("full", "int8(group=all)"), normal(5, 1, HEADS * GROUP)
     _, tangent = jax.jvp(lambda q: jc.dot_product_attention(q, cache), (q,), (jnp.ones_like(q),))

@@ -33,7 +33,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(15)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "MultiHeadAttention"])
 def test_layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
@@ -58,6 +58,7 @@ def test_the_product_of_a_layer_is_of_integers() -> None:
     assert "preferred_element_type=int32" in text
 
 
+@pytest.mark.slow
 def test_gradients_of_layers_are_of_codes() -> None:
     layer = jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes"))
     x, g = X[0], jax.random.normal(jax.random.key(1), (6, 4))
@@ -67,6 +68,7 @@ def test_gradients_of_layers_are_of_codes() -> None:
     np.testing.assert_array_equal(back(g)[0], jc.einsum("bo,io->bi", of(g), of(w)))
 
 
+@pytest.mark.slow
 def test_calibrated_layers() -> None:
     """Under a range that was found, a code is that of the rounded number."""
     rule: dict[str, Any] = {"weight": ROW, "activation": "uint8(zero_point=integer)"}
@@ -77,6 +79,7 @@ def test_calibrated_layers() -> None:
     np.testing.assert_allclose(low(2 * X), floats(2 * X), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_modules_of_linen() -> None:
     class Net(linen.Module):
         @linen.compact

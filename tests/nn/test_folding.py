@@ -40,6 +40,7 @@ def trained() -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_folded_norms_are_the_formula() -> None:
     model, x = trained(), jnp.asarray(np.random.default_rng(1).normal(size=(5, 7, 2)), "float32")
     before = np.array(model.head.kernel[...])

@@ -76,6 +76,7 @@ class Model:
                 np.testing.assert_array_equal(row[p][1], value)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 def test_tokens_are_where_they_belong(kind: str) -> None:
@@ -93,7 +94,7 @@ def test_tokens_are_where_they_belong(kind: str) -> None:
     model.check()
 
 
-@pytest.mark.in_turn(18)
+@pytest.mark.in_turn(54)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_numbers_are_those_of_round_to_format(spec: Any, dtype: str) -> None:
@@ -129,6 +130,7 @@ def test_pages_are_given_and_returned() -> None:
     assert not jax.jit(jc.KVCache.release)(after, jnp.asarray([False, True, True])).overflowed.any()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", ["full", "paged"])
 def test_what_does_not_fit_is_an_error_or_marks_its_sequence(kind: str) -> None:
     cache = of_kind(kind, 8, **EIGHT)
@@ -149,6 +151,7 @@ def test_what_does_not_fit_is_an_error_or_marks_its_sequence(kind: str) -> None:
     assert np.isnan(y[0]).all() and np.isfinite(y[1:]).all()
 
 
+@pytest.mark.slow
 def test_stacks_batches_and_donation() -> None:
     layers = [update(of_kind("full", 6, **EIGHT), normal(i, 2), normal(i + 5, 2)) for i in range(2)]
     stack: Any = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)

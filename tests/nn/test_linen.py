@@ -134,6 +134,7 @@ class Bare(linen.Module):
         return linen.Dense(2)(x @ self.param("w", linen.initializers.normal(), (4, 4)))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_quantized_is_named() -> None:
     x = jnp.ones((1, 4))
 

@@ -75,6 +75,7 @@ def test_histories_are_no_parameters() -> None:
         jc.nn.quantize(model, jc.nn.recipe("float8_delayed"), mode="ptq", inputs=(X,))
 
 
+@pytest.mark.slow
 def test_learned_scales_are_calibrated_trained_and_packed() -> None:
     learned = jc.nn.quantize(Heads(), rule(jc.LSQ()), inputs=INPUTS)
     with pytest.raises(ValueError, match="scales has no 'query_activation_scale'"):
@@ -118,6 +119,7 @@ class Tower(linen.Module):
         return linen.Dense(2)(x)
 
 
+@pytest.mark.slow
 def test_variables_of_linen() -> None:
     tower = jc.nn.linen.quantize(Tower(), rule(jc.MovingAverage(0.5)), program=True)
     variables = tower.init(jax.random.key(0), X)

@@ -148,6 +148,7 @@ def test_a_report_has_a_row_for_every_parameter() -> None:
         jc.nn.report(own(), inputs=(TOKENS,))  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 def test_files_of_packed_programs(tmp_path: Any) -> None:
     class Patches(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -202,6 +203,7 @@ def test_abstract_models_are_packed_abstractly() -> None:
     assert shapes[0] == shapes[1] and len(shapes[0]) == 8
 
 
+@pytest.mark.slow
 def test_stochastic_rules_draw_from_a_stream_of_the_model() -> None:
     rule = jc.Rule(weight="int2(group=32):stochastic")
     with pytest.raises(ValueError, match="rngs=None"):
@@ -252,6 +254,7 @@ def test_inputs_that_are_no_tuple_are_refused() -> None:
         jc.nn.quantize(own(), RULE, inputs=TOKENS)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
     model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
     x = jax.random.normal(jax.random.key(0), (4, 64))
@@ -264,7 +267,7 @@ def test_a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
         np.testing.assert_array_equal(a[...], b[...], err_msg=str(path))
 
 
-@pytest.mark.in_turn(20)
+@pytest.mark.in_turn(60)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "nnx"])
 def test_models_of_nnx_and_their_methods(name: str) -> None:
     case = CASES[name]
@@ -282,7 +285,7 @@ def test_models_of_nnx_and_their_methods(name: str) -> None:
                 assert bool(jnp.isfinite(a).all())
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "linen"])
 def test_modules_of_linen(name: str) -> None:
     case = CASES[name]

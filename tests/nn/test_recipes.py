@@ -145,6 +145,7 @@ def test_int8_multiplies_codes() -> None:
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_stochastic_int8_is_right_on_average() -> None:
     x, w, g = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate(((3, 16), (16, 4), (3, 4))))
     low = jc.quantize_fn(lambda w, x: x @ w, jc.nn.recipe("int8_stochastic"))

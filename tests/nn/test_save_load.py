@@ -91,6 +91,7 @@ def test_a_new_process_computes_the_same(tmp_path: Path) -> None:
         assert "drop.rngs.key" in file.entries and file.entries["norm.mean"].shape == (6,)
 
 
+@pytest.mark.slow
 def test_modules_come_back_whole_and_the_pattern_stays(tmp_path: Path) -> None:
     path, given = tmp_path / "x.safetensors", model(seed=3)
     jc.nn.save(path, given, metadata={"step": "7"})

@@ -47,6 +47,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     "text", [pytest.param(t, marks=[] if i < 1 else pytest.mark.in_turn(6)) for i, t in enumerate(FORMATS)]
 )
@@ -102,6 +103,7 @@ SHAPES: dict[str, tuple[Any, tuple[int, ...], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(5)) for n in SHAPES])
 def test_every_shape_of_weights(name: str) -> None:
     fun, shape, text = SHAPES[name]
@@ -137,6 +139,7 @@ def network(seed: int, width: int = 128) -> tuple[list[jax.Array], jax.Array, ja
     return weights, x, fresh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits, gain", [(3, 1.3), pytest.param(4, 0.9, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 6))])
 def test_correction_gains_over_inputs_in_full_precision(bits: int, gain: float, seed: int) -> None:
@@ -160,6 +163,7 @@ def unrolled(p: Any, x: Any) -> Any:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps",
     [
@@ -274,6 +278,7 @@ def test_half_precision_and_float64() -> None:
         assert packed["w"].dtype == jnp.float64 and report.weights[0].after > report.weights[0].before + 5
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_takes_a_key() -> None:
     params, x, _ = outliers()
     rule = jc.Rule(weight=jc.Spec(jc.int4(group=32), rounding="stochastic"))

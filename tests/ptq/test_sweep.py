@@ -70,6 +70,7 @@ def error(w: np.ndarray, q: QArray, gram: np.ndarray) -> float:
     return float(np.einsum("ij,jk,ik->", rest, gram, rest))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", [pytest.param(text, marks=pytest.mark.in_turn(4)) for text in FORMATS])
 def test_independent_inputs_are_rounded_to_nearest(text: str) -> None:
     w, gram = problem()
@@ -108,6 +109,7 @@ def test_the_loss_is_the_damped_error(text: str) -> None:
     np.testing.assert_allclose(loss, np.einsum("ij,jk,ik->i", rest, damped, rest), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_loss_is_bounded_where_nothing_is_clipped() -> None:
     w, gram = problem()
     wide = np.concatenate([w, np.full((len(w), 1), 40.0)], axis=1)  # a large number of a column makes the scale wide

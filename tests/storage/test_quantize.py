@@ -269,6 +269,7 @@ def test_scales_that_no_fit_gives_are_refused(bad: float) -> None:
         given(x, scale[:, 0])
 
 
+@pytest.mark.slow
 def test_codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None:
     x = numbers((2, 32))
     for text, code, value in (("mxfp4", 255, "nan"), ("int4(group=32,scale=e4m3fn)", 0x80, "0.0")):

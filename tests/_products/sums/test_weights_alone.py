@@ -34,6 +34,7 @@ def test_sums_of_panels(axis: int, text: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_kernel_takes_stored_codes() -> None:
     """As other devices multiply them, from the same bytes."""
     x = jax.random.normal(jax.random.key(1), (3, 64))

@@ -99,7 +99,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("name", RULES)
 def test_convolutions_train_and_serve_the_same_numbers(name: str) -> None:
     """Beside the product of floats, whose roundings are the same; the axes of images and kernels as they come."""
@@ -121,6 +121,7 @@ def test_convolutions_train_and_serve_the_same_numbers(name: str) -> None:
         np.testing.assert_allclose(have, ref, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_none_along_a_sum_are_refused() -> None:
     conv = lambda w, x: lax.conv(x, w, (1, 1), "SAME")  # noqa: E731
     w, x = jnp.ones((4, 6, 3, 3)), jnp.ones((1, 6, 5, 5))
