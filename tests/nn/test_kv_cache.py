@@ -14,7 +14,7 @@ import jchop as jc
 HEADS, SIZE = 2, 8
 SPECS = [
     None, "int8(group=all)", "int4(group=4)", "uint4(group=8,zero_point=integer)", "float8_e4m3fn", "mxfp8_e4m3",
-    "nf4(group=8,scale=bfloat16)", "float8_e5m2:toward_zero", "bfp(bits=5,group=4)",
+    "nf4(group=8,scale=bfloat16)", "float8_e5m2:toward_zero", "bfp5(group=4)",
 ]  # fmt: skip
 EIGHT: dict[str, Any] = {"keys": "int8(group=all)", "values": "float8_e4m3fn"}
 update = jax.jit(lambda cache, *tokens: cache.update(*tokens))
