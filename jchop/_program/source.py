@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ from jax.extend import source_info_util
 
 __all__ = ["here", "is_library", "source_of"]
 
-#: Folders of code that is not the user's.
-_FOLDERS = (f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+#: Folders and files of code that is not the user's; decorators of the standard library stand between others' frames.
+_OTHERS = (
+    f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__,
+    functools.__file__,
+)  # fmt: skip
 #: Libraries of layers, wherever they are installed.
 _LAYERS = tuple(f"{os.sep}site-packages{os.sep}{name}{os.sep}" for name in ("equinox", "flax", "haiku"))
 
@@ -26,7 +31,7 @@ def source_of(info: Any, outer: str = "") -> str:
 
 def is_library(file: str) -> bool:
     """Whether a file is part of JAX, jchop or a library of layers."""
-    return file.startswith(_FOLDERS) or any(part in file for part in _LAYERS)
+    return file.startswith(_OTHERS) or any(part in file for part in _LAYERS)
 
 
 def here() -> str:
