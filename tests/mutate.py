@@ -71,6 +71,7 @@ _SCALES = (
 )
 _GROUPED = ("_kernels/test_scaled_formats.py", "storage/test_quantize.py")
 _STORED = ("storage/test_qarray.py", "storage/test_properties.py")
+_ELEMENTARY = ("_core/elementary/test_elementary.py", "math/test_elementwise.py")
 _EMULATED = ("test_emulate_rules.py", "test_emulate_transforms.py", "test_emulate.py")
 
 #: The tests of each file of the core, in tests/.
@@ -149,6 +150,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_core/scaled/power_of_two_scales.py": ("_kernels/test_scaled.py",),
     "jchop/_core/arithmetic/matmul.py": ("_core/arithmetic/test_matmul.py", "_kernels/test_matmul.py"),
     "jchop/_core/arithmetic/dequantize_matmul.py": ("_core/arithmetic/test_dequantize_matmul.py",),
+    "jchop/_core/elementary/functions.py": _ELEMENTARY,
+    "jchop/_core/elementary/numbers.py": _ELEMENTARY,
+    "jchop/_core/elementary/pairs.py": _ELEMENTARY,
+    "jchop/_core/elementary/parts.py": _ELEMENTARY,
+    "jchop/_core/elementary/rounded.py": _ELEMENTARY,
     "jchop/_core/arithmetic/chain.py": ("test_emulate_chains.py",),
     "jchop/_round/round_to_format.py": (
         "test_round_inputs.py",
@@ -164,7 +170,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_emulate/_perform.py": _EMULATED,
     "jchop/_emulate/_plan.py": ("test_emulate_plan.py", *_EMULATED),
     "jchop/_emulate/_rules.py": _EMULATED,
-    "jchop._program.seeds.py": _EMULATED,
+    "jchop/_program/seeds.py": _EMULATED,
 }
 
 #: Mutants with the results of the original: (file, the line, what stands in it, what the mutant has) and why.
