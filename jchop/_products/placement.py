@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from jchop._products.layout import over_stack, with_nan
-from jchop._products.origins import Axis, Part
 from jchop._products.scale_from import LSQ, ScaleFrom
 from jchop._products.scales.formulas import round_within
 from jchop._products.scales.learned import round_learned
+from jchop._products.traced.origins import Axis, Part
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jchop._products.analysis import ProductStep
 from jchop._products.codes import Coded
 from jchop._products.contraction import Roundings, contract
-from jchop._products.origins import MOVES
 from jchop._products.product import Flipped
+from jchop._products.traced.analysis import ProductStep
+from jchop._products.traced.origins import MOVES
 from jchop._products.weights import Held, Keys, Twin, rounded
 from jchop._program.bind import bind
 from jchop._program.run import Runner

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._checks import check_choice
-from jchop._products.program_report import ProgramReport
 from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules
+from jchop._products.traced.report import ProgramReport
 from jchop._products.units import PLATFORMS, operands_on
 from jchop.nn._nnx.attach import check_parameters, packed_shape
 from jchop.nn._nnx.hooks import Convolution

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._products.origins import Part
 from jchop._products.placement import Laid, StoredAs
+from jchop._products.traced.origins import Part
 from jchop.formats import ScaledFormat, binary32
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, quantize

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._products.analysis import ProductStep
 from jchop._products.contraction import Roundings
 from jchop._products.runner import Quantization
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._products.scales.formulas import moved, remembered, round_stepwise, round_within
 from jchop._products.scales.sites import Site
+from jchop._products.traced.analysis import ProductStep
 from jchop._program.control import strong
 from jchop._program.run import interpret
 from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, Plan, carry_count

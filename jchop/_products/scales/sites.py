@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jchop._products.analysis import ProductStep
 from jchop._products.contraction import Roundings
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom, is_tensor_scaled
+from jchop._products.traced.analysis import ProductStep
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Plan, carry_count
 from jchop.spec import Gradient, Spec
 

@@ -12,11 +12,11 @@ from flax import linen as nn
 from flax.core.scope import in_filter
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop._products.program_report import ProgramReport
 from jchop._products.quantize_fn import QuantizedFunction
 from jchop._products.rule import Rule
 from jchop._products.scale_from import LSQ
 from jchop._products.scales.sites import Scales
+from jchop._products.traced.report import ProgramReport
 from jchop._products.weights import is_packed, numbers_of
 from jchop.nn._linen.layers import seen_in
 from jchop.nn._linen.scales import STATE

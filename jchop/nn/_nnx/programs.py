@@ -12,11 +12,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jchop._products.program_report import ProgramReport
 from jchop._products.quantize_fn import QuantizedFunction, check_fields
 from jchop._products.rule import Rule
 from jchop._products.scales.observed import Observed
 from jchop._products.scales.sites import Scales
+from jchop._products.traced.report import ProgramReport
 from jchop._products.weights import is_packed
 from jchop.nn._nnx.attach import QuantizedParam, fork
 from jchop.nn._nnx.modules import modules_of

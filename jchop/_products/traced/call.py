@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._bits import CARRIERS
-from jchop._products.origins import DATA, NOTHING, Fact, of_parameter
+from jchop._products.traced.origins import DATA, NOTHING, Fact, of_parameter
 from jchop._products.weights import is_packed
 
 Array = jax.Array
@@ -36,6 +36,13 @@ class Call:
             jax.ShapeDtypeStruct(x.shape, x.dtype) if is_packed(x) or not isinstance(x, Array) else x
             for x in self.values
         ]
+
+    def with_values(self, values: Sequence[Any]) -> Any:
+        """The arguments, ``((params, ...), keywords)``, with other arrays in their places."""
+        leaves = list(self.leaves)
+        for place, value in zip(self.places, values, strict=True):
+            leaves[place] = value
+        return jax.tree.unflatten(self.tree, leaves)
 
     @property
     def classes(self) -> dict[str, str]:

@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jchop._products.layout import Layout
-from jchop._products.origins import DATA, MOVES, NOTHING, Fact, Origin, joined, moved, stacked, unstacked
 from jchop._products.placement import Laid
 from jchop._products.product import Conv, Dot, Ragged
+from jchop._products.traced.origins import DATA, MOVES, NOTHING, Fact, Origin, joined, moved, stacked, unstacked
 from jchop._program import planner, step
 from jchop._program.source import source_of
 from jchop._program.step import CONTROL, Plan, is_own

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jchop._products.analysis import Analyst
-from jchop._products.origins import DATA, Origin, of_parameter
+from jchop._products.traced.analysis import Analyst
+from jchop._products.traced.origins import DATA, Origin, of_parameter
 
 SHAPE = (4, 6, 10)
 

@@ -1,0 +1,352 @@
+"""A traced program with the rule of each parameter and each product, and the roundings that these ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from jchop._paths import names_last, nearest_paths
+from jchop._products.codes import block_of
+from jchop._products.contraction import Roundings, check_operands
+from jchop._products.placement import Placement, blocks_fit, place
+from jchop._products.product import Flipped
+from jchop._products.rule import FIELDS, OPERATIONS, Rule, StreamOffset, rule_of, rule_of_parameter
+from jchop._products.runner import Quantization
+from jchop._products.scale_from import LSQ, ScaleFrom
+from jchop._products.scales.sites import HISTORY, SCALE, Site, sites_of
+from jchop._products.traced.analysis import Analyst, ProductStep, Use
+from jchop._products.traced.call import Call
+from jchop._products.traced.report import ParameterRow, ProductRow, ProgramReport
+from jchop._program.step import Plan
+from jchop.spec import Spec
+
+__all__ = ["Resolved", "resolve", "weight_rounding"]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A function traced for some arguments, and what rules do to its parameters and products.
+
+    Args:
+        plan: the program.
+        tree: the structure of its results.
+        rules: all rules.
+        paths: of each parameter.
+        shapes: of each parameter.
+        uses: what computes with a parameter, by its number; parameters that nothing takes are absent.
+        numbers: which of the rules applies to each parameter; None for none.
+        placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
+        runner: the roundings of the products, by their steps.
+        products: the products in the order of the program, each with its rule.
+        sites: the activations with scales from elsewhere than their data, by the steps of their products.
+        turns: the entries of the kept scales of a loop's body, by its step.
+    """
+
+    plan: Plan
+    tree: Any
+    rules: tuple[Rule, ...]
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    uses: Mapping[int, Sequence[Use]]
+    numbers: tuple[int | None, ...]
+    placements: Mapping[int, tuple[Placement, Use]]
+    runner: Quantization
+    products: tuple[tuple[ProductStep, Rule | None], ...]
+    sites: dict[int, Site]
+    turns: dict[int, tuple[str, ...]]
+
+    @property
+    def keeps_constants(self) -> bool:
+        """Whether no constant of the program belongs to a trace that ends, so that later calls can run it."""
+        plans = (self.plan, *(plan for step in self.plan.walk() for plan in step.inner))
+        return not any(isinstance(c, jax.core.Tracer) for plan in plans for c in plan.consts)
+
+    def rule_of(self, leaf: int) -> Rule:
+        """The rule of a parameter that is rounded."""
+        number = self.numbers[leaf]
+        assert number is not None
+        return self.rules[number]
+
+    def kept_weights(self) -> dict[int, tuple[str, Placement, ScaleFrom]]:
+        """The parameters whose scales are kept: the name of the entry, the rounding, the source."""
+        kept = {}
+        for leaf, (placement, use) in self.placements.items():
+            source = self.rule_of(leaf).scale_from
+            if source is not None and "weight" in source.fields and use.kind != "sum":
+                kind = SCALE if isinstance(source, LSQ) else HISTORY
+                kept[leaf] = f"{self.paths[leaf] or 'params'}_weight_{kind}", placement, source
+        return kept
+
+    def report(self) -> ProgramReport:
+        """A row for each parameter and each product."""
+        return ProgramReport(
+            tuple(self._parameter_row(leaf) for leaf in range(len(self.paths))),
+            tuple(self._product_row(step, rule) for step, rule in self.products),
+        )
+
+    def _parameter_row(self, leaf: int) -> ParameterRow:
+        number, use, placement = self.numbers[leaf], _first(self.uses.get(leaf, ())), self.placements.get(leaf)
+        return ParameterRow(
+            self.paths[leaf],
+            self.shapes[leaf],
+            "" if number is None else str(self.rules[number]),
+            "" if use is None else use.primitive,
+            "" if use is None else use.kind,
+            "" if placement is None else str(placement[0].spec),
+            "" if use is None else use.source,
+        )
+
+    def _product_row(self, step: ProductStep, rule: Rule | None) -> ProductRow:
+        how = self.runner.roundings.get(id(step))
+        site = self.sites.get(id(step))
+        fields = {} if how is None else {
+            "activation": how[0].left, "gradient": how[0].gradient, "weight_gradient": how[0].weight_gradient,
+            "matmul": how[0].matmul, "product": "codes" if how[0].codes else None,
+            "scale_from": None if site is None else site.source,
+        }  # fmt: skip
+        refused = step.refused or ("complex" if how is None and _is_complex(step) else "")
+        return ProductRow(
+            step.scope,
+            f"{step.name} ({refused})" if refused else step.name,
+            tuple(self.paths[use.leaf] for some in step.uses for use in some),
+            "" if rule is None else str(rule),
+            {name: str(value) for name, value in fields.items() if value is not None},
+            step.source,
+        )
+
+
+def weight_rounding(rule: Rule) -> Spec | None:
+    """The rounding of a weight for each product, unless its scales are kept: then it is rounded once for all."""
+    kept = rule.scale_from is not None and "weight" in rule.scale_from.fields
+    return None if kept else rule.weight
+
+
+def resolve(
+    fun: Callable[..., Any], rules: tuple[Rule, ...], call: Call, classes: Mapping[str, str], *, all_in_use: bool
+) -> Resolved:
+    """Trace a function for the arguments of a call, and find what the rules do to it.
+
+    Args:
+        fun: the function.
+        rules: the rules.
+        call: the arguments.
+        classes: the class of the module that holds each parameter, by the path of the parameter.
+        all_in_use: whether a rule without an effect is an error.
+
+    Raises:
+        ValueError: for rules that match nothing, have no effect, or cannot be applied.
+    """
+
+    def flat(*values: Any) -> Any:
+        (params, *args), kwargs = call.with_values(values)
+        return fun(params, *args, **kwargs)
+
+    with jax.disable_jit(False):
+        closed, out = jax.make_jaxpr(flat, return_shape=True)(*call.abstract)
+    plan = Analyst().plan(closed, call.facts)
+    uses: dict[int, list[Use]] = {}
+    for step in plan.walk():
+        for use in (use for some in step.uses for use in some):
+            uses.setdefault(use.leaf, []).append(use)
+    shapes = tuple(tuple(x.shape) for x in call.abstract[: call.count])
+    numbers = tuple(
+        rule_of_parameter(path, rules, classes.get(path, ""), _operation(_first(uses.get(leaf, ()))))
+        for leaf, path in enumerate(call.paths)
+    )
+    placements = _placements(rules, call.paths, shapes, numbers, uses)
+    products = tuple(_products(plan, rules, numbers))
+    _check_matches(rules, call.paths, numbers, uses, products)
+    chosen = {id(step): rule for step, rule in products if rule is not None}
+    roundings = {}
+    for step, rule in products:
+        how = None if rule is None else _roundings(step, rule)
+        if rule is not None and how is not None:
+            roundings[id(step)] = how
+            if how[0].codes:
+                _check_codes(step, rule, call.paths, shapes, placements)
+    sites, turns = sites_of(plan, roundings, chosen, call.paths)
+    if all_in_use:
+        _check_effect(rules, numbers, placements, products, {chosen[step].scale_from for step in sites})
+    return Resolved(
+        plan,
+        jax.tree.structure(out),
+        rules,
+        call.paths,
+        shapes,
+        uses,
+        numbers,
+        placements,
+        Quantization(roundings),
+        products,
+        sites,
+        turns,
+    )
+
+
+def _placements(
+    rules: Sequence[Rule],
+    paths: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    numbers: Sequence[int | None],
+    uses: Mapping[int, Sequence[Use]],
+) -> dict[int, tuple[Placement, Use]]:
+    found = {}
+    for leaf, number in enumerate(numbers):
+        use = _first(uses.get(leaf, ()))
+        if number is None or use is None:
+            continue
+        rule = rules[number]
+        spec = rule.bias if use.kind == "sum" else rule.weight if use.laid is not None else None
+        if spec is None:
+            continue
+        try:
+            found[leaf] = place(shapes[leaf], use.laid, spec), use
+        except ValueError as error:
+            field = "bias" if use.kind == "sum" else "weight"
+            raise ValueError(
+                f"{field}={str(spec)!r} of the parameter {paths[leaf]!r}, of shape {shapes[leaf]}, in "
+                f"{use.primitive} at {use.source or 'an unknown line'}, by {rule}: {error}"
+            ) from None
+    return found
+
+
+def _products(
+    plan: Plan, rules: Sequence[Rule], numbers: Sequence[int | None]
+) -> Iterator[tuple[ProductStep, Rule | None]]:
+    """The products of a program, each with its rule: that of its first parameter, or of its scope."""
+    for step in plan.walk():
+        if step.refused:
+            yield step, None
+        if step.product is None:
+            continue
+        leaves = [use.leaf for some in step.uses for use in some]
+        if leaves:
+            chosen = [n for leaf in leaves if (n := numbers[leaf]) is not None]
+            yield step, rules[chosen[0]] if chosen else None
+        elif any(step.data):
+            number = rule_of(step.scope, rules, operation=OPERATIONS[step.name])
+            yield step, None if number is None else rules[number]
+
+
+def _roundings(step: ProductStep, rule: Rule) -> tuple[Roundings, int] | None:
+    """How the operands of a product are rounded, and which of them is the weight; None if nothing is."""
+    assert step.product is not None
+    weights = [i for i in (0, 1) if step.uses and step.uses[i]]
+    if len(weights) == 2:
+        return None  # a product of parameters alone
+    weight = weights[0] if weights else -1
+    place = StreamOffset(step.name, step.scope or step.source, rule)
+    right = weight_rounding(rule) if weights else rule.activation
+    codes = rule.product == "codes" and (rule.activation is not None or right is not None)
+    how = Roundings(rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, place, codes)
+    if (how.left is None and not how.backward and not how.codes) or _scales_complex(step, how):
+        return None
+    check_operands(Flipped(step.product) if weight == 0 else step.product, how)
+    return how, weight
+
+
+def _check_codes(
+    step: ProductStep,
+    rule: Rule,
+    paths: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    placements: Mapping[int, tuple[Placement, Use]],
+) -> None:
+    """Refuse the codes of a parameter whose groups are not blocks along the sum of this product."""
+    for use in (use for some in step.uses for use in some):
+        found = placements.get(use.leaf)
+        if found is None or use.laid is None or rule.weight is None:
+            continue
+        same = place(shapes[use.leaf], use.laid, rule.weight) == found[0]
+        if not (same and blocks_fit(use.laid, block_of(rule.weight, len(use.laid.kept) + 1))):
+            raise ValueError(
+                f"product='codes': the groups of the parameter {paths[use.leaf]!r} follow its first product, at "
+                f"{found[1].source or 'an unknown line'}, and are not blocks along the sum of that at "
+                f"{use.source or 'an unknown line'}; leave product out of {rule}, or name a group that divides "
+                "its axes"
+            )
+
+
+def _check_matches(
+    rules: Sequence[Rule],
+    paths: Sequence[str],
+    numbers: Sequence[int | None],
+    uses: Mapping[int, Sequence[Use]],
+    products: Sequence[tuple[ProductStep, Rule | None]],
+) -> None:
+    """Refuse rules that match nothing, and those that name a parameter which reaches no product."""
+    spoken = {number for number in numbers if number is not None}
+    spoken |= {rules.index(rule) for _, rule in products if rule is not None}
+    idle = [rule for number, rule in enumerate(rules) if number not in spoken]
+    if idle:
+        scopes = sorted({step.scope for step, _ in products if step.scope})
+        raise ValueError(
+            f"{', '.join(map(str, idle))} matches no parameter and no product, or only such as an earlier rule "
+            f"matches{nearest_paths([rule.path for rule in idle], [*paths, *scopes])}"
+        )
+    for leaf, number in enumerate(numbers):
+        if number is None:
+            continue
+        rule, use = rules[number], _first(uses.get(leaf, ()))
+        if rule.weight is None or not names_last(rule.path, paths[leaf]):
+            continue
+        if use is not None and use.laid is None:
+            raise ValueError(
+                f"{rule} names the parameter {paths[leaf]!r}, which reaches no product; it reaches {use.primitive} "
+                f"at {use.source or 'an unknown line'}. Put Rule({paths[leaf]!r}) before it to leave it as it is"
+            )
+
+
+def _check_effect(
+    rules: Sequence[Rule],
+    numbers: Sequence[int | None],
+    placements: Mapping[int, tuple[Placement, Use]],
+    products: Sequence[tuple[ProductStep, Rule | None]],
+    kept: set[Any],
+) -> None:
+    """Refuse fields of rules that round nothing; `kept` are the sources of the scales of activations."""
+    for number, rule in enumerate(rules):
+        used = {
+            "bias" if use.kind == "sum" else "weight"
+            for leaf, (_, use) in placements.items()
+            if numbers[leaf] == number
+        }  # fmt: skip
+        if any(chosen is rule for _, chosen in products):
+            used |= {"activation", "gradient", "weight_gradient", "matmul"}
+        source = rule.scale_from
+        if source is not None and (source in kept or ("weight" in source.fields and "weight" in used)):
+            used.add("scale_from")
+        idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
+        if idle:
+            raise ValueError(
+                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches; report, "
+                "under rules that have an effect, shows what each parameter reaches"
+            )
+
+
+def _is_complex(step: ProductStep) -> bool:
+    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in step.eqn.invars[:2])
+
+
+def _scales_complex(step: ProductStep, how: Roundings) -> bool:
+    """Whether complex operands would have scales, which formats give to real numbers alone."""
+    specs = (how.left, how.right, how.gradient, how.weight_gradient)
+    return _is_complex(step) and any(spec is not None and spec.scaled is not None for spec in specs)
+
+
+_ORDER = {"product": 0, "rows": 1, "sum": 2, "other": 3}
+
+
+def _operation(use: Use | None) -> str:
+    """The operation that takes a parameter, as a rule's `operation` names it."""
+    return OPERATIONS.get(use.primitive, "") if use is not None and use.laid is not None else ""
+
+
+def _first(uses: Sequence[Use]) -> Use | None:
+    """The use that says how a parameter is rounded: its first product; else a look-up; else a sum."""
+    return min(uses, key=lambda use: _ORDER[use.kind], default=None)
