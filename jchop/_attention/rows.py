@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop.formats import ScaledFormat
+from jchop._products.rule import check_rows
 from jchop.spec import Spec, as_spec
 from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._layout import OWN, from_end, kinds_of
+from jchop.storage._layout import from_end
 
 Array = jax.Array
 
@@ -101,21 +101,13 @@ def spec_of_rows(name: str, spec: Any) -> Spec | None:
     if spec is None:
         return None
     spec = as_spec(spec, name, scaled=True)
-    if spec.rounding.stochastic or not (spec.scaled is None or _own_scales(spec.scaled)):
-        raise ValueError(
-            f"{name}={str(spec)!r} must round each token and head by itself and draw nothing: a plain format, or "
-            "scales of groups along the last axis, as 'int8(group=all)'"
-        )
-    return spec if spec.scaled is None else replace(spec, format=from_end(spec.scaled, NDIM))
-
-
-def _own_scales(fmt: ScaledFormat) -> bool:
-    """Whether each row of the last axis has scales of its own, and no others."""
-    try:
-        kinds = kinds_of(fmt, NDIM)
-    except ValueError:
-        return False
-    return kinds[:-1] == (OWN,) * (NDIM - 1) and len(fmt.scale_parts) == 1
+    if spec.scaled is not None:
+        try:
+            spec = replace(spec, format=from_end(spec.scaled, NDIM))
+        except ValueError as error:
+            raise ValueError(f"{name}={str(spec)!r}: {error}") from None
+    check_rows(name, spec)
+    return spec
 
 
 def _packed(x: Array, spec: Spec | None) -> QArray | Array:

@@ -15,8 +15,8 @@ from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec, as_spec
 
 __all__ = [
-    "FIELDS", "NOWHERE", "OPERATIONS", "SPECS", "Rule", "StreamOffset", "as_rules", "is_stochastic", "left_alone",
-    "refuse_codes", "rule_of", "rule_of_parameter", "rules_of",
+    "FIELDS", "NOWHERE", "OPERATIONS", "SPECS", "Rule", "StreamOffset", "as_rules", "check_rows", "is_stochastic",
+    "left_alone", "refuse_codes", "rule_of", "rule_of_parameter", "rules_of",
 ]  # fmt: skip
 
 #: The fields of a rule that are specs.
@@ -144,11 +144,8 @@ class Rule:
             spec = getattr(self, name)
             if spec is not None and spec.gradient != type(spec.gradient)():
                 raise ValueError(f"{name}={str(spec)!r} is of a gradient, and has no gradient of its own")
-        if self.cache is not None and not _by_rows(self.cache):
-            raise ValueError(
-                f"cache={str(self.cache)!r} must round each token and head by itself and draw nothing: a "
-                "plain format, or scales of groups along the last axis, as 'int8(group=all)'"
-            )
+        if self.cache is not None:
+            check_rows("cache", self.cache)
         if self.matmul is not None and not isinstance(self.matmul, MatmulSpec):
             raise TypeError(f"matmul={self.matmul!r} must be a MatmulSpec, such as MatmulSpec(accumulate='e5m10')")
         if self.matmul is not None and self.matmul.operands is not None:
@@ -231,11 +228,19 @@ def is_stochastic(spec: Spec | None) -> bool:
     return spec.rounding.stochastic or (backward is not None and backward.rounding.stochastic)
 
 
-def _by_rows(spec: Spec) -> bool:
-    """Whether a spec rounds each row of the last axis separately, without random bits."""
+def check_rows(name: str, spec: Spec) -> None:
+    """Refuse a spec of a cache that rounds tokens or heads together, or draws random bits.
+
+    Raises:
+        ValueError: that names the argument.
+    """
     fmt = spec.scaled
     rows = fmt is None or (fmt.group is not None and fmt.axis == -1 and len(fmt.scale_parts) == 1)
-    return rows and not is_stochastic(spec)
+    if not rows or is_stochastic(spec):
+        raise ValueError(
+            f"{name}={str(spec)!r} must round each token and head by itself and draw nothing: a plain format, or "
+            "scales of groups along the last axis, as 'int8(group=all)'"
+        )
 
 
 def left_alone(paths: Iterable[str], before: Rule, fields: str = "") -> str:

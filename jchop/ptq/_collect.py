@@ -15,7 +15,7 @@ from jchop._products.layout import round_in
 from jchop._products.product import Conv, Flipped, Ragged
 from jchop._products.rule import is_stochastic
 from jchop._program.bind import bind
-from jchop._program.control import as_jax
+from jchop._program.control import as_jax, strong
 from jchop._program.run import Runner, interpret
 from jchop._program.step import Plan, carry_count
 from jchop.ptq._sites import ENTERED, Site, Sites
@@ -133,10 +133,10 @@ class Collector(Runner):
         def once(carry: Any, count: Any, x: Any) -> tuple[Any, Any, dict[int, Sums]]:
             inside = None if seeds is None else seeds.turn(step.number, count)
             out, sums = self._collected(step.inner[0], inside, [*consts, *map(Lanes, carry), *map(Lanes, x)])
-            strong = [tuple(map(_strong, lanes)) for lanes in out]
-            return strong[:carried], strong[carried:], sums
+            after = [tuple(strong(lanes)) for lanes in out]
+            return after[:carried], after[carried:], sums
 
-        begin = [tuple(map(_strong, lanes)) for lanes in start]
+        begin = [tuple(strong(lanes)) for lanes in start]
         each = [tuple(lanes) for lanes in xs]
         one = jax.eval_shape(lambda x: jax.tree.map(lambda v: v[0], x), each)
         shapes = jax.eval_shape(lambda carry, x: once(carry, jnp.uint32(0), x)[2], begin, one)
@@ -170,7 +170,7 @@ class Collector(Runner):
         def branch(i: int, values: Any) -> tuple[Any, dict[int, Sums]]:
             inside = None if seeds is None else seeds.turn(step.number + i)
             out, sums = self._collected(step.inner[i], inside, [*map(Lanes, values)])
-            return [tuple(map(_strong, lanes)) for lanes in out], sums
+            return [tuple(strong(lanes)) for lanes in out], sums
 
         every: dict[int, Any] = {}
         for i in range(len(step.inner)):
@@ -204,12 +204,6 @@ class Collector(Runner):
             self._add(site.leaf, _of_groups(x[0], None if other is None else other[0], extra[0]))
         else:
             self._add(site.leaf, of_rows(x, other))
-
-
-def _strong(value: Any) -> Array:
-    """A value whose type is not weak, as that of a carried value."""
-    value = as_jax(value)
-    return value if jnp.issubdtype(value.dtype, jax.dtypes.extended) else lax.convert_element_type(value, value.dtype)
 
 
 def _zeros(shape: Any) -> Array:
