@@ -316,3 +316,18 @@ def test_block_floating_point_is_as_it_is_defined():
         quantum, limit = 2.0 ** (exponent + 2 - bits), 2.0**exponent * (2 - 2.0 ** -(bits - 2))
         expected = np.clip(np.rint(x / quantum) * quantum, -limit, limit)
         np.testing.assert_array_equal(jc.round_to_format(x, jc.bfp(bits, 16)), expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("int8", ("scale",)),
+        ("nvfp4", ("scale", "tensor_scale")),
+        ("nf4(group=8,scale=int8(group=2))", ("scale", "scale_scale")),
+        ("nf4(group=8,scale=uint8(group=2,zero_point=float))", ("scale", "scale_scale", "scale_zero_point")),
+    ],
+)
+def test_parts_of_a_stored_scale(text: str, parts: tuple[str, ...]) -> None:
+    fmt = jc.parse(text).scaled
+    assert fmt is not None
+    assert fmt.scale_parts == parts
