@@ -305,18 +305,30 @@ class QuantizedFunction:
             leaves[call.places[i]] = placement.pack(jnp.asarray(value), drawn, scale)
         return jax.tree.unflatten(call.tree, leaves)[0][0]
 
-    def report(self, params: Any, *args: Any, **kwargs: Any) -> ProgramReport:
+    def report(self, params: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> ProgramReport:
         """What happens to each parameter and each product; nothing is computed.
 
         Args:
             params: the parameters, or their shapes.
             *args: arguments as in a call, or their shapes.
+            platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``: the report then
+                says which types of operands reach its units in each forward product under a rule. Default None.
             **kwargs: keyword arguments as in a call.
 
         Returns:
             A `ProgramReport`; ``str`` of it is a table.
+
+        Raises:
+            TypeError, ValueError: as in a call; for another platform.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> rule = jc.Rule(weight="int8(channel=1)", activation="int8(group=all)", product="codes")
+            >>> low = jc.quantize_fn(lambda w, x: x @ w, rule)
+            >>> low.report(jnp.ones((8, 4)), jnp.ones((2, 8)), platform="h200").products[0].operands
+            'int8 x int8 -> int32'
         """
-        return self._program(Call(params, args, kwargs)).report()
+        return self._program(Call(params, args, kwargs)).report(platform)
 
     def traced(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Resolved, Call]:
         """The planned program for arguments, and these taken apart: for `jchop.ptq`, which runs it in its own way."""

@@ -118,10 +118,16 @@ def report(
     model: nnx.Module, rules: Rule | Iterable[Rule] | None = ..., *, inputs: None = ..., platform: str | None = ...
 ) -> ModelReport: ...
 @overload
-def report(model: nnx.Module, rules: Rule | Iterable[Rule], *, inputs: tuple[Any, ...]) -> ProgramReport: ...
+def report(
+    model: nnx.Module, rules: Rule | Iterable[Rule], *, inputs: tuple[Any, ...], platform: str | None = ...
+) -> ProgramReport: ...
 @overload
 def report(
-    model: nnx.Module, rules: Rule | Iterable[Rule], *, inputs: Mapping[str, tuple[Any, ...]]
+    model: nnx.Module,
+    rules: Rule | Iterable[Rule],
+    *,
+    inputs: Mapping[str, tuple[Any, ...]],
+    platform: str | None = ...,
 ) -> dict[str, ProgramReport]: ...
 def report(
     model: nnx.Module,
@@ -136,9 +142,8 @@ def report(
         model: a module of Flax NNX; its arrays may be abstract (`jax.eval_shape`).
         rules: as in `quantize`. Default None: no rule, so the table lists the layers.
         inputs: as in `quantize`: example arguments of the model's call, or of several methods. Default None.
-        platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``; not with `inputs`.
-            The report then says which types of operands reach its units in the forward product of each layer under a
-            rule. Default None: it does not.
+        platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``. The report
+            then says which types of operands reach its units in each forward product under a rule. Default None.
 
     Returns:
         With `inputs` the report of `jchop.quantize_fn`, which has a row for every parameter and every product; of
@@ -175,9 +180,7 @@ def report(
     if inputs is not None:
         if not given:
             raise ValueError("rules=None: a report of a program needs rules")
-        if platform is not None:
-            raise ValueError(f"platform={platform!r} is for layers; leave inputs out, or platform")
-        found = report_program(model, given, inputs)
+        found = report_program(model, given, inputs, platform)
         return found if isinstance(inputs, Mapping) else found["__call__"]
     return ModelReport(tuple(_row(placed, kind, given, platform) for placed, kind in placed_layers(model)))
 

@@ -11,12 +11,13 @@ import jax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop._checks import check_bool
+from jchop._checks import check_bool, check_choice
 from jchop._products.codes import Coded, codes_of
 from jchop._products.layout import Layout, check_finite, over_stack, round_in
 from jchop._products.quantize_fn import check_fields
 from jchop._products.rule import Rule, as_rules, is_stochastic
 from jchop._products.scale_from import DelayedScaling
+from jchop._products.units import PLATFORMS
 from jchop._settings import split
 from jchop.nn._linen.cache import CACHE
 from jchop.nn._linen.call import Interceptor
@@ -238,13 +239,16 @@ class Quantized:
                 leaves[(*path, name)] = _packed(found, name, value, keys.of(found.rule, spec)[0], scale)
         return {**variables, "params": unflatten_dict(leaves)}
 
-    def report(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> ModelReport:
+    def report(
+        self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
+    ) -> ModelReport:
         """The effect of the rules on each layer, like `jchop.nn.report`, without quantizing.
 
         Args:
             variables: as those of the module, not packed.
             args: example arguments, of which only shapes are used.
             rngs: streams of keys by name.
+            platform: as of `jchop.nn.report`.
             kwargs: as of `apply`.
 
         Example:
@@ -257,7 +261,9 @@ class Quantized:
                                                        40      16
             stays wide: bias (2,): Rule('*', weight=float8_e4m3) has no bias
         """
-        return report_of(seen_in(self.module, variables, args, rngs, kwargs), self.rules, variables)
+        if platform is not None:
+            check_choice("platform", platform, tuple(PLATFORMS))
+        return report_of(seen_in(self.module, variables, args, rngs, kwargs), self.rules, variables, platform)
 
     def _call(self, variables: Any, args: Any, rngs: Any, kwargs: Any, *, starting: bool = False) -> Any:
         plain = _unpacked(variables)

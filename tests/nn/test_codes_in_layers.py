@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
@@ -112,6 +113,41 @@ def test_the_report_says_which_operands_reach_the_units() -> None:
     assert told("v6e", weight=ROW, activation=ROW, product="float") == ["float32 x float32"] * 2
     with pytest.raises(ValueError, match="platform='h100' must be one of 'cpu'"):
         told("h100", weight=ROW)
+
+
+def test_reports_of_linen_and_of_programs_say_it_too() -> None:
+    rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
+    low = jc.nn.linen.quantize(linen.Dense(4), rule)
+    x = jnp.ones((2, 8))
+    variables = jax.eval_shape(low.init, jax.random.key(0), x)
+    assert [row.operands for row in low.report(variables, x, platform="h200").rows] == ["int8 x int8 -> int32"]
+    assert [row.operands for row in low.report(variables, x).rows] == [""]
+    model = layers("Linear")
+    program = jc.nn.report(model, rule, inputs=(x,), platform="v6e")
+    assert [row.operands for row in program.products] == ["int8 x int8 -> int32"]
+    assert "multiplies" in str(program) and "int8 x int8 -> int32" in str(program)
+    for report in (low.report, jc.quantize_fn(low.module.apply, rule).report):
+        with pytest.raises(ValueError, match="platform='h100' must be one of 'cpu'"):
+            report(variables, x, platform="h100")
+
+
+def test_the_operands_of_a_program() -> None:
+    def attend(p: Any, x: jax.Array, image: jax.Array) -> Any:
+        q, k = x @ p["q"], x @ p["k"]
+        return q @ k.T, jax.lax.conv(image, p["c"], (1, 1), "SAME"), x @ p["wide"]
+
+    p = {"q": jnp.ones((8, 8)), "k": jnp.ones((8, 8), jnp.bfloat16), "c": jnp.ones((4, 4, 3, 3)), "wide": jnp.ones(8)}
+    rules = [jc.Rule("wide"), jc.Rule("q", weight=ROW), jc.Rule(weight="e4m3fn", activation="e5m2", product="codes")]
+    low = jc.quantize_fn(attend, rules)
+    args = p, jnp.ones((3, 8)), jnp.ones((1, 4, 8, 8))
+
+    def told(platform: str) -> list[str]:
+        return [row.operands for row in low.report(*args, platform=platform).products]
+
+    eight = "float8 x float8 -> float32"
+    assert told("h200") == ["float32 x float32", eight, eight, eight, "float32 x float32"]
+    assert told("cpu") == ["float32 x float32"] * 5
+    assert [row.operands for row in low.report(*args).products] == [""] * 5
 
 
 def test_layers_without_a_product_refuse() -> None:

@@ -52,6 +52,8 @@ class ProductRow:
         rule: its rule, as text; empty for none.
         roundings: the fields of the rule that have an effect beside that of the weight, as text.
         source: file and line.
+        operands: the types of the operands that reach the units of the platform of the report; empty without one, and
+            for a product without a rule.
     """
 
     scope: str
@@ -60,6 +62,7 @@ class ProductRow:
     rule: str
     roundings: Mapping[str, str]
     source: str
+    operands: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roundings", MappingProxyType(dict(self.roundings)))
@@ -107,6 +110,9 @@ class ProgramReport:
         ]
         head = [("parameter", "shape", "used by", "rounded to", "source")]
         second = [("product", "of", "rounds", "scope", "source")]
+        if any(row.operands for row in self.products):
+            second = [(*second[0], "multiplies")]
+            products = [(*line, row.operands) for line, row in zip(products, self.products, strict=True)]
         return "\n".join([*table_lines(head + rows), "", *table_lines(second + products)])
 
 

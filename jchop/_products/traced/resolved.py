@@ -10,11 +10,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from jchop._checks import check_choice
 from jchop._paths import names_last, nearest_paths
 from jchop._products.codes import block_of
 from jchop._products.contraction import Roundings, check_operands
 from jchop._products.placement import Placement, blocks_fit, place
-from jchop._products.product import Flipped
+from jchop._products.product import Conv, Flipped
 from jchop._products.rule import FIELDS, OPERATIONS, Rule, StreamOffset, rule_of, rule_of_parameter
 from jchop._products.runner import Quantization
 from jchop._products.scale_from import LSQ, ScaleFrom
@@ -22,6 +23,7 @@ from jchop._products.scales.sites import HISTORY, SCALE, Site, sites_of
 from jchop._products.traced.analysis import Analyst, ProductStep, Use
 from jchop._products.traced.call import Call
 from jchop._products.traced.report import ParameterRow, ProductRow, ProgramReport
+from jchop._products.units import PLATFORMS, operands_on
 from jchop._program.step import Plan
 from jchop.spec import Spec
 
@@ -82,11 +84,17 @@ class Resolved:
                 kept[leaf] = f"{self.paths[leaf] or 'params'}_weight_{kind}", placement, source
         return kept
 
-    def report(self) -> ProgramReport:
-        """A row for each parameter and each product."""
+    def report(self, platform: str | None = None) -> ProgramReport:
+        """A row for each parameter and each product.
+
+        Raises:
+            TypeError, ValueError: for another platform than None and those of `PLATFORMS`.
+        """
+        if platform is not None:
+            check_choice("platform", platform, tuple(PLATFORMS))
         return ProgramReport(
             tuple(self._parameter_row(leaf) for leaf in range(len(self.paths))),
-            tuple(self._product_row(step, rule) for step, rule in self.products),
+            tuple(self._product_row(step, rule, platform) for step, rule in self.products),
         )
 
     def _parameter_row(self, leaf: int) -> ParameterRow:
@@ -101,7 +109,7 @@ class Resolved:
             "" if use is None else use.source,
         )
 
-    def _product_row(self, step: ProductStep, rule: Rule | None) -> ProductRow:
+    def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
         how = self.runner.roundings.get(id(step))
         site = self.sites.get(id(step))
         fields = {} if how is None else {
@@ -117,7 +125,16 @@ class Resolved:
             "" if rule is None else str(rule),
             {name: str(value) for name, value in fields.items() if value is not None},
             step.source,
+            "" if platform is None or rule is None or refused else _operands(step, rule, platform),
         )
+
+
+def _operands(step: ProductStep, rule: Rule, platform: str) -> str:
+    """The types of the operands of a product on a platform."""
+    carrier = jnp.result_type(*(v.aval.dtype for v in step.eqn.invars[:2])).name
+    weights = sum(map(bool, step.uses))
+    matrices = not isinstance(step.product, Conv)
+    return f"{carrier} x {carrier}" if weights == 2 else operands_on(platform, rule, carrier, weights == 1, matrices)
 
 
 def weight_rounding(rule: Rule) -> Spec | None:

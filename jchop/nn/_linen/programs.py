@@ -171,10 +171,13 @@ class Program:
         packed, report = calibrated(low, params, given, steps, sequential, self._key(rngs), progress)
         return {**rest, "params": packed}, report
 
-    def report(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> ProgramReport:
-        """What happens to each parameter and each product; arguments as those of `pack`."""
+    def report(
+        self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
+    ) -> ProgramReport:
+        """What happens to each parameter and each product; arguments as those of `pack`, and a platform."""
         params, rest, _ = self._parts(variables)
-        return self._function(variables, args, rngs, kwargs).report(params, rest, args, rngs, kwargs)
+        low = self._function(variables, args, rngs, kwargs)
+        return low.report(params, rest, args, rngs, kwargs, platform=platform)
 
     @property
     def _keeps(self) -> bool:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jchop._products.rule import FIELDS, Rule
+from jchop._products.units import operands_on
 from jchop.nn._linen.kinds import KINDS
 from jchop.nn._linen.layers import Found, Path, Seen, held_by, number_of
 from jchop.nn._report import LayerRow, ModelReport, bytes_of, why_wide
@@ -15,19 +17,20 @@ from jchop.nn._report import LayerRow, ModelReport, bytes_of, why_wide
 __all__ = ["report_of"]
 
 
-def report_of(seen: Seen, rules: Sequence[Rule], variables: Any) -> ModelReport:
+def report_of(seen: Seen, rules: Sequence[Rule], variables: Any, platform: str | None) -> ModelReport:
     """A row for everything with parameters and for every layer that ran.
 
     Args:
         seen: the layers that ran.
         rules: the rules.
         variables: unpacked.
+        platform: of the operands that reach its units; None for none.
     """
     held = held_by(seen, variables)
-    return ModelReport(tuple(_row(path, own, seen, rules) for path, own in sorted(held.items())))
+    return ModelReport(tuple(_row(path, own, seen, rules, platform) for path, own in sorted(held.items())))
 
 
-def _row(path: Path, own: dict[str, Any], seen: Seen, rules: Sequence[Rule]) -> LayerRow:
+def _row(path: Path, own: dict[str, Any], seen: Seen, rules: Sequence[Rule], platform: str | None) -> LayerRow:
     layer, shapes = seen.get(path, (None, {}))
     number, kind = number_of(path, layer, rules), KINDS.get(type(layer))
     rule = None if number is None else rules[number]
@@ -39,14 +42,20 @@ def _row(path: Path, own: dict[str, Any], seen: Seen, rules: Sequence[Rule]) -> 
             wide.append(("/".join((*path, key)), tuple(value.shape), why))
     before = after = sum(map(bytes_of, own.values()))
     specs: tuple[tuple[str, str], ...] = ()
+    operands = ""
     if kind is not None and rule is not None:
         fields = kind.fields(own)
         specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
         found = Found(layer, rule, shapes)
         for key in [key for key in kind.parameters if key in own and found.spec(key) is not None]:
             after += bytes_of(_packed(found, key, own[key])) - bytes_of(own[key])
+        if platform is not None and kind.hook is not None:
+            carrier = jnp.dtype(getattr(layer, "dtype", None) or jnp.result_type(*own.values())).name
+            operands = operands_on(platform, rule, carrier, bool(own), kind.operation == "dot_general")
     shown = "" if rule is None else str(rule)
-    return LayerRow("/".join(path), name, shown, specs, before, after, kind is not None, wide=tuple(wide))
+    return LayerRow(
+        "/".join(path), name, shown, specs, before, after, kind is not None, operands=operands, wide=tuple(wide)
+    )
 
 
 def _packed(found: Found, name: str, value: Any) -> Any:

@@ -139,11 +139,13 @@ def fit_program(
     return report
 
 
-def report_program(model: Any, rules: Sequence[Rule], inputs: Inputs) -> dict[str, ProgramReport]:
+def report_program(
+    model: Any, rules: Sequence[Rule], inputs: Inputs, platform: str | None = None
+) -> dict[str, ProgramReport]:
     """The report of each method."""
     graph, params, rest = _split(model)
     functions = _functions(model, graph, rules, inputs)
-    return {name: low.report(params, rest, args) for name, (low, args) in functions.items()}
+    return {name: low.report(params, rest, args, platform=platform) for name, (low, args) in functions.items()}
 
 
 def is_program(model: Any) -> bool:
