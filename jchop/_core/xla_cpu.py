@@ -98,6 +98,11 @@ QUIRKS: tuple[Quirk, ...] = (
         "Products of `nn` keep the orientation that Flax gives them (`jchop/_products/product.py`).",
     ),
     Quirk(
+        "sums_ordered_by_fusion",
+        "A sum of numbers that are computed in its loop has other bits than the sum of the same numbers in memory.",
+        "Parameters that a program computes with itself are read from memory, packed or not (`_kernels/settled.py`).",
+    ),
+    Quirk(
         "barriers_removed_before_fusion",
         "An `optimization_barrier` does not keep operations from being fused: a scale is computed for every element.",
         "`materialize_per_group`.",

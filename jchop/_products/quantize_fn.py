@@ -360,8 +360,7 @@ class QuantizedFunction:
             values[i] = self._held(program, i, values[i], entry)
         runner = program.runner
         if keeping or mode != "fixed" or scales.stats:
-            known = {**scales.stats, **scales.learned}
-            runner = Keeping(runner.roundings, program.sites, program.turns, known, mode)
+            runner = Keeping(runner.roundings, program.sites, program.turns, scales.entries, mode)
         with jax.disable_jit(False):
             out = interpret(runner, program.plan, keys, values)
         found = runner.found if isinstance(runner, Keeping) else {}
@@ -388,7 +387,8 @@ class QuantizedFunction:
         coded = rule.product == "codes" and use.kind == "product"
         how = Roundings(right=weight_rounding(rule), gradient=rule.gradient, codes=coded)
         twin = rule.weight is not None and takes_anew(how)
-        return Held(value if is_packed(value) else jnp.asarray(value), placement, i, twin, coded, entry)
+        computed = any(other.kind == "other" for other in program.uses[i])
+        return Held(value if is_packed(value) else jnp.asarray(value), placement, i, twin, coded, entry, computed)
 
     def _program(self, call: Call) -> Resolved:
         signature = call.signature

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._kernels.settled import settled
 from jchop._products.codes import Coded, parts_of
 from jchop._products.placement import Kept, Placement, StoredAs
 from jchop.storage import QArray, dequantize
@@ -19,7 +20,9 @@ __all__ = ["Held", "Keys", "Twin", "is_packed", "numbers_of", "rounded"]
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["value", "kept"], meta_fields=["placement", "leaf", "twin", "codes"]
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "kept"],
+    meta_fields=["placement", "leaf", "twin", "codes", "settled"],
 )
 @dataclass(frozen=True, eq=False)
 class Held:
@@ -34,6 +37,8 @@ class Held:
         twin: whether its numbers before the rounding are needed, too.
         codes: whether its codes are.
         kept: its kept scales; None: from its numbers.
+        settled: whether other operations than products compute with it. These are then compiled alike for codes and
+            for numbers.
     """
 
     value: Any
@@ -42,6 +47,7 @@ class Held:
     twin: bool = False
     codes: bool = False
     kept: Kept | None = None
+    settled: bool = False
 
     @property
     def stack(self) -> int:
@@ -62,6 +68,8 @@ class Held:
                 if self.kept is None
                 else self.placement.round_under(self.kept, full, key)
             )
+        if self.settled:
+            low = settled(low)
         if not self.codes:
             return Twin(low, full) if self.twin else low
         packed = self.value if is_packed(self.value) else self.placement.pack(jax.lax.stop_gradient(full), key)

@@ -127,6 +127,20 @@ def order_of_sums_by_orientation() -> bool:
     return bool(np.any(computed(jnp.matmul, x, w) != turned))
 
 
+@guard
+def sums_ordered_by_fusion() -> bool:
+    codes, scale = np.rint(normal(32, 64) * 40).astype(np.int8), np.abs(normal(1, 64, seed=1)) + 1
+
+    def numbers(codes: jax.Array, scale: jax.Array) -> jax.Array:
+        return prevent_fma(codes.astype(jnp.float32) * scale, scale)
+
+    def energy(x: jax.Array) -> jax.Array:
+        return (x * x).sum(0)
+
+    fused = computed(lambda codes, scale: energy(numbers(codes, scale)), codes, scale)
+    return bool(np.any(fused != computed(energy, computed(numbers, codes, scale))))
+
+
 # -- time --------------------------------------------------------------------------------------------------------------
 
 

@@ -347,3 +347,25 @@ def test_a_product_that_cannot_be_rounded_is_left_and_named() -> None:
     assert jnp.linalg.norm(low(params, x) - want) < 0.1 * jnp.linalg.norm(want)
     with pytest.raises(ValueError, match=r"names the parameter 'kernel'.*batch_group_count=2.*test_quantize_fn.py"):
         jc.quantize_fn(grouped, jc.Rule("kernel", weight="int8(group=all)"))(params, x)
+
+
+@pytest.mark.parametrize("text", ["int8(channel=0)", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_a_program_that_computes_with_a_parameter_gives_the_same_bits_packed(text: str) -> None:
+    """A norm of the weight: a sum of squares, fused with whatever makes the numbers (`sums_ordered_by_fusion`)."""
+
+    def network(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        norm = jnp.linalg.norm(p["v"], axis=0)
+        return x @ (p["g"] * p["v"] / norm), norm
+
+    keys = jax.random.split(jax.random.key(3), 2)
+    params = {"v": jax.random.normal(keys[0], (32, 64)), "g": jnp.ones(64)}
+    x = jax.random.normal(keys[1], (4, 32))
+    low = jc.quantize_fn(network, jc.Rule(weight=text))
+    run = jax.jit(lambda p, x: low(p, x))
+    packed = low.pack(params, x)
+    for one, other in zip(run(params, x), run(packed, x), strict=True):
+        np.testing.assert_array_equal(one, other)
+    gradient = jax.grad(lambda g, v: low({"v": v, "g": g}, x)[0].sum())
+    np.testing.assert_array_equal(gradient(params["g"], params["v"]), gradient(params["g"], packed["v"]))
+    second = jax.hessian(lambda g: low({**params, "g": g}, x)[0].sum())(params["g"])
+    assert not second.any()

@@ -40,7 +40,7 @@ def weight_entry(
 
 def entry_of(scales: Scales | None, name: str, like: Callable[[Any], Any], value: Any) -> Array:
     """An entry of a parameter, in the shape that `like` gives for it."""
-    held = None if scales is None else {**scales.stats, **scales.learned}.get(name)
+    held = None if scales is None else scales.entries.get(name)
     if held is None:
         raise ValueError(f"scales has no {name!r}: pass scales=low.start(params, ...), or what training made of it")
     shape = jax.eval_shape(like, jax.ShapeDtypeStruct(value.shape, value.dtype)).shape

@@ -54,6 +54,11 @@ class Scales(NamedTuple):
     learned: dict[str, Array] = {}  # noqa: RUF012  a named tuple's default is never changed here
     stats: dict[str, Array] = {}  # noqa: RUF012
 
+    @property
+    def entries(self) -> dict[str, Array]:
+        """All of them, by name."""
+        return {**self.stats, **self.learned}
+
 
 @dataclass(frozen=True)
 class Site:

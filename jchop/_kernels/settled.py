@@ -1,0 +1,31 @@
+"""An array as an operation of its own, so that the code that reads it is compiled alike however it is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jchop._kernels.primitive import make_op
+from jchop.gradients import CustomJvp
+
+Array = jax.Array
+
+__all__ = ["settled"]
+
+_settled_op = make_op("jchop_settled", jax.lax.optimization_barrier, like_first=True, apart=True)
+
+
+@CustomJvp
+def settled(x: Array) -> Array:
+    """`x`, which XLA's CPU backend writes to memory and does not fuse with the operations that read it.
+
+    Quirk `sums_ordered_by_fusion` of `_core/xla_cpu.py`. On other platforms, and in programs for several CPUs, a
+    barrier alone is there. The derivative is the identity.
+    """
+    return _settled_op(x)
+
+
+@settled.defjvp
+def _settled_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return settled(*primals), tangents[0]
