@@ -20,7 +20,7 @@ ROW = "int8(group=all)"
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def f32(value: Fraction) -> Fraction:
@@ -108,17 +108,29 @@ def test_products_of_stored_arrays() -> None:
     qx, qw = jc.quantize(x, ROW), jc.quantize(w, "int8(group=all,axis=0)")
     elements = np.asarray(qx.qvalue, np.int64) @ np.asarray(qw.qvalue, np.int64)
     want = np.float32(elements.astype(np.float32) * np.asarray(qx.scale)) * np.asarray(qw.scale)
-    np.testing.assert_array_equal(jc.dot(qx, qw), want)
-    np.testing.assert_array_equal(jc.einsum("bi,io->ob", qx, qw), want.T)
     per_group = jc.quantize(w, "int4(group=8,axis=0)")
-    close = jc.round_to_format(x, ROW) @ jc.round_to_format(w, "int4(group=8,axis=0)")
-    np.testing.assert_allclose(jc.dot(qx, per_group), close, rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(jc.dot(x, per_group), x @ jc.dequantize(per_group), rtol=2e-6, atol=1e-6)
-    dx = jax.grad(lambda x: jc.dot(x, per_group).sum())(x)
-    np.testing.assert_allclose(dx, jnp.broadcast_to(jc.dequantize(per_group).sum(1), x.shape), rtol=1e-5)
-    for spec in ("mxfp8_e4m3(axis=0)", "nvfp4(axis=0)", "uint4(group=8,axis=0,zero_point=integer)", "float6_e3m2fn"):
-        q = jc.quantize(w, spec)
-        np.testing.assert_allclose(jc.dot(x, q), x @ jc.dequantize(q), rtol=2e-6, atol=2e-6, err_msg=spec)
+
+    @jax.jit
+    def products(x: Any, qx: Any, qw: Any, per_group: Any) -> Any:
+        dx = jax.grad(lambda x: jc.dot(x, per_group).sum())(x)
+        return jc.dot(qx, qw), jc.einsum("bi,io->ob", qx, qw), jc.dot(qx, per_group), jc.dot(x, per_group), dx
+
+    rows, turned, both, one, dx = products(x, qx, qw, per_group)
+    np.testing.assert_array_equal(rows, want)
+    np.testing.assert_array_equal(turned, want.T)
+    x, low = np.asarray(x), np.asarray(jc.dequantize(per_group))
+    np.testing.assert_allclose(both, np.asarray(jc.round_to_format(x, ROW)) @ low, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(one, x @ low, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(dx, np.broadcast_to(low.sum(1), x.shape), rtol=1e-5)
+    specs = ("mxfp8_e4m3(axis=0)", "nvfp4(axis=0)", "uint4(group=8,axis=0,zero_point=integer)", "float6_e3m2fn")
+
+    @jax.jit
+    def by_spec(x: Any, w: Any) -> Any:
+        stored = {spec: jc.quantize(w, spec) for spec in specs}
+        return {spec: (jc.dot(x, q), jc.dequantize(q)) for spec, q in stored.items()}
+
+    for spec, (got, low) in by_spec(x, w).items():
+        np.testing.assert_allclose(got, x @ np.asarray(low), rtol=2e-6, atol=2e-6, err_msg=spec)
 
 
 def test_stored_products_refuse() -> None:
@@ -185,10 +197,14 @@ def test_backward_products_of_codes() -> None:
     w, x, g = normal(16, 4), normal(3, 16, seed=1), normal(3, 4, seed=2)
     y, back = jax.vjp(jax.jit(jc.quantize_fn(lambda w, x: x @ w, rule)), w, x)
     of = lambda v: jc.quantize(v, ROW)  # noqa: E731
-    np.testing.assert_array_equal(y, jc.einsum("bi,oi->bo", of(x), of(w.T)))
-    dw, dx = back(g)
-    np.testing.assert_array_equal(dx, jc.einsum("bo,io->bi", of(g), of(w)))
-    np.testing.assert_array_equal(dw, jc.einsum("ob,ib->io", of(g.T), of(x.T)))
+
+    @jax.jit
+    def by_hand(w: Any, x: Any, g: Any) -> Any:
+        forward = jc.einsum("bi,oi->bo", of(x), of(w.T))
+        return forward, jc.einsum("ob,ib->io", of(g.T), of(x.T)), jc.einsum("bo,io->bi", of(g), of(w))
+
+    for got, want in zip((y, *back(g)), by_hand(w, x, g), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.slow

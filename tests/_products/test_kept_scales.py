@@ -21,7 +21,7 @@ SOURCES: Any = [jc.MovingAverage(0.5), jc.DelayedScaling(2), jc.LSQ()]
 
 
 def normal(*shape: int, seed: int = 0) -> Any:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 X = [normal(4, 8, seed=i) * s for i, s in enumerate((1.0, 2.0, 0.5))]

@@ -18,7 +18,7 @@ KEY = jax.random.key(3)
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def mlp(p: Any, x: Any) -> Any:

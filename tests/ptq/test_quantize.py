@@ -47,10 +47,8 @@ FORMATS = [
 ]
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize(
-    "text", [pytest.param(t, marks=[] if i < 1 else pytest.mark.in_turn(6)) for i, t in enumerate(FORMATS)]
-)
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize("text", FORMATS)
 def test_gains_on_fresh_data(text: str) -> None:
     params, x, fresh = outliers()
     y = dense(params, fresh)
@@ -103,8 +101,8 @@ SHAPES: dict[str, tuple[Any, tuple[int, ...], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(5)) for n in SHAPES])
+@pytest.mark.in_turn(10)
+@pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_of_weights(name: str) -> None:
     fun, shape, text = SHAPES[name]
     rng = np.random.default_rng(1)
