@@ -70,6 +70,7 @@ def test_draws_by_loops_are_the_carriers_rounded_once(spec: str) -> None:
     check_rounded_once(SLOW, spec)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("spec", "below_one", "above"), [("bfloat16", 1 - 2**-8, 1 + 2**-7), ("e4m3", 1 - 2**-4, 1.125)]
 )
@@ -165,6 +166,7 @@ def test_generators_of_the_device() -> None:
     np.testing.assert_array_equal(jc.emulate(bits, "e4m3")()[1], bits()[1])
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("spec", ["e4m3", "float8_e4m3fn:saturate", "e5m2:stochastic"])
 def test_neighbours_are_those_of_the_format(spec: str) -> None:
     values = np.asarray(jc.parse(spec).format.values(), np.float64)

@@ -91,7 +91,7 @@ FREQUENCIES = [
 ]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(18)
 @pytest.mark.parametrize(("name", "mode"), FREQUENCIES)
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
 def test_observed_frequencies_are_exact(name, carrier, mode):
@@ -160,7 +160,7 @@ def check_given_words(
     cases.assert_bits(x, got, expected, f"{spec} on {carrier}")
 
 
-@pytest.mark.in_turn(14)
+@pytest.mark.in_turn(42)
 @pytest.mark.parametrize(
     ("name", "n", "mode"),
     list(itertools.product(["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"], range(1, 9), PROPORTIONAL)),
@@ -180,7 +180,7 @@ def test_all_bits_as_defined(name, mode, carrier):
     check_given_words(GIVEN[name], carrier, mode, None)
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize(
     ("mode", "n"),
     [

@@ -65,7 +65,7 @@ def same(got: Any, expected: Any) -> None:
 # --- jit ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("case", CASES)
 def test_jit_equals_eager_and_keeps_one_entry_for_equal_specs(case):
     text, dtype, shape = CASES[case]
@@ -140,7 +140,7 @@ def test_numpy_values_inside_a_trace_stay_constants(text):
 # --- 64-bit mode --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("text", ["e4m3:odd", "e5m2:stochastic", "integer8:stochastic_b:random_bits=5"])
 def test_the_x64_flag_changes_no_bit(text):
     x, wide = numbers(np.float32, (33,)), numbers(np.float64, (33,))
@@ -176,7 +176,7 @@ def test_jax_float64_equals_numpy():
 # --- vmap ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("case", CASES)
 def test_vmap_equals_the_loop(case):
     """With one key shared the draws are the loop's, and so they are over split keys, where equal rows then differ."""

@@ -137,7 +137,7 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 }
 
 
-@pytest.mark.in_turn(14)
+@pytest.mark.in_turn(42)
 @pytest.mark.parametrize(("name", "kernel"), list(itertools.product(OTHERS, KERNELS)))
 def test_other_ways(kernel: str, name: str) -> None:
     assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
@@ -274,6 +274,7 @@ def test_vmap_over_operands_and_seeds(kernel: str) -> None:
         assert same_bits(np.asarray(mapped[i]), np.asarray(body(a[i : i + 1], b[:1], keys[i])))
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", [(1, 3, 0, 4), (0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 2, 0), (0, 0, 0, 0)])
 def test_empty_products_and_sums(kernel: str, shape: Shape) -> None:

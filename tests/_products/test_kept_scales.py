@@ -112,7 +112,7 @@ def test_a_recipe_with_a_history() -> None:
     assert after.stats["up_activation_history"].tolist() == [jnp.abs(X[1]).max(), jnp.abs(X[0]).max()]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
 def test_layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
     w = normal(3, 8, 8)
@@ -182,7 +182,7 @@ def test_a_branch_that_is_not_taken_keeps_its_range() -> None:
     assert list(found.stats) == ["a_activation_range"]
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(66)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("name", CASES)
 def test_models_keep_scales(name: str, source: Any) -> None:

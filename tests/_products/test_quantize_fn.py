@@ -47,7 +47,7 @@ def test_every_weight_of_a_product_is_rounded_and_nothing_else(name: str) -> Non
     assert all(row.source for row in rows.values() if row.spec)
 
 
-@pytest.mark.in_turn(270)
+@pytest.mark.in_turn(600)
 @pytest.mark.parametrize("spec", FORMATS)
 @pytest.mark.parametrize("name", CASES)
 def test_models_train_and_serve_the_same_numbers(name: str, spec: str) -> None:
@@ -88,6 +88,7 @@ def test_operands_are_rounded_along_the_sum() -> None:
     np.testing.assert_array_equal(low(PARAMS, X), expected)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_backward_products_have_roundings_of_their_own(side: str) -> None:
     """As the layers of Flax have them: each product in its own layout, from full precision."""

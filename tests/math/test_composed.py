@@ -109,7 +109,7 @@ def test_cross_products_have_the_axes_of_numpy(axes: Any, left: tuple[int, ...],
     np.testing.assert_array_equal(untyped.cross(a, b, "e8m15", **axes), jnp.cross(a, b, **axes))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("endpoint", [True, False])
 @pytest.mark.parametrize("text", HOWS)
 def test_evenly_spaced_numbers(text: str, endpoint: bool) -> None:
@@ -137,7 +137,7 @@ def test_spaces_have_the_shapes_of_numpy() -> None:
     assert jc.math.linspace(np.float32(0), 2048, "bfloat16", num=1025)[259] == 520
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", HOWS)
 def test_interpolation(text: str) -> None:
     m = Machine(text, 11)
@@ -193,7 +193,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_transforms_and_derivatives(name: str) -> None:
     function, exact = FUNCTIONS[name]

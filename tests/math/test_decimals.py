@@ -48,7 +48,7 @@ def numbers(text: str, dtype: Any = np.float32) -> np.ndarray:
     return np.asarray(jc.round_to_format(np.concatenate(parts).astype(dtype), text.replace(":stochastic", "")))
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize("decimals", [1, 2, 6, 10, -1, -2, -10])
 @pytest.mark.parametrize("text", HOWS)
 def test_the_exact_multiple_is_rounded_once(text: str, decimals: int) -> None:
@@ -63,7 +63,7 @@ def test_the_exact_multiple_is_rounded_once(text: str, decimals: int) -> None:
     cases.assert_bits(expected, np.asarray(jc.math.round(x, text, KEY, decimals=decimals)), cases.bits(expected))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("decimals", [2, 22, -3])
 def test_float64(decimals: int) -> None:
     x, carrier = numbers("e11m40", np.float64), oracle.CARRIERS["float64"]

@@ -68,7 +68,7 @@ EINSUMS = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("subscripts", EINSUMS)
 def test_einsum_is_that_of_numpy(subscripts: str) -> None:
     operands = [integers(*shape, seed=i) for i, shape in enumerate(EINSUMS[subscripts])]
@@ -81,6 +81,7 @@ def test_the_order_of_an_einsum_is_that_of_its_indices() -> None:
     assert jc.math.einsum("ji,ij->", b, a, spec="e5m5") == in_order(b.ravel(), a.T.ravel())
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", HOWS)
 def test_three_arrays_are_contracted_from_left_to_right(text: str) -> None:
     """Each pair as an einsum of its own, whose result is rounded to the operands again."""
@@ -114,7 +115,7 @@ MANY = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(("subscripts", "optimize"), list(itertools.product(MANY, [False, True, "greedy"])))
 def test_many_arrays_give_what_numpy_gives(subscripts: str, optimize: Any) -> None:
     operands = [integers(*shape, seed=i) for i, shape in enumerate(MANY[subscripts])]
@@ -149,7 +150,7 @@ TENSORDOTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
 }
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", TENSORDOTS)
 def test_tensordot_is_that_of_numpy(name: str) -> None:
     left, right, axes = TENSORDOTS[name]
@@ -157,7 +158,7 @@ def test_tensordot_is_that_of_numpy(name: str) -> None:
     np.testing.assert_array_equal(jc.math.tensordot(a, b, PLAIN, axes=axes), np.tensordot(a, b, axes))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("left", "right"), [((3,), (3,)), ((2, 3), (4, 3)), ((), (2, 3)), ((2,), ()), ((2, 0), (0,))])
 def test_inner_is_that_of_numpy(left: tuple[int, ...], right: tuple[int, ...]) -> None:
     a, b = integers(*left), integers(*right, seed=1)

@@ -241,7 +241,7 @@ def test_products_and_what_they_run_through(text: str) -> None:
     same(jc.math.prod(x, text, KEY, axis=1), oracle_math.array([row[-1] for row in products]))
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("axis", "keepdims"), [(None, True), (0, False), (-1, True), ((0, 2), False), ((2, 0), True), ((), False)]
 )

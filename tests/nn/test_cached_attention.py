@@ -79,7 +79,7 @@ def test_values_are_those_of_float64(kind: str, spec: Any) -> None:
     np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.in_turn(30)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "spec", ["int8(group=all)", "int4(group=8,scale=bfloat16)", "float8_e4m3fn", "mxfp8_e4m3", "nf4(group=8)"]
@@ -117,7 +117,7 @@ def bytes_of(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 @pytest.mark.parametrize("spec", ["int8(group=all)", "float8_e4m3fn"])
 def test_the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:

@@ -105,6 +105,7 @@ def test_a_submodule_that_is_called_from_outside_has_the_stored_numbers() -> Non
     np.testing.assert_array_equal(q.astype(jnp.float32), w)
 
 
+@pytest.mark.slow
 def test_training_updates_parameters_and_state() -> None:
     model = jc.nn.quantize(own(train=True), RULE)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -267,7 +268,7 @@ def test_a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
         np.testing.assert_array_equal(a[...], b[...], err_msg=str(path))
 
 
-@pytest.mark.in_turn(60)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "nnx"])
 def test_models_of_nnx_and_their_methods(name: str) -> None:
     case = CASES[name]

@@ -133,7 +133,7 @@ SAME = {
 }
 
 
-@pytest.mark.in_turn(108)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight", ["int8(group=all)", "int4(group=32)", "mxfp8_e4m3", "nvfp4", "nf4(group=32)", "e4m3"]
 )

@@ -70,8 +70,8 @@ def error(w: np.ndarray, q: QArray, gram: np.ndarray) -> float:
     return float(np.einsum("ij,jk,ik->", rest, gram, rest))
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("text", [pytest.param(text, marks=pytest.mark.in_turn(4)) for text in FORMATS])
+@pytest.mark.in_turn(16)
+@pytest.mark.parametrize("text", FORMATS)
 def test_independent_inputs_are_rounded_to_nearest(text: str) -> None:
     w, gram = problem()
     plain, swept, _, _ = rounded(w, np.diag(np.diag(gram)), text, np.asarray(order_of(jnp.asarray(gram), True)))
@@ -100,6 +100,7 @@ def test_strong_damping_rounds_to_nearest() -> None:
     np.testing.assert_array_equal(plain.qvalue, swept.qvalue)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", ["int4(group=16)", "nf4(group=16)", "mxfp4"])
 def test_the_loss_is_the_damped_error(text: str) -> None:
     w, gram = problem()
@@ -122,6 +123,7 @@ def test_the_loss_is_bounded_where_nothing_is_clipped() -> None:
     assert (loss < bound).all() and (loss > 0.05 * bound).all()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("block", [1, 5, 32])
 def test_the_size_of_blocks_changes_no_code(block: int) -> None:
     w, gram = problem()

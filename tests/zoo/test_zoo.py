@@ -31,6 +31,7 @@ def loss_of(case: Case) -> Any:
     return jax.value_and_grad(loss, has_aux=True)
 
 
+@pytest.mark.in_turn(8)
 @every
 def test_every_parameter_is_listed_once(name: str) -> None:
     case = CASES[name]
@@ -40,6 +41,7 @@ def test_every_parameter_is_listed_once(name: str) -> None:
     assert set(case.derived) <= set(case.products)
 
 
+@pytest.mark.in_turn(8)
 @every
 def test_it_traces_with_its_gradient(name: str) -> None:
     """The loss is a number in float32, and each parameter has a gradient of its shape."""

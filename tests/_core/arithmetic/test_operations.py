@@ -202,6 +202,7 @@ def test_roots_in_every_mode(text: str, name: str, rng: np.random.Generator) -> 
         assert not len(where), (text, mode, [(x[i], np.asarray(result)[i], want.view(name)[i]) for i in where[:5]])
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_roots_to_the_carrier_itself(name: str, rng: np.random.Generator) -> None:
     """IEEE asks processors for this one, so NumPy has it right; subnormal operands are there too."""
@@ -230,6 +231,7 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(got.view(np.uint64), np.array(want, np.uint64))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
     """The leading bits, the word after them and whether more follow, of squares too."""
@@ -395,7 +397,7 @@ def test_sums_follow_the_orders_of_products(rng: np.random.Generator) -> None:
     assert float(sum_along(jnp.zeros((0,), jnp.float32), 0, jc.MatmulSpec(accumulate="e5m2"))) == 0
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["sum", "prod"])
 def test_running_sums_and_products(kind: str, mode: str, rng: np.random.Generator) -> None:

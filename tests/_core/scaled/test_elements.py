@@ -237,7 +237,7 @@ def test_all_against_exact_rationals(spec):
 EXPONENTS = range(-149, 128)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -352,6 +352,7 @@ def test_axes_and_ragged_tails(shape, axes, rng):
         np.testing.assert_array_equal(cases.bits(got["dequantized"]), cases.bits(got["rounded"]))
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
 def test_empty_arrays(shape):
     for axis in range(-len(shape), 0):
@@ -439,7 +440,7 @@ TORCHAO: Sequence[tuple[Spec, str | None, float]] = (
 )
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("spec", "expected", "ratio"), TORCHAO, ids=str)
 def test_codes_of_torchao(spec, expected, ratio):
     x = weights()

@@ -20,7 +20,7 @@ FORMATS = [
 ]  # fmt: skip
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_sums_of_panels(axis: int, text: str) -> None:
@@ -47,6 +47,7 @@ def test_the_kernel_takes_stored_codes() -> None:
         np.testing.assert_allclose(_by_kernel(x, laid, jnp.float32), x @ jc.dequantize(stored), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["int8(group=all,axis=0)", "int4(group=128,axis=0)"])
 def test_weights_are_never_written_as_floats(text: str) -> None:
     w = jax.eval_shape(lambda v: jc.quantize(v, text), jax.ShapeDtypeStruct((4096, 1024), jnp.float32))

@@ -99,7 +99,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_convolutions_train_and_serve_the_same_numbers(name: str) -> None:
     """Beside the product of floats, whose roundings are the same; the axes of images and kernels as they come."""
