@@ -41,6 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skipping, where a compiler for an absent chip is missing (the extra `aot`)",
     )
+    parser.addoption(
+        "--unoptimized",
+        action="store_true",
+        help="let XLA compile without optimizing: in less than half of the time, but to other code than users run",
+    )
     parser.addoption("--thin", type=int, default=1, metavar="N", help="run about one test in N")
     parser.addoption("--turn", type=int, default=0, metavar="K", help="with --thin=N: which of the N parts, from 0")
     parser.addoption("--durations-file", metavar="PATH", help="write the CPU seconds of files and of the slowest tests")
@@ -156,6 +161,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--unoptimized"):  # XLA reads its flags when it compiles for the first time
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     config.pluginmanager.register(_Turns())
     if path := config.getoption("--durations-file"):
         config.pluginmanager.register(_Durations(config.invocation_params.dir / path))

@@ -78,7 +78,7 @@ class Row:
         return [rounded(total, self.accumulate, F32, 0)]
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(11)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_operations_are_rounded_one_by_one(name: str, masked: bool) -> None:

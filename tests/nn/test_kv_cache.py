@@ -76,7 +76,7 @@ class Model:
                 np.testing.assert_array_equal(row[p][1], value)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(5)
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 def test_tokens_are_where_they_belong(kind: str) -> None:
