@@ -160,7 +160,7 @@ def test_every_public_function_has_a_row(place: str) -> None:
     assert set(rows) == {name for name in module.__all__ if not isinstance(getattr(module, name), others)} - MAKERS
 
 
-@pytest.mark.in_turn(50)
+@pytest.mark.in_turn(25)
 @pytest.mark.parametrize(("place", "name"), CASES)
 def test_within_an_emulated_function(place: str, name: str) -> None:
     case = TABLES[place][1][name]

@@ -92,7 +92,6 @@ def test_a_zero_tangent_beside_a_live_residual():
 R = jnp.array([2.0, 5.0])
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0), (1, 0), (1, None)], ids=str)
 def test_vmap_equals_the_loop(axes):
     """Tangent and residual batched or not, along any axis; the cotangent is batched throughout."""
@@ -221,7 +220,7 @@ STEPS = {
 }
 
 
-@pytest.mark.in_turn(16)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", STEPS)
 def test_second_derivatives_of_loops(name):
     """JAX takes a loop apart for a derivative by reverse mode; the rules of the functions in it have to stay."""

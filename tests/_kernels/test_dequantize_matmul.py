@@ -123,7 +123,6 @@ def test_vmap(platform, rng):
     np.testing.assert_array_equal(jax.vmap(op)(x, codes, scales), exact.astype(np.float32))
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 0, 4, 4), (2, 8, 0, 4)], ids=str)
 def test_empty(platform, shape):

@@ -274,7 +274,6 @@ def test_vmap_over_operands_and_seeds(kernel: str) -> None:
         assert same_bits(np.asarray(mapped[i]), np.asarray(body(a[i : i + 1], b[:1], keys[i])))
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", [(1, 3, 0, 4), (0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 2, 0), (0, 0, 0, 0)])
 def test_empty_products_and_sums(kernel: str, shape: Shape) -> None:

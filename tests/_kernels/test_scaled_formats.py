@@ -374,7 +374,6 @@ def test_least_squares_do_not_depend_on_the_size_of_the_numbers(power, rng):
 # -- shapes, and what is refused ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
 @pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "int8(group=tensor)", "uint4(group=all,axis=0,zero_point=integer)",
                                   "nf4(scale=int8(group=4))"])  # fmt: skip
@@ -453,7 +452,7 @@ COLUMNS = {
 }
 
 
-@pytest.mark.in_turn(18)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", ["int8(channel=1)", "int4(group=64,axis=0)", "float8_e4m3fn(channel=1,scale=e8m0fnu)"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_largest_number_of_a_column(text, dtype, rng):
@@ -512,7 +511,6 @@ def test_products_are_rounded_before_they_are_summed(text, devices, rng):
         jax.tree.map(np.testing.assert_array_equal, list(found), expected)
 
 
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("given", "message"),
     [

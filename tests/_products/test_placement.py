@@ -65,7 +65,7 @@ SPECS = [
 PLAIN = ["int8", "e4m3", "bfloat16"]
 
 
-@pytest.mark.in_turn(40)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("spec", [*SPECS, *PLAIN])
 @pytest.mark.parametrize("name", CASES)
 def test_groups_lie_along_the_sum(name: str, spec: str) -> None:

@@ -94,7 +94,6 @@ def test_float64_numbers_stay_exact_without_the_flag() -> None:
     assert jc.math.sqrt(np.float64(2), "binary32") == np.sqrt(np.float32(2))
 
 
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("n", [-300, -151, -140, -3, 0, 5, 130, 260])
 def test_ldexp_is_exact(n: int) -> None:
     how = How(oracle.ieee(8, 7), "up")
@@ -119,7 +118,6 @@ def test_both_parts_of_modf_are_rounded() -> None:
     assert set(a) == {0.0} and set(b) == {2.0, 3.0}
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("n", [0, 1, 2])
 @pytest.mark.parametrize("axis", [0, -1])
 def test_differences_are_rounded_one_by_one(n: int, axis: int) -> None:
@@ -358,7 +356,6 @@ FLAT = {"floor", "ceil", "round", "trunc", "sign", "imag", "angle", "floor_divid
         "bitwise_xor"}  # fmt: skip
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str) -> None:
     """Against differences in float64: the derivatives of the operands are added up, in both modes."""

@@ -96,14 +96,12 @@ SHAPES = [
 ]
 
 
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("left", "right"), SHAPES, ids=str)
 def test_shapes_are_those_of_jnp_matmul(left: tuple[int, ...], right: tuple[int, ...]) -> None:
     a, b = integers(left), integers(right, seed=1)
     same(jc.math.matmul(a, b, UNIT), np.matmul(a, b))
 
 
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("order", ["sequential", "blocked(2)", "pairwise", "matrix_unit(2)"])
 def test_an_empty_sum_is_plus_zero(order: str) -> None:
     same(
@@ -112,7 +110,7 @@ def test_an_empty_sum_is_plus_zero(order: str) -> None:
     )
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("order", ["sequential", "blocked(2)", "matrix_unit(2)"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_sum_from_plus_zero_is_never_minus_zero(order: str, k: int) -> None:

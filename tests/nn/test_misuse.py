@@ -46,7 +46,6 @@ def test_axes_of_parameters_are_checked_at_once(text: str) -> None:
         dense.apply(dense.init(jax.random.key(0), X), X)
 
 
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("field", ["activation", "gradient", "weight_gradient", "output"])
 def test_axes_of_other_operands_are_checked_in_the_first_call(field: str) -> None:
     rule = Rule("layers", **{field: "int8(channel=5)"})

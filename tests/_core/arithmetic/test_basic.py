@@ -318,7 +318,7 @@ def test_no_spec_is_ieee(carrier: str, rng: np.random.Generator) -> None:
         assert_equal(jax.jit(run)(x, y), want, [x, y], np.zeros(len(x), kind.words), operation)
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("accumulate", [None, "e5m10", "e5m10:down", "e5m10:stochastic", "bfloat16"])
 @pytest.mark.parametrize("operands", ["e5m10", "e6m14"])
 def test_contraction(operands: str, accumulate: str | None, rng: np.random.Generator) -> None:
@@ -347,7 +347,6 @@ def jaxpr(function: Any, count: int) -> str:
     return str(jax.make_jaxpr(function)(*[jnp.zeros(4, "float32")] * count))
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("rounding", oracle.NEAREST)
 def test_nearest_is_the_hardwares(rounding: str) -> None:
     """Nothing but the operation and the rounding, where that is enough."""

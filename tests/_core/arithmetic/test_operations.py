@@ -202,7 +202,6 @@ def test_roots_in_every_mode(text: str, name: str, rng: np.random.Generator) -> 
         assert not len(where), (text, mode, [(x[i], np.asarray(result)[i], want.view(name)[i]) for i in where[:5]])
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_roots_to_the_carrier_itself(name: str, rng: np.random.Generator) -> None:
     """IEEE asks processors for this one, so NumPy has it right; subnormal operands are there too."""
@@ -231,7 +230,6 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(got.view(np.uint64), np.array(want, np.uint64))
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
     """The leading bits, the word after them and whether more follow, of squares too."""

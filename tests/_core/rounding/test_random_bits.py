@@ -127,7 +127,7 @@ def test_key_flags_do_not_matter(implementation: str) -> None:
 # --- indexes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(24)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("shape", [(24,), (4, 6), (2, 1, 12), (1,), (), (0,), (3, 0)])
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_flat_index_of_a_chunk(shape: tuple[int, ...], offset: int) -> None:
