@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--unoptimized",
         action="store_true",
-        help="let XLA compile without optimizing: in less than half of the time, but to other code than users run",
+        help="let XLA compile without optimizing: less CPU time, but other code than users run",
     )
     parser.addoption("--thin", type=int, default=1, metavar="N", help="run about one test in N")
     parser.addoption("--turn", type=int, default=0, metavar="K", help="with --thin=N: which of the N parts, from 0")
