@@ -297,7 +297,9 @@ def test_every_quirk_has_a_guard() -> None:
 
 
 @pytest.mark.parametrize("quirk", QUIRKS, ids=lambda quirk: quirk.name)
-def test_the_quirk_is_there(quirk: Quirk) -> None:
+def test_the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--unoptimized"):
+        pytest.skip("quirks of optimized code")
     there = GUARDS[quirk.name]()
     if VERSION in quirk.gone:
         assert not there, f"the quirk {quirk.name} is back on jaxlib {VERSION}: say so in QUIRKS"
