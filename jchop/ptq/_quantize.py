@@ -17,11 +17,12 @@ from jchop._products.placement import Placement
 from jchop._products.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._products.rule import Rule
 from jchop._products.weights import is_packed, numbers_of
+from jchop.ptq._biases import BiasSite, averaged, find_biases, mean_errors
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._round import Outcome, round_parameter
 from jchop.ptq._run import Data, check_batches
 from jchop.ptq._sites import Site, Sites
-from jchop.ptq._steps import Correction, Steps, Sweep, as_steps, gptq
+from jchop.ptq._steps import Step, Steps, as_steps, gptq
 from jchop.ptq._sums import Sums, value
 
 Array = jax.Array
@@ -34,7 +35,7 @@ def quantize(
     rules: Rule | Iterable[Rule],
     params: Any,
     batches: Iterable[Any],
-    steps: Sequence[Sweep | Correction] | Sweep | Correction | None = None,
+    steps: Sequence[Step] | Step | None = None,
     *,
     sequential: bool | None = None,
     key: Array | None = None,
@@ -51,8 +52,8 @@ def quantize(
         rules: a `Rule`, or several.
         params: the parameters in full precision.
         batches: arguments after the parameters: tuples, or the only argument.
-        steps: `gptq`, `correct_error`, or both in a list in the other order. None of them, ``[]``: every element is
-            rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+        steps: one, or a list of them in this order: `correct_error`, `gptq`, `correct_biases`. None of them, ``[]``:
+            every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
             far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
@@ -128,7 +129,8 @@ class _Job:
         """One stage after the other, by the inputs of the model as it is rounded so far."""
         self._start(self.data.first())
         full: dict[int, Array] = {}
-        trajectories = [full] if self.steps.correction is not None else []
+        compared = self.steps.correction is not None or self.steps.biases is not None
+        trajectories = [full] if compared else []
         for stage in list(self.sites.stages(list(self.wanted))):
             sums, _ = self.data.sums([*trajectories, self.numbers], True, stage.leaves)
             self.passes += 1
@@ -140,6 +142,8 @@ class _Job:
         leaves = list(self.leaves)
         for leaf in self.wanted:
             leaves[self.call.places[leaf]] = self.low_leaves[leaf]
+        for leaf, value in self.biases.items():
+            leaves[self.call.places[leaf]] = self._rounded_bias(leaf, value)
         self._others()
         return jax.tree.unflatten(self.tree, leaves), PtqReport(tuple(self.rows), self.passes)
 
@@ -157,6 +161,9 @@ class _Job:
         self.low_leaves: dict[int, Any] = {i: rounded[i] for i in self.wanted}
         self.numbers = {i: numbers_of(v) for i, v in rounded.items() if i not in self.wanted}
         self.numbers |= {i: jnp.asarray(self.call.values[i]) for i in self.wanted}
+        self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
+        none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
+        self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
 
     def _in_first_product(self, leaf: int, site: Site) -> bool:
         return self.program.placements[leaf][1].laid == site.laid
@@ -175,21 +182,19 @@ class _Job:
         inputs = jax.tree.map(lambda v: v[turn], sums)
         count = value(inputs.count)
         reached = bool((count > 0).any())
-        rows = jnp.maximum(count, 1)[:, None, None]
-        gram = value(inputs.gram) / rows
-        cross = None if inputs.cross is None else value(inputs.cross) / rows
         missing = int((count == 0).sum())
         note = "" if site.turns == site.stack else "one statistic for all layers of the stack"
         if missing:
             note = "no input reached it" if not reached else f"no input reached {missing} of its {count.size} matrices"
         shared = self.call.values[leaf].shape[len(turn) : site.stack]
         for place in np.ndindex(*shared):
-            self._round_one(leaf, (*turn, *place), gram, cross, count, note, placement)
+            self._round_one(leaf, (*turn, *place), inputs, note, placement)
 
-    def _round_one(
-        self, leaf: int, turn: tuple[int, ...], gram: Array, cross: Array | None, rows: Array, note: str,
-        placement: Placement,
-    ) -> None:  # fmt: skip
+    def _round_one(self, leaf: int, turn: tuple[int, ...], inputs: Sums, note: str, placement: Placement) -> None:
+        rows = value(inputs.count)
+        divisor = jnp.maximum(rows, 1)[:, None]
+        gram = value(inputs.gram) / divisor[..., None]
+        cross = None if inputs.cross is None else value(inputs.cross) / divisor[..., None]
         weight = jnp.asarray(self.call.values[leaf])[turn]
         drawn = None
         if placement.spec.rounding.stochastic:
@@ -212,7 +217,45 @@ class _Job:
             self.numbers[leaf] = self.numbers[leaf].at[turn].set(out.numbers)
         else:
             self.low_leaves[leaf], self.numbers[leaf] = out.packed, out.numbers
+        if self.steps.biases is not None:
+            mean = value(inputs.total) / divisor
+            shift = None if inputs.shift is None else value(inputs.shift) / divisor
+            out, why = self._correct_bias(leaf, turn, weight, out, mean, shift, rows)
+            note = "; ".join(text for text in (note, why) if text)
         self.rows.append(self._row(leaf, path, weight.shape, out, rows, note))
+
+    def _correct_bias(
+        self, leaf: int, turn: tuple[int, ...], weight: Array, out: Outcome, mean: Array, shift: Array | None,
+        rows: Array,
+    ) -> tuple[Outcome, str]:  # fmt: skip
+        """Put the mean error of a product into its bias: the errors after that, or why there is no such bias."""
+        site = self.bias_of.get(leaf)
+        if site is None:
+            return out, f"correct_biases: {self.no_bias[leaf]}"
+        layout = self.wanted[leaf].layout
+        means = mean_errors(weight, out.numbers, mean, shift, layout=layout)
+        own, whole = (np.asarray(v, np.float64) for v in means)
+        places, counts = site.places(layout), np.asarray(rows, np.float64)
+        moved, own_moved = (averaged(v, counts, places, math.prod(site.shape)) for v in (whole, own))
+        before = self.biases.get(site.leaf, jnp.asarray(self.call.values[site.leaf]))
+        change = jnp.asarray(site.sign * moved.reshape(site.shape), before.dtype)
+        self.biases[site.leaf] = before.at[turn].add(change) if turn else before + change
+        rounded = self._rounded_bias(site.leaf, self.biases[site.leaf])
+        self.numbers[site.leaf] = numbers_of(rounded) if is_packed(rounded) else rounded
+        taken = own_moved[places]
+        gained = (2 * own * taken - taken * taken).sum(1)
+        return out._replace(after=jnp.maximum(out.after - jnp.asarray(gained, out.after.dtype), 0)), ""
+
+    def _rounded_bias(self, leaf: int, bias: Array) -> Any:
+        """A bias as its rule stores it."""
+        placed = self.program.placements.get(leaf)
+        if placed is None:
+            return bias
+        drawn = None
+        if placed[0].spec.rounding.stochastic:
+            assert self.key is not None
+            drawn = jax.random.fold_in(self.key, leaf)
+        return placed[0].pack(bias, drawn)
 
     def _row(
         self, leaf: int, path: str = "", shape: Sequence[int] = (), out: Outcome | None = None,
@@ -223,13 +266,12 @@ class _Job:
         path, shape = path or self.program.paths[leaf], tuple(shape) or self.program.shapes[leaf]
         if out is None:
             return WeightRow(path, tuple(shape), spec, bits, "nearest" if held is not None else "", note=note)
-        taken = (("correct_error", self.steps.correction), ("gptq", self.steps.sweep))
-        method = ", ".join(name for name, step in taken if step is not None) or "nearest"
+        bias = self.program.paths[self.bias_of[leaf].leaf] if leaf in self.bias_of else ""
         assert rows is not None
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
-            path, tuple(shape), spec, bits, method, _decibels(energy, before), _decibels(energy, after),
-            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
+            path, tuple(shape), spec, bits, self.steps.names, _decibels(energy, before), _decibels(energy, after),
+            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()), bias,
             "; ".join(text for text in (note, self.sites.notes.get(leaf, "")) if text),
         )  # fmt: skip
 

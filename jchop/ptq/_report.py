@@ -22,11 +22,12 @@ class WeightRow:
         method: the steps that were taken; ``"nearest"`` if there was none; empty if it is not rounded.
         before: signal over error of its product on the data in dB, each element rounded to nearest by itself; NaN if
             its product was not looked at.
-        after: that of the rounded weight.
+        after: that of the rounded weight, and of its corrected bias.
         damping: the damping of the factorization, the largest of several matrices; 0 if there was none.
         tries: how many factorizations there were, the most of several matrices.
         dead: how many columns had no input but zero.
         rows: how many rows (tokens) of input there were.
+        bias: the path of the bias that took its mean error; empty if none did.
         note: why a step was not taken, and other things worth knowing; empty if there is nothing.
     """
 
@@ -41,6 +42,7 @@ class WeightRow:
     tries: int = 0
     dead: int = 0
     rows: float = 0.0
+    bias: str = ""
     note: str = ""
 
 
@@ -58,7 +60,7 @@ class PtqReport:
     passes: int = 1
 
     def __str__(self) -> str:
-        head = ("weight", "shape", "bits", "method", "nearest dB", "dB", "damping", "dead", "note")
+        head = ("weight", "shape", "bits", "method", "nearest dB", "dB", "damping", "dead", "bias", "note")
         rows = [
             (
                 row.path,
@@ -69,6 +71,7 @@ class PtqReport:
                 _number(row.after, ".2f"),
                 f"{row.damping:g}" if row.tries else "",
                 str(row.dead) if row.rows else "",
+                row.bias,
                 row.note,
             )
             for row in self.weights
