@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +20,10 @@ from jchop._products.rule import Rule
 from jchop._products.weights import is_packed, numbers_of
 from jchop.ptq._biases import BiasSite, averaged, find_biases, mean_errors
 from jchop.ptq._report import PtqReport, WeightRow
+from jchop.ptq._resume import Journal, Kept, check_resume, fingerprint
 from jchop.ptq._round import Outcome, round_parameter
 from jchop.ptq._run import Data, check_batches
-from jchop.ptq._sites import Site, Sites
+from jchop.ptq._sites import Site, Sites, Stage
 from jchop.ptq._steps import Step, Steps, as_steps, gptq
 from jchop.ptq._sums import Sums, value
 
@@ -40,6 +42,7 @@ def quantize(
     sequential: bool | None = None,
     key: Array | None = None,
     progress: Callable[[int], object] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> tuple[Any, PtqReport]:
     """The parameters of a function packed by rules, each rounded so that its product has small errors on data.
 
@@ -60,13 +63,18 @@ def quantize(
             loop over a stack), and must be iterable more than once. Default: True with `correct_error`, which needs it.
         key: a typed key if a rule is stochastic.
         progress: called with the number of batches that were run.
+        resume: a folder that keeps each stage as soon as it is done, and is made if there is none. A call with the same
+            arguments continues a run that was killed, and its result is that of a run that was not, bit for bit;
+            `batches` must be iterable more than once. Delete the folder when the result is saved. Default None.
 
     Returns:
         The packed parameters, as `jchop.QuantizedFunction.pack` gives them, and a `PtqReport`.
 
     Raises:
         TypeError, ValueError: for other arguments; as `jchop.quantize_fn`; for no batch; for NaN or infinities in the
-            data or the parameters.
+            data or the parameters; if the folder `resume` has a run with another function, other parameters, batches,
+            rules, steps or versions.
+        OSError: if `resume` cannot be read or written.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -80,7 +88,8 @@ def quantize(
     """
     if sequential is not None and not isinstance(sequential, bool):
         raise TypeError(f"sequential={sequential!r} must be True, False or None")
-    return calibrated(quantize_fn(fun, rules, key=key), params, batches, steps, sequential, key, progress)
+    low = quantize_fn(fun, rules, key=key)
+    return calibrated(low, params, batches, steps, sequential, key, progress, resume)
 
 
 def calibrated(
@@ -91,18 +100,27 @@ def calibrated(
     sequential: bool | None = None,
     key: Array | None = None,
     progress: Callable[[int], object] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    tell: Callable[[WeightRow, int, int], object] | None = None,
 ) -> tuple[Any, PtqReport]:
-    """`quantize`, of a function that has its rules already."""
+    """`quantize`, of a function that has its rules already.
+
+    `tell` is called with the row of each weight, and the numbers of stages that are done and that there are.
+    """
     plan = as_steps([gptq()] if steps is None else steps)
     if plan.correction is not None and sequential is False:
         raise ValueError("sequential=False, but correct_error needs the errors of the layers before; leave it out")
     if keeping := next((rule for rule in low.rules if rule.scale_from is not None), None):
         raise NotImplementedError(f"{keeping} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
-    check_batches(batches, again=in_order)
+    check_resume(resume)
+    check_batches(batches, again=in_order or resume is not None)
     if key is not None:
         check_key("key", key)
-    job = _Job(low, params, Data(low, params, batches, key, progress), plan, key)
+    journal = None
+    if resume is not None:
+        journal = Journal(resume, fingerprint(low, params, batches, plan, in_order, key))
+    job = _Job(low, params, Data(low, params, batches, key, progress), plan, key, journal, tell)
     job.in_order() if in_order else job.at_once()
     return job.result()
 
@@ -110,20 +128,28 @@ def calibrated(
 class _Job:
     """The state of a calibration: packed parameters, their numbers, and rows of the report."""
 
-    def __init__(self, low: QuantizedFunction, params: Any, data: Data, steps: Steps, key: Array | None) -> None:
+    def __init__(
+        self, low: QuantizedFunction, params: Any, data: Data, steps: Steps, key: Array | None,
+        journal: Journal | None = None, tell: Callable[[WeightRow, int, int], object] | None = None,
+    ) -> None:  # fmt: skip
         self.low, self.params, self.data, self.steps, self.key = low, params, data, steps, key
+        self.journal, self.tell = journal, tell
         self.rows: list[WeightRow] = []
         self.passes = 0
         self.packed: Any = None
 
     def at_once(self) -> None:
         """All weights by the inputs of the model in full precision."""
-        sums, last = self.data.sums()
+        sums = None if self.journal is None else self.journal.sums()
+        if self.journal is not None and sums is not None:
+            last = self.data.program(self.journal.last)
+        else:
+            sums, last = self.data.sums()
+            if self.journal is not None:
+                self.journal.keep_sums(sums)
         self.passes = 1
         self._start(last)
-        for stage in self.sites.stages(list(self.wanted)):
-            for leaf in stage.leaves:
-                self._round(leaf, stage.turn, sums.get(leaf))
+        self._stages(lambda _: sums)
 
     def in_order(self) -> None:
         """One stage after the other, by the inputs of the model as it is rounded so far."""
@@ -131,11 +157,51 @@ class _Job:
         full: dict[int, Array] = {}
         compared = self.steps.correction is not None or self.steps.biases is not None
         trajectories = [full] if compared else []
-        for stage in list(self.sites.stages(list(self.wanted))):
-            sums, _ = self.data.sums([*trajectories, self.numbers], True, stage.leaves)
-            self.passes += 1
-            for leaf in stage.leaves:
-                self._round(leaf, stage.turn, sums.get(leaf))
+        self._stages(lambda stage: self.data.sums([*trajectories, self.numbers], True, stage.leaves)[0])
+        self.passes = len(list(self.sites.stages(list(self.wanted))))
+
+    def _stages(self, sums_of: Callable[[Stage], Mapping[int, Sums]]) -> None:
+        """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
+        stages = list(self.sites.stages(list(self.wanted)))
+        for number, stage in enumerate(stages):
+            kept = None if self.journal is None else self.journal.stage(number)
+            before = len(self.rows)
+            if kept is not None:
+                self._again(kept)
+            else:
+                sums = sums_of(stage)
+                self.fresh = Kept([], [], {})
+                for leaf in stage.leaves:
+                    self._round(leaf, stage.turn, sums.get(leaf))
+                if self.journal is not None:
+                    self.journal.keep(number, self.fresh._replace(rows=self.rows[before:]))
+            for row in self.rows[before:] if self.tell is not None else ():
+                self.tell(row, number + 1, len(stages))
+
+    def _again(self, kept: Kept) -> None:
+        """Take a stage from the folder of a run."""
+        self.rows += kept.rows
+        for leaf, turn, parts in kept.weights:
+            like = self.low_leaves[leaf]
+            one = jax.tree.map(lambda a: a[turn], like) if turn else like
+            self._keep(leaf, turn, jax.tree.unflatten(jax.tree.structure(one), parts))
+        for leaf, bias in kept.biases.items():
+            self._keep_bias(leaf, bias)
+
+    def _keep(self, leaf: int, turn: tuple[int, ...], packed: Any) -> None:
+        """Take a rounded weight, or a layer of a stack of them."""
+        numbers = numbers_of(packed)
+        if turn:
+            self.low_leaves[leaf] = jax.tree.map(lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], packed)
+            self.numbers[leaf] = self.numbers[leaf].at[turn].set(numbers)
+        else:
+            self.low_leaves[leaf], self.numbers[leaf] = packed, numbers
+
+    def _keep_bias(self, leaf: int, bias: Array) -> None:
+        """Take a corrected bias."""
+        self.biases[leaf] = bias
+        rounded = self._rounded_bias(leaf, bias)
+        self.numbers[leaf] = numbers_of(rounded) if is_packed(rounded) else rounded
 
     def result(self) -> tuple[Any, PtqReport]:
         """The packed parameters and the report."""
@@ -212,11 +278,8 @@ class _Job:
                 f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
                 f"{float(out.damping.max()):g}; its numbers lie too far apart"
             )
-        if turn:
-            self.low_leaves[leaf] = jax.tree.map(lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], out.packed)
-            self.numbers[leaf] = self.numbers[leaf].at[turn].set(out.numbers)
-        else:
-            self.low_leaves[leaf], self.numbers[leaf] = out.packed, out.numbers
+        self._keep(leaf, turn, out.packed)
+        self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.packed)))
         if self.steps.biases is not None:
             mean = value(inputs.total) / divisor
             shift = None if inputs.shift is None else value(inputs.shift) / divisor
@@ -239,9 +302,8 @@ class _Job:
         moved, own_moved = (averaged(v, counts, places, math.prod(site.shape)) for v in (whole, own))
         before = self.biases.get(site.leaf, jnp.asarray(self.call.values[site.leaf]))
         change = jnp.asarray(site.sign * moved.reshape(site.shape), before.dtype)
-        self.biases[site.leaf] = before.at[turn].add(change) if turn else before + change
-        rounded = self._rounded_bias(site.leaf, self.biases[site.leaf])
-        self.numbers[site.leaf] = numbers_of(rounded) if is_packed(rounded) else rounded
+        self._keep_bias(site.leaf, before.at[turn].add(change) if turn else before + change)
+        self.fresh.biases[site.leaf] = self.biases[site.leaf]
         taken = own_moved[places]
         gained = (2 * own * taken - taken * taken).sum(1)
         return out._replace(after=jnp.maximum(out.after - jnp.asarray(gained, out.after.dtype), 0)), ""

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._arguments import is_key
 from jchop._core.elementary.pairs import Pair
 from jchop._files import write_atomically
 from jchop._products.quantize_fn import QuantizedFunction
@@ -27,7 +27,7 @@ from jchop.storage._files.safetensors import TensorFile
 
 Array = jax.Array
 
-__all__ = ["Journal", "Kept", "Run", "discard", "fingerprint"]
+__all__ = ["Journal", "Kept", "Run", "check_resume", "discard", "fingerprint"]
 
 _RUN, _SUMS = "run.json", "sums.safetensors"
 _STAGE = "stage-{:05d}.safetensors"
@@ -65,8 +65,6 @@ def fingerprint(
     low: QuantizedFunction, params: Any, batches: Iterable[Any], steps: Any, in_order: bool, key: Array | None
 ) -> Run:
     """What a run depends on; runs once through the batches."""
-    from jchop import __version__
-
     data, last, text = hashlib.sha256(), None, hashlib.sha256()
     for number, batch in numbered(batches):
         _update(data, batch)
@@ -79,7 +77,7 @@ def fingerprint(
     weights = hashlib.sha256()
     _update(weights, params)
     facts = {
-        "jchop": f"{__version__}, jax {jax.__version__}",
+        "versions": f"jchop {_version()}, jax {jax.__version__}",
         "rules": repr(low.rules),
         "steps": repr(steps),
         "sequential": str(in_order),
@@ -91,12 +89,19 @@ def fingerprint(
     return Run(facts, last)
 
 
+def _version() -> str:
+    try:
+        return version("jchop")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
 def _update(digest: Any, tree: Any) -> None:
     """Add a pytree to a digest: its structure, and the bytes of its arrays."""
     leaves, structure = jax.tree.flatten(tree)
     digest.update(re.sub(r"0x[0-9a-f]+", "", str(structure)).encode())
     for leaf in leaves:
-        if is_key(leaf):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
             array = np.asarray(leaf)
@@ -210,8 +215,3 @@ def check_resume(resume: Any) -> None:
     """
     if resume is not None and not isinstance(resume, str | os.PathLike):
         raise TypeError(f"resume={resume!r} must be the path of a folder, or None")
-
-
-def taken(rows: Sequence[WeightRow], before: int) -> list[WeightRow]:
-    """The rows after the first ones."""
-    return list(rows[before:])

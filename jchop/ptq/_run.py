@@ -34,7 +34,7 @@ def check_batches(batches: Any, again: bool) -> None:
     if again and iter(batches) is iter(batches):
         raise TypeError(
             f"batches={batches!r} can be run through once, and rounding layer after layer needs all of them for each "
-            "layer; pass a list, or an object whose __iter__ starts anew"
+            "layer, as resume does for each start; pass a list, or an object whose __iter__ starts anew"
         )
 
 
@@ -86,9 +86,10 @@ class Data:
     def first(self) -> tuple[Any, Any, Sites]:
         """The program of the first batch, its arguments taken apart, and its sites; takes a batch."""
         _, batch = next(numbered(self.batches))
-        return self._program(batch)
+        return self.program(batch)
 
-    def _program(self, batch: Any) -> tuple[Any, Any, Sites]:
+    def program(self, batch: Any) -> tuple[Any, Any, Sites]:
+        """The program of a batch, its arguments taken apart, and its sites."""
         program, call = self.low.traced(self.params, *arguments_of(batch))
         return program, call, self.sites(program)
 
@@ -118,7 +119,7 @@ class Data:
         total: dict[int, Sums] = {}
         last = None
         for _, batch in numbered(self.batches):
-            last = program, call, sites = self._program(batch)
+            last = program, call, sites = self.program(batch)
             chosen = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
             some = frozenset(chosen if wanted is None else wanted) & frozenset(sites.by_leaf)
             run = self._run(program, sites, len(trajectories), rounded, some)

@@ -75,7 +75,11 @@ def test_layer_after_layer_all_means_are_those_of_full_precision() -> None:
 @pytest.mark.slow
 def test_turns_of_a_loop_and_rounded_biases() -> None:
     def layers(p: Any, x: Any) -> Any:
-        return lax.scan(lambda h, own: (jnp.tanh(h @ own["w"] + own["b"]), h @ own["w"] + own["b"]), x, p)[1]
+        def turn(h: Any, own: Any) -> tuple[Any, Any]:
+            y = h @ own["w"] + own["b"]
+            return jnp.tanh(y), y
+
+        return lax.scan(turn, x, p)[1]
 
     params, x = {"w": normal(3, 8, 8), "b": normal(3, 8, seed=1)}, normal(50, 8) + 1
     for bias, bound in ((None, 2e-5), ("bfloat16", 0.02)):
