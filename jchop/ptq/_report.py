@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from jchop._text import table_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["PtqReport", "WeightRow"]
 
@@ -58,6 +63,31 @@ class PtqReport:
 
     weights: tuple[WeightRow, ...]
     passes: int = 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as dicts, lists, numbers and texts; None in place of NaN and infinities."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, float):
+                return value if math.isfinite(value) else None
+            return list(value) if isinstance(value, tuple) else value
+
+        rows = [{name: plain(value) for name, value in asdict(row).items()} for row in self.weights]
+        return {"passes": self.passes, "weights": rows}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`as_dict` as strict JSON.
+
+        Args:
+            indent: spaces of each level; None for one line.
+        """
+        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+
+    def plot(self, *, title: str = "Signal over error of products") -> Figure:
+        """`jchop.plot.calibration` of the report; needs matplotlib."""
+        from jchop.plot import calibration
+
+        return calibration(self, title=title)
 
     def __str__(self) -> str:
         head = ("weight", "shape", "bits", "method", "nearest dB", "dB", "damping", "dead", "bias", "note")

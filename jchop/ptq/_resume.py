@@ -127,10 +127,11 @@ class Journal:
         self.folder, self.last = Path(folder), run.last
         self.folder.mkdir(exist_ok=True)
         path = self.folder / _RUN
-        if not path.exists():
-            others = sorted(p.name for p in self.folder.iterdir() if not _OWN.fullmatch(p.name))
-            if others:
-                raise ValueError(f"resume={str(folder)!r} has files of something else, such as {others[0]!r}")
+        names = sorted(p.name for p in self.folder.iterdir())
+        others = [name for name in names if not _OWN.fullmatch(name)]
+        if others:
+            raise ValueError(f"resume={str(folder)!r} has files of something else, such as {others[0]!r}")
+        if not any(name.endswith(".safetensors") for name in names):  # nothing is done yet
             write_atomically(path, lambda file: file.write(json.dumps(run.facts, indent=1).encode()))
         before = _read(path)
         changed = sorted(name for name in {*before, *run.facts} if before.get(name) != run.facts.get(name))
@@ -145,7 +146,7 @@ class Journal:
         path = self.folder / _SUMS
         if not path.exists():
             return None
-        parts: dict[int, dict[int, Any]] = {}
+        parts: dict[int, dict[int, Any]] = {}  # by parameter, then by the place in its sums
         for name, array in load_safetensors(path).items():
             leaf, number = map(int, name.split("."))
             parts.setdefault(leaf, {})[number] = array
