@@ -83,7 +83,7 @@ def test_what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None
     }.items():
         assert said in error(capsys, *words("--method", "nearest", data=given)).replace("\n", " ")
     for more, said in {
-        ("--method", "rtn"): "--method 'rtn' must be nearest, or steps of correct_error, gptq,",
+        ("--method", "rtn"): "--method 'rtn' must be nearest, or steps of correct_error, gptq, sign_round,",
         ("--method", "gptq(order='up')"): "order='up' must be one of",
         ("--method", "gptq(open('x'))"): "--method \"gptq(open('x'))\": malformed",
         ("--rule", "nowhere=int4"): "matches no parameter and no product",

@@ -3,7 +3,7 @@
 from jchop.ptq._quantize import quantize
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._statistics import InputStatistics, Statistics, statistics
-from jchop.ptq._steps import correct_biases, correct_error, gptq
+from jchop.ptq._steps import correct_biases, correct_error, gptq, sign_round
 
 __all__ = [
     "InputStatistics",
@@ -14,5 +14,6 @@ __all__ = [
     "correct_error",
     "gptq",
     "quantize",
+    "sign_round",
     "statistics",
 ]

@@ -55,7 +55,7 @@ def quantize(
         rules: a `Rule`, or several.
         params: the parameters in full precision.
         batches: arguments after the parameters: tuples, or the only argument.
-        steps: one, or a list of them in this order: `correct_error`, `gptq`, `correct_biases`. None of them, ``[]``:
+        steps: one, or a list of them in this order: `correct_error`, `gptq` or `sign_round`, `correct_biases`. None of them, ``[]``:
             every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so

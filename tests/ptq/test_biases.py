@@ -42,10 +42,15 @@ PLACES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "heads" else pytest.mark.in_turn(6)) for n in PLACES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "heads" else pytest.mark.in_turn(6)) for n in PLACES]
+)
 def test_the_mean_error_vanishes(name: str) -> None:
     fun, shape, bias, axes = PLACES[name]
-    params, x = {"w": normal(*shape), "b": normal(*bias, seed=1)}, normal(10, 24) if name == "experts" else normal(5, 24)
+    params, x = (
+        {"w": normal(*shape), "b": normal(*bias, seed=1)},
+        normal(10, 24) if name == "experts" else normal(5, 24),
+    )
     x = x + jnp.linspace(-1, 2, 24)
     packed, report = jc.ptq.quantize(fun, RULE, params, [x[:1], x[1:]] if name == "row" else [x], STEPS)
     low = jc.quantize_fn(fun, RULE)
