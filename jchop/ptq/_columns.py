@@ -92,7 +92,7 @@ class MatrixLayout:
         return parts.transpose(*np.argsort(self._order)).reshape(self.shape)
 
     def results(self, x: Any) -> Any:
-        """What has the shape of a parameter, and is the same along the axes summed over, of each result: (batch, kept)."""
+        """An array in the shape of the parameter, the same along the axes summed over, as (batch, kept)."""
         parts = x.reshape(self.sizes).transpose(*self.batch, *self.kept, *self.summed)
         first = parts[(..., *(0,) * len(self.summed))]
         return first.reshape(self.matrices[0], self.matrices[2])

@@ -55,8 +55,8 @@ def quantize(
         rules: a `Rule`, or several.
         params: the parameters in full precision.
         batches: arguments after the parameters: tuples, or the only argument.
-        steps: one, or a list of them in this order: `correct_error`, `gptq` or `sign_round`, `correct_biases`. None of them, ``[]``:
-            every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+        steps: one, or a list of them in this order: `correct_error`, `gptq` or `sign_round`, `correct_biases`. None of
+            them, ``[]``: every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
             far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
@@ -183,8 +183,7 @@ class _Job:
         self.rows += kept.rows
         for leaf, turn, parts in kept.weights:
             like = self.low_leaves[leaf]
-            one = jax.tree.map(lambda a: a[turn], like) if turn else like
-            self._keep(leaf, turn, jax.tree.unflatten(jax.tree.structure(one), parts))
+            self._keep(leaf, turn, jax.tree.unflatten(jax.tree.structure(like), parts))
         for leaf, bias in kept.biases.items():
             self._keep_bias(leaf, bias)
 
@@ -208,8 +207,8 @@ class _Job:
         leaves = list(self.leaves)
         for leaf in self.wanted:
             leaves[self.call.places[leaf]] = self.low_leaves[leaf]
-        for leaf, value in self.biases.items():
-            leaves[self.call.places[leaf]] = self._rounded_bias(leaf, value)
+        for leaf, bias in self.biases.items():
+            leaves[self.call.places[leaf]] = self._rounded_bias(leaf, bias)
         self._others()
         return jax.tree.unflatten(self.tree, leaves), PtqReport(tuple(self.rows), self.passes)
 

@@ -1,4 +1,4 @@
-"""Biases that take the mean errors of products: in every place of a program, layer after layer, and why one does not."""
+"""Biases that take the mean errors of products: wherever a program adds them, and why one does not."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ PLACES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
     "one for all heads": (lambda p, x: jnp.einsum("td,dhk->thk", x, p["w"]) + p["b"], (24, 2, 3), (3,), (0, 1)),
     "joined heads": (lambda p, x: jnp.einsum("td,dhk->thk", x, p["w"]).reshape(-1, 6) + p["b"], (24, 2, 3), (6,), (0,)),
     "split columns": (lambda p, x: (x @ p["w"]).reshape(-1, 2, 3) + p["b"].T, (24, 6), (3, 2), (0,)),
-    "experts": (lambda p, x: jnp.einsum("etk,ekn->etn", x.reshape(2, -1, 24), p["w"]) + p["b"], (2, 24, 3), (2, 1, 3), (1,)),
+    "experts": (
+        lambda p, x: jnp.einsum("etk,ekn->etn", x.reshape(2, -1, 24), p["w"]) + p["b"], (2, 24, 3), (2, 1, 3), (1,)
+    ),
     "one number": (lambda p, x: x @ p["w"] + p["b"], (24, 3), (), (0, 1)),
-    "calls": (lambda p, x: jax.jit(lambda x, w: x @ w)(x, p["w"]) + jax.jit(lambda b: b[None])(p["b"]), (24, 3), (3,), (0,)),
+    "calls": (
+        lambda p, x: jax.jit(lambda x, w: x @ w)(x, p["w"]) + jax.jit(lambda b: b[None])(p["b"]), (24, 3), (3,), (0,)
+    ),
     "patches": (conv, (2, 2, 2, 3), (3,), (0, 1, 2)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "heads" else pytest.mark.in_turn(6)) for n in PLACES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(12)) for n in PLACES])
 def test_the_mean_error_vanishes(name: str) -> None:
     fun, shape, bias, axes = PLACES[name]
     params, x = (
@@ -61,6 +63,7 @@ def test_the_mean_error_vanishes(name: str) -> None:
     np.testing.assert_allclose(row.after - row.before, 10 * np.log10((plain**2).sum() / (error**2).sum()), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_layer_after_layer_all_means_are_those_of_full_precision() -> None:
     def network(p: Any, x: Any) -> Any:
         seen = []
@@ -113,7 +116,7 @@ WITHOUT: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(3)) for n in WITHOUT])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(8)) for n in WITHOUT])
 def test_the_report_says_why_there_is_no_bias(name: str) -> None:
     fun, reason = WITHOUT[name]
     params, x = {"w": normal(8, 8), "b": normal(8, seed=1)}, normal(8, 8)

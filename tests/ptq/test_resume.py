@@ -97,7 +97,7 @@ def test_one_pass_is_kept_and_other_runs_are_refused(tmp_path: Path) -> None:
 def test_bad_folders(tmp_path: Path) -> None:
     params, batches = problem()
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="has files of something else, such as 'notes.txt'"):
+    with pytest.raises(ValueError, match=r"has files of something else, such as 'notes\.txt'"):
         jc.ptq.quantize(network, RULE, params, batches, resume=tmp_path)
     with pytest.raises(TypeError, match="resume=3 must be the path"):
         jc.ptq.quantize(network, RULE, params, batches, resume=3)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_bad_folders(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "run.json").write_text("{")
     (folder / "stage-00000.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="is damaged .*; delete the folder"):
+    with pytest.raises(ValueError, match=r"is damaged .*; delete the folder"):
         jc.ptq.quantize(network, RULE, params, batches, resume=folder)
 
 
