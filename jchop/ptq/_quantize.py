@@ -175,8 +175,9 @@ class _Job:
                     self._round(leaf, stage.turn, sums.get(leaf))
                 if self.journal is not None:
                     self.journal.keep(number, self.fresh._replace(rows=self.rows[before:]))
-            for row in self.rows[before:] if self.tell is not None else ():
-                self.tell(row, number + 1, len(stages))
+            if self.tell is not None:
+                for row in self.rows[before:]:
+                    self.tell(row, number + 1, len(stages))
 
     def _again(self, kept: Kept) -> None:
         """Take a stage from the folder of a run."""

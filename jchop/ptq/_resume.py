@@ -32,7 +32,9 @@ __all__ = ["Journal", "Kept", "Run", "check_resume", "discard", "fingerprint"]
 _RUN, _SUMS = "run.json", "sums.safetensors"
 _STAGE = "stage-{:05d}.safetensors"
 _OWN = re.compile(r"run\.json|sums\.safetensors|stage-\d+\.safetensors|\..*\.part")
-_PARTS = jax.tree.structure(Sums(Pair(0, 0), None, Pair(0, 0), None, Pair(0, 0), 0, Pair(0, 0)))
+_PAIR: Any = Pair(0, 0)  # type: ignore[arg-type]
+#: The structure of sums over one trajectory.
+_PARTS = jax.tree.structure(Sums(_PAIR, None, _PAIR, None, _PAIR, _PAIR.hi, _PAIR))
 
 
 class Run(NamedTuple):

@@ -224,4 +224,5 @@ def as_steps(steps: Any) -> Steps:
             f"steps=[{', '.join(map(str, given))}] may have one correct_error, then one gptq or sign_round, then "
             "correct_biases"
         )
-    return Steps(**{_FIELDS[type(step)]: step for step in given})
+    found: dict[str, Any] = dict(zip(fields, given, strict=True))
+    return Steps(**found)

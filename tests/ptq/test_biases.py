@@ -116,7 +116,8 @@ WITHOUT: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(8)) for n in WITHOUT])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITHOUT)
 def test_the_report_says_why_there_is_no_bias(name: str) -> None:
     fun, reason = WITHOUT[name]
     params, x = {"w": normal(8, 8), "b": normal(8, seed=1)}, normal(8, 8)

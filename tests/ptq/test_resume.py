@@ -46,7 +46,8 @@ def killer(after: int) -> Any:
 STEPS = [jc.ptq.correct_error(), jc.ptq.gptq(), jc.ptq.correct_biases()]
 
 
-@pytest.mark.parametrize("steps", [[], pytest.param(STEPS, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [[], STEPS], ids=len)
 def test_a_killed_run_continues_bit_for_bit(steps: Any, tmp_path: Path) -> None:
     """There are three stages of two batches each: the first layer, and the two turns of the loop."""
     params, batches = problem()
