@@ -31,9 +31,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a module, its weights and data."""
     rng = np.random.default_rng(0)
     (tmp_path / "toy_model_of_ptq.py").write_text(MODEL)
-    layers = [rng.normal(size=shape).astype(np.float32) / 3 for shape in ((16, 8), (8, 4))]
+    layers = [rng.normal(size=shape).astype(np.float32) / 3 for shape in ((8, 8), (8, 8))]
     jc.save_safetensors(tmp_path / "w.safetensors", {"layers": layers, "bias": np.ones(8, np.float32)})
-    x = rng.normal(size=(40, 16)).astype(np.float32)
+    x = rng.normal(size=(40, 8)).astype(np.float32)
     np.savez(tmp_path / "data.npz", scale=x[:, 0], x=x)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -46,7 +46,7 @@ def words(*more: str, data: str = "data.npz") -> list[str]:
 
 def test_it_writes_what_quantize_gives(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert main(words("--method", "nearest", "--batch", "25", "--report", "json", "--plot", "r.png")) == 0
+    assert main(words("--method", "nearest", "--batch", "20", "--report", "json", "--plot", "r.png")) == 0
     printed = capsys.readouterr()
     report = json.loads(printed.out)
     assert [row["path"] for row in report["weights"]] == ["layers/0", "layers/1"]
@@ -65,7 +65,7 @@ def test_it_writes_what_quantize_gives(capsys: pytest.CaptureFixture[str], work:
 
 
 def test_what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None:
-    x = np.ones((4, 16), np.float32)
+    x = np.ones((4, 8), np.float32)
     np.savez(work / "names.npz", y=x)
     np.savez(work / "lengths.npz", x=x, scale=x[:3, 0])
     np.savez(work / "empty.npz", x=x[:0], scale=x[:0, 0])
@@ -74,7 +74,7 @@ def test_what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None
     (work / "text.npz").write_text("no")
     for given, said in {
         "names.npz": "has the arrays y, and the function takes x, scale after the parameters",
-        "lengths.npz": "must have first axes of one length, that of samples: x [4, 16], scale [3]",
+        "lengths.npz": "must have first axes of one length, that of samples: x [4, 8], scale [3]",
         "empty.npz": "empty.npz has no sample",
         "one.npy": "must be a .npz file of arrays",
         "text.npz": "must be a .npz file of arrays",

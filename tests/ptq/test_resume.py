@@ -69,27 +69,42 @@ def test_a_killed_run_continues_bit_for_bit(steps: Any, tmp_path: Path) -> None:
     assert bool(told.weights[0].bias) == bool(steps) and bool((again["bias"] != params["bias"]).any()) == bool(steps)
 
 
+def two_layers(p: Any, x: Any) -> Any:
+    return jnp.tanh(x @ p["first"] + p["bias"]) @ p["second"]
+
+
+def squares() -> tuple[Any, list[Any]]:
+    """Two layers of one shape, which are compiled once."""
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for name in ("first", "second")}
+    return params | {"bias": jnp.ones(8)}, [jnp.asarray(rng.normal(size=(20, 8)), jnp.float32) for _ in range(2)]
+
+
 def test_one_pass_is_kept_and_other_runs_are_refused(tmp_path: Path) -> None:
-    params, batches = problem()
+    params, batches = squares()
     folder = tmp_path / "run"
     key = jax.random.key(0)
     with pytest.raises(ValueError, match="an input with NaN"):
-        jc.ptq.quantize(network, RULE, params, [batches[0].at[0, 0].set(jnp.nan)], [], resume=folder)
-    whole, report = jc.ptq.quantize(network, RULE, params, batches, [], resume=folder)  # nothing was done: a new run
+        jc.ptq.quantize(two_layers, RULE, params, [batches[0].at[0, 0].set(jnp.nan)], [], resume=folder)
+    whole, report = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)  # nothing was done: a new run
     (folder / "stage-00001.safetensors").unlink()
     ran: list[int] = []
-    again, told = jc.ptq.quantize(network, RULE, params, batches, [], resume=folder, progress=ran.append)
+    again, told = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder, progress=ran.append)
     assert not ran and str(told) == str(report)
     jax.tree.map(np.testing.assert_array_equal, again, whole)
     other = {**params, "bias": params["bias"] + 1}
     for name, call in {
-        "batches": lambda: jc.ptq.quantize(network, RULE, params, batches[::-1], [], resume=folder),
-        "params": lambda: jc.ptq.quantize(network, RULE, other, batches, [], resume=folder),
-        "rules": lambda: jc.ptq.quantize(network, jc.Rule(weight="int4(group=4)"), params, batches, [], resume=folder),
-        "steps": lambda: jc.ptq.quantize(network, RULE, params, batches, resume=folder),
-        "sequential": lambda: jc.ptq.quantize(network, RULE, params, batches, [], sequential=True, resume=folder),
-        "key": lambda: jc.ptq.quantize(network, RULE, params, batches, [], key=key, resume=folder),
-        "function": lambda: jc.ptq.quantize(lambda p, x: 2 * network(p, x), RULE, params, batches, [], resume=folder),
+        "batches": lambda: jc.ptq.quantize(two_layers, RULE, params, batches[::-1], [], resume=folder),
+        "params": lambda: jc.ptq.quantize(two_layers, RULE, other, batches, [], resume=folder),
+        "rules": lambda: jc.ptq.quantize(
+            two_layers, jc.Rule(weight="int4(group=4)"), params, batches, [], resume=folder
+        ),
+        "steps": lambda: jc.ptq.quantize(two_layers, RULE, params, batches, resume=folder),
+        "sequential": lambda: jc.ptq.quantize(two_layers, RULE, params, batches, [], sequential=True, resume=folder),
+        "key": lambda: jc.ptq.quantize(two_layers, RULE, params, batches, [], key=key, resume=folder),
+        "function": lambda: jc.ptq.quantize(
+            lambda p, x: 2 * two_layers(p, x), RULE, params, batches, [], resume=folder
+        ),
     }.items():
         with pytest.raises(ValueError, match=f"holds a run with other {name}; it continues"):
             call()
@@ -113,12 +128,12 @@ def test_bad_folders(tmp_path: Path) -> None:
 
 
 def test_reports_are_dicts_and_pictures() -> None:
-    params, batches = problem()
-    _, report = jc.ptq.quantize(network, [jc.Rule("stack"), RULE], params, batches, [])
+    params, batches = squares()
+    _, report = jc.ptq.quantize(two_layers, [jc.Rule("second"), RULE], params, batches, [])
     told = json.loads(report.to_json())
     assert told == report.as_dict() and told["passes"] == 1
     rows = {row["path"]: row for row in told["weights"]}
-    assert rows["first"]["before"] == report.weights[0].before and rows["stack"]["before"] is None
+    assert rows["first"]["before"] == report.weights[0].before and rows["second"]["before"] is None
     pytest.importorskip("matplotlib")
     (axes,) = report.plot(title="Errors").axes
     assert [label.get_text().split("\n")[0] for label in axes.get_yticklabels()] == ["first"]
