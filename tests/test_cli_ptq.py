@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,25 +106,22 @@ def test_what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None
 
 @pytest.mark.slow
 def test_a_killed_process_continues(work: Path) -> None:
-    def start(*more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "jchop", *words("--method", "correct_error, gptq, correct_biases", *more)]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def command(*more: str) -> dict[str, Any]:
+        given = [sys.executable, "-m", "jchop", *words("--method", "correct_error, gptq, correct_biases", *more)]
+        return {"args": given, "cwd": work, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
 
-    first = start()
-    assert first.stderr is not None
-    for line in first.stderr:
-        if line.startswith("stage 1 of 2"):
-            break
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    with subprocess.Popen(**command(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as first:
+        assert first.stderr is not None
+        for line in first.stderr:
+            if line.startswith("stage 1 of 2"):
+                break
+        first.send_signal(signal.SIGKILL)
     assert (work / "out.safetensors.run").is_dir() and not (work / "out.safetensors").exists()
-    refused = start("--sequential", "--batch", "7")
-    assert "holds a run with other batches; it continues" in refused.communicate()[1] and refused.returncode == 2
-    again = start()
-    told = again.communicate()
-    assert again.returncode == 0, told
-    assert told[1].index("stage 1 of 2") < told[1].index("data: batch")
+    refused = subprocess.run(**command("--batch", "7"), capture_output=True)
+    assert "holds a run with other batches; it continues" in refused.stderr and refused.returncode == 2
+    again = subprocess.run(**command(), capture_output=True)
+    assert again.returncode == 0, again
+    assert again.stderr.index("stage 1 of 2") < again.stderr.index("data: batch")
     one = (work / "out.safetensors").read_bytes()
-    assert start("--force").wait() == 0 and (work / "out.safetensors").read_bytes() == one
-    assert not (work / "out.safetensors.run").exists()
+    assert subprocess.run(**command("--force"), capture_output=True).returncode == 0
+    assert (work / "out.safetensors").read_bytes() == one and not (work / "out.safetensors.run").exists()
