@@ -1,4 +1,4 @@
-"""The command line: ``jchop formats``, ``info``, ``round``, ``quantize``, ``inspect`` and ``study``."""
+"""The command line: ``jchop formats``, ``info``, ``round``, ``quantize``, ``inspect``, ``ptq`` and ``study``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jchop._cli._info import run_formats, run_info
+from jchop._cli._ptq import add_command
 from jchop._cli._quantize import add_commands
 from jchop._cli._round import CARRIERS, run_round
 from jchop._cli._study import run_study
@@ -145,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=run_round)
 
     add_commands(commands)
+    add_command(commands)
 
     command = commands.add_parser(
         "study",

@@ -19,7 +19,7 @@ _SUFFIX = ".safetensors"
 
 def run_quantize(options: argparse.Namespace) -> None:
     check_suffix("OUT", options.target, _SUFFIX)
-    rules = [_rule(text) for text in options.rule]
+    rules = [parse_rule(text) for text in options.rule]
     if options.target.exists() and not options.force:
         raise ValueError(f"{options.target} exists; --force replaces it")
     reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=Percents("quantize"))
@@ -35,7 +35,7 @@ def run_inspect(options: argparse.Namespace) -> None:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def _rule(text: str) -> Rule:
+def parse_rule(text: str) -> Rule:
     """``PATTERN=SPEC``, split at the first equals sign before a valid spec, since a name may contain some."""
     reason = ValueError("there is no equals sign")
     for at in (i for i, letter in enumerate(text) if letter == "="):

@@ -20,7 +20,7 @@ from jchop._products.scales.formulas import span_of, step_of
 from jchop._products.scales.kept import Keeping
 from jchop._products.scales.observed import Observed, by_turn, over_entries
 from jchop._products.scales.sites import Scales, Site
-from jchop._products.traced.call import Call
+from jchop._products.traced.call import Call, arguments_of, numbered
 from jchop._products.traced.report import ProgramReport
 from jchop._products.traced.resolved import Resolved, resolve, weight_rounding
 from jchop._products.weights import Held, Keys, is_packed, numbers_of
@@ -232,16 +232,14 @@ class QuantizedFunction:
             >>> fixed.stats["w_activation_range"].tolist(), low(params, jnp.array([[9.0, 0.0]]), scales=fixed).tolist()
             ([-3.0, 2.0], [[3.0, 3.0]])
         """
-        observed, count = Observed(method, combine), 0
-        for count, batch in enumerate(batches, start=1):
-            args = batch if isinstance(batch, tuple) else (batch,)
+        observed = Observed(method, combine)
+        for count, batch in numbered(batches):
+            args = arguments_of(batch)
             if scales is None and any(rule.scale_from is not None for rule in self.rules):
                 scales = self.start(params, *args, key=key, from_data=False)
             observed.see(self.observe(params, *args, scales=scales, key=key)[1])
             if progress is not None:
                 progress(count)
-        if not count:
-            raise ValueError("batches has no batch")
         return observed.into(scales or Scales({}, {}))
 
     def observe(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jchop._products.traced.call import numbered
 from jchop.nn._calibrate import check_calls
 from jchop.nn._folding import give_bias
 from jchop.nn._nnx.attach import QuantizedParam
@@ -80,9 +81,7 @@ def correct_biases(
             "without inputs, of layers of Flax alone, and quantize its program after that"
         )
     check_calls(batches, run, progress)
-    data = list(batches)
-    if not data:
-        raise ValueError("batches has no batch")
+    data = [batch for _, batch in numbered(batches)]
     call = (lambda model, batch: model(batch)) if run is None else run
     result: Any = _copy(quantized)
     layers = {path: layer for path, layer, _ in layers_of(result) if isinstance(layer, _QUANTIZED)}

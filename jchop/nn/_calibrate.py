@@ -14,6 +14,7 @@ from flax import nnx
 from jchop._products.rule import StreamOffset
 from jchop._products.scale_from import is_tensor_scaled
 from jchop._products.scales.observers import Observer, observer_of
+from jchop._products.traced.call import numbered
 from jchop.nn._nnx.hooks import Product, site_in
 from jchop.nn._nnx.layers import layers_of
 from jchop.nn._nnx.programs import calibrate_program, is_program
@@ -74,7 +75,7 @@ def calibrate(
     check_calls(batches, run, progress)
     make = observer_of(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    count, end = 0, None
+    end = None
     if is_program(result):
         end = calibrate_program(result, method, combine)
     sites = [] if end is not None else [*_sites_of(result)]
@@ -87,12 +88,10 @@ def calibrate(
     for site, observer in zip(sites, observers, strict=True):
         site.range = nnx.data(None)
         site.observe = nnx.static(partial(_see, observer, site.how.place))
-    for count, batch in enumerate(batches, start=1):
+    for count, batch in numbered(batches):
         _ = result(batch) if run is None else run(result, batch)
         if progress is not None:
             progress(count)
-    if not count:
-        raise ValueError("batches has no batch")
     if end is not None:
         end()
     for site, observer in zip(sites, observers, strict=True):

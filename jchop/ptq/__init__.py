@@ -3,15 +3,17 @@
 from jchop.ptq._quantize import quantize
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._statistics import InputStatistics, Statistics, statistics
-from jchop.ptq._steps import correct_error, gptq
+from jchop.ptq._steps import correct_biases, correct_error, gptq, sign_round
 
 __all__ = [
     "InputStatistics",
     "PtqReport",
     "Statistics",
     "WeightRow",
+    "correct_biases",
     "correct_error",
     "gptq",
     "quantize",
+    "sign_round",
     "statistics",
 ]

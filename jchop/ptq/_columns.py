@@ -91,6 +91,12 @@ class MatrixLayout:
         parts = matrices.reshape([self.sizes[i] for i in self._order])
         return parts.transpose(*np.argsort(self._order)).reshape(self.shape)
 
+    def results(self, x: Any) -> Any:
+        """An array in the shape of the parameter, the same along the axes summed over, as (batch, kept)."""
+        parts = x.reshape(self.sizes).transpose(*self.batch, *self.kept, *self.summed)
+        first = parts[(..., *(0,) * len(self.summed))]
+        return first.reshape(self.matrices[0], self.matrices[2])
+
     @property
     def _order(self) -> tuple[int, ...]:
         return (*self.batch, *self.summed, *self.kept)

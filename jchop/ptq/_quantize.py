@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +18,13 @@ from jchop._products.placement import Placement
 from jchop._products.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._products.rule import Rule
 from jchop._products.weights import is_packed, numbers_of
+from jchop.ptq._biases import BiasSite, averaged, find_biases, mean_errors
 from jchop.ptq._report import PtqReport, WeightRow
+from jchop.ptq._resume import Journal, Kept, check_resume, fingerprint
 from jchop.ptq._round import Outcome, round_parameter
 from jchop.ptq._run import Data, check_batches
-from jchop.ptq._sites import Site, Sites
-from jchop.ptq._steps import Correction, Steps, Sweep, as_steps, gptq
+from jchop.ptq._sites import Site, Sites, Stage
+from jchop.ptq._steps import Step, Steps, as_steps, gptq
 from jchop.ptq._sums import Sums, value
 
 Array = jax.Array
@@ -34,11 +37,12 @@ def quantize(
     rules: Rule | Iterable[Rule],
     params: Any,
     batches: Iterable[Any],
-    steps: Sequence[Sweep | Correction] | Sweep | Correction | None = None,
+    steps: Sequence[Step] | Step | None = None,
     *,
     sequential: bool | None = None,
     key: Array | None = None,
     progress: Callable[[int], object] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> tuple[Any, PtqReport]:
     """The parameters of a function packed by rules, each rounded so that its product has small errors on data.
 
@@ -51,21 +55,26 @@ def quantize(
         rules: a `Rule`, or several.
         params: the parameters in full precision.
         batches: arguments after the parameters: tuples, or the only argument.
-        steps: `gptq`, `correct_error`, or both in a list in the other order. None of them, ``[]``: every element is
-            rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+        steps: one, or a list of them in this order: `correct_error`, `gptq` or `sign_round`, `correct_biases`. None of
+            them, ``[]``: every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
             far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
             loop over a stack), and must be iterable more than once. Default: True with `correct_error`, which needs it.
         key: a typed key if a rule is stochastic.
         progress: called with the number of batches that were run.
+        resume: a folder that keeps each stage as soon as it is done, and is made if there is none. A call with the same
+            arguments continues a run that was killed, and its result is that of a run that was not, bit for bit;
+            `batches` must be iterable more than once. Delete the folder when the result is saved. Default None.
 
     Returns:
         The packed parameters, as `jchop.QuantizedFunction.pack` gives them, and a `PtqReport`.
 
     Raises:
         TypeError, ValueError: for other arguments; as `jchop.quantize_fn`; for no batch; for NaN or infinities in the
-            data or the parameters.
+            data or the parameters; if the folder `resume` has a run with another function, other parameters, batches,
+            rules, steps or versions.
+        OSError: if `resume` cannot be read or written.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -79,7 +88,8 @@ def quantize(
     """
     if sequential is not None and not isinstance(sequential, bool):
         raise TypeError(f"sequential={sequential!r} must be True, False or None")
-    return calibrated(quantize_fn(fun, rules, key=key), params, batches, steps, sequential, key, progress)
+    low = quantize_fn(fun, rules, key=key)
+    return calibrated(low, params, batches, steps, sequential, key, progress, resume)
 
 
 def calibrated(
@@ -90,18 +100,27 @@ def calibrated(
     sequential: bool | None = None,
     key: Array | None = None,
     progress: Callable[[int], object] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    tell: Callable[[WeightRow, int, int], object] | None = None,
 ) -> tuple[Any, PtqReport]:
-    """`quantize`, of a function that has its rules already."""
+    """`quantize`, of a function that has its rules already.
+
+    `tell` is called with the row of each weight, and the numbers of stages that are done and that there are.
+    """
     plan = as_steps([gptq()] if steps is None else steps)
     if plan.correction is not None and sequential is False:
         raise ValueError("sequential=False, but correct_error needs the errors of the layers before; leave it out")
     if keeping := next((rule for rule in low.rules if rule.scale_from is not None), None):
         raise NotImplementedError(f"{keeping} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
-    check_batches(batches, again=in_order)
+    check_resume(resume)
+    check_batches(batches, again=in_order or resume is not None)
     if key is not None:
         check_key("key", key)
-    job = _Job(low, params, Data(low, params, batches, key, progress), plan, key)
+    journal = None
+    if resume is not None:
+        journal = Journal(resume, fingerprint(low, params, batches, plan, in_order, key))
+    job = _Job(low, params, Data(low, params, batches, key, progress), plan, key, journal, tell)
     job.in_order() if in_order else job.at_once()
     return job.result()
 
@@ -109,37 +128,88 @@ def calibrated(
 class _Job:
     """The state of a calibration: packed parameters, their numbers, and rows of the report."""
 
-    def __init__(self, low: QuantizedFunction, params: Any, data: Data, steps: Steps, key: Array | None) -> None:
+    def __init__(
+        self, low: QuantizedFunction, params: Any, data: Data, steps: Steps, key: Array | None,
+        journal: Journal | None = None, tell: Callable[[WeightRow, int, int], object] | None = None,
+    ) -> None:  # fmt: skip
         self.low, self.params, self.data, self.steps, self.key = low, params, data, steps, key
+        self.journal, self.tell = journal, tell
         self.rows: list[WeightRow] = []
         self.passes = 0
         self.packed: Any = None
 
     def at_once(self) -> None:
         """All weights by the inputs of the model in full precision."""
-        sums, last = self.data.sums()
+        sums = None if self.journal is None else self.journal.sums()
+        if self.journal is not None and sums is not None:
+            last = self.data.program(self.journal.last)
+        else:
+            sums, last = self.data.sums()
+            if self.journal is not None:
+                self.journal.keep_sums(sums)
         self.passes = 1
         self._start(last)
-        for stage in self.sites.stages(list(self.wanted)):
-            for leaf in stage.leaves:
-                self._round(leaf, stage.turn, sums.get(leaf))
+        self._stages(lambda _: sums)
 
     def in_order(self) -> None:
         """One stage after the other, by the inputs of the model as it is rounded so far."""
         self._start(self.data.first())
         full: dict[int, Array] = {}
-        trajectories = [full] if self.steps.correction is not None else []
-        for stage in list(self.sites.stages(list(self.wanted))):
-            sums, _ = self.data.sums([*trajectories, self.numbers], True, stage.leaves)
-            self.passes += 1
-            for leaf in stage.leaves:
-                self._round(leaf, stage.turn, sums.get(leaf))
+        compared = self.steps.correction is not None or self.steps.biases is not None
+        trajectories = [full] if compared else []
+        self._stages(lambda stage: self.data.sums([*trajectories, self.numbers], True, stage.leaves)[0])
+        self.passes = len(list(self.sites.stages(list(self.wanted))))
+
+    def _stages(self, sums_of: Callable[[Stage], Mapping[int, Sums]]) -> None:
+        """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
+        stages = list(self.sites.stages(list(self.wanted)))
+        for number, stage in enumerate(stages):
+            kept = None if self.journal is None else self.journal.stage(number)
+            before = len(self.rows)
+            if kept is not None:
+                self._again(kept)
+            else:
+                sums = sums_of(stage)
+                self.fresh = Kept([], [], {})
+                for leaf in stage.leaves:
+                    self._round(leaf, stage.turn, sums.get(leaf))
+                if self.journal is not None:
+                    self.journal.keep(number, self.fresh._replace(rows=self.rows[before:]))
+            if self.tell is not None:
+                for row in self.rows[before:]:
+                    self.tell(row, number + 1, len(stages))
+
+    def _again(self, kept: Kept) -> None:
+        """Take a stage from the folder of a run."""
+        self.rows += kept.rows
+        for leaf, turn, parts in kept.weights:
+            like = self.low_leaves[leaf]
+            self._keep(leaf, turn, jax.tree.unflatten(jax.tree.structure(like), parts))
+        for leaf, bias in kept.biases.items():
+            self._keep_bias(leaf, bias)
+
+    def _keep(self, leaf: int, turn: tuple[int, ...], packed: Any) -> None:
+        """Take a rounded weight, or a layer of a stack of them."""
+        numbers = numbers_of(packed)
+        if turn:
+            self.low_leaves[leaf] = jax.tree.map(lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], packed)
+            self.numbers[leaf] = self.numbers[leaf].at[turn].set(numbers)
+        else:
+            self.low_leaves[leaf], self.numbers[leaf] = packed, numbers
+
+    def _keep_bias(self, leaf: int, bias: Array) -> None:
+        """Take a corrected bias."""
+        self.biases[leaf] = bias
+        rounded = self._rounded_bias(leaf, bias)
+        self.numbers[leaf] = numbers_of(rounded) if is_packed(rounded) else rounded
 
     def result(self) -> tuple[Any, PtqReport]:
         """The packed parameters and the report."""
         leaves = list(self.leaves)
         for leaf in self.wanted:
             leaves[self.call.places[leaf]] = self.low_leaves[leaf]
+        for leaf, bias in self.biases.items():
+            leaves[self.call.places[leaf]] = self._rounded_bias(leaf, bias)
         self._others()
         return jax.tree.unflatten(self.tree, leaves), PtqReport(tuple(self.rows), self.passes)
 
@@ -157,6 +227,9 @@ class _Job:
         self.low_leaves: dict[int, Any] = {i: rounded[i] for i in self.wanted}
         self.numbers = {i: numbers_of(v) for i, v in rounded.items() if i not in self.wanted}
         self.numbers |= {i: jnp.asarray(self.call.values[i]) for i in self.wanted}
+        self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
+        none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
+        self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
 
     def _in_first_product(self, leaf: int, site: Site) -> bool:
         return self.program.placements[leaf][1].laid == site.laid
@@ -175,21 +248,19 @@ class _Job:
         inputs = jax.tree.map(lambda v: v[turn], sums)
         count = value(inputs.count)
         reached = bool((count > 0).any())
-        rows = jnp.maximum(count, 1)[:, None, None]
-        gram = value(inputs.gram) / rows
-        cross = None if inputs.cross is None else value(inputs.cross) / rows
         missing = int((count == 0).sum())
         note = "" if site.turns == site.stack else "one statistic for all layers of the stack"
         if missing:
             note = "no input reached it" if not reached else f"no input reached {missing} of its {count.size} matrices"
         shared = self.call.values[leaf].shape[len(turn) : site.stack]
         for place in np.ndindex(*shared):
-            self._round_one(leaf, (*turn, *place), gram, cross, count, note, placement)
+            self._round_one(leaf, (*turn, *place), inputs, note, placement)
 
-    def _round_one(
-        self, leaf: int, turn: tuple[int, ...], gram: Array, cross: Array | None, rows: Array, note: str,
-        placement: Placement,
-    ) -> None:  # fmt: skip
+    def _round_one(self, leaf: int, turn: tuple[int, ...], inputs: Sums, note: str, placement: Placement) -> None:
+        rows = value(inputs.count)
+        divisor = jnp.maximum(rows, 1)[:, None]
+        gram = value(inputs.gram) / divisor[..., None]
+        cross = None if inputs.cross is None else value(inputs.cross) / divisor[..., None]
         weight = jnp.asarray(self.call.values[leaf])[turn]
         drawn = None
         if placement.spec.rounding.stochastic:
@@ -207,12 +278,46 @@ class _Job:
                 f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
                 f"{float(out.damping.max()):g}; its numbers lie too far apart"
             )
-        if turn:
-            self.low_leaves[leaf] = jax.tree.map(lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], out.packed)
-            self.numbers[leaf] = self.numbers[leaf].at[turn].set(out.numbers)
-        else:
-            self.low_leaves[leaf], self.numbers[leaf] = out.packed, out.numbers
+        self._keep(leaf, turn, out.packed)
+        self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.packed)))
+        if self.steps.biases is not None:
+            mean = value(inputs.total) / divisor
+            shift = None if inputs.shift is None else value(inputs.shift) / divisor
+            out, why = self._correct_bias(leaf, turn, weight, out, mean, shift, rows)
+            note = "; ".join(text for text in (note, why) if text)
         self.rows.append(self._row(leaf, path, weight.shape, out, rows, note))
+
+    def _correct_bias(
+        self, leaf: int, turn: tuple[int, ...], weight: Array, out: Outcome, mean: Array, shift: Array | None,
+        rows: Array,
+    ) -> tuple[Outcome, str]:  # fmt: skip
+        """Put the mean error of a product into its bias: the errors after that, or why there is no such bias."""
+        site = self.bias_of.get(leaf)
+        if site is None:
+            return out, f"correct_biases: {self.no_bias[leaf]}"
+        layout = self.wanted[leaf].layout
+        means = mean_errors(weight, out.numbers, mean, shift, layout=layout)
+        own, whole = (np.asarray(v, np.float64) for v in means)
+        places, counts = site.places(layout), np.asarray(rows, np.float64)
+        moved, own_moved = (averaged(v, counts, places, math.prod(site.shape)) for v in (whole, own))
+        before = self.biases.get(site.leaf, jnp.asarray(self.call.values[site.leaf]))
+        change = jnp.asarray(site.sign * moved.reshape(site.shape), before.dtype)
+        self._keep_bias(site.leaf, before.at[turn].add(change) if turn else before + change)
+        self.fresh.biases[site.leaf] = self.biases[site.leaf]
+        taken = own_moved[places]
+        gained = (2 * own * taken - taken * taken).sum(1)
+        return out._replace(after=jnp.maximum(out.after - jnp.asarray(gained, out.after.dtype), 0)), ""
+
+    def _rounded_bias(self, leaf: int, bias: Array) -> Any:
+        """A bias as its rule stores it."""
+        placed = self.program.placements.get(leaf)
+        if placed is None:
+            return bias
+        drawn = None
+        if placed[0].spec.rounding.stochastic:
+            assert self.key is not None
+            drawn = jax.random.fold_in(self.key, leaf)
+        return placed[0].pack(bias, drawn)
 
     def _row(
         self, leaf: int, path: str = "", shape: Sequence[int] = (), out: Outcome | None = None,
@@ -223,13 +328,12 @@ class _Job:
         path, shape = path or self.program.paths[leaf], tuple(shape) or self.program.shapes[leaf]
         if out is None:
             return WeightRow(path, tuple(shape), spec, bits, "nearest" if held is not None else "", note=note)
-        taken = (("correct_error", self.steps.correction), ("gptq", self.steps.sweep))
-        method = ", ".join(name for name, step in taken if step is not None) or "nearest"
+        bias = self.program.paths[self.bias_of[leaf].leaf] if leaf in self.bias_of else ""
         assert rows is not None
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
-            path, tuple(shape), spec, bits, method, _decibels(energy, before), _decibels(energy, after),
-            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
+            path, tuple(shape), spec, bits, self.steps.names, _decibels(energy, before), _decibels(energy, after),
+            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()), bias,
             "; ".join(text for text in (note, self.sites.notes.get(leaf, "")) if text),
         )  # fmt: skip
 

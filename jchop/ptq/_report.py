@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from jchop._text import table_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["PtqReport", "WeightRow"]
 
@@ -22,11 +27,12 @@ class WeightRow:
         method: the steps that were taken; ``"nearest"`` if there was none; empty if it is not rounded.
         before: signal over error of its product on the data in dB, each element rounded to nearest by itself; NaN if
             its product was not looked at.
-        after: that of the rounded weight.
+        after: that of the rounded weight, and of its corrected bias.
         damping: the damping of the factorization, the largest of several matrices; 0 if there was none.
         tries: how many factorizations there were, the most of several matrices.
         dead: how many columns had no input but zero.
         rows: how many rows (tokens) of input there were.
+        bias: the path of the bias that took its mean error; empty if none did.
         note: why a step was not taken, and other things worth knowing; empty if there is nothing.
     """
 
@@ -41,6 +47,7 @@ class WeightRow:
     tries: int = 0
     dead: int = 0
     rows: float = 0.0
+    bias: str = ""
     note: str = ""
 
 
@@ -57,8 +64,33 @@ class PtqReport:
     weights: tuple[WeightRow, ...]
     passes: int = 1
 
+    def as_dict(self) -> dict[str, Any]:
+        """The report as dicts, lists, numbers and texts; None in place of NaN and infinities."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, float):
+                return value if math.isfinite(value) else None
+            return list(value) if isinstance(value, tuple) else value
+
+        rows = [{name: plain(value) for name, value in asdict(row).items()} for row in self.weights]
+        return {"passes": self.passes, "weights": rows}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`as_dict` as strict JSON.
+
+        Args:
+            indent: spaces of each level; None for one line.
+        """
+        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+
+    def plot(self, *, title: str = "Signal over error of products") -> Figure:
+        """`jchop.plot.calibration` of the report; needs matplotlib."""
+        from jchop.plot import calibration
+
+        return calibration(self, title=title)
+
     def __str__(self) -> str:
-        head = ("weight", "shape", "bits", "method", "nearest dB", "dB", "damping", "dead", "note")
+        head = ("weight", "shape", "bits", "method", "nearest dB", "dB", "damping", "dead", "bias", "note")
         rows = [
             (
                 row.path,
@@ -69,6 +101,7 @@ class PtqReport:
                 _number(row.after, ".2f"),
                 f"{row.damping:g}" if row.tries else "",
                 str(row.dead) if row.rows else "",
+                row.bias,
                 row.note,
             )
             for row in self.weights

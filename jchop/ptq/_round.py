@@ -13,7 +13,8 @@ from jchop._products.placement import Placement, StoredAs
 from jchop._products.weights import numbers_of
 from jchop._settings import compiled
 from jchop.ptq._columns import ElementScales, MatrixLayout, element_scales, one_each, stored_of, with_entries
-from jchop.ptq._steps import Correction, Steps, Sweep
+from jchop.ptq._sign import sign_rounded
+from jchop.ptq._steps import Correction, SignDescent, Steps, Sweep
 from jchop.ptq._sweep import factor, order_of, sweep
 from jchop.storage import QArray
 
@@ -88,14 +89,22 @@ def round_parameter(
         scales = element_scales(stored)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
         spec = one_each(stored.spec)
+        laid_target = layout.lay(target).astype(work)
+
+        def descended(matrix: Array, gram: Array, by_element: tuple[Array, ...]) -> Array:
+            assert isinstance(steps.sweep, SignDescent)
+            return sign_rounded(matrix, gram, by_element, scales, spec=spec, dtype=weight.dtype, by=steps.sweep)
 
         def swept(number: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...]) -> tuple[Array, ...]:
             drawn = None if key is None else jax.random.fold_in(key, number)
             how: Any = {"spec": spec, "dtype": weight.dtype, "sweep_by": steps.sweep}
             return _swept(matrix, gram, by_element, scales, drawn, **how)
 
-        numbers = jnp.arange(layout.matrices[0])
-        entries, damping, tries, bad = _each(swept, numbers, layout.lay(target).astype(work), gram, by_element)
+        if isinstance(steps.sweep, SignDescent):
+            entries, bad = _each(descended, laid_target, gram, by_element), jnp.zeros_like(failed)
+        else:
+            numbers = jnp.arange(layout.matrices[0])
+            entries, damping, tries, bad = _each(swept, numbers, laid_target, gram, by_element)
         packed = with_entries(packed, layout.back(entries).reshape(stored.shape))
         failed |= bad
     low = numbers_of(packed)

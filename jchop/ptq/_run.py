@@ -12,6 +12,7 @@ import numpy as np
 
 from jchop._products.quantize_fn import QuantizedFunction
 from jchop._products.runner import Quantization
+from jchop._products.traced.call import arguments_of, numbered
 from jchop._products.weights import Keys
 from jchop.ptq._collect import Collector, Plain
 from jchop.ptq._sites import Sites, find_sites
@@ -19,7 +20,7 @@ from jchop.ptq._sums import Sums, added
 
 Array = jax.Array
 
-__all__ = ["Data", "arguments_of", "changed_batches", "check_batches"]
+__all__ = ["Data", "changed_batches", "check_batches"]
 
 
 def check_batches(batches: Any, again: bool) -> None:
@@ -33,13 +34,8 @@ def check_batches(batches: Any, again: bool) -> None:
     if again and iter(batches) is iter(batches):
         raise TypeError(
             f"batches={batches!r} can be run through once, and rounding layer after layer needs all of them for each "
-            "layer; pass a list, or an object whose __iter__ starts anew"
+            "layer, as resume does for each start; pass a list, or an object whose __iter__ starts anew"
         )
-
-
-def arguments_of(batch: Any) -> tuple[Any, ...]:
-    """The arguments after the parameters: a tuple of them, or the only one."""
-    return batch if isinstance(batch, tuple) else (batch,)
 
 
 def changed_batches(batches: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
@@ -89,11 +85,11 @@ class Data:
 
     def first(self) -> tuple[Any, Any, Sites]:
         """The program of the first batch, its arguments taken apart, and its sites; takes a batch."""
-        for batch in self.batches:
-            return self._program(batch)
-        raise ValueError("batches has no batch")
+        _, batch = next(numbered(self.batches))
+        return self.program(batch)
 
-    def _program(self, batch: Any) -> tuple[Any, Any, Sites]:
+    def program(self, batch: Any) -> tuple[Any, Any, Sites]:
+        """The program of a batch, its arguments taken apart, and its sites."""
         program, call = self.low.traced(self.params, *arguments_of(batch))
         return program, call, self.sites(program)
 
@@ -122,8 +118,8 @@ class Data:
         """
         total: dict[int, Sums] = {}
         last = None
-        for batch in self.batches:
-            last = program, call, sites = self._program(batch)
+        for _, batch in numbered(self.batches):
+            last = program, call, sites = self.program(batch)
             chosen = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
             some = frozenset(chosen if wanted is None else wanted) & frozenset(sites.by_leaf)
             run = self._run(program, sites, len(trajectories), rounded, some)
@@ -133,8 +129,7 @@ class Data:
             self.count += 1
             if self.progress is not None:
                 self.progress(self.count)
-        if last is None:
-            raise ValueError("batches has no batch")
+        assert last is not None
         for leaf, sums in total.items():
             if not bool(jnp.isfinite(sums.gram.hi).all()):
                 path, source = last[0].paths[leaf], last[0].uses[leaf][0].source

@@ -9,7 +9,18 @@ from typing import Any, Literal
 
 from jchop._checks import check_choice, check_int
 
-__all__ = ["Correction", "Steps", "Sweep", "as_steps", "correct_error", "gptq"]
+__all__ = [
+    "BiasCorrection",
+    "Correction",
+    "SignDescent",
+    "Steps",
+    "Sweep",
+    "as_steps",
+    "correct_biases",
+    "correct_error",
+    "gptq",
+    "sign_round",
+]
 
 
 @dataclass(frozen=True)
@@ -36,11 +47,45 @@ class Correction:
 
 
 @dataclass(frozen=True)
+class SignDescent:
+    """SignRound; `sign_round` makes it."""
+
+    iterations: int
+    rate: float
+    momentum: float
+
+    def __str__(self) -> str:
+        return f"sign_round({self.iterations}, rate={self.rate:g}, momentum={self.momentum:g})"
+
+
+@dataclass(frozen=True)
+class BiasCorrection:
+    """A correction of biases after weights are rounded; `correct_biases` makes it."""
+
+    def __str__(self) -> str:
+        return "correct_biases()"
+
+
+Step = Correction | Sweep | SignDescent | BiasCorrection
+
+
+@dataclass(frozen=True)
 class Steps:
     """What is done to each weight: at most one step of each kind, None for one that is not taken."""
 
     correction: Correction | None = None
-    sweep: Sweep | None = None
+    sweep: Sweep | SignDescent | None = None
+    biases: BiasCorrection | None = None
+
+    @property
+    def names(self) -> str:
+        """The steps that round a weight, for a report."""
+        taken = [str(step).partition("(")[0] for step in (self.correction, self.sweep) if step is not None]
+        return ", ".join(taken) or "nearest"
+
+
+#: The field of `Steps` of each kind, in the order in which they are taken.
+_FIELDS: dict[type, str] = {Correction: "correction", Sweep: "sweep", SignDescent: "sweep", BiasCorrection: "biases"}
 
 
 def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float = 0.01, block: int = 128) -> Sweep:
@@ -72,6 +117,36 @@ def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float
     return Sweep(order, _number("damping", damping), check_int("block", block, 1))
 
 
+def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.9) -> SignDescent:
+    """SignRound: each number takes one of its two neighbours, chosen by descent along the signs of gradients.
+
+    The error of the product is that on the Gram matrix of its inputs, so no data are run again. Neighbours are those
+    of the format under its scales: every format has them, and the rounding mode of the spec plays no part.
+
+    Args:
+        iterations: how many steps. Default 200.
+        rate: by how much an offset, from -1/2 to 1/2 of the distance of the neighbours, moves in the first step, times
+            `iterations`; it falls to 0. Above 0. Default 0.5.
+        momentum: from 0 to below 1. Default 0.9.
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023,
+    which has rate 1, no momentum, and gradients of the outputs of a block; its scale clips are not there.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.ptq.sign_round(100))
+        'sign_round(100, rate=0.5, momentum=0.9)'
+    """
+    if _number("rate", rate) == 0:
+        raise ValueError(f"rate={rate!r} must be above 0")
+    if _number("momentum", momentum) >= 1:
+        raise ValueError(f"momentum={momentum!r} must be a number from 0 to below 1")
+    return SignDescent(check_int("iterations", iterations, 1), float(rate), float(momentum))
+
+
 def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction:
     """Before a weight is rounded, it is moved so that its product makes up for errors of the layers before it.
 
@@ -101,6 +176,28 @@ def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction
     return Correction(number, float(damping))
 
 
+def correct_biases() -> BiasCorrection:
+    """After a weight is rounded, the mean error of its product goes into the bias that the program adds to it.
+
+    The bias is the parameter that is added to the product, perhaps after transposes, reshapes and casts. If there is
+    none, or it has other uses, the report says so. Rounded one after the other (``sequential=True``), biases also take
+    off the mean errors of the layers before; else those of the weight's own rounding.
+
+    Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
+    appendix D (empirical bias correction).
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> dense = lambda p, x: x @ p["w"] + p["b"]
+        >>> params, x = {"w": jnp.linspace(-1, 1, 16).reshape(8, 2), "b": jnp.zeros(2)}, jnp.ones((4, 8))
+        >>> rule = jc.Rule(weight="int2(group=all)")
+        >>> packed, report = jc.ptq.quantize(dense, rule, params, [x], [jc.ptq.correct_biases()])
+        >>> report.weights[0].bias, bool(jnp.allclose(jc.quantize_fn(dense, rule)(packed, x), dense(params, x)))
+        ('b', True)
+    """
+    return BiasCorrection()
+
+
 def _number(name: str, value: Any) -> float:
     """A finite number that is not negative."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -117,12 +214,15 @@ def as_steps(steps: Any) -> Steps:
         TypeError: for what is no step.
         ValueError: for two steps of one kind, or a correction after the rounding.
     """
-    given = [steps] if isinstance(steps, Correction | Sweep) else list(steps) if isinstance(steps, Iterable) else None
-    wrong = [step for step in given or () if not isinstance(step, Correction | Sweep)]
+    given = [steps] if isinstance(steps, Step) else list(steps) if isinstance(steps, Iterable) else None
+    wrong = [step for step in given or () if not isinstance(step, Step)]
     if given is None or wrong:
         raise TypeError(f"steps={steps!r} must be a list of steps, such as [jc.ptq.correct_error(), jc.ptq.gptq()]")
-    kinds = [type(step) for step in given]
-    if len(set(kinds)) < len(kinds) or kinds == [Sweep, Correction]:
-        raise ValueError(f"steps=[{', '.join(map(str, given))}] may have one correct_error, and then one gptq")
-    found: dict[str, Any] = {"correction" if isinstance(step, Correction) else "sweep": step for step in given}
+    fields = [_FIELDS[type(step)] for step in given]
+    if fields != [name for name in dict.fromkeys(_FIELDS.values()) if name in fields]:
+        raise ValueError(
+            f"steps=[{', '.join(map(str, given))}] may have one correct_error, then one gptq or sign_round, then "
+            "correct_biases"
+        )
+    found: dict[str, Any] = dict(zip(fields, given, strict=True))
     return Steps(**found)

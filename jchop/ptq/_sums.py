@@ -25,6 +25,8 @@ class Sums(NamedTuple):
     Args:
         gram: of x x^T, (batch, summed, summed).
         cross: of x (y - x)^T, in the same shape; None if there is one trajectory.
+        total: of x, (batch, summed).
+        shift: of y - x; None if there is one trajectory.
         magnitude: of |x|, (batch, summed).
         largest: the largest |x|.
         count: how many rows there were, (batch,).
@@ -32,6 +34,8 @@ class Sums(NamedTuple):
 
     gram: Pair
     cross: Pair | None
+    total: Pair
+    shift: Pair | None
     magnitude: Pair
     largest: Array
     count: Pair
@@ -45,9 +49,12 @@ def value(pair: Pair) -> Array:
 def added(a: Sums, b: Sums) -> Sums:
     """The sums over the rows of both."""
     cross = None if a.cross is None or b.cross is None else pairs.add(a.cross, b.cross)
+    shift = None if a.shift is None or b.shift is None else pairs.add(a.shift, b.shift)
     return Sums(
         pairs.add(a.gram, b.gram),
         cross,
+        pairs.add(a.total, b.total),
+        shift,
         pairs.add(a.magnitude, b.magnitude),
         jnp.maximum(a.largest, b.largest),
         pairs.add(a.count, b.count),
@@ -97,4 +104,7 @@ def _of_chunk(both: list[Array], count: Array) -> Sums:
     x, *y = both
     size = jnp.abs(x)
     cross = product(x, y[0] - x) if y else None
-    return Sums(product(x, x), cross, pairs.single(size.sum(1)), size.max(1, initial=0), pairs.single(count))
+    total, shift = pairs.single(x.sum(1)), pairs.single((y[0] - x).sum(1)) if y else None
+    return Sums(
+        product(x, x), cross, total, shift, pairs.single(size.sum(1)), size.max(1, initial=0), pairs.single(count)
+    )

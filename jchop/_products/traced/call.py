@@ -1,8 +1,8 @@
-"""The arguments of a call of a function of parameters, taken apart."""
+"""The arguments of a call of a function of parameters, taken apart; batches of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,25 @@ from jchop._products.weights import is_packed
 
 Array = jax.Array
 
-__all__ = ["Call"]
+__all__ = ["Call", "arguments_of", "numbered"]
+
+
+def arguments_of(batch: Any) -> tuple[Any, ...]:
+    """The arguments of a call that a batch stands for: a tuple of them, or the only one."""
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def numbered(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Batches with their numbers, from 1.
+
+    Raises:
+        ValueError: at the end, if there was none.
+    """
+    count = 0
+    for count, batch in enumerate(batches, start=1):
+        yield count, batch
+    if not count:
+        raise ValueError("batches has no batch")
 
 
 class Call:

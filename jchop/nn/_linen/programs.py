@@ -16,13 +16,14 @@ from jchop._products.quantize_fn import QuantizedFunction
 from jchop._products.rule import Rule
 from jchop._products.scale_from import LSQ
 from jchop._products.scales.sites import Scales
+from jchop._products.traced.call import arguments_of, numbered
 from jchop._products.traced.report import ProgramReport
 from jchop._products.weights import is_packed, numbers_of
 from jchop.nn._linen.layers import seen_in
 from jchop.nn._linen.scales import STATE
 from jchop.ptq._quantize import calibrated
 from jchop.ptq._report import PtqReport
-from jchop.ptq._run import arguments_of, changed_batches, check_batches
+from jchop.ptq._run import changed_batches, check_batches
 
 __all__ = ["Program"]
 
@@ -91,9 +92,7 @@ class Program:
             kwargs: as of `apply`.
         """
         params, rest, known = self._parts(variables)
-        calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-        if not calls:
-            raise ValueError("batches has no batch")
+        calls = [arguments_of(batch) for _, batch in numbered(batches)]
         low = self._function(variables, calls[0], rngs, kwargs)
         found = low.calibrate(
             params, [(rest, args, rngs, kwargs) for args in calls], method=method, combine=combine, scales=known,

@@ -1,0 +1,222 @@
+"""``jchop ptq``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import os
+import pkgutil
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jchop._cli._quantize import parse_rule
+from jchop._cli._text import check_folder, check_suffix, printable, seed
+from jchop._files import require_extra, write_atomically
+from jchop.storage import load_safetensors, save_safetensors
+from jchop.storage._files.safetensors import TensorFile
+from jchop.storage._nested import TREE
+
+#: The steps that ``--method`` may name.
+_STEPS = ("correct_error", "gptq", "sign_round", "correct_biases")
+_NEAREST = "nearest"
+
+
+def run_ptq(options: argparse.Namespace) -> None:
+    import jax
+
+    from jchop import ptq
+    from jchop._products.quantize_fn import quantize_fn
+    from jchop._products.rule import Rule
+    from jchop.ptq._quantize import calibrated
+    from jchop.ptq._resume import discard
+
+    check_suffix("--out", options.out, ".safetensors")
+    if options.out.exists() and not options.force:
+        raise ValueError(f"--out {options.out} exists; --force replaces it")
+    if options.plot:
+        check_suffix("--plot", options.plot, ".png")
+        require_extra("--plot", "plot", ("matplotlib",))
+    folder = options.resume or options.out.with_name(options.out.name + ".run")
+    check_folder("--resume", folder)
+    rules = [Rule(r.pattern, weight=r.spec, activation=options.activation) for r in map(parse_rule, options.rule)]
+    steps = _steps(options.method, ptq)
+    function = _function(options.function)
+    key = None if options.seed is None else jax.random.key(options.seed)
+    params = _parameters(options.weights)
+    batches = _batches(options.data, function, options.batch)
+    sequential = True if options.sequential else None
+    low = quantize_fn(function, rules, key=key)
+    packed, report = calibrated(
+        low, params, batches, steps, sequential, key, _tell_batch(len(batches)), folder, _tell_weight
+    )  # fmt: skip
+    save_safetensors(options.out, packed)
+    discard(folder)
+    print(report.to_json(indent=1) if options.report == "json" else report)
+    if options.plot:
+        picture = report.plot()
+        write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
+    for path in (options.out, options.plot):
+        if path and options.report != "json":
+            print(f"wrote {printable(str(path))}")
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def _tell_batch(count: int) -> Callable[[int], None]:
+    def tell(done: int) -> None:
+        _say(f"data: batch {(done - 1) % count + 1} of {count}")
+
+    return tell
+
+
+def _tell_weight(row: Any, done: int, total: int) -> None:
+    decibels = "" if np.isnan(row.before) else f": {row.before:.2f} dB to nearest, {row.after:.2f} dB"
+    _say(f"stage {done} of {total}: {row.path}{decibels}")
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:
+        print(printable(line), file=sys.stderr, flush=True)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _steps(text: str, ptq: Any) -> list[Any]:
+    """The steps of a text such as ``correct_error(0.5), gptq(order='plain')``."""
+    if text.strip() == _NEAREST:
+        return []
+    wrong = f"--method {text!r} must be {_NEAREST}, or steps of {', '.join(_STEPS)}, as 'correct_error(0.5), gptq'"
+    try:
+        calls = ast.parse(f"[{text}]", mode="eval").body
+    except (SyntaxError, ValueError):
+        raise ValueError(wrong) from None
+    made = []
+    for call in calls.elts if isinstance(calls, ast.List) else [calls]:
+        name = call.func if isinstance(call, ast.Call) else call
+        if not (isinstance(name, ast.Name) and name.id in _STEPS):
+            raise ValueError(wrong)
+        try:
+            args = [ast.literal_eval(arg) for arg in call.args] if isinstance(call, ast.Call) else []
+            more = call.keywords if isinstance(call, ast.Call) else []
+            made.append(getattr(ptq, name.id)(*args, **{str(k.arg): ast.literal_eval(k.value) for k in more}))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--method {text!r}: {error}") from None
+    return made
+
+
+def _function(text: str) -> Callable[..., Any]:
+    """The function of ``module:function``; modules of the current folder are found, too."""
+    if ":" not in text:
+        raise ValueError(f"FUNCTION {text!r} must be MODULE:FUNCTION, as 'model:apply'")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        found = pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"FUNCTION {text!r} cannot be loaded: {error}") from None
+    finally:
+        sys.path.remove(here)
+    if not callable(found):
+        raise ValueError(f"FUNCTION {text!r} is {type(found).__name__}, and no function")
+    return found
+
+
+def _parameters(path: Path) -> Any:
+    """The pytree of a checkpoint: in its dicts and lists if the file has a record of them, else a dict by name."""
+    with TensorFile(path) as file:
+        nested = TREE in file.metadata
+    return load_safetensors(path, nested=nested)
+
+
+def _batches(path: Path, function: Callable[..., Any], size: int) -> list[tuple[Any, ...]]:
+    """The arrays of a file as arguments after the parameters, cut along their first axis."""
+    if size < 1:
+        raise ValueError(f"--batch {size} must be at least 1")
+    arrays = _arrays(path)
+    order = _order(list(arrays), function, path)
+    lengths = {name: array.shape[:1] for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1 or () in lengths.values():
+        told = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise ValueError(f"DATA {path}: the arrays must have first axes of one length, that of samples: {told}")
+    count = arrays[order[0]].shape[0]
+    if not count:
+        raise ValueError(f"DATA {path} has no sample")
+    return [tuple(arrays[name][at : at + size] for name in order) for at in range(0, count, size)]
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("it is a single array")
+        with file:
+            found = {name: file[name] for name in file.files}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"DATA {path} must be a .npz file of arrays, as numpy.savez writes it: {error}") from None
+    if not found:
+        raise ValueError(f"DATA {path} has no array")
+    return found
+
+
+def _order(names: Sequence[str], function: Callable[..., Any], path: Path) -> list[str]:
+    """The names of arrays in the order of the arguments: by name, or those without names in their order."""
+    unnamed = [f"arr_{i}" for i in range(len(names))]
+    if sorted(names) == sorted(unnamed):
+        return unnamed
+    _, *wanted = inspect.signature(function).parameters
+    chosen = [name for name in wanted if name in names]
+    if len(chosen) < len(names) or chosen != wanted[: len(chosen)]:
+        raise ValueError(
+            f"DATA {path} has the arrays {', '.join(sorted(names))}, and the function takes {', '.join(wanted)} after "
+            "the parameters; save them under these names, the first ones, or without names"
+        )
+    return chosen
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """The command, with its options."""
+    command = commands.add_parser(
+        "ptq",
+        help="quantize the parameters of a JAX function with data",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Runs data through FUNCTION(params, ...), rounds the weights of its products by what it sees, and\n"
+        "writes a new file. A run that was killed continues when the command is given again.",
+        epilog="example:\n  jchop ptq model:apply weights.safetensors data.npz --rule 'blocks=int4(group=128)' \\\n"
+        "      --method 'correct_error, gptq' --out packed.safetensors",
+    )
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="a function of a pytree of parameters and data")
+    command.add_argument("weights", metavar="WEIGHTS.safetensors", type=Path)
+    command.add_argument(
+        "data", metavar="DATA.npz", type=Path, help="arrays named as the arguments after the parameters, or not at all"
+    )
+    command.add_argument(
+        "--rule",
+        metavar="PATTERN=SPEC",
+        action="append",
+        required=True,
+        help="parts of paths, as 'blocks' or '!norm', and their format or spec; may be repeated",
+    )
+    command.add_argument("--activation", metavar="SPEC", help="the rounding of inputs of the rules' products")
+    command.add_argument(
+        "--method",
+        metavar="STEPS",
+        default="gptq",
+        help=f"{_NEAREST}, or steps in order: {', '.join(_STEPS)}, also with arguments; default gptq",
+    )
+    command.add_argument("--sequential", action="store_true", help="weight after weight, with inputs of rounded ones")
+    command.add_argument("--batch", metavar="N", type=int, default=32, help="samples that are run at once; default 32")
+    command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
+    command.add_argument("--out", metavar="OUT.safetensors", type=Path, required=True)
+    command.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    command.add_argument("--resume", metavar="DIR", type=Path, help="the folder of the unfinished run; default OUT.run")
+    command.add_argument("--report", choices=("table", "json"), default="table", help="on standard output")
+    command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the report (needs matplotlib)")
+    command.set_defaults(run=run_ptq)

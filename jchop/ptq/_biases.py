@@ -1,0 +1,249 @@
+"""The biases that a program adds to its products, and the mean errors that they can take off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._products.placement import Laid, stack_of
+from jchop._products.product import Conv, Dot
+from jchop._products.traced.origins import Axis, Origin, moved
+from jchop._program.step import Plan, carry_count
+from jchop._settings import compiled
+from jchop.ptq._columns import MatrixLayout
+from jchop.ptq._sites import ENTERED, Sites
+
+Array = jax.Array
+
+__all__ = ["BiasSite", "averaged", "find_biases", "mean_errors"]
+
+#: Sums, and the sign with which each operand enters.
+_SUMS = {"add": (1, 1), "add_any": (1, 1), "sub": (1, -1)}
+
+
+@dataclass(frozen=True)
+class BiasSite:
+    """A parameter that is added to the product of a weight.
+
+    Args:
+        leaf: its index.
+        sign: 1, or -1 if it is subtracted.
+        shape: its shape, without axes of a stack.
+        axes: of each axis of the product that it has, the parts of the weight's and of its own axes.
+    """
+
+    leaf: int
+    sign: int
+    shape: tuple[int, ...]
+    axes: tuple[tuple[Axis, Axis], ...]
+
+    def places(self, layout: MatrixLayout) -> np.ndarray:
+        """Which of its numbers, counted as they lie, is added to each result of the matrices: (batch, kept)."""
+        ndim = len(layout.shape)
+        index = [layout.results(_along(layout.shape, axis)) for axis in range(ndim)]
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        flat = np.zeros((layout.matrices[0], layout.matrices[2]), np.int64)
+        for of_weight, own in self.axes:
+            at = np.zeros_like(flat)
+            for part in of_weight:
+                at = at * part.size + index[part.axis] // part.inner % part.size
+            for part in reversed(own):
+                flat += at % part.size * part.inner * strides[part.axis]
+                at //= part.size
+        return flat
+
+
+def _along(shape: Sequence[int], axis: int) -> np.ndarray:
+    """The index along an axis, in a shape; no memory but that of the axis."""
+    own = [n if i == axis else 1 for i, n in enumerate(shape)]
+    return np.broadcast_to(np.arange(shape[axis]).reshape(own), shape)
+
+
+def find_biases(program: Any, sites: Sites) -> tuple[dict[int, BiasSite], dict[int, str]]:
+    """The bias of each weight whose inputs are looked at, and of the other weights why there is none.
+
+    A product is followed through whatever only moves its numbers to the first sum with a parameter.
+    """
+    search = _Search(sites)
+    search.walk(program.plan, {}, {})
+    found: dict[int, BiasSite] = {}
+    none: dict[int, str] = {}
+    for leaf, site in sites.by_leaf.items():
+        seen = search.found.get(leaf, [])
+        if search.products.get(leaf, 0) != 1:
+            none[leaf] = "several products take the weight"
+        elif len(seen) > 1:
+            none[leaf] = "several parameters are added to its product"
+        elif not seen:
+            none[leaf] = "no bias is added to its product"
+        else:
+            made = _made(program, site.stack, site.turns, seen[0], search.loops)
+            if isinstance(made, str):
+                none[leaf] = made
+            else:
+                found[leaf] = made
+    return found, none
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum of a product and a parameter."""
+
+    weight: Origin
+    bias: Origin
+    sign: int
+    shape: tuple[int, ...]
+
+
+class _Search:
+    """Follows products through a program, each as the origin whose axes are parts of its weight's."""
+
+    def __init__(self, sites: Sites) -> None:
+        self.sites = sites
+        self.found: dict[int, list[_Sum]] = {}
+        self.products: dict[int, int] = {}
+        self.loops: dict[int, tuple[int, ...]] = {}  # the loops that run over each parameter
+
+    def walk(self, plan: Plan, env: dict[Any, Origin], loops: Mapping[int, tuple[int, ...]]) -> list[Origin | None]:
+        """What is known of the results of a program."""
+        for step in plan.steps:
+            made = self._step(step, [_read(env, v) for v in step.eqn.invars], loops)
+            env.update({v: origin for v, origin in zip(step.eqn.outvars, made, strict=False) if origin is not None})
+        return [_read(env, v) for v in plan.jaxpr.outvars]
+
+    def _step(
+        self, step: Any, tracked: list[Origin | None], loops: Mapping[int, tuple[int, ...]]
+    ) -> Sequence[Origin | None]:
+        if id(step) in self.sites.of_step:
+            side, some = self.sites.of_step[id(step)]
+            for site in some:
+                self.products[site.leaf] = self.products.get(site.leaf, 0) + 1
+                self.loops[site.leaf] = loops.get(site.leaf, ())
+            return (
+                [Origin(some[0].leaf, _of_result(step.product, side, some[0].laid, step.eqn))] if len(some) == 1 else []
+            )
+        if step.kind == "control":
+            if step.name in ENTERED:
+                inner = step.inner[0]
+                inside = {v: o for v, o in zip(inner.jaxpr.invars, tracked, strict=True) if o is not None}
+                return self.walk(inner, inside, loops)
+            more = loops
+            if step.name == "scan":
+                fixed, carried = carry_count(step.eqn.params)
+                stacked = {o.leaf for fact in step.known[fixed + carried :] for o in fact.origins}
+                more = {**loops, **{leaf: (*loops.get(leaf, ()), id(step)) for leaf in stacked}}
+            for inner in step.inner:
+                self.walk(inner, {}, more)
+            return []
+        if step.name in _SUMS and sum(o is not None for o in tracked) == 1:
+            self._sum(step, tracked, loops)
+            return []
+        if tracked and tracked[0] is not None and len(step.eqn.outvars) == 1:
+            before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
+            out = moved(step.name, step.eqn.params, tracked[0], before, after)
+            return [out if out is not None and out.moved else None]
+        return []
+
+    def _sum(self, step: Any, tracked: list[Origin | None], loops: Mapping[int, tuple[int, ...]]) -> None:
+        at = 0 if tracked[0] is not None else 1
+        weight, other = tracked[at], step.known[1 - at]
+        if weight is None or other.data or len(other.origins) != 1:
+            return
+        bias = other.origins[0]
+        signs = _SUMS[step.name]
+        self.loops[bias.leaf] = loops.get(bias.leaf, ())
+        shape = tuple(step.eqn.outvars[0].aval.shape)
+        self.found.setdefault(weight.leaf, []).append(_Sum(weight, bias, signs[0] * signs[1], shape))
+
+
+def _read(env: Mapping[Any, Origin], v: Any) -> Origin | None:
+    return None if hasattr(v, "val") else env.get(v)
+
+
+def _of_result(product: Any, side: int, laid: Laid, eqn: Any) -> tuple[Axis, ...]:
+    """The parts of a weight's axes that the axes of a product are."""
+    ndim = len(eqn.outvars[0].aval.shape)
+    if isinstance(product, Dot):
+        batch = len(product.batch[0])
+        own, free = laid.kept[batch:], ((),) * (ndim - len(laid.kept))
+        return (*laid.kept[:batch], *((*own, *free) if side == 0 else (*free, *own)))
+    last = product.numbers.out_spec[1] if isinstance(product, Conv) else ndim - 1
+    return tuple(laid.kept[-1] if axis == last else () for axis in range(ndim))
+
+
+def _made(program: Any, stack: int, turns: int, seen: _Sum, loops: Mapping[int, tuple[int, ...]]) -> BiasSite | str:
+    """The bias of a sum, or why it is none."""
+    leaf = seen.bias.leaf
+    path, shape = program.paths[leaf], program.shapes[leaf]
+    if not seen.bias.moved:
+        return f"its bias {path!r} is computed with before it is added"
+    if len(program.uses[leaf]) != 1:
+        return f"its bias {path!r} is used elsewhere, too"
+    before = stack_of(shape, Laid(seen.bias.axes, ()))
+    if stack != turns or before != turns or loops[leaf] != loops[seen.weight.leaf]:
+        return f"its bias {path!r} is not that of each layer of the stack alone"
+    axes = []
+    given = seen.bias.axes or ((),) * len(seen.shape)  # a number without axes is not broadcast before a sum
+    for size, of_weight, own in zip(seen.shape, seen.weight.axes, given, strict=True):
+        if own and (_size(of_weight) != size or _size(own) != size or not of_weight):
+            return f"its bias {path!r} has an axis that the weight has not"
+        if own:
+            axes.append((_within(of_weight, stack), _within(own, before)))
+    core = shape[before:]
+    if math.prod(_size(own) for _, own in axes) != math.prod(core):
+        return f"only a part of its bias {path!r} is added"
+    return BiasSite(leaf, seen.sign, tuple(core), tuple(axes))
+
+
+def _size(parts: Axis) -> int:
+    return math.prod(part.size for part in parts)
+
+
+def _within(parts: Axis, stack: int) -> Axis:
+    """Parts of a parameter without the axes of a stack in front."""
+    return tuple(type(part)(part.axis - stack, part.size, part.inner) for part in parts)
+
+
+@partial(compiled, static_argnames=("layout",))
+def mean_errors(
+    weight: Array, low: Array, mean: Array, shift: Array | None, *, layout: MatrixLayout
+) -> tuple[Array, Array]:
+    """The means of W x - W' x and of W x - W' y for inputs y of a rounded weight W': two of (batch, kept).
+
+    Args:
+        weight: the weight W.
+        low: W'.
+        mean: of the inputs y, (batch, summed).
+        shift: of x - y; None: they are the same.
+        layout: the weight as matrices.
+    """
+    full, rest = (layout.lay(v).astype(mean.dtype) for v in (weight, weight - low))
+
+    def product(x: Array, w: Array) -> Array:
+        return jnp.einsum("bk,bkn->bn", x, w, precision=lax.Precision.HIGHEST)
+
+    own = product(mean, rest)
+    return own, own if shift is None else own + product(shift, full)
+
+
+def averaged(values: np.ndarray, counts: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
+    """The mean of the results to which each number of a bias is added; zero if it is added to none.
+
+    Args:
+        values: of the results, (batch, kept).
+        counts: how many rows each index of the batch has, (batch,).
+        places: of `BiasSite.places`.
+        size: how many numbers the bias has.
+    """
+    weights = np.broadcast_to(counts[:, None], values.shape).ravel()
+    total = np.bincount(places.ravel(), weights=weights, minlength=size)
+    found = np.bincount(places.ravel(), weights=weights * values.ravel(), minlength=size)
+    return found / np.where(total > 0, total, 1)

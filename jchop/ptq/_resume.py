@@ -1,0 +1,222 @@
+"""A run that can be killed and continued: its finished stages, in a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._core.elementary.pairs import Pair
+from jchop._files import write_atomically
+from jchop._products.quantize_fn import QuantizedFunction
+from jchop._products.traced.call import arguments_of, numbered
+from jchop.ptq._report import WeightRow
+from jchop.ptq._sums import Sums
+from jchop.storage import load_safetensors, save_safetensors
+from jchop.storage._files.safetensors import TensorFile
+
+Array = jax.Array
+
+__all__ = ["Journal", "Kept", "Run", "check_resume", "discard", "fingerprint"]
+
+_RUN, _SUMS = "run.json", "sums.safetensors"
+_STAGE = "stage-{:05d}.safetensors"
+_OWN = re.compile(r"run\.json|sums\.safetensors|stage-\d+\.safetensors|\..*\.part")
+_PAIR: Any = Pair(0, 0)  # type: ignore[arg-type]
+#: The structure of sums over one trajectory.
+_PARTS = jax.tree.structure(Sums(_PAIR, None, _PAIR, None, _PAIR, _PAIR.hi, _PAIR))
+
+
+class Run(NamedTuple):
+    """What a run depends on.
+
+    Args:
+        facts: digests and texts, by name.
+        last: the last batch.
+    """
+
+    facts: dict[str, str]
+    last: Any
+
+
+class Kept(NamedTuple):
+    """What one stage has changed.
+
+    Args:
+        rows: of the report.
+        weights: the index of a parameter, the turn, and the leaves of what is packed.
+        biases: the corrected biases by index.
+    """
+
+    rows: list[WeightRow]
+    weights: list[tuple[int, tuple[int, ...], list[Any]]]
+    biases: dict[int, Any]
+
+
+def fingerprint(
+    low: QuantizedFunction, params: Any, batches: Iterable[Any], steps: Any, in_order: bool, key: Array | None
+) -> Run:
+    """What a run depends on; runs once through the batches."""
+    data, last, text = hashlib.sha256(), None, hashlib.sha256()
+    for number, batch in numbered(batches):
+        _update(data, batch)
+        if number == 1:
+            program, _ = low.traced(params, *arguments_of(batch))
+            text.update(re.sub(r"0x[0-9a-f]+", "", str(program.plan.jaxpr)).encode())
+            for plan in (program.plan, *(plan for step in program.plan.walk() for plan in step.inner)):
+                _update(text, list(plan.consts))
+        last = batch
+    weights = hashlib.sha256()
+    _update(weights, params)
+    facts = {
+        "versions": f"jchop {_version()}, jax {jax.__version__}",
+        "rules": repr(low.rules),
+        "steps": repr(steps),
+        "sequential": str(in_order),
+        "key": "none" if key is None else str(np.asarray(jax.random.key_data(key)).tolist()),
+        "function": text.hexdigest(),
+        "params": weights.hexdigest(),
+        "batches": data.hexdigest(),
+    }
+    return Run(facts, last)
+
+
+def _version() -> str:
+    try:
+        return version("jchop")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _update(digest: Any, tree: Any) -> None:
+    """Add a pytree to a digest: its structure, and the bytes of its arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    digest.update(re.sub(r"0x[0-9a-f]+", "", str(structure)).encode())
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            array = np.asarray(leaf)
+            digest.update(f"{array.dtype}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
+        else:
+            digest.update(f"{type(leaf).__name__} {leaf!r}".encode())
+
+
+class Journal:
+    """The folder of a run.
+
+    Args:
+        folder: it; made if there is none.
+        run: what the run depends on.
+
+    Raises:
+        ValueError: if the folder has a run that depends on something else, or other files.
+        OSError: if it cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], run: Run) -> None:
+        self.folder, self.last = Path(folder), run.last
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / _RUN
+        names = sorted(p.name for p in self.folder.iterdir())
+        others = [name for name in names if not _OWN.fullmatch(name)]
+        if others:
+            raise ValueError(f"resume={str(folder)!r} has files of something else, such as {others[0]!r}")
+        if not any(name.endswith(".safetensors") for name in names):  # nothing is done yet
+            write_atomically(path, lambda file: file.write(json.dumps(run.facts, indent=1).encode()))
+        before = _read(path)
+        changed = sorted(name for name in {*before, *run.facts} if before.get(name) != run.facts.get(name))
+        if len(changed) > 1 and "function" in changed:
+            changed.remove("function")  # its digest is that of a trace for parameters and data, so it follows them
+        if changed:
+            raise ValueError(
+                f"resume={str(folder)!r} holds a run with other {' and '.join(changed)}; it continues with the same "
+                "alone. Give the old ones, another folder, or delete this one to begin anew"
+            )
+
+    def sums(self) -> dict[int, Sums] | None:
+        """The sums of a run that rounds all weights at once, if its pass is done."""
+        path = self.folder / _SUMS
+        if not path.exists():
+            return None
+        parts: dict[int, dict[int, Any]] = {}  # by parameter, then by the place in its sums
+        for name, array in load_safetensors(path).items():
+            leaf, number = map(int, name.split("."))
+            parts.setdefault(leaf, {})[number] = array
+        return {leaf: jax.tree.unflatten(_PARTS, [own[i] for i in sorted(own)]) for leaf, own in sorted(parts.items())}
+
+    def keep_sums(self, sums: Mapping[int, Sums]) -> None:
+        """Keep the sums of the pass over the data."""
+        save_safetensors(
+            self.folder / _SUMS,
+            {f"{leaf}.{i}": part for leaf, own in sums.items() for i, part in _numbered_leaves(own)},
+        )
+
+    def stage(self, number: int) -> Kept | None:
+        """What a stage has changed, if it is done."""
+        path = self.folder / _STAGE.format(number)
+        if not path.exists():
+            return None
+        with TensorFile(path) as file:
+            told = json.loads(file.metadata["ptq"])
+        arrays = load_safetensors(path)
+        rows = [WeightRow(**{**row, "shape": tuple(row["shape"])}) for row in told["rows"]]
+        weights = [
+            (leaf, tuple(turn), [arrays[f"weight{i}.{j}"] for j in range(count)])
+            for i, (leaf, turn, count) in enumerate(told["weights"])
+        ]
+        return Kept(rows, weights, {leaf: arrays[f"bias{leaf}"] for leaf in told["biases"]})
+
+    def keep(self, number: int, kept: Kept) -> None:
+        """Keep a stage, whole or not at all."""
+        arrays: dict[str, Any] = {f"bias{leaf}": array for leaf, array in kept.biases.items()}
+        for i, (_, _, leaves) in enumerate(kept.weights):
+            arrays |= {f"weight{i}.{j}": leaf for j, leaf in enumerate(leaves)}
+        told = {
+            "rows": [dataclasses.asdict(row) for row in kept.rows],
+            "weights": [(leaf, turn, len(leaves)) for leaf, turn, leaves in kept.weights],
+            "biases": list(kept.biases),
+        }
+        save_safetensors(self.folder / _STAGE.format(number), arrays, metadata={"ptq": json.dumps(told)})
+
+
+def _numbered_leaves(tree: Any) -> list[tuple[int, Any]]:
+    return list(enumerate(map(jnp.asarray, jax.tree.leaves(tree))))
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        found: Any = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete the folder to begin anew") from None
+    return found
+
+
+def discard(folder: Path) -> None:
+    """Remove the files of a run, and the folder if there is nothing else in it."""
+    for path in list(folder.iterdir()):
+        if _OWN.fullmatch(path.name):
+            path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def check_resume(resume: Any) -> None:
+    """Refuse what is no path.
+
+    Raises:
+        TypeError: that names the argument.
+    """
+    if resume is not None and not isinstance(resume, str | os.PathLike):
+        raise TypeError(f"resume={resume!r} must be the path of a folder, or None")

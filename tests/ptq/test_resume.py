@@ -1,0 +1,142 @@
+"""Runs that end early: what their folder continues, bit for bit, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jchop as jc
+
+RULE = jc.Rule(weight="int4(group=8)")
+
+
+class Killed(Exception):
+    """Ends a run."""
+
+
+def network(p: Any, x: Any) -> Any:
+    h = jnp.tanh(x @ p["first"] + p["bias"])
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["stack"])[0]
+
+
+def problem() -> tuple[Any, list[Any]]:
+    rng = np.random.default_rng(0)
+    shapes = {"first": (12, 8), "bias": (8,), "stack": (2, 8, 8)}
+    params = {name: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32) for name, shape in shapes.items()}
+    return params, [jnp.asarray(rng.normal(size=(40, 12)), jnp.float32) for _ in range(2)]
+
+
+def killer(after: int) -> Any:
+    """A function of progress that ends the run at its n-th batch."""
+
+    def tell(count: int) -> None:
+        if count == after:
+            raise Killed
+
+    return tell
+
+
+STEPS = [jc.ptq.correct_error(), jc.ptq.gptq(), jc.ptq.correct_biases()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [[], STEPS], ids=len)
+def test_a_killed_run_continues_bit_for_bit(steps: Any, tmp_path: Path) -> None:
+    """There are three stages of two batches each: the first layer, and the two turns of the loop."""
+    params, batches = problem()
+    whole, report = jc.ptq.quantize(network, RULE, params, batches, steps, sequential=True)
+    folder, ran = tmp_path / "run", []
+    for after, done in ((4, 1), (3, 2)):
+        with pytest.raises(Killed):
+            jc.ptq.quantize(
+                network, RULE, params, batches, steps, sequential=True, resume=folder, progress=killer(after)
+            )
+        assert len(list(folder.glob("stage-*"))) == done
+    again, told = jc.ptq.quantize(
+        network, RULE, params, batches, steps, sequential=True, resume=folder, progress=ran.append
+    )
+    assert ran == [1, 2]  # one layer is lost, no more
+    assert jax.tree.structure(again) == jax.tree.structure(whole)
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    assert str(told) == str(report) and told.passes == 3 and len(told.weights) == 3
+    assert bool(told.weights[0].bias) == bool(steps) and bool((again["bias"] != params["bias"]).any()) == bool(steps)
+
+
+def two_layers(p: Any, x: Any) -> Any:
+    return jnp.tanh(x @ p["first"] + p["bias"]) @ p["second"]
+
+
+def squares() -> tuple[Any, list[Any]]:
+    """Two layers of one shape, which are compiled once."""
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for name in ("first", "second")}
+    return params | {"bias": jnp.ones(8)}, [jnp.asarray(rng.normal(size=(20, 8)), jnp.float32) for _ in range(2)]
+
+
+def test_one_pass_is_kept_and_other_runs_are_refused(tmp_path: Path) -> None:
+    params, batches = squares()
+    folder = tmp_path / "run"
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match="an input with NaN"):
+        jc.ptq.quantize(two_layers, RULE, params, [batches[0].at[0, 0].set(jnp.nan)], [], resume=folder)
+    whole, report = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)  # nothing was done: a new run
+    (folder / "stage-00001.safetensors").unlink()
+    ran: list[int] = []
+    again, told = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder, progress=ran.append)
+    assert not ran and str(told) == str(report)
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    other = {**params, "bias": params["bias"] + 1}
+    for name, call in {
+        "batches": lambda: jc.ptq.quantize(two_layers, RULE, params, batches[::-1], [], resume=folder),
+        "params": lambda: jc.ptq.quantize(two_layers, RULE, other, batches, [], resume=folder),
+        "rules": lambda: jc.ptq.quantize(
+            two_layers, jc.Rule(weight="int4(group=4)"), params, batches, [], resume=folder
+        ),
+        "steps": lambda: jc.ptq.quantize(two_layers, RULE, params, batches, resume=folder),
+        "sequential": lambda: jc.ptq.quantize(two_layers, RULE, params, batches, [], sequential=True, resume=folder),
+        "key": lambda: jc.ptq.quantize(two_layers, RULE, params, batches, [], key=key, resume=folder),
+        "function": lambda: jc.ptq.quantize(
+            lambda p, x: 2 * two_layers(p, x), RULE, params, batches, [], resume=folder
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=f"holds a run with other {name}; it continues"):
+            call()
+
+
+def test_bad_folders(tmp_path: Path) -> None:
+    params, batches = problem()
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"has files of something else, such as 'notes\.txt'"):
+        jc.ptq.quantize(network, RULE, params, batches, resume=tmp_path)
+    with pytest.raises(TypeError, match="resume=3 must be the path"):
+        jc.ptq.quantize(network, RULE, params, batches, resume=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="as resume does for each start"):
+        jc.ptq.quantize(network, RULE, params, iter(batches), resume=tmp_path / "run")
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    (folder / "run.json").write_text("{")
+    (folder / "stage-00000.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is damaged .*; delete the folder"):
+        jc.ptq.quantize(network, RULE, params, batches, resume=folder)
+
+
+def test_reports_are_dicts_and_pictures() -> None:
+    params, batches = squares()
+    _, report = jc.ptq.quantize(two_layers, [jc.Rule("second"), RULE], params, batches, [])
+    told = json.loads(report.to_json())
+    assert told == report.as_dict() and told["passes"] == 1
+    rows = {row["path"]: row for row in told["weights"]}
+    assert rows["first"]["before"] == report.weights[0].before and rows["second"]["before"] is None
+    pytest.importorskip("matplotlib")
+    (axes,) = report.plot(title="Errors").axes
+    assert [label.get_text().split("\n")[0] for label in axes.get_yticklabels()] == ["first"]
+    assert {f"{bar.get_width():.3f}" for bar in axes.patches} == {f"{report.weights[0].before:.3f}"}  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="no weight whose product was looked at"):
+        jc.ptq.PtqReport(()).plot()

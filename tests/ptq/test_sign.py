@@ -1,0 +1,84 @@
+"""SignRound against all choices of neighbours, the neighbours of formats against their values."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop.ptq._columns import element_scales, one_each
+from jchop.ptq._sign import neighbours, sign_descent
+
+
+def test_small_matrices_are_close_to_the_best_choice() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(256, 8)) @ rng.normal(size=(8, 8))
+    w, gram = rng.normal(size=(8, 40)), x.T @ x / 256
+    below, above = np.floor(w), np.ceil(w)
+    up, loss = map(
+        np.asarray, sign_descent(*map(_single, (w, gram, below, above)), iterations=200, rate=0.5, momentum=0.9)
+    )
+    choices = np.array(list(itertools.product((False, True), repeat=8)))
+
+    def error(rounded: np.ndarray) -> np.ndarray:
+        return np.einsum("...k,kl,...l->...", w.T - rounded, gram, w.T - rounded)
+
+    every = np.stack([error(np.where(choice[:, None], above, below).T) for choice in choices])
+    best, nearest, found = every.min(0), error(np.rint(w).T), error(np.where(up, above, below).T)
+    np.testing.assert_allclose(loss, found, rtol=1e-4)
+    assert (found <= nearest * (1 + 1e-5)).all() and found.sum() < 0.5 * nearest.sum()
+    assert found.sum() < 1.25 * best.sum()
+
+
+def _single(x: np.ndarray) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)
+
+
+def test_independent_inputs_are_rounded_to_nearest() -> None:
+    rng = np.random.default_rng(1)
+    w, gram = rng.normal(size=(8, 40)), np.diag(rng.uniform(0.1, 3, 8))
+    given = map(_single, (w, gram, np.floor(w), np.ceil(w)))
+    up, _ = sign_descent(*given, iterations=50, rate=0.5, momentum=0.9)
+    np.testing.assert_array_equal(np.where(up, np.ceil(w), np.floor(w)), np.rint(w))
+
+
+VALUES = ["int4(group=16)", "nf4(group=16)", "float8_e4m3fn(group=all)", "mxfp4", "nvfp4", "float8_e5m2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", VALUES)
+def test_neighbours_are_those_values_of_the_format(text: str) -> None:
+    w = np.random.default_rng(2).normal(size=(6, 32)).astype(np.float32)
+    if text == "float8_e5m2":
+        w[0, 0] = 1e6  # beyond the format: its largest value on both sides, no infinity
+    q = jc.quantize(jnp.asarray(w), text)
+    scales = element_scales(q)
+    parts = tuple(part.T for part in scales.by_element)
+    below, above = neighbours(jnp.asarray(w.T), parts, scales, one_each(q.spec), jnp.dtype("float32"))
+    step = np.ones_like(w) if not parts else np.asarray(parts[0].T, np.float64)
+    if len(scales.scale) > 1:
+        step = step * np.asarray(scales.scale[1], np.float64)
+    values = np.array(sorted({float(v) for v in q.spec.element.values()}))
+    at = w.astype(np.float64) / step
+    least = values[np.clip(np.searchsorted(values, at, side="right") - 1, 0, None)]
+    most = values[np.clip(np.searchsorted(values, at, side="left"), None, len(values) - 1)]
+    inside = (at >= values[0]) & (at <= values[-1])
+    assert inside.mean() > 0.9
+    near = np.abs(at[..., None] - values).min(-1) < 1e-5  # within the last bits of a quotient
+    for found, wanted in ((below, least), (above, most)):
+        np.testing.assert_allclose((np.asarray(found[1]).T / step)[~near], wanted[~near], rtol=1e-5, atol=1e-6)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="iterations=0 must be"):
+        jc.ptq.sign_round(0)
+    with pytest.raises(ValueError, match="rate=0 must be above 0"):
+        jc.ptq.sign_round(rate=0)
+    with pytest.raises(ValueError, match="momentum=1 must be a number from 0 to below 1"):
+        jc.ptq.sign_round(momentum=1)
+    with pytest.raises(ValueError, match="may have one correct_error, then one gptq or sign_round, then"):
+        jc.ptq.quantize(lambda p, x: x @ p, jc.Rule(weight="int4"), {}, [], [jc.ptq.gptq(), jc.ptq.sign_round()])
