@@ -38,6 +38,8 @@ IMPLEMENTATIONS = ("auto", "xla", "pallas")
 
 _Static = tuple[tuple[str, Hashable], ...]
 _Vmaps = tuple[tuple[int | None, ...], ...]
+#: A shape and static keywords.
+PlainShape = tuple[tuple[int, ...], dict[str, Hashable]]
 
 #: The least compute capability: older GPUs fail too late for another choice.
 _LEAST_CAPABILITY = 8.0
@@ -101,6 +103,7 @@ def make_op(
     like_first: bool = False,
     single_cpu: Callable[..., Any] | None = None,
     apart: bool = False,
+    plain_shape: Callable[..., PlainShape | None] | None = None,
     stores: bool = False,
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
@@ -119,6 +122,9 @@ def make_op(
             be partitioned or run under vmap, and so should not.
         apart: in programs for one CPU, neither body is fused with the operations around it. This is for bodies that
             read an array more than once, or whose results are read more than once.
+        plain_shape: of the shape of the first array and the static keywords, another shape and keywords that give the
+            same numbers in the same order, or None. A program for one CPU then has one body for all shapes that have
+            the same plain one. Only with `like_first`.
         stores: the results are codes and scales, which `emulate` does not round.
 
     Returns:
@@ -141,7 +147,8 @@ def make_op(
     primitive.def_abstract_eval(partial(_abstract, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
     if apart or single_cpu is not None:
-        mlir.register_lowering(primitive, partial(_lower_single_cpu, op, single_cpu or body, apart), platform="cpu")
+        lower = partial(_lower_single_cpu, op, single_cpu or body, apart, plain_shape)
+        mlir.register_lowering(primitive, lower, platform="cpu")
     for platform, kernel in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, kernel), platform=platform)
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
@@ -206,12 +213,24 @@ def _lower_portable(op: _Op, ctx: Any, *args: Any, impl: str, wide: bool, vmaps:
 
 
 def _lower_single_cpu(
-    op: _Op, single_cpu: Callable[..., Any], apart: bool, ctx: Any, *args: Any, impl: str, **params: Any
+    op: _Op,
+    single_cpu: Callable[..., Any],
+    apart: bool,
+    plain_shape: Callable[..., PlainShape | None] | None,
+    ctx: Any,
+    *args: Any,
+    impl: str,
+    **params: Any,
 ) -> Any:
     if impl == "pallas" or not _one_device(ctx.module_context.axis_context):
         return _lower_portable(op, ctx, *args, impl=impl, **params)
-    # Under vmap both sides of a branch would be computed.
-    return _lower(ctx, op, op.body if params["vmaps"] else single_cpu, args, apart, **params)
+    if params["vmaps"]:  # both sides of a branch would be computed
+        return _lower(ctx, op, op.body, args, apart, **params)
+    found = None if plain_shape is None else plain_shape(ctx.avals_in[0].shape, **dict(params["static"]))
+    if found is None:
+        return _lower(ctx, op, single_cpu, args, apart, **params)
+    shape, static = found
+    return _lower(ctx, op, single_cpu, args, apart, shape, **{**params, "static": tuple(sorted(static.items()))})
 
 
 def _lower_kernel(
@@ -244,12 +263,23 @@ def _lower_kernel(
         return _lower(ctx, op, fun, args, wide=wide, vmaps=vmaps, static=static)
 
 
-def _lower(ctx: Any, op: _Op, fun: Callable[..., Any], args: tuple, apart: bool = False, **params: Any) -> Any:
+def _lower(
+    ctx: Any,
+    op: _Op,
+    fun: Callable[..., Any],
+    args: tuple,
+    apart: bool = False,
+    shape: tuple[int, ...] | None = None,
+    **params: Any,
+) -> Any:
     module = ctx.module_context
     known = len(module.cached_primitive_lowerings)
-    out = mlir.lower_fun(_called(op, fun, apart, **params), multiple_results=True)(ctx, *args)
+    out = mlir.lower_fun(_called(op, fun, apart, shape, **params), multiple_results=True)(ctx, *args)
     new = len(module.cached_primitive_lowerings) > known
-    if new and "callee" in (call := out[0].owner).attributes:  # else a sharding constraint follows the call
+    call = out[0].owner
+    if call.name == "stablehlo.reshape":
+        call = call.operands[0].owner
+    if new and "callee" in call.attributes:  # else a sharding constraint follows the call
         # JAX writes a constant for each use: a third of the lines are repetitions.
         remove = passmanager.PassManager.parse("func.func(cse)", module.context)
         for function in _functions_of(module.symbol_table, ir.FlatSymbolRefAttr(call.attributes["callee"]).value, {}):
@@ -272,15 +302,27 @@ def _functions_of(table: Any, name: str, found: dict[str, Any]) -> Iterable[Any]
 
 
 @lru_cache(maxsize=4096)
-def _called(op: _Op, fun: Callable[..., Any], apart: bool, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
-    """`fun` as a call of a function that a program has once for each shape; with `apart`, XLA does not inline it."""
+def _called(
+    op: _Op,
+    fun: Callable[..., Any],
+    apart: bool,
+    shape: tuple[int, ...] | None,
+    wide: bool,
+    vmaps: _Vmaps,
+    static: _Static,
+) -> Any:
+    """`fun` as a call of a function that a program has once for each shape; with `apart`, XLA does not inline it.
+
+    If there is a `shape`, the first array has it in the function, and so has the result.
+    """
     function = compiled(_flat(op, fun, wide, vmaps, static))
 
-    def called(*args: Any) -> Any:
+    def called(x: Any, *args: Any) -> Any:
         # A lowering may come after the context in which 64-bit data was traced.
         with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
-            out = function(*args)
-            return set_xla_metadata(out, inlineable="false") if apart else out
+            out = function(x if shape is None else x.reshape(shape), *args)
+            out = set_xla_metadata(out, inlineable="false") if apart else out
+            return out if shape is None else [out[0].reshape(x.shape)]
 
     return called
 

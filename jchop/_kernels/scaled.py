@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -188,6 +189,34 @@ _MOST_TPU = 1024
 _MOST_GPU = {True: 4096, False: 256}
 
 
+def _with_joined_axes(
+    shape: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START
+) -> tuple[tuple[int, ...], dict[str, Any]] | None:
+    """The shape and the plan with neighbouring axes joined that all lie within groups, or all between them.
+
+    Words depend on the places of numbers in C order, which stay. A rule that adds numbers of a group depends on its
+    shape.
+    """
+    if place.whole is not None or plan.of_scales is not None or not plan.rule.by_ends:
+        return None
+    lengths: list[int] = []
+    groups: list[int] = []
+    for length, size in zip(shape, plan.fmt.group_shape(shape), strict=True):
+        if length == 1:
+            continue
+        if lengths and (size == 1) == (groups[-1] == 1) and size in (1, length) and groups[-1] in (1, lengths[-1]):
+            lengths[-1], groups[-1] = lengths[-1] * length, groups[-1] * size
+        else:
+            lengths.append(length)
+            groups.append(size)
+    axes = tuple(axis for axis, size in enumerate(groups) if size > 1)
+    if not axes:
+        return None
+    sizes = tuple("all" if groups[axis] == lengths[axis] else groups[axis] for axis in axes)
+    fmt = replace(plan.fmt, group=sizes, axis=axes, channel=None)
+    return tuple(lengths), {"plan": replace(plan, fmt=fmt), "place": place}
+
+
 # -- operations --------------------------------------------------------------------------------------------------------
 
 round_scaled_op = make_op(
@@ -198,6 +227,7 @@ round_scaled_op = make_op(
     like_first=True,
     single_cpu=partial(round_body, branch_allowed=True),
     apart=True,
+    plain_shape=_with_joined_axes,
 )
 #: Codes, scales and zero points; without codes, only fits.
 quantize_scaled_op = make_op(
