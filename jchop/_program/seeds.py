@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
-from jchop._core.arithmetic.operations import fold_seeds, words
+from jchop._core.arithmetic.operations import fold_seeds
 from jchop._core.rounding.random_bits import flat_index, random_words
 from jchop._settings import compiled
 
@@ -39,9 +38,8 @@ class Seeds:
 
     def turn(self, number: int, step: Array | int = 0) -> Seeds:
         """The seeds of turn `step` of the program with the number."""
-        if isinstance(self.six[0], Tracer) or isinstance(step, Tracer):
-            return Seeds(fold_seeds(self.six, number, step), self.axes)
-        return Seeds(_fold(self.six, np.uint32(number), np.uint32(step)), self.axes)
+        step = step if isinstance(step, Array) else np.uint32(step)
+        return Seeds(_fold(self.six, np.uint32(number), step), self.axes)
 
     def within(self, axes: tuple[str, ...], typed: bool) -> Seeds:
         """The seeds of a shard. If types do not show variation (`typed` is False), all values draw by shard."""
@@ -53,17 +51,15 @@ class Seeds:
         """The six words for a value that varies over the same axes as these arrays."""
         found = {axis for x in like for axis in varying(x)}
         axes = tuple(axis for axis in self.axes if axis in found)
-        return fold_seeds(self.six, _SHARDS, lax.axis_index(axes)) if axes else self.six
+        return _fold(self.six, np.uint32(_SHARDS), lax.axis_index(axes)) if axes else self.six
 
     def words(self, like: Any, number: int) -> Array:
         """A word for each element of an array, or of an array with the shape and type of `like`."""
-        six = self.of(like)
-        if not isinstance(six[0], Tracer) and not isinstance(like, Tracer):
-            return _words(six, np.uint32(number), like if isinstance(like, Array) else None, like.shape, like.dtype)
-        return words(six, like if isinstance(like, Array) else jnp.zeros(like.shape, like.dtype), number)
+        value = like if isinstance(like, Array) else None
+        return _words(self.of(like), np.uint32(number), value, like.shape, like.dtype)
 
 
-#: Outside of a trace the number is an operand, so that calls with other numbers share a compiled program.
+#: The number is an operand, so that calls with other numbers share a function of a program, or a compiled program.
 _fold = compiled(fold_seeds)
 
 
