@@ -38,8 +38,10 @@ IMPLEMENTATIONS = ("auto", "xla", "pallas")
 
 _Static = tuple[tuple[str, Hashable], ...]
 _Vmaps = tuple[tuple[int | None, ...], ...]
-#: A shape and static keywords.
-PlainShape = tuple[tuple[int, ...], dict[str, Hashable]]
+_Shapes = tuple[tuple[int, ...], ...]
+_Reshaped = tuple[_Shapes, _Shapes]
+#: The shapes of arrays, and static keywords.
+Plain = tuple[_Shapes, dict[str, Hashable]]
 
 #: The least compute capability: older GPUs fail too late for another choice.
 _LEAST_CAPABILITY = 8.0
@@ -103,7 +105,7 @@ def make_op(
     like_first: bool = False,
     single_cpu: Callable[..., Any] | None = None,
     apart: bool = False,
-    plain_shape: Callable[..., PlainShape | None] | None = None,
+    plain: Callable[..., Plain | None] | None = None,
     stores: bool = False,
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
@@ -122,9 +124,8 @@ def make_op(
             be partitioned or run under vmap, and so should not.
         apart: in programs for one CPU, neither body is fused with the operations around it. This is for bodies that
             read an array more than once, or whose results are read more than once.
-        plain_shape: of the shape of the first array and the static keywords, another shape and keywords that give the
-            same numbers in the same order, or None. A program for one CPU then has one body for all shapes that have
-            the same plain one. Only with `like_first`.
+        plain: of the shapes of the arrays and the static keywords, other shapes and keywords that give the same numbers
+            in the same order, or None. A program for one CPU then has one body for all that have the same plain ones.
         stores: the results are codes and scales, which `emulate` does not round.
 
     Returns:
@@ -146,8 +147,8 @@ def make_op(
     primitive.def_impl(partial(_eager, op, primitive))
     primitive.def_abstract_eval(partial(_abstract, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
-    if apart or single_cpu is not None:
-        lower = partial(_lower_single_cpu, op, single_cpu or body, apart, plain_shape)
+    if apart or single_cpu is not None or plain is not None:
+        lower = partial(_lower_single_cpu, op, single_cpu or body, apart, plain)
         mlir.register_lowering(primitive, lower, platform="cpu")
     for platform, kernel in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, kernel), platform=platform)
@@ -216,7 +217,7 @@ def _lower_single_cpu(
     op: _Op,
     single_cpu: Callable[..., Any],
     apart: bool,
-    plain_shape: Callable[..., PlainShape | None] | None,
+    plain: Callable[..., Plain | None] | None,
     ctx: Any,
     *args: Any,
     impl: str,
@@ -226,11 +227,13 @@ def _lower_single_cpu(
         return _lower_portable(op, ctx, *args, impl=impl, **params)
     if params["vmaps"]:  # both sides of a branch would be computed
         return _lower(ctx, op, op.body, args, apart, **params)
-    found = None if plain_shape is None else plain_shape(ctx.avals_in[0].shape, **dict(params["static"]))
+    shapes = tuple(aval.shape for aval in ctx.avals_in)
+    found = None if plain is None else plain(*shapes, **dict(params["static"]))
     if found is None:
         return _lower(ctx, op, single_cpu, args, apart, **params)
-    shape, static = found
-    return _lower(ctx, op, single_cpu, args, apart, shape, **{**params, "static": tuple(sorted(static.items()))})
+    shapes, static = found
+    reshaped = shapes, tuple(aval.shape for aval in ctx.avals_out)
+    return _lower(ctx, op, single_cpu, args, apart, reshaped, **{**params, "static": tuple(sorted(static.items()))})
 
 
 def _lower_kernel(
@@ -269,12 +272,12 @@ def _lower(
     fun: Callable[..., Any],
     args: tuple,
     apart: bool = False,
-    shape: tuple[int, ...] | None = None,
+    reshaped: _Reshaped | None = None,
     **params: Any,
 ) -> Any:
     module = ctx.module_context
     known = len(module.cached_primitive_lowerings)
-    out = mlir.lower_fun(_called(op, fun, apart, shape, **params), multiple_results=True)(ctx, *args)
+    out = mlir.lower_fun(_called(op, fun, apart, reshaped, **params), multiple_results=True)(ctx, *args)
     new = len(module.cached_primitive_lowerings) > known
     call = out[0].owner
     if call.name == "stablehlo.reshape":
@@ -302,29 +305,39 @@ def _functions_of(table: Any, name: str, found: dict[str, Any]) -> Iterable[Any]
 
 
 @lru_cache(maxsize=4096)
+def _compiled(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _Static) -> Callable[..., Any]:
+    """`_flat`, compiled. One object for equal arguments: JAX lowers it once for each shape."""
+    return compiled(_flat(op, fun, wide, vmaps, static))
+
+
+@lru_cache(maxsize=4096)
 def _called(
     op: _Op,
     fun: Callable[..., Any],
     apart: bool,
-    shape: tuple[int, ...] | None,
+    reshaped: _Reshaped | None,
     wide: bool,
     vmaps: _Vmaps,
     static: _Static,
 ) -> Any:
     """`fun` as a call of a function that a program has once for each shape; with `apart`, XLA does not inline it.
 
-    If there is a `shape`, the first array has it in the function, and so has the result.
+    If there is `reshaped`, the arrays have these shapes in the function, and the results these shapes after it.
     """
-    function = compiled(_flat(op, fun, wide, vmaps, static))
+    function = _compiled(op, fun, wide, vmaps, static)
 
-    def called(x: Any, *args: Any) -> Any:
+    def called(*args: Any) -> Any:
         # A lowering may come after the context in which 64-bit data was traced.
         with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
-            out = function(x if shape is None else x.reshape(shape), *args)
+            out = function(*(args if reshaped is None else _in_shapes(args, reshaped[0])))
             out = set_xla_metadata(out, inlineable="false") if apart else out
-            return out if shape is None else [out[0].reshape(x.shape)]
+            return out if reshaped is None else _in_shapes(out, reshaped[1])
 
     return called
+
+
+def _in_shapes(arrays: Iterable[Any], shapes: Iterable[tuple[int, ...]]) -> list[Any]:
+    return [jax.lax.reshape(x, shape) if x.shape != shape else x for x, shape in zip(arrays, shapes, strict=True)]
 
 
 def _batch(primitive: Primitive, args: Any, dims: Any, *, vmaps: _Vmaps, **params: Any) -> tuple:

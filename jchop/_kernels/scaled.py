@@ -189,32 +189,72 @@ _MOST_TPU = 1024
 _MOST_GPU = {True: 4096, False: 256}
 
 
-def _with_joined_axes(
-    shape: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START
-) -> tuple[tuple[int, ...], dict[str, Any]] | None:
+def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | None:
     """The shape and the plan with neighbouring axes joined that all lie within groups, or all between them.
 
-    Words depend on the places of numbers in C order, which stay. A rule that adds numbers of a group depends on its
-    shape.
+    The numbers keep their places in C order, on which random words depend. None if nothing changes, or if a rule adds
+    the numbers of a group, since sums depend on its shape.
     """
-    if place.whole is not None or plan.of_scales is not None or not plan.rule.by_ends:
+    if plan.of_scales is not None or not plan.rule.by_ends:
         return None
-    lengths: list[int] = []
-    groups: list[int] = []
+    axes: list[tuple[int, int]] = []  # the length of each, and that of a group along it
+
+    def add(length: int, size: int) -> None:
+        before, within = axes[-1] if axes else (0, 0)
+        if axes and (size, within) in ((1, 1), (length, before)):
+            axes[-1] = before * length, within * size
+        elif length > 1:
+            axes.append((length, size))
+
     for length, size in zip(shape, plan.fmt.group_shape(shape), strict=True):
-        if length == 1:
-            continue
-        if lengths and (size == 1) == (groups[-1] == 1) and size in (1, length) and groups[-1] in (1, lengths[-1]):
-            lengths[-1], groups[-1] = lengths[-1] * length, groups[-1] * size
+        if 1 < size < length and length % size == 0:
+            add(length // size, 1)
+            add(size, size)
         else:
-            lengths.append(length)
-            groups.append(size)
-    axes = tuple(axis for axis, size in enumerate(groups) if size > 1)
-    if not axes:
+            add(length, size)
+    named = tuple(axis for axis, (_, size) in enumerate(axes) if size > 1)
+    if not named:
         return None
-    sizes = tuple("all" if groups[axis] == lengths[axis] else groups[axis] for axis in axes)
-    fmt = replace(plan.fmt, group=sizes, axis=axes, channel=None)
-    return tuple(lengths), {"plan": replace(plan, fmt=fmt), "place": place}
+    groups = tuple("all" if axes[axis][0] == axes[axis][1] else axes[axis][1] for axis in named)
+    fmt = replace(plan.fmt, group=groups, axis=named, channel=None)
+    return tuple(length for length, _ in axes), replace(plan, fmt=fmt)
+
+
+def _plain_round(
+    shape: tuple[int, ...], *drawn: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START
+) -> Any:
+    """The arguments of `round_body` with joined axes."""
+    found = _plain(plan, shape) if place.whole is None else None
+    return None if found is None else ((found[0], *drawn), {"plan": found[1], "place": place})
+
+
+def _plain_quantize(
+    shape: tuple[int, ...],
+    *arrays: tuple[int, ...],
+    plan: Plan,
+    given: int = 0,
+    place: StreamOffset = AT_START,
+    as_dtype: Any = "uint8",
+) -> Any:
+    """The arguments of `quantize_body` with joined axes, if it fits scales and codes fill whole bytes."""
+    found = _plain(plan, shape) if place.whole is None and not given else None
+    if found is None or found[0][-1] * plan.fmt.bits % 8 or shape[-1] * plan.fmt.bits % 8:
+        return None
+    more = {"given": given, "place": place, "as_dtype": as_dtype}
+    return (found[0], *arrays), {"plan": found[1], **more}
+
+
+def _plain_dequantize(
+    codes: tuple[int, ...], *stored: tuple[int, ...], plan: Plan, shape: tuple[int, ...]
+) -> Any:
+    """The arguments of `dequantize_body` with joined axes, if codes fill whole bytes."""
+    found, bits = _plain(plan, shape), plan.fmt.bits
+    if found is None or found[0][-1] * bits % 8 or shape[-1] * bits % 8:
+        return None
+    joined, plain = found
+    counts = plain.fmt.scale_shape(joined)
+    scales = tuple(counts if part == plan.fmt.scale_shape(shape) else part for part in stored)
+    return ((*joined[:-1], joined[-1] * bits // 8), *scales), {"plan": plain, "shape": joined}
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -227,7 +267,7 @@ round_scaled_op = make_op(
     like_first=True,
     single_cpu=partial(round_body, branch_allowed=True),
     apart=True,
-    plain_shape=_with_joined_axes,
+    plain=_plain_round,
 )
 #: Codes, scales and zero points; without codes, only fits.
 quantize_scaled_op = make_op(
@@ -237,10 +277,11 @@ quantize_scaled_op = make_op(
     gpu=Kernel(_quantizes(_gpu), blocks_only(refuse_codes_gpu)),
     single=False,
     single_cpu=partial(quantize_body, branch_allowed=True),
+    plain=_plain_quantize,
     stores=True,
 )
 #: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
-dequantize_scaled_op = make_op("jchop_dequantize_scaled", dequantize_body)
+dequantize_scaled_op = make_op("jchop_dequantize_scaled", dequantize_body, plain=_plain_dequantize)
 
 
 # -- static data -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from jchop._products.codes import Coded, check_codes, coded, parts_of
 from jchop._products.contraction import letters_of
 from jchop._products.layout import Layout
 from jchop._products.product import Dot, Ragged
+from jchop._settings import compiled
 from jchop.storage import QArray, dequantize
 from jchop.storage._decode import batch_axes
 from jchop.storage._layout import OWN, WHOLE, kinds_of
@@ -93,9 +94,8 @@ def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
         (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
         (x.ndim, w.ndim),
     )
-    y = _product(product, x, w, dtype)
     have = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
-    return y.transpose([have.index(c) for c in result])
+    return _product(product, x, w, dtype, order=tuple(have.index(c) for c in result))
 
 
 def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
@@ -139,14 +139,27 @@ def _check_stored(x: Any, w: Any) -> None:
         raise TypeError(f"x is a {type(x).__name__} and w a {type(w).__name__}; one of them must be a QArray")
 
 
-def _product(product: Dot | Ragged, x: Any, w: Any, dtype: Any, *extra: Array) -> Array:
-    """A product of operands of which one at least is stored; `extra` are the sizes of a ragged one."""
+def _product(
+    product: Dot | Ragged, x: Any, w: Any, dtype: Any, *extra: Array, order: tuple[int, ...] = (0, 1)
+) -> Array:
+    """A product of operands of which one at least is stored; `extra` are the sizes of a ragged one.
+
+    The axes of the result are in this order.
+    """
     summed = product.forward.left.summed, product.forward.right.summed
     blocks = tuple(_block(name, value, axes) for name, value, axes in zip("xw", (x, w), summed, strict=True))
     dtype = jnp.result_type(x.dtype, w.dtype) if dtype is None else jnp.dtype(dtype)
     floats = [value if isinstance(value, QArray) else jnp.asarray(value) for value in (x, w)]
+    return _run(product, blocks, dtype, order, *floats, extra)
+
+
+@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
+def _run(
+    product: Dot | Ragged, blocks: tuple, dtype: Any, order: tuple[int, ...], x: Any, w: Any, extra: tuple[Array, ...]
+) -> Array:
+    """The product, compiled once for arguments of the same shapes and specs if it is called outside of a trace."""
     with jax.named_scope(OWN_SCOPE):
-        return own_results(jnp.asarray(_multiply(product, blocks, dtype, *floats, extra)))
+        return own_results(jnp.asarray(_multiply(product, blocks, dtype, x, w, extra)).transpose(order))
 
 
 def _block(name: str, q: Any, summed: tuple[int, ...]) -> int | None:

@@ -36,10 +36,10 @@ class Seeds:
     six: tuple[Array, ...]
     axes: tuple[str, ...] = ()
 
-    def turn(self, number: int, step: Array | int = 0) -> Seeds:
+    def turn(self, number: Array | int, step: Array | int = 0) -> Seeds:
         """The seeds of turn `step` of the program with the number."""
-        step = step if isinstance(step, Array) else np.uint32(step)
-        return Seeds(_fold(self.six, np.uint32(number), step), self.axes)
+        number, step = (x if isinstance(x, Array) else np.uint32(x) for x in (number, step))
+        return Seeds(_fold(self.six, number, step), self.axes)
 
     def within(self, axes: tuple[str, ...], typed: bool) -> Seeds:
         """The seeds of a shard. If types do not show variation (`typed` is False), all values draw by shard."""
