@@ -1,11 +1,13 @@
 """What it costs to trace, lower and compile programs that round: a training step, an optimizer, an emulated program.
 
-    python benchmarks/compile_cost.py [--repeat 9] [--only CASE ...]
+    python benchmarks/compile_cost.py [--runs 3] [--repeat 9] [--only CASE ...]
     pip install qwix                                 # adds qwix's quantization-aware training to the table
 
-Seconds are those of the processor, which other programs on the machine change little. "lines" are those of StableHLO,
-as JAX lowers the program; "optimized" those of XLA's program for this device. JAX's caches are emptied before each
-case. Steps are timed in turn, after everything has been compiled.
+Seconds are those of the processor, which other programs on the machine change little; medians of runs, each of which
+takes all cases in turn and empties JAX's caches before each. "lines" are those of StableHLO, as JAX lowers the program;
+"optimized" those of XLA's program for this device. Ratios to qwix's program, or to the plain one, are of lines and of
+the sum of tracing, lowering and compiling. Steps are timed in turn, after everything has been compiled. `--eager` adds
+emulated functions without `jax.jit`.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import argparse
 import importlib.util
 import math
 import random
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -82,6 +86,22 @@ def training_step(model: Any, tokens: Any) -> Program:
     return step, (state, tokens, labels)
 
 
+def step_of_function(model: Any, rule: jc.Rule, tokens: Any) -> Program:
+    """A step of the same training by `quantize_fn`, which knows no layers."""
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    labels = jnp.roll(tokens, -1, axis=-1)
+    low = jc.quantize_fn(lambda params, tokens: nnx.merge(graph, params, others)(tokens), rule)
+
+    def step(params: Any, tokens: Any, labels: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(low(params, tokens), labels).mean()
+
+        loss, gradient = jax.value_and_grad(loss_of)(params)
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+
+    return step, (params, tokens, labels)
+
+
 def models(tokens: Any) -> dict[str, Callable[[], Program]]:
     def plain() -> Any:
         return LanguageModel(rngs=nnx.Rngs(0, rounding=1))
@@ -89,6 +109,7 @@ def models(tokens: Any) -> dict[str, Callable[[], Program]]:
     made: dict[str, Callable[[], Program]] = {"float32": lambda: training_step(plain(), tokens)}
     for name, rule in RULES.items():
         made[name] = lambda rule=rule: training_step(jc.nn.quantize(plain(), rule, rngs=nnx.Rngs(rounding=1)), tokens)
+    made["int8, any program"] = lambda: step_of_function(plain(), INT8, tokens)
     if importlib.util.find_spec("qwix"):
         import qwix
 
@@ -129,21 +150,33 @@ def network(layers: int) -> Program:
     return run, (jax.random.normal(keys[0], (16, 32)), weights)
 
 
-def emulated(spec: str, layers: int = 12) -> Program:
-    run, args = network(layers)
-    key = jax.random.key(1) if jc.parse(spec).rounding.stochastic else None
-    return jc.emulate(run, spec, key=key), args
+def runge_kutta(steps: int = 6) -> Program:
+    """Unrolled steps of Dormand and Prince's method for 64 pendulums with drag: 966 equations."""
+    table = (
+        (),
+        (1 / 5,),
+        (3 / 40, 9 / 40),
+        (44 / 45, -56 / 15, 32 / 9),
+        (19372 / 6561, -25360 / 2187, 64448 / 6561, -212 / 729),
+        (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
+        (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
+    )
 
+    def slope(angle: Any, speed: Any) -> tuple[Any, Any]:
+        return speed, -jnp.sin(angle) - 0.1 * speed * jnp.sqrt(1 + speed * speed) / jnp.exp(0.01 * angle)
 
-def elementwise(count: int, size: int = 4096) -> Program:
-    """A sequence of products, quotients, sums and roots."""
+    def run(angle: Any, speed: Any) -> Any:
+        for _ in range(steps):
+            slopes = []
+            for weights in table:
+                a, s = angle, speed
+                for weight, (da, ds) in zip(weights, slopes, strict=True):
+                    a, s = a + 0.05 * weight * da, s + 0.05 * weight * ds
+                slopes.append(slope(a, s))
+            angle, speed = a, s
+        return angle, speed
 
-    def run(x: Any, y: Any) -> Any:
-        for i in range(count):
-            x = (x + y, x * y, x / y, jnp.sqrt(jnp.abs(x)))[i % 4]
-        return x
-
-    return run, (jnp.linspace(0.5, 1.5, size), jnp.linspace(0.75, 1.25, size))
+    return run, (jnp.linspace(0.1, 1.0, 64), jnp.linspace(-1.0, 1.0, 64))
 
 
 def cases() -> dict[str, Callable[[], Program]]:
@@ -152,12 +185,12 @@ def cases() -> dict[str, Callable[[], Program]]:
     made["optax.adamw"] = lambda: optimizing_step(optax.adamw(1e-3))
     made["adamw8bit"] = lambda: optimizing_step(jc.optim.adamw8bit(1e-3))
     made["adamw4bit"] = lambda: optimizing_step(jc.optim.adamw4bit(1e-3))
-    made["network of 12 layers"] = lambda: network(12)
-    for spec in ("bfloat16", "e4m3", "bfloat16:stochastic"):
-        made[f"emulate, network, {spec}"] = lambda spec=spec: emulated(spec)
-    made["elementwise, 100"] = lambda: elementwise(100)
-    chain, _ = elementwise(100)
-    made["emulate, elementwise, bfloat16"] = lambda: (jc.emulate(chain, "bfloat16"), elementwise(100)[1])
+    for program, (run, args) in {"network": network(12), "Runge-Kutta": runge_kutta()}.items():
+        made[program] = lambda run=run, args=args: (run, args)
+        for spec in ("bfloat16", "e4m3", "bfloat16:stochastic"):
+            key = jax.random.key(1) if jc.parse(spec).rounding.stochastic else None
+            low = jc.emulate(run, spec, key=key)
+            made[f"emulate, {program}, {spec}"] = lambda low=low, args=args: (low, args)
     return made
 
 
@@ -212,21 +245,71 @@ def step_times(runs: dict[str, Callable[[], Any]], repeat: int) -> dict[str, flo
     return {name: float(np.median(times)) for name, times in spent.items()}
 
 
+def other_of(name: str) -> str | None:
+    """The case that another is compared with: the plain program, or the same training in qwix."""
+    if name.startswith("emulate, "):
+        return name.split(", ")[1]
+    if name.startswith("adamw"):
+        return "optax.adamw"
+    known = {"int8, any program": "int8", "nvfp4": "int8", "mxfp8": "int8"}
+    return None if name.startswith("qwix") or name in ("float32", "optax.adamw") else f"qwix: {known.get(name, name)}"
+
+
+def median_of(costs: list[Cost]) -> Cost:
+    return Cost(*(np.median(values).item() for values in zip(*(astuple(cost) for cost in costs), strict=True)))
+
+
+def total(cost: Cost) -> float:
+    return cost.trace + cost.lower + cost.compile
+
+
+def eager_times(repeat: int) -> None:
+    """Calls without `jax.jit`: the first, and later ones, beside the plain function, which runs op by op, too."""
+    print("\n| outside of jit | first call, s | later, ms | plain, ms | ratio |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for program, (run, args) in {"network": network(12), "Runge-Kutta": runge_kutta()}.items():
+        for spec in ("bfloat16", "e4m3", "bfloat16:stochastic"):
+            key = jax.random.key(1) if jc.parse(spec).rounding.stochastic else None
+            low = jc.emulate(run, spec, key=key)
+            start = time.process_time()
+            jax.block_until_ready(low(*args))
+            first = time.process_time() - start
+            calls = {"low": partial(low, *args), "plain": partial(run, *args)}
+            steps = step_times({name: lambda f=f: jax.block_until_ready(f()) for name, f in calls.items()}, repeat)
+            ratio = steps["low"] / steps["plain"]
+            each = f"{first:.1f} | {steps['low']:.1f} | {steps['plain']:.1f} | {ratio:.1f}"
+            print(f"| emulate, {program}, {spec} | {each} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
-    made, costs, runs = cases(), {}, {}
-    for name in options.only or made:
-        costs[name], runs[name] = cost_of(made[name]())
+    made, runs = cases(), {}
+    names = options.only or list(made)
+    costs: dict[str, list[Cost]] = {name: [] for name in names}
+    for turn in range(options.runs):
+        for name in names:
+            cost, runs[name] = cost_of(made[name]())
+            costs[name].append(cost)
+            print(f"run {turn}, {name}: {cost}", file=sys.stderr, flush=True)
     print(f"jax {jax.__version__}, {jax.devices()[0].platform}, {jc.__name__} {jc.__version__}\n")
-    print("| program | trace, s | lower, s | lines | compile, s | optimized | step, ms |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| program | trace, s | lower, s | compile, s | lines | optimized | step, ms | lines, ratio | time, ratio |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     steps = step_times(runs, options.repeat)
-    for name, cost in costs.items():
-        seconds = f"{cost.trace:.2f} | {cost.lower:.2f} | {cost.lines:,} | {cost.compile:.2f}"
-        print(f"| {name} | {seconds} | {cost.optimized:,} | {steps[name]:.3f} |")
+    median = {name: median_of(each) for name, each in costs.items()}
+    for name, cost in median.items():
+        other = median.get(other_of(name) or "")
+        compared = "| " if other is None else f"{cost.lines / other.lines:.1f} | {total(cost) / total(other):.1f}"
+        seconds = (
+            f"{cost.trace:.2f} | {cost.lower:.2f} | {cost.compile:.2f} | {cost.lines:,.0f} | {cost.optimized:,.0f}"
+        )
+        print(f"| {name} | {seconds} | {steps[name]:.3f} | {compared} |")
+    if options.eager:
+        eager_times(options.repeat)
 
 
 if __name__ == "__main__":

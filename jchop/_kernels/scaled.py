@@ -220,9 +220,7 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
     return tuple(length for length, _ in axes), replace(plan, fmt=fmt)
 
 
-def _plain_round(
-    shape: tuple[int, ...], *drawn: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START
-) -> Any:
+def _plain_round(shape: tuple[int, ...], *drawn: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START) -> Any:
     """The arguments of `round_body` with joined axes."""
     found = _plain(plan, shape) if place.whole is None else None
     return None if found is None else ((found[0], *drawn), {"plan": found[1], "place": place})
@@ -244,9 +242,7 @@ def _plain_quantize(
     return (found[0], *arrays), {"plan": found[1], **more}
 
 
-def _plain_dequantize(
-    codes: tuple[int, ...], *stored: tuple[int, ...], plan: Plan, shape: tuple[int, ...]
-) -> Any:
+def _plain_dequantize(codes: tuple[int, ...], *stored: tuple[int, ...], plan: Plan, shape: tuple[int, ...]) -> Any:
     """The arguments of `dequantize_body` with joined axes, if codes fill whole bytes."""
     found, bits = _plain(plan, shape), plan.fmt.bits
     if found is None or found[0][-1] * bits % 8 or shape[-1] * bits % 8:
