@@ -46,7 +46,7 @@ def lines_of_training(rule: jc.nn.Rule | None) -> int:
 INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 
 
-@pytest.mark.parametrize(("rule", "most"), [(INT8, 3_500), (jc.nn.recipe("nvfp4"), 8_000)], ids=["int8", "nvfp4"])
+@pytest.mark.parametrize(("rule", "most"), [(INT8, 3_300), (jc.nn.recipe("nvfp4"), 5_700)], ids=["int8", "nvfp4"])
 def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:
     assert lines_of_training(rule) - lines_of_training(None) <= most
 
@@ -57,7 +57,7 @@ def test_an_optimizer_of_equal_and_unequal_leaves() -> None:
     def lines(tx: Any) -> int:
         return lines_of(tx.update, params, jax.eval_shape(tx.init, params), params)
 
-    assert lines(jc.optim.adamw8bit(1e-3)) - lines(optax.adamw(1e-3)) <= 4_000
+    assert lines(jc.optim.adamw8bit(1e-3)) - lines(optax.adamw(1e-3)) <= 2_300
 
 
 def chain(x: Any, y: Any) -> Any:
@@ -67,9 +67,14 @@ def chain(x: Any, y: Any) -> Any:
     return x
 
 
-def test_an_emulated_chain() -> None:
-    x = jnp.ones((8, 8))
-    assert lines_of(jc.emulate(chain, "bfloat16"), x, x) <= 10 * lines_of(chain, x, x)
+@pytest.mark.parametrize(("spec", "most"), [("e4m3", 4), ("bfloat16", 8), ("bfloat16:stochastic", 17)])
+def test_an_emulated_chain(spec: str, most: int) -> None:
+    """The functions of four operations are most of it; another hundred equations are a call each, or two that draw."""
+    x, low = jnp.ones((8, 8)), jc.emulate(chain, spec, key=jax.random.key(0))
+    once, plain = lines_of(low, x, x), lines_of(chain, x, x)
+    assert once <= most * plain
+    twice = jc.emulate(lambda x, y: chain(chain(x, y), y), spec, key=jax.random.key(0))
+    assert lines_of(twice, x, x) - once <= 3.3 * plain
 
 
 def test_a_shared_operation_has_its_derivatives() -> None:

@@ -370,6 +370,36 @@ def test_a_program_has_a_body_once_for_each_shape(platform, more):
     assert len(re.findall(r"call @toy_often", text)) == 6
 
 
+def flattened(*shapes: tuple[int, ...], shift: int) -> Any:
+    x, *others = shapes
+    return ((math.prod(x),), *others), {"shift": shift}
+
+
+def test_shapes_with_one_plain_shape_share_a_body_in_the_program_of_one_cpu():
+    op = make_op("toy_plain", lambda x, scale, *, shift: jnp.sin(x) * scale + shift, plain=flattened)
+
+    def often(x: jax.Array) -> jax.Array:
+        return times(op)(x) + times(op)(x.reshape(2, 8)).reshape(8, 2) + times(op)(x.reshape(16)).reshape(8, 2)
+
+    text = lowered_for("cpu", often, X)
+    assert len(re.findall(r"func\.func private @toy_plain", text)) == 1
+    np.testing.assert_array_equal(jax.jit(often)(X), 3 * times(op)(X))
+    assert len(re.findall(r"func\.func private @toy_plain", lowered_for("cuda", often, X))) == 3
+    twice = jax.jit(jax.vmap(times(op)))(jnp.stack([X, 2 * X]))
+    np.testing.assert_array_equal(twice[1], jax.jit(times(op))(2 * X))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_partitioned_body_keeps_its_shape(kind):
+    op = make_op("toy_plain", body, plain=flattened)
+    sharding = NamedSharding(mesh(kind), P("a"))
+    x = jax.device_put(X, sharding)
+    with jax.set_mesh(mesh(kind)):
+        run = jax.jit(times(op))
+        assert run(x).sharding.is_equivalent_to(sharding, 2)
+        assert "reshape" not in run.lower(x).as_text()
+
+
 def test_a_body_is_lowered_with_each_constant_once():
     op = make_op("toy_constants", lambda x: (x * 3.5 + 1) * 3.5 - x * 3.5)
     assert lowered_for("cpu", lambda x: op(x), X).count("3.5") == 1

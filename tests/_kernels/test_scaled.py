@@ -370,3 +370,66 @@ def test_operations_take_kernels_that_fit_and_encode():
     takes = functools.partial(scaled.blocks_only(scaled.refuse_codes_gpu), x, plan=plan_of(mx("e2m1fn"), "float32"))
     assert takes() is None
     assert "fit scales" in str(takes(given=1)) and "fit scales" in str(takes(as_dtype=None))
+
+
+# -- joined axes -------------------------------------------------------------------------------------------------------
+
+JOINED = [
+    ("int8(group=all)", (3, 2, 8)),
+    ("int8(group=(all,all),axis=(0,1))", (2, 3, 5)),
+    ("int8(group=all,axis=1)", (2, 6, 1, 4)),
+    ("int8(channel=-1)", (4, 2, 3)),
+    ("int8(channel=(0,2))", (2, 3, 4, 5)),
+    ("int4(group=4)", (3, 2, 8)),
+    ("int4(group=4)", (2, 10)),
+    ("int4(group=(2,4),axis=(-2,-1))", (2, 4, 8)),
+    ("int3(group=8)", (2, 2, 16)),
+    ("int4(group=3)", (2, 6)),
+    ("uint4(group=4,zero_point=integer)", (2, 2, 8)),
+    ("nvfp4", (2, 3, 32)),
+    ("mxfp8_e4m3", (2, 64, 3)),
+    ("mxfp4(axis=-2)", (2, 64, 3)),
+    ("nf4(group=16)", (2, 2, 16)),
+    ("dynamic8(group=8)", (4, 16)),
+    ("int4(group=8,rule=mse)", (2, 16)),
+    ("int8:stochastic(group=4)", (2, 3, 8)),
+]
+
+
+@pytest.mark.parametrize(("text", "shape"), JOINED)
+def test_joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:
+    """Operations in a program for one CPU, whose axes are joined, against their bodies with the axes as they are."""
+    spec = jc.parse(text)
+    drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
+    plan = scaled.require_scaled(spec, shape, "float32")
+    for x in map(jnp.asarray, numbers(shape, "float32").values()):
+        want = jax.jit(functools.partial(round_body, plan=plan))(x, *drawn)
+        got = jax.jit(functools.partial(scaled.round_scaled, spec=spec))(x, *drawn)
+        np.testing.assert_array_equal(bits_of(got), bits_of(want))
+        codes, *parts = jax.jit(functools.partial(quantize_body, plan=plan))(x, *drawn)
+        stored = jax.jit(functools.partial(scaled.quantize_scaled, spec=spec))(x, *drawn)
+        for have, part in zip(jax.tree.leaves(stored), (codes, *parts), strict=True):
+            assert have.shape == part.shape
+            np.testing.assert_array_equal(bits_of(have), bits_of(part))
+        back = functools.partial(scaled.dequantize_scaled, spec=spec, shape=shape, dtype="float32")
+        np.testing.assert_array_equal(bits_of(jax.jit(back)(*stored)), bits_of(want))
+
+
+def bits_of(x: Any) -> np.ndarray:
+    return np.asarray(x).view(np.uint8)
+
+
+def test_roundings_with_joined_axes_share_a_function() -> None:
+    """Six shapes and groupings are two: rows of 16 in groups, and columns of 8."""
+
+    def run(x: Array) -> Array:
+        total = jnp.float32(0)
+        for shape in ((8, 16), (2, 4, 16), (8, 4, 4)):
+            axes = "axis=(-2,-1),group=(all,all)" if shape[-1] == 4 else "group=all"
+            total += jc.round_to_format(x.reshape(shape), f"int8({axes})").sum()
+        for shape, axes in (((8, 16), "0"), ((8, 4, 4), "0"), ((8, 2, 8), "0")):
+            total += jc.round_to_format(x.reshape(shape), f"int8(group=all,axis={axes})").sum()
+        return total
+
+    text = jax.jit(run).lower(jnp.ones(128)).as_text()
+    assert text.count("func.func private @jchop_round_scaled") == 2

@@ -14,6 +14,7 @@ from flax import nnx
 
 import jchop as jc
 from jchop._products.codes import Coded, multiply
+from jchop._products.product import Dot
 
 KEY = jax.random.key(5)
 ROW = "int8(group=all)"
@@ -131,6 +132,25 @@ def test_products_of_stored_arrays() -> None:
 
     for spec, (got, low) in by_spec(x, w).items():
         np.testing.assert_allclose(got, x @ np.asarray(low), rtol=2e-6, atol=2e-6, err_msg=spec)
+
+
+def test_stored_products_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of `jax.jit`, too: later calls with the same shapes and specs trace nothing."""
+    traced, by_codes = [], Dot.by_codes
+
+    def counted(self: Dot, *args: Any) -> jax.Array:
+        traced.append(self)
+        return by_codes(self, *args)
+
+    monkeypatch.setattr(Dot, "by_codes", counted)
+    w = jc.quantize(normal(29, 3, seed=1), "int8(group=all,axis=0)")
+    for seed in range(3):
+        x = normal(2, 29, seed=seed)
+        got = jc.dot(x, w)
+    assert len(traced) == 1
+    np.testing.assert_array_equal(got, jax.jit(jc.dot)(x, w))
+    jc.dot(normal(4, 29), w)
+    assert len(traced) == 2
 
 
 def test_stored_products_refuse() -> None:
