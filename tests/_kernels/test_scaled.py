@@ -392,7 +392,7 @@ JOINED = [
     ("nf4(group=16)", (2, 2, 16)),
     ("dynamic8(group=8)", (4, 16)),
     ("int4(group=8,rule=mse)", (2, 16)),
-    ("int8:stochastic(group=4)", (2, 3, 8)),
+    ("int8(group=4):stochastic", (2, 3, 8)),
 ]
 
 
@@ -416,7 +416,7 @@ def test_joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:
 
 
 def bits_of(x: Any) -> np.ndarray:
-    return np.asarray(x).view(np.uint8)
+    return np.atleast_1d(np.asarray(x)).view(np.uint8)
 
 
 def test_roundings_with_joined_axes_share_a_function() -> None:
