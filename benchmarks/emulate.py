@@ -49,15 +49,15 @@ def by_hand(spec: str, key: jax.Array) -> Callable[..., jax.Array]:
 
 
 def seconds(runs: list[Callable[[], jax.Array]], repeats: int) -> list[list[float]]:
-    """The times of each of several runs, taken in turn."""
+    """The seconds of the processor of each of several runs, taken in turn; other programs change them little."""
     taken: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run().block_until_ready()
     for _ in range(repeats):
         for times, run in zip(taken, runs, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             run().block_until_ready()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
     return taken
 
 
@@ -72,9 +72,9 @@ def main() -> None:
     print(f"{'spec':<24}{'by hand, ms':>12}{'emulate, ms':>12}{'ratio':>8}{'quartiles':>16}{'compile, s':>12}")
     for spec in options.specs:
         hand, low = jax.jit(by_hand(spec, key)), jax.jit(jc.emulate(chain, spec, key=key))
-        start = time.perf_counter()
+        start = time.process_time()
         low(x, y).block_until_ready()
-        compiled = time.perf_counter() - start
+        compiled = time.process_time() - start
         a, b = seconds([lambda hand=hand: hand(x, y), lambda low=low: low(x, y)], options.repeats)
         low_quartile, ratio, high_quartile = statistics.quantiles([v / u for u, v in zip(a, b, strict=True)], n=4)
         spread = f"{low_quartile:.2f} to {high_quartile:.2f}"
