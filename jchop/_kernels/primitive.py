@@ -329,7 +329,7 @@ def _called(
     def called(*args: Any) -> Any:
         # A lowering may come after the context in which 64-bit data was traced.
         with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
-            out = function(*(args if reshaped is None else _in_shapes(args, reshaped[0])))
+            out: Any = function(*(args if reshaped is None else _in_shapes(args, reshaped[0])))
             out = set_xla_metadata(out, inlineable="false") if apart else out
             return out if reshaped is None else _in_shapes(out, reshaped[1])
 

@@ -38,8 +38,8 @@ class Seeds:
 
     def turn(self, number: Array | int, step: Array | int = 0) -> Seeds:
         """The seeds of turn `step` of the program with the number."""
-        number, step = (x if isinstance(x, Array) else np.uint32(x) for x in (number, step))
-        return Seeds(_fold(self.six, number, step), self.axes)
+        at = (x if isinstance(x, Array) else np.uint32(x) for x in (number, step))
+        return Seeds(_fold(self.six, *at), self.axes)
 
     def within(self, axes: tuple[str, ...], typed: bool) -> Seeds:
         """The seeds of a shard. If types do not show variation (`typed` is False), all values draw by shard."""
