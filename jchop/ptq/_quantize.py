@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from jchop._products.placement import Placement
 from jchop._products.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._products.rule import Rule
 from jchop._products.weights import is_packed, numbers_of
+from jchop.ptq._maps.mapping import Mapped, map_parameters
+from jchop.ptq._maps.steps import Mapping
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._round import Outcome, round_parameter
 from jchop.ptq._run import Data, check_batches
@@ -34,7 +37,7 @@ def quantize(
     rules: Rule | Iterable[Rule],
     params: Any,
     batches: Iterable[Any],
-    steps: Sequence[Sweep | Correction] | Sweep | Correction | None = None,
+    steps: Sequence[Sweep | Correction | Mapping] | Sweep | Correction | Mapping | None = None,
     *,
     sequential: bool | None = None,
     key: Array | None = None,
@@ -51,8 +54,9 @@ def quantize(
         rules: a `Rule`, or several.
         params: the parameters in full precision.
         batches: arguments after the parameters: tuples, or the only argument.
-        steps: `gptq`, `correct_error`, or both in a list in the other order. None of them, ``[]``: every element is
-            rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+        steps: `gptq`, `correct_error`, or both in a list in the other order; before them mappings, `smooth` and `awq`,
+            each of which runs the data once. None, ``[]``: every element is rounded by itself, and the report shows the
+            errors. Default: ``[gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
             far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
@@ -98,10 +102,12 @@ def calibrated(
     if keeping := next((rule for rule in low.rules if rule.scale_from is not None), None):
         raise NotImplementedError(f"{keeping} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
-    check_batches(batches, again=in_order)
+    check_batches(batches, again=in_order or bool(plan.mappings))
     if key is not None:
         check_key("key", key)
-    job = _Job(low, params, Data(low, params, batches, key, progress), plan, key)
+    data = Data(low, params, batches, key, progress)
+    mapped = map_parameters(data, plan.mappings)
+    job = _Job(low, data, plan, key, mapped)
     job.in_order() if in_order else job.at_once()
     return job.result()
 
@@ -109,16 +115,17 @@ def calibrated(
 class _Job:
     """The state of a calibration: packed parameters, their numbers, and rows of the report."""
 
-    def __init__(self, low: QuantizedFunction, params: Any, data: Data, steps: Steps, key: Array | None) -> None:
-        self.low, self.params, self.data, self.steps, self.key = low, params, data, steps, key
+    def __init__(self, low: QuantizedFunction, data: Data, steps: Steps, key: Array | None, mapped: Mapped) -> None:
+        self.low, self.params, self.data, self.steps, self.key = low, data.params, data, steps, key
+        self.mapped = mapped
         self.rows: list[WeightRow] = []
-        self.passes = 0
+        self.passes = len(steps.mappings)
         self.packed: Any = None
 
     def at_once(self) -> None:
         """All weights by the inputs of the model in full precision."""
         sums, last = self.data.sums()
-        self.passes = 1
+        self.passes += 1
         self._start(last)
         for stage in self.sites.stages(list(self.wanted)):
             for leaf in stage.leaves:
@@ -212,7 +219,16 @@ class _Job:
             self.numbers[leaf] = self.numbers[leaf].at[turn].set(out.numbers)
         else:
             self.low_leaves[leaf], self.numbers[leaf] = out.packed, out.numbers
-        self.rows.append(self._row(leaf, path, weight.shape, out, rows, note))
+        self.rows.append(self._of_mapping(leaf, turn, self._row(leaf, path, weight.shape, out, rows, note)))
+
+    def _of_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
+        """A row with the errors before the parameters were mapped, and with what was done."""
+        energy, before = self.mapped.before.get((leaf, turn), (0.0, 0.0))
+        taken = ", ".join([*self.mapped.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])])
+        return replace(
+            row, method=taken or row.method, before=_decibels(energy, before) if energy else row.before,
+            note="; ".join(text for text in (row.note, self.mapped.note(leaf, turn)) if text),
+        )  # fmt: skip
 
     def _row(
         self, leaf: int, path: str = "", shape: Sequence[int] = (), out: Outcome | None = None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jchop._checks import check_choice, check_int
+from jchop.ptq._maps.steps import Mapping
 
 __all__ = ["Correction", "Steps", "Sweep", "as_steps", "correct_error", "gptq"]
 
@@ -37,8 +38,9 @@ class Correction:
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done to each weight: at most one step of each kind, None for one that is not taken."""
+    """What is done to each weight: at most one step of each kind, None for one that is not taken; mappings before."""
 
+    mappings: tuple[Mapping, ...] = ()
     correction: Correction | None = None
     sweep: Sweep | None = None
 
@@ -115,14 +117,18 @@ def as_steps(steps: Any) -> Steps:
 
     Raises:
         TypeError: for what is no step.
-        ValueError: for two steps of one kind, or a correction after the rounding.
+        ValueError: for two steps of one kind, a correction after the rounding, or a mapping after either.
     """
-    given = [steps] if isinstance(steps, Correction | Sweep) else list(steps) if isinstance(steps, Iterable) else None
-    wrong = [step for step in given or () if not isinstance(step, Correction | Sweep)]
+    given = [steps] if isinstance(steps, Correction | Sweep | Mapping) else list(steps) if isinstance(steps, Iterable) else None
+    wrong = [step for step in given or () if not isinstance(step, Correction | Sweep | Mapping)]
     if given is None or wrong:
         raise TypeError(f"steps={steps!r} must be a list of steps, such as [jc.ptq.correct_error(), jc.ptq.gptq()]")
-    kinds = [type(step) for step in given]
+    mappings = tuple(step for step in given if isinstance(step, Mapping))
+    rest = given[len(mappings) :]
+    if given[: len(mappings)] != [*mappings]:
+        raise ValueError(f"steps=[{', '.join(map(str, given))}] must have smooth and awq before the others")
+    kinds = [type(step) for step in rest]
     if len(set(kinds)) < len(kinds) or kinds == [Sweep, Correction]:
         raise ValueError(f"steps=[{', '.join(map(str, given))}] may have one correct_error, and then one gptq")
-    found: dict[str, Any] = {"correction" if isinstance(step, Correction) else "sweep": step for step in given}
-    return Steps(**found)
+    found: dict[str, Any] = {"correction" if isinstance(step, Correction) else "sweep": step for step in rest}
+    return Steps(mappings=mappings, **found)
