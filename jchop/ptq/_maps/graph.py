@@ -18,6 +18,7 @@ __all__ = ["CARRIED", "OVER_TURNS", "SAME", "Graph", "Node", "Place", "Value", "
 #: of one of several branches.
 CARRIED, OVER_TURNS, SAME = "carried", "over turns", "same"
 _CONSTANT = "a constant"
+_TEXTS = {CARRIED: "a loop", OVER_TURNS: "a loop", SAME: "a loop or branch"}
 
 
 @dataclass(eq=False)
@@ -73,7 +74,7 @@ class Node:
     product: Any = None
 
     def __str__(self) -> str:
-        return f"{self.name} {self.where}".strip()
+        return f"{_TEXTS.get(self.name, self.name)} {self.where}".strip()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jchop.rounding import Rounding
 
 Array = jax.Array
 
-__all__ = ["Mapped", "map_parameters"]
+__all__ = ["Mapped", "map_parameters", "multiplied"]
 
 
 @dataclass
@@ -214,17 +214,27 @@ class _Job:
             self.mapped.before[leaf, place] = energy, before
 
     def _scale(self, leaf: int, label: Label, factors: np.ndarray) -> None:
-        """Multiply a parameter by its factors, in float32 or its own wider type, and round once."""
+        """Multiply a parameter by its factors.
+
+        Raises:
+            ValueError: if it overflows.
+        """
         before = self._value(leaf)
-        own = factors[label.indexes()] ** float(label.power)
-        with types_for(before.dtype):
-            wide = jnp.promote_types(before.dtype, jnp.float32)
-            after = (jnp.asarray(before).astype(wide) * jnp.asarray(own, wide)).astype(before.dtype)
+        after = multiplied(before, label, factors)
         if bool((jnp.isfinite(jnp.asarray(before)) & ~jnp.isfinite(after)).any()):
             raise ValueError(
                 f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of {self.step}"
             )
-        self.changed[leaf] = np.asarray(after) if isinstance(before, np.ndarray) else after
+        self.changed[leaf] = after
+
+
+def multiplied(parameter: Any, label: Label, factors: np.ndarray) -> Any:
+    """A parameter times its factors, in float32 or its own wider type, rounded once to its own."""
+    own = factors[label.indexes()] ** float(label.power)
+    with types_for(parameter.dtype):
+        wide = jnp.promote_types(parameter.dtype, jnp.float32)
+        after = (jnp.asarray(parameter).astype(wide) * jnp.asarray(own, wide)).astype(parameter.dtype)
+    return np.asarray(after) if isinstance(parameter, np.ndarray) else after
 
 
 def _by_leaf(fold: Fold) -> dict[int, Label]:
