@@ -32,8 +32,8 @@ def check_batches(batches: Any, again: bool) -> None:
         raise TypeError(f"batches={batches!r} must be an iterable of arguments, such as [(x,), (x,)]")
     if again and iter(batches) is iter(batches):
         raise TypeError(
-            f"batches={batches!r} can be run through once, and these steps need them again (rounding layer after layer: "
-            "for each layer); pass a list, or an object whose __iter__ starts anew"
+            f"batches={batches!r} can be run through once, and these steps need them more often (rounding layer after "
+            "layer: for each layer); pass a list, or an object whose __iter__ starts anew"
         )
 
 

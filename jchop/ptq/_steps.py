@@ -119,16 +119,17 @@ def as_steps(steps: Any) -> Steps:
         TypeError: for what is no step.
         ValueError: for two steps of one kind, a correction after the rounding, or a mapping after either.
     """
-    given = [steps] if isinstance(steps, Correction | Sweep | Mapping) else list(steps) if isinstance(steps, Iterable) else None
-    wrong = [step for step in given or () if not isinstance(step, Correction | Sweep | Mapping)]
+    kinds = Correction | Sweep | Mapping
+    given = [steps] if isinstance(steps, kinds) else list(steps) if isinstance(steps, Iterable) else None
+    wrong = [step for step in given or () if not isinstance(step, kinds)]
     if given is None or wrong:
         raise TypeError(f"steps={steps!r} must be a list of steps, such as [jc.ptq.correct_error(), jc.ptq.gptq()]")
     mappings = tuple(step for step in given if isinstance(step, Mapping))
     rest = given[len(mappings) :]
     if given[: len(mappings)] != [*mappings]:
         raise ValueError(f"steps=[{', '.join(map(str, given))}] must have smooth and awq before the others")
-    kinds = [type(step) for step in rest]
-    if len(set(kinds)) < len(kinds) or kinds == [Sweep, Correction]:
+    types = [type(step) for step in rest]
+    if len(set(types)) < len(types) or types == [Sweep, Correction]:
         raise ValueError(f"steps=[{', '.join(map(str, given))}] may have one correct_error, and then one gptq")
     found: dict[str, Any] = {"correction" if isinstance(step, Correction) else "sweep": step for step in rest}
     return Steps(mappings=mappings, **found)

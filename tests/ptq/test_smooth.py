@@ -36,6 +36,7 @@ def norms(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
+@pytest.mark.slow
 def test_factors_of_attention() -> None:
     """Queries, keys and values share the factors of their input; heads of one group those of the values."""
     fun, params = attention(False), arrays(ATTENTION)
@@ -64,6 +65,7 @@ def test_factors_of_attention() -> None:
     np.testing.assert_allclose(fun(found, x), before, rtol=0, atol=4e-7 * np.abs(before).max())
 
 
+@pytest.mark.slow
 def test_each_turn_has_factors_of_its_own() -> None:
     def layer(h: Any, w: Any) -> Any:
         return h + jax.nn.relu(rms(h, w["scale"]) @ w["a"]) @ w["b"], None
@@ -160,6 +162,7 @@ def test_all_faces_give_the_same_numbers() -> None:
 # -- reports and errors ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_left_alone_is_in_the_report() -> None:
     def fun(p: Any, x: Any) -> Any:
         h = jax.nn.relu((x * p["scale"]) @ p["a"])
@@ -203,6 +206,10 @@ def test_bad_arguments() -> None:
         jc.ptq.quantize(scaled, RULE, params, [x], [jc.ptq.gptq(), jc.ptq.smooth()])
     with pytest.raises(TypeError, match="can be run through once"):
         jc.ptq.quantize(scaled, RULE, params, iter([x]), jc.ptq.smooth())
+
+
+@pytest.mark.slow
+def test_parameters_that_overflow() -> None:
     small = {"scale": jnp.full(4, 6e4, jnp.float16), "w": jnp.full((4, 3), 10, jnp.float16)}
     with pytest.raises(ValueError, match="params: 'scale' of dtype float16 overflows under the factors of smooth"):
         mapped(scaled, small, [jnp.full((2, 4), 1e-5, jnp.float16)], jc.ptq.smooth())

@@ -67,7 +67,7 @@ class Member:
 
 
 def smooth_factors(step: Smooth, members: Sequence[Member], count: int) -> np.ndarray:
-    """s = max|x|^alpha / max|w|^(1 - alpha) of each channel."""
+    """The factor max|x|^alpha / max|w|^(1 - alpha) of each channel."""
     inputs, weights = np.zeros(count), np.zeros(count)
     for member in members:
         np.maximum.at(inputs, member.channels, np.asarray(member.sums.largest, np.float64).reshape(-1))

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
-__all__ = ["Channels", "Label", "RefusedError", "Run", "is_flat", "runs_of"]
+__all__ = ["Axis", "Channels", "Label", "RefusedError", "Run", "is_flat", "reshaped", "runs_of", "sizes_of"]
 
 #: The size of a run of indexes, and the distance of the channels of two neighbours.
 Run = tuple[int, int]
@@ -128,9 +129,9 @@ class Channels:
         for n, inner in self.tied:
             cuts |= {place for place in (inner, inner * n) if stride < place < stride * size}
         places = sorted(cuts)
-        if any(b % a for a, b in zip(places, places[1:], strict=False)):
+        if any(b % a for a, b in pairwise(places)):
             raise RefusedError("its channels would be tied in parts that overlap")
-        runs = [(b // a, 0 if self._is_tied(a) else a) for a, b in zip(places, places[1:], strict=False)]
+        runs = [(b // a, 0 if self._is_tied(a) else a) for a, b in pairwise(places)]
         return runs_of(reversed(runs))
 
     def _is_tied(self, stride: int) -> bool:

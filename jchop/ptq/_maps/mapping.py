@@ -189,10 +189,10 @@ class _Job:
         loops = len(place.node.ins[place.side].loops)
         turns = int(np.prod([shape[axis] for axis, _ in axes if axis < loops], dtype=np.int64))
         for member in members:
-            size = member.channels.size // turns
-            parts = member.channels.reshape(turns, -1) // (count // turns) if size * turns == member.channels.size else None
-            layers = int(np.prod(member.weight.shape[: member.turns], dtype=np.int64))
-            if layers != turns or parts is None or not (parts == np.arange(turns)[:, None]).all():
+            if int(np.prod(member.weight.shape[: member.turns], dtype=np.int64)) != turns:
+                return 1
+            parts = member.channels.reshape(turns, -1) // (count // turns)
+            if not (parts == np.arange(turns)[:, None]).all():
                 return 1
         return turns
 
@@ -207,9 +207,7 @@ class _Job:
             count, weight = value(inputs.count), jnp.asarray(weights)[place]
             gram = value(inputs.gram) / jnp.maximum(count, 1)[:, None, None]
             with types_for(weight.dtype):
-                out = round_parameter(
-                    weight, gram, None, None, placement=placement, layout=site.layout, steps=Steps()
-                )
+                out = round_parameter(weight, gram, None, None, placement=placement, layout=site.layout, steps=Steps())
             energy, before = (float((v * count).sum()) for v in (out.energy, out.before))
             self.mapped.before[leaf, place] = energy, before
 
@@ -223,7 +221,8 @@ class _Job:
         after = multiplied(before, label, factors)
         if bool((jnp.isfinite(jnp.asarray(before)) & ~jnp.isfinite(after)).any()):
             raise ValueError(
-                f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of {self.step}"
+                f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of "
+                f"{self.step}"
             )
         self.changed[leaf] = after
 

@@ -326,7 +326,9 @@ def _mul(seen: _Seen) -> Ways:
 def _div(seen: _Seen) -> Ways:
     if seen.made:
         ways: list[list[Label | None]] = [[seen.label, None], [None, seen.label.raised(-1)]]
-        yield from ((way, [seen.label]) for way, v in zip(ways, seen.node.ins, strict=True) if not v.source)
+        for way, value in zip(ways, seen.node.ins, strict=True):
+            if not value.source:
+                yield way, [seen.label]
     elif seen.place == 0:
         yield [seen.label, None], [seen.label]
         yield [seen.label, seen.label], [None]
@@ -422,12 +424,8 @@ def _conv(seen: _Seen) -> Ways:
         return
     axis = (image, kernel)[seen.place][1]
     seen.flat_on([i for i in range(len(seen.own)) if i != axis], "does not keep its channels apart")
-    ins: list[Label | None] = [
-        label(seen.node.ins[0], image[1], seen.own[axis]), label(seen.node.ins[1], kernel[1], seen.own[axis]),
-    ]  # fmt: skip
-    other = 1 - seen.place
-    ins[other] = ins[other] and ins[other].raised(-1)
-    yield ins, [None]
+    both = [label(value, (image, kernel)[i][1], seen.own[axis]) for i, value in enumerate(seen.node.ins)]
+    yield [own.raised(1 if i == seen.place else -1) for i, own in enumerate(both)], [None]
 
 
 def _ragged(seen: _Seen) -> Ways:
@@ -451,17 +449,19 @@ def _ragged(seen: _Seen) -> Ways:
     yield [rows.raised(way), weight.raised(-way), *none[2:]], [None]
 
 
+_HOMOGENEOUS = """
+    add add_any sub max min neg abs copy copy_p name stop_gradient sharding_constraint reshard device_put
+    reduce_precision
+"""
+_COMPARE = "ge gt le lt eq ne"
 _PRODUCTS: dict[type, Callable[[_Seen], Ways]] = {Dot: _dot, Conv: _conv, Ragged: _ragged}
 _RULES: dict[str, Callable[[_Seen], Ways]] = {
     SAME: _alike,
     OVER_TURNS: _alike,
     CARRIED: _carried,
-    **dict.fromkeys(
-        "neg abs copy copy_p name stop_gradient sharding_constraint reshard device_put reduce_precision".split(), _alike
-    ),
-    **dict.fromkeys(("add", "sub", "add_any", "max", "min"), _alike),
-    **dict.fromkeys(("optimization_barrier",), _one_to_one),
-    **dict.fromkeys(("ge", "gt", "le", "lt", "eq", "ne"), _compare),
+    **dict.fromkeys(_HOMOGENEOUS.split(), _alike),
+    **dict.fromkeys(_COMPARE.split(), _compare),
+    "optimization_barrier": _one_to_one,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduce),
     **dict.fromkeys(("slice", "dynamic_slice"), _slice),
     "convert_element_type": _convert,
@@ -485,4 +485,5 @@ _RULES: dict[str, Callable[[_Seen], Ways]] = {
     "select_n": _select,
 }
 #: Primitives that broadcast axes of length 1.
-_ELEMENTWISE = frozenset("add sub add_any max min ge gt le lt eq ne mul div select_n".split())
+_BROADCAST = "add add_any sub max min mul div select_n"
+_ELEMENTWISE = frozenset((*_BROADCAST.split(), *_COMPARE.split()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from jchop._products.product import Conv, Ragged
 from jchop.ptq._maps.graph import Node, Place, Value
-from jchop.ptq._maps.labels import Channels, Label, RefusedError
+from jchop.ptq._maps.labels import Axis, Channels, Label, RefusedError
 from jchop.ptq._maps.rules import Tie, ways_of
 
 __all__ = ["Fold", "channels_of", "fold_of"]
@@ -80,7 +80,7 @@ class _Search:
     def start(self, channels: Channels) -> Fold:
         """From the weight, under more and more ties."""
         _, shape, axes = channels_of(self.place)
-        runs = [((n, 0),) if n != 1 else () for n in shape]
+        runs: list[Axis] = [((n, 0),) if n != 1 else () for n in shape]
         for axis, stride in axes:
             runs[axis] = channels.axis(shape[axis], stride)
         weight = self.place.node.ins[self.place.side]
@@ -109,9 +109,7 @@ class _Search:
                 self._take(known, pending, node, ways[0])
         return Fold(channels, {value: label for value, label in known.items() if label is not None})
 
-    def _first(
-        self, channels: Channels, known: _Known, pending: list[_Pair], node: Node, ways: Sequence[Any]
-    ) -> Fold:
+    def _first(self, channels: Channels, known: _Known, pending: list[_Pair], node: Node, ways: Sequence[Any]) -> Fold:
         """The first way that leads to an end."""
         reasons: list[RefusedError] = []
         for way in ways:

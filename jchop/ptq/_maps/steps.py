@@ -73,10 +73,10 @@ def awq(points: int = 20, *, duo: bool = True) -> Awq:
     """AWQ: channels with large inputs get more of the levels of a weight, as much as makes the errors of outputs least.
 
     For r = 0, 1/n, ..., 1 - 1/n the factors s = mean|x|^r are tried, and factors of 1: the weight times s is rounded to
-    nearest and divided by s again, and the s is kept with which W x has the least mean squared error on the data, summed
-    over the weights that share the input. The error is computed from the Gram matrix of the inputs, so no inputs are
-    kept. Factors are divided by the root of their largest times their smallest, and folded as those of `smooth` are.
-    Each turn of a loop over a stack has an r of its own.
+    nearest and divided by s again, and the s is kept with which W x has the least mean squared error on the data,
+    summed over the weights that share the input. The error is computed from the Gram matrix of the inputs, so no inputs
+    are kept. Factors are divided by the root of their largest times their smallest, and folded as those of `smooth`
+    are. Each turn of a loop over a stack has an r of its own.
 
     Args:
         points: n, at least 1. Default 20.
