@@ -183,6 +183,7 @@ def test_what_is_left_alone_is_in_the_report() -> None:
     assert decibels(y, jc.quantize_fn(fun, RULE)(packed, x) - y) > 20
 
 
+@pytest.mark.slow
 def test_batches_of_other_programs() -> None:
     """A factor must be folded alike in the program of every batch."""
 

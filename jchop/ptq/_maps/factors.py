@@ -112,7 +112,7 @@ def awq_factors(step: Awq, members: Sequence[Member], count: int, units: int) ->
             losses[:, turn if units > 1 else 0] += np.asarray(own, np.float64)
     best = np.where(np.isfinite(losses), losses, np.inf).argmin(0)
     factors = np.concatenate([tried[b].reshape(units, -1)[unit] for unit, b in enumerate(best)])
-    return factors, ["r=none" if not b else f"r={ratios[b - 1]:g}" for b in best]
+    return factors, [f"r={ratios[b - 1]:g}" if b else "no factors were better" for b in best]
 
 
 def _candidate(

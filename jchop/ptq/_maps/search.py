@@ -132,7 +132,7 @@ class _Search:
         ways = list(ways_of(node, label, place, made))
         fitting = [way for way in ways if isinstance(way, Tie) or self._fits(known, node, way)]
         if not fitting:
-            raise RefusedError(f"{node} would need factors that are not those of its other operands and readers")
+            raise RefusedError(f"the factors that its values need disagree at {node}")
         return fitting
 
     def _fits(self, known: _Known, node: Node, way: Any) -> bool:
