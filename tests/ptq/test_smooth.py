@@ -184,17 +184,22 @@ def test_what_is_left_alone_is_in_the_report() -> None:
 
 
 @pytest.mark.slow
-def test_batches_of_other_programs() -> None:
-    """A factor must be folded alike in the program of every batch."""
+@pytest.mark.parametrize("weight", [True, False])
+def test_batches_of_other_programs(weight: bool) -> None:
+    """A factor must be folded alike in the program of every batch, also of one without the weight."""
 
     def fun(p: Any, x: Any) -> Any:
         h = x @ p["a"]
-        return (jax.nn.relu(h) if x.shape[0] == 4 else jnp.tanh(h)) @ p["b"]
+        if x.shape[0] == 4:
+            return jax.nn.relu(h) @ p["b"]
+        return jnp.tanh(h) @ p["b"] if weight else h
 
     params = arrays({"a": (8, 8), "b": (8, 4)})
     x = arrays({"x": (9, 8)}, 1)["x"]
     found, notes = mapped(fun, params, [x[4:], x[:4]], jc.ptq.smooth())
-    assert found["b"] is params["b"] and any("tanh" in text for some in notes.notes.values() for text in some)
+    assert found["a"] is params["a"] and found["b"] is params["b"]
+    reason = "tanh" if weight else "other batches have a program"
+    assert any(reason in text for text in notes.notes[1, ()])
 
 
 def test_bad_arguments() -> None:

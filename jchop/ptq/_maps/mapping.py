@@ -126,8 +126,9 @@ class _Job:
         own = _by_leaf(fold)
         for graph in self.others:
             again = next((other for other in graph.places if other.site.leaf == place.site.leaf), None)
-            if again is not None and _by_leaf(fold_of(again)) != own:
-                raise RefusedError("batches of other shapes have a program in which they go elsewhere")
+            alike = _by_leaf(fold_of(again)) == own if again else not any(graph.parameters[i].nodes for i in own)
+            if not alike:
+                raise RefusedError("other batches have a program in which the factors would go elsewhere")
         return fold
 
     def _members(self, fold: Fold) -> dict[int, Place]:
