@@ -1,5 +1,6 @@
 """Rounding with data: the statistics of a program's products, and parameters rounded by them."""
 
+from jchop.ptq._maps.steps import awq, smooth
 from jchop.ptq._quantize import quantize
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._statistics import InputStatistics, Statistics, statistics
@@ -10,10 +11,12 @@ __all__ = [
     "PtqReport",
     "Statistics",
     "WeightRow",
+    "awq",
     "correct_biases",
     "correct_error",
     "gptq",
     "quantize",
     "sign_round",
+    "smooth",
     "statistics",
 ]

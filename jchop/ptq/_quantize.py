@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jchop._products.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._products.rule import Rule
 from jchop._products.weights import is_packed, numbers_of
 from jchop.ptq._biases import BiasSite, averaged, find_biases, mean_errors
+from jchop.ptq._maps.mapping import Mapped, map_parameters
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._resume import Journal, Kept, check_resume, fingerprint
 from jchop.ptq._round import Outcome, round_parameter
@@ -55,8 +57,9 @@ def quantize(
         rules: a `Rule`, or several.
         params: the parameters in full precision.
         batches: arguments after the parameters: tuples, or the only argument.
-        steps: one, or a list of them in this order: `correct_error`, `gptq` or `sign_round`, `correct_biases`. None of
-            them, ``[]``: every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+        steps: one, or a list of them in this order: the mappings `smooth` and `awq`, each of which runs the data once;
+            `correct_error`; `gptq` or `sign_round`; `correct_biases`. None of them, ``[]``: every element is rounded by
+            itself, and the report shows the errors. Default: ``[gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
             far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
@@ -114,13 +117,15 @@ def calibrated(
         raise NotImplementedError(f"{keeping} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
     check_resume(resume)
-    check_batches(batches, again=in_order or resume is not None)
+    check_batches(batches, again=in_order or bool(plan.mappings) or resume is not None)
     if key is not None:
         check_key("key", key)
     journal = None
     if resume is not None:
         journal = Journal(resume, fingerprint(low, params, batches, plan, in_order, key))
-    job = _Job(low, params, Data(low, params, batches, key, progress), plan, key, journal, tell)
+    data = Data(low, params, batches, key, progress)
+    mapped = map_parameters(data, plan.mappings)
+    job = _Job(low, data, plan, key, mapped, journal, tell)
     job.in_order() if in_order else job.at_once()
     return job.result()
 
@@ -129,13 +134,13 @@ class _Job:
     """The state of a calibration: packed parameters, their numbers, and rows of the report."""
 
     def __init__(
-        self, low: QuantizedFunction, params: Any, data: Data, steps: Steps, key: Array | None,
+        self, low: QuantizedFunction, data: Data, steps: Steps, key: Array | None, mapped: Mapped,
         journal: Journal | None = None, tell: Callable[[WeightRow, int, int], object] | None = None,
     ) -> None:  # fmt: skip
-        self.low, self.params, self.data, self.steps, self.key = low, params, data, steps, key
-        self.journal, self.tell = journal, tell
+        self.low, self.params, self.data, self.steps, self.key = low, data.params, data, steps, key
+        self.mapped, self.journal, self.tell = mapped, journal, tell
         self.rows: list[WeightRow] = []
-        self.passes = 0
+        self.passes = len(steps.mappings)
         self.packed: Any = None
 
     def at_once(self) -> None:
@@ -147,7 +152,7 @@ class _Job:
             sums, last = self.data.sums()
             if self.journal is not None:
                 self.journal.keep_sums(sums)
-        self.passes = 1
+        self.passes += 1
         self._start(last)
         self._stages(lambda _: sums)
 
@@ -158,7 +163,7 @@ class _Job:
         compared = self.steps.correction is not None or self.steps.biases is not None
         trajectories = [full] if compared else []
         self._stages(lambda stage: self.data.sums([*trajectories, self.numbers], True, stage.leaves)[0])
-        self.passes = len(list(self.sites.stages(list(self.wanted))))
+        self.passes += len(list(self.sites.stages(list(self.wanted))))
 
     def _stages(self, sums_of: Callable[[Stage], Mapping[int, Sums]]) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
@@ -285,7 +290,16 @@ class _Job:
             shift = None if inputs.shift is None else value(inputs.shift) / divisor
             out, why = self._correct_bias(leaf, turn, weight, out, mean, shift, rows)
             note = "; ".join(text for text in (note, why) if text)
-        self.rows.append(self._row(leaf, path, weight.shape, out, rows, note))
+        self.rows.append(self._of_mapping(leaf, turn, self._row(leaf, path, weight.shape, out, rows, note)))
+
+    def _of_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
+        """A row with the errors before the parameters were mapped, and with what was done."""
+        energy, before = self.mapped.before.get((leaf, turn), (0.0, 0.0))
+        taken = ", ".join([*self.mapped.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])])
+        return replace(
+            row, method=taken or row.method, before=_decibels(energy, before) if energy else row.before,
+            note="; ".join(text for text in (row.note, self.mapped.note(leaf, turn)) if text),
+        )  # fmt: skip
 
     def _correct_bias(
         self, leaf: int, turn: tuple[int, ...], weight: Array, out: Outcome, mean: Array, shift: Array | None,

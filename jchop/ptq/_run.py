@@ -33,8 +33,8 @@ def check_batches(batches: Any, again: bool) -> None:
         raise TypeError(f"batches={batches!r} must be an iterable of arguments, such as [(x,), (x,)]")
     if again and iter(batches) is iter(batches):
         raise TypeError(
-            f"batches={batches!r} can be run through once, and rounding layer after layer needs all of them for each "
-            "layer, as resume does for each start; pass a list, or an object whose __iter__ starts anew"
+            f"batches={batches!r} can be run through once, and these steps need them more often (rounding layer after "
+            "layer: for each layer; resume: for each start); pass a list, or an object whose __iter__ starts anew"
         )
 
 
@@ -98,6 +98,11 @@ class Data:
         if id(program) not in self._found:
             self._found[id(program)] = program, find_sites(program)
         return self._found[id(program)][1]
+
+    @property
+    def programs(self) -> list[tuple[Any, Sites]]:
+        """The programs of all batches so far, each with its sites."""
+        return [*self._found.values()]
 
     def sums(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jchop._checks import check_choice, check_int
+from jchop.ptq._maps.steps import Mapping
 
 __all__ = [
     "BiasCorrection",
@@ -66,13 +67,14 @@ class BiasCorrection:
         return "correct_biases()"
 
 
-Step = Correction | Sweep | SignDescent | BiasCorrection
+Step = Mapping | Correction | Sweep | SignDescent | BiasCorrection
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done to each weight: at most one step of each kind, None for one that is not taken."""
+    """What is done to each weight: at most one step of each kind, None for one that is not taken; mappings before."""
 
+    mappings: tuple[Mapping, ...] = ()
     correction: Correction | None = None
     sweep: Sweep | SignDescent | None = None
     biases: BiasCorrection | None = None
@@ -212,17 +214,19 @@ def as_steps(steps: Any) -> Steps:
 
     Raises:
         TypeError: for what is no step.
-        ValueError: for two steps of one kind, or a correction after the rounding.
+        ValueError: for two steps of one kind, a correction after the rounding, or a mapping after either.
     """
     given = [steps] if isinstance(steps, Step) else list(steps) if isinstance(steps, Iterable) else None
     wrong = [step for step in given or () if not isinstance(step, Step)]
     if given is None or wrong:
         raise TypeError(f"steps={steps!r} must be a list of steps, such as [jc.ptq.correct_error(), jc.ptq.gptq()]")
-    fields = [_FIELDS[type(step)] for step in given]
+    mappings = [step for step in given if isinstance(step, Mapping)]
+    rest = given[len(mappings) :]  # one that stands later has no field, and is refused
+    fields = [_FIELDS.get(type(step)) for step in rest]
     if fields != [name for name in dict.fromkeys(_FIELDS.values()) if name in fields]:
         raise ValueError(
-            f"steps=[{', '.join(map(str, given))}] may have one correct_error, then one gptq or sign_round, then "
-            "correct_biases"
+            f"steps=[{', '.join(map(str, given))}] may have smooth and awq, then one correct_error, then one gptq or "
+            "sign_round, then correct_biases"
         )
-    found: dict[str, Any] = dict(zip(fields, given, strict=True))
-    return Steps(**found)
+    found: dict[str, Any] = {str(name): step for name, step in zip(fields, rest, strict=True)}
+    return Steps(mappings=tuple(mappings), **found)

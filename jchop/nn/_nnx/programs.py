@@ -339,8 +339,12 @@ def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, scales: Scales, key
 
 
 def _put_packed(model: Any, params: Any) -> None:
-    """Put packed parameters in the places of others."""
+    """Put packed parameters in the places of others, and the numbers of those that changed in theirs."""
     before = dict(nnx.to_flat_state(nnx.state(model, _PARAMETERS)))
+    for path, value in nnx.to_flat_state(params):
+        numbers = value.get_value()
+        if not is_packed(numbers) and numbers is not (held := _variable_at(model, path)).get_value():
+            held.set_value(numbers)
     made = {
         id(_variable_at(model, path)): QuantizedParam(value.get_value(), **before[path].get_metadata())
         for path, value in nnx.to_flat_state(params)

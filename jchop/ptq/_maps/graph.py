@@ -1,0 +1,211 @@
+"""A program as one graph: the programs within calls, loops and branches joined to the values around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jchop._program.step import Plan, carry_count
+from jchop.ptq._sites import ENTERED, Site, Sites
+
+__all__ = ["CARRIED", "OVER_TURNS", "SAME", "Graph", "Node", "Place", "Value", "graph_of"]
+
+#: Names of nodes that are no equations: one value in all turns of a loop; a stack of which each turn has one; a result
+#: of one of several branches.
+CARRIED, OVER_TURNS, SAME = "carried", "over turns", "same"
+_CONSTANT = "a constant"
+_TEXTS = {CARRIED: "a loop", OVER_TURNS: "a loop", SAME: "a loop or branch"}
+
+
+@dataclass(eq=False)
+class Value:
+    """A variable, in all turns of the loops around it.
+
+    Args:
+        loops: the lengths of these loops.
+        shape: in one turn.
+        real: whether it holds real numbers.
+        source: the fixed value that it is: ``"an argument"``, ``"a constant"``; empty if a node makes it.
+        leaf: the index of the parameter that it is, or None.
+        zero: whether it is zero.
+        nodes: those that make or read it.
+        result: whether it is a result of the program.
+        is_parameter: whether it is computed from parameters alone.
+    """
+
+    loops: tuple[int, ...]
+    shape: tuple[int, ...]
+    real: bool = True
+    source: str = ""
+    leaf: int | None = None
+    zero: bool = False
+    nodes: list[Node] = field(default_factory=list)
+    result: bool = False
+    is_parameter: bool = False
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is a constant of the program."""
+        return self.source == _CONSTANT
+
+
+@dataclass(eq=False)
+class Node:
+    """An equation, or how a value outside of a loop or a branch is one inside.
+
+    Args:
+        name: of the primitive.
+        params: of the equation.
+        ins: its operands.
+        outs: its results.
+        where: the function and the line of it.
+        product: which product it is, or None.
+    """
+
+    name: str
+    params: dict[str, Any]
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    where: str = ""
+    product: Any = None
+
+    def __str__(self) -> str:
+        return f"{_TEXTS.get(self.name, self.name)} {self.where}".strip()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the product of a site is.
+
+    Args:
+        node: the product.
+        side: which operand the weight is.
+        site: the site.
+        turns: which of the loops around it run over a stack of the weight.
+    """
+
+    node: Node
+    side: int
+    site: Site
+    turns: tuple[bool, ...]
+
+
+@dataclass
+class Graph:
+    """A program.
+
+    Args:
+        parameters: by index.
+        places: of the sites, in the order of the program.
+    """
+
+    parameters: dict[int, Value] = field(default_factory=dict)
+    places: list[Place] = field(default_factory=list)
+
+
+def graph_of(program: Any, sites: Sites) -> Graph:
+    """The graph of a program that `QuantizedFunction.traced` gave."""
+    graph, ins = Graph(), []
+    for i, v in enumerate(program.plan.jaxpr.invars):
+        known = i < len(program.paths) and _is_real(v.aval)
+        value = Value((), _shape(v), _is_real(v.aval), "" if known else "an argument of the function")
+        if known:
+            value.leaf, value.is_parameter = i, True
+            graph.parameters[i] = value
+        ins.append(value)
+    for value in _Builder(graph, sites).enter(program.plan, ins, (), ()):
+        value.result = True
+    return graph
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def _is_real(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+class _Builder:
+    def __init__(self, graph: Graph, sites: Sites) -> None:
+        self.graph, self.sites = graph, sites
+
+    def enter(
+        self, plan: Plan, ins: Sequence[Value], loops: tuple[int, ...], stacked: tuple[frozenset[int], ...]
+    ) -> list[Value]:
+        """The results of a program; `stacked` are the parameters that each loop runs over."""
+        env: dict[Any, Value] = {v: self._fixed(v, loops, False) for v in plan.jaxpr.constvars}
+        env.update(zip(plan.jaxpr.invars, ins, strict=True))
+
+        def read(v: Any) -> Value:
+            if isinstance(v, Literal):
+                return self._fixed(v, loops, bool(jnp.ndim(v.val) == 0 and v.val == 0))
+            return env[v]
+
+        for step in plan.steps:
+            made = self._step(step, [read(v) for v in step.eqn.invars], loops, stacked)
+            env.update(zip(step.eqn.outvars, made, strict=True))
+        return [read(v) for v in plan.jaxpr.outvars]
+
+    def _fixed(self, v: Any, loops: tuple[int, ...], zero: bool) -> Value:
+        return Value(loops, _shape(v), _is_real(v.aval), _CONSTANT, zero=zero)
+
+    def _step(
+        self, step: Any, ins: list[Value], loops: tuple[int, ...], stacked: tuple[frozenset[int], ...]
+    ) -> list[Value]:
+        if step.inner and step.name in ENTERED:
+            return self.enter(step.inner[0], ins, loops, stacked)
+        if step.inner and step.name == "cond":
+            branches = [self.enter(plan, ins[1:], loops, stacked) for plan in step.inner]
+            outs = [self._new(v, loops) for v in step.eqn.outvars]
+            for out, *made in zip(outs, *branches, strict=True):
+                for value in made:
+                    self._join(Node(SAME, {}, (value,), (out,)))
+            return outs
+        if step.inner and step.name == "scan":
+            return self._scan(step, ins, loops, stacked)
+        outs = [self._new(v, loops) for v in step.eqn.outvars]
+        function = step.scope.rpartition("/")[2]
+        where = " ".join(text for text in (function and f"of {function}", step.source and f"at {step.source}") if text)
+        node = Node(step.name, dict(step.eqn.params), tuple(ins), tuple(outs), where, step.product)
+        if step.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
+            outs[0].zero = ins[0].zero
+        own = any(value.is_parameter for value in ins) and all(v.is_parameter or v.is_constant for v in ins)
+        for value in outs:
+            value.is_parameter = own
+        self._join(node)
+        side, found = self.sites.of_step.get(id(step), (0, ()))
+        for site in found:
+            self.graph.places.append(Place(node, side, site, tuple(site.leaf in some for some in stacked)))
+        return outs
+
+    def _scan(
+        self, step: Any, ins: list[Value], loops: tuple[int, ...], stacked: tuple[frozenset[int], ...]
+    ) -> list[Value]:
+        plan, params = step.inner[0], step.eqn.params
+        fixed, carried = carry_count(params)
+        inside = (*loops, params["length"])
+        over = frozenset(o.leaf for fact in step.known[fixed + carried :] for o in fact.origins)
+        inner = [self._new(v, inside) for v in plan.jaxpr.invars]
+        for i, (outer, value) in enumerate(zip(ins, inner, strict=True)):
+            self._join(Node(CARRIED if i < fixed + carried else OVER_TURNS, {}, (outer,), (value,)))
+            value.is_parameter = outer.is_parameter and not fixed <= i < fixed + carried
+        made = self.enter(plan, inner, inside, (*stacked, over))
+        outs = [self._new(v, loops) for v in step.eqn.outvars]
+        for i, (value, out) in enumerate(zip(made, outs, strict=True)):
+            # The value outside comes first, for both directions are the same relation.
+            self._join(Node(CARRIED if i < carried else OVER_TURNS, {}, (out,), (value,)))
+        for before, after in zip(inner[fixed : fixed + carried], made[:carried], strict=True):
+            self._join(Node(SAME, {}, (after,), (before,)))
+        return outs
+
+    def _new(self, v: Any, loops: tuple[int, ...]) -> Value:
+        return Value(loops, _shape(v), _is_real(v.aval))
+
+    def _join(self, node: Node) -> None:
+        for value in dict.fromkeys((*node.ins, *node.outs)):
+            value.nodes.append(node)

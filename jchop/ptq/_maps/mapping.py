@@ -1,0 +1,248 @@
+"""Parameters mapped by statistics: where the factors go, what they are, and what there is to report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._bits import types_for
+from jchop._products.placement import Placement
+from jchop._products.weights import is_packed
+from jchop.ptq._maps.factors import Member, awq_factors, smooth_factors
+from jchop.ptq._maps.graph import Graph, Place, graph_of
+from jchop.ptq._maps.labels import Label, RefusedError
+from jchop.ptq._maps.search import Fold, channels_of, fold_of
+from jchop.ptq._maps.steps import Awq, Mapping
+from jchop.ptq._round import round_parameter
+from jchop.ptq._run import Data
+from jchop.ptq._steps import Steps
+from jchop.ptq._sums import Sums, value
+from jchop.rounding import Rounding
+
+Array = jax.Array
+
+__all__ = ["Mapped", "map_parameters", "multiplied"]
+
+
+@dataclass
+class Mapped:
+    """What mappings did.
+
+    Args:
+        methods: the names of the steps that were taken for a weight, by its index.
+        notes: of a weight, or of a layer of a stack of them: its index, and the turn or ``()``.
+        before: signal over error of the product of a weight before it was changed, each element rounded to nearest: the
+            mean squares of the outputs and of their errors.
+    """
+
+    methods: dict[int, list[str]] = field(default_factory=dict)
+    notes: dict[tuple[int, tuple[int, ...]], list[str]] = field(default_factory=dict)
+    before: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
+
+    def note(self, leaf: int, turn: tuple[int, ...]) -> str:
+        """What there is to say of a weight."""
+        places = [turn[:i] for i in range(len(turn) + 1)]
+        return "; ".join(text for place in places for text in self.notes.get((leaf, place), ()))
+
+    def add(self, leaf: int, text: str, turn: tuple[int, ...] = ()) -> None:
+        """Say something of a weight."""
+        self.notes.setdefault((leaf, turn), []).append(text)
+
+
+def map_parameters(data: Data, steps: Sequence[Mapping]) -> Mapped:
+    """Map the parameters of `data`, one step after the other; each runs the data once.
+
+    Raises:
+        ValueError: as a run of the data; for a parameter that overflows its dtype.
+    """
+    mapped = Mapped()
+    for step in steps:
+        sums, (program, call, sites) = data.sums()
+        wanted = {
+            leaf: site
+            for leaf, site in sites.by_leaf.items()
+            if leaf in sums and leaf in program.placements and program.placements[leaf][1].laid == site.laid
+        }
+        graphs = [graph_of(*found) for found in data.programs if found[0] is not program]
+        job = _Job(step, program, call, graph_of(program, sites), graphs, sums, set(wanted), mapped)
+        job.run()
+        data.params = job.result(data.params)
+    return mapped
+
+
+class _Job:
+    """One step.
+
+    Args:
+        step: the step.
+        program: the program.
+        call: its arguments.
+        graph: the program as a graph.
+        others: programs of batches of other shapes.
+        sums: of the inputs.
+        wanted: the weights that are rounded.
+        mapped: what is reported.
+    """
+
+    def __init__(
+        self, step: Mapping, program: Any, call: Any, graph: Graph, others: Sequence[Graph], sums: dict[int, Sums],
+        wanted: set[int], mapped: Mapped,
+    ) -> None:  # fmt: skip
+        self.step, self.program, self.call, self.graph, self.others = step, program, call, graph, others
+        self.sums, self.wanted, self.mapped = sums, wanted, mapped
+        self.changed: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """Every weight that is rounded, with those that share its input."""
+        seen: set[int] = set()
+        for place in self.graph.places:
+            leaf = place.site.leaf
+            if leaf in seen or leaf not in self.wanted:
+                continue
+            seen.add(leaf)
+            try:
+                fold = self._fold(place)
+            except RefusedError as reason:
+                self.mapped.add(leaf, f"no factors by {self.step.name}: {reason}")
+                continue
+            members = self._members(fold)
+            seen |= set(members)
+            self._map(place, fold, members)
+
+    def result(self, params: Any) -> Any:
+        """The parameters with those that are changed."""
+        leaves, tree = jax.tree.flatten(params, is_leaf=is_packed)
+        for leaf, changed in self.changed.items():
+            leaves[self.call.places[leaf]] = changed
+        return jax.tree.unflatten(tree, leaves)
+
+    def _fold(self, place: Place) -> Fold:
+        fold = fold_of(place)
+        own = _by_leaf(fold)
+        for graph in self.others:
+            again = next((other for other in graph.places if other.site.leaf == place.site.leaf), None)
+            alike = _by_leaf(fold_of(again)) == own if again else not any(graph.parameters[i].nodes for i in own)
+            if not alike:
+                raise RefusedError("other batches have a program in which the factors would go elsewhere")
+        return fold
+
+    def _members(self, fold: Fold) -> dict[int, Place]:
+        """The weights, by their index, whose inputs have the channels: those that take the factors themselves."""
+        found: dict[int, Place] = {}
+        for place in self.graph.places:
+            weight, inputs = (fold.labels.get(place.node.ins[side]) for side in (place.side, 1 - place.side))
+            own = weight is not None and inputs is not None and weight.power == 1
+            if own and place.site.leaf in self.wanted and self.graph.parameters[place.site.leaf] in fold.labels:
+                found.setdefault(place.site.leaf, place)
+        return found
+
+    def _map(self, place: Place, fold: Fold, places: dict[int, Place]) -> None:
+        members = [self._member(fold, own) for own in places.values()]
+        count = fold.channels.count
+        if isinstance(self.step, Awq):
+            units = self._units(place, members, count)
+            factors, chosen = awq_factors(self.step, members, count, units)
+        else:
+            units, chosen = 1, []
+            factors = smooth_factors(self.step, members, count)
+        targets = {v.leaf: label for v, label in fold.labels.items() if v.leaf is not None}
+        folded = sorted(self.program.paths[leaf] for leaf in targets if leaf not in places)
+        for leaf in places:
+            self.mapped.methods.setdefault(leaf, []).append(self.step.name)
+            if folded:
+                self.mapped.add(leaf, f"{self.step.name} folded into {', '.join(folded)}")
+            turns = list(np.ndindex(*self._shape(leaf)[: self.turns(leaf)]))
+            for turn, text in zip(turns if units > 1 else [()], chosen, strict=False):
+                self.mapped.add(leaf, text, turn)
+        for leaf, label in targets.items():
+            self._remember(leaf)
+            self._scale(leaf, label, factors)
+
+    def turns(self, leaf: int) -> int:
+        """How many axes of a parameter are turns of loops around its product."""
+        return next(place.site.turns for place in self.graph.places if place.site.leaf == leaf)
+
+    def _shape(self, leaf: int) -> tuple[int, ...]:
+        return self.program.shapes[leaf]
+
+    def _value(self, leaf: int) -> Any:
+        return self.changed.get(leaf, self.call.values[leaf])
+
+    def _member(self, fold: Fold, place: Place) -> Member:
+        site, node = place.site, place.node
+        label = fold.labels[node.ins[place.side]]
+        _, shape, axes = channels_of(place)
+        own = Label(label.power, tuple(label.axes[axis] for axis, _ in axes)).indexes()
+        channels = np.broadcast_to(own, [shape[axis] for axis, _ in axes]).reshape(-1)
+        placement = _to_nearest(self.program.placements[site.leaf][0])
+        return Member(
+            self._value(site.leaf), site.stack, site.turns, placement, site.layout, self.sums[site.leaf], channels
+        )
+
+    def _units(self, place: Place, members: Sequence[Member], count: int) -> int:
+        """How many parts of the channels belong to turns of loops, each with the matrices of its own turn."""
+        _, shape, axes = channels_of(place)
+        loops = len(place.node.ins[place.side].loops)
+        turns = int(np.prod([shape[axis] for axis, _ in axes if axis < loops], dtype=np.int64))
+        for member in members:
+            if int(np.prod(member.weight.shape[: member.turns], dtype=np.int64)) != turns:
+                return 1
+            parts = member.channels.reshape(turns, -1) // (count // turns)
+            if not (parts == np.arange(turns)[:, None]).all():
+                return 1
+        return turns
+
+    def _remember(self, leaf: int) -> None:
+        """The errors of a weight that is rounded as it was before any step."""
+        if leaf not in self.wanted or any(own == leaf for own, _ in self.mapped.before):
+            return
+        site = next(place.site for place in self.graph.places if place.site.leaf == leaf)
+        placement, weights, sums = _to_nearest(self.program.placements[leaf][0]), self._value(leaf), self.sums[leaf]
+        for place in np.ndindex(*weights.shape[: site.stack]):
+            inputs = jax.tree.map(lambda v, turn=place[: site.turns]: v[turn], sums)
+            count, weight = value(inputs.count), jnp.asarray(weights)[place]
+            gram = value(inputs.gram) / jnp.maximum(count, 1)[:, None, None]
+            with types_for(weight.dtype):
+                out = round_parameter(weight, gram, None, None, placement=placement, layout=site.layout, steps=Steps())
+            energy, before = (float((v * count).sum()) for v in (out.energy, out.before))
+            self.mapped.before[leaf, place] = energy, before
+
+    def _scale(self, leaf: int, label: Label, factors: np.ndarray) -> None:
+        """Multiply a parameter by its factors.
+
+        Raises:
+            ValueError: if it overflows.
+        """
+        before = self._value(leaf)
+        after = multiplied(before, label, factors)
+        if bool((jnp.isfinite(jnp.asarray(before)) & ~jnp.isfinite(after)).any()):
+            raise ValueError(
+                f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of "
+                f"{self.step}"
+            )
+        self.changed[leaf] = after
+
+
+def multiplied(parameter: Any, label: Label, factors: np.ndarray) -> Any:
+    """A parameter times its factors, in float32 or its own wider type, rounded once to its own."""
+    own = factors[label.indexes()] ** float(label.power)
+    with types_for(parameter.dtype):
+        wide = jnp.promote_types(parameter.dtype, jnp.float32)
+        after = (jnp.asarray(parameter).astype(wide) * jnp.asarray(own, wide)).astype(parameter.dtype)
+    return np.asarray(after) if isinstance(parameter, np.ndarray) else after
+
+
+def _by_leaf(fold: Fold) -> dict[int, Label]:
+    return {v.leaf: label for v, label in fold.labels.items() if v.leaf is not None}
+
+
+def _to_nearest(placement: Placement) -> Placement:
+    """A placement without random numbers."""
+    if not placement.spec.rounding.stochastic:
+        return placement
+    return replace(placement, spec=replace(placement.spec, rounding=Rounding.NEAREST_EVEN, random_bits=None))

@@ -1,0 +1,162 @@
+"""Which parameters take up the factors of the channels of a product, so that the function stays what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from jchop._products.product import Conv, Ragged
+from jchop.ptq._maps.graph import Node, Place, Value
+from jchop.ptq._maps.labels import Axis, Channels, Label, RefusedError
+from jchop.ptq._maps.rules import Tie, ways_of
+
+__all__ = ["Fold", "channels_of", "fold_of"]
+
+#: The most equations that a search looks at.
+_MOST = 20_000
+_Known = dict[Value, Label | None]
+_Pair = tuple[Value, Node]
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Factors of channels that cancel.
+
+    Args:
+        channels: the channels: those of the inputs of a product, in the order of its statistics.
+        labels: the values that have factors.
+    """
+
+    channels: Channels
+    labels: dict[Value, Label]
+
+
+def channels_of(place: Place) -> tuple[int, tuple[int, ...], list[tuple[int, int]]]:
+    """The channels of the inputs of a product, in the order of their statistics.
+
+    Returns:
+        Their number, the lengths of the axes of the weight (loops, then its own), and of those that count channels the
+        number of the axis and the distance of neighbours.
+    """
+    value = place.node.ins[place.side]
+    shape, loops = (*value.loops, *value.shape), len(value.loops)
+    operand = (place.node.product.forward.left, place.node.product.forward.right)[place.side]
+    batch = [operand.kept[i] for i in range(place.site.batch) if place.site.laid.kept[i]]
+    axes = [i for i, over in enumerate(place.turns) if over]
+    axes += [loops + axis for axis in (*batch, *operand.summed)]
+    count, found = 1, []
+    for axis in reversed(axes):
+        found.append((axis, count))
+        count *= shape[axis]
+    return count, shape, found[::-1]
+
+
+def fold_of(place: Place) -> Fold:
+    """How factors of the inputs of a product can be folded into parameters.
+
+    The weight takes the factors s, so that its input must have 1/s, and so on through the program, equation by
+    equation, until every value that has factors is made and read by equations that keep the function what it is.
+
+    Raises:
+        RefusedError: if they cannot.
+    """
+    count, shape, axes = channels_of(place)
+    tied: list[tuple[int, int]] = []
+    loops = len(place.node.ins[place.side].loops)
+    if isinstance(place.node.product, Conv):  # the factors of an image's channel, whatever the place in a patch
+        inputs = loops + place.node.product.numbers.rhs_spec[1]
+        tied = [(shape[axis], stride) for axis, stride in axes if axis >= loops and axis != inputs]
+    elif isinstance(place.node.product, Ragged):  # any row may be of any group
+        tied = [(shape[axis], stride) for axis, stride in axes if axis == loops]
+    return _Search(place).start(Channels(count).tie(tied))
+
+
+class _Search:
+    def __init__(self, place: Place) -> None:
+        self.place, self.left = place, _MOST
+
+    def start(self, channels: Channels) -> Fold:
+        """From the weight, under more and more ties."""
+        _, shape, axes = channels_of(self.place)
+        runs: list[Axis] = [((n, 0),) if n != 1 else () for n in shape]
+        for axis, stride in axes:
+            runs[axis] = channels.axis(shape[axis], stride)
+        weight = self.place.node.ins[self.place.side]
+        known: _Known = {}
+        pending: list[_Pair] = []
+        self._set(known, pending, weight, Label(Fraction(1), tuple(runs)), self.place.node)
+        return self._solve(channels, known, pending)
+
+    def _solve(self, channels: Channels, known: _Known, pending: list[_Pair]) -> Fold:
+        """Equations with one way first; then each way of the others in turn."""
+        open_pairs: list[_Pair] = []
+        while pending or open_pairs:
+            several = not pending
+            value, node = (pending or open_pairs).pop()
+            self.left -= 1
+            if self.left < 0:
+                raise RefusedError("the program is too long to follow")
+            ways = self._ways(known, value, node)
+            if len(ways) > 1 and not several:
+                open_pairs.insert(0, (value, node))
+            elif len(ways) > 1:
+                return self._first(channels, known, open_pairs, node, ways)
+            elif isinstance(ways[0], Tie):
+                return self.start(channels.tie(ways[0].runs))
+            else:
+                self._take(known, pending, node, ways[0])
+        return Fold(channels, {value: label for value, label in known.items() if label is not None})
+
+    def _first(self, channels: Channels, known: _Known, pending: list[_Pair], node: Node, ways: Sequence[Any]) -> Fold:
+        """The first way that leads to an end."""
+        reasons: list[RefusedError] = []
+        for way in ways:
+            try:
+                if isinstance(way, Tie):
+                    return self.start(channels.tie(way.runs))
+                own, more = dict(known), list(pending)
+                self._take(own, more, node, way)
+                return self._solve(channels, own, more)
+            except RefusedError as reason:
+                reasons.append(reason)
+        raise reasons[0]
+
+    def _ways(self, known: _Known, value: Value, node: Node) -> list[Any]:
+        """The ways that agree with what is known."""
+        label = known[value]
+        assert label is not None
+        made = value not in node.ins
+        place = (node.outs if made else node.ins).index(value)
+        ways = list(ways_of(node, label, place, made))
+        fitting = [way for way in ways if isinstance(way, Tie) or self._fits(known, node, way)]
+        if not fitting:
+            raise RefusedError(f"the factors that its values need disagree at {node}")
+        return fitting
+
+    def _fits(self, known: _Known, node: Node, way: Any) -> bool:
+        found: _Known = {}
+        for value, label in zip((*node.ins, *node.outs), (*way[0], *way[1]), strict=True):
+            if value.zero:
+                continue
+            if known.get(value, label) != label or found.setdefault(value, label) != label:
+                return False
+        return True
+
+    def _take(self, known: _Known, pending: list[_Pair], node: Node, way: Any) -> None:
+        for value, label in zip((*node.ins, *node.outs), (*way[0], *way[1]), strict=True):
+            if not value.zero and value not in known:
+                self._set(known, pending, value, label, node)
+
+    def _set(self, known: _Known, pending: list[_Pair], value: Value, label: Label | None, node: Node) -> None:
+        known[value] = label
+        if label is None:
+            return
+        if value.source:
+            raise RefusedError(f"{node} takes {value.source}")
+        if value.result:
+            raise RefusedError(f"{node} makes a result of the function")
+        if not value.real:
+            raise RefusedError(f"{node} makes numbers that are not real")
+        pending.extend((value, node) for node in value.nodes)
