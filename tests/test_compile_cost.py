@@ -46,7 +46,7 @@ def lines_of_training(rule: jc.nn.Rule | None) -> int:
 INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 
 
-@pytest.mark.parametrize(("rule", "most"), [(INT8, 3_300), (jc.nn.recipe("nvfp4"), 5_700)], ids=["int8", "nvfp4"])
+@pytest.mark.parametrize(("rule", "most"), [(INT8, 3_300), (jc.nn.recipe("nvfp4"), 7_200)], ids=["int8", "nvfp4"])
 def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:
     assert lines_of_training(rule) - lines_of_training(None) <= most
 
@@ -57,7 +57,7 @@ def test_an_optimizer_of_equal_and_unequal_leaves() -> None:
     def lines(tx: Any) -> int:
         return lines_of(tx.update, params, jax.eval_shape(tx.init, params), params)
 
-    assert lines(jc.optim.adamw8bit(1e-3)) - lines(optax.adamw(1e-3)) <= 2_300
+    assert lines(jc.optim.adamw8bit(1e-3)) - lines(optax.adamw(1e-3)) <= 3_900
 
 
 def chain(x: Any, y: Any) -> Any:

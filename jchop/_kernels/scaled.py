@@ -193,25 +193,18 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
     """The shape and the plan with neighbouring axes joined that all lie within groups, or all between them.
 
     The numbers keep their places in C order, on which random words depend. None if nothing changes, or if a rule adds
-    the numbers of a group, since sums depend on its shape.
+    the numbers of a group, since sums depend on its shape. Blocks stay parts of their axis: an axis of whole blocks
+    would be one of rows as short as a block, which takes up to a quarter longer.
     """
     if plan.of_scales is not None or not plan.rule.by_ends:
         return None
     axes: list[tuple[int, int]] = []  # the length of each, and that of a group along it
-
-    def add(length: int, size: int) -> None:
+    for length, size in zip(shape, plan.fmt.group_shape(shape), strict=True):
         before, within = axes[-1] if axes else (0, 0)
         if axes and (size, within) in ((1, 1), (length, before)):
             axes[-1] = before * length, within * size
         elif length > 1:
             axes.append((length, size))
-
-    for length, size in zip(shape, plan.fmt.group_shape(shape), strict=True):
-        if 1 < size < length and length % size == 0:
-            add(length // size, 1)
-            add(size, size)
-        else:
-            add(length, size)
     named = tuple(axis for axis, (_, size) in enumerate(axes) if size > 1)
     if not named:
         return None
