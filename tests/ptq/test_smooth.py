@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -162,7 +163,6 @@ def test_all_faces_give_the_same_numbers() -> None:
 # -- reports and errors ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_what_is_left_alone_is_in_the_report() -> None:
     def fun(p: Any, x: Any) -> Any:
         h = jax.nn.relu((x * p["scale"]) @ p["a"])
@@ -181,6 +181,34 @@ def test_what_is_left_alone_is_in_the_report() -> None:
     exact = scaled({"scale": params["scale"], "w": params["a"]}, x)
     np.testing.assert_allclose(rows["a"].before, decibels(exact, nearest - exact), atol=0.02)
     assert decibels(y, jc.quantize_fn(fun, RULE)(packed, x) - y) > 20
+
+
+@pytest.mark.slow
+def test_all_steps_together_and_after_a_kill(tmp_path: Path) -> None:
+    def fun(p: Any, x: Any) -> Any:
+        return jax.nn.relu((x * p["scale"]) @ p["a"] + p["bias"]) @ p["b"]
+
+    params = arrays({"scale": (16,), "a": (16, 12), "bias": (12,), "b": (12, 4)})
+    x = arrays({"x": (80, 16)}, 1)["x"].at[:, 3].multiply(20)
+    batches, rule = [x[:40], x[40:]], jc.Rule(weight="int4(group=all)", activation="int8(group=all)")
+    steps = [jc.ptq.smooth(), jc.ptq.correct_error(), jc.ptq.gptq(), jc.ptq.correct_biases()]
+    whole, report = jc.ptq.quantize(fun, rule, params, batches, steps)
+    assert [row.method for row in report.weights] == ["smooth, correct_error, gptq"] * 2
+    assert [row.bias for row in report.weights] == ["bias", ""]
+    low, y = jc.quantize_fn(fun, rule), fun(params, x)
+    assert decibels(y, low(whole, x) - y) > decibels(y, low(params, x) - y) + 6
+
+    def tell(count: int) -> None:
+        seen.append(count)
+        if len(seen) == 6:  # the second batch of the second stage, after those of the mapping
+            raise KeyboardInterrupt
+
+    seen: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        jc.ptq.quantize(fun, rule, params, batches, steps, resume=tmp_path / "run", progress=tell)
+    again, told = jc.ptq.quantize(fun, rule, params, batches, steps, resume=tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    assert str(told) == str(report)
 
 
 @pytest.mark.slow
