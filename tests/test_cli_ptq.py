@@ -85,7 +85,10 @@ def test_what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None
     assert main(words("--method", "nearest", data="nan.npz")) == 2
     assert "jchop: error: batches give the product of the parameter 'layers/0' at " in capsys.readouterr().err
     for more, said in {
-        ("--method", "rtn"): "--method 'rtn' must be nearest, or steps of correct_error, gptq, sign_round,",
+        (
+            "--method",
+            "rtn",
+        ): "--method 'rtn' must be nearest, or steps of smooth, awq, correct_error, gptq, sign_round,",
         ("--method", "gptq(order='up')"): "order='up' must be one of",
         ("--method", "gptq(open('x'))"): "--method \"gptq(open('x'))\": malformed",
         ("--rule", "nowhere=int4"): "matches no parameter and no product",

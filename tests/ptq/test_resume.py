@@ -117,7 +117,7 @@ def test_bad_folders(tmp_path: Path) -> None:
         jc.ptq.quantize(network, RULE, params, batches, resume=tmp_path)
     with pytest.raises(TypeError, match="resume=3 must be the path"):
         jc.ptq.quantize(network, RULE, params, batches, resume=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="as resume does for each start"):
+    with pytest.raises(TypeError, match="resume: for each start"):
         jc.ptq.quantize(network, RULE, params, iter(batches), resume=tmp_path / "run")
     folder = tmp_path / "damaged"
     folder.mkdir()
