@@ -67,6 +67,9 @@ class Quantization(Runner):
         if step.name == "scan":
             fixed, _ = carry_count(step.eqn.params)
             args = [x if isinstance(x, Held) or i < fixed else rounded(x) for i, x in enumerate(args)]
+        elif step.name == "while":  # what stays the same in all turns
+            fixed = step.eqn.params["cond_nconsts"] + step.eqn.params["body_nconsts"]
+            args = [x if i < fixed else rounded(x) for i, x in enumerate(args)]
         elif step.name not in _ENTERED and step.name != "cond":
             args = [rounded(x) for x in args]
         return super().control(step, seeds, args)
@@ -119,8 +122,8 @@ class Quantization(Runner):
         if how.codes and how.right is not None and codes is None:
             raise ValueError(
                 f"product='codes': the weight of {step.name} at {step.source or 'an unknown line'} is computed with "
-                f"before the product, so it has no codes there; put Rule({(step.scope or '*')!r}, ...) without product "
-                f"before {how.place.rule}"
+                "before the product, carried by a loop, or an argument of shard_map, so it has no codes there; put "
+                f"Rule({(step.scope or '*')!r}, ...) without product before {how.place.rule}"
             )
         return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
 

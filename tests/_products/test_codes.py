@@ -273,6 +273,33 @@ def test_a_model_of_flax() -> None:
     np.testing.assert_array_equal(jc.emulate(low, "bfloat16")(w, x), want)
 
 
+def test_codes_in_loops_of_unknown_length() -> None:
+    """What the turns of a `while` share keeps its codes, also what they carry unchanged; what changes does not."""
+
+    def loop(p: Any, x: jax.Array, turns: Any) -> jax.Array:
+        return jax.lax.fori_loop(0, turns, lambda _, h: jnp.tanh(h @ p["w"] + x @ p["u"]), jnp.zeros_like(x))
+
+    def carried(p: Any, x: jax.Array, turns: Any) -> jax.Array:
+        def turn(_: Any, s: Any) -> Any:
+            return s[0], jnp.tanh(s[1] @ s[0]["w"] + x @ s[0]["u"])
+
+        return jax.lax.fori_loop(0, turns, turn, (p, jnp.zeros_like(x)))[1]
+
+    def changed(p: Any, x: jax.Array, turns: Any) -> jax.Array:
+        return jax.lax.fori_loop(0, turns, lambda _, s: (-s[0], jnp.tanh(s[1] @ s[0])), (p["w"], x))[1]
+
+    p, x = {"w": normal(16, 16), "u": normal(16, 16, seed=1)}, normal(2, 16, seed=2)
+    rule = jc.Rule(weight="int8(group=all)", activation=ROW, product="codes")
+    want = jax.jit(lambda p, x: jc.quantize_fn(loop, rule)(p, x, 3))(p, x)  # a scan
+    for fun in (loop, carried):
+        low = jc.quantize_fn(fun, rule)
+        run = jax.jit(lambda p, x, turns, low=low: low(p, x, turns))
+        for given in (p, low.pack(p, x, jnp.int32(0))):
+            np.testing.assert_array_equal(run(given, x, jnp.int32(3)), want)
+    with pytest.raises(ValueError, match="weight has no effect"):
+        jc.quantize_fn(changed, rule)(p, x, jnp.int32(3))
+
+
 def test_codes_refuse() -> None:
     w, x = normal(32, 4), normal(3, 32, seed=1)
     with pytest.raises(ValueError, match="product='native'"):
