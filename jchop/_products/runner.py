@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from jchop._products.contraction import Roundings, contract
 from jchop._products.product import Flipped
 from jchop._products.traced.analysis import ProductStep
 from jchop._products.traced.origins import MOVES
-from jchop._products.weights import Held, Keys, Twin, rounded
+from jchop._products.weights import Held, Keys, Twin, is_packed, rounded
 from jchop._program.bind import bind
 from jchop._program.run import Runner
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, carry_count
@@ -54,6 +55,8 @@ class Quantization(Runner):
         """Whether a program within a step takes a parameter as it is held."""
         if step.kind != "control":
             return False
+        if i < _shared(step):  # its codes are multiplied as they are stored: nothing is computed again in each turn
+            return held.codes and is_packed(held.value)
         if step.name == "scan":
             return i >= sum(carry_count(step.eqn.params)) and held.stack > 0
         return step.name in _ENTERED or (step.name == "cond" and i > 0)
@@ -65,11 +68,13 @@ class Quantization(Runner):
         if step.name in CUSTOM_CALLS and not self._is_busy(step):
             return bind(step.eqn.primitive, step.eqn.params, *map(rounded, args))
         if step.name == "scan":
-            fixed, _ = carry_count(step.eqn.params)
-            args = [x if isinstance(x, Held) or i < fixed else rounded(x) for i, x in enumerate(args)]
-        elif step.name == "while":  # what stays the same in all turns
-            fixed = step.eqn.params["cond_nconsts"] + step.eqn.params["body_nconsts"]
-            args = [x if i < fixed else rounded(x) for i, x in enumerate(args)]
+            fixed, stacks = _shared(step), sum(carry_count(step.eqn.params))
+            args = [
+                x if isinstance(x, Held) or i < fixed else _stacked(x) if i >= stacks else rounded(x)
+                for i, x in enumerate(args)
+            ]
+        elif step.name == "while":
+            args = [x if i < _shared(step) else rounded(x) for i, x in enumerate(args)]
         elif step.name not in _ENTERED and step.name != "cond":
             args = [rounded(x) for x in args]
         return super().control(step, seeds, args)
@@ -126,6 +131,23 @@ class Quantization(Runner):
                 f"Rule({(step.scope or '*')!r}, ...) without product before {how.place.rule}"
             )
         return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
+
+
+def _shared(step: ProductStep) -> int:
+    """How many operands of a loop, the first ones, are the same in all its turns."""
+    params = step.eqn.params
+    if step.name == "while":
+        return params["cond_nconsts"] + params["body_nconsts"]
+    return carry_count(params)[0] if step.name == "scan" else 0
+
+
+def _stacked(x: Any) -> Any:
+    """A stack of which each turn of a loop takes one."""
+    if not isinstance(x, Twin) or x.codes is None:
+        return x
+    if x.stack:
+        return replace(x, stack=x.stack - 1)
+    return replace(x, codes=replace(x.codes, stored=None))  # the scales of the stored array have no axis of turns
 
 
 def _as_floats(x: Any, other: Any) -> Any:

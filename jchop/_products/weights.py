@@ -73,17 +73,21 @@ class Held:
         if not self.codes:
             return Twin(low, full) if self.twin else low
         packed = self.value if is_packed(self.value) else self.placement.pack(jax.lax.stop_gradient(full), key)
-        return Twin(low, full, _codes_of(packed))
+        return Twin(low, full, _codes_of(packed), self.stack)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes"], meta_fields=["stack"])
 @dataclass(frozen=True, eq=False)
 class Twin:
-    """A rounded parameter beside itself in full precision, and its codes if they are multiplied, all moved alike."""
+    """A rounded parameter beside itself in full precision, and its codes if they are multiplied, all moved alike.
+
+    `stack` is the number of axes of a stack that it has still; 0 if it has been moved.
+    """
 
     low: Any
     full: Any
     codes: Coded | None = None
+    stack: int = 0
 
 
 def _codes_of(packed: QArray | StoredAs) -> Coded:

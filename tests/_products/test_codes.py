@@ -300,6 +300,36 @@ def test_codes_in_loops_of_unknown_length() -> None:
         jc.quantize_fn(changed, rule)(p, x, jnp.int32(3))
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        jc.Rule(weight="int4(group=8)", product="codes"),
+        pytest.param(jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes"), marks=pytest.mark.slow),
+    ],
+    ids=["weights alone", "all"],
+)
+def test_codes_of_stacks_in_loops_within_loops(rule: jc.Rule) -> None:
+    """As text is generated: a loop over tokens, and in it one over layers."""
+
+    def layers(p: Any, h: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, p)[0]
+
+    def tokens(p: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda h, _: (layers(p, h),) * 2, x, length=2)[1]
+
+    def until(p: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, layers(p, s[1])), (0, x))[1]
+
+    p, x = jnp.stack([normal(16, 16, seed=i) for i in range(2)]), normal(2, 16, seed=3)
+    low = jc.quantize_fn(tokens, rule)
+    packed, run = low.pack(p, x), jax.jit(lambda p, x: low(p, x))
+    want = run(p, x)
+    np.testing.assert_array_equal(run(packed, x), want)
+    np.testing.assert_array_equal(jax.jit(lambda p, x: jc.quantize_fn(until, rule)(p, x))(packed, x), want[-1])
+    gradient = jax.jit(jax.grad(lambda p: low(p, x).sum()))(p)
+    assert bool(jnp.isfinite(gradient).all()) and bool((gradient != 0).any((1, 2)).all())
+
+
 def test_codes_refuse() -> None:
     w, x = normal(32, 4), normal(3, 32, seed=1)
     with pytest.raises(ValueError, match="product='native'"):

@@ -59,7 +59,11 @@ def test_neighbours_are_those_values_of_the_format(text: str) -> None:
     scales = element_scales(q)
     parts = tuple(part.T for part in scales.by_element)
     below, above = neighbours(jnp.asarray(w.T), parts, scales, one_each(q.spec), jnp.dtype("float32"))
-    step = np.ones_like(w) if not parts else np.asarray(parts[0].T, np.float64)
+    step = np.ones(w.shape)
+    if parts:
+        stored, fmt = np.asarray(parts[0].T), q.spec.scaled
+        assert fmt is not None and isinstance(fmt.scale, jc.formats.ElementFormat)
+        step = fmt.scale.decode(stored).astype(np.float64) if stored.dtype.kind == "u" else stored.astype(np.float64)
     if len(scales.scale) > 1:
         step = step * np.asarray(scales.scale[1], np.float64)
     values = np.array(sorted({float(v) for v in q.spec.element.values()}))
