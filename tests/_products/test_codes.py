@@ -315,7 +315,10 @@ def test_codes_of_stacks_in_loops_within_loops(rule: jc.Rule) -> None:
         return jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, p)[0]
 
     def tokens(p: Any, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda h, _: (layers(p, h),) * 2, x, length=2)[1]
+        def token(h: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            return (after := layers(p, h)), after
+
+        return jax.lax.scan(token, x, length=2)[1]
 
     def until(p: Any, x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, layers(p, s[1])), (0, x))[1]
