@@ -162,11 +162,14 @@ class _Job:
         full: dict[int, Array] = {}
         compared = self.steps.correction is not None or self.steps.biases is not None
         trajectories = [full] if compared else []
-        self._stages(lambda stage: self.data.sums([*trajectories, self.numbers], True, stage.leaves)[0])
-        self.passes += len(list(self.sites.stages(list(self.wanted))))
+        self.passes += self._stages(lambda stage: self.data.sums([*trajectories, self.numbers], True, stage.leaves)[0])
 
-    def _stages(self, sums_of: Callable[[Stage], Mapping[int, Sums]]) -> None:
-        """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
+    def _stages(self, sums_of: Callable[[Stage], Mapping[int, Sums]]) -> int:
+        """Round the weights stage after stage; those that a killed run finished are taken from its folder.
+
+        Returns:
+            How many stages there are.
+        """
         stages = list(self.sites.stages(list(self.wanted)))
         for number, stage in enumerate(stages):
             kept = None if self.journal is None else self.journal.stage(number)
@@ -183,6 +186,7 @@ class _Job:
             if self.tell is not None:
                 for row in self.rows[before:]:
                     self.tell(row, number + 1, len(stages))
+        return len(stages)
 
     def _again(self, kept: Kept) -> None:
         """Take a stage from the folder of a run."""

@@ -20,8 +20,10 @@ from jchop.ptq._maps.search import Fold, channels_of, fold_of
 from jchop.ptq._maps.steps import Awq, Mapping
 from jchop.ptq._round import round_parameter
 from jchop.ptq._run import Data
+from jchop.ptq._sites import Site
+from jchop.ptq._statistics import means
 from jchop.ptq._steps import Steps
-from jchop.ptq._sums import Sums, value
+from jchop.ptq._sums import Sums
 from jchop.rounding import Rounding
 
 Array = jax.Array
@@ -69,7 +71,7 @@ def map_parameters(data: Data, steps: Sequence[Mapping]) -> Mapped:
             if leaf in sums and leaf in program.placements and program.placements[leaf][1].laid == site.laid
         }
         graphs = [graph_of(*found) for found in data.programs if found[0] is not program]
-        job = _Job(step, program, call, graph_of(program, sites), graphs, sums, set(wanted), mapped)
+        job = _Job(step, program, call, graph_of(program, sites), graphs, sums, wanted, mapped)
         job.run()
         data.params = job.result(data.params)
     return mapped
@@ -85,13 +87,13 @@ class _Job:
         graph: the program as a graph.
         others: programs of batches of other shapes.
         sums: of the inputs.
-        wanted: the weights that are rounded.
+        wanted: the sites of the weights that are rounded, by their indexes.
         mapped: what is reported.
     """
 
     def __init__(
         self, step: Mapping, program: Any, call: Any, graph: Graph, others: Sequence[Graph], sums: dict[int, Sums],
-        wanted: set[int], mapped: Mapped,
+        wanted: dict[int, Site], mapped: Mapped,
     ) -> None:  # fmt: skip
         self.step, self.program, self.call, self.graph, self.others = step, program, call, graph, others
         self.sums, self.wanted, self.mapped = sums, wanted, mapped
@@ -156,16 +158,12 @@ class _Job:
             self.mapped.methods.setdefault(leaf, []).append(self.step.name)
             if folded:
                 self.mapped.add(leaf, f"{self.step.name} folded into {', '.join(folded)}")
-            turns = list(np.ndindex(*self._shape(leaf)[: self.turns(leaf)]))
+            turns = list(np.ndindex(*self._shape(leaf)[: self.wanted[leaf].turns]))
             for turn, text in zip(turns if units > 1 else [()], chosen, strict=False):
                 self.mapped.add(leaf, text, turn)
         for leaf, label in targets.items():
             self._remember(leaf)
             self._scale(leaf, label, factors)
-
-    def turns(self, leaf: int) -> int:
-        """How many axes of a parameter are turns of loops around its product."""
-        return next(place.site.turns for place in self.graph.places if place.site.leaf == leaf)
 
     def _shape(self, leaf: int) -> tuple[int, ...]:
         return self.program.shapes[leaf]
@@ -199,17 +197,18 @@ class _Job:
 
     def _remember(self, leaf: int) -> None:
         """The errors of a weight that is rounded as it was before any step."""
-        if leaf not in self.wanted or any(own == leaf for own, _ in self.mapped.before):
+        site = self.wanted.get(leaf)
+        if site is None or any(own == leaf for own, _ in self.mapped.before):
             return
-        site = next(place.site for place in self.graph.places if place.site.leaf == leaf)
-        placement, weights, sums = _to_nearest(self.program.placements[leaf][0]), self._value(leaf), self.sums[leaf]
+        placement, sums = _to_nearest(self.program.placements[leaf][0]), self.sums[leaf]
+        weights = jnp.asarray(self._value(leaf))
         for place in np.ndindex(*weights.shape[: site.stack]):
-            inputs = jax.tree.map(lambda v, turn=place[: site.turns]: v[turn], sums)
-            count, weight = value(inputs.count), jnp.asarray(weights)[place]
-            gram = value(inputs.gram) / jnp.maximum(count, 1)[:, None, None]
+            inputs, weight = means(jax.tree.map(lambda v, turn=place[: site.turns]: v[turn], sums)), weights[place]
             with types_for(weight.dtype):
-                out = round_parameter(weight, gram, None, None, placement=placement, layout=site.layout, steps=Steps())
-            energy, before = (float((v * count).sum()) for v in (out.energy, out.before))
+                out = round_parameter(
+                    weight, inputs.gram, None, None, placement=placement, layout=site.layout, steps=Steps()
+                )
+            energy, before = (float((v * inputs.count).sum()) for v in (out.energy, out.before))
             self.mapped.before[leaf, place] = energy, before
 
     def _scale(self, leaf: int, label: Label, factors: np.ndarray) -> None:

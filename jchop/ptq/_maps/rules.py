@@ -60,10 +60,9 @@ class _Seen:
         """The factors on other axes of the value itself."""
         return self.label.to((*self.around, *axes))
 
-    def all_alike(self, label: Label | None = None) -> tuple[list[Label | None], list[Label | None]]:
+    def all_alike(self) -> tuple[list[Label | None], list[Label | None]]:
         """Every value has the factors."""
-        label = self.label if label is None else label
-        return [label] * len(self.node.ins), [label] * len(self.node.outs)
+        return [self.label] * len(self.node.ins), [self.label] * len(self.node.outs)
 
     def from_first(self, ins: Label, outs: Label) -> tuple[list[Label | None], list[Label | None]]:
         """The first operand and all results have factors."""
@@ -213,24 +212,21 @@ def _sized(seen: _Seen) -> Label:
     return seen.on(axes)
 
 
-def _concatenate(seen: _Seen) -> Ways:
-    axis = seen.node.params["dimension"]
-    seen.flat_on([axis], "joins its channels with others")
-    values = (*seen.node.ins, *seen.node.outs)
-    labels: list[Label | None] = [
-        seen.on([_flat(v.shape[i]) if i == axis else runs for i, runs in enumerate(seen.own)]) for v in values
-    ]
-    yield labels[: len(seen.node.ins)], labels[len(seen.node.ins) :]
+def _parts(name: str, what: str) -> Callable[[_Seen], Ways]:
+    """A primitive that joins values along the axis that a parameter names, or takes one apart."""
 
+    def rule(seen: _Seen) -> Ways:
+        axis = seen.node.params[name]
+        seen.flat_on([axis], what)
 
-def _split(seen: _Seen) -> Ways:
-    axis = seen.node.params["axis"]
-    seen.flat_on([axis], "takes its channels apart")
-    values = (*seen.node.ins, *seen.node.outs)
-    labels: list[Label | None] = [
-        seen.on([_flat(v.shape[i]) if i == axis else runs for i, runs in enumerate(seen.own)]) for v in values
-    ]
-    yield labels[:1], labels[1:]
+        def labels(values: Sequence[Value]) -> list[Label | None]:
+            return [
+                seen.on([_flat(v.shape[i]) if i == axis else runs for i, runs in enumerate(seen.own)]) for v in values
+            ]
+
+        yield labels(seen.node.ins), labels(seen.node.outs)
+
+    return rule
 
 
 def _slice(seen: _Seen) -> Ways:
@@ -472,8 +468,8 @@ _RULES: dict[str, Callable[[_Seen], Ways]] = {
     "expand_dims": _expand,
     "rev": _along("dimensions", "reverses its channels"),
     "cumsum": _along("axis", "sums over its channels"),
-    "concatenate": _concatenate,
-    "split": _split,
+    "concatenate": _parts("dimension", "joins its channels with others"),
+    "split": _parts("axis", "takes its channels apart"),
     "pad": _pad,
     "mul": _mul,
     "div": _div,
