@@ -1,9 +1,12 @@
 """What every test starts from: the CPU with eight devices, and random numbers that are the same in every run."""
 
 import os
+import pathlib
+import shutil
 from collections.abc import Generator, Iterator
 
 DEVICES = 8
+COMPILED = pathlib.Path(__file__).parents[1] / ".cache" / "compiled"
 
 
 def _prepare_environment() -> None:
@@ -19,6 +22,11 @@ def _prepare_environment() -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("MPLBACKEND", "Agg")
+    # Most of the time of a first run is XLA's. Later runs read what it compiled, by the program, the flags and the
+    # version of jaxlib, and so do the processes that tests start.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 _prepare_environment()
@@ -27,7 +35,6 @@ import collections  # noqa: E402
 import functools  # noqa: E402
 import gc  # noqa: E402
 import itertools  # noqa: E402
-import pathlib  # noqa: E402
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -51,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-file", metavar="PATH", help="write the CPU seconds of files and of the slowest tests")
 
 
+_MOST_COMPILED = 2**30  # bytes: about ten trees
 _MOST_TESTS = 200  # of one module before its compiled functions go: thousands of specs would hold gigabytes
 
 
@@ -158,6 +166,13 @@ def pytest_collection_finish() -> None:
     """Fifteen thousand collected tests live as long as the run: the garbage collector need not visit them again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compiled functions of old trees go."""
+    if not hasattr(session.config, "workerinput") and COMPILED.is_dir():
+        if sum(file.stat().st_size for file in COMPILED.iterdir()) > _MOST_COMPILED:
+            shutil.rmtree(COMPILED)
 
 
 def pytest_configure(config: pytest.Config) -> None:
