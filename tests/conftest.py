@@ -170,9 +170,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compiled functions of old trees go."""
-    if not hasattr(session.config, "workerinput") and COMPILED.is_dir():
-        if sum(file.stat().st_size for file in COMPILED.iterdir()) > _MOST_COMPILED:
-            shutil.rmtree(COMPILED)
+    first = not hasattr(session.config, "workerinput")
+    if first and COMPILED.is_dir() and sum(file.stat().st_size for file in COMPILED.iterdir()) > _MOST_COMPILED:
+        shutil.rmtree(COMPILED)
 
 
 def pytest_configure(config: pytest.Config) -> None:
