@@ -96,21 +96,31 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_core/rounding/random_bits.py": (
         "_core/rounding/test_random_bits.py",
         "_core/arithmetic/test_operations.py::test_words_are_the_streams",
+        "test_round_sharding.py",
     ),
     "jchop/_core/rounding/stream_offset.py": (
         "_core/arithmetic/test_operations.py::test_words_are_the_streams",
+        "test_round_sharding.py",
         *_FEW_BITS,
     ),
     "jchop/storage/_codes.py": _STORED,
     "jchop/storage/_layout.py": _STORED,
     "jchop/storage/_index.py": _STORED,
     "jchop/_bits.py": ("test_bits.py",),
-    "jchop/_core/arithmetic/basic.py": ("_core/arithmetic/test_basic.py::test_known_ranges", *_EXACT),
+    "jchop/_core/arithmetic/basic.py": (
+        "_core/arithmetic/test_exact.py",
+        "_core/arithmetic/test_basic.py::test_known_ranges",
+        *_EXACT,
+    ),
     "jchop/_core/arithmetic/round_with_error.py": (
         "_core/arithmetic/test_round_with_error.py",
         "_core/arithmetic/test_operations.py",
     ),
-    "jchop/_core/arithmetic/exact.py": (*_EXACT, "test_round_scaled.py::test_clipped_by_kind_of_element"),
+    "jchop/_core/arithmetic/exact.py": (
+        "_core/arithmetic/test_exact.py",
+        *_EXACT,
+        "test_round_scaled.py::test_clipped_by_kind_of_element",
+    ),
     "jchop/_core/arithmetic/subnormal_scaling.py": _EXACT,
     "jchop/_core/arithmetic/nearest.py": _EXACT,
     "jchop/_core/arithmetic/operations.py": _EXACT,
@@ -124,11 +134,19 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_core/arithmetic/double_word.py": ("_core/arithmetic/test_basic.py::test_exact_form", *_EXACT),
     "jchop/_core/rounding/elements.py": (*_ROUNDED, "test_round_derivatives.py"),
     "jchop/_core/rounding/grid.py": ("_core/rounding/test_grid.py", *_ROUNDED),
-    "jchop/_core/rounding/modes.py": ("test_round_stochastic.py::test_every_draw_of_a_few_bits", *_ROUNDED),
+    "jchop/_core/rounding/modes.py": (
+        "_core/rounding/test_grid.py",
+        "_core/arithmetic/test_exact.py",
+        "test_round_scaled.py::test_odd_leaves_whole_numbers",
+        "test_round_stochastic.py::test_every_draw_of_a_few_bits",
+        *_ROUNDED,
+    ),
     "jchop/_core/rounding/bins.py": ("_core/rounding/test_bins.py", "_core/scaled_float32/test_select.py"),
     "jchop/_core/rounding/codes.py": ("_core/rounding/test_codes.py", *_STORED),
     "jchop/_core/rounding/codebooks.py": (
         "test_round_values.py::test_codebooks",
+        "test_round_stochastic.py::test_a_tie_of_codebooks_goes_by_the_word",
+        "test_round_stochastic.py::test_the_smallest_negative_level_has_its_sign",
         "test_round_stochastic.py::test_codebooks_given_the_words",
         *_SCALED,
     ),
@@ -215,6 +233,27 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "1",
         "(0)",
     ): "of two levels the largest element and the scales have at most four bits each, which leaves two to spare",
+    (
+        "jchop/_core/rounding/stream_offset.py",
+        "word = draw(drawn[:SEEDS], x.shape, place, drawn[SEEDS:], 64 if x.dtype.itemsize == 8 else 32)",
+        "64",
+        "(63)",
+    ): "every width but 32 is that of pairs",
+    ("jchop/_core/arithmetic/round_with_error.py", "scaled_down: bool = False,", "False", "(True)"): (
+        "bits of finite numbers of other callers are at most those of infinity, which the minimum leaves"
+    ),
+    (
+        "jchop/_core/arithmetic/exact.py",
+        "keep = max(grid.tiny_bits, grid.normal_bits if spec.flush else 0)",
+        "0",
+        "(0 - 1)",
+    ): "bits of the smallest value are no negative number",
+    (
+        "jchop/_core/rounding/grid.py",
+        "deep = drop > 0 and fmt.emin < 1 - carrier.bias",
+        "1",
+        "(2)",
+    ): "with the carrier's own smallest exponent, the depths of subnormals are the same numbers either way",
     ("jchop/_core/scaled_bodies.py", "branch_allowed: bool = False,", "False", "(True)"): (
         "which of two programs runs; `test_asking_changes_no_bit` shows that they are one in every bit"
     ),

@@ -326,3 +326,13 @@ def test_an_absmax_scale_is_kept_by_the_result(rows):
     once = apply("int8(group=4)", x)
     twice = apply("int8(group=4)", once)
     np.testing.assert_allclose(twice, once, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("kind", ["integer", "float"])
+def test_odd_leaves_whole_numbers(kind: str) -> None:
+    """Even ones too: only what lies between two whole numbers goes to the odd one."""
+    x = np.arange(16, dtype=np.float32)
+    spec = jc.parse(f"uint4(group=16,zero_point={kind}):odd")
+    np.testing.assert_array_equal(jc.round_to_format(x, spec), x)
+    x[3:5] = 2.25, 4.75
+    np.testing.assert_array_equal(jc.round_to_format(x, spec)[3:5], [3.0, 5.0])

@@ -271,6 +271,23 @@ def test_codebooks_given_the_words(name, mode):
         cases.assert_bits(x, got, expected, f"{name} {mode} {n} bits")
 
 
+@pytest.mark.parametrize(("x", "word", "want"), [(0.75, 0, 1.0), (0.25, 1, 0.0), (0.8, 0, 1.0), (0.7, 0, 0.0)])
+def test_a_tie_of_codebooks_goes_by_the_word(x: float, word: int, want: float) -> None:
+    """Mode C rounds nu 2^N to nearest, a tie to even, and adds R: one random bit, levels 0 and 1."""
+    assert (
+        oracle.round_exact(oracle.codebook([0, 1]), Fraction(np.float32(x).item()), "stochastic_c", n=1, r=word) == want
+    )
+    spec = jc.Spec(jc.CodebookFormat((0.0, 1.0)), "stochastic_c", random_bits=1)
+    got = round_elements(jnp.float32([x]), spec, _bits.CARRIERS["float32"], jnp.uint32([word << 31]))
+    assert got.item() == want
+
+
+def test_the_smallest_negative_level_has_its_sign():
+    spec = jc.Spec(jc.CodebookFormat((-(2.0**-149), 0.0, 1.0)))
+    got = jc.round_to_format(np.float32([-1.0, 0.0, 1.0]), spec)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint32), [0x80000001, 0, 0x3F800000])
+
+
 def test_unbiased_mean_of_a_sum():
     """The mean of 2^20 roundings of numbers far below one step of the format is theirs, within 4 sigma."""
     x = np.full(1 << 20, 1 + 3 * 2.0**-12, np.float32)

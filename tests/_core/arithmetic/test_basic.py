@@ -448,6 +448,7 @@ def test_ranges_of_carriers_and_results() -> None:
     assert product_range(Range(-24, 11, 16), Range(-9, 4, 9)) == Range(-33, 15, 25)
     assert sum_range(Range(-24, 11, 16), Range(-9, 4, 9)) == Range(-24, 41, 17)
     assert Range(-2, 11, 4).bits == 6
+    assert range_of(jc.parse("codebook(-3.0,-1.0,0.375,5.0)"), carrier) == Range(-3, 3, 3)
 
 
 REFUSED = {

@@ -21,8 +21,8 @@ import jchop as jc
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic import double_word, operations, root, subnormal_scaling
 from jchop._core.arithmetic.exact import round_exact
-from jchop._core.arithmetic.operations import OPERANDS, check_operation, fold_seeds, operation, words
-from jchop._core.arithmetic.ranges import carrier_range, range_of
+from jchop._core.arithmetic.operations import OPERANDS, check_matmul, check_operation, fold_seeds, operation, words
+from jchop._core.arithmetic.ranges import Range, carrier_range, range_of
 from jchop._core.arithmetic.sums import cumulative, product_along, sum_along
 from jchop._core.rounding.random_bits import seed_words
 
@@ -282,6 +282,46 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
             np.testing.assert_array_equal(root.divide_narrow(x, y, spec, carrier, r, r), want)
 
 
+def test_narrow_quotients_to_nearest() -> None:
+    """A half is seen: the bits that are kept are one more than those of the format."""
+    x, y = (jnp.asarray(v.ravel(), jnp.float32) for v in np.meshgrid(np.arange(8, 16), np.arange(8, 16)))
+    carrier, spec = CARRIERS["float32"], jc.parse("e4m3")
+    r = range_of(spec, carrier)
+    assert root.divides_narrow(spec, carrier, r, r)
+    want = [
+        oracle.round_exact(oracle.ieee(4, 3), Fraction(int(a)) / int(b), "nearest_even")
+        for a, b in zip(x, y, strict=True)
+    ]
+    np.testing.assert_array_equal(root.divide_narrow(x, y, spec, carrier, r, r), np.array(want, np.float32))
+
+
+def test_bits_of_narrow_quotients() -> None:
+    """The cut quotient times the divisor has to be exact: 12 bits times 12 in float32, not 13."""
+    carrier, spec = CARRIERS["float32"], jc.parse("e5m10")
+    allowed = [root.divides_narrow(spec, carrier, Range(-9, 12, 3), Range(-9, bits, bits - 9)) for bits in (11, 12, 13)]
+    assert allowed == [True, True, False]
+
+
+def test_terms_with_few_bits_of_many() -> None:
+    """The sum of 1 and 2^-13 + 2^-25 is above the tie of 13 bits, and rounded to 24 bits it would be the tie."""
+    x, y = jnp.float32([1.0, -1.0]), jnp.float32([1.0, -1.0]) * np.float32(2.0**-13 + 2.0**-25)
+    np.testing.assert_array_equal(operation("add", [x, y], jc.parse("e8m12")), [1 + 2.0**-12, -1 - 2.0**-12])
+
+
+@pytest.mark.parametrize(("name", "want"), [("fma", 7.0), ("sub", -1.0), ("div", 2 / 3), ("max", 3.0), ("min", 2.0)])
+def test_the_carriers_own_operations(name: str, want: float) -> None:
+    args = [jnp.float32(v) for v in (2.0, 3.0, 1.0)][: OPERANDS[name]]
+    assert operation(name, args, None) == np.float32(want)
+
+
+def test_odd_leaves_exact_sums() -> None:
+    """To the carrier itself: exact sums stay, even ones too; others end in a one."""
+    x, y = jnp.float32([2.0, 1.0, 1.0, -1.0]), jnp.float32([2.0, 2.0**-23, 2.0**-30, -(2.0**-30)])
+    ranges = (carrier_range(CARRIERS["float32"]),) * 2
+    got = operation("add", [x, y], jc.parse("binary32:odd"), ranges=ranges)
+    np.testing.assert_array_equal(got, np.float32([4.0, 1 + 2.0**-23, 1 + 2.0**-23, -1 - 2.0**-23]))
+
+
 # -- the smaller ones --------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +383,12 @@ def test_operands_broadcast_and_16_bit_ones_stay_so() -> None:
 def test_a_narrow_carrier_is_refused(text: str, dtype: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_operation(jc.parse(text), jnp.dtype(dtype))
+
+
+def test_operands_that_the_carrier_cannot_hold() -> None:
+    check_matmul(jc.MatmulSpec("e5m10", "binary32", "binary32"), jnp.float32)
+    with pytest.raises(ValueError, match="e9m22"):
+        check_matmul(jc.MatmulSpec("e9m22", "binary32", "binary32"), jnp.float32)
 
 
 @pytest.mark.parametrize("name", ["div", "sqrt"])

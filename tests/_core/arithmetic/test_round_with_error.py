@@ -16,7 +16,7 @@ import jchop as jc
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.operations import operation
 from jchop._core.arithmetic.ranges import range_of
-from jchop._core.arithmetic.round_with_error import finer
+from jchop._core.arithmetic.round_with_error import finer, has_constant_drop
 
 MODES = ("nearest_even", "nearest_away", "down", "odd", "stochastic", "stochastic_b", "stochastic_equal")
 COUNT = 400
@@ -102,3 +102,22 @@ def test_at_the_words_that_decide(
             where = cases.differences(np.asarray(got), bits, carrier)
             shown = [([a[i].item().hex() for a in args], hex(word[i]), got[i], want[i]) for i in where[:5]]
             assert not len(where), (name, str(spec), len(where), shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "constant"),
+    [
+        ("e4m3", True),
+        ("bfloat16:saturate", True),
+        ("e5m10:stochastic", True),
+        ("e5m10:stochastic_c", False),
+        ("e4m3(subnormals=false)", False),
+        ("float8_e4m3fnuz", False),
+        ("binary32", False),
+        ("e9m10", False),
+        ("integer8", False),
+        ("codebook(-1,0,1)", False),
+    ],
+)
+def test_formats_with_one_number_of_dropped_bits(text: str, constant: bool) -> None:
+    assert has_constant_drop(jc.parse(text), CARRIERS["float32"]) == constant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import jchop as jc
@@ -28,9 +29,19 @@ HELD = {
     "integer24:wrap": ["float16", "bfloat16", "float32", "float64"],
     "uinteger24:wrap": ["float32", "float64"],
     "integer24": ["float32", "float64"],
+    "float8_e8m0fnu": ["bfloat16", "float32", "float64"],  # no zero, for which a smallest value has to be there
 }
 
 
 @pytest.mark.parametrize("text", HELD)
 def test_carriers_that_hold_every_result(text: str) -> None:
     assert [name for name, carrier in CARRIERS.items() if holds(jc.parse(text), carrier)] == HELD[text]
+
+
+@pytest.mark.parametrize(("mode", "want"), [("nearest_even", [8, 10, 10, 12]), ("odd", [9, 9, 11, 11])])
+def test_ties_of_a_format_with_subnormals_of_the_carrier(mode: str, want: list[int]) -> None:
+    """Normal numbers of the format are subnormals of float32: its smallest exponent is -129."""
+    spec = jc.parse(f"e8m3(bias=130,infinities=false,nans=none):{mode}")
+    for exponent in (-129, -127, -126, 0):
+        x = np.ldexp(np.float32([8.5, 9.5, 10.5, 11.5]), exponent - 3)
+        np.testing.assert_array_equal(jc.round_to_format(x, spec), np.ldexp(np.float32(want), exponent - 3))

@@ -1,0 +1,68 @@
+"""Exact numbers with more bits than the carrier: the dropped part as a word, and overflow of codebooks."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.basic import _as_exact  # pyright: ignore[reportPrivateUsage]
+from jchop._core.arithmetic.exact import Exact, _Drawn, overflowed_exact  # pyright: ignore[reportPrivateUsage]
+from jchop._core.arithmetic.ranges import carrier_range
+from jchop._core.rounding.grid import make_grid
+from jchop._core.rounding.modes import BelowSmallest, Draw
+
+CARRIER, WIDTH = CARRIERS["float32"], 32
+
+
+@pytest.mark.parametrize("text", ["integer8", "e4m3"])
+def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None:
+    """floor(nu 2^32) and whether bits are lost, for gaps from one to 2^70 units in the last place."""
+    spec, (quantum, frac_bits) = jc.parse(text), {"integer8": (0, 7), "e4m3": (-9, 3)}[text]
+    exponent = np.arange(quantum - 46, quantum + 2).repeat(3)
+    value = np.ldexp(1 + rng.integers(0, 2**23, len(exponent)) * 2.0**-23, exponent).astype(np.float32)
+    rest = rng.integers(0, 2**32, len(value), dtype=np.uint32) * (np.arange(len(value)) % 3 > 0).astype(np.uint32)
+    magnitude = jnp.asarray(value.view(np.int32))
+    v = Exact(jnp.zeros_like(magnitude), magnitude, magnitude > 0, jnp.asarray(rest), magnitude < 0)
+    share, lost = _Drawn(v, None, make_grid(spec.format, CARRIER)).share()  # type: ignore[arg-type]
+    for x, more, e, got, sticky in zip(value, rest.tolist(), exponent.tolist(), share, lost, strict=True):
+        exact = Fraction(float(x)) + Fraction(more, 2**WIDTH) * Fraction(2) ** (e - 23)
+        gap = Fraction(2) ** max(quantum, e - frac_bits)
+        word = exact / gap % 1 * 2**WIDTH
+        assert (int(got), bool(sticky)) == (word // 1, word % 1 != 0), (float(x).hex(), more)
+
+
+def test_the_part_below_the_smallest_value_as_a_word() -> None:
+    """Of a number below the smallest positive value: the floor of its share, and whether bits are lost."""
+    grid = make_grid(jc.parse("e4m3").format, CARRIER)  # type: ignore[arg-type]
+    x = np.ldexp(np.float32([0, 1, 1 + 2.0**-23, 1.5, 1 + 2.0**-9, 1]), [0, -10, -40, -11, -32, -60])
+    magnitude = jnp.asarray(x.astype(np.float32).view(np.int32))
+    draw = Draw(jnp.zeros(6, jnp.uint32), 32)
+    share, lost = BelowSmallest(magnitude, magnitude < 0, draw, grid).share()
+    word = [Fraction(float(v)) * 2**9 * 2**WIDTH for v in x]
+    assert share.tolist() == [w // 1 for w in word]
+    assert jnp.asarray(lost).tolist() == [w % 1 != 0 for w in word]
+
+
+def test_an_error_far_below_the_last_place() -> None:
+    """The word is the floor of the error, not the next integer; the rest is said to be there."""
+    spec, total = jc.parse("e9m30:stochastic"), carrier_range(CARRIER)
+    one = jnp.full(3, CARRIER.bias << CARRIER.fraction, jnp.int32)
+    error = jnp.float32([2.0**-24, 2.0**-60, 2.0**-23 * (0.25 + 2.0**-24)])
+    v = _as_exact(jnp.zeros_like(one), one, error, total, spec, CARRIER)
+    assert v.rest.tolist() == [2**31, 0, 2**30 + 2**8]
+    assert v.sticky.tolist() == [False, True, False]
+
+
+def test_overflow_beside_a_small_negative_level() -> None:
+    spec = jc.Spec(jc.CodebookFormat((-0.5, 0.0, 2.0)))
+    value = jnp.float32([-0.25, -0.5, -0.75, 1.0, 2.0, 2.5])
+    bits = value.view(jnp.int32)
+    sign, magnitude = bits & np.int32(-(2**31)), bits & np.int32(2**31 - 1)
+    zero = jnp.zeros_like(magnitude)
+    v = Exact(sign, magnitude, zero > 0, zero.astype(jnp.uint32), zero > 0)
+    assert overflowed_exact(v, spec, CARRIER, None).tolist() == [False, False, True, False, False, True]
