@@ -284,7 +284,7 @@ def test_a_tie_of_codebooks_goes_by_the_word(x: float, word: int, want: float) -
 
 def test_the_smallest_negative_level_has_its_sign():
     spec = jc.Spec(jc.CodebookFormat((-(2.0**-149), 0.0, 1.0)))
-    got = jc.round_to_format(np.float32([-1.0, 0.0, 1.0]), spec)
+    got = jc.round_to_format(np.array([-1.0, 0.0, 1.0], np.float32), spec)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint32), [0x80000001, 0, 0x3F800000])
 
 

@@ -39,7 +39,7 @@ def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None
 def test_the_part_below_the_smallest_value_as_a_word() -> None:
     """Of a number below the smallest positive value: the floor of its share, and whether bits are lost."""
     grid = make_grid(jc.parse("e4m3").format, CARRIER)  # type: ignore[arg-type]
-    x = np.ldexp(np.float32([0, 1, 1 + 2.0**-23, 1.5, 1 + 2.0**-9, 1]), [0, -10, -40, -11, -32, -60])
+    x = np.ldexp(np.array([0, 1, 1 + 2.0**-23, 1.5, 1 + 2.0**-9, 1]), [0, -10, -40, -11, -32, -60])
     magnitude = jnp.asarray(x.astype(np.float32).view(np.int32))
     draw = Draw(jnp.zeros(6, jnp.uint32), 32)
     share, lost = BelowSmallest(magnitude, magnitude < 0, draw, grid).share()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -85,4 +86,4 @@ def test_it_is_allowed_with_one_bit_to_drop() -> None:
 @pytest.mark.parametrize(("name", "end"), [("float6_e3m2fn", 28.0), ("float8_e4m3fn", np.nan), ("e5m10", np.inf)])
 def test_beyond_the_largest_value(name: str, end: float) -> None:
     x = np.array([1e5, -1e5], np.float32)
-    np.testing.assert_array_equal(round_by_adding(x, jc.parse(name), CARRIERS["float32"]), [end, -end])
+    np.testing.assert_array_equal(round_by_adding(jnp.asarray(x), jc.parse(name), CARRIERS["float32"]), [end, -end])

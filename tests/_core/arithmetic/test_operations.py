@@ -319,7 +319,7 @@ def test_odd_leaves_exact_sums() -> None:
     x, y = jnp.float32([2.0, 1.0, 1.0, -1.0]), jnp.float32([2.0, 2.0**-23, 2.0**-30, -(2.0**-30)])
     ranges = (carrier_range(CARRIERS["float32"]),) * 2
     got = operation("add", [x, y], jc.parse("binary32:odd"), ranges=ranges)
-    np.testing.assert_array_equal(got, np.float32([4.0, 1 + 2.0**-23, 1 + 2.0**-23, -1 - 2.0**-23]))
+    np.testing.assert_array_equal(got, np.array([4.0, 1 + 2.0**-23, 1 + 2.0**-23, -1 - 2.0**-23]))
 
 
 # -- the smaller ones --------------------------------------------------------------------------------------------------

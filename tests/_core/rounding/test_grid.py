@@ -43,5 +43,5 @@ def test_ties_of_a_format_with_subnormals_of_the_carrier(mode: str, want: list[i
     """Normal numbers of the format are subnormals of float32: its smallest exponent is -129."""
     spec = jc.parse(f"e8m3(bias=130,infinities=false,nans=none):{mode}")
     for exponent in (-129, -127, -126, 0):
-        x = np.ldexp(np.float32([8.5, 9.5, 10.5, 11.5]), exponent - 3)
-        np.testing.assert_array_equal(jc.round_to_format(x, spec), np.ldexp(np.float32(want), exponent - 3))
+        x = np.ldexp(np.array([8.5, 9.5, 10.5, 11.5], np.float32), exponent - 3)
+        np.testing.assert_array_equal(jc.round_to_format(x, spec), np.ldexp(np.array(want, np.float32), exponent - 3))
