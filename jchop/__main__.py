@@ -1,4 +1,4 @@
-"""The command line: ``jchop formats``, ``info``, ``round``, ``quantize``, ``inspect``, ``ptq`` and ``study``."""
+"""The command line: ``formats``, ``info``, ``round``, ``compare``, ``quantize``, ``inspect``, ``ptq``, ``study``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jchop._cli._compare import add_compare
 from jchop._cli._info import run_formats, run_info
 from jchop._cli._ptq import add_command
 from jchop._cli._quantize import add_commands
@@ -147,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_commands(commands)
     add_command(commands)
+    add_compare(commands)
 
     command = commands.add_parser(
         "study",

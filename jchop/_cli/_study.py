@@ -19,8 +19,8 @@ def run_study(options: argparse.Namespace) -> None:
 
     result = study.run(
         options.dataset,
-        formats=_items(options.formats),
-        modes=_items(options.modes),
+        formats=items(options.formats),
+        modes=items(options.modes),
         seeds=options.seeds,
         epochs=options.epochs,
         activations=options.activations,
@@ -32,6 +32,6 @@ def run_study(options: argparse.Namespace) -> None:
     print(f"\nFiles: {printable(', '.join(map(str, paths)))} ({result.seconds:.0f} s)")
 
 
-def _items(words: Sequence[str]) -> list[str]:
+def items(words: Sequence[str]) -> list[str]:
     """Texts between commas and spaces outside of parentheses and brackets."""
     return [item for item in split_outside(" ".join(words), ", \t\n\r") if item]
