@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import pkgutil
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+
+@contextlib.contextmanager
+def imports_from_here() -> Iterator[None]:
+    """Has imports find modules of the current folder: those of a function's module, and those that it makes itself."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 def load_function(argument: str, text: str) -> Callable[..., Any]:
@@ -26,14 +38,11 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
     """
     if ":" not in text:
         raise ValueError(f"{argument} {text!r} must be MODULE:FUNCTION, as 'model:apply'")
-    here = os.getcwd()
-    sys.path.insert(0, here)
     try:
-        found = pkgutil.resolve_name(text)
+        with imports_from_here():
+            found = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{argument} {text!r} cannot be loaded: {error}") from None
-    finally:
-        sys.path.remove(here)
     if not callable(found):
         raise ValueError(f"{argument} {text!r} is {type(found).__name__}, and no function")
     return found

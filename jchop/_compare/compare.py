@@ -274,8 +274,8 @@ def _exponent(largest: float, fmt: ElementFormat) -> int:
     if largest == 0 or not 0 < end < math.inf:
         return 0
     exponent = math.frexp(end)[1] - math.frexp(largest)[1]
-    # Numbers times 2^k, and the results, have to stay in float64.
-    exponent = max(-1000, min(exponent, 1000 - math.frexp(largest)[1]))
+    # Numbers times 2^k, and what they are rounded to, have to stay in float64.
+    exponent = min(exponent, 1000 - math.frexp(largest)[1])
     return exponent - (math.ldexp(largest, exponent) > end)
 
 
