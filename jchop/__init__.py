@@ -10,6 +10,7 @@ from types import ModuleType as _ModuleType
 from jchop import formats, math, storage
 from jchop._attention.attention import dot_product_attention
 from jchop._attention.kv_cache import KVCache
+from jchop._compare import Comparison, compare
 from jchop._emulate import emulate
 from jchop._finfo import finfo
 from jchop._products.dots import dot, einsum, ragged_dot
@@ -96,6 +97,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "LSQ",
     "CodebookFormat",
+    "Comparison",
     "DelayedScaling",
     "ElementFormat",
     "FixedFormat",
@@ -118,6 +120,7 @@ __all__ = [
     "binary16",
     "binary32",
     "binary64",
+    "compare",
     "dequantize",
     "dot",
     "dot_product_attention",

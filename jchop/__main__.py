@@ -1,4 +1,4 @@
-"""The command line: ``jchop formats``, ``info``, ``round``, ``quantize``, ``inspect``, ``ptq`` and ``study``."""
+"""The command line: ``formats``, ``info``, ``round``, ``compare``, ``quantize``, ``inspect``, ``ptq``, ``study``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jchop._cli._compare import add_compare
 from jchop._cli._info import run_formats, run_info
 from jchop._cli._ptq import add_command
 from jchop._cli._quantize import add_commands
 from jchop._cli._round import CARRIERS, run_round
-from jchop._cli._study import run_study
+from jchop._cli._study import add_study
 from jchop._cli._text import printable, seed
 from jchop.rounding import Overflow, Rounding
-from jchop.study._run import DATASETS, FORMATS, MODES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,26 +147,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add_commands(commands)
     add_command(commands)
+    add_compare(commands)
 
-    command = commands.add_parser(
-        "study",
-        help="train a small network on real data, then round it to every format in every mode",
-        formatter_class=plain,
-        description="Trains a small classifier, evaluates it with its parameters rounded to each format in each mode,\n"
-        "prints the table and writes study.csv, study.json and study.png.",
-        epilog="example:\n  jchop study --formats q43,e6m9,fixed4.4 --modes nearest_even,stochastic --out my-study",
-    )
-    command.add_argument("--dataset", choices=DATASETS, default="digits", help="default digits (images)")
-    for option, defaults in (("--formats", FORMATS), ("--modes", MODES)):
-        command.add_argument(option, nargs="+", metavar="TEXT", default=defaults, help=f"default {' '.join(defaults)}")
-    command.add_argument("--seeds", type=int, metavar="N", default=10, help="draws of each stochastic mode; default 10")
-    command.add_argument("--epochs", type=int, metavar="N", help="passes over the training data; default by data set")
-    command.add_argument("--activations", action="store_true", help="round the activations, too")
-    command.add_argument(
-        "--seed", type=seed, metavar="N", default=0, help="seed of split, training and rounding; default 0"
-    )
-    command.add_argument("--out", metavar="DIR", type=Path, default=Path("jchop-study"), help="default jchop-study")
-    command.set_defaults(run=run_study)
+    add_study(commands)
     return parser
 
 

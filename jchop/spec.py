@@ -8,7 +8,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from jchop._checks import check_bool, check_int, check_text, close_to, quoted, split_outside
+from jchop._text import html
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
+from jchop.formats._facts import facts_of
 from jchop.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
 
 __all__ = ["Gradient", "Spec", "as_spec", "parse"]
@@ -138,6 +140,14 @@ class Spec:
     @property
     def _default_overflow(self) -> Overflow:
         return Overflow.IEEE if self.scaled is None else Overflow.SATURATE
+
+    def _repr_html_(self) -> str:
+        own = {"rounding": self.rounding.value, "overflow": self.overflow.value}
+        if self.random_bits is not None:
+            own["random bits"] = str(self.random_bits)
+        own |= {"flush": "subnormal numbers become zero"} if self.flush else {}
+        own |= {"gradient": str(self.gradient)} if self.gradient != Gradient() else {}
+        return html.box(f"Spec {self}", [*facts_of(self.format), *own.items()])
 
     def __str__(self) -> str:
         parts = [str(self.format)]

@@ -52,6 +52,7 @@ FLOORS: list[tuple[int, str]] = [
     (9, "ptq"),
     (9, "torch"),
     (9, "nn"),
+    (9, "_compare"),
     (10, "compat"),
     (10, "study"),
     (10, "_cli"),
@@ -73,6 +74,7 @@ ONLY_IN: dict[str, set[str]] = {
     "sklearn": {"study"},
     "torch": {"torch", "compat"},
     "qwix": {"storage"},
+    "treescope": {"storage"},
     "dask": set(),
 }
 NO_JAX = {"rounding", "_checks", "formats", "spec", "accumulation"}

@@ -233,3 +233,34 @@ def test_report_that_saw_nothing() -> None:
         report(jc.emulate.report(low, jnp.ones(2)))
     with pytest.raises(TypeError, match=r"seen=\[\] must be a result of jchop.emulate.report"):
         report([])  # type: ignore[arg-type]
+
+
+# -- pareto ------------------------------------------------------------------------------------------------------------
+def test_pareto_joins_the_best_for_their_bits() -> None:
+    names, bits = ["a", "b", "c", "d", "e"], [4, 8, 8, 16, 8]
+    figure = jc.plot.pareto(names, bits, [1.0, 0.5, 0.1, 0.2, np.nan], ylabel="error", log=True)
+    axes = figure.axes[0]
+    assert axes.lines[0].get_xydata().tolist() == [[4, 1.0], [8, 0.1]]
+    best, others, lost = (points.get_offsets().tolist() for points in axes.collections)
+    assert best == [[4, 1.0], [8, 0.1]] and others == [[8, 0.5], [16, 0.2]]
+    assert lost == [[8, pytest.approx(axes.get_ylim()[1])]]  # the bad end
+    assert texts(figure) == names
+    assert [text.get_fontweight() for text in axes.texts] == ["bold", "normal", "bold", "normal", "normal"]
+    places = sorted(text.xyann[1] for text in axes.texts)  # type: ignore[attr-defined]
+    assert min(np.diff(places)) >= 0.2 - 1e-9 and places[0] >= 0 and places[-1] <= 1
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_pareto_of_ratios_has_exact_ones_at_the_top() -> None:
+    figure = jc.plot.pareto(["a", "b", "c"], [4, 8, 16], [-np.inf, 30, np.inf], ylabel="dB", higher_is_better=True)
+    axes = figure.axes[0]
+    assert axes.lines[0].get_xydata().tolist() == [[8, 30.0], [16, axes.get_ylim()[1]]]
+    assert axes.collections[2].get_offsets().tolist() == [[4, axes.get_ylim()[0]]]
+
+
+def test_pareto_without_a_finite_value_is_drawn() -> None:
+    for log in (False, True):
+        figure = jc.plot.pareto(["a"], [4], [np.inf], ylabel="error", log=log)
+        assert png(figure).startswith(b"\x89PNG") and not len(figure.axes[0].lines[0].get_xydata())
+    with pytest.raises(ValueError, match="lengths 1, 2, 1"):
+        jc.plot.pareto(["a"], [1, 2], [1], ylabel="error")

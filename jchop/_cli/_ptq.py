@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import inspect
-import os
-import pkgutil
 import sys
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jchop._cli._load import load_arrays, load_function, order_of
 from jchop._cli._quantize import parse_rule
 from jchop._cli._text import check_folder, check_suffix, printable, seed
 from jchop._files import require_extra, write_atomically
@@ -46,7 +43,7 @@ def run_ptq(options: argparse.Namespace) -> None:
     check_folder("--resume", folder)
     rules = [Rule(r.pattern, weight=r.spec, activation=options.activation) for r in map(parse_rule, options.rule)]
     steps = _steps(options.method, ptq)
-    function = _function(options.function)
+    function = load_function("FUNCTION", options.function)
     key = None if options.seed is None else jax.random.key(options.seed)
     params = _parameters(options.weights)
     batches = _batches(options.data, function, options.batch)
@@ -112,23 +109,6 @@ def _steps(text: str, ptq: Any) -> list[Any]:
     return made
 
 
-def _function(text: str) -> Callable[..., Any]:
-    """The function of ``module:function``; modules of the current folder are found, too."""
-    if ":" not in text:
-        raise ValueError(f"FUNCTION {text!r} must be MODULE:FUNCTION, as 'model:apply'")
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        found = pkgutil.resolve_name(text)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"FUNCTION {text!r} cannot be loaded: {error}") from None
-    finally:
-        sys.path.remove(here)
-    if not callable(found):
-        raise ValueError(f"FUNCTION {text!r} is {type(found).__name__}, and no function")
-    return found
-
-
 def _parameters(path: Path) -> Any:
     """The pytree of a checkpoint: in its dicts and lists if the file has a record of them, else a dict by name."""
     with TensorFile(path) as file:
@@ -140,8 +120,8 @@ def _batches(path: Path, function: Callable[..., Any], size: int) -> list[tuple[
     """The arrays of a file as arguments after the parameters, cut along their first axis."""
     if size < 1:
         raise ValueError(f"--batch {size} must be at least 1")
-    arrays = _arrays(path)
-    order = _order(list(arrays), function, path)
+    arrays = load_arrays("DATA", path)
+    order = order_of(list(arrays), function, f"DATA {path}", after=1)
     lengths = {name: array.shape[:1] for name, array in arrays.items()}
     if len(set(lengths.values())) > 1 or () in lengths.values():
         told = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
@@ -150,35 +130,6 @@ def _batches(path: Path, function: Callable[..., Any], size: int) -> list[tuple[
     if not count:
         raise ValueError(f"DATA {path} has no sample")
     return [tuple(arrays[name][at : at + size] for name in order) for at in range(0, count, size)]
-
-
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("it is a single array")
-        with file:
-            found = {name: file[name] for name in file.files}
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"DATA {path} must be a .npz file of arrays, as numpy.savez writes it: {error}") from None
-    if not found:
-        raise ValueError(f"DATA {path} has no array")
-    return found
-
-
-def _order(names: Sequence[str], function: Callable[..., Any], path: Path) -> list[str]:
-    """The names of arrays in the order of the arguments: by name, or those without names in their order."""
-    unnamed = [f"arr_{i}" for i in range(len(names))]
-    if sorted(names) == sorted(unnamed):
-        return unnamed
-    _, *wanted = inspect.signature(function).parameters
-    chosen = [name for name in wanted if name in names]
-    if len(chosen) < len(names) or chosen != wanted[: len(chosen)]:
-        raise ValueError(
-            f"DATA {path} has the arrays {', '.join(sorted(names))}, and the function takes {', '.join(wanted)} after "
-            "the parameters; save them under these names, the first ones, or without names"
-        )
-    return chosen
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

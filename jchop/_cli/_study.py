@@ -5,33 +5,115 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jchop._checks import split_outside
-from jchop._cli._text import check_folder, printable
+from jchop._cli._load import imports_from_here, load_arrays, load_function, order_of
+from jchop._cli._text import check_folder, printable, seed
 from jchop._files import require_extra
+from jchop.study._function import FUNCTION_FORMATS, FUNCTION_MODES, run_function, save_function
+from jchop.study._progress import ProgressBar
+from jchop.study._run import DATASETS, FORMATS, MODES
 
 
 def run_study(options: argparse.Namespace) -> None:
-    require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
     check_folder("--out", options.out)
+    if options.function is not None:
+        _run_function(options)
+        return
+    for option, value in (("--data", options.data), ("--budget-seconds", options.budget_seconds)):
+        if value is not None:
+            raise ValueError(f"{option} {value} belongs to the study of a function: jchop study MODULE:FUNCTION")
+    require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
     from jchop import study
-    from jchop.study._progress import ProgressBar
 
     result = study.run(
-        options.dataset,
-        formats=_items(options.formats),
-        modes=_items(options.modes),
-        seeds=options.seeds,
+        options.dataset or "digits",
+        formats=items(options.formats or study.FORMATS),
+        modes=items(options.modes or study.MODES),
+        seeds=10 if options.seeds is None else options.seeds,
         epochs=options.epochs,
         activations=options.activations,
         seed=options.seed,
-        progress=ProgressBar(sys.stderr) if sys.stderr is not None else None,
+        progress=_bar(),
     )
     paths = study.save(result, options.out)
     print(study.table(result))
-    print(f"\nFiles: {printable(', '.join(map(str, paths)))} ({result.seconds:.0f} s)")
+    _tell(paths, result.seconds)
 
 
-def _items(words: Sequence[str]) -> list[str]:
+def _run_function(options: argparse.Namespace) -> None:
+    """The study of a function of the user."""
+    require_extra("jchop study", "plot", ("matplotlib",))
+    for option, given in (
+        ("--dataset", options.dataset is not None),
+        ("--epochs", options.epochs is not None),
+        ("--activations", options.activations),
+    ):
+        if given:
+            raise ValueError(f"{option} belongs to the study of a network, without MODULE:FUNCTION")
+    if options.data is None:
+        raise ValueError("--data FILE.npz is needed: the arguments of the function")
+    with imports_from_here():
+        function = load_function("FUNCTION", options.function)
+        arrays = load_arrays("--data", options.data)
+        result = run_function(
+            function,
+            *(arrays[name] for name in order_of(list(arrays), function, f"--data {options.data}")),
+            formats=items(options.formats or FUNCTION_FORMATS),
+            modes=items(options.modes or FUNCTION_MODES),
+            seeds=3 if options.seeds is None else options.seeds,
+            seed=options.seed,
+            budget_seconds=options.budget_seconds,
+            progress=_bar(),
+        )
+    paths = save_function(result, options.out)
+    print("\n".join(map(printable, str(result).splitlines())))
+    _tell(paths, result.seconds)
+
+
+def _bar() -> ProgressBar | None:
+    return ProgressBar(sys.stderr) if sys.stderr is not None else None
+
+
+def _tell(paths: Sequence[Path], seconds: float) -> None:
+    print(f"\nFiles: {printable(', '.join(map(str, paths)))} ({seconds:.0f} s)")
+
+
+def items(words: Sequence[str]) -> list[str]:
     """Texts between commas and spaces outside of parentheses and brackets."""
     return [item for item in split_outside(" ".join(words), ", \t\n\r") if item]
+
+
+def add_study(commands: argparse._SubParsersAction) -> None:
+    """The command, with its options."""
+    command = commands.add_parser(
+        "study",
+        help="round your own function, or a small network trained on real data, to every format in every mode",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="With MODULE:FUNCTION: runs your function on the arrays of --data with every operation rounded,\n"
+        "prints its errors, and writes study.csv, study.json, study.png and study.html, a page for a mail.\n"
+        "Without: trains a small classifier, evaluates it with its parameters rounded to each format in each\n"
+        "mode, prints the table and writes study.csv, study.json and study.png.",
+        epilog="examples:\n  jchop study model:apply --data inputs.npz --formats e4m3fn,e5m2,bfloat16 --out my-study\n"
+        "  jchop study --formats q43,e6m9,fixed4.4 --modes nearest_even,stochastic --out my-study",
+    )
+    command.add_argument("function", metavar="MODULE:FUNCTION", nargs="?", help="a function that JAX can trace")
+    command.add_argument(
+        "--data", metavar="FILE.npz", type=Path, help="its arguments: arrays by name, or without names"
+    )
+    command.add_argument("--budget-seconds", metavar="S", type=float, help="begin no format after this time")
+    command.add_argument("--dataset", choices=DATASETS, help="default digits (images)")
+    for option, *both in (("--formats", FORMATS, FUNCTION_FORMATS), ("--modes", MODES, FUNCTION_MODES)):
+        text = "default {}; of a function: {}".format(*map(" ".join, both))
+        command.add_argument(option, nargs="+", metavar="TEXT", help=text)
+    command.add_argument(
+        "--seeds", type=int, metavar="N", help="draws of each stochastic mode; default 10, of a function 3"
+    )
+    command.add_argument("--epochs", type=int, metavar="N", help="passes over the training data; default by data set")
+    command.add_argument("--activations", action="store_true", help="round the activations, too")
+    command.add_argument(
+        "--seed", type=seed, metavar="N", default=0, help="seed of split, training and rounding; default 0"
+    )
+    command.add_argument("--out", metavar="DIR", type=Path, default=Path("jchop-study"), help="default jchop-study")
+    command.set_defaults(run=run_study)

@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 
 from jchop._checks import as_numpy
+from jchop.formats._facts import html_of
 
 #: A value of a format: a float if binary64 holds it exactly, else a Fraction.
 Number = float | Fraction
@@ -76,6 +77,9 @@ class ElementFormat(abc.ABC):
 
     def __str__(self) -> str:
         return self.name or self.text
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def named(self, name: str) -> Self:
         """A copy that prints as `name`, which must be a name of the text grammar."""

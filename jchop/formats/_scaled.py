@@ -17,6 +17,7 @@ from jchop._checks import check_bool, check_text
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
 from jchop.formats._combinations import check_fields
+from jchop.formats._facts import html_of
 from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._grouping import (
@@ -262,6 +263,9 @@ class ScaledFormat:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def named(self, name: str) -> ScaledFormat:
         """A copy that prints as `name`, which the text grammar has to know, and so do the formats called from it."""

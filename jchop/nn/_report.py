@@ -14,6 +14,7 @@ from jchop._checks import check_choice
 from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules
 from jchop._products.traced.report import ProgramReport
 from jchop._products.units import PLATFORMS, operands_on
+from jchop._text import Part, Tables
 from jchop.nn._nnx.attach import check_parameters, packed_shape
 from jchop.nn._nnx.hooks import Convolution
 from jchop.nn._nnx.kinds import Kind
@@ -58,7 +59,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
-class ModelReport:
+class ModelReport(Tables):
     """The layers of a model. Its text is a table, and a line for each parameter that stays in full precision.
 
     Args:
@@ -82,7 +83,9 @@ class ModelReport:
         """The path, the shape and the reason of each parameter that stays in full precision."""
         return tuple(wide for row in self.rows for wide in row.wide)
 
-    def __str__(self) -> str:
+    _align = "<<<>>"
+
+    def _parts(self) -> list[Part]:
         head = ("path", "layer", "rounds", "bytes", "packed")
         body = [
             (
@@ -95,16 +98,9 @@ class ModelReport:
             for row in self.rows
         ]
         total = ("", "", "", str(self.bytes_before), str(self.bytes_after))
-        table = [head, *body, total]
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-        right = (False, False, False, True, True)
-        lines = [
-            "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True))
-            for line in table
-        ]
         named = [row for row in self.rows if row.operands]
-        lines += [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in named]
-        return "\n".join([*lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)])
+        lines = [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in named]
+        return [[head, *body, total], *lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)]
 
 
 def _described(row: LayerRow) -> str:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._paths import check_pattern, matches_path, nearest_paths
-from jchop._text import table_lines
+from jchop._text import Part, Tables
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._leaves import is_float, path_text
 from jchop.spec import Gradient, Spec, as_spec
@@ -302,7 +302,7 @@ class StateRow:
 
 
 @dataclass(frozen=True)
-class StateReport:
+class StateReport(Tables):
     """The arrays of a state; `str` is a table.
 
     Args:
@@ -326,10 +326,10 @@ class StateReport:
         """The arrays that are not packed."""
         return tuple(row for row in self.rows if row.spec is None)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Part]:
         cells = [(r.path, str(list(r.shape)), r.dtype, r.spec or "as it is", f"{r.nbytes:,}") for r in self.rows]
         cells = [("array", "shape", "dtype", "kept as", "bytes"), *cells]
-        return "\n".join([*table_lines(cells), f"{self.nbytes:,} bytes"])
+        return [cells, f"{self.nbytes:,} bytes"]
 
 
 def state_report(state: Any) -> StateReport:

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from jchop._text import table_lines
+from jchop._text import Part, Tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ class WeightRow:
 
 
 @dataclass(frozen=True)
-class PtqReport:
+class PtqReport(Tables):
     """The rows of a calibration; ``str`` of it is a table.
 
     Args:
@@ -89,7 +89,7 @@ class PtqReport:
 
         return calibration(self, title=title)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Part]:
         head = ("weight", "shape", "bits", "method", "nearest dB", "dB", "damping", "dead", "bias", "note")
         rows = [
             (
@@ -106,7 +106,7 @@ class PtqReport:
             )
             for row in self.weights
         ]
-        return "\n".join(table_lines([head, *rows]))
+        return [[head, *rows]]
 
 
 def _number(value: float, form: str) -> str:

@@ -18,6 +18,7 @@ from jax import export
 from jchop._checks import check_int
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec, parse
+from jchop.storage import _show
 from jchop.storage._codes import gather, hold, is_packed, raw, spread
 from jchop.storage._decode import Form, Scale, batch_axes, decode, shape_of
 from jchop.storage._index import Index, normalized, scale_entry
@@ -108,6 +109,12 @@ class QArray:
         with jax.enable_x64(True):
             values = np.asarray(decode(self.form(), self.qvalue, self.scale, self.zero_point))
         return f"QArray({np.array2string(values, separator=', ', prefix='QArray(')}, {facts})"
+
+    def _repr_html_(self) -> str:
+        return _show.html_of(self, self._quantized_scale)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        return _show.treescope_of(self, path)
 
     def __jax_array__(self) -> Any:
         """The numbers, for functions of `jax.numpy` that take the array: ``x @ q``, ``jnp.einsum(..., q)``."""

@@ -89,7 +89,7 @@ def run(
     check_int("seed", seed, 0, 2**31 - 1)
     check_bool("activations", activations)
     epochs = DATASETS[dataset] if epochs is None else check_int("epochs", epochs, 1)
-    specs = _specs(formats, modes)
+    specs = specs_of(formats, modes)
     require_extra("the study", "study", _PACKAGES)
     from jchop.study._data import load
     from jchop.study._evaluate import Evaluator
@@ -132,11 +132,11 @@ def run(
         train_samples=len(data.train_y),
         test_samples=len(data.test_y),
         seconds=time.perf_counter() - start,
-        versions=_versions(),
+        versions=versions_of(),
     )
 
 
-def _specs(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tuple[tuple[str, ...], Spec]]:
+def specs_of(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tuple[tuple[str, ...], Spec]]:
     """(names, Spec) of every cell, formats outermost and narrow ones first, names of one format together.
 
     Each is traced, so that errors are raised before training.
@@ -194,7 +194,7 @@ def _row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions_of() -> dict[str, str]:
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _VERSIONS:
         try:

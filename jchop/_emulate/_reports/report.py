@@ -27,7 +27,7 @@ from jchop._emulate._trace import Program, is_moved, trace
 from jchop._program.control import as_jax
 from jchop._program.source import here, is_library, source_of
 from jchop._program.step import Plan
-from jchop._text import table_lines
+from jchop._text import Part, Tables
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
@@ -113,7 +113,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Tables):
     """The result of `emulate.report`; its ``str`` is a table, with the notes below.
 
     Args:
@@ -173,12 +173,12 @@ class Report:
         """
         return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Part]:
         names = ("scope", "primitive", "spec", "sums", "equations", "results") + _SEEN * self.traced
         firsts = [f"first_{name}" for name in EVENTS]
         names += tuple(name for name in firsts if any(getattr(row, name) is not None for row in self.rows))
         lines = [(*names, "source"), *((*(_text(getattr(row, n)) for n in names), row.place) for row in self.rows)]
-        return "\n".join((*table_lines(lines), *self.notes, *filter(None, [self.stopped])))
+        return [lines, *self.notes, *filter(None, [self.stopped])]
 
 
 #: Columns of a report with measured values.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from jchop._text import table_lines
+from jchop._text import Part, Tables
 
 __all__ = ["ParameterRow", "ProductRow", "ProgramReport"]
 
@@ -69,7 +69,7 @@ class ProductRow:
 
 
 @dataclass(frozen=True)
-class ProgramReport:
+class ProgramReport(Tables):
     """The rows of a program; as text, two tables.
 
     Args:
@@ -87,7 +87,7 @@ class ProgramReport:
         total = sum(row.size for row in own)
         return sum(row.size for row in own if row.spec) / total if total else math.nan
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Part]:
         rows = [
             (
                 row.path,
@@ -113,7 +113,7 @@ class ProgramReport:
         if any(row.operands for row in self.products):
             second = [(*second[0], "multiplies")]
             products = [(*line, row.operands) for line, row in zip(products, self.products, strict=True)]
-        return "\n".join([*table_lines(head + rows), "", *table_lines(second + products)])
+        return [head + rows, "", second + products]
 
 
 def _short(spec: str) -> str:

@@ -1,0 +1,97 @@
+"""``jchop compare``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jchop._bits import CARRIERS
+from jchop._cli._study import items
+from jchop._cli._text import check_suffix, printable, seed
+from jchop._compare.compare import SCALES, Comparison, compare
+from jchop._files import require_extra, write_atomically
+from jchop._paths import check_pattern, matches_path, nearest_paths
+from jchop.storage._files.npy import NpyFile
+from jchop.storage._files.safetensors import TensorFile
+
+
+def run_compare(options: argparse.Namespace) -> None:
+    if options.plot:
+        check_suffix("--plot", options.plot, ".png")
+        require_extra("--plot", "plot", ("matplotlib",))
+    found: dict[str, Comparison] = {}
+    formats = items(options.formats) if options.formats else None
+    key = None
+    if options.seed is not None:
+        import jax
+
+        key = jax.random.key(options.seed)
+    for name, array in _tensors(options.file, options.tensor):
+        try:
+            found[name] = compare(array, formats, key, scale=options.scale)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name}: {error}") from None
+    if options.plot and len(found) > 1:
+        raise ValueError(f"--plot draws one array, and there are {len(found)}; choose one by --tensor")
+    if options.json:
+        print(json.dumps({name: seen.as_dict() for name, seen in found.items()}, indent=1, allow_nan=False))
+    else:
+        print("\n\n".join(f"{printable(name)}: {seen}" for name, seen in found.items()))
+    if options.plot:
+        picture = next(iter(found.values())).plot()
+        write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
+        if not options.json:
+            print(f"wrote {printable(str(options.plot))}")
+
+
+def _tensors(path: Path, pattern: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of a .npy file (one) or of a safetensors file (those that match, and are numbers)."""
+    check_pattern("--tensor", pattern)
+    if path.suffix.lower() == ".npy":
+        with NpyFile(path, str(path)) as file:
+            yield path.name, file.read([0] * len(file.shape), file.shape)
+        return
+    if path.suffix.lower() != ".safetensors":
+        raise ValueError(f"FILE {path} must end in .npy or .safetensors")
+    with TensorFile(path) as file:
+        numbers = [
+            name for name, entry in file.entries.items() if entry.dtype.name in CARRIERS and 0 not in entry.shape
+        ]
+        chosen = [name for name in numbers if matches_path(pattern, name)]
+        if not chosen:
+            near = nearest_paths([pattern], numbers)
+            raise ValueError(f"--tensor {pattern!r} matches no tensor of floating-point numbers in {path}{near}")
+        for name in chosen:
+            yield name, file.read(name)
+
+
+def add_compare(commands: argparse._SubParsersAction) -> None:
+    """The command, with its options."""
+    command = commands.add_parser(
+        "compare",
+        help="compare formats on your own numbers: errors, overflow, bits",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Rounds an array to several formats, and shows signal-to-noise ratio, worst errors, overflow,\n"
+        "numbers that were clipped or became zero, and bits; a table for each tensor.",
+        epilog="examples:\n  jchop compare weights.npy\n"
+        "  jchop compare model.safetensors --tensor 'mlp/*' --formats nvfp4 'int4(group=32)' --json",
+    )
+    command.add_argument("file", metavar="FILE", type=Path, help="a .npy or .safetensors file")
+    command.add_argument("--formats", nargs="+", metavar="SPEC", help="default: 8 to 14 formats in use")
+    command.add_argument(
+        "--tensor", metavar="PATTERN", default="*", help="the tensors of a safetensors file; default all"
+    )
+    command.add_argument(
+        "--scale",
+        choices=SCALES,
+        default="none",
+        help="fit: numbers are multiplied by a power of two that fills the range of a plain format; default none",
+    )
+    command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
+    command.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw bits against ratio (needs matplotlib)")
+    command.set_defaults(run=run_compare)

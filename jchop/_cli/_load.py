@@ -1,0 +1,91 @@
+"""A function of the user, ``module:function``, and its arguments from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pkgutil
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@contextlib.contextmanager
+def imports_from_here() -> Iterator[None]:
+    """Has imports find modules of the current folder: those of a function's module, and those that it makes itself."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def load_function(argument: str, text: str) -> Callable[..., Any]:
+    """The function of ``module:function``; modules of the current folder are found, too.
+
+    Args:
+        argument: name of the argument of the command, for errors.
+        text: what was given.
+
+    Raises:
+        ValueError: for a text of another form, a name that cannot be imported, or an object that is no function.
+    """
+    if ":" not in text:
+        raise ValueError(f"{argument} {text!r} must be MODULE:FUNCTION, as 'model:apply'")
+    try:
+        with imports_from_here():
+            found = pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{argument} {text!r} cannot be loaded: {error}") from None
+    if not callable(found):
+        raise ValueError(f"{argument} {text!r} is {type(found).__name__}, and no function")
+    return found
+
+
+def load_arrays(argument: str, path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a .npz file by name; ValueError for another file, or one without arrays."""
+    try:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("it is a single array")
+        with file:
+            found = {name: file[name] for name in file.files}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{argument} {path} must be a .npz file of arrays, as numpy.savez writes it: {error}"
+        ) from None
+    if not found:
+        raise ValueError(f"{argument} {path} has no array")
+    return found
+
+
+def order_of(names: Sequence[str], function: Callable[..., Any], file: str, *, after: int = 0) -> list[str]:
+    """The names of arrays in the order of the arguments: by name, or those without names in their order.
+
+    Args:
+        names: of the arrays; ``arr_0`` and so on if they have none.
+        function: takes them as positional arguments.
+        file: the argument of the command with its value, for errors.
+        after: how many arguments come before. Default 0.
+
+    Raises:
+        ValueError: for arrays that are not the first arguments.
+    """
+    unnamed = [f"arr_{i}" for i in range(len(names))]
+    if sorted(names) == sorted(unnamed):
+        return unnamed
+    wanted = list(inspect.signature(function).parameters)[after:]
+    chosen = [name for name in wanted if name in names]
+    if len(chosen) < len(names) or chosen != wanted[: len(chosen)]:
+        place = " after the parameters" if after else ""
+        raise ValueError(
+            f"{file} has the arrays {', '.join(sorted(names))}, and the function takes {', '.join(wanted)}{place}; "
+            "save them under these names, the first ones, or without names"
+        )
+    return chosen

@@ -1,0 +1,5 @@
+"""An array rounded to several formats, side by side."""
+
+from jchop._compare.compare import Comparison, ComparisonRow, compare, default_formats
+
+__all__ = ["Comparison", "ComparisonRow", "compare", "default_formats"]

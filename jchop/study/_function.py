@@ -1,0 +1,389 @@
+"""The study of a function of the user: every operation rounded to each format in each mode, against the carrier."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._checks import check_int
+from jchop._emulate import emulate
+from jchop._files import require_extra, write_atomically
+from jchop._text import Part, Tables, html
+from jchop.formats import ElementFormat
+from jchop.rounding import Rounding
+from jchop.spec import Spec
+from jchop.study._run import Progress, specs_of, versions_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["FUNCTION_FORMATS", "FUNCTION_MODES", "FunctionRow", "FunctionStudy", "run_function", "save_function"]
+
+#: Formats of elements: a scaled format would need whole arrays in every operation.
+FUNCTION_FORMATS = (
+    "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2", "e5m5", "e5m7", "binary16",
+    "bfloat16", "tf32",
+)  # fmt: skip
+FUNCTION_MODES = ("nearest_even", "stochastic")
+
+
+@dataclass(frozen=True)
+class FunctionRow:
+    """A function in one format and rounding mode; its results are compared with those in the carrier.
+
+    Errors are of the numbers that are finite in the carrier, all results together, and means over the runs.
+
+    Args:
+        format: the given text of the format, the first one if there are several names.
+        rounding: the mode's text.
+        spec: the spec of every operation.
+        bits: width of the format.
+        runs: 1, and for a stochastic mode one for each key.
+        error: the relative error in the 2-norm, ||y - r|| / ||r||; infinite if a y is not finite or r is zero and y is
+            not; NaN if no result is a float, or the run failed.
+        error_std: its standard deviation over the runs (population); 0 for one run, NaN if an error is infinite.
+        worst_absolute: the largest |y - r| of any run.
+        lost: the share of numbers that became infinite or NaN.
+        changed: the share of integers and booleans among the results that are others; NaN if there are none.
+        note: why there is no result: the error, or the budget; empty if there is one.
+    """
+
+    format: str
+    rounding: str
+    spec: str
+    bits: float
+    runs: int = 0
+    error: float = math.nan
+    error_std: float = math.nan
+    worst_absolute: float = math.nan
+    lost: float = math.nan
+    changed: float = math.nan
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class FunctionStudy(Tables):
+    """The result of `run_function`; its ``str`` is a table, and it shows itself in a notebook.
+
+    Args:
+        name: name of the function.
+        rows: a `FunctionRow` for each format and mode, formats of few bits first.
+        settings: the arguments of the study.
+        inputs: shape and dtype of each argument.
+        seconds: duration.
+        versions: versions of Python and of the packages.
+    """
+
+    name: str
+    rows: tuple[FunctionRow, ...]
+    settings: Mapping[str, object]
+    inputs: tuple[str, ...]
+    seconds: float
+    versions: Mapping[str, str]
+
+    _align = "<<>>>>>><"
+
+    def _parts(self) -> list[Part]:
+        head = ("format", "rounding", "bits", "error", "± runs", "worst abs.", "lost", "changed", "note")
+        body = [
+            (
+                row.format,
+                row.rounding,
+                f"{row.bits:g}",
+                _number(row.error),
+                _number(row.error_std) if row.runs > 1 else "",
+                _number(row.worst_absolute),
+                _number(100 * row.lost, " %"),
+                _number(100 * row.changed, " %"),
+                row.note,
+            )
+            for row in self.rows
+        ]
+        first = f"{self.name}({', '.join(self.inputs)}): relative error in the 2-norm against the carrier's arithmetic"
+        return [first, [head, *body], self.reading()]
+
+    def reading(self) -> str:
+        """One line: the narrowest format that keeps each of three errors, by nearest_even or the first mode."""
+        mode = next((row.rounding for row in self.rows if row.rounding == "nearest_even"), self.rows[0].rounding)
+        found = []
+        for most in (0.1, 0.01, 0.001):
+            kept = [row for row in self.rows if row.rounding == mode and _merit(row) <= most]
+            best = min(kept, key=lambda row: row.bits, default=None)
+            found.append(f"{100 * most:g} %: " + ("none" if best is None else f"{best.format} ({best.bits:g} bits)"))
+        return f"The narrowest format under {mode} for an error of at most " + "; ".join(found) + "."
+
+    def as_dict(self) -> dict[str, Any]:
+        """The study in the types of strict JSON; infinities are texts ("inf"), and NaN is None."""
+        fields = dataclasses.asdict(
+            dataclasses.replace(self, settings=dict(self.settings), versions=dict(self.versions))
+        )
+        fields["rows"] = [{name: _plain(value) for name, value in row.items()} for row in fields.pop("rows")]
+        return fields
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`as_dict` as strict JSON.
+
+        Args:
+            indent: spaces of each level; None for one line.
+        """
+        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+
+    def to_csv(self) -> str:
+        """The rows as CSV, with their names first. It has no durations: the same study gives the same text."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(FunctionRow)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in self.rows)
+        return text.getvalue()
+
+    def plot(self) -> Figure:
+        """`jchop.plot.pareto` of bits and errors; rows without a result are left out. Needs matplotlib.
+
+        Raises:
+            ValueError: if no row has a result.
+        """
+        from jchop.plot import pareto
+
+        rows = [row for row in self.rows if not row.note]
+        modes = {row.rounding for row in rows}
+        return pareto(
+            [row.format if len(modes) == 1 else f"{row.format} {row.rounding}" for row in rows],
+            [row.bits for row in rows],
+            [_merit(row) for row in rows],
+            ylabel="relative error in the 2-norm" if any(not math.isnan(r.error) for r in rows) else "share changed",
+            title=f"{self.name}: bits against error",
+            log=True,
+        )
+
+    def to_html(self) -> str:
+        """A page of its own: the plot, the table, settings and versions. It loads nothing. Needs matplotlib."""
+        parts = []
+        if any(not row.note for row in self.rows):
+            picture = io.BytesIO()
+            self.plot().savefig(picture, format="png", dpi=100, metadata={"Software": None})
+            parts.append(html.image(picture.getvalue(), f"{self.name}: bits against error"))
+        facts = [(name, str(value)) for name, value in {**self.settings, **self.versions}.items()]
+        return html.page(f"Study of {self.name}", self._repr_html_(), *parts, html.box("How it was made", facts))
+
+
+def _number(value: float, unit: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}{unit}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def _merit(row: FunctionRow) -> float:
+    """The figure that plots and the reading look at: the error, or the share that changed if no result is a float."""
+    value = row.changed if math.isnan(row.error) else row.error
+    return math.inf if math.isnan(value) else value
+
+
+def run_function(
+    fun: Callable[..., Any],
+    *args: Any,
+    formats: Iterable[str | ElementFormat | Spec] = FUNCTION_FORMATS,
+    modes: Iterable[str | Rounding] = FUNCTION_MODES,
+    seeds: int = 3,
+    seed: int = 0,
+    budget_seconds: float | None = None,
+    progress: Progress | None = None,
+) -> FunctionStudy:
+    """A function with every operation rounded by `jchop.emulate` to each format in each mode, and its errors.
+
+    Args:
+        fun: a function that JAX can trace.
+        *args: its arguments.
+        formats: formats, Specs or texts, without scales. Overflow rule, flush and random bits of a Spec are kept;
+            `modes` define the rounding. Default: ten formats of 4 to 19 bits.
+        modes: rounding modes or their texts. Default: ``nearest_even`` and ``stochastic``.
+        seeds: number of keys over which a stochastic mode is averaged. Default 3.
+        seed: seed of the keys. Default 0.
+        budget_seconds: no format is begun after this time; rows that are missing have a note. Default None: no limit.
+        progress: function of (stage, done, total, note), called during the study.
+
+    Returns:
+        A `FunctionStudy`. A function that cannot run in a format has a row with the error as its note.
+
+    Raises:
+        TypeError: if `fun` is not a function.
+        ValueError: for an argument out of range, a spec with a rounding, a scaled format, or a function that returns
+            nothing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jchop import study
+        >>> square = lambda x: jnp.sum(x * x)
+        >>> found = study.run_function(square, jnp.ones(8) / 3, formats=["e5m2", "half"], modes=["rne"])
+        >>> [(row.format, row.error < 0.01) for row in found.rows]
+        [('e5m2', False), ('half', True)]
+    """
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function")
+    check_int("seeds", seeds, 1)
+    check_int("seed", seed, 0, 2**31 - 1)
+    if budget_seconds is not None and not budget_seconds > 0:
+        raise ValueError(f"budget_seconds={budget_seconds!r} must be positive, or None")
+    specs = specs_of(formats, modes)
+    for _, spec in specs:
+        if spec.scaled is not None:
+            raise ValueError(f"formats: {spec.format} is a scaled format; every operation has to round by itself")
+    start = time.perf_counter()
+    name = getattr(fun, "__name__", type(fun).__name__)
+    reference = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(fun(*args)))]
+    if not reference:
+        raise ValueError(f"fun={name} returns no arrays")
+    keys = list(jax.random.split(jax.random.key(seed), seeds))
+    rows = []
+    for done, (names, spec) in enumerate(specs, start=1):
+        row = FunctionRow(names[0], spec.rounding.value, str(spec), float(spec.format.bits))
+        if budget_seconds is not None and time.perf_counter() - start > budget_seconds:
+            row = dataclasses.replace(row, note="not run: the budget was spent")
+        else:
+            row = _measured(row, fun, args, spec, keys, reference)
+        rows.append(row)
+        if progress is not None:
+            progress("rounding", done, len(specs), f"{names[0]} {spec.rounding.value}")
+    settings = {
+        "formats": list(dict.fromkeys(names[0] for names, _ in specs)),
+        "modes": list(dict.fromkeys(spec.rounding.value for _, spec in specs)),
+        "seeds": seeds,
+        "seed": seed,
+        "budget_seconds": budget_seconds,
+    }
+    inputs = tuple(_described(arg) for arg in args)
+    return FunctionStudy(name, tuple(rows), settings, inputs, time.perf_counter() - start, versions_of())
+
+
+def _described(arg: Any) -> str:
+    leaves = jax.tree.leaves(arg)
+    if len(leaves) == 1 and hasattr(leaves[0], "shape"):
+        return f"{leaves[0].dtype}{list(leaves[0].shape)}"
+    return f"{len(leaves)} arrays" if len(leaves) != 1 else type(leaves[0]).__name__
+
+
+def _measured(
+    row: FunctionRow, fun: Callable[..., Any], args: tuple, spec: Spec, keys: list[Any], reference: list[np.ndarray]
+) -> FunctionRow:
+    stochastic = spec.rounding.stochastic
+    low = emulate(fun, spec)
+    runs = []
+    try:
+        for key in keys if stochastic else keys[:1]:
+            out = low(*args, key=key) if stochastic else low(*args)
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(out))]
+            runs.append(_errors(leaves, reference))
+    except (ValueError, TypeError, NotImplementedError, FloatingPointError) as error:
+        return dataclasses.replace(row, note=" ".join(str(error).split())[:200])
+    errors, absolute, lost, changed = np.array(runs).T
+    finite = bool(np.isfinite(errors).all())
+    return dataclasses.replace(
+        row,
+        runs=len(runs),
+        error=float(errors.mean()),
+        error_std=float((errors - errors[0]).std()) if finite else math.nan,
+        worst_absolute=float(absolute.max()),
+        lost=float(lost.mean()),
+        changed=float(changed.mean()),
+    )
+
+
+def _errors(results: list[np.ndarray], reference: list[np.ndarray]) -> tuple[float, float, float, float]:
+    """Relative error in the 2-norm, largest absolute error, share lost, share of integers changed."""
+    pairs = list(zip(results, reference, strict=True))
+    wide = [(_wide(y), _wide(r)) for y, r in pairs if _is_float(r)]
+    whole = [(y.ravel(), r.ravel()) for y, r in pairs if not _is_float(r)]
+    error = absolute = lost = changed = math.nan
+    if wide:
+        y, r = (np.concatenate(parts) for parts in zip(*wide, strict=True))
+        known = np.isfinite(r)
+        y, r = y[known], r[known]
+        gone = ~np.isfinite(y)
+        lost = float(gone.mean()) if r.size else 0.0
+        difference = np.where(gone, np.inf, y - np.where(gone, 0.0, r)) if gone.any() else y - r
+        absolute = float(np.abs(difference).max(initial=0.0))
+        error = _ratio(difference, r, absolute)
+    if whole:
+        y, r = (np.concatenate(parts) for parts in zip(*whole, strict=True))
+        changed = float(np.mean(y != r)) if r.size else 0.0
+    return error, absolute, lost, changed
+
+
+def _ratio(difference: np.ndarray, reference: np.ndarray, absolute: float) -> float:
+    if absolute == 0:
+        return 0.0
+    largest = float(np.abs(reference).max(initial=0.0))
+    if math.isinf(absolute) or largest == 0:
+        return math.inf
+    # Divided by the largest magnitudes, so that no square overflows or is lost.
+    return float(np.linalg.norm(difference / absolute) / np.linalg.norm(reference / largest) * (absolute / largest))
+
+
+def _is_float(x: np.ndarray) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """The numbers in float64; complex ones by parts."""
+    flat = x.ravel()
+    parts = [flat.real, flat.imag] if np.iscomplexobj(flat) else [flat]
+    return np.concatenate([part.astype(np.float64) for part in parts])
+
+
+#: The files of `save_function`.
+NAMES = ("study.csv", "study.json", "study.png", "study.html")
+
+
+def save_function(result: FunctionStudy, folder: str | os.PathLike[str]) -> list[Path]:
+    """Writes ``study.csv``, ``study.json``, ``study.png`` and ``study.html``, each atomically.
+
+    The page has all in it, so it can be sent by mail. Without any result there is no picture.
+
+    Args:
+        result: from `jchop.study.run_function`.
+        folder: the output folder; it is created if it does not exist.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib is missing.
+        OSError: if a file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from jchop import study
+        >>> result = study.run_function(lambda x: x / 3, 1.0, formats=["e5m2"], modes=["rne"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     paths = study.save_function(result, folder)
+        >>> [path.name for path in paths]
+        ['study.csv', 'study.json', 'study.png', 'study.html']
+    """
+    require_extra("the study", "plot", ("matplotlib",))
+    contents = {NAMES[0]: result.to_csv().encode(), NAMES[1]: (result.to_json(indent=2) + "\n").encode()}
+    if any(not row.note for row in result.rows):
+        picture = io.BytesIO()
+        result.plot().savefig(picture, format="png", dpi=100)
+        contents[NAMES[2]] = picture.getvalue()
+    contents[NAMES[3]] = result.to_html().encode()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        write_atomically(folder / name, lambda file, content=content: file.write(content))
+    return [folder / name for name in contents]

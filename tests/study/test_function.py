@@ -1,0 +1,160 @@
+"""The study of the user's function: its errors, its files, and the command on a file with its own import."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from html_check import check_html
+from test_cli import error
+
+import jchop as jc
+from jchop import study
+from jchop.__main__ import main
+from jchop.study._function import NAMES
+
+X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+
+
+def model(x, y):
+    total = jnp.tanh(x @ y.T)
+    return {"out": total, "label": total.argmax(-1)}
+
+
+@pytest.fixture(scope="module")
+def found() -> study.FunctionStudy:
+    return study.run_function(
+        model, X, 2 * X, formats=["half", "binary16", "e2m1fn", "e5m2"], modes=["rne", "sr"], seeds=2
+    )
+
+
+def test_the_errors_are_those_of_emulate(found: study.FunctionStudy) -> None:
+    exact = model(X, 2 * X)
+    for row in found.rows:
+        keys = jax.random.split(jax.random.key(0), 2)[: row.runs]
+        errors, changes = [], []
+        for key in keys:
+            low = jc.emulate(model, row.spec)
+            y = low(X, 2 * X, key=key) if row.rounding == "stochastic" else low(X, 2 * X)
+            difference = np.asarray(y["out"], np.float64) - np.asarray(exact["out"], np.float64)
+            errors.append(np.linalg.norm(difference) / np.linalg.norm(np.asarray(exact["out"], np.float64)))
+            changes.append(np.mean(y["label"] != exact["label"]))
+        assert row.error == pytest.approx(np.mean(errors), rel=1e-12)
+        assert row.error_std == pytest.approx(np.std(errors), abs=1e-12)
+        assert (row.changed, row.lost, row.note) == (np.mean(changes), 0, "")
+
+
+def test_the_rows_come_by_bits_and_a_format_comes_once(found: study.FunctionStudy) -> None:
+    assert [(row.format, row.rounding, row.runs) for row in found.rows] == [
+        (fmt, mode, runs)
+        for fmt in ("e2m1fn", "e5m2", "half")
+        for mode, runs in (("nearest_even", 1), ("stochastic", 2))
+    ]
+    assert [row.bits for row in found.rows] == [4, 4, 8, 8, 16, 16]
+    assert found.inputs == ("float32[4, 8]", "float32[4, 8]") and found.name == "model"
+
+
+def test_results_that_are_lost() -> None:
+    rows = study.run_function(lambda x: x * 1000, X, formats=["e4m3fn", "half"], modes=["rne"]).rows
+    assert rows[0].error == rows[0].worst_absolute == math.inf and rows[0].lost > 0.5
+    assert rows[1].lost == 0 and rows[1].error < 1e-3
+    zero = study.run_function(lambda x: x * 0 + 1e-9, jnp.ones(3), formats=["e4m3fn"], modes=["rne"]).rows[0]
+    assert zero.error == 1
+    text = study.run_function(lambda x: x > 0.5, X, formats=["e4m3fn"], modes=["rne"])
+    assert math.isnan(text.rows[0].error) and text.rows[0].changed == 0
+    assert check_html(text.to_html())
+
+
+def test_a_format_that_cannot_run_has_a_note() -> None:
+    found = study.run_function(lambda x: x / 3, X.astype(np.float16), formats=["bfloat16", "e5m2"], modes=["rne"])
+    low, wide = found.rows
+    assert low.note == "" and low.error > 0
+    assert "float16" in wide.note and math.isnan(wide.error)
+    assert len(found.plot().axes[0].texts) == 1
+
+
+def test_a_spent_budget_leaves_notes() -> None:
+    found = study.run_function(model, X, X, formats=["e5m2"], modes=["rne"], budget_seconds=1e-9)
+    assert [row.note for row in found.rows] == ["not run: the budget was spent"]
+    assert "<img" not in found.to_html()
+
+
+def test_the_page_has_all_in_it(found: study.FunctionStudy, tmp_path: Path) -> None:
+    paths = study.save_function(found, tmp_path / "new")
+    assert [path.name for path in paths] == list(NAMES)
+    text = check_html(paths[3].read_text())  # which also checks that nothing is loaded
+    assert "Study of model" in text and "binary16" not in text and "e2m1fn" in text
+    assert "data:image/png;base64" in paths[3].read_text()
+    assert paths[0].read_text() == found.to_csv() and len(found.to_csv().splitlines()) == 7
+    assert len(json.loads(paths[1].read_text())["rows"]) == 6
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
+    again = study.run_function(model, X, 2 * X, formats=["half", "e2m1fn", "e5m2"], modes=["rne", "sr"], seeds=2)
+    assert again.to_csv() == found.to_csv()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"formats": ["nvfp4"]}, "nvfp4 is a scaled format"),
+        ({"formats": []}, "at least one"),
+        ({"formats": ["e5m2:up"]}, "names a rounding"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"budget_seconds": 0}, "budget_seconds=0"),
+    ],
+)
+def test_what_it_refuses(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        study.run_function(model, X, X, **options)
+
+
+def test_it_needs_a_function_with_results() -> None:
+    with pytest.raises(TypeError, match="must be a function"):
+        study.run_function("model", X)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="returns no arrays"):
+        study.run_function(lambda x: None, X)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module that imports another of its own, one of them when it runs, and data."""
+    (tmp_path / "own_sizes_of_study.py").write_text("FACTOR = 3\n")
+    (tmp_path / "own_late_of_study.py").write_text("SHIFT = 1\n")
+    (tmp_path / "own_module_of_study.py").write_text(
+        "from own_sizes_of_study import FACTOR\n\n\ndef apply(x, y):\n"
+        "    from own_late_of_study import SHIFT\n\n    return x @ y.T / FACTOR + SHIFT\n"
+    )
+    np.savez(tmp_path / "data.npz", y=X, x=2 * X)
+    np.savez(tmp_path / "other.npz", z=X)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def words(*more: str) -> list[str]:
+    return ["study", "own_module_of_study:apply", "--formats", "e5m2,half", "--modes", "rne", *more]
+
+
+def test_the_command_runs_a_function_with_its_own_imports(capsys: pytest.CaptureFixture[str], work: Path) -> None:
+    assert main(words("--data", "data.npz", "--out", "a")) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("apply(float32[4, 8], float32[4, 8]): relative error") and "a/study.html" in printed
+    rows = json.loads((work / "a/study.json").read_text())["rows"]
+    wanted = study.run_function(lambda x, y: x @ y.T / 3 + 1, 2 * X, X, formats=["e5m2", "half"], modes=["rne"])
+    assert [row["error"] for row in rows] == [row.error for row in wanted.rows]
+    assert check_html((work / "a/study.html").read_text())
+
+
+def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None:
+    assert "--data FILE.npz is needed" in error(capsys, *words())
+    assert "--data other.npz has the arrays z, and the function takes x, y; save them" in error(
+        capsys, *words("--data", "other.npz")
+    )
+    assert "--epochs belongs to the study of a network" in error(capsys, *words("--data", "data.npz", "--epochs", "3"))
+    assert "--data data.npz belongs to the study of a function" in error(capsys, "study", "--data", "data.npz")
+    assert "cannot be loaded" in error(capsys, "study", "no_such_module_of_study:f", "--data", "data.npz")
+    assert "must be MODULE:FUNCTION" in error(capsys, "study", "model", "--data", "data.npz")
