@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import jax.core
 import numpy as np
 
 from jchop._bits import CARRIERS

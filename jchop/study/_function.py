@@ -342,7 +342,7 @@ def _is_float(x: np.ndarray) -> bool:
 def _wide(x: np.ndarray) -> np.ndarray:
     """The numbers in float64; complex ones by parts."""
     flat = x.ravel()
-    parts = [flat.real, flat.imag] if np.iscomplexobj(flat) else [flat]
+    parts = [np.real(flat), np.imag(flat)] if np.iscomplexobj(flat) else [flat]
     return np.concatenate([part.astype(np.float64) for part in parts])
 
 
