@@ -51,9 +51,9 @@ class ComparisonRow:
         format: the spec as text.
         bits: bits for each number, its share of the scales included.
         snr: signal-to-noise ratio 10 log10(Σ x² / Σ (x - y)²) in dB; infinite if y = x, -infinite if a y is not finite.
-        worst_absolute: the largest |x - y|; infinite if a y is not finite.
-        worst_relative: the largest |x - y| / |x| of numbers other than zero; 1 if a number became zero and none was
-            further off.
+        worst_absolute: the largest magnitude of x - y; infinite if a y is not finite.
+        worst_relative: the largest magnitude of (x - y) / x, of numbers other than zero; 1 if a number became zero and
+            none was further off.
         overflow: share of numbers that became infinite or NaN.
         clipped: share of numbers that lie beyond the largest or the lowest value of the format (times their scale) by
             more than half its distance to the next value, and became it. NaN if it is not known: for elements of more

@@ -21,6 +21,8 @@ from jchop._text import html
 from jchop.storage import _show
 
 X = np.random.default_rng(0).normal(size=(6, 128)).astype(np.float32)
+#: treescope lists the modules of NumPy for their names, and newer ones warn about some.
+LISTS_NUMPY = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SPECS = ["nvfp4", "int4(group=64)", "nf4", "e5m2", "bfloat16", "binary32", "int4(group=32,zero_point=integer)",
          "int4(group=16,scale=int8(group=4))", "int8(channel=0)", "int8"]  # fmt: skip
 
@@ -126,6 +128,7 @@ def test_a_large_array_shows_itself_in_time() -> None:
 
 
 # -- treescope ---------------------------------------------------------------------------------------------------------
+@LISTS_NUMPY
 def test_treescope_shows_facts_and_pictures_without_codes() -> None:
     treescope = pytest.importorskip("treescope")
     q = jc.quantize(X, "nvfp4")
@@ -138,6 +141,7 @@ def test_treescope_shows_facts_and_pictures_without_codes() -> None:
     assert "<QArray" in treescope.render_to_text({"w": q}, roundtrip_mode=True)
 
 
+@LISTS_NUMPY
 def test_within_a_module() -> None:
     treescope, nnx = pytest.importorskip("treescope"), pytest.importorskip("flax.nnx")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
