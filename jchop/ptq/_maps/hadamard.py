@@ -62,7 +62,8 @@ class Hadamard:
         x = np.asarray(x, np.float64)
         shape = x.shape
         if self.seed is not None:
-            x = x * np.asarray(jax.random.rademacher(jax.random.key(self.seed), (self.size,)), np.float64)
+            bits = jax.random.bits(jax.random.key(self.seed, impl="threefry2x32"), (self.size,), np.uint32)
+            x = x * np.where(np.asarray(bits) >> 31, -1.0, 1.0)
         x = x.reshape(-1, self.paley, self.power)
         half = 1
         while half < self.power:  # Sylvester's matrix, as sums and differences

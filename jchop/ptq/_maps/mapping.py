@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -175,8 +176,8 @@ class _Job:
             if (factors[indexes] != given).any():
                 raise RefusedError(f"and not all of {path} goes into the weights after it")
             for target, label in targets.items():
-                self._change(target, lambda v, label=label: multiplied(v, label, factors))
-            self.changed[leaf] = given.astype(self._value(leaf).dtype) * 0 + 1
+                self._change(target, partial(multiplied, label=label, factors=factors))
+            self.changed[leaf] = np.ones_like(self._value(leaf))
             return
         raise RefusedError(f"and {path} does not go into the weights after it")
 
@@ -195,7 +196,7 @@ class _Job:
             by = Hadamard.of(fold.channels.free, self.step.seed)
             self._report(fold, places, f"{self.step.name} by {by}")
             for leaf, label in _by_leaf(fold).items():
-                self._change(leaf, lambda v, label=label: rotated(v, label, by))
+                self._change(leaf, partial(rotated, label=label, by=by))
             return
         members = [self._member(fold, own) for own in places.values()]
         count = fold.channels.count
@@ -207,7 +208,7 @@ class _Job:
             factors = smooth_factors(self.step, members, count)
         self._report(fold, places, self.step.name, chosen, units > 1)
         for leaf, label in _by_leaf(fold).items():
-            self._change(leaf, lambda v, label=label: multiplied(v, label, factors))
+            self._change(leaf, partial(multiplied, label=label, factors=factors))
 
     def _report(
         self, fold: Fold, places: dict[int, Place], what: str, chosen: Sequence[str] = (), by_turn: bool = False

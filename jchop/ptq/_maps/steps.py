@@ -131,8 +131,8 @@ def rotate(seed: int | None = 0) -> Rotate:
     Raises:
         TypeError, ValueError: for another seed.
 
-    Source: Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv 2404.00456, 2024; Liu et al.,
-    "SpinQuant: LLM quantization with learned rotations", arXiv 2405.16406, 2024, of whose rotations these are R1 and R2.
+    Source: Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv 2404.00456, 2024, and Liu et
+    al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv 2405.16406, 2024, whose R1 and R2 these are.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jchop._products.product import Dot
 from jchop.ptq._maps.graph import CARRIED, OVER_TURNS, SAME, Node, Place, Value
-from jchop.ptq._maps.labels import Label, RefusedError, is_flat
+from jchop.ptq._maps.labels import Axis, Label, RefusedError, is_flat
 from jchop.ptq._maps.rules import Seen, Tie, Ways, ways_of
 from jchop.ptq._maps.search import Fold, fold_of
 
@@ -48,7 +48,9 @@ def turn_of(place: Place, value_of: Callable[[int], Any]) -> Fold:
     """
     fold = fold_of(place, _Turns(value_of).ways_of, together=True)
     if fold.channels.free % 2:
-        raise RefusedError(f"its {fold.channels.free} channels are an odd number, for which there is no Hadamard matrix")
+        raise RefusedError(
+            f"its {fold.channels.free} channels are an odd number, for which there is no Hadamard matrix"
+        )
     return fold
 
 
@@ -61,7 +63,12 @@ class _Turns:
         """As `rules.ways_of`, of a rotation."""
         seen = Seen(node, label, place, made)
         for way in self._ways(seen):
-            yield way if isinstance(way, Tie) else (_without_signs(seen, way[0]), _without_signs(seen, way[1]))
+            if not isinstance(way, Tie):
+                yield _without_signs(seen, way[0]), _without_signs(seen, way[1])
+            elif {run for axis in label.axes for run in axis if run[1]} <= set(way.runs):
+                raise _refused(seen)  # no channels would be left
+            else:
+                yield way
 
     def _ways(self, seen: Seen) -> Ways:
         node = seen.node
@@ -88,13 +95,15 @@ class _Turns:
             return frozenset() if bool((given == first).all()) else frozenset({value.leaf})
         key = value, axes
         if key not in self.known:
-            self.known[key] = frozenset()  # of a loop's value, what its other sources are
+            self.known[key] = None  # a value that a loop carries may vary
             makers = [node for node in value.nodes if value in node.outs]
             parts = [self._of_maker(node, value, axes) for node in makers]
             self.known[key] = _union(parts) if makers else None
         return self.known[key]
 
     def _of_maker(self, node: Node, value: Value, axes: tuple[int, ...]) -> frozenset[int] | None:
+        if not node.ins:
+            return None
         first, params = node.ins[0], node.params
         if node.name in (CARRIED, SAME):
             return self.varying(first, axes)
@@ -201,7 +210,7 @@ def _select(turns: _Turns, seen: Seen) -> Ways:
 
 def _gather(_: _Turns, seen: Seen) -> Ways:
     """Whole rows that are looked up."""
-    (table, *_), numbers = seen.node.ins, seen.node.params["dimension_numbers"]
+    table, numbers = seen.node.ins[0], seen.node.params["dimension_numbers"]
     sizes, single = seen.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
     whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
@@ -209,7 +218,7 @@ def _gather(_: _Turns, seen: Seen) -> Ways:
     if (not seen.made and seen.place) or not there.keys() >= set(_turned(seen)):
         raise _refused(seen)
     other = table if seen.made else seen.node.outs[0]
-    axes = [() if n == 1 else ((n, 0),) for n in other.shape]
+    axes: list[Axis] = [() if n == 1 else ((n, 0),) for n in other.shape]
     for i in _turned(seen):
         axes[there[i]] = seen.own[i]
     found = seen.on(axes)
@@ -238,18 +247,16 @@ _RULES: dict[str, Callable[[_Turns, Seen], Ways]] = {
     "gather": _gather,
 }
 #: Those of which the rules of factors hold for rotations.
-_LINEAR = frozenset(
-    """
+_LINEAR_NAMES = """
     add add_any sub neg copy copy_p name stop_gradient sharding_constraint reshard device_put optimization_barrier slice
     dynamic_slice convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims rev cumsum concatenate
     split pad
-    """.split()
-) | {SAME, OVER_TURNS, CARRIED}
-_OF_SQUARES = frozenset("mul div square integer_pow reduce_sum convert_element_type reshape".split())
+"""
+_LINEAR = frozenset((*_LINEAR_NAMES.split(), SAME, OVER_TURNS, CARRIED))
+_OF_SQUARES = frozenset(("mul", "div", "square", "integer_pow", "reduce_sum", "convert_element_type", "reshape"))
 #: Those each of whose numbers is made of those at its place in the operands.
-_ELEMENTWISE = frozenset(
-    """
+_ELEMENTWISE_NAMES = """
     add add_any sub mul div neg exp exp2 log tanh logistic sqrt rsqrt square integer_pow pow abs sign max min select_n
     convert_element_type copy copy_p name stop_gradient not and or eq ne lt le gt ge
-    """.split()
-)
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
