@@ -1,4 +1,4 @@
-"""Perplexity of a small transformer with weights in few bits, rounded to nearest and with data.
+"""Perplexity of a small transformer with weights, and activations, in few bits, rounded to nearest and with data.
 
     python examples/perplexity.py [--small] [--steps 400] [--plot perplexity.png]
 
@@ -27,6 +27,13 @@ METHODS: dict[str, list[Any]] = {
     "gptq": [jc.ptq.gptq()],
     "correct_error, gptq": [jc.ptq.correct_error(), jc.ptq.gptq()],
 }
+LOW_FORMATS = ("int4(group=all)", "int4(group=32)", "nvfp4")  # of weights and activations
+LOW_METHODS: dict[str, list[Any]] = {  # weights one after the other, by inputs that are rounded
+    "nearest": [],
+    "gptq": [jc.ptq.gptq()],
+    "rotate": [jc.ptq.rotate()],
+    "rotate, gptq": [jc.ptq.rotate(), jc.ptq.gptq()],
+}
 CALIBRATION = 4  # batches of training text that the rounding sees
 
 
@@ -48,7 +55,11 @@ def make(letters: int, width: int, seed: int = 0) -> dict[str, Any]:
         return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
 
     blocks = {name: normal(DEPTH, width, width) for name in ("q", "k", "v", "out", "up", "down")}
-    blocks |= {"up_bias": jnp.zeros((DEPTH, width)), "norms": jnp.ones((DEPTH, 2, width))}
+    blocks |= {
+        "up_bias": jnp.zeros((DEPTH, width)),
+        "before": jnp.ones((DEPTH, width)),
+        "between": jnp.ones((DEPTH, width)),
+    }
     ends = {"letters": normal(letters, width), "places": normal(LENGTH, width) / 8, "head": normal(width, letters)}
     return {"blocks": blocks, **ends}
 
@@ -60,14 +71,21 @@ def norm(x: Any, scale: Any) -> Any:
 def block(x: Any, p: dict[str, Any]) -> Any:
     """Attention and two layers, each after a norm."""
     batch, length, width = x.shape
-    h = norm(x, p["norms"][0])
+    h = norm(x, p["before"])
     q, k, v = ((h @ p[name]).reshape(batch, length, HEADS, width // HEADS) for name in "qkv")
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // HEADS) ** 0.5
     scores = jnp.where(jnp.tri(length, dtype=bool), scores, -1e9)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
     x = x + mixed @ p["out"]
-    hidden = jax.nn.gelu(norm(x, p["norms"][1]) @ p["up"] + p["up_bias"])
-    return x + hidden @ p["down"]
+    hidden = jax.nn.gelu(norm(x, p["between"]) @ p["up"] + p["up_bias"])
+    turned = hidden @ p["turn"] if "turn" in p else hidden
+    return x + turned @ p["down"]
+
+
+def with_turns(p: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with a product between gelu and the last weight, which can take a rotation; it does nothing yet."""
+    turn = jnp.tile(jnp.eye(p["blocks"]["down"].shape[1]), (DEPTH, 1, 1))
+    return p | {"blocks": p["blocks"] | {"turn": turn}}
 
 
 def network(p: dict[str, Any], letters: Any) -> Any:
@@ -107,41 +125,56 @@ def train(p: Any, text: Any, *, steps: int) -> Any:
     return jax.lax.scan(step, (p, zeros, zeros), jnp.arange(steps))[0][0]
 
 
-@jax.jit
-def _perplexity(p: Any, text: Any) -> Any:
+@partial(jax.jit, static_argnames="function")
+def _perplexity(p: Any, text: Any, function: Any) -> Any:
     starts = jnp.arange(0, len(text) - LENGTH - 1, LENGTH)
     some = pieces(text, starts[: len(starts) // BATCH * BATCH]).reshape(-1, BATCH, LENGTH + 1)
-    return jnp.exp(jax.lax.map(partial(loss, network, p), some).mean())
+    return jnp.exp(jax.lax.map(partial(loss, function, p), some).mean())
 
 
-def perplexity(p: Any, text: Any, most: int = 40_000) -> float:
-    """The perplexity of parameters, packed ones unpacked first, on text."""
-    numbers = jax.tree.map(lambda v: jnp.asarray(jc.dequantize(v)) if isinstance(v, jc.QArray) else v, p,
-                           is_leaf=lambda v: isinstance(v, jc.QArray))  # fmt: skip
-    return float(_perplexity(numbers, text[:most]))
+def perplexity(p: Any, text: Any, function: Any = network, most: int = 40_000) -> float:
+    """The perplexity on text of a function of parameters."""
+    return float(_perplexity(p, text[:most], function))
 
 
 def run(
-    formats: tuple[str, ...] = FORMATS, methods: dict[str, list[Any]] = METHODS, *, steps: int, width: int
+    params: Any, text: Any, kept: Any, formats: tuple[str, ...], methods: dict[str, list[Any]], low: bool = False
 ) -> dict[str, dict[str, float]]:
-    """The perplexity of each format and method, and that of the parameters in float32."""
-    text, kept, letters = texts()
-    print(f"training {steps} steps in float32", file=sys.stderr, flush=True)
-    params = train(make(letters, width), text, steps=steps)
+    """The perplexity of each format and method, and that of the parameters in float32; `low`: activations, too."""
     starts = jax.random.randint(jax.random.key(2), (CALIBRATION, BATCH), 0, len(text) - LENGTH - 1)
     data = [pieces(text, some)[:, :-1] for some in starts]
     table = {"float32": {"nearest": perplexity(params, kept)}}
     for fmt in formats:
+        rules = [jc.Rule("blocks", weight=fmt, activation=fmt if low else None)]
+        given = with_turns(params) if low else params
+        function = jc.quantize_fn(network, [jc.Rule("blocks/turn"), *rules] if low else rules)
         table[fmt] = {}
-        for name, steps_taken in methods.items():
+        for name, steps in methods.items():
             print(f"rounding to {fmt}: {name}", file=sys.stderr, flush=True)
-            rule = jc.Rule("blocks", weight=fmt)
-            if steps_taken:
-                packed, _ = jc.ptq.quantize(network, rule, params, data, steps_taken)
+            if steps:
+                order = True if low and steps[-1] == jc.ptq.gptq() else None
+                packed, _ = jc.ptq.quantize(network, function.rules, given, data, steps, sequential=order)
             else:
-                packed = jc.quantize_fn(network, rule).pack(params, data[0])
-            table[fmt][name] = perplexity(packed, kept)
+                packed = function.pack(given, data[0])
+            table[fmt][name] = perplexity(packed, kept, function)
     return table
+
+
+def trained(steps: int, width: int) -> tuple[Any, Any, Any]:
+    """Parameters in float32, the text that they were trained on, and the text for the table."""
+    text, kept, letters = texts()
+    print(f"training {steps} steps in float32", file=sys.stderr, flush=True)
+    return train(make(letters, width), text, steps=steps), text, kept
+
+
+def show(table: dict[str, dict[str, float]], what: str, last: str) -> None:
+    """Print a table."""
+    methods = max(table.values(), key=len)
+    print(f"{what:18}" + "".join(f"{name:>22}" for name in methods) + f"{'closed by ' + last:>26}")
+    for fmt, row in table.items():
+        cells = "".join(f"{row[name]:22.3f}" if name in row else " " * 22 for name in methods)
+        share = f"{100 * closed(table, fmt, last):24.0f} %" if len(row) > 1 else ""
+        print(f"{fmt:18}{cells}{share}")
 
 
 def closed(table: dict[str, dict[str, float]], fmt: str, method: str) -> float:
@@ -173,14 +206,13 @@ def main() -> None:
     parser.add_argument("--plot", help="a PNG to draw the table into")
     chosen = parser.parse_args()
     steps, width = (60, 32) if chosen.small else (400, 96)
-    formats = FORMATS[:1] if chosen.small else FORMATS
+    some = slice(1 if chosen.small else None)
     methods = dict(list(METHODS.items())[:2]) if chosen.small else METHODS
-    table = run(formats, methods, steps=chosen.steps or steps, width=chosen.width or width)
-    print(f"{'weights':18}" + "".join(f"{name:>22}" for name in methods) + f"{'closed by gptq':>18}")
-    for fmt, row in table.items():
-        cells = "".join(f"{row[name]:22.3f}" if name in row else " " * 22 for name in methods)
-        share = f"{100 * closed(table, fmt, 'gptq'):16.0f} %" if len(row) > 1 else ""
-        print(f"{fmt:18}{cells}{share}")
+    low_methods = {name: LOW_METHODS[name] for name in ("nearest", "rotate, gptq")} if chosen.small else LOW_METHODS
+    given = trained(chosen.steps or steps, chosen.width or width)
+    table = run(*given, FORMATS[some], methods)
+    show(table, "weights", "gptq")
+    show(run(*given, LOW_FORMATS[some], low_methods, low=True), "and activations", "rotate, gptq")
     if chosen.plot:
         draw(table, chosen.plot)
 

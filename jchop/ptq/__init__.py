@@ -1,6 +1,6 @@
 """Rounding with data: the statistics of a program's products, and parameters rounded by them."""
 
-from jchop.ptq._maps.steps import awq, smooth
+from jchop.ptq._maps.steps import awq, rotate, smooth
 from jchop.ptq._quantize import quantize
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._statistics import InputStatistics, Statistics, statistics
@@ -16,6 +16,7 @@ __all__ = [
     "correct_error",
     "gptq",
     "quantize",
+    "rotate",
     "sign_round",
     "smooth",
     "statistics",

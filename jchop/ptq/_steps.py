@@ -225,8 +225,8 @@ def as_steps(steps: Any) -> Steps:
     fields = [_FIELDS.get(type(step)) for step in rest]
     if fields != [name for name in dict.fromkeys(_FIELDS.values()) if name in fields]:
         raise ValueError(
-            f"steps=[{', '.join(map(str, given))}] may have smooth and awq, then one correct_error, then one gptq or "
-            "sign_round, then correct_biases"
+            f"steps=[{', '.join(map(str, given))}] may have smooth, awq and rotate, then one correct_error, then one "
+            "gptq or sign_round, then correct_biases"
         )
     found: dict[str, Any] = {str(name): step for name, step in zip(fields, rest, strict=True)}
     return Steps(mappings=tuple(mappings), **found)

@@ -236,7 +236,7 @@ def test_bad_arguments() -> None:
         jc.ptq.smooth(1.5)
     with pytest.raises(TypeError, match="alpha='a' must be"):
         jc.ptq.smooth("a")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="may have smooth and awq, then"):
+    with pytest.raises(ValueError, match="may have smooth, awq and rotate, then"):
         jc.ptq.quantize(scaled, RULE, params, [x], [jc.ptq.gptq(), jc.ptq.smooth()])
     with pytest.raises(TypeError, match="can be run through once"):
         jc.ptq.quantize(scaled, RULE, params, iter([x]), jc.ptq.smooth())

@@ -120,7 +120,7 @@ class Channels:
         """
         more = Channels(self.count, self.tied | {run for run in runs if run[1]})
         if is_flat(more.axis(self.count, 1)):
-            raise RefusedError("all channels would have one factor")
+            raise RefusedError("all channels would be tied")
         return more
 
     def axis(self, size: int, stride: int) -> Axis:
@@ -133,6 +133,11 @@ class Channels:
             raise RefusedError("its channels would be tied in parts that overlap")
         runs = [(b // a, 0 if self._is_tied(a) else a) for a, b in pairwise(places)]
         return runs_of(reversed(runs))
+
+    @property
+    def free(self) -> int:
+        """How many channels there are in the runs that are not tied."""
+        return math.prod(size for size, stride in self.axis(self.count, 1) if stride)
 
     def _is_tied(self, stride: int) -> bool:
         return any(inner <= stride < inner * size for size, inner in self.tied)

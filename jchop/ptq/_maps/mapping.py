@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +16,11 @@ from jchop._products.placement import Placement
 from jchop._products.weights import is_packed
 from jchop.ptq._maps.factors import Member, awq_factors, smooth_factors
 from jchop.ptq._maps.graph import Graph, Place, graph_of
-from jchop.ptq._maps.labels import Label, RefusedError
+from jchop.ptq._maps.hadamard import Hadamard
+from jchop.ptq._maps.labels import Label, RefusedError, is_flat
 from jchop.ptq._maps.search import Fold, channels_of, fold_of
-from jchop.ptq._maps.steps import Awq, Mapping
+from jchop.ptq._maps.steps import Awq, Mapping, Rotate
+from jchop.ptq._maps.turns import GainError, turn_of
 from jchop.ptq._round import round_parameter
 from jchop.ptq._run import Data
 from jchop.ptq._sites import Site
@@ -28,7 +31,7 @@ from jchop.rounding import Rounding
 
 Array = jax.Array
 
-__all__ = ["Mapped", "map_parameters", "multiplied"]
+__all__ = ["Mapped", "map_parameters", "multiplied", "rotated"]
 
 
 @dataclass
@@ -110,7 +113,8 @@ class _Job:
             try:
                 fold = self._fold(place)
             except RefusedError as reason:
-                self.mapped.add(leaf, f"no factors by {self.step.name}: {reason}")
+                what = "rotation" if isinstance(self.step, Rotate) else "factors"
+                self.mapped.add(leaf, f"no {what} by {self.step.name}: {reason}")
                 continue
             members = self._members(fold)
             seen |= set(members)
@@ -124,14 +128,58 @@ class _Job:
         return jax.tree.unflatten(tree, leaves)
 
     def _fold(self, place: Place) -> Fold:
-        fold = fold_of(place)
+        if not isinstance(self.step, Rotate):
+            return self._agreed(place, fold_of)
+        before = dict(self.changed)
+        while True:
+            try:
+                return self._agreed(place, lambda own: turn_of(own, self._value))
+            except GainError as reason:
+                try:
+                    self._move_gain(min(reason.leaves))
+                except RefusedError as why:
+                    self.changed = before
+                    raise RefusedError(f"{reason}, {why}") from None
+            except RefusedError:
+                self.changed = before
+                raise
+
+    def _agreed(self, place: Place, search: Callable[[Place], Fold]) -> Fold:
+        fold = search(place)
         own = _by_leaf(fold)
         for graph in self.others:
             again = next((other for other in graph.places if other.site.leaf == place.site.leaf), None)
-            alike = _by_leaf(fold_of(again)) == own if again else not any(graph.parameters[i].nodes for i in own)
+            alike = _by_leaf(search(again)) == own if again else not any(graph.parameters[i].nodes for i in own)
             if not alike:
                 raise RefusedError("other batches have a program in which the factors would go elsewhere")
         return fold
+
+    def _move_gain(self, leaf: int) -> None:
+        """Make the scale of a norm 1 by factors that go into the weights after it.
+
+        Raises:
+            RefusedError: if they cannot.
+        """
+        path, given = self.program.paths[leaf], np.asarray(self._value(leaf), np.float64)
+        for place in self.graph.places:
+            try:
+                fold = self._agreed(place, fold_of)
+            except RefusedError:
+                continue
+            targets = _by_leaf(fold)
+            if leaf not in targets or targets[leaf].power != -1:
+                continue
+            if not (given > 0).all():
+                raise RefusedError(f"and {path} is not positive")
+            factors, indexes = np.ones(fold.channels.count), np.broadcast_to(targets[leaf].indexes(), given.shape)
+            factors[indexes] = given
+            if (factors[indexes] != given).any():
+                raise RefusedError(f"and not all of {path} goes into the weights after it")
+            for target, label in targets.items():
+                self._change(target, partial(multiplied, label=label, factors=factors))
+            self.changed[leaf] = np.ones_like(self._value(leaf))
+            return
+        raise RefusedError(f"and {path} does not go into the weights after it")
 
     def _members(self, fold: Fold) -> dict[int, Place]:
         """The weights, by their index, whose inputs have the channels: those that take the factors themselves."""
@@ -144,6 +192,12 @@ class _Job:
         return found
 
     def _map(self, place: Place, fold: Fold, places: dict[int, Place]) -> None:
+        if isinstance(self.step, Rotate):
+            by = Hadamard.of(fold.channels.free, self.step.seed)
+            self._report(fold, places, f"{self.step.name} by {by}")
+            for leaf, label in _by_leaf(fold).items():
+                self._change(leaf, partial(rotated, label=label, by=by))
+            return
         members = [self._member(fold, own) for own in places.values()]
         count = fold.channels.count
         if isinstance(self.step, Awq):
@@ -152,18 +206,22 @@ class _Job:
         else:
             units, chosen = 1, []
             factors = smooth_factors(self.step, members, count)
-        targets = {v.leaf: label for v, label in fold.labels.items() if v.leaf is not None}
-        folded = sorted(self.program.paths[leaf] for leaf in targets if leaf not in places)
+        self._report(fold, places, self.step.name, chosen, units > 1)
+        for leaf, label in _by_leaf(fold).items():
+            self._change(leaf, partial(multiplied, label=label, factors=factors))
+
+    def _report(
+        self, fold: Fold, places: dict[int, Place], what: str, chosen: Sequence[str] = (), by_turn: bool = False
+    ) -> None:
+        """Say of the weights what was done, where it went, and what was chosen in each turn, or in all."""
+        folded = sorted(self.program.paths[leaf] for leaf in _by_leaf(fold) if leaf not in places)
         for leaf in places:
             self.mapped.methods.setdefault(leaf, []).append(self.step.name)
             if folded:
-                self.mapped.add(leaf, f"{self.step.name} folded into {', '.join(folded)}")
-            turns = list(np.ndindex(*self._shape(leaf)[: self.wanted[leaf].turns]))
-            for turn, text in zip(turns if units > 1 else [()], chosen, strict=False):
+                self.mapped.add(leaf, f"{what} folded into {', '.join(folded)}")
+            turns = list(np.ndindex(*self._shape(leaf)[: self.wanted[leaf].turns])) if by_turn else [()]
+            for turn, text in zip(turns, chosen, strict=False):
                 self.mapped.add(leaf, text, turn)
-        for leaf, label in targets.items():
-            self._remember(leaf)
-            self._scale(leaf, label, factors)
 
     def _shape(self, leaf: int) -> tuple[int, ...]:
         return self.program.shapes[leaf]
@@ -211,15 +269,16 @@ class _Job:
             energy, before = (float((v * inputs.count).sum()) for v in (out.energy, out.before))
             self.mapped.before[leaf, place] = energy, before
 
-    def _scale(self, leaf: int, label: Label, factors: np.ndarray) -> None:
-        """Multiply a parameter by its factors.
+    def _change(self, leaf: int, change: Callable[[Any], Any]) -> None:
+        """Change a parameter.
 
         Raises:
             ValueError: if it overflows.
         """
+        self._remember(leaf)
         before = self._value(leaf)
-        after = multiplied(before, label, factors)
-        if bool((jnp.isfinite(jnp.asarray(before)) & ~jnp.isfinite(after)).any()):
+        after = change(before)
+        if bool((jnp.isfinite(jnp.asarray(before)) & ~jnp.isfinite(jnp.asarray(after))).any()):
             raise ValueError(
                 f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of "
                 f"{self.step}"
@@ -234,6 +293,21 @@ def multiplied(parameter: Any, label: Label, factors: np.ndarray) -> Any:
         wide = jnp.promote_types(parameter.dtype, jnp.float32)
         after = (jnp.asarray(parameter).astype(wide) * jnp.asarray(own, wide)).astype(parameter.dtype)
     return np.asarray(after) if isinstance(parameter, np.ndarray) else after
+
+
+def rotated(parameter: Any, label: Label, by: Hadamard) -> Any:
+    """A parameter times a matrix along the channels that are not tied, in float64, rounded once to its own type."""
+    axes = [axis or ((1, 0),) for axis in label.axes]
+    runs = [(size, 0 if is_flat(axis) else stride) for axis in axes for size, stride in axis]
+    along = sorted((i for i, (_, stride) in enumerate(runs) if stride), key=lambda i: -runs[i][1])
+    order = [*(i for i in range(len(runs)) if i not in along), *along]
+    apart = np.asarray(parameter, np.float64).reshape([size for size, _ in runs]).transpose(order)
+    turned = by.apply(apart.reshape(-1, by.size)).reshape(apart.shape).transpose(np.argsort(order))
+    after = turned.reshape(parameter.shape).astype(parameter.dtype)
+    if isinstance(parameter, np.ndarray):
+        return after
+    with types_for(parameter.dtype):
+        return jnp.asarray(after)
 
 
 def _by_leaf(fold: Fold) -> dict[int, Label]:

@@ -11,7 +11,7 @@ from jchop._products.product import Conv, Dot, Ragged
 from jchop.ptq._maps.graph import CARRIED, OVER_TURNS, SAME, Node, Value
 from jchop.ptq._maps.labels import Axis, Label, RefusedError, Run, is_flat, reshaped, sizes_of
 
-__all__ = ["Tie", "Ways", "ways_of"]
+__all__ = ["Seen", "Tie", "Ways", "ways_of"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ Ways = Iterator[tuple[list[Label | None], list[Label | None]] | Tie]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """A node, one of whose values has factors.
 
     Args:
@@ -86,7 +86,7 @@ def ways_of(node: Node, label: Label, place: int, made: bool) -> Ways:
     Raises:
         RefusedError: if there are none.
     """
-    seen = _Seen(node, label, place, made)
+    seen = Seen(node, label, place, made)
     if node.product is not None:
         return _PRODUCTS[type(node.product)](seen)
     rule = _RULES.get(node.name)
@@ -95,7 +95,7 @@ def ways_of(node: Node, label: Label, place: int, made: bool) -> Ways:
     return _fitted(seen, rule(seen)) if node.name in _ELEMENTWISE else rule(seen)
 
 
-def _fitted(seen: _Seen, ways: Ways) -> Ways:
+def _fitted(seen: Seen, ways: Ways) -> Ways:
     """Ways in which operands of length 1 along an axis, which are broadcast, have one factor there."""
     for way in ways:
         if isinstance(way, Tie):
@@ -109,7 +109,7 @@ def _fitted(seen: _Seen, ways: Ways) -> Ways:
         yield Tie(tuple(lost)) if lost else (some[0], some[1])
 
 
-def _fitted_one(seen: _Seen, value: Value, label: Label | None, lost: list[Run]) -> Label | None:
+def _fitted_one(seen: Seen, value: Value, label: Label | None, lost: list[Run]) -> Label | None:
     if label is None or len(value.shape) != len(seen.own):
         return label
     axes = list(label.axes)
@@ -124,18 +124,18 @@ def _fitted_one(seen: _Seen, value: Value, label: Label | None, lost: list[Run])
 # -- values that differ in their axes alone ----------------------------------------------------------------------------
 
 
-def _alike(seen: _Seen) -> Ways:
+def _alike(seen: Seen) -> Ways:
     yield seen.all_alike()
 
 
-def _one_to_one(seen: _Seen) -> Ways:
+def _one_to_one(seen: Seen) -> Ways:
     """Each result is one operand."""
     ins: list[Label | None] = [None] * len(seen.node.ins)
     ins[seen.place] = seen.label
     yield ins, list(ins)
 
 
-def _carried(seen: _Seen) -> Ways:
+def _carried(seen: Seen) -> Ways:
     """A value outside of a loop, and in all of its turns."""
     (outer,), (inner,) = seen.node.ins, seen.node.outs
     place, length = len(outer.loops), inner.loops[-1]
@@ -153,7 +153,7 @@ def _flat(size: int) -> Axis:
     return () if size == 1 else ((size, 0),)
 
 
-def _reshape(seen: _Seen) -> Ways:
+def _reshape(seen: Seen) -> Ways:
     (before,), (after,) = seen.node.ins[:1], seen.node.outs
     if seen.node.params.get("dimensions") is not None:
         raise RefusedError(f"{seen.node} moves axes too")
@@ -161,11 +161,11 @@ def _reshape(seen: _Seen) -> Ways:
     yield _pair(seen, seen.on(reshaped(seen.own, other.shape)))
 
 
-def _pair(seen: _Seen, other: Label) -> tuple[list[Label | None], list[Label | None]]:
+def _pair(seen: Seen, other: Label) -> tuple[list[Label | None], list[Label | None]]:
     return seen.from_first(other, seen.label) if seen.made else seen.from_first(seen.label, other)
 
 
-def _transpose(seen: _Seen) -> Ways:
+def _transpose(seen: Seen) -> Ways:
     order = seen.node.params["permutation"]
     if seen.made:
         axes: list[Axis] = [()] * len(order)
@@ -176,7 +176,7 @@ def _transpose(seen: _Seen) -> Ways:
     yield _pair(seen, seen.on(axes))
 
 
-def _broadcast(seen: _Seen) -> Ways:
+def _broadcast(seen: Seen) -> Ways:
     placed, shape = seen.node.params["broadcast_dimensions"], seen.node.ins[0].shape
     out = seen.node.outs[0].shape
     if seen.made:
@@ -194,10 +194,10 @@ def _broadcast(seen: _Seen) -> Ways:
     yield _pair(seen, seen.on(axes))
 
 
-def _along(name: str, what: str) -> Callable[[_Seen], Ways]:
+def _along(name: str, what: str) -> Callable[[Seen], Ways]:
     """A primitive that does not mix numbers but along the axes that a parameter names."""
 
-    def rule(seen: _Seen) -> Ways:
+    def rule(seen: Seen) -> Ways:
         axes = seen.node.params[name]
         seen.flat_on([axes] if isinstance(axes, int) else [int(axis) for axis in axes], what)
         yield seen.all_alike()
@@ -205,17 +205,17 @@ def _along(name: str, what: str) -> Callable[[_Seen], Ways]:
     return rule
 
 
-def _sized(seen: _Seen) -> Label:
+def _sized(seen: Seen) -> Label:
     """The factors of the other value of a node, some axes of which, without factors, have other lengths."""
     other = seen.node.ins[0] if seen.made else seen.node.outs[0]
     axes = [runs if sizes_of([runs]) == (n,) else _flat(n) for runs, n in zip(seen.own, other.shape, strict=True)]
     return seen.on(axes)
 
 
-def _parts(name: str, what: str) -> Callable[[_Seen], Ways]:
+def _parts(name: str, what: str) -> Callable[[Seen], Ways]:
     """A primitive that joins values along the axis that a parameter names, or takes one apart."""
 
-    def rule(seen: _Seen) -> Ways:
+    def rule(seen: Seen) -> Ways:
         axis = seen.node.params[name]
         seen.flat_on([axis], what)
 
@@ -229,7 +229,7 @@ def _parts(name: str, what: str) -> Callable[[_Seen], Ways]:
     return rule
 
 
-def _slice(seen: _Seen) -> Ways:
+def _slice(seen: Seen) -> Ways:
     """A part of an axis: along it numbers must have one factor."""
     (before, *_), (after,) = seen.node.ins, seen.node.outs
     seen.flat_on(
@@ -240,7 +240,7 @@ def _slice(seen: _Seen) -> Ways:
     yield _pair(seen, _sized(seen))
 
 
-def _pad(seen: _Seen) -> Ways:
+def _pad(seen: Seen) -> Ways:
     padded = [i for i, some in enumerate(seen.node.params["padding_config"]) if tuple(some) != (0, 0, 0)]
     seen.flat_on(padded, "adds channels")
     if not seen.node.ins[1].zero:
@@ -248,7 +248,7 @@ def _pad(seen: _Seen) -> Ways:
     yield _pair(seen, _sized(seen))
 
 
-def _reduce(seen: _Seen) -> Ways:
+def _reduce(seen: Seen) -> Ways:
     gone = {int(axis) for axis in seen.node.params["axes"]}
     if not seen.made:
         seen.flat_on(sorted(gone), "reduces its channels to one")
@@ -259,7 +259,7 @@ def _reduce(seen: _Seen) -> Ways:
     yield _pair(seen, seen.on(axes))
 
 
-def _squeeze(seen: _Seen) -> Ways:
+def _squeeze(seen: Seen) -> Ways:
     gone = {axis % len(seen.node.ins[0].shape) for axis in seen.node.params["dimensions"]}
     rest = iter(seen.own)
     if seen.made:
@@ -269,7 +269,7 @@ def _squeeze(seen: _Seen) -> Ways:
     yield _pair(seen, seen.on(axes))
 
 
-def _expand(seen: _Seen) -> Ways:
+def _expand(seen: Seen) -> Ways:
     new = {axis % len(seen.node.outs[0].shape) for axis in seen.node.params["dimensions"]}
     rest = iter(seen.own)
     if seen.made:
@@ -282,14 +282,14 @@ def _expand(seen: _Seen) -> Ways:
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-def _convert(seen: _Seen) -> Ways:
+def _convert(seen: Seen) -> Ways:
     if not (seen.node.ins[0].real and seen.node.outs[0].real):
         raise RefusedError(f"{seen.node} makes other numbers of it")
     yield seen.all_alike()
 
 
-def _power(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[_Seen], Ways]:
-    def rule(seen: _Seen) -> Ways:
+def _power(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Seen], Ways]:
+    def rule(seen: Seen) -> Ways:
         by = exponent(seen.node.params)
         if not by:
             raise RefusedError(f"{seen.node} does not commute with factors")
@@ -298,7 +298,7 @@ def _power(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[_Seen], 
     return rule
 
 
-def _mul(seen: _Seen) -> Ways:
+def _mul(seen: Seen) -> Ways:
     a, b = seen.node.ins
     if a is b:
         other = seen.label.raised(Fraction(1, 2) if seen.made else 2)
@@ -319,7 +319,7 @@ def _mul(seen: _Seen) -> Ways:
             yield ins, [seen.label]
 
 
-def _div(seen: _Seen) -> Ways:
+def _div(seen: Seen) -> Ways:
     if seen.made:
         ways: list[list[Label | None]] = [[seen.label, None], [None, seen.label.raised(-1)]]
         for way, value in zip(ways, seen.node.ins, strict=True):
@@ -333,16 +333,16 @@ def _div(seen: _Seen) -> Ways:
         yield [seen.label, seen.label], [None]
 
 
-def _compare(seen: _Seen) -> Ways:
+def _compare(seen: Seen) -> Ways:
     """With zero, and with a value of the same factors: these are positive."""
     yield [seen.label, seen.label], [None]
 
 
-def _sign(seen: _Seen) -> Ways:
+def _sign(seen: Seen) -> Ways:
     yield [seen.label], [None]
 
 
-def _select(seen: _Seen) -> Ways:
+def _select(seen: Seen) -> Ways:
     if not seen.made and seen.place == 0:
         raise RefusedError(f"{seen.node} takes it as a condition")
     yield [None, *[seen.label] * (len(seen.node.ins) - 1)], [seen.label]
@@ -351,7 +351,7 @@ def _select(seen: _Seen) -> Ways:
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def _dot(seen: _Seen) -> Ways:
+def _dot(seen: Seen) -> Ways:
     dot: Dot = seen.node.product
     ndims = [len(v.shape) for v in seen.node.ins[:2]]
     taken = [{*dot.contracting[side], *dot.batch[side]} for side in (0, 1)]
@@ -380,7 +380,7 @@ def _dot(seen: _Seen) -> Ways:
     yield ins, [seen.on(axes)]
 
 
-def _dot_back(seen: _Seen, dot: Dot, free: Sequence[Sequence[int]], ndims: Sequence[int]) -> Ways:
+def _dot_back(seen: Seen, dot: Dot, free: Sequence[Sequence[int]], ndims: Sequence[int]) -> Ways:
     """From a result to the operand whose axes have the factors."""
     shared = len(dot.batch[0])
     cut = (shared, shared + len(free[0]), len(seen.own))
@@ -403,7 +403,7 @@ def _dot_back(seen: _Seen, dot: Dot, free: Sequence[Sequence[int]], ndims: Seque
         yield ins, [seen.label]
 
 
-def _conv(seen: _Seen) -> Ways:
+def _conv(seen: Seen) -> Ways:
     conv: Conv = seen.node.product
     if conv.feature_groups != 1:
         raise RefusedError(f"{seen.node} has feature_group_count={conv.feature_groups}")
@@ -424,7 +424,7 @@ def _conv(seen: _Seen) -> Ways:
     yield [own.raised(1 if i == seen.place else -1) for i, own in enumerate(both)], [None]
 
 
-def _ragged(seen: _Seen) -> Ways:
+def _ragged(seen: Seen) -> Ways:
     """Rows (m, k) and matrices (g, k, n): which matrix a row meets depends on data."""
     flat = [[_flat(n) for n in v.shape] for v in (*seen.node.ins[:2], seen.node.outs[0])]
     none: list[Label | None] = [None] * len(seen.node.ins)
@@ -450,8 +450,8 @@ _HOMOGENEOUS = """
     reduce_precision
 """
 _COMPARE = "ge gt le lt eq ne"
-_PRODUCTS: dict[type, Callable[[_Seen], Ways]] = {Dot: _dot, Conv: _conv, Ragged: _ragged}
-_RULES: dict[str, Callable[[_Seen], Ways]] = {
+_PRODUCTS: dict[type, Callable[[Seen], Ways]] = {Dot: _dot, Conv: _conv, Ragged: _ragged}
+_RULES: dict[str, Callable[[Seen], Ways]] = {
     SAME: _alike,
     OVER_TURNS: _alike,
     CARRIED: _carried,

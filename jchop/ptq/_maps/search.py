@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from jchop._products.product import Conv, Ragged
 from jchop.ptq._maps.graph import Node, Place, Value
 from jchop.ptq._maps.labels import Axis, Channels, Label, RefusedError
-from jchop.ptq._maps.rules import Tie, ways_of
+from jchop.ptq._maps.rules import Tie, Ways, ways_of
 
 __all__ = ["Fold", "channels_of", "fold_of"]
 
@@ -22,11 +22,11 @@ _Pair = tuple[Value, Node]
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Factors of channels that cancel.
+    """Factors of channels that cancel; or a rotation of them.
 
     Args:
         channels: the channels: those of the inputs of a product, in the order of its statistics.
-        labels: the values that have factors.
+        labels: the values that have factors, or are rotated.
     """
 
     channels: Channels
@@ -53,11 +53,16 @@ def channels_of(place: Place) -> tuple[int, tuple[int, ...], list[tuple[int, int
     return count, shape, found[::-1]
 
 
-def fold_of(place: Place) -> Fold:
+def fold_of(place: Place, ways: Callable[..., Ways] = ways_of, together: bool = False) -> Fold:
     """How factors of the inputs of a product can be folded into parameters.
 
     The weight takes the factors s, so that its input must have 1/s, and so on through the program, equation by
     equation, until every value that has factors is made and read by equations that keep the function what it is.
+
+    Args:
+        place: the product.
+        ways: how one equation passes them on.
+        together: whether all turns of loops, and all matrices of a batch, have the same. Default False.
 
     Raises:
         RefusedError: if they cannot.
@@ -70,12 +75,16 @@ def fold_of(place: Place) -> Fold:
         tied = [(shape[axis], stride) for axis, stride in axes if axis >= loops and axis != inputs]
     elif isinstance(place.node.product, Ragged):  # any row may be of any group
         tied = [(shape[axis], stride) for axis, stride in axes if axis == loops]
-    return _Search(place).start(Channels(count).tie(tied))
+    if together:
+        operand = (place.node.product.forward.left, place.node.product.forward.right)[place.side]
+        summed = {loops + axis for axis in operand.summed}
+        tied += [(shape[axis], stride) for axis, stride in axes if axis not in summed]
+    return _Search(place, ways).start(Channels(count).tie(tied))
 
 
 class _Search:
-    def __init__(self, place: Place) -> None:
-        self.place, self.left = place, _MOST
+    def __init__(self, place: Place, ways: Callable[..., Ways]) -> None:
+        self.place, self.ways, self.left = place, ways, _MOST
 
     def start(self, channels: Channels) -> Fold:
         """From the weight, under more and more ties."""
@@ -129,7 +138,7 @@ class _Search:
         assert label is not None
         made = value not in node.ins
         place = (node.outs if made else node.ins).index(value)
-        ways = list(ways_of(node, label, place, made))
+        ways = list(self.ways(node, label, place, made))
         fitting = [way for way in ways if isinstance(way, Tie) or self._fits(known, node, way)]
         if not fitting:
             raise RefusedError(f"the factors that its values need disagree at {node}")

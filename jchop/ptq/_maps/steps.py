@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jchop._checks import check_int
 
-__all__ = ["Awq", "Mapping", "Smooth", "awq", "smooth"]
+__all__ = ["Awq", "Mapping", "Rotate", "Smooth", "awq", "rotate", "smooth"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,20 @@ class Awq:
         return f"awq({self.points}, duo={self.duo})"
 
 
-Mapping = Smooth | Awq
+@dataclass(frozen=True)
+class Rotate:
+    """Rotations; `rotate` makes it."""
+
+    seed: int | None
+
+    #: Its name in a report.
+    name = "rotate"
+
+    def __str__(self) -> str:
+        return f"rotate({self.seed})"
+
+
+Mapping = Smooth | Awq | Rotate
 
 
 def smooth(alpha: float = 0.5) -> Smooth:
@@ -97,3 +110,37 @@ def awq(points: int = 20, *, duo: bool = True) -> Awq:
     if not isinstance(duo, bool):
         raise TypeError(f"duo={duo!r} must be True or False")
     return Awq(check_int("points", points, 1), duo)
+
+
+def rotate(seed: int | None = 0) -> Rotate:
+    """Rotations: the inputs of products are multiplied by orthogonal matrices, which spread large channels over all.
+
+    The input x of a weight becomes x R, and the weight R^T W, by parameters alone: R goes into the outputs of the
+    products before, if nothing but sums, moves, and factors that all channels share lies between. So a residual stream
+    is rotated in all that writes and reads it, embeddings too, and the values of attention for each head. RMSNorm
+    commutes with R if its scale is the same for all channels; another scale goes into the weights that follow first. R
+    is the same in all turns of loops. A weight whose input cannot be rotated stays as it is, and the report says why.
+
+    R is a Hadamard matrix over the root of its size, after random signs. Sizes are powers of two times one, or a size
+    that Paley's construction gives from a prime (12, 20, 24, 28, 44, ...); for another one R has blocks of the largest
+    power of two that divides it.
+
+    Args:
+        seed: of the signs, from 0 to 2^32 - 1; None for no signs. Default 0.
+
+    Raises:
+        TypeError, ValueError: for another seed.
+
+    Source: Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv 2404.00456, 2024, and Liu et
+    al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv 2405.16406, 2024, whose R1 and R2 these are.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> params = {"a": jnp.eye(8), "b": jnp.ones((8, 2))}
+        >>> rule = jc.Rule("b", weight="int8(group=all)", activation="int4(group=all)")
+        >>> two = lambda p, x: (x @ p["a"]) @ p["b"]
+        >>> packed, report = jc.ptq.quantize(two, rule, params, [jnp.ones((4, 8))], [jc.ptq.rotate()])
+        >>> report.weights[0].note.partition(";")[0], float(jnp.abs(packed["a"]).max())
+        ('rotate by Hadamard 8 folded into a', 0.3535533845424652)
+    """
+    return Rotate(None if seed is None else check_int("seed", seed, 0, 2**32 - 1))

@@ -1,0 +1,98 @@
+"""Orthogonal matrices of entries of one size, and products with them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import numpy as np
+
+__all__ = ["Hadamard"]
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """A matrix of blocks on the diagonal, each a Hadamard matrix over the root of its size, after random signs.
+
+    Args:
+        blocks: how many there are.
+        paley: the size of the matrix by Paley that is a factor of each block; 1 for none.
+        power: of 2, the size of the matrix by Sylvester that is the other factor.
+        seed: of the signs; None for no signs.
+    """
+
+    blocks: int
+    paley: int
+    power: int
+    seed: int | None
+
+    @staticmethod
+    def of(size: int, seed: int | None) -> Hadamard:
+        """The matrix of a size with the fewest blocks: one if a product of Paley's and Sylvester's matrices has it.
+
+        Source: Paley, "On orthogonal matrices", Journal of Mathematics and Physics 12, 1933.
+        """
+        power = size & -size
+        order, odd = 4 * (size // power), size // power
+        if odd == 1:
+            return Hadamard(1, 1, size, seed)
+        while order <= odd * power:
+            if _prime_of(order):
+                return Hadamard(1, order, size // order, seed)
+            order *= 2
+        return Hadamard(odd, 1, power, seed)
+
+    @property
+    def size(self) -> int:
+        """Its number of rows."""
+        return self.blocks * self.block
+
+    @property
+    def block(self) -> int:
+        """The number of rows of a block."""
+        return self.paley * self.power
+
+    def __str__(self) -> str:
+        return f"{self.blocks} Hadamard matrices of {self.block}" if self.blocks > 1 else f"Hadamard {self.size}"
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        """The product x R with the rows of an array, in float64."""
+        x = np.asarray(x, np.float64)
+        shape = x.shape
+        if self.seed is not None:
+            bits = jax.random.bits(jax.random.key(self.seed, impl="threefry2x32"), (self.size,), np.uint32)
+            x = x * np.where(np.asarray(bits) >> 31, -1.0, 1.0)
+        x = x.reshape(-1, self.paley, self.power)
+        half = 1
+        while half < self.power:  # Sylvester's matrix, as sums and differences
+            x = x.reshape(-1, self.paley, self.power // (2 * half), 2, half)
+            first, second = x[:, :, :, 0], x[:, :, :, 1]
+            x = np.stack([first + second, first - second], 3).reshape(-1, self.paley, self.power)
+            half *= 2
+        if self.paley > 1:
+            x = np.einsum("bpk,pq->bqk", x, _paley(self.paley), optimize=True)
+        return x.reshape(shape) / math.sqrt(self.block)
+
+
+def _prime_of(order: int) -> int:
+    """The prime q of which Paley's matrix of q + 1 or 2 (q + 1) rows is made; 0 if there is none."""
+    for q, rest in ((order - 1, 3), (order // 2 - 1, 1)):
+        if q % 4 == rest and q > 2 and all(q % d for d in range(2, math.isqrt(q) + 1)):
+            return q
+    return 0
+
+
+@cache
+def _paley(order: int) -> np.ndarray:
+    """Paley's matrix, by the squares modulo a prime."""
+    q = _prime_of(order)
+    squares = {a * a % q for a in range(1, q)}
+    symbols = np.array([0, *(1 if a in squares else -1 for a in range(1, q))], np.float64)
+    inner = np.pad(symbols[np.subtract.outer(np.arange(q), np.arange(q)) % q], ((1, 0), (1, 0)), constant_values=1)
+    inner[0, 0] = 0
+    if q % 4 == 3:
+        inner[1:, 0] = -1
+        return inner + np.eye(q + 1)
+    return np.kron(inner, [[1, 1], [1, -1]]) + np.kron(np.eye(q + 1), [[1, -1], [-1, -1]])

@@ -1,0 +1,262 @@
+"""How a rotation of channels passes through one equation.
+
+A label with power 1 says that the channels of a value are multiplied by an orthogonal matrix, along the runs that are
+not tied; one with power 2, that they are the squares of such numbers, which can only be summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+
+from jchop._products.product import Dot
+from jchop.ptq._maps.graph import CARRIED, OVER_TURNS, SAME, Node, Place, Value
+from jchop.ptq._maps.labels import Axis, Label, RefusedError, is_flat
+from jchop.ptq._maps.rules import Seen, Tie, Ways, ways_of
+from jchop.ptq._maps.search import Fold, fold_of
+
+__all__ = ["GainError", "turn_of"]
+
+
+class GainError(RefusedError):
+    """A rotation meets parameters that are multiplied with its channels.
+
+    Args:
+        node: the product with them.
+        leaves: their indexes.
+    """
+
+    def __init__(self, node: Node, leaves: frozenset[int]) -> None:
+        super().__init__(f"{node} multiplies its channels by different numbers")
+        self.leaves = leaves
+
+
+def turn_of(place: Place, value_of: Callable[[int], Any]) -> Fold:
+    """How a rotation of the inputs of a product can be folded into parameters; all turns of loops have the same.
+
+    Args:
+        place: the product.
+        value_of: the parameter of an index.
+
+    Raises:
+        GainError: if it could be, were some parameters the same for all channels.
+        RefusedError: if it cannot.
+    """
+    fold = fold_of(place, _Turns(value_of).ways_of, together=True)
+    if fold.channels.free % 2:
+        raise RefusedError(
+            f"its {fold.channels.free} channels are an odd number, for which there is no Hadamard matrix"
+        )
+    return fold
+
+
+class _Turns:
+    def __init__(self, value_of: Callable[[int], Any]) -> None:
+        self.value_of = value_of
+        self.known: dict[tuple[Value, tuple[int, ...]], frozenset[int] | None] = {}
+
+    def ways_of(self, node: Node, label: Label, place: int, made: bool) -> Ways:
+        """As `rules.ways_of`, of a rotation."""
+        seen = Seen(node, label, place, made)
+        for way in self._ways(seen):
+            if not isinstance(way, Tie):
+                yield _without_signs(seen, way[0]), _without_signs(seen, way[1])
+            elif {run for axis in label.axes for run in axis if run[1]} <= set(way.runs):
+                raise _refused(seen)  # no channels would be left
+            else:
+                yield way
+
+    def _ways(self, seen: Seen) -> Ways:
+        node = seen.node
+        rule = _RULES.get(node.name)
+        if seen.label.power == 2 and node.name not in _OF_SQUARES:
+            raise _refused(seen)
+        if isinstance(node.product, Dot):
+            return _dot(seen)
+        if rule is not None:
+            return rule(self, seen)
+        if node.product is None and node.name not in _LINEAR:
+            raise _refused(seen)
+        return ways_of(node, seen.label, seen.place, seen.made)
+
+    # -- values that are the same along channels -----------------------------------------------------------------------
+
+    def varying(self, value: Value, axes: tuple[int, ...]) -> frozenset[int] | None:
+        """The parameters that make a value differ along some of its axes; None if other things do."""
+        if all(axis >= len(value.shape) or value.shape[axis] == 1 for axis in axes):
+            return frozenset()
+        if value.leaf is not None:
+            given = jnp.asarray(self.value_of(value.leaf))
+            first = given[tuple(slice(0, 1) if i in axes else slice(None) for i in range(given.ndim))]
+            return frozenset() if bool((given == first).all()) else frozenset({value.leaf})
+        key = value, axes
+        if key not in self.known:
+            self.known[key] = None  # a value that a loop carries may vary
+            makers = [node for node in value.nodes if value in node.outs]
+            parts = [self._of_maker(node, value, axes) for node in makers]
+            self.known[key] = _union(parts) if makers else None
+        return self.known[key]
+
+    def _of_maker(self, node: Node, value: Value, axes: tuple[int, ...]) -> frozenset[int] | None:
+        if not node.ins:
+            return None
+        first, params = node.ins[0], node.params
+        if node.name in (CARRIED, SAME):
+            return self.varying(first, axes)
+        if node.name == OVER_TURNS:  # the stack has an axis of turns in front, unless it is inside of the loop
+            more = len(first.shape) - len(value.shape)
+            return self.varying(first, tuple(axis + more for axis in axes)) if more > 0 else None
+        if node.name in _ELEMENTWISE:
+            return _union(self.varying(v, axes if v.shape else ()) for v in node.ins)
+        if node.name == "broadcast_in_dim":
+            placed = params["broadcast_dimensions"]
+            return self.varying(first, tuple(i for i, axis in enumerate(placed) if axis in axes))
+        if node.name == "reshape":  # one that adds or drops axes of length 1
+            long = [[i for i, n in enumerate(v.shape) if n > 1] for v in (first, value)]
+            if [first.shape[i] for i in long[0]] != [value.shape[i] for i in long[1]]:
+                return None
+            return self.varying(first, tuple(a for a, b in zip(*long, strict=True) if b in axes))
+        if node.name == "squeeze":
+            gone = {axis % len(first.shape) for axis in params["dimensions"]}
+            kept = [i for i in range(len(first.shape)) if i not in gone]
+            return self.varying(first, tuple(kept[axis] for axis in axes))
+        if node.name in ("slice", "dynamic_slice"):
+            return self.varying(first, axes)
+        return None
+
+
+def _union(parts: Any) -> frozenset[int] | None:
+    found: frozenset[int] = frozenset()
+    for part in parts:
+        if part is None:
+            return None
+        found |= part
+    return found
+
+
+def _without_signs(seen: Seen, labels: list[Label | None]) -> list[Label | None]:
+    """Labels without inverses, which for a product with an orthogonal matrix are the same."""
+    found = [None if label is None else replace(label, power=abs(label.power)) for label in labels]
+    if any(label is not None and label.power not in (1, 2) for label in found):
+        raise _refused(seen)
+    return found
+
+
+def _refused(seen: Seen) -> RefusedError:
+    return RefusedError(f"{seen.node} does not commute with a rotation of its channels")
+
+
+def _turned(seen: Seen) -> tuple[int, ...]:
+    """The axes of the value itself along which it is rotated."""
+    return tuple(i for i, axis in enumerate(seen.own) if not is_flat(axis))
+
+
+def _one(seen: Seen, side: int) -> tuple[list[Label | None], list[Label | None]]:
+    """One operand and the result are rotated."""
+    return [seen.label if i == side else None for i in range(len(seen.node.ins))], [seen.label]
+
+
+def _mul(turns: _Turns, seen: Seen) -> Ways:
+    a, b = seen.node.ins
+    if a is b:
+        yield from _square(turns, seen)
+        return
+    by = [turns.varying(v, _turned(seen) if v.shape else ()) for v in (a, b)]
+    side = seen.place if not seen.made else 1 if by[0] == frozenset() else 0
+    other = by[1 - side]
+    if other is None:
+        raise _refused(seen)
+    if other:
+        raise GainError(seen.node, other)
+    yield _one(seen, side)
+
+
+def _div(turns: _Turns, seen: Seen) -> Ways:
+    by = turns.varying(seen.node.ins[1], _turned(seen) if seen.node.ins[1].shape else ())
+    if by is None or (seen.place == 1 and not seen.made):
+        raise _refused(seen)
+    if by:
+        raise GainError(seen.node, by)
+    yield _one(seen, 0)
+
+
+def _square(_: _Turns, seen: Seen) -> Ways:
+    if seen.node.params.get("y", 2) != 2:
+        raise _refused(seen)
+    powers = (Fraction(1, 2), 1) if seen.made else (1, 2)
+    before, after = (seen.label.raised(power) for power in powers)
+    yield [before] * len(seen.node.ins), [after]
+
+
+def _sum(_: _Turns, seen: Seen) -> Ways:
+    """A sum of squares of all rotated channels, or along other axes."""
+    gone = {int(axis) for axis in seen.node.params["axes"]}
+    if seen.label.power == 2 and not seen.made and gone.issuperset(_turned(seen)):
+        yield [seen.label], [None]
+    else:
+        yield from ways_of(seen.node, seen.label, seen.place, seen.made)
+
+
+def _select(turns: _Turns, seen: Seen) -> Ways:
+    condition = seen.node.ins[0]
+    if turns.varying(condition, _turned(seen) if condition.shape else ()) != frozenset():
+        raise _refused(seen)
+    yield from ways_of(seen.node, seen.label, seen.place, seen.made)
+
+
+def _gather(_: _Turns, seen: Seen) -> Ways:
+    """Whole rows that are looked up."""
+    table, numbers = seen.node.ins[0], seen.node.params["dimension_numbers"]
+    sizes, single = seen.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
+    whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
+    there = {out: axis for axis, out in whole} if seen.made else dict(whole)
+    if (not seen.made and seen.place) or not there.keys() >= set(_turned(seen)):
+        raise _refused(seen)
+    other = table if seen.made else seen.node.outs[0]
+    axes: list[Axis] = [() if n == 1 else ((n, 0),) for n in other.shape]
+    for i in _turned(seen):
+        axes[there[i]] = seen.own[i]
+    found = seen.on(axes)
+    before, after = (found, seen.label) if seen.made else (seen.label, found)
+    yield [before, *[None] * (len(seen.node.ins) - 1)], [after]
+
+
+def _dot(seen: Seen) -> Iterator[Any]:
+    """A product sums over all of the channels, or none; those of its batch are not mixed."""
+    dot: Any = seen.node.product
+    batch = range(len(dot.batch[0])) if seen.made else dot.batch[seen.place]
+    lost = [run for axis in batch for run in seen.own[axis] if run[1]]
+    if lost:
+        yield Tie(tuple(lost))
+    else:
+        yield from ways_of(seen.node, seen.label, seen.place, seen.made)
+
+
+_RULES: dict[str, Callable[[_Turns, Seen], Ways]] = {
+    "mul": _mul,
+    "div": _div,
+    "square": _square,
+    "integer_pow": _square,
+    "reduce_sum": _sum,
+    "select_n": _select,
+    "gather": _gather,
+}
+#: Those of which the rules of factors hold for rotations.
+_LINEAR_NAMES = """
+    add add_any sub neg copy copy_p name stop_gradient sharding_constraint reshard device_put optimization_barrier slice
+    dynamic_slice convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims rev cumsum concatenate
+    split pad
+"""
+_LINEAR = frozenset((*_LINEAR_NAMES.split(), SAME, OVER_TURNS, CARRIED))
+_OF_SQUARES = frozenset(("mul", "div", "square", "integer_pow", "reduce_sum", "convert_element_type", "reshape"))
+#: Those each of whose numbers is made of those at its place in the operands.
+_ELEMENTWISE_NAMES = """
+    add add_any sub mul div neg exp exp2 log tanh logistic sqrt rsqrt square integer_pow pow abs sign max min select_n
+    convert_element_type copy copy_p name stop_gradient not and or eq ne lt le gt ge
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
