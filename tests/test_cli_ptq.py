@@ -88,7 +88,8 @@ def test_what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None
         (
             "--method",
             "rtn",
-        ): "--method 'rtn' must be nearest, or steps of smooth, awq, rotate, correct_error, gptq,",
+        ): "--method 'rtn' must be nearest, or steps of smooth, awq, rotate, correct_error, sparse,",
+        ("--method", "sparse(2, 4)"): "sparse(2, 4, by='loss') prunes in the sweep of gptq: add it",
         ("--method", "gptq(order='up')"): "order='up' must be one of",
         ("--method", "gptq(open('x'))"): "--method \"gptq(open('x'))\": malformed",
         ("--rule", "nowhere=int4"): "matches no parameter and no product",

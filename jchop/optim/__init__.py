@@ -23,6 +23,7 @@ from jchop.optim._nonfinite import (  # noqa: E402
 from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
 from jchop.optim._quantized_params import apply_updates  # noqa: E402
 from jchop.optim._rounding import RoundState, round_gradients, round_params, round_updates  # noqa: E402
+from jchop.optim._sparse import SparseState, sparse_params  # noqa: E402
 from jchop.optim._state import offload_state, quantize_state, state_shardings  # noqa: E402
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "QuantizedState",
     "RoundState",
     "SkipState",
+    "SparseState",
     "StateReport",
     "StateRow",
     "adam8bit",
@@ -58,6 +60,7 @@ __all__ = [
     "scale_gradients",
     "sgd8bit",
     "skip_nonfinite",
+    "sparse_params",
     "state_report",
     "state_shardings",
 ]

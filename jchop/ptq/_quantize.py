@@ -28,6 +28,7 @@ from jchop.ptq._run import Data, check_batches
 from jchop.ptq._sites import Site, Sites, Stage
 from jchop.ptq._steps import Step, Steps, as_steps, gptq
 from jchop.ptq._sums import Sums, value
+from jchop.spec import Spec
 
 Array = jax.Array
 
@@ -58,8 +59,8 @@ def quantize(
         params: the parameters in full precision.
         batches: arguments after the parameters: tuples, or the only argument.
         steps: one, or a list of them in this order: the mappings `smooth`, `awq` and `rotate`, each of which runs the
-            data once; `correct_error`; `gptq` or `sign_round`; `correct_biases`. None of them, ``[]``: every element is
-            rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+            data once; `correct_error`; `sparse`; `gptq` or `sign_round`; `correct_biases`. None of them, ``[]``: every
+            element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
             far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
@@ -233,6 +234,9 @@ class _Job:
         self.wanted = {
             i: site for i, site in self.sites.by_leaf.items() if i in rounded and self._in_first_product(i, site)
         }
+        if self.steps.pruning is not None:
+            for i in self.wanted:
+                _check_zero(str(self.steps.pruning), self.program.paths[i], self.program.placements[i][0].spec)
         self.low_leaves: dict[int, Any] = {i: rounded[i] for i in self.wanted}
         self.numbers = {i: numbers_of(v) for i, v in rounded.items() if i not in self.wanted}
         self.numbers |= {i: jnp.asarray(self.call.values[i]) for i in self.wanted}
@@ -351,8 +355,8 @@ class _Job:
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
             path, tuple(shape), spec, bits, self.steps.names, _decibels(energy, before), _decibels(energy, after),
-            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()), bias,
-            "; ".join(text for text in (note, self.sites.notes.get(leaf, "")) if text),
+            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
+            float(out.zeros), bias, "; ".join(text for text in (note, self.sites.notes.get(leaf, "")) if text),
         )  # fmt: skip
 
     def _others(self) -> None:
@@ -370,6 +374,13 @@ class _Job:
 
 #: Why a parameter without a product is rounded by itself.
 _BY_THEMSELVES = {"rows": "rows of it are looked up", "sum": "it is added"}
+
+
+def _check_zero(step: str, path: str, spec: Spec) -> None:
+    """Refuse to prune a weight whose format has no zero."""
+    fmt = spec.scaled
+    if spec.element.code_of(0) is None or (fmt is not None and fmt.zero_point == "float"):
+        raise ValueError(f"{step} makes numbers of {path!r} zero, which {str(spec)!r} does not have")
 
 
 def _size(shape: Sequence[int]) -> int:

@@ -32,6 +32,7 @@ class WeightRow:
         tries: how many factorizations there were, the most of several matrices.
         dead: how many columns had no input but zero.
         rows: how many rows (tokens) of input there were.
+        sparsity: the share of its numbers that are zero after the rounding; NaN if its product was not looked at.
         bias: the path of the bias that took its mean error; empty if none did.
         note: why a step was not taken, and other things worth knowing; empty if there is nothing.
     """
@@ -47,6 +48,7 @@ class WeightRow:
     tries: int = 0
     dead: int = 0
     rows: float = 0.0
+    sparsity: float = math.nan
     bias: str = ""
     note: str = ""
 
@@ -90,7 +92,7 @@ class PtqReport(Tables):
         return calibration(self, title=title)
 
     def _parts(self) -> list[Part]:
-        head = ("weight", "shape", "bits", "method", "nearest dB", "dB", "damping", "dead", "bias", "note")
+        head = ("weight", "shape", "bits", "method", "nearest dB", "dB", "damping", "dead", "zeros", "bias", "note")
         rows = [
             (
                 row.path,
@@ -101,6 +103,7 @@ class PtqReport(Tables):
                 _number(row.after, ".2f"),
                 f"{row.damping:g}" if row.tries else "",
                 str(row.dead) if row.rows else "",
+                _number(row.sparsity, ".0%"),
                 row.bias,
                 row.note,
             )

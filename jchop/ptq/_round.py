@@ -14,8 +14,9 @@ from jchop._products.weights import numbers_of
 from jchop._settings import compiled
 from jchop.ptq._columns import ElementScales, MatrixLayout, element_scales, one_each, stored_of, with_entries
 from jchop.ptq._sign import sign_rounded
-from jchop.ptq._steps import Correction, SignDescent, Steps, Sweep
+from jchop.ptq._steps import Correction, SignDescent, Sparse, Steps, Sweep
 from jchop.ptq._sweep import factor, order_of, sweep
+from jchop.sparsity._masks import leading
 from jchop.storage import QArray
 
 Array = jax.Array
@@ -37,6 +38,7 @@ class Outcome(NamedTuple):
         damping: of the factorization; 0 without one.
         tries: how many factorizations there were.
         dead: how many columns had no input but zero.
+        zeros: the share of numbers that are zero.
         failed: whether there is no factorization even so.
     """
 
@@ -48,6 +50,7 @@ class Outcome(NamedTuple):
     damping: Array
     tries: Array
     dead: Array
+    zeros: Array
     failed: Array
 
 
@@ -81,6 +84,10 @@ def round_parameter(
         moved = _each(partial(_corrected, steps.correction), layout.lay(weight).astype(work), gram, cross.astype(work))
         failed = ~jnp.isfinite(moved).all((1, 2))
         target = layout.back(moved).astype(weight.dtype)
+    laid_target, kept = layout.lay(target).astype(work), None
+    if steps.pruning is not None and steps.pruning.by != "loss":
+        kept = _each(partial(_kept, steps.pruning), laid_target, gram)
+        target = jnp.where(layout.back(kept), target, 0)
     packed = placement.pack(target, key)
     none = jnp.zeros(layout.matrices[0], work)
     damping, tries, dead = none, none.astype(jnp.int32), (jnp.diagonal(gram, axis1=1, axis2=2) == 0).sum(1)
@@ -89,28 +96,30 @@ def round_parameter(
         scales = element_scales(stored)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
         spec = one_each(stored.spec)
-        laid_target = layout.lay(target).astype(work)
 
-        def descended(matrix: Array, gram: Array, by_element: tuple[Array, ...]) -> Array:
+        def descended(matrix: Array, gram: Array, by_element: tuple[Array, ...], kept: Array | None) -> Array:
             assert isinstance(steps.sweep, SignDescent)
-            return sign_rounded(matrix, gram, by_element, scales, spec=spec, dtype=weight.dtype, by=steps.sweep)
+            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "kept": kept}
+            return sign_rounded(matrix, gram, by_element, scales, **how)
 
-        def swept(number: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...]) -> tuple[Array, ...]:
+        def swept(
+            number: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...], kept: Array | None
+        ) -> tuple[Array, ...]:
             drawn = None if key is None else jax.random.fold_in(key, number)
-            how: Any = {"spec": spec, "dtype": weight.dtype, "sweep_by": steps.sweep}
+            how: Any = {"spec": spec, "dtype": weight.dtype, "steps": steps, "kept": kept}
             return _swept(matrix, gram, by_element, scales, drawn, **how)
 
         if isinstance(steps.sweep, SignDescent):
-            entries, bad = _each(descended, laid_target, gram, by_element), jnp.zeros_like(failed)
+            entries, bad = _each(descended, laid_target, gram, by_element, kept), jnp.zeros_like(failed)
         else:
             numbers = jnp.arange(layout.matrices[0])
-            entries, damping, tries, bad = _each(swept, numbers, laid_target, gram, by_element)
+            entries, damping, tries, bad = _each(swept, numbers, laid_target, gram, by_element, kept)
         packed = with_entries(packed, layout.back(entries).reshape(stored.shape))
         failed |= bad
     low = numbers_of(packed)
     laid = [layout.lay(v).astype(work) for v in (weight, weight - numbers_of(nearest), weight - low)]
     energy, before, after = (_each(_quadratic, v, gram) for v in laid)
-    return Outcome(packed, low, energy, before, after, damping, tries, dead, failed)
+    return Outcome(packed, low, energy, before, after, damping, tries, dead, (low == 0).mean(dtype=work), failed)
 
 
 def _each(function: Any, *args: Any) -> Any:
@@ -130,17 +139,31 @@ def _swept(
     *,
     spec: Any,
     dtype: Any,
-    sweep_by: Sweep,
+    steps: Steps,
+    kept: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
     """The codes of a matrix (summed, kept), the damping, the number of factorizations, and whether they failed."""
-    order = order_of(gram, sweep_by.order == "activation")
-    found = factor(gram[order][:, order], jnp.asarray(sweep_by.damping, gram.dtype))
+    by, pruning = steps.sweep, steps.pruning
+    assert isinstance(by, Sweep)
+    sparsity = None if pruning is None or kept is not None else (pruning.n, pruning.m)
+    order = order_of(gram, by.order == "activation", 1 if sparsity is None else sparsity[1])
+    found = factor(gram[order][:, order], jnp.asarray(by.damping, gram.dtype))
+    # A column without an input is the first to be pruned, and by magnitudes alone if its whole group has none.
+    worth = None if sparsity is None else jnp.where(found.dead, 0, 1 / jnp.diagonal(found.upper))
     codes, _ = sweep(
         matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], found.upper, key,
-        spec=spec, dtype=dtype, block=sweep_by.block,
+        spec=spec, dtype=dtype, block=by.block, kept=None if kept is None else kept[order], worth=worth,
+        sparsity=sparsity,
     )  # fmt: skip
     entries = jnp.zeros_like(codes).at[order].set(codes)
     return entries, found.damping, found.tries, ~jnp.isfinite(found.upper).all()
+
+
+def _kept(by: Sparse, matrix: Array, gram: Array) -> Array:
+    """Which numbers of a matrix (summed, kept) stay, if that is chosen before they are rounded."""
+    size = jnp.abs(matrix)
+    inputs = (size * jnp.sqrt(jnp.diagonal(gram))[:, None],) if by.by == "inputs" else ()
+    return leading((*inputs, size), by.n, by.m)
 
 
 def _corrected(correction: Correction, matrix: Array, gram: Array, cross: Array) -> Array:

@@ -24,7 +24,7 @@ _PRECISION = lax.Precision.HIGHEST
 
 def sign_rounded(
     matrix: Array, gram: Array, by_element: tuple[Array, ...], scales: ElementScales, *, spec: Spec, dtype: Any,
-    by: SignDescent,
+    by: SignDescent, kept: Array | None = None,
 ) -> Array:  # fmt: skip
     """The codes of a matrix (summed, kept), one entry for each element.
 
@@ -36,8 +36,9 @@ def sign_rounded(
         spec: of a column in which each element has its scale.
         dtype: of the numbers that codes stand for.
         by: the step.
+        kept: which numbers are not pruned. Default: all.
     """
-    below, above = neighbours(matrix, by_element, scales, spec, dtype)
+    below, above = neighbours(matrix if kept is None else jnp.where(kept, matrix, 0), by_element, scales, spec, dtype)
     up, _ = sign_descent(
         matrix, gram, below[1], above[1], iterations=by.iterations, rate=by.rate, momentum=by.momentum
     )  # fmt: skip

@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 from jchop._checks import check_choice, check_int
 from jchop.ptq._maps.steps import Mapping
+from jchop.sparsity._masks import check_pattern
 
 __all__ = [
     "BiasCorrection",
     "Correction",
     "SignDescent",
+    "Sparse",
     "Steps",
     "Sweep",
     "as_steps",
@@ -21,6 +23,7 @@ __all__ = [
     "correct_error",
     "gptq",
     "sign_round",
+    "sparse",
 ]
 
 
@@ -60,6 +63,18 @@ class SignDescent:
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """Pruning; `sparse` makes it."""
+
+    n: int
+    m: int
+    by: str
+
+    def __str__(self) -> str:
+        return f"sparse({self.n}, {self.m}, by={self.by!r})"
+
+
+@dataclass(frozen=True)
 class BiasCorrection:
     """A correction of biases after weights are rounded; `correct_biases` makes it."""
 
@@ -67,7 +82,7 @@ class BiasCorrection:
         return "correct_biases()"
 
 
-Step = Mapping | Correction | Sweep | SignDescent | BiasCorrection
+Step = Mapping | Correction | Sparse | Sweep | SignDescent | BiasCorrection
 
 
 @dataclass(frozen=True)
@@ -76,18 +91,27 @@ class Steps:
 
     mappings: tuple[Mapping, ...] = ()
     correction: Correction | None = None
+    pruning: Sparse | None = None
     sweep: Sweep | SignDescent | None = None
     biases: BiasCorrection | None = None
 
     @property
     def names(self) -> str:
         """The steps that round a weight, for a report."""
-        taken = [str(step).partition("(")[0] for step in (self.correction, self.sweep) if step is not None]
+        taken = [
+            str(step).partition("(")[0] for step in (self.correction, self.pruning, self.sweep) if step is not None
+        ]
         return ", ".join(taken) or "nearest"
 
 
 #: The field of `Steps` of each kind, in the order in which they are taken.
-_FIELDS: dict[type, str] = {Correction: "correction", Sweep: "sweep", SignDescent: "sweep", BiasCorrection: "biases"}
+_FIELDS: dict[type, str] = {
+    Correction: "correction",
+    Sparse: "pruning",
+    Sweep: "sweep",
+    SignDescent: "sweep",
+    BiasCorrection: "biases",
+}
 
 
 def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float = 0.01, block: int = 128) -> Sweep:
@@ -178,6 +202,41 @@ def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction
     return Correction(number, float(damping))
 
 
+def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss") -> Sparse:
+    """Of every m consecutive inputs of a weight, each output keeps n, and the other numbers become zero.
+
+    The consecutive inputs are those that the product sums over, in the order of `statistics`; the last group may be
+    shorter. The format of the weight must have a zero: not so one with zero points that are numbers.
+
+    Args:
+        n: how many stay, from 1 to m - 1.
+        m: of how many.
+        by: ``"loss"`` (SparseGPT), which needs a `gptq` after it: when its sweep reaches a group, the numbers w stay
+            that have the largest w^2 / U_jj^2, so pruning and rounding are one sweep, in which the columns that are
+            left take up the error of both; ``order="activation"`` then orders groups by their largest column, and
+            columns within groups. ``"inputs"`` (Wanda): the largest w^2 E[x_j^2]. ``"magnitude"``: the largest numbers.
+            These choose before anything is rounded, and scales are those of the numbers that stay. Default "loss".
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", arXiv
+    2301.00774, 2023; Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", arXiv 2306.11695,
+    2023.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> x, w = (jax.random.normal(jax.random.key(i), (64, 8)) for i in (0, 1))
+        >>> dense, rule = lambda p, x: x @ p.T, jc.Rule(weight="int4(group=all)")
+        >>> packed, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.sparse(2, 4), jc.ptq.gptq()])
+        >>> int((jc.dequantize(packed).reshape(64, 2, 4) != 0).sum(-1).max()), report.weights[0].method
+        (2, 'sparse, gptq')
+    """
+    check_choice("by", by, ("loss", "inputs", "magnitude"))
+    (n, m), _ = check_pattern(n, m)
+    return Sparse(n, m, by)
+
+
 def correct_biases() -> BiasCorrection:
     """After a weight is rounded, the mean error of its product goes into the bias that the program adds to it.
 
@@ -226,7 +285,10 @@ def as_steps(steps: Any) -> Steps:
     if fields != [name for name in dict.fromkeys(_FIELDS.values()) if name in fields]:
         raise ValueError(
             f"steps=[{', '.join(map(str, given))}] may have smooth, awq and rotate, then one correct_error, then one "
-            "gptq or sign_round, then correct_biases"
+            "sparse, then one gptq or sign_round, then correct_biases"
         )
     found: dict[str, Any] = {str(name): step for name, step in zip(fields, rest, strict=True)}
-    return Steps(mappings=tuple(mappings), **found)
+    made = Steps(mappings=tuple(mappings), **found)
+    if made.pruning is not None and made.pruning.by == "loss" and not isinstance(made.sweep, Sweep):
+        raise ValueError(f"{made.pruning} prunes in the sweep of gptq: add it, or choose by='inputs' or 'magnitude'")
+    return made

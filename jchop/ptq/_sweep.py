@@ -12,6 +12,7 @@ from jax.scipy.linalg import solve_triangular
 
 from jchop._settings import compiled
 from jchop.ptq._columns import ElementScales, round_column
+from jchop.sparsity._masks import leading
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -39,11 +40,24 @@ class Factor(NamedTuple):
     dead: Array
 
 
-def order_of(gram: Array, by_activation: bool) -> Array:
-    """The order of columns: that of falling diagonal entries, or as they lie."""
+def order_of(gram: Array, by_activation: bool, m: int = 1) -> Array:
+    """The order of columns: that of falling diagonal entries, or as they lie.
+
+    Args:
+        gram: the matrix H.
+        by_activation: whether by its diagonal.
+        m: how many consecutive columns stay together, in their own falling order: groups come in that of their
+            largest entries, and a last one that is shorter comes last. Default 1.
+    """
+    size = gram.shape[0]
     if not by_activation:
-        return jnp.arange(gram.shape[0])
-    return jnp.argsort(-jnp.diagonal(gram), stable=True)
+        return jnp.arange(size)
+    falling = -jnp.diagonal(gram)
+    whole = size - size % m
+    groups = falling[:whole].reshape(-1, m)
+    within = jnp.argsort(groups, axis=1, stable=True) + jnp.arange(0, whole, m)[:, None]
+    last = whole + jnp.argsort(falling[whole:], stable=True)
+    return jnp.concatenate([within[jnp.argsort(groups.min(1), stable=True)].reshape(-1), last])
 
 
 def factor(gram: Array, damping: Array) -> Factor:
@@ -80,7 +94,7 @@ def factor(gram: Array, damping: Array) -> Factor:
     return Factor(upper, damping, tries, dead)
 
 
-@partial(compiled, static_argnames=("spec", "dtype", "block"))
+@partial(compiled, static_argnames=("spec", "dtype", "block", "sparsity"))
 def sweep(
     columns: Array,
     by_element: tuple[Array, ...],
@@ -91,12 +105,15 @@ def sweep(
     spec: Spec,
     dtype: Any,
     block: int,
+    kept: Array | None = None,
+    worth: Array | None = None,
+    sparsity: tuple[int, int] | None = None,
 ) -> tuple[Array, Array]:
     """The codes of a matrix, column after column, and the loss of each row.
 
     The error of a column, over the diagonal entry of U, is taken off the columns after it in the ratios of that row of
     U, within a block at once and beyond it when the block is done. The lines of the algorithm are those of Frantar et
-    al., "GPTQ" (2022).
+    al., "GPTQ" (2022); those that prune, of Frantar and Alistarh, "SparseGPT" (2023).
 
     Args:
         columns: the matrix, a row for each of its columns, in the order of the sweep.
@@ -106,19 +123,26 @@ def sweep(
         key: a typed key if the rounding is stochastic.
         spec: of a column in which each element has its scale.
         dtype: of the numbers that codes stand for.
-        block: how many columns make up a block.
+        block: how many columns make up a block, at least; whole groups of columns that are pruned together.
+        kept: which elements are not zero, in the order of the sweep. Default: all, or those of `sparsity`.
+        worth: of an element of each column, 1 / U_jj for one whose input is not always zero; with `sparsity`.
+        sparsity: n and m: of every m columns of the sweep each row keeps the n elements with the largest product of
+            magnitude and worth, as they are when the sweep reaches the group.
 
     Returns:
         The codes, one entry for each element, in the order of the sweep; and the sum of squared errors of each row.
     """
     count, rows = columns.shape
-    block = min(block, count)
+    group = 1 if sparsity is None else sparsity[1]
+    block = -(-min(block, count) // group) * group
     extra = -count % block
     by_element = tuple(jnp.pad(part, [(0, extra), (0, 0)], mode="edge") for part in by_element)
     work = jnp.pad(columns, [(0, extra), (0, 0)])
     upper = jnp.pad(upper, [(0, extra), (0, extra)]) + jnp.diag(
         (jnp.arange(count + extra) >= count).astype(upper.dtype)
     )
+    kept = None if kept is None else jnp.pad(kept, [(0, extra), (0, 0)])
+    worth = None if worth is None else jnp.pad(worth, [(0, extra)])
     held = ElementScales((*by_element[:1], *shared), None if len(by_element) < 2 else by_element[1])
 
     def round_at(index: Array, column: Array) -> tuple[Array, Array]:
@@ -135,18 +159,29 @@ def sweep(
         ahead = lax.dynamic_slice_in_dim(upper, start, block)
         own = lax.dynamic_slice_in_dim(ahead, start, block, axis=1)
 
-        def one_column(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            part, errors, made = state
+        def choose(i: Array, part: Array, stay: Array) -> Array:
+            assert sparsity is not None and worth is not None
+            size = jnp.abs(lax.dynamic_slice_in_dim(part, i, group))
+            score = size * lax.dynamic_slice_in_dim(worth, start + i, group)[:, None]
+            return lax.dynamic_update_slice_in_dim(stay, leading((score, size), *sparsity), i, 0)
+
+        def one_column(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            part, errors, made, *stay = state
+            if sparsity is not None:
+                stay = [lax.cond(i % group == 0, choose, lambda i, part, stay: stay, i, part, *stay)]
             column, line = (lax.dynamic_index_in_dim(v, i, keepdims=False) for v in (part, own))
-            entries, numbers = round_at(start + i, column)
+            wanted = jnp.where(lax.dynamic_index_in_dim(stay[0], i, keepdims=False), column, 0) if stay else column
+            entries, numbers = round_at(start + i, wanted)
             error = (column - numbers) / line[i]
             part = part - line[:, None] * error[None, :]
             errors = lax.dynamic_update_index_in_dim(errors, error, i, 0)
-            return part, errors, lax.dynamic_update_index_in_dim(made, entries, i, 0)
+            return part, errors, lax.dynamic_update_index_in_dim(made, entries, i, 0), *stay
 
-        part = lax.dynamic_slice_in_dim(work, start, block)
-        made = lax.dynamic_slice_in_dim(codes, start, block)
-        _, errors, made = lax.fori_loop(0, block, one_column, (part, jnp.zeros_like(part), made))
+        part, made = (lax.dynamic_slice_in_dim(v, start, block) for v in (work, codes))
+        stay = [] if kept is None else [lax.dynamic_slice_in_dim(kept, start, block)]
+        if sparsity is not None:
+            stay = [jnp.ones(part.shape, bool)]
+        _, errors, made, *_ = lax.fori_loop(0, block, one_column, (part, jnp.zeros_like(part), made, *stay))
         work = work - jnp.matmul(ahead.T, errors, precision=_PRECISION)
         codes = lax.dynamic_update_slice_in_dim(codes, made, start, 0)
         return work, codes, loss + (errors * errors).sum(0)

@@ -1,0 +1,151 @@
+"""Masks with at most n of every m numbers, along one axis or along two at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._arguments import as_operands, run
+from jchop._checks import check_int
+from jchop._settings import compiled
+from jchop.formats._grouping import axis_indexes
+
+__all__ = ["mask"]
+
+Array = jax.Array
+
+#: The largest side of tiles: there are 90 masks with 2 of 4, and 2040 with 2 of 5.
+_LARGEST_TILE = 4
+#: How many tiles are looked at in one turn, which bounds the memory for the energies of all masks.
+_TILES = 1 << 14
+
+
+def mask(x: Any, n: int, m: int, *, axis: int | Sequence[int] = -1) -> Any:
+    """Which numbers stay if n of every m are to stay: those of largest magnitude.
+
+    Along one axis, m consecutive numbers are a group; of equal magnitudes the first stay, and NaN counts as the
+    largest. If the last group is shorter, it keeps as many as n, too. Along two axes, the numbers of each tile of m x m
+    stay of which each of its rows and columns has n, so that the matrix and its transpose are n:m sparse: of all such
+    masks (90 for 2 of 4) the one whose numbers have the largest sum of squares, exactly but for the rounding of these
+    sums in the dtype, at least float32.
+
+    Other scores than magnitudes are other numbers: those of Wanda, for a weight of shape (inputs, outputs), are
+    ``w * norms[:, None]`` with the root mean square of each input.
+
+    Args:
+        x: an array of real numbers, or what becomes one.
+        n: how many stay, from 1 to m - 1.
+        m: of how many; up to 4 for tiles.
+        axis: an axis, or two of them for tiles. Default -1.
+
+    Returns:
+        A boolean array in the shape of `x`, of NumPy if `x` is no JAX array.
+
+    Raises:
+        TypeError, ValueError: for arguments out of range.
+
+    Source: Mishra et al., "Accelerating Sparse Deep Neural Networks", arXiv 2104.08378, 2021; Hubara et al.,
+    "Accelerated Sparse Neural Training", arXiv 2102.08124, 2021 (tiles); Sun et al., "A Simple and Effective Pruning
+    Approach for Large Language Models", arXiv 2306.11695, 2023 (Wanda).
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.sparsity.mask(jnp.array([1.0, -3.0, 2.0, 0.5]), 2, 4).tolist()
+        [False, True, True, False]
+        >>> tiles = jc.sparsity.mask(jnp.arange(16.0).reshape(4, 4), 2, 4, axis=(0, 1))
+        >>> tiles.sum(0).tolist(), tiles.sum(1).tolist()
+        ([2, 2, 2, 2], [2, 2, 2, 2])
+    """
+    (x,) = as_operands(["x"], [x])
+    pattern, axes = check_pattern(n, m, axis)
+    axis_indexes("axis", axes[0] if len(axes) == 1 else axes, x.shape)
+    return run(lambda x, _: mask_of(x, pattern, axes), [x], None)
+
+
+def check_pattern(n: object, m: object, axis: object = -1) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """The numbers n and m, and one axis or two.
+
+    Raises:
+        TypeError, ValueError: that name the argument.
+    """
+    axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    if len(axes) not in (1, 2):
+        raise ValueError(f"axis={axis!r} must be one axis, or two for tiles")
+    checked = tuple(check_int("axis", each, -(1 << 15), 1 << 15) for each in axes)
+    high = _LARGEST_TILE if len(axes) == 2 else None
+    most = check_int("m (the side of a tile)" if high else "m", m, 2, high)
+    return (check_int("n", n, 1, most - 1), most), checked
+
+
+@partial(compiled, static_argnames=("pattern", "axes"))
+def mask_of(x: Array, pattern: tuple[int, int], axes: tuple[int, ...]) -> Array:
+    """`mask` of JAX arrays, whose arguments are checked."""
+    n, m = pattern
+    moved = jnp.moveaxis(jnp.asarray(x), axes, range(len(axes)))
+    sizes = jnp.where(jnp.isnan(moved), jnp.inf, jnp.abs(moved))
+    kept = leading((sizes,), n, m) if len(axes) == 1 else _tiles(sizes, n, m)
+    return jnp.moveaxis(kept, range(len(axes)), axes)
+
+
+def leading(keys: tuple[Array, ...], n: int, m: int) -> Array:
+    """The n largest of every m numbers along the first axis; the last group may be shorter.
+
+    Args:
+        keys: the numbers, and others in the same shape that decide between equal ones; none is negative. Last decides
+            the place.
+        n: how many.
+        m: of how many.
+    """
+    count = len(keys[0])
+    padded = [_whole(key, m, 1) for key in keys]
+    groups = [key.reshape(-1, m, *key.shape[1:]) for key in padded]
+    place = jnp.arange(m).reshape(m, *(1,) * (keys[0].ndim - 1))
+    before = place[None, None] < place[None, :, None]  # (1, own, other, ...)
+    for key in reversed(groups):
+        own, other = key[:, :, None], key[:, None]
+        before = (other > own) | ((other == own) & before)
+    return (before.sum(2) < n).reshape(padded[0].shape)[:count]
+
+
+def _whole(x: Array, m: int, axes: int) -> Array:
+    """An array with zeros at the ends of its first axes, so that these have whole groups."""
+    return jnp.pad(x, [(0, -size % m if axis < axes else 0) for axis, size in enumerate(x.shape)])
+
+
+@lru_cache(maxsize=16)
+def patterns(n: int, m: int) -> np.ndarray:
+    """All masks of m x m with n in each row and column, (count, m, m)."""
+    rows = [row for row in itertools.product((False, True), repeat=m) if sum(row) == n]
+    every = np.array(list(itertools.product(rows, repeat=m)))
+    return every[(every.sum(1) == n).all(1)]
+
+
+def _tiles(x: Array, n: int, m: int) -> Array:
+    """The best mask of each tile of the first two axes; numbers are magnitudes."""
+    whole = _whole(x, m, 2)
+    down, along, *rest = whole.shape
+    cut = whole.reshape(down // m, m, along // m, m, *rest)
+    cut = jnp.moveaxis(cut, (1, 3), (-2, -1))
+    tiles = cut.reshape(-1, m * m)
+    tiles = tiles.astype(jnp.promote_types(tiles.dtype, jnp.float32))
+    every = patterns(n, m).reshape(-1, m * m)
+
+    def best(tile: Array) -> Array:
+        # Squares over the largest one neither overflow nor vanish; infinities count as 1, and all others as nothing.
+        # A compiler may multiply by the inverse, which is subnormal, and so zero, for the largest numbers of a dtype.
+        tile = tile * jnp.where(tile.max() > 1, tile.dtype.type(2**-8), 1)
+        largest = tile.max()
+        share = jnp.where(jnp.isinf(largest), jnp.isinf(tile), tile / jnp.where(largest > 0, largest, 1))
+        square = (share * share).astype(tile.dtype)
+        return jnp.argmax(jnp.matmul(every.astype(tile.dtype), square, precision=lax.Precision.HIGHEST))
+
+    chosen = lax.map(best, tiles, batch_size=min(_TILES, max(1, len(tiles))))
+    kept = jnp.asarray(every)[chosen].reshape(cut.shape)
+    return jnp.moveaxis(kept, (-2, -1), (1, 3)).reshape(whole.shape)[: x.shape[0], : x.shape[1]]

@@ -1,0 +1,236 @@
+"""Pruning with data against SparseGPT and Wanda in NumPy, the least squares bound, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jchop as jc
+
+LOSS, MAGNITUDE, INPUTS = (jc.ptq.sparse(2, 4, by=by) for by in ("loss", "magnitude", "inputs"))
+
+
+def dense(p: Any, x: Any) -> Any:
+    return x @ p
+
+
+def layer(inputs: int = 64, outputs: int = 64, rows: int = 1024) -> tuple[np.ndarray, np.ndarray]:
+    """A weight (inputs, outputs), and inputs that depend on each other and are of different sizes."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, inputs)) @ rng.normal(size=(inputs, inputs)) * np.exp(0.75 * rng.normal(size=inputs))
+    return rng.normal(size=(outputs, inputs)).T, x
+
+
+def pruned(w: Any, x: Any, steps: Any, weight: str = "binary32") -> tuple[np.ndarray, Any]:
+    """The numbers of a rounded weight, and its row of the report."""
+    packed, report = jc.ptq.quantize(dense, jc.Rule(weight=weight), w, [x], steps)
+    return np.asarray(jc.dequantize(packed)), report.weights[0]
+
+
+def single(x: np.ndarray) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)
+
+
+def largest(score: np.ndarray, n: int, m: int) -> np.ndarray:
+    """Which numbers are among the n largest of their group along the first axis, which has whole groups."""
+    groups = score.reshape(-1, m, score.shape[1])
+    rank = np.argsort(np.argsort(-groups, axis=1, kind="stable"), axis=1)
+    return (rank < n).reshape(score.shape)
+
+
+def most_in_groups(numbers: np.ndarray, m: int) -> int:
+    padded = np.pad(numbers, [(0, -len(numbers) % m), (0, 0)])
+    return int((padded.reshape(-1, m, padded.shape[1]) != 0).sum(1).max())
+
+
+def sparse_gpt(w: np.ndarray, gram: np.ndarray, order: np.ndarray, n: int, m: int, step: float = 0.0) -> np.ndarray:
+    """SparseGPT as its paper has it, in an order with whole groups; integers of 4 bits if there is a step."""
+    gram, rest = gram[order][:, order], w[order].copy()
+    upper = np.linalg.cholesky(np.linalg.inv(gram + 0.01 * np.diag(gram).mean() * np.eye(len(gram)))).T
+    out, kept = np.zeros_like(w), np.zeros(0)
+    for i in range(len(w)):
+        if i % m == 0:
+            kept = largest(rest[i : i + m] ** 2 / np.diag(upper)[i : i + m, None] ** 2, n, m)
+        number = rest[i] if not step else step * np.clip(np.rint(rest[i] / step), -8, 7)
+        number = np.where(kept[i % m], number, 0)
+        rest[i:] -= np.outer(upper[i, i:], (rest[i] - number) / upper[i, i])
+        out[order[i]] = number
+    return out
+
+
+def grouped_order(gram: np.ndarray, m: int) -> np.ndarray:
+    groups = np.arange(len(gram)).reshape(-1, m)
+    groups = np.array([sorted(group, key=lambda i: -gram[i, i]) for group in groups])
+    return np.concatenate(sorted(groups.tolist(), key=lambda group: -max(gram[i, i] for i in group)))
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("order", ["activation", "plain"])
+@pytest.mark.parametrize(("n", "m", "weight"), [(2, 4, "binary64"), (1, 8, "binary64"), (2, 4, "int4")])
+def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, weight: str) -> None:
+    w, x = layer(32, 12, 256)
+    with jax.enable_x64(True):
+        found, _ = pruned(
+            jnp.asarray(w), jnp.asarray(x), [jc.ptq.sparse(n, m), jc.ptq.gptq(order, block=12)], weight
+        )  # fmt: skip
+        step = 0.0 if weight == "binary64" else float(np.float64(jc.quantize(jnp.asarray(w), weight).scale[0, 0]))
+    gram = x.T @ x / len(x)
+    wanted = sparse_gpt(w, gram, np.arange(32) if order == "plain" else grouped_order(gram, m), n, m, step)
+    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+    assert most_in_groups(found, m) == n
+
+
+def test_the_gates_of_a_layer() -> None:
+    """The gates are those of another such layer: magnitude .350, Wanda .232, SparseGPT .184, and .140 on its mask."""
+    w, x = layer()
+    y = x @ w
+    made = {}
+    for name, steps in {
+        "magnitude": [MAGNITUDE],
+        "inputs": [INPUTS],
+        "inputs, gptq": [INPUTS, jc.ptq.gptq()],
+        "loss, plain": [LOSS, jc.ptq.gptq("plain")],
+        "loss": [LOSS, jc.ptq.gptq()],
+    }.items():
+        numbers, row = pruned(single(w), single(x), steps)
+        made[name] = np.linalg.norm(y - x @ numbers) / np.linalg.norm(y)
+        assert most_in_groups(numbers, 4) == 2 and row.sparsity == 0.5
+        assert row.before == np.inf and abs(row.after + 20 * np.log10(made[name])) < 1e-3
+    assert abs(made["magnitude"] - 0.350) < 0.005 and made["inputs"] < 0.232
+    assert made["loss"] < made["loss, plain"] < 0.19 and made["inputs, gptq"] < made["inputs"]
+    assert made["loss, plain"] < 0.184 / 0.232 * made["inputs"]
+    gram, best = x.T @ x, np.zeros_like(w)
+    for j, stays in enumerate(np.not_equal(numbers, 0).T):
+        best[stays, j] = np.linalg.solve(gram[np.ix_(stays, stays)], gram[stays] @ w[:, j])
+    bound = np.linalg.norm(y - x @ best) / np.linalg.norm(y)
+    assert bound < made["loss"] < 1.35 * bound
+
+
+def test_masks_of_magnitudes_and_of_inputs() -> None:
+    w, x = layer(32, 12, 256)
+    norms = np.sqrt((x**2).mean(0))
+    for step, score in ((MAGNITUDE, np.abs(w)), (INPUTS, np.abs(w) * norms[:, None])):
+        numbers, _ = pruned(single(w), single(x), [step])
+        np.testing.assert_array_equal(numbers, np.where(largest(score, 2, 4), w, 0).astype(np.float32))
+        np.testing.assert_array_equal(numbers != 0, jc.sparsity.mask(score, 2, 4, axis=0))
+        again, _ = pruned(single(w), single(x), [step, jc.ptq.gptq()])
+        np.testing.assert_array_equal(again != 0, numbers != 0)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        "int4(group=16)",
+        *(
+            pytest.param(text, marks=pytest.mark.in_turn(4))
+            for text in ("uint4(group=16,zero_point=integer)", "nf4(group=16)", "nvfp4", "float8_e5m2")
+        ),
+    ],
+)
+def test_every_format_is_pruned_in_the_sweep(weight: str) -> None:
+    w, x = layer(32, 12, 256)
+    w, x = single(w + 1), single(x)
+    errors = []
+    for steps in ([MAGNITUDE], [INPUTS, jc.ptq.sign_round(20)], [LOSS, jc.ptq.gptq()]):
+        numbers, row = pruned(w, x, steps, weight)
+        assert most_in_groups(numbers, 4) == 2 and row.sparsity >= 0.5
+        errors.append(float(jnp.linalg.norm(x @ (w - numbers))))
+    assert errors[2] < errors[1] < errors[0]
+    assert (row.method, row.before > row.after) == ("sparse, gptq", True)
+
+
+def test_scales_are_those_of_the_numbers_that_stay() -> None:
+    w, x = layer(32, 12, 256)
+    x[:, 0] = 1e-3  # so the first input is pruned, whose weights are the largest
+    w[0] = 100
+    packed, _ = jc.ptq.quantize(dense, jc.Rule(weight="int8(group=all)"), single(w), [single(x)], [INPUTS])
+    assert float(packed.scale.max()) < 10 / 127
+
+
+def test_a_last_group_that_is_shorter_and_columns_without_inputs() -> None:
+    w, x = layer(30, 12, 256)
+    x[:, :6] = 0  # a whole group, and half of another
+    for steps in ([LOSS, jc.ptq.gptq()], [LOSS, jc.ptq.gptq("plain", block=1)], [INPUTS]):
+        numbers, row = pruned(single(w), single(x), steps)
+        stays = numbers != 0
+        assert most_in_groups(numbers, 4) == 2 and row.dead == 6
+        np.testing.assert_array_equal(stays[:4], largest(np.abs(w[:4]), 2, 4))  # nothing else to go by
+        assert not stays[4:6].any() and stays[6:8].all() and stays[28:].all()
+
+
+@pytest.mark.slow
+def test_other_layouts() -> None:
+    w, x = map(single, layer(32, 12, 256))
+    wanted, _ = pruned(w, x, [LOSS, jc.ptq.gptq()])
+
+    def experts(p: Any, x: Any) -> Any:
+        return jnp.einsum("ebk,enk->ebn", x, p)
+
+    found, _ = jc.ptq.quantize(
+        experts, jc.Rule(weight="binary32"), jnp.stack([w.T, 2 * w.T]), [jnp.stack([x, x])], [LOSS, jc.ptq.gptq()]
+    )
+    np.testing.assert_allclose(jc.dequantize(found), np.stack([wanted.T, 2 * wanted.T]), rtol=1e-4, atol=1e-5)
+
+    def stack(p: Any, x: Any) -> Any:
+        return lax.scan(lambda h, w: (h, h @ w), x, p)[1]
+
+    found, report = jc.ptq.quantize(
+        stack, jc.Rule(weight="binary32"), jnp.stack([w, -w]), [x], [LOSS, jc.ptq.gptq()]
+    )  # fmt: skip
+    np.testing.assert_allclose(jc.dequantize(found), np.stack([wanted, -wanted]), rtol=1e-4, atol=1e-5)
+    assert [row.sparsity for row in report.weights] == [0.5, 0.5]
+
+
+def test_a_convolution_is_pruned_along_its_channels() -> None:
+    kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 5))  # HWIO
+    image = jax.random.normal(jax.random.key(1), (4, 9, 9, 8))
+
+    def conv(p: Any, x: Any) -> Any:
+        return lax.conv_general_dilated(x, p, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    rule = jc.Rule(weight="binary32")
+    packed, _ = jc.ptq.quantize(conv, rule, kernel, [image], [MAGNITUDE])
+    wanted = conv(kernel * jc.sparsity.mask(kernel, 2, 4, axis=2), image)
+    np.testing.assert_allclose(jc.quantize_fn(conv, rule)(packed, image), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_it_composes_with_the_other_steps() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"first": jax.random.normal(keys[0], (32, 48)) / 6, "second": jax.random.normal(keys[1], (48, 8)) / 7}
+    x = jax.random.normal(keys[2], (256, 8)) @ jax.random.normal(keys[0], (8, 32))
+
+    def network(p: Any, x: Any) -> Any:
+        return jax.nn.relu(x @ p["first"]) @ p["second"]
+
+    rule = jc.Rule(weight="int4(group=16)")
+    low, y = jc.quantize_fn(network, rule), network(params, x)
+    errors = []
+    for steps in ([MAGNITUDE], [LOSS, jc.ptq.gptq()], [jc.ptq.correct_error(), LOSS, jc.ptq.gptq()]):
+        packed, report = jc.ptq.quantize(network, rule, params, [x], steps)
+        assert all(most_in_groups(np.asarray(jc.dequantize(q)), 4) == 2 for q in packed.values())
+        errors.append(float(jnp.linalg.norm(low(packed, x) - y)))
+    assert errors[2] < errors[1] < 0.6 * errors[0]
+    assert [row.method for row in report.weights] == ["correct_error, sparse, gptq"] * 2
+    assert "zeros" in str(report) and report.as_dict()["weights"][0]["sparsity"] >= 0.5
+
+
+def test_bad_arguments() -> None:
+    rule, w, x = jc.Rule(weight="int4"), jnp.ones((8, 2)), jnp.ones((4, 8))
+    with pytest.raises(ValueError, match="n=4 must be an integer from 1 to 3"):
+        jc.ptq.sparse(4, 4)
+    with pytest.raises(ValueError, match="by='wanda' must be one of 'loss', 'inputs', 'magnitude'"):
+        jc.ptq.sparse(2, 4, by="wanda")  # type: ignore[arg-type]
+    for steps in ([LOSS], [LOSS, jc.ptq.sign_round()]):
+        with pytest.raises(ValueError, match="prunes in the sweep of gptq: add it, or choose by='inputs'"):
+            jc.ptq.quantize(dense, rule, w, [x], steps)
+    with pytest.raises(ValueError, match="then one sparse, then one gptq"):
+        jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.gptq(), LOSS])
+    for weight in ("uint4(group=4,zero_point=float)", "codebook(-1,-0.5,0.5,1,group=4)"):
+        with pytest.raises(ValueError, match=r"makes numbers of '' zero, which .* does not have"):
+            jc.ptq.quantize(dense, jc.Rule(weight=weight), w, [x], [MAGNITUDE])
