@@ -52,8 +52,8 @@ class FunctionRow:
         spec: the spec of every operation.
         bits: width of the format.
         runs: 1, and for a stochastic mode one for each key.
-        error: the relative error in the 2-norm, ``||y - r|| / ||r||``; infinite if a y is not finite or r is zero and y is
-            not; NaN if no result is a float, or the run failed.
+        error: the relative error in the 2-norm, ``||y - r|| / ||r||``; infinite if a y is not finite, or r is zero
+            and y is not; NaN if no result is a float, or the run failed.
         error_std: its standard deviation over the runs (population); 0 for one run, NaN if an error is infinite.
         worst_absolute: the largest magnitude of y - r in any run.
         lost: the share of numbers that became infinite or NaN.
