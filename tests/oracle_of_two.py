@@ -26,7 +26,7 @@ def odd_ratio(count: int, places: int, exact: bool = False) -> float:
     size = abs(count)
     drop = max(size.bit_length() - 53, 0)
     lost = not exact or size & ((1 << drop) - 1) != 0
-    return math.copysign(math.ldexp(size >> drop | int(lost), drop - places), count)
+    return math.copysign(math.ldexp(size >> drop | int(lost), drop - places), 1 if count > 0 else -1)
 
 
 def square_root(x: Fraction) -> Fraction | None:
