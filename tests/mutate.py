@@ -72,6 +72,7 @@ _SCALES = (
 )
 _GROUPED = ("_kernels/test_scaled_formats.py", "storage/test_quantize.py")
 _STORED = ("storage/test_layout.py", "storage/test_qarray.py", "storage/test_properties.py")
+_OF_TWO = ("_core/elementary/test_functions_of_two.py",)
 _ELEMENTARY = ("_core/elementary/test_elementary.py", "math/test_elementwise.py")
 _EMULATED = ("test_emulate_rules.py", "test_emulate_transforms.py", "test_emulate.py")
 
@@ -173,6 +174,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_core/arithmetic/matmul.py": ("_core/arithmetic/test_matmul.py", "_kernels/test_matmul.py"),
     "jchop/_core/arithmetic/dequantize_matmul.py": ("_core/arithmetic/test_dequantize_matmul.py",),
     "jchop/_core/elementary/functions.py": _ELEMENTARY,
+    "jchop/_core/elementary/functions_of_two.py": _OF_TWO,
     "jchop/_core/elementary/numbers.py": _ELEMENTARY,
     "jchop/_core/elementary/pairs.py": _ELEMENTARY,
     "jchop/_core/elementary/parts.py": _ELEMENTARY,

@@ -43,8 +43,8 @@ def emulate(
 
     JAX traces `fun` to a program, which runs operation by operation. Arguments and constants are rounded on entry. For
     +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode; an integer power is a
-    sequence of such products. For formats of up to 16 bits, exp, log, tanh and the other elementary functions of
-    `jchop.math` round the exact value once. Other functions (pow, lgamma ...), conversions, scatters and sums across
+    sequence of such products. For formats of up to 16 bits, exp, log, pow, atan2 and the other elementary functions of
+    `jchop.math` round the exact value once. Other functions (lgamma ...), conversions, scatters and sums across
     devices round the carrier's result once more. So do calls of `jax.random`; their results are never an excluded end
     of the interval. Sums along axes, products of matrices, convolutions, and cumulative sums and products follow
     `accumulate`. Operations that only move or choose values (slices, transposes, sorting, max ...) round nothing.

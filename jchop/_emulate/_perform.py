@@ -137,7 +137,7 @@ def power_draws(exponent: int) -> int:
 
 def _elementary(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
     """The exact value if `rounds` has the function and format, else the carrier's result; rounded once."""
-    if rounds(task.primitive.name, task.spec) and is_float(args[0]):
+    if rounds(task.primitive.name, task.spec) and all(map(is_float, args)):
         return elementary_op(*args, *drawn[:1], name=task.primitive.name, spec=task.spec)
     return _made(task, args, drawn)
 

@@ -123,6 +123,7 @@ arctan2 = binary(
     jnp.arctan2,
     "The angle in [-π, π] of a point, x its ordinate, y its abscissa",
     ("1.0, 3.0", "0.322265625"),
+    elementary="atan2",
 )
 sinh = unary("sinh", jnp.sinh, "(e^x - e^-x) / 2", ("2.0", "3.625"), elementary="sinh")
 cosh = unary("cosh", jnp.cosh, "(e^x + e^-x) / 2", ("2.0", "3.765625"), elementary="cosh")
@@ -147,10 +148,10 @@ log = unary("log", jnp.log, "The natural logarithm of x", ("2.0", "0.69140625"),
 log2 = unary("log2", jnp.log2, "The logarithm of x to the base 2", ("3.0", "1.5859375"), elementary="log2")
 log10 = unary("log10", jnp.log10, "The logarithm of x to the base 10", ("2.0", "0.30078125"), elementary="log10")
 log1p = unary("log1p", jnp.log1p, "log(1 + x)", ("0.01", "0.00994873046875"), elementary="log1p")
-logaddexp = binary("logaddexp", jnp.logaddexp, "log(e^x + e^y)", ("1.0, 2.0", "2.3125"))
+logaddexp = binary("logaddexp", jnp.logaddexp, "log(e^x + e^y)", ("1.0, 2.0", "2.3125"), elementary="logaddexp")
 cbrt = unary("cbrt", jnp.cbrt, "The cube root of x", ("2.0", "1.2578125"), elementary="cbrt")
-power = binary("power", jnp.power, "x^y", ("2.0, 0.5", "1.4140625"))
-hypot = binary("hypot", jnp.hypot, "√(x² + y²)", ("1.0, 2.0", "2.234375"))
+power = binary("power", jnp.power, "x^y", ("2.0, 0.5", "1.4140625"), elementary="pow")
+hypot = binary("hypot", jnp.hypot, "√(x² + y²)", ("1.0, 2.0", "2.234375"), elementary="hypot")
 degrees = unary("degrees", jnp.degrees, "180 x / π", ("1.0", "57.25"), elementary="degrees")
 radians = unary("radians", jnp.radians, "π x / 180", ("60.0", "1.046875"), elementary="radians")
 erf = unary(

@@ -246,13 +246,21 @@ def documented(function: Any, row: Row, example: tuple[str, str]) -> Any:
     function.row = row
     function.__doc__ = inspect.cleandoc(_DOC).format(
         says=row.says,
-        how=_EXACT if row.exact is not None or row.holds else _CARRIER if row.elementary is None else _CORRECT,
+        how=_how(row),
         operands="\n".join(f"    {name}: {_kind(row)}." for name in row.operands),
         split=f"{len(row.operands) + 1}: {'the operand' if len(row.operands) == 1 else 'each operand'} and the result",
         call=f"float(jc.math.{row.name}({example[0]}, 'bfloat16'))",
         result=example[1],
     )
     return function
+
+
+def _how(row: Row) -> str:
+    if row.exact is not None or row.holds:
+        return _EXACT
+    if row.elementary is None:
+        return _CARRIER
+    return _CORRECT if len(row.operands) == 1 else _CLOSE
 
 
 def _kind(row: Row) -> str:
@@ -268,6 +276,10 @@ _CORRECT = """\
 The operands are rounded to `spec`; then the function's value, known to 36 bits or more, is rounded to it once: every
 result is right, in every mode, under formats of up to 16 bits that float32 holds (docs/math.md). Under binary32 and
 wider formats it is the carrier's result (float32, or float64 for float64 data), rounded once more."""
+_CLOSE = """\
+The operands are rounded to `spec`; then the function's value, known to about 44 bits, is rounded to it once, in every
+mode, under formats of up to 16 bits that float32 holds (docs/math.md). Under binary32 and wider formats it is the
+carrier's result (float32, or float64 for float64 data), rounded once more."""
 _CARRIER = """\
 The operands are rounded to `spec`; then the carrier's result (float32, or float64 for float64 data) is rounded to it
 once more. The result can be wrong if the carrier's result is an ulp off, or if the device reads subnormal numbers of

@@ -55,7 +55,7 @@ def _parts_of(value: Fraction, *bits: int) -> list[np.float32]:
 _MOST = 300.0
 
 
-def _eighths(x: Pair) -> tuple[Pair, Array]:
+def eighths(x: Pair) -> tuple[Pair, Array]:
     """The r and n of x = (n / 8) log(2) + r, |r| <= log(2) / 16, for |x| <= 300."""
     unit = numbers.log(2) / 8
     first, second, third = _parts_of(unit, 15, 12)
@@ -75,10 +75,10 @@ def _power_of_eighths(r: Pair, n: Array) -> tuple[Pair, Array]:
     cubic = r.hi * r.hi * r.hi * (third + r.hi * (fourth + r.hi * (fifth + r.hi * sixth)))
     total = pairs.ordered_sum(1 + (h + np.float32(0.5) * (h * h)), d)
     total = pairs.ordered_sum(total.hi, total.lo + (r.lo + (d * (h + np.float32(0.5) * d) + (r.hi * r.lo + cubic))))
-    return pairs.multiply(total, _eighth_power(n & 7)), n >> 3
+    return pairs.multiply(total, eighth_power(n & 7)), n >> 3
 
 
-def _eighth_power(n: Array) -> Pair:
+def eighth_power(n: Array) -> Pair:
     """2^(n / 8) for n from 0 to 7, by selection, which is faster than a table."""
     powers = [Fraction(1)]
     for _ in range(7):
@@ -109,7 +109,7 @@ def _power_less_one(r: Pair) -> Pair:
 
 def _power_of_e(x: Pair) -> tuple[Pair, Array]:
     """e^x as a pair and an exponent, for |x| <= 300."""
-    return _power_of_eighths(*_eighths(x))
+    return _power_of_eighths(*eighths(x))
 
 
 def _size(x: Argument, least: int, most: float) -> tuple[Array, Array]:
@@ -224,14 +224,14 @@ def _quotient(m: Pair) -> Pair:
     return pairs.divide(near, pairs.ordered_sum(above.hi, above.lo + m.lo))
 
 
-def _arctangent_series(s: Pair, sign: int) -> Pair:
+def arctangent_series(s: Pair, sign: int) -> Pair:
     """arctan(s) for |s| <= 1/4; for sign 1, artanh(s) for |s| <= 0.172."""
     return pairs.multiply(s, pairs.polynomial(pairs.square(s), numbers.arctangent(sign), 3))
 
 
 def _sum_of_logs(s: Pair, n: Array, base: int = 0) -> Pair:
     """log(m 2^n), from s."""
-    part = _arctangent_series(s, 1)
+    part = arctangent_series(s, 1)
     factor = 2 if not base else 2 / numbers.log(base)
     part = pairs.times_power(part, np.float32(2)) if not base else pairs.multiply(part, constant(factor))
     return pairs.add(_times_log2(n.astype(jnp.float32), base), part)
@@ -392,7 +392,7 @@ def _tan(x: Argument) -> Value:
     return Value(value, shift, ((x.zero, 0.0), (infinite, _NAN)), x.sign ^ _sign_if(negative ^ inverse))
 
 
-def _angle(y: Pair, x: Pair, left: Array | None = None) -> Pair:
+def angle_of(y: Pair, x: Pair, left: Array | None = None, divide: Callable[[Pair, Pair], Pair] = pairs.divide) -> Pair:
     """The angle in [0, π/2] of a point with nonnegative coordinates: arctan(c) + arctan(t).
 
     t = (y - c x) / (x + c y), or t = -x / y for c = ∞. If `left`, the result is π minus the angle.
@@ -405,12 +405,12 @@ def _angle(y: Pair, x: Pair, left: Array | None = None) -> Pair:
     below = pairs.add(pairs.select(steep, y, x), pairs.times_power(y, jnp.where(steep, 0 * unit, c)))
     half_angle, right = numbers.arctangent_of(2), numbers.pi() / 2
     angles = ((even, right / 2), (half, half_angle), (flat, Fraction(0)), (steep, right))
-    t = pairs.divide(above, below)
+    t = divide(above, below)
     start = _of_cases(right - half_angle, angles)
     if left is not None:
         start = pairs.select(left, _of_cases(right + half_angle, [(at, 2 * right - v) for at, v in angles]), start)
         t = pairs.times_power(t, jnp.where(left, -unit, unit))
-    return pairs.add(start, _arctangent_series(t, -1))
+    return pairs.add(start, arctangent_series(t, -1))
 
 
 def _of_cases(default: Fraction, cases: Sequence[tuple[Array, Fraction]]) -> Pair:
@@ -423,7 +423,7 @@ def _of_cases(default: Fraction, cases: Sequence[tuple[Array, Fraction]]) -> Pai
 
 def _arctan(x: Argument) -> Value:
     size, shift = x.size(SECOND_ORDER, 60)
-    value = _angle(single(size), single(jnp.ones_like(size)))
+    value = angle_of(single(size), single(jnp.ones_like(size)))
     return Value(value, shift, ((x.zero, 0.0),), x.sign)
 
 
@@ -442,7 +442,7 @@ def _arcsin(x: Argument) -> Value:
     size, shift = x.size(SECOND_ORDER, 0)
     one = x.equals(1.0)
     cofactor = pairs.select(one, single(jnp.zeros_like(size)), _cofactor(size))
-    value = _angle(single(size), cofactor)
+    value = angle_of(single(size), cofactor)
     return Value(value, shift, ((x.zero, 0.0), (x.exceeds(1.0), _NAN)), x.sign)
 
 
@@ -450,7 +450,7 @@ def _arccos(x: Argument) -> Value:
     size, _ = x.size(FIRST_ORDER, 0)
     one = x.equals(1.0)
     cofactor = pairs.select(one, single(jnp.zeros_like(size)), _cofactor(size))
-    value = _angle(cofactor, single(size), x.negative)
+    value = angle_of(cofactor, single(size), x.negative)
     return Value(value, 0, ((one & ~x.negative, 0.0), (x.exceeds(1.0), _NAN)))
 
 

@@ -158,6 +158,37 @@ def _scaled_error_at(x: Fraction) -> Fraction:
     return Fraction(total, _ONE) - 2 / root(pi()) * Fraction(error, _ONE)
 
 
+#: The parts of the interval from 1 to 2 for `logarithms`, and the first of those whose logarithms are taken of a half.
+LOG_PARTS, LOG_HALVED = 1024, 425
+
+
+@lru_cache(maxsize=1)
+def logarithms() -> tuple[np.ndarray, ...]:
+    """log2(c), or log2(c / 2) from √2 on, for c = 1 + i / 1024: sums of four numbers, the first three of 12 bits."""
+    unit, total, rows = log(2), Fraction(0), []
+    for i in range(LOG_PARTS):
+        value = total / unit - (i >= LOG_HALVED)
+        row = []
+        for _ in range(3):
+            row.append(_leading(value))
+            value -= Fraction(float(row[-1]))
+        rows.append([*row, constant(value).hi])
+        total += 2 * _hyperbolic_arctangent(2 * (LOG_PARTS + i) + 1)
+    return tuple(np.array(rows, np.float32).T.copy())
+
+
+def _leading(value: Fraction) -> np.float32:
+    """A number to its first 12 bits, toward zero."""
+    hi = constant(value).hi
+    return (hi.view(np.int32) & np.int32(~0xFFF)).view(np.float32)
+
+
+@lru_cache(maxsize=1)
+def logarithm() -> tuple[Pair, ...]:
+    """log2(1 + x) / x for |x| <= 2^-11."""
+    return _pairs([(-1) ** n / ((n + 1) * log(2)) for n in range(4)])
+
+
 #: For the reduction by π / 2: the exponents of the last places of float32 numbers from 1/2 on, and words of a fraction.
 LEAST_PLACE, MOST_PLACE, TURN_WORDS = -24, 104, 3
 

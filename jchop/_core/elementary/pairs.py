@@ -104,14 +104,14 @@ def add_ordered(a: Pair, b: Pair) -> Pair:
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def _halves(x: Any) -> tuple[Any, Any]:
+def halves(x: Any) -> tuple[Any, Any]:
     high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & _UPPER_HALF, jnp.float32)
     return high, x - high
 
 
 def _product(a: Any, b: Any, more: Any) -> Pair:
     """The product of two numbers, plus a number near its last place; not quite normalised."""
-    (ah, al), (bh, bl) = _halves(a), _halves(b)
+    (ah, al), (bh, bl) = halves(a), halves(b)
     middle = exact_sum(ah * bl, al * bh)
     top = ordered_sum(ah * bh, middle.hi)
     rest = al * bl if more is None else al * bl + more
@@ -151,6 +151,19 @@ def divide(a: Pair, b: Pair) -> Pair:
     near = product(first, b.hi)
     rest = ((a.hi - near.hi) - near.lo) + (a.lo - first * b.lo)
     return ordered_sum(first, settled(rest * inverse, b.hi))
+
+
+def divide_exactly(a: Pair, b: Pair) -> Pair:
+    """As `divide`; and the second number is zero if the quotient is a number of few bits, else of the right sign."""
+    inverse = np.float32(1) / b.hi
+
+    def error(guess: Array) -> Array:
+        near = product(guess, b.hi)
+        return settled((((a.hi - near.hi) - near.lo) + (a.lo - guess * b.lo)) * inverse, b.hi)
+
+    first = settled(a.hi * inverse, b.hi)
+    guess = ordered_sum(first, error(first)).hi
+    return Pair(guess, error(guess))
 
 
 def root(a: Pair) -> Pair:
