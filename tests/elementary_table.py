@@ -53,7 +53,7 @@ def wrong(name: str, text: str, step: int = 1) -> dict[str, int]:
     @jax.jit
     def every_mode(x: jax.Array, word: jax.Array) -> list[jax.Array]:
         specs = [jc.parse(f"{text}:{mode}") for mode in exact.MODES]
-        return [elementary(x, word if s.rounding.stochastic else None, name=name, spec=s) for s in specs]
+        return [elementary(x, *([word] if s.rounding.stochastic else []), name=name, spec=s) for s in specs]
 
     counts = {}
     for mode, row, got in zip(exact.MODES, rows, every_mode(x, word), strict=True):
