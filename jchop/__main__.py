@@ -1,4 +1,4 @@
-"""The command line: ``formats``, ``info``, ``round``, ``compare``, ``quantize``, ``inspect``, ``ptq``, ``study``."""
+"""The command line: a parser with the commands of `jchop._cli`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jchop._cli._compare import add_compare
+from jchop._cli._doctor import add_doctor
 from jchop._cli._info import run_formats, run_info
 from jchop._cli._ptq import add_command
 from jchop._cli._quantize import add_commands
@@ -150,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add_compare(commands)
 
     add_study(commands)
+    add_doctor(commands)
     return parser
 
 

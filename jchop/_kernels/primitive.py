@@ -29,7 +29,16 @@ from jax.interpreters import batching, mlir
 from jchop._checks import check_choice
 from jchop._settings import compiled, own_settings
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "Kernel", "OpPrimitive", "by_platform", "make_op", "one_device_at_hand"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Impl",
+    "Kernel",
+    "OpPrimitive",
+    "by_platform",
+    "devices_at_hand",
+    "make_op",
+    "one_device_at_hand",
+]
 
 Array = jax.Array
 Impl = Literal["auto", "xla", "pallas"]
@@ -403,6 +412,20 @@ def one_device_at_hand() -> bool:
     return jax.device_count() == 1
 
 
+def devices_at_hand() -> dict[tuple[str, str, bool], int]:
+    """The number of devices by kind, platform, and whether a kernel may run there.
+
+    Raises:
+        RuntimeError: if a backend does not start.
+    """
+    found: dict[tuple[str, str, bool], int] = {}
+    for device in jax.devices():
+        capable = device.platform == "gpu" and (_capability_of(device) or 0) >= _LEAST_CAPABILITY
+        key = device.device_kind, device.platform, device.platform == "tpu" or capable
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
 def by_platform(otherwise: Callable[..., Any], *arrays: Any, **on: Callable[..., Any]) -> Any:
     """One function in programs for a platform (``cpu=``, ``tpu=``), another in those for others; the lowering chooses.
 
@@ -416,5 +439,9 @@ def _compute_capability() -> float | None:
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
+    return _capability_of(device)
+
+
+def _capability_of(device: Any) -> float | None:
     text = str(getattr(device, "compute_capability", ""))
     return float(text) if text.replace(".", "", 1).isdigit() else None

@@ -1,0 +1,109 @@
+"""``jchop doctor``: what is installed, which devices there are, and what jchop runs on them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+
+from jchop._cli._text import table
+from jchop._files import INSTALL_EXTRA
+from jchop._kernels.primitive import devices_at_hand
+from jchop._products.units import PLATFORMS
+
+#: The extras that users install: the distributions that each brings, and what needs them.
+EXTRAS = {
+    "flax": (("flax",), "jchop.nn"),
+    "optax": (("optax",), "jchop.optim"),
+    "torch": (("torch",), "jchop.torch"),
+    "plot": (("matplotlib",), "jchop.plot, --plot"),
+    "qwix": (("qwix",), "to_qwix, from_qwix"),
+    "dask": (("dask",), "round_to_format of dask arrays"),
+    "study": (("flax", "optax", "matplotlib", "scikit-learn"), "jchop study without a function"),
+}
+_NEEDED = ("jchop", "jax", "jaxlib", "numpy")
+
+
+def add_doctor(commands: Any) -> None:
+    """Adds the command to a parser's commands."""
+    command = commands.add_parser("doctor", help="show versions, devices, what runs on them, and missing extras")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run_doctor)
+
+
+def run_doctor(options: argparse.Namespace) -> None:
+    """Prints what `findings` has found, as tables or as JSON."""
+    found = findings()
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(table([*found["versions"].items(), *found["settings"].items()], "<<", rule=False))
+    print()
+    if "error" in found:
+        print(f"no devices: {found['error']}")
+    else:
+        rows = [("device", "number", "jchop runs", "products of int8", "of float8", "of codes and floats")]
+        print(table([*rows, *(tuple(str(v or "-") for v in row.values()) for row in found["devices"])], "<><<<<"))
+    print()
+    rows = [("extra", "for", "installed", "to install")]
+    for row in found["extras"]:
+        versions = ", ".join(f"{name} {v or 'missing'}" for name, v in row["installed"].items())
+        rows.append((row["extra"], row["for"], versions, row["install"] or "-"))
+    print(table(rows, "<<<<"))
+
+
+def findings() -> dict[str, Any]:
+    """Versions, settings, devices and extras, as plain data."""
+    found: dict[str, Any] = {
+        "versions": {
+            "Python": platform.python_version(),
+            **{name: _version(name) or "(not installed)" for name in _NEEDED},
+        },
+        "settings": {
+            "machine": f"{platform.system()} {platform.machine()}",
+            "64-bit mode": "on" if jax.config.jax_enable_x64 else "off",  # type: ignore[attr-defined]
+        },
+    }
+    try:
+        devices = devices_at_hand()
+    except RuntimeError as error:  # a backend that does not start
+        found["error"] = " ".join(str(error).split())
+    else:
+        found["devices"] = [_device(*key, count) for key, count in devices.items()]
+    found["extras"] = [_extra(*row) for row in EXTRAS.items()]
+    return found
+
+
+def _device(kind: str, where: str, kernels: bool, count: int) -> dict[str, Any]:
+    chip = where if where == "cpu" else next((name for name in PLATFORMS if name in _letters(kind)), None)
+    units = PLATFORMS.get(chip or "", {})
+    return {
+        "device": f"{where}: {kind}" if kind != where else kind,
+        "number": count,
+        "runs": "XLA, Pallas kernels" if kernels else "XLA",
+        "int8": units.get("int8"),
+        "float8": units.get("float8"),
+        "alone": units.get("alone"),
+    }
+
+
+def _letters(kind: str) -> str:
+    """The kind of a device as `PLATFORMS` writes it: a TPU "v5 lite" is a v5e."""
+    return kind.lower().replace(" ", "").replace("lite", "e").replace("tpu7x", "tpuv7x")
+
+
+def _extra(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:
+    installed = {each: _version(each) for each in row[0]}
+    install = None if all(installed.values()) else INSTALL_EXTRA.format(extra=name)
+    return {"extra": name, "for": row[1], "installed": installed, "install": install}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
