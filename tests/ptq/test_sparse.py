@@ -127,7 +127,7 @@ def test_masks_of_magnitudes_and_of_inputs() -> None:
     [
         "int4(group=16)",
         *(
-            pytest.param(text, marks=pytest.mark.in_turn(4))
+            pytest.param(text, marks=pytest.mark.slow)
             for text in ("uint4(group=16,zero_point=integer)", "nf4(group=16)", "nvfp4", "float8_e5m2")
         ),
     ],
@@ -186,6 +186,7 @@ def test_other_layouts() -> None:
     assert [row.sparsity for row in report.weights] == [0.5, 0.5]
 
 
+@pytest.mark.slow
 def test_a_convolution_is_pruned_along_its_channels() -> None:
     kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 5))  # HWIO
     image = jax.random.normal(jax.random.key(1), (4, 9, 9, 8))
