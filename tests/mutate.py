@@ -256,6 +256,12 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "1",
         "(2)",
     ): "with the carrier's own smallest exponent, the depths of subnormals are the same numbers either way",
+    (
+        "jchop/_core/xla_cpu.py",
+        "x = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)",
+        "2",
+        "(1)",
+    ): "the largest of largest numbers, whichever axis comes first; which one is a matter of speed",
     ("jchop/_core/scaled_bodies.py", "branch_allowed: bool = False,", "False", "(True)"): (
         "which of two programs runs; `test_asking_changes_no_bit` shows that they are one in every bit"
     ),
