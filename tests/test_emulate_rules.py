@@ -351,3 +351,14 @@ def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
         jc.emulate.report(nested, X)
     with pytest.raises(TypeError, match="traced"):
         jax.jit(lambda x: jc.emulate.report(low, x, trace_values=True))(X)
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "max", "rem", "pow", "atan2", "nextafter"])
+def test_axes_of_size_one_are_stretched_as_by_the_primitive(name: str) -> None:
+    """JAX binds its primitives of two operands to shapes such as (4, 1) and (1, 3), in `jax.numpy.vander` too."""
+    x, y = jnp.linspace(0.25, 2.0, 4)[:, None], jnp.linspace(0.5, 3.0, 3)[None]
+    fun = jc.emulate(getattr(jax.lax, f"{name}_p").bind, "bfloat16")
+    got = fun(x, y)
+    assert got.shape == (4, 3)
+    for other in (fun(*jnp.broadcast_arrays(x, y)), jax.jit(fun)(x, y)):
+        np.testing.assert_array_equal(got, other)

@@ -138,7 +138,8 @@ def power_draws(exponent: int) -> int:
 def _elementary(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
     """The exact value if `rounds` has the function and format, else the carrier's result; rounded once."""
     if rounds(task.primitive.name, task.spec) and all(map(is_float, args)):
-        return elementary_op(*args, *drawn[:1], name=task.primitive.name, spec=task.spec)
+        operands = jnp.broadcast_arrays(*args)  # JAX's primitives of two operands stretch axes of size 1
+        return elementary_op(*operands, *drawn[:1], name=task.primitive.name, spec=task.spec)
     return _made(task, args, drawn)
 
 
