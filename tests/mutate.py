@@ -265,6 +265,12 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("jchop/_core/scaled_bodies.py", "branch_allowed: bool = False,", "False", "(True)"): (
         "which of two programs runs; `test_asking_changes_no_bit` shows that they are one in every bit"
     ),
+    ("jchop/_core/scaled_float32/codebooks.py", "_MARGIN = 16", "16", "(17)"): "a wider margin costs time alone",
+    ("jchop/_core/scaled/zero_points.py", "_MOST = 20", "20", "(21)"): "both are beyond all integers with zero points",
+    ("jchop/_core/scaled/zero_points.py", "far = jnp.full_like(rounded, 1 << _MOST)", "1", "(2)"): (
+        "both are beyond all integers with zero points"
+    ),
+    ("jchop/_core/arithmetic/matmul.py", "_UNROLL = 2", "2", "(1)"): "steps in one compiled body: a matter of speed",
 }
 
 # -- mutants -----------------------------------------------------------------------------------------------------------

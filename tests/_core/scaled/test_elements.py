@@ -27,7 +27,7 @@ from jchop import _bits
 from jchop._core.rounding.codes import unpack
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.scaled import scales as chosen
-from jchop._core.scaled.elements import multiply_back, narrow, round_quotients, widen
+from jchop._core.scaled.elements import multiply_back, narrow, round_quotients, times_power, widen
 from jchop._core.scaled.scales import (
     Plan,
     Scales,
@@ -522,3 +522,10 @@ def test_narrow_numbers_are_widened_by_their_bits(dtype):
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(np.asarray(wide), x.astype(np.float32))
     cases.assert_bits(x, np.asarray(back), cases.bits(x), dtype)
+
+
+@pytest.mark.parametrize(("power", "want"), [(1, [2.5, np.inf, -np.inf]), (2, [5.0, np.inf, -np.inf])])
+def test_powers_beyond_the_largest_number_give_infinities(power: int, want: list[float]) -> None:
+    x = np.array([1.25, 1.5 * 2.0**127, -1.75 * 2.0**127], np.float32)
+    bits = times_power(jnp.asarray(x.view(np.int32)), jnp.full(3, power, jnp.int32), _bits.CARRIERS["float32"])
+    np.testing.assert_array_equal(np.asarray(bits).view(np.float32), np.array(want, np.float32))

@@ -56,3 +56,10 @@ def test_scale_of_a_tensor() -> None:
         ([], 1.0),
     ):
         assert float(tensor_scale(jnp.array(numbers, jnp.float32), plan)) == expected
+
+
+def test_a_scale_of_two_levels_has_the_bits_that_a_divisor_leaves() -> None:
+    """24 of the 28 bits of a divisor in float32 are those of the tensor's scale."""
+    assert plan_of("nvfp4(scale=e4m3)").compute.name == "float32"
+    with pytest.raises(ValueError, match=r"scale=e4m4 has 5 significant bits, and float32 has room for 4"):
+        plan_of("nvfp4(scale=e4m4)")
