@@ -11,7 +11,7 @@ from jchop import formats, math, storage
 from jchop._attention.attention import dot_product_attention
 from jchop._attention.kv_cache import KVCache
 from jchop._compare import Comparison, compare
-from jchop._emulate import emulate
+from jchop._emulate import Blame, blame, emulate
 from jchop._finfo import finfo
 from jchop._products.dots import dot, einsum, ragged_dot
 from jchop._products.quantize_fn import quantize_fn
@@ -96,6 +96,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "LSQ",
+    "Blame",
     "CodebookFormat",
     "Comparison",
     "DelayedScaling",
@@ -120,6 +121,7 @@ __all__ = [
     "binary16",
     "binary32",
     "binary64",
+    "blame",
     "compare",
     "dequantize",
     "dot",

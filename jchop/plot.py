@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     require_extra("jchop.plot", "plot", ("matplotlib",))
     from matplotlib.figure import Figure
 
-    from jchop._emulate import Report, Row
+    from jchop._emulate import Blame, BlameRow, Report, Row
 
-__all__ = ["Panel", "calibration", "heat_map", "pareto", "report", "value_grid"]
+__all__ = ["Panel", "blame", "calibration", "heat_map", "pareto", "report", "value_grid"]
 
 _NORMAL, _SUBNORMAL, _INK, _LOST = "#31688e", "#d95f02", "#333333", "#b2182b"
 _BARS = (_NORMAL, _SUBNORMAL, _LOST, "#7b3294")
@@ -337,14 +337,17 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_errors(left, rows)
     _draw_losses(right, rows)
-    left.set_yticks(range(len(rows)), [_operation(row) for row in rows], fontsize=9)
+    left.set_yticks(range(len(rows)), [_operation(row, _arithmetic(row)) for row in rows], fontsize=9)
     left.set_ylim(len(rows) - 0.4, -0.6)
     return figure
 
 
-def _operation(row: Row) -> str:
-    name = f"{row.scope} {row.primitive}".strip()
-    return "\n".join((name, row.spec + (f", sums {row.sums}" if row.sums else ""), row.place))
+def _operation(row: Row | BlameRow, spec: str) -> str:
+    return "\n".join((f"{row.scope} {row.primitive}".strip(), spec, row.place))
+
+
+def _arithmetic(row: Row) -> str:
+    return row.spec + (f", sums {row.sums}" if row.sums else "")
 
 
 def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
@@ -387,6 +390,70 @@ def _draw_bars(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) ->
 def _draw_legend(axes: Axes) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=9, frameon=False)
     axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def blame(seen: Blame, *, title: str = "Where the error comes from", most: int = 16) -> Figure:
+    """The parts of an error as bars, with their signs, and a line for each turn of loops.
+
+    There is one bar for each row, the largest first; the rest is one bar. If a row has turns, a second panel shows the
+    sum of the contributions up to each turn, for the rows with turns among those drawn.
+
+    Args:
+        seen: a result of `jchop.blame`.
+        title: the title above the bars. Default ``"Where the error comes from"``.
+        most: the most rows that have a bar of their own. Default 16.
+
+    Raises:
+        TypeError: if `seen` is no such result.
+        ValueError: without rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> found = jc.blame(jc.emulate(lambda x: jnp.sum(x * x), "e4m3"), jnp.array([1.1, 2.3]))
+        >>> len(found.plot().axes[0].patches) == len(found.rows)
+        True
+    """
+    require_extra("jchop.plot", "plot", ("matplotlib",))
+    from matplotlib.figure import Figure
+
+    rows = getattr(seen, "rows", None)
+    if rows is None or not hasattr(seen, "unexplained"):
+        raise TypeError(f"seen={seen!r} must be a result of jchop.blame")
+    if not rows:
+        raise ValueError("seen must have rows: a program without roundings has none")
+    shown, others = rows[:most], rows[most:]
+    names = [_operation(row, row.spec) for row in shown] + ([f"{len(others)} more rows"] if others else [])
+    values = [row.contribution for row in shown] + ([math.fsum(row.contribution for row in others)] if others else [])
+    turns = [row for row in shown if len(row.turns) > 1]
+    figure = Figure(figsize=(14 if turns else 9, 1.9 + 0.62 * len(names)), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=15, fontweight="bold", color=_INK)
+    panels = np.ravel(figure.subplots(1, 2 if turns else 1))
+    axes = panels[0]
+    axes.barh(range(len(names)), values, 0.7, color=[_LOST if value < 0 else _NORMAL for value in values])
+    for place, value in enumerate(values):
+        axes.annotate(
+            f"{value:.2g}", (value, place), (-4 if value < 0 else 4, 0), textcoords="offset points", fontsize=8,
+            va="center", ha="right" if value < 0 else "left", color=_INK,
+        )  # fmt: skip
+    axes.axvline(0, color=_INK, linewidth=0.8)
+    axes.margins(x=0.18)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"contribution to the error, which is {seen.error:.3g}")
+    axes.spines[["top", "right"]].set_visible(False)
+    if turns:
+        _draw_turns(panels[1], turns)
+    return figure
+
+
+def _draw_turns(axes: Axes, rows: Sequence[BlameRow]) -> None:
+    for row in rows:
+        axes.plot(np.arange(len(row.turns)), np.cumsum(row.turns), label=f"{row.scope} {row.primitive}".strip())
+    axes.axhline(0, color=_INK, linewidth=0.8)
+    axes.set_xlabel("turn of the outermost loop")
+    axes.set_ylabel("sum of contributions up to the turn")
+    axes.legend(fontsize=9, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -7,11 +7,12 @@ from typing import Any, Protocol, cast, overload
 
 from jchop._emulate._emulate import Emulated
 from jchop._emulate._emulate import emulate as _emulate
+from jchop._emulate._reports.blame import Blame, BlameRow, blame
 from jchop._emulate._reports.report import Event, Report, Row, report
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
-__all__ = ["Event", "Report", "Row", "emulate"]
+__all__ = ["Blame", "BlameRow", "Event", "Report", "Row", "blame", "emulate"]
 
 
 class _Face(Protocol):

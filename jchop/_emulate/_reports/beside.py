@@ -25,14 +25,14 @@ from jchop._program.step import CALLS, Plan, carry_count
 from jchop._program.stopped import text_of_stop
 from jchop.formats import FloatFormat
 
-__all__ = ["SILENT", "Beside", "StoppedError"]
+__all__ = ["ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError"]
 
 #: A value of the emulated program, and the reference's value for it.
 Pair = tuple[Any, Any]
 #: The kinds of equations that round nothing.
 SILENT = frozenset({"structural", "extremum", "untouched", "compared", "control", "own"})
 #: The kinds of equations whose results depend only on the operands at the same index.
-_ELEMENTWISE = frozenset({"exact", "power", "elementary", "converted", "extremum", "neighbour"})
+ELEMENTWISE = frozenset({"exact", "power", "elementary", "converted", "extremum", "neighbour"})
 
 
 class StoppedError(Exception):
@@ -106,8 +106,7 @@ class Beside:
         walk = _WALKS.get(step.name, Beside._call if step.inner else None) if step.kind == "control" else None
         if walk is not None:
             self._look_at_constants(step)
-            low = with_rounded_operands(step, seeds, [pair[0] for pair in args])
-            return walk(self, step, seeds, [(x, pair[1]) for x, pair in zip(low, args, strict=True)])
+            return walk(self, step, seeds, self.rounded_operands(step, seeds, args))
         low, wide = ([pair[i] for pair in args] for i in (0, 1))
         run = self.runner.control if step.kind == "control" else self.runner.run
         results, reference = run(step, seeds, low), self.reference.bind(step, wide)
@@ -132,7 +131,7 @@ class Beside:
                 computed,
                 turn=self.turn,
                 order=self.order,
-                elementwise=step.kind in _ELEMENTWISE,
+                elementwise=step.kind in ELEMENTWISE,
                 digits=_digits(step, v.aval),
             )
             if silent and not seen.born:
@@ -154,6 +153,26 @@ class Beside:
                 here = [_at(np.asarray(x), event.where, result.shape) for x in operands]
                 facts = text.format(given=", ".join(here), result=result[event.where])
                 raise StoppedError(what, step, event, facts, seen)
+
+    # -- pairs made of pairs -------------------------------------------------------------------------------------------
+
+    def rounded_operands(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        """The operands of an equation that holds programs, with those rounded that the plan marks."""
+        low = with_rounded_operands(step, seeds, [pair[0] for pair in args])
+        return [(x, pair[1]) for x, pair in zip(low, args, strict=True)]
+
+    def row(self, pair: Pair, k: int) -> Pair:
+        """Row k of arrays."""
+        return pair[0][k], pair[1][k]
+
+    def stacked(self, rows: list[Pair], aval: Any) -> Pair:
+        """The results of the turns of a scan along a first axis."""
+        low = jnp.stack([row[0] for row in rows]) if rows else jnp.zeros(aval.shape, aval.dtype)
+        return low, self.reference.stacked([row[1] for row in rows], aval)
+
+    def chosen(self, active: Any, new: Pair, old: Pair) -> Pair:
+        """The new values of the loops of a batch that still run, and the old values of others."""
+        return where_active(active, new[0], old[0]), self.reference.chosen(active, new[1], old[1])
 
     # -- equations that hold programs ----------------------------------------------------------------------------------
 
@@ -178,7 +197,7 @@ class Beside:
         outer = self.turn
         for turn, k in enumerate(reversed(order) if params["reverse"] else order):
             self.turn = (*outer, turn)
-            row = [(x[0][k], x[1][k]) for x in xs]
+            row = [self.row(x, k) for x in xs]
             out = self.run(step.inner[0], _turn(seeds, step.number, turn), [*fixed, *carry, *row])
             carry, ys = out[:carried], out[carried:]
             each.append(ys)
@@ -186,17 +205,7 @@ class Beside:
         if params["reverse"]:
             each.reverse()
         avals = [v.aval for v in step.eqn.outvars[carried:]]
-        low = [jnp.stack(list(x)) if x else None for x in ([ys[i][0] for ys in each] for i in range(len(avals)))]
-        return [
-            *carry,
-            *(
-                (
-                    jnp.zeros(aval.shape, aval.dtype) if low[i] is None else low[i],
-                    self.reference.stacked([ys[i][1] for ys in each], aval),
-                )
-                for i, aval in enumerate(avals)
-            ),
-        ]
+        return [*carry, *(self.stacked([ys[i] for ys in each], aval) for i, aval in enumerate(avals))]
 
     def _while(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
@@ -213,10 +222,7 @@ class Beside:
                 self._note_stop(step, why, _turn(seeds, step.number, turn), [*first, *carry])
                 break
             out = self.run(step.inner[1], _turn(seeds, step.number + 1, turn), [*fixed, *carry])
-            new = [
-                (where_active(active, one[0], two[0]), self.reference.chosen(active, one[1], two[1]))
-                for one, two in zip(out, carry, strict=True)
-            ]
+            new = [self.chosen(active, one, two) for one, two in zip(out, carry, strict=True)]
             turn += 1
             if not draws and all(_is_same(one[0], two[0]) for one, two in zip(new, carry, strict=True)):
                 why = f"after {turn} turns, as its values no longer change and it would never end"

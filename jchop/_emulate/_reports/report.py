@@ -31,11 +31,11 @@ from jchop._text import Part, Tables
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
-__all__ = ["Event", "Report", "Row", "report"]
+__all__ = ["MOST_TURNS", "Event", "Report", "Row", "home", "label_of", "names_of", "report", "spec_of", "walk"]
 
 Array = jax.Array
 #: The default limit of turns of a `while` loop in a report.
-_MOST_TURNS = 10_000
+MOST_TURNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -253,11 +253,11 @@ def report(
     trace_values = check_bool("trace_values", trace_values) or reference is not None or stop_at is not None
     if stop_at is not None:
         check_choice("stop_at", stop_at, EVENTS)
-    most = max_turns if max_turns is not None else fun.settings.max_turns or _MOST_TURNS
+    most = max_turns if max_turns is not None else fun.settings.max_turns or MOST_TURNS
     beside = Beside(make_reference(reference), check_int("max_turns", most, 1, (1 << 32) - 1), stop_at)
     program = trace(fun.fun, fun.settings, args, kwargs)  # traced again, because an equal program may have other lines
     outer = here()
-    steps = list(_walk(program.plan, 1, outer))
+    steps = list(walk(program.plan, 1, outer))
     if not trace_values:
         return Report(tuple(_rows(steps, {})), notes=tuple(_left_wide(steps)))
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
@@ -265,9 +265,9 @@ def report(
     given: list[Row] = []
     stopped = ""
     try:
-        _run(fun, program, beside, given, _names(args, kwargs), key)
+        _run(fun, program, beside, given, names_of(args, kwargs), key)
     except StoppedError as stop:
-        stopped = _text_of(stop, steps, _home(fun, outer))
+        stopped = _text_of(stop, steps, home(fun, outer))
     for note in dict.fromkeys(beside.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     notes = (*dict.fromkeys(beside.notes), *_notes(steps, beside), *_left_wide(steps))
@@ -286,7 +286,7 @@ def _run(
     names = (*names, *("constant" for _ in program.plan.consts))
     for name, x, whole, rounds in zip(names, (*low, *constants), every, program.rounds, strict=True):
         if rounds or (hasattr(x, "dtype") and is_number(x)):
-            row = Row("", name, str(spec) if rounds else "carrier", "", 1, int(np.size(x)), _home(fun, here()))
+            row = Row("", name, str(spec) if rounds else "carrier", "", 1, int(np.size(x)), home(fun, here()))
             try:
                 seen = beside.entered(name, x, whole)
             except StoppedError as stop:
@@ -299,14 +299,14 @@ def _run(
     beside.run(program.plan, inside, pairs[: len(low)], pairs[len(low) :])
 
 
-def _names(args: Any, kwargs: Any) -> list[str]:
+def names_of(args: Any, kwargs: Any) -> list[str]:
     """The names of the arguments that are variables of the program."""
     leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     moved = [path for path, leaf in leaves if is_moved(leaf)]
     return [f"argument {jax.tree_util.keystr(path[1:])}" for path in moved]
 
 
-def _home(fun: Emulated, otherwise: str) -> str:
+def home(fun: Emulated, otherwise: str) -> str:
     """The first line of the function, if it is a Python function outside of libraries; else `otherwise`."""
     code = getattr(inspect.unwrap(fun.fun), "__code__", None)
     if code is None or is_library(code.co_filename):
@@ -330,26 +330,26 @@ def _notes(steps: Sequence[tuple[Step, int, str]], beside: Beside) -> Iterator[s
 
 def _left_wide(steps: Sequence[tuple[Step, int, str]]) -> Iterator[str]:
     """A sentence about the operations that rules and `unknown` leave in the carrier."""
-    wide = [step for step, _, _ in steps if step.kind not in SILENT and _spec_of(step) == "carrier"]
+    wide = [step for step, _, _ in steps if step.kind not in SILENT and spec_of(step) == "carrier"]
     if wide:
-        counts = {_label(step): 0 for step in wide}
+        counts = {label_of(step): 0 for step in wide}
         for step in wide:
-            counts[_label(step)] += 1
+            counts[label_of(step)] += 1
         yield f"left in the carrier: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
 
 
-def _spec_of(step: Step) -> str:
+def spec_of(step: Step) -> str:
     return "carrier" if step.choice.spec is None or step.kind == "carrier" else str(step.choice.spec)
 
 
-def _walk(plan: Plan, times: int, outer: str) -> Iterator[tuple[Step, int, str]]:
+def walk(plan: Plan, times: int, outer: str) -> Iterator[tuple[Step, int, str]]:
     """The steps, the number of their runs, and their sources; `outer` is the source of the enclosing call."""
     for step in plan.steps:
         source = source_of(step.eqn.source_info, outer)
         yield step, times, source
         turns = step.eqn.params["length"] if step.name == "scan" else 1
         for inner in step.inner:
-            yield from _walk(inner, times * turns, source)
+            yield from walk(inner, times * turns, source)
 
 
 def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> Iterator[Row]:
@@ -359,7 +359,7 @@ def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> 
             continue
         choice = step.choice
         sums = str(choice.accumulate or "carrier") if step.kind == "accumulating" else ""
-        groups.setdefault((step.scope, _label(step), _spec_of(step), sums, source), []).append((step, times))
+        groups.setdefault((step.scope, label_of(step), spec_of(step), sums, source), []).append((step, times))
     for (scope, name, spec, sums, source), members in groups.items():
         results = sum(_size(step) * times for step, times in members)
         seen = Measure()
@@ -368,7 +368,7 @@ def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> 
         yield Row(scope, name, spec, sums, len(members), results, source, **seen.facts())
 
 
-def _label(step: Step) -> str:
+def label_of(step: Step) -> str:
     """The primitive's name; ``"jchop"`` for a function of jchop; the function's name for a call of `jax.random`."""
     if step.kind == "result":
         return "jchop"

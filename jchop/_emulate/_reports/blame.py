@@ -1,0 +1,301 @@
+"""`jchop.blame`: the part of each operation in the error of an emulated program."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from types import MethodType
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._checks import check_int
+from jchop._emulate._emulate import Emulated, enter, seeds_of
+from jchop._emulate._known import is_number
+from jchop._emulate._reports.beside import Pair
+from jchop._emulate._reports.reference import Carrier
+from jchop._emulate._reports.report import MOST_TURNS, home, label_of, names_of, spec_of, walk
+from jchop._emulate._reports.tape import Share, Tape
+from jchop._emulate._step import Step
+from jchop._emulate._trace import Program, trace
+from jchop._program.control import as_jax
+from jchop._program.source import here
+from jchop._text import Part, Tables
+
+__all__ = ["Blame", "BlameRow", "blame"]
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class BlameRow:
+    """The equations of one primitive, scope, arithmetic and line of source, or an argument.
+
+    Args:
+        scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
+        primitive: its name; ``"argument [0]['w']"`` and ``"constant"`` for values that are rounded on entry.
+        spec: the rounding of the results, as text.
+        equations: their number in the program.
+        results: the count of results, those of all turns of loops.
+        rms: the root of the mean square of the rounding errors made, in units of the results.
+        contribution: their part in the error of the output, with its sign, in units of the output.
+        share: the contribution over the error of the output; NaN if that is zero.
+        source: file and line, as in `jchop.emulate.report`.
+        turns: the contribution of each turn of the outermost loop; empty outside of loops.
+    """
+
+    scope: str
+    primitive: str
+    spec: str
+    equations: int
+    results: int
+    rms: float
+    contribution: float
+    share: float
+    source: str = ""
+    turns: tuple[float, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The source without its folders: ``"model.py:12"``."""
+        return os.path.basename(self.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name; a number that is not finite becomes None."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Blame(Tables):
+    """The result of `jchop.blame`; its ``str`` is a table.
+
+    Args:
+        rows: the rows, the largest contribution first. ``rows`` and ``unexplained`` add up to ``error``.
+        error: the output of the emulated program minus that of the program in the carrier.
+        value: the output of the emulated program; NaN for arrays without ``output=``.
+        reference: the output of the program in the carrier; NaN for arrays without ``output=``.
+        unexplained: the part of the error that no row has.
+        notes: sentences about stopped loops.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> found = jc.blame(jc.emulate(lambda x: jnp.sum(x / 3), "bfloat16"), jnp.array([1.0, 2.0]))
+        >>> found.value, found.reference, sorted(found.columns()["primitive"])
+        (1.0, 1.0, ['div', 'reduce_sum'])
+    """
+
+    rows: tuple[BlameRow, ...]
+    error: float
+    value: float
+    reference: float
+    unexplained: float
+    notes: tuple[str, ...] = ()
+
+    _align = "<<<>>>><"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data for JSON; a number that is not finite becomes None."""
+        out = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "rows"}
+        return {"rows": [row.as_dict() for row in self.rows], **out}
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The rows by column, as a data frame takes them."""
+        return {f.name: [getattr(row, f.name) for row in self.rows] for f in fields(BlameRow)}
+
+    def plot(self, *, title: str = "Where the error comes from") -> Any:
+        """`jchop.plot.blame` of it."""
+        from jchop import plot
+
+        return plot.blame(self, title=title)
+
+    def _parts(self) -> Iterator[Part]:
+        head = ("scope", "primitive", "spec", "equations", "rms", "contribution", "share", "source")
+        yield [head, *map(_cells, self.rows)]
+        yield f"error {self.error:.4g}, of which no row explains {self.unexplained:.2g}"
+        yield from self.notes
+
+
+def _cells(row: BlameRow) -> tuple[str, ...]:
+    share = "" if math.isnan(row.share) else f"{row.share:.1%}"
+    numbers = (f"{row.rms:.2g}", f"{row.contribution:.4g}", share)
+    return row.scope, row.primitive, row.spec, str(row.equations), *numbers, row.place
+
+
+def blame(
+    low: Callable[..., Any],
+    *args: Any,
+    output: Callable[[Any], Any] | None = None,
+    key: Array | None = None,
+    max_turns: int | None = None,
+    **kwargs: Any,
+) -> Blame:
+    """The error of an emulated program, divided among its operations.
+
+    The program runs beside the same program in the carrier. Equation i makes the rounding error δᵢ: its emulated result
+    minus the carrier's result of the same operands. Its contribution is ⟨aᵢ, δᵢ⟩. The adjoint aᵢ is the derivative of
+    the output by the result, from transposed derivatives of each equation, each the mean of that at the emulated
+    operands and that at the carrier's; of a function of one number, the secant, if the two operands are far apart.
+    The contributions of a program of products and sums then add up to the error of the output. `unexplained` is the
+    rest. A bound such as Σ|aᵢ||δᵢ| has no signs and is often a hundred times too large.
+
+    Loops and branches follow the emulated program; a row adds up all turns, and ``turns`` has each. An equation that
+    only moves values makes no error. Values are kept, so the memory is that of all operations together. It runs
+    operation by operation, outside of `jax.jit`.
+
+    Args:
+        low: a function from `jchop.emulate`.
+        *args: its arguments.
+        output: a function of the result of `low` to a number, which JAX can differentiate. Default: the result itself
+            if it is a single number; else the Euclidean norm of the error of all its numbers.
+        key: a typed key, needed if a rounding is stochastic.
+        max_turns: the most turns of a `while` loop. Default None: the limit of `emulate`, or 10 000.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        A `Blame`; its ``str`` is a table, ``columns()`` its columns, ``plot()`` a figure.
+
+    Raises:
+        TypeError: for a function that `emulate` did not make, traced arguments, or an `output` that gives no number.
+        ValueError: if the output of either program is not finite, or no number depends on the arguments.
+        NotImplementedError: for an equation without a derivative on the way to the output, or a `shard_map`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> low = jc.emulate(lambda x: jnp.sum(x * x) - 4.0, "e4m3")
+        >>> found = jc.blame(low, jnp.array([1.1, 2.0]))
+        >>> [(row.primitive, round(row.contribution, 4)) for row in found.rows]
+        [('reduce_sum', -0.25), ('argument [0]', 0.0556), ('mul', -0.0156), ('sub', 0.0)]
+    """
+    if isinstance(low, MethodType) and isinstance(low.__func__, Emulated):
+        low, args = low.__func__, (low.__self__, *args)
+    if not isinstance(low, Emulated):
+        raise TypeError(f"low={low!r} must be a function that jchop.emulate returned")
+    if output is not None and not callable(output):
+        raise TypeError(f"output={output!r} must be a function of the result, or None")
+    most = max_turns if max_turns is not None else low.settings.max_turns or MOST_TURNS
+    tape = Tape(Carrier(), check_int("max_turns", most, 1, (1 << 32) - 1))
+    program = trace(low.fun, low.settings, args, kwargs)
+    if any(isinstance(v, jax.core.Tracer) for v in program.values):
+        raise TypeError("blame needs arguments that are not traced: call it outside of jax.jit")
+    outer = here()
+    steps = list(walk(program.plan, 1, outer))
+    results = _run(low, program, tape, names_of(args, kwargs), key)
+    error, value, reference, cotangents = _seeded(program, results, output)
+    shares = tape.shares(results, cotangents)
+    for note in dict.fromkeys(tape.notes):
+        warnings.warn(note, RuntimeWarning, stacklevel=2)
+    rows = [*_given_rows(shares, str(low.settings.spec), home(low, outer), error), *_rows(steps, shares, error)]
+    rows.sort(key=lambda row: -abs(row.contribution))
+    unexplained = error - math.fsum(row.contribution for row in rows)
+    return Blame(tuple(rows), error, value, reference, unexplained, tuple(dict.fromkeys(tape.notes)))
+
+
+def _run(low: Emulated, program: Program, tape: Tape, names: Sequence[str], key: Array | None) -> list[Pair]:
+    seeds = seeds_of(low.settings, low.key if key is None else key)
+    values, constants, inside = enter(program, low.settings.spec, seeds)
+    every = (*program.values, *program.plan.consts)
+    names = (*names, *("constant" for _ in program.plan.consts))
+    pairs: list[Pair] = [
+        tape.given(name, x, as_jax(whole)) for name, x, whole in zip(names, (*values, *constants), every, strict=True)
+    ]
+    return tape.run(program.plan, inside, pairs[: len(values)], pairs[len(values) :])
+
+
+def _seeded(
+    program: Program, results: Sequence[Pair], output: Callable[[Any], Any] | None
+) -> tuple[float, float, float, list[Any]]:
+    """The error, both outputs, and the derivative of the output by each result."""
+    low, wide = ([as_jax(pair[side]) for pair in results] for side in (0, 1))
+    numbers = [i for i, x in enumerate(low) if is_number(jax.typeof(x))]
+    if not numbers:
+        raise ValueError("the result of low has no number, so it has no error")
+    if output is not None:
+        return _of_output(program, low, wide, numbers, output)
+    errors = [_wide(low[i]) - _wide(wide[i]) for i in numbers]
+    if not all(np.all(np.isfinite(error)) for error in errors):
+        raise _not_finite()
+    cotangents: list[Any] = [None] * len(low)
+    if sum(error.size for error in errors) == 1 and not np.iscomplexobj(errors[0]):
+        cotangents[numbers[0]] = jnp.ones_like(low[numbers[0]])
+        one, two = (float(np.ravel(_wide(side[numbers[0]]))[0]) for side in (low, wide))
+        return one - two, one, two, cotangents
+    norm = math.sqrt(sum(float(np.sum(np.abs(error) ** 2)) for error in errors))
+    for i, error in zip(numbers, errors, strict=True):
+        cotangents[i] = jnp.asarray(np.conj(error) / (norm or 1.0), low[i].dtype)
+    return norm, math.nan, math.nan, cotangents
+
+
+def _of_output(
+    program: Program, low: list[Any], wide: list[Any], numbers: list[int], output: Callable[[Any], Any]
+) -> tuple[float, float, float, list[Any]]:
+    def number(side: list[Any], values: Sequence[Any]) -> Any:
+        every = list(side)
+        for i, value in zip(numbers, values, strict=True):
+            every[i] = value
+        out = jnp.asarray(output(jax.tree.unflatten(program.tree, every)))
+        if out.size != 1 or not jnp.issubdtype(out.dtype, jnp.floating):
+            raise TypeError(f"output={output!r} must give a real number, but gives {jax.typeof(out)}")
+        return jnp.reshape(out, ())
+
+    found = [
+        jax.value_and_grad(lambda values, side=side: number(side, values))([side[i] for i in numbers])
+        for side in (low, wide)
+    ]
+    (one, first), (two, second) = found
+    if not (math.isfinite(one) and math.isfinite(two)):
+        raise _not_finite()
+    cotangents: list[Any] = [None] * len(low)
+    for i, x, y in zip(numbers, first, second, strict=True):
+        cotangents[i] = (x + y) / 2
+    return float(one) - float(two), float(one), float(two), cotangents
+
+
+def _not_finite() -> ValueError:
+    return ValueError(
+        "the output is not finite, so its error has no parts; jchop.emulate.report(low, ..., stop_at='overflow') names "
+        "the first equation that overflows"
+    )
+
+
+def _wide(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _given_rows(shares: dict[Any, Share], spec: str, source: str, error: float) -> Iterator[BlameRow]:
+    for name, share in shares.items():
+        if isinstance(name, str) and share.squares:
+            yield _row("", name, spec, 1, [share], source, error)
+
+
+def _rows(steps: Sequence[tuple[Step, int, str]], shares: dict[Any, Share], error: float) -> Iterator[BlameRow]:
+    groups: dict[tuple[str, str, str, str], list[Share]] = {}
+    for step, _, source in steps:
+        if id(step) in shares:
+            groups.setdefault((step.scope, label_of(step), spec_of(step), source), []).append(shares[id(step)])
+    for (scope, name, spec, source), members in groups.items():
+        yield _row(scope, name, spec, len(members), members, source, error)
+
+
+def _row(
+    scope: str, name: str, spec: str, equations: int, members: Sequence[Share], source: str, error: float
+) -> BlameRow:
+    count = sum(share.count for share in members)
+    rms = math.sqrt(sum(share.squares for share in members) / count) if count else 0.0
+    contribution = math.fsum(share.contribution for share in members)
+    last = max((turn for share in members for turn in share.turns), default=-1)
+    turns = tuple(math.fsum(share.turns.get(turn, 0.0) for share in members) for turn in range(last + 1))
+    share = contribution / error if error else math.nan
+    return BlameRow(scope, name, spec, equations, count, rms, contribution, share, source, turns)

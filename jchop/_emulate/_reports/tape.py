@@ -1,0 +1,237 @@
+"""A recorded run of an emulated program beside the same program in the carrier, and its adjoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jchop._emulate._interpret import with_rounded_operands
+from jchop._emulate._known import is_number
+from jchop._emulate._reports.beside import ELEMENTWISE, SILENT, Beside, Pair
+from jchop._emulate._step import Step
+from jchop._program.bind import bind
+from jchop._program.control import as_jax
+from jchop._program.seeds import Seeds
+from jchop._program.source import source_of
+
+__all__ = ["Node", "Share", "Tape"]
+
+Array = jax.Array
+#: Takes the cotangents of results to those of operands; None stands for zeros.
+Pull = Callable[[list[Any]], Sequence[Any]]
+#: A secant replaces the mean of two derivatives if an operand differs by more than this part of itself.
+_FAR = 2.0**-6
+
+
+class Node(tuple[Any, Any]):
+    """A value of the emulated program and the carrier's value, with the cotangent of both.
+
+    ``made`` is the rounding error made in the emulated value; None if there is none.
+    """
+
+    made: Any = None
+    cotangent: Any = None
+
+    def add(self, cotangent: Any) -> None:
+        """Adds to the cotangent."""
+        self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
+
+
+@dataclass
+class Share:
+    """The rounding errors of one equation: their part of the output's error, by outermost turn, and their size."""
+
+    contribution: float = 0.0
+    squares: float = 0.0
+    count: int = 0
+    turns: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    step: Any
+    turn: tuple[int, ...]
+    operands: list[Pair]
+    results: list[Node]
+    pull: Pull
+
+
+@dataclass
+class Tape(Beside):
+    """A run that records each equation. Loops and branches follow the emulated program."""
+
+    entries: list[_Entry] = field(default_factory=list)
+    pulls: dict[int, Callable[..., Any]] = field(default_factory=dict)
+
+    def given(self, label: Any, low: Any, wide: Any) -> Node:
+        """An argument or a constant, rounded on entry."""
+        node = Node((low, wide))
+        if is_number(jax.typeof(wide)):
+            node.made = _difference(low, wide)
+            self.entries.append(_Entry(label, (), [], [node], lambda _: []))
+        return node
+
+    def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        if step.kind == "control" and (step.inner or step.name in ("cond", "scan", "while")):
+            if step.name == "shard_map":
+                raise NotImplementedError(f"blame has no rule for shard_map ({_place(step)})")
+            return super()._step(step, seeds, args)
+        out = [Node(pair) for pair in super()._step(step, seeds, args)]
+        if step.kind not in SILENT:
+            low = [pair[0] for pair in args]
+            for v, node, same in zip(step.eqn.outvars, out, self.reference.bind(step, low, rounds=False), strict=True):
+                if is_number(v.aval):
+                    node.made = _difference(node[0], same)
+        self._record(step, args, out, lambda cotangents: self._pulled(step, args, out, cotangents))
+        return list(out)
+
+    def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
+        """Nothing is measured: the errors are recorded."""
+
+    def _record(self, step: Any, operands: list[Pair], results: list[Node], pull: Pull) -> None:
+        if any(is_number(jax.typeof(node[0])) for node in results):
+            self.entries.append(_Entry(step, self.turn, operands, results, pull))
+
+    # -- pairs made of pairs -------------------------------------------------------------------------------------------
+
+    def rounded_operands(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        """The operands of an equation that holds programs; their roundings are the equation's."""
+        low = with_rounded_operands(step, seeds, [pair[0] for pair in args])
+        out: list[Pair] = []
+        for x, pair in zip(low, args, strict=True):
+            if x is pair[0]:
+                out.append(pair)
+                continue
+            node = Node((x, pair[1]))
+            node.made = _difference(x, pair[0])
+            self._record(step, [pair], [node], lambda cotangents: cotangents)
+            out.append(node)
+        return out
+
+    def row(self, pair: Pair, k: int) -> Pair:
+        """Row k of arrays."""
+        node = Node(super().row(pair, k))
+        shape = jnp.shape(pair[0])
+        self._record(None, [pair], [node], lambda cts: [jnp.zeros(shape, cts[0].dtype).at[k].set(cts[0])])
+        return node
+
+    def stacked(self, rows: list[Pair], aval: Any) -> Pair:
+        """The results of the turns of a scan along a first axis."""
+        node = Node(super().stacked(rows, aval))
+        self._record(None, rows, [node], lambda cotangents: list(cotangents[0]))
+        return node
+
+    def chosen(self, active: Any, new: Pair, old: Pair) -> Pair:
+        """The new values of the loops of a batch that still run, and the old values of others."""
+        if not jnp.ndim(active):
+            return new
+        node = Node(super().chosen(active, new, old))
+        mask = jnp.reshape(active, jnp.shape(active) + (1,) * (jnp.ndim(node[0]) - jnp.ndim(active)))
+        self._record(None, [new, old], [node], lambda cts: [jnp.where(mask, cts[0], 0), jnp.where(mask, 0, cts[0])])
+        return node
+
+    # -- adjoints ------------------------------------------------------------------------------------------------------
+
+    def shares(self, results: Sequence[Pair], cotangents: Sequence[Any]) -> dict[Any, Share]:
+        """The shares of equations, by the id of their step, and of arguments and constants, by their label.
+
+        Args:
+            results: the results of the program.
+            cotangents: for each result, the derivative of the output by it; None for no number.
+        """
+        for pair, cotangent in zip(results, cotangents, strict=True):
+            if isinstance(pair, Node) and cotangent is not None:
+                pair.add(cotangent)
+        found: dict[Any, Share] = {}
+        for entry in reversed(self.entries):
+            key = id(entry.step) if isinstance(entry.step, Step) else entry.step
+            for node in entry.results:
+                if node.made is not None:
+                    _add(found.setdefault(key, Share()), node, entry.turn)
+            given = [node.cotangent for node in entry.results]
+            if entry.operands and any(x is not None for x in given):
+                for pair, cotangent in zip(entry.operands, entry.pull(given), strict=True):
+                    if isinstance(pair, Node) and cotangent is not None:
+                        pair.add(cotangent)
+            for node in entry.results:
+                node.cotangent = None  # read; each node is the result of one entry
+        return found
+
+    def _pulled(self, step: Step, args: list[Pair], out: list[Node], cotangents: list[Any]) -> list[Any]:
+        moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not isinstance(v, Literal)]
+        result: list[Any] = [None] * len(args)
+        if not moved:
+            return result
+        if step.name == "stop_gradient":
+            return list(cotangents)
+        numbers = [i for i, v in enumerate(step.eqn.outvars) if is_number(v.aval)]
+        if id(step) not in self.pulls:
+            self.pulls[id(step)] = jax.jit(_pull_of(step, moved, numbers))
+        given = [
+            jnp.zeros(jnp.shape(out[i][0]), jax.typeof(out[i][0]).dtype) if cotangents[i] is None else cotangents[i]
+            for i in numbers
+        ]
+        low, wide = ([as_jax(pair[side]) for pair in args] for side in (0, 1))
+        try:
+            pulled = self.pulls[id(step)](low, wide, given)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"blame needs the derivative of {step.name} ({_place(step)}): {error}") from error
+        for i, cotangent in zip(moved, pulled, strict=True):
+            result[i] = cotangent
+        return result
+
+
+def _pull_of(step: Step, moved: list[int], numbers: list[int]) -> Callable[..., list[Any]]:
+    """The mean of an equation's transposed derivatives at both ends, or a secant."""
+
+    def results(args: list[Any], values: Sequence[Any]) -> list[Any]:
+        every = list(args)
+        for i, value in zip(moved, values, strict=True):
+            every[i] = value
+        out = bind(step.eqn.primitive, step.eqn.params, *every)
+        return [out[i] for i in numbers]
+
+    def at(args: list[Any], cotangents: list[Any]) -> tuple[list[Any], Sequence[Any]]:
+        out, pull = jax.vjp(lambda *values: results(args, values), *(args[i] for i in moved))
+        return out, pull(cotangents)
+
+    def pull(low: list[Any], wide: list[Any], cotangents: list[Any]) -> list[Any]:
+        (out, one), (reference, two) = at(low, cotangents), at(wide, cotangents)
+        mean = [(x + y) / 2 for x, y in zip(one, two, strict=True)]
+        x, y = low[moved[0]], wide[moved[0]]
+        if step.kind in ELEMENTWISE and len(moved) == len(numbers) == 1 and x.shape == out[0].shape:
+            far = jnp.abs(x - y) > _FAR * jnp.maximum(jnp.abs(x), jnp.abs(y))
+            slope = (out[0] - reference[0]) / jnp.where(far, x - y, 1)
+            mean = [jnp.where(far, (slope * cotangents[0]).astype(mean[0].dtype), mean[0])]
+        return mean
+
+    return pull
+
+
+def _add(share: Share, node: Node, turn: tuple[int, ...]) -> None:
+    made = np.asarray(node.made).astype(np.complex128 if np.iscomplexobj(node.made) else np.float64)
+    share.squares += float(np.sum(np.abs(made) ** 2))
+    share.count += made.size
+    if node.cotangent is None:
+        return
+    part = float(np.real(np.sum(np.asarray(node.cotangent).astype(made.dtype) * made)))
+    share.contribution += part
+    if turn:
+        share.turns[turn[0]] = share.turns.get(turn[0], 0.0) + part
+
+
+def _difference(low: Any, same: Any) -> np.ndarray:
+    """Their difference in float64, which holds that of two numbers of float32 almost always, to half a unit else."""
+    low, same = np.asarray(low), np.asarray(same)
+    wide = np.complex128 if np.iscomplexobj(low) else np.float64
+    return low.astype(wide) - same.astype(wide)
+
+
+def _place(step: Step) -> str:
+    return source_of(step.eqn.source_info, "") or step.scope or "no source"

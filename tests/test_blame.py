@@ -1,0 +1,247 @@
+"""`jchop.blame`: parts of an error that add up to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop._emulate._reports.blame import BlameRow
+
+Array = jax.Array
+KEY = jax.random.key(3)
+
+
+def normal(seed: int, *shape: int) -> Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def one_pass(x: Array) -> Array:
+    weights = jnp.full(len(x), 1 / len(x), x.dtype)
+    return jnp.dot(weights, x * x) - jnp.square(jnp.dot(weights, x))
+
+
+def part(found: jc.Blame, primitive: str) -> float:
+    return sum(row.contribution for row in found.rows if row.primitive == primitive)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec", "error"), [("bfloat16", 1.0), ("e8m16", 0.1)])
+@pytest.mark.usefixtures("x64")
+def test_a_difference_of_large_numbers_is_innocent(spec: str, error: float) -> None:
+    """In float64 the parts of a quadratic program add up to the error to all digits, even if nothing is left."""
+    x = jnp.asarray(100 + np.random.default_rng(0).standard_normal(256))
+    low = jc.emulate(one_pass, spec)
+    found = jc.blame(low, x)
+    assert found.value == float(low(x))
+    assert found.reference == pytest.approx(float(np.var(x)), rel=1e-9)
+    assert abs(found.error) < error * found.reference * 1.01
+    assert sum(row.contribution for row in found.rows) == pytest.approx(found.error, rel=1e-9)
+    assert part(found, "sub") == 0
+    assert abs(part(found, "dot_general")) + abs(part(found, "square")) > 0.5 * abs(found.error)
+
+
+def mlp(params: tuple[Array, Array], x: Array, labels: Array) -> Array:
+    logits = jax.nn.relu(x @ params[0]) @ params[1]
+    return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(x)), labels])
+
+
+def pendulum(y: Array) -> Array:
+    def step(y: Array, _: None) -> tuple[Array, None]:
+        return y + 0.05 * jnp.stack([y[1], -jnp.sin(y[0])]), None
+
+    return jax.lax.scan(step, y, length=30)[0]
+
+
+def conjugate_gradients(a: Array, b: Array) -> Array:
+    def body(state: Any) -> Any:
+        x, r, p, old, count = state
+        q = a @ p
+        alpha = old / jnp.dot(p, q)
+        r = r - alpha * q
+        new = jnp.dot(r, r)
+        return x + alpha * p, r, r + new / old * p, new, count + 1
+
+    start = (jnp.zeros_like(b), b, b, jnp.dot(b, b), 0)
+    return jax.lax.while_loop(lambda state: (state[3] > 1e-2) & (state[4] < 9), body, start)[0]
+
+
+def branches(x: Array) -> Array:
+    return jax.lax.cond(x[0] > 0, lambda x: x / 3, lambda x: x * 7.1, x)
+
+
+SQUARE = normal(5, 5, 5) @ normal(5, 5, 5).T + 3 * jnp.eye(5)
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "mlp": (mlp, ((normal(1, 8, 16) / 3, normal(2, 16, 4) / 4), normal(3, 6, 8), jnp.arange(6) % 4)),
+    "scan": (pendulum, (jnp.array([1.0, 0.0]),)),
+    "while": (conjugate_gradients, (SQUARE, normal(6, 5))),
+    "solve": (jnp.linalg.solve, (SQUARE, normal(6, 5))),
+    "cond": (branches, (normal(7, 4),)),
+    "complex": (lambda x: jnp.abs(jnp.fft.fft(x)), (normal(8, 8),)),
+    "sort": (lambda x: jnp.sum(jnp.sort(x)[::2] / 3), (normal(9, 8),)),
+    "far": (lambda x: jnp.sum(jnp.exp(jnp.tanh(x * 3) * 4)), (normal(10, 6),)),
+}
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize(("spec", "most"), [("bfloat16", 0.01), ("tf32", 0.01), ("e4m3:saturate", 0.05)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_parts_add_up(name: str, spec: str, most: float) -> None:
+    fun, args = PROGRAMS[name]
+    if (name, spec) == ("while", "e4m3:saturate"):
+        pytest.skip("the residual falls below the smallest number")
+    low = jc.emulate(fun, spec)
+    found = jc.blame(low, *args)
+    want, got = (np.asarray(f(*args), np.float64) for f in (fun, low))
+    if name != "while":  # there the reference follows the emulated turns
+        error = got - want if got.size == 1 else np.linalg.norm(got - want)
+        assert found.error == pytest.approx(float(error), rel=1e-3, abs=1e-5)
+    assert found.error != 0
+    assert sum(row.contribution for row in found.rows) + found.unexplained == pytest.approx(found.error, rel=1e-9)
+    assert abs(found.unexplained) <= most * abs(found.error)
+
+
+def test_a_transformer_block() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    def block(params: dict[str, Array], x: Array) -> Array:
+        y = nnx.LayerNorm(8, rngs=nnx.Rngs(0))(x)
+        query, key, value = jnp.split(y @ params["in"], 3, -1)
+        x = x + jax.nn.softmax(query @ key.T / 3) @ value
+        return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+    params = {"in": normal(1, 8, 24) / 3, "up": normal(2, 8, 16) / 3, "down": normal(3, 16, 8) / 4}
+    found = jc.blame(jc.emulate(block, "e4m3"), params, normal(4, 4, 8))
+    assert abs(found.unexplained) <= 0.05 * found.error
+    assert {row.primitive for row in found.rows} >= {"dot_general", "tanh", "argument [0]['in']", "exp"}
+
+
+def test_stochastic_errors_are_those_of_the_key() -> None:
+    x = normal(1, 16)
+    low = jc.emulate(lambda x: jnp.sum(x * x / 3), "bfloat16:stochastic")
+    one, two = (jc.blame(low, x, key=jax.random.key(i)) for i in (0, 1))
+    assert one.value == float(low(x, key=jax.random.key(0)))
+    assert [row.rms for row in one.rows] != [row.rms for row in two.rows]
+    for found in (one, two):
+        assert abs(found.unexplained) <= 0.01 * abs(found.error)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_fed_back_give_the_emulated_result() -> None:
+    """One operation after the other: the carrier's result of the emulated operands plus the error made."""
+    x = normal(2, 64)
+    found = jc.blame(jc.emulate(lambda x: x / 3, "e4m3"), x, output=jnp.sum)
+    rounded = jc.round_to_format(x, "e4m3")
+    made = np.asarray(jc.round_to_format(rounded / 3, "e4m3"), np.float64) - np.asarray(rounded / 3, np.float64)
+    by_name = {row.primitive: row for row in found.rows}
+    assert by_name["div"].contribution == pytest.approx(made.sum(), rel=1e-6)
+    assert by_name["div"].rms == pytest.approx(np.sqrt(np.mean(made**2)), rel=1e-6)
+    assert by_name["argument [0]"].contribution == pytest.approx(float(jnp.sum(rounded - x)) / 3, rel=1e-4)
+
+
+def test_turns_add_up_to_their_row() -> None:
+    found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))
+    row = next(row for row in found.rows if row.primitive == "add")
+    assert len(row.turns) == 30
+    assert sum(row.turns) == pytest.approx(row.contribution)
+
+
+def test_scopes_and_lines() -> None:
+    def fun(x: Array) -> Array:
+        with jax.named_scope("first"):
+            y = x * x
+        return jnp.sum(y / 3)
+
+    found = jc.blame(jc.emulate(fun, "e4m3"), normal(1, 4))
+    row = next(row for row in found.rows if row.primitive == "mul")
+    assert row.scope == "first"
+    assert row.place.startswith("test_blame.py:")
+    assert row.spec == "float8_e4m3"
+    assert str(found).splitlines()[0].split()[:3] == ["scope", "primitive", "spec"]
+    assert "<table" in found._repr_html_()
+    assert found.columns()["primitive"] == [row.primitive for row in found.rows]
+    assert json.loads(json.dumps(found.as_dict()))["rows"][0]["primitive"] == found.rows[0].primitive
+    assert [abs(row.contribution) for row in found.rows] == sorted(
+        (abs(r.contribution) for r in found.rows), reverse=True
+    )
+
+
+def test_a_rule_moves_the_blame() -> None:
+    x = normal(1, 32)
+
+    def fun(x: Array) -> Array:
+        return jnp.sum(jnp.exp(x) / 3)
+
+    low = jc.blame(jc.emulate(fun, "e4m3"), x)
+    wide = jc.blame(jc.emulate(fun, "e4m3", rules={"reduce_sum": None}), x)
+    assert part(low, "reduce_sum") != 0
+    assert part(wide, "reduce_sum") == 0
+    assert abs(wide.unexplained) < 0.05 * abs(wide.error)
+
+
+def test_an_exact_program_has_no_error() -> None:
+    found = jc.blame(jc.emulate(lambda x: x + 1, "bfloat16"), jnp.ones(3))
+    assert found.error == 0
+    assert all(row.contribution == 0 and np.isnan(row.share) for row in found.rows)
+
+
+def test_a_method_is_a_function() -> None:
+    class Model:
+        @jc.emulate("e4m3")
+        def __call__(self, x: Array) -> Array:
+            return jnp.sum(x / 3)
+
+    assert jc.blame(Model().__call__, jnp.arange(3.0)).rows
+
+
+# -- plot --------------------------------------------------------------------------------------------------------------
+
+
+def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
+    plot = pytest.importorskip("jchop.plot")
+    found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))
+    bars, lines = found.plot(title="Drift").axes
+    assert len(bars.patches) == len(found.rows)
+    assert [patch.get_width() for patch in bars.patches] == pytest.approx([row.contribution for row in found.rows])
+    assert len(lines.lines) == 1 + sum(len(row.turns) > 1 for row in found.rows)
+    few = plot.blame(found, most=1).axes[0]
+    assert few.patches[1].get_width() == pytest.approx(sum(row.contribution for row in found.rows[1:]))
+    with pytest.raises(TypeError, match=r"must be a result of jchop\.blame"):
+        plot.blame(BlameRow)  # type: ignore[arg-type]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_checked() -> None:
+    low = jc.emulate(jnp.sin, "e4m3")
+    with pytest.raises(TypeError, match=r"low=.* must be a function that jchop\.emulate returned"):
+        jc.blame(jnp.sin, 1.0)
+    with pytest.raises(TypeError, match="output='sum' must be a function of the result, or None"):
+        jc.blame(low, 1.0, output="sum")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must give a real number"):
+        jc.blame(low, jnp.ones(3), output=jnp.cos)
+    with pytest.raises(ValueError, match="max_turns=0"):
+        jc.blame(low, 1.0, max_turns=0)
+    with pytest.raises(TypeError, match="call it outside of"):
+        jax.jit(lambda x: jc.blame(low, x))(1.0)
+    with pytest.raises(ValueError, match="key=None"):
+        jc.blame(jc.emulate(jnp.sin, "e4m3:stochastic"), 1.0)
+    with pytest.raises(ValueError, match="no number"):
+        jc.blame(jc.emulate(lambda x: x > 1, "e4m3"), 1.0)
+
+
+@pytest.mark.parametrize("output", [None, jnp.sum])
+def test_an_overflow_has_no_parts(output: Any) -> None:
+    with pytest.raises(ValueError, match=r"the output is not finite.*stop_at='overflow'"):
+        jc.blame(jc.emulate(lambda x: x * 200, "e4m3"), jnp.array([1.0, 2.0]), output=output)
