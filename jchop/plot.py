@@ -410,8 +410,9 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
+        >>> from jchop import plot
         >>> found = jc.blame(jc.emulate(lambda x: jnp.sum(x * x), "e4m3"), jnp.array([1.1, 2.3]))
-        >>> len(found.plot().axes[0].patches) == len(found.rows)
+        >>> len(plot.blame(found).axes[0].patches) == len(found.rows)
         True
     """
     require_extra("jchop.plot", "plot", ("matplotlib",))

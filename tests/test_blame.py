@@ -210,7 +210,7 @@ def test_a_method_is_a_function() -> None:
 def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
     plot = pytest.importorskip("jchop.plot")
     found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))
-    bars, lines = found.plot(title="Drift").axes
+    bars, lines = plot.blame(found, title="Drift").axes
     assert len(bars.patches) == len(found.rows)
     assert [patch.get_width() for patch in bars.patches] == pytest.approx([row.contribution for row in found.rows])
     assert len(lines.lines) == 1 + sum(len(row.turns) > 1 for row in found.rows)

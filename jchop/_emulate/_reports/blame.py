@@ -114,12 +114,6 @@ class Blame(Tables):
         """The rows by column, as a data frame takes them."""
         return {f.name: [getattr(row, f.name) for row in self.rows] for f in fields(BlameRow)}
 
-    def plot(self, *, title: str = "Where the error comes from") -> Any:
-        """`jchop.plot.blame` of it."""
-        from jchop import plot
-
-        return plot.blame(self, title=title)
-
     def _parts(self) -> Iterator[Part]:
         head = ("scope", "primitive", "spec", "equations", "rms", "contribution", "share", "source")
         yield [head, *map(_cells, self.rows)]
@@ -164,7 +158,7 @@ def blame(
         **kwargs: keyword arguments of the function.
 
     Returns:
-        A `Blame`; its ``str`` is a table, ``columns()`` its columns, ``plot()`` a figure.
+        A `Blame`; its ``str`` is a table, ``columns()`` its columns, ``jchop.plot.blame(it)`` a figure.
 
     Raises:
         TypeError: for a function that `emulate` did not make, traced arguments, or an `output` that gives no number.
