@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import jax
 import numpy as np
@@ -84,7 +84,7 @@ def _prime_of(order: int) -> int:
     return 0
 
 
-@cache
+@lru_cache(maxsize=32)
 def _paley(order: int) -> np.ndarray:
     """Paley's matrix, by the squares modulo a prime."""
     q = _prime_of(order)
