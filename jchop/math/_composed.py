@@ -14,6 +14,7 @@ from jchop._checks import check_bool, check_int
 from jchop._core.arithmetic.operations import check_operation, widened
 from jchop._core.arithmetic.ranges import carrier_range, range_of
 from jchop._core.rounding.grid import require_carrier
+from jchop._kernels.settled import settled
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.math._extrema import in_order
@@ -249,7 +250,8 @@ def _interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array
     x, xp, fp = given["x"], given["xp"], given["fp"]
     order, nodes = in_order(x, zeros_equal=True), in_order(xp, zeros_equal=True)
     # Places among the nodes are found by bits, since a device may read subnormal numbers as zero.
-    i = jnp.clip(jnp.searchsorted(nodes, order, side="right") - 1, 0, xp.shape[0] - 1)
+    # Quirk `long_fusion_compiled_for_minutes`: the search is read by every operand of the quotient.
+    i = settled(jnp.clip(jnp.searchsorted(nodes, order, side="right") - 1, 0, xp.shape[0] - 1))
     following = jnp.minimum(i + 1, xp.shape[0] - 1)
     is_node = (order == nodes[i]) | (following == i)
     d = exactly("sub", (x, xp[i]), spec, keys["d"])

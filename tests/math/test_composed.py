@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,6 +153,18 @@ def test_interpolation(text: str) -> None:
     want = np.where(x < xp[0], left, np.where(x > xp[-1], right, want)).astype(np.float32)
     nodes, values = f32([-2, -0.7, 0.1, 1.9]), f32([1, -3, 0.4, 2])
     same(jc.math.interp(given, nodes, values, text, KEY, left=7.3, right=-7.3), want)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+def test_interpolation_in_float64_is_compiled_in_seconds() -> None:
+    """Fused with the search, the quotient of float64 takes XLA hours (`long_fusion_compiled_for_minutes`)."""
+    lowered = jax.jit(lambda x, xp, fp: jc.math.interp(x, xp, fp, "bfloat16:stochastic", KEY)).lower(
+        np.full((3, 32), 0.3), np.arange(3.0), np.arange(3.0)
+    )
+    start = time.process_time()
+    lowered.compile()
+    assert time.process_time() - start < 60
 
 
 def test_interpolation_at_the_ends_and_between_equal_nodes() -> None:
