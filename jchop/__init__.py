@@ -11,7 +11,7 @@ from jchop import formats, math, storage
 from jchop._attention.attention import dot_product_attention
 from jchop._attention.kv_cache import KVCache
 from jchop._compare import Comparison, compare
-from jchop._emulate import Blame, blame, emulate
+from jchop._emulate import Blame, SignificantDigits, blame, emulate, significant_digits
 from jchop._finfo import finfo
 from jchop._products.dots import dot, einsum, ragged_dot
 from jchop._products.quantize_fn import quantize_fn
@@ -115,6 +115,7 @@ __all__ = [
     "Rule",
     "ScaledFormat",
     "Scales",
+    "SignificantDigits",
     "Spec",
     "bfloat16",
     "bfp",
@@ -169,6 +170,7 @@ __all__ = [
     "round_file",
     "round_to_format",
     "save_safetensors",
+    "significant_digits",
     "storage",
     "tf32",
     "to_qwix",

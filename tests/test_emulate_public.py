@@ -77,6 +77,9 @@ TOP: dict[str, Row] = {
     "load_safetensors": Row(lambda: jc.load_safetensors(Path("none.safetensors")), (), error=r"none\.safetensors"),
     "round_file": Row(lambda: jc.round_file("none.npy", "never.npy", "e5m2"), (), error=r"none\.npy"),
     "compare": Row(jc.compare, error="x is traced: compare looks at numbers"),
+    "significant_digits": Row(
+        lambda x: jc.significant_digits(jnp.sin, x, key=KEY), error="significant_digits needs arguments that are not"
+    ),
     "blame": Row(lambda x: jc.blame(jc.emulate(jnp.sin, OWN), x), error="blame needs arguments that are not traced"),
     "to_qwix": Row(lambda x: jc.to_qwix(stored(x)), error="to_qwix|never"),
     "from_qwix": Row(lambda x: jc.from_qwix(x), error="from_qwix|WithAux"),

@@ -8,11 +8,23 @@ from typing import Any, Protocol, cast, overload
 from jchop._emulate._emulate import Emulated
 from jchop._emulate._emulate import emulate as _emulate
 from jchop._emulate._reports.blame import Blame, BlameRow, blame
+from jchop._emulate._reports.digits import Instability, SignificantDigits, significant_digits
 from jchop._emulate._reports.report import Event, Report, Row, report
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
-__all__ = ["Blame", "BlameRow", "Event", "Report", "Row", "blame", "emulate"]
+__all__ = [
+    "Blame",
+    "BlameRow",
+    "Event",
+    "Instability",
+    "Report",
+    "Row",
+    "SignificantDigits",
+    "blame",
+    "emulate",
+    "significant_digits",
+]
 
 
 class _Face(Protocol):

@@ -25,7 +25,7 @@ from jchop._program.step import CALLS, Plan, carry_count
 from jchop._program.stopped import text_of_stop
 from jchop.formats import FloatFormat
 
-__all__ = ["ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError"]
+__all__ = ["ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError", "is_unchanged", "note_of_stop", "turn_of"]
 
 #: A value of the emulated program, and the reference's value for it.
 Pair = tuple[Any, Any]
@@ -177,7 +177,7 @@ class Beside:
     # -- equations that hold programs ----------------------------------------------------------------------------------
 
     def _call(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
-        return self.run(step.inner[0], _turn(seeds, step.number), args)
+        return self.run(step.inner[0], turn_of(seeds, step.number), args)
 
     def _solve(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         lengths = step.eqn.params["const_lengths"]
@@ -186,7 +186,7 @@ class Beside:
 
     def _cond(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         index = min(max(int(args[0][0]), 0), len(step.inner) - 1)
-        return self.run(step.inner[index], _turn(seeds, step.number + index), args[1:])
+        return self.run(step.inner[index], turn_of(seeds, step.number + index), args[1:])
 
     def _scan(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         params = step.eqn.params
@@ -198,7 +198,7 @@ class Beside:
         for turn, k in enumerate(reversed(order) if params["reverse"] else order):
             self.turn = (*outer, turn)
             row = [self.row(x, k) for x in xs]
-            out = self.run(step.inner[0], _turn(seeds, step.number, turn), [*fixed, *carry, *row])
+            out = self.run(step.inner[0], turn_of(seeds, step.number, turn), [*fixed, *carry, *row])
             carry, ys = out[:carried], out[carried:]
             each.append(ys)
         self.turn = outer
@@ -214,35 +214,38 @@ class Beside:
         draws = seeds is not None or bool(step.eqn.effects)
         while True:
             self.turn = (*outer, turn)
-            active = active & self.run(step.inner[0], _turn(seeds, step.number, turn), [*first, *carry])[0][0]
+            active = active & self.run(step.inner[0], turn_of(seeds, step.number, turn), [*first, *carry])[0][0]
             if not bool(jnp.any(active)):
                 break
             if turn >= self.max_turns:
                 why = f"after max_turns={turn} turns"
-                self._note_stop(step, why, _turn(seeds, step.number, turn), [*first, *carry])
+                inside = turn_of(seeds, step.number, turn)
+                self.notes.append(note_of_stop(self.runner, step, why, inside, [pair[0] for pair in (*first, *carry)]))
                 break
-            out = self.run(step.inner[1], _turn(seeds, step.number + 1, turn), [*fixed, *carry])
+            out = self.run(step.inner[1], turn_of(seeds, step.number + 1, turn), [*fixed, *carry])
             new = [self.chosen(active, one, two) for one, two in zip(out, carry, strict=True)]
             turn += 1
-            if not draws and all(_is_same(one[0], two[0]) for one, two in zip(new, carry, strict=True)):
+            if not draws and all(is_unchanged(one[0], two[0]) for one, two in zip(new, carry, strict=True)):
                 why = f"after {turn} turns, as its values no longer change and it would never end"
-                self._note_stop(step, why, None, [*first, *carry])
+                self.notes.append(note_of_stop(self.runner, step, why, None, [pair[0] for pair in (*first, *carry)]))
                 break
             carry = new
         self.turn = outer
         return carry
 
-    def _note_stop(self, step: Step, why: str, seeds: Seeds | None, args: list[Pair]) -> None:
-        compared, goes_on = watch(self.runner, step.inner[0], seeds, [pair[0] for pair in args])
-        steps, operands = [one for one, _ in compared], [values for _, values in compared]
-        self.notes.append(text_of_stop(step, steps, why, goes_on, operands))
+
+def note_of_stop(runner: Emulation, step: Step, why: str, seeds: Seeds | None, args: list[Any]) -> str:
+    """A sentence about a `while` loop that is stopped, with its line and the numbers compared."""
+    compared, goes_on = watch(runner, step.inner[0], seeds, args)
+    return text_of_stop(step, [one for one, _ in compared], why, goes_on, [values for _, values in compared])
 
 
-def _turn(seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
+def turn_of(seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
+    """The seeds of one turn of a program inside an equation."""
     return None if seeds is None else seeds.turn(number, turn)
 
 
-def _is_same(one: Any, two: Any) -> bool:
+def is_unchanged(one: Any, two: Any) -> bool:
     """Whether two values have the same bits."""
     if jnp.issubdtype(one.dtype, jax.dtypes.extended):
         one, two = jax.random.key_data(one), jax.random.key_data(two)

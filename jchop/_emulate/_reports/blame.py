@@ -19,8 +19,9 @@ from jchop._checks import check_int
 from jchop._emulate._emulate import Emulated, enter, seeds_of
 from jchop._emulate._known import is_number
 from jchop._emulate._reports.beside import Pair
+from jchop._emulate._reports.places import MOST_TURNS, home, label_of, spec_of, walk
 from jchop._emulate._reports.reference import Carrier
-from jchop._emulate._reports.report import MOST_TURNS, home, label_of, names_of, spec_of, walk
+from jchop._emulate._reports.report import names_of
 from jchop._emulate._reports.tape import Share, Tape
 from jchop._emulate._step import Step
 from jchop._emulate._trace import Program, trace
@@ -190,7 +191,7 @@ def blame(
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
-    rows = [*_given_rows(shares, str(low.settings.spec), home(low, outer), error), *_rows(steps, shares, error)]
+    rows = [*_given_rows(shares, str(low.settings.spec), home(low.fun, outer), error), *_rows(steps, shares, error)]
     rows.sort(key=lambda row: -abs(row.contribution))
     unexplained = error - math.fsum(row.contribution for row in rows)
     return Blame(tuple(rows), error, value, reference, unexplained, tuple(dict.fromkeys(tape.notes)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -21,21 +20,19 @@ from jchop._emulate._emulate import Emulated, enter, seeds_of
 from jchop._emulate._known import is_number
 from jchop._emulate._reports.beside import SILENT, Beside, StoppedError
 from jchop._emulate._reports.measure import EVENTS, Event, Measure
+from jchop._emulate._reports.places import MOST_TURNS, home, label_of, spec_of, text_of_event, walk
 from jchop._emulate._reports.reference import make_reference
 from jchop._emulate._step import Step
 from jchop._emulate._trace import Program, is_moved, trace
 from jchop._program.control import as_jax
-from jchop._program.source import here, is_library, source_of
-from jchop._program.step import Plan
+from jchop._program.source import here
 from jchop._text import Part, Tables
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
-__all__ = ["MOST_TURNS", "Event", "Report", "Row", "home", "label_of", "names_of", "report", "spec_of", "walk"]
+__all__ = ["Event", "Report", "Row", "names_of", "report"]
 
 Array = jax.Array
-#: The default limit of turns of a `while` loop in a report.
-MOST_TURNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,7 @@ def report(
     try:
         _run(fun, program, beside, given, names_of(args, kwargs), key)
     except StoppedError as stop:
-        stopped = _text_of(stop, steps, home(fun, outer))
+        stopped = text_of_event(stop, program.plan, outer, home(fun.fun, outer))
     for note in dict.fromkeys(beside.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     notes = (*dict.fromkeys(beside.notes), *_notes(steps, beside), *_left_wide(steps))
@@ -286,7 +283,7 @@ def _run(
     names = (*names, *("constant" for _ in program.plan.consts))
     for name, x, whole, rounds in zip(names, (*low, *constants), every, program.rounds, strict=True):
         if rounds or (hasattr(x, "dtype") and is_number(x)):
-            row = Row("", name, str(spec) if rounds else "carrier", "", 1, int(np.size(x)), home(fun, here()))
+            row = Row("", name, str(spec) if rounds else "carrier", "", 1, int(np.size(x)), home(fun.fun, here()))
             try:
                 seen = beside.entered(name, x, whole)
             except StoppedError as stop:
@@ -306,21 +303,6 @@ def names_of(args: Any, kwargs: Any) -> list[str]:
     return [f"argument {jax.tree_util.keystr(path[1:])}" for path in moved]
 
 
-def home(fun: Emulated, otherwise: str) -> str:
-    """The first line of the function, if it is a Python function outside of libraries; else `otherwise`."""
-    code = getattr(inspect.unwrap(fun.fun), "__code__", None)
-    if code is None or is_library(code.co_filename):
-        return otherwise
-    return f"{code.co_filename}:{code.co_firstlineno}"
-
-
-def _text_of(stop: StoppedError, steps: Sequence[tuple[Step, int, str]], home: str) -> str:
-    """A sentence about the event that ended a run, with its place."""
-    source = next((source for step, _, source in steps if step is stop.step), home)
-    scope = f" in scope {stop.step.scope!r}" if stop.step is not None and stop.step.scope else ""
-    return f"stopped at the first {stop.what}: {stop.facts} ({stop.event}) at {source}{scope}"
-
-
 def _notes(steps: Sequence[tuple[Step, int, str]], beside: Beside) -> Iterator[str]:
     if any(step.name == "while" for step, _, _ in steps):
         yield f"while loops make at most {beside.max_turns} turns in this report (max_turns)"
@@ -338,20 +320,6 @@ def _left_wide(steps: Sequence[tuple[Step, int, str]]) -> Iterator[str]:
         yield f"left in the carrier: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
 
 
-def spec_of(step: Step) -> str:
-    return "carrier" if step.choice.spec is None or step.kind == "carrier" else str(step.choice.spec)
-
-
-def walk(plan: Plan, times: int, outer: str) -> Iterator[tuple[Step, int, str]]:
-    """The steps, the number of their runs, and their sources; `outer` is the source of the enclosing call."""
-    for step in plan.steps:
-        source = source_of(step.eqn.source_info, outer)
-        yield step, times, source
-        turns = step.eqn.params["length"] if step.name == "scan" else 1
-        for inner in step.inner:
-            yield from walk(inner, times * turns, source)
-
-
 def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> Iterator[Row]:
     groups: dict[tuple[str, str, str, str, str], list[tuple[Step, int]]] = {}
     for step, times, source in steps:
@@ -366,13 +334,6 @@ def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> 
         for step, _ in members:
             seen.add(found.get(id(step)))
         yield Row(scope, name, spec, sums, len(members), results, source, **seen.facts())
-
-
-def label_of(step: Step) -> str:
-    """The primitive's name; ``"jchop"`` for a function of jchop; the function's name for a call of `jax.random`."""
-    if step.kind == "result":
-        return "jchop"
-    return step.eqn.params.get("name", step.name) if step.draw is not None else step.name
 
 
 def _size(step: Step) -> int:

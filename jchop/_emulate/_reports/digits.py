@@ -1,0 +1,453 @@
+"""`jchop.significant_digits`: the decimal digits of a result that rounding errors leave."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from types import MethodType
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jchop._arguments import check_key
+from jchop._checks import check_int
+from jchop._emulate._emulate import Emulated, enter, seeds_of
+from jchop._emulate._interpret import Emulation, with_rounded_operands
+from jchop._emulate._known import is_float, is_number
+from jchop._emulate._reports.beside import note_of_stop, turn_of
+from jchop._emulate._reports.places import MOST_TURNS, label_of, walk
+from jchop._emulate._rules import EXACT, make_settings
+from jchop._emulate._step import Step
+from jchop._emulate._trace import trace
+from jchop._program.bind import constant_of
+from jchop._program.control import as_jax, where_active
+from jchop._program.seeds import Seeds
+from jchop._program.source import here
+from jchop._program.step import CALLS, Plan, carry_count
+from jchop._program.stopped import COMPARISONS
+from jchop._text import Part, Tables
+from jchop.formats import ElementFormat, FloatFormat
+from jchop.spec import Spec
+
+__all__ = ["Instability", "SignificantDigits", "significant_digits"]
+
+Array = jax.Array
+#: A value in every sample.
+Many = list[Any]
+#: A sum or difference that loses this many digits counts as a cancellation, as in CADNA.
+_CANCELLED = 4.0
+_DEFAULT = "binary32:stochastic"
+
+
+@dataclass(frozen=True)
+class Instability:
+    """Operations of one kind and line of source whose operands or outcomes have too few digits.
+
+    Args:
+        kind: ``"branching"``, comparisons with different outcomes in different samples; ``"cancellation"``, sums and
+            differences that have at least four digits fewer than their operands; ``"division"``, quotients with a
+            divisor of less than one digit.
+        count: the number of such results, in all turns of loops.
+        primitive: the name of the primitive.
+        scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
+        source: file and line, as in `jchop.emulate.report`.
+    """
+
+    kind: str
+    count: int
+    primitive: str
+    scope: str
+    source: str
+
+    @property
+    def place(self) -> str:
+        """The source without its folders: ``"model.py:12"``."""
+        return os.path.basename(self.source)
+
+
+@dataclass(frozen=True)
+class SignificantDigits(Tables):
+    """The result of `jchop.significant_digits`; its ``str`` is a table.
+
+    Args:
+        digits: for each number of the result, its significant decimal digits, from 0 to `most`, as NumPy float64 in
+            the tree of the result; below 1 no digit can be trusted. None for a leaf without numbers.
+        mean: the means of the samples, in the same tree.
+        spread: their standard deviations.
+        most: the digits of the format, p·log10(2) for p significant bits.
+        samples: the number of samples.
+        instabilities: operations that explain a loss, the largest count first.
+        notes: sentences about stopped loops.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> found = jc.significant_digits(lambda x: (x + 1e6) - 1e6, 0.1, key=jax.random.key(0))
+        >>> found.worst < 2, [row.kind for row in found.instabilities]
+        (True, ['cancellation'])
+    """
+
+    digits: Any
+    mean: Any
+    spread: Any
+    most: float
+    samples: int
+    instabilities: tuple[Instability, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    _align = "<><<<"
+
+    @property
+    def worst(self) -> float:
+        """The fewest digits of any number; NaN if there is none."""
+        return min((float(np.min(x)) for x in jax.tree.leaves(self.digits) if x.size), default=math.nan)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data for JSON; leaves of the result by path."""
+
+        def listed(tree: Any) -> dict[str, Any]:
+            leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+            return {jax.tree_util.keystr(path): _strict(np.asarray(x).tolist()) for path, x in leaves}
+
+        out = {name: listed(getattr(self, name)) for name in ("digits", "mean", "spread")}
+        rows = [{f.name: getattr(row, f.name) for f in fields(row)} for row in self.instabilities]
+        return {**out, "most": self.most, "samples": self.samples, "instabilities": rows, "notes": list(self.notes)}
+
+    def _parts(self) -> Iterator[Part]:
+        every = [np.ravel(x) for x in jax.tree.leaves(self.digits)]
+        numbers = np.concatenate(every) if every else np.zeros(0)
+        if numbers.size == 1:
+            yield f"significant digits: {_text(numbers[0])} of {self.most:.1f} ({self.samples} samples)"
+        elif numbers.size:
+            worst, middle = _text(float(np.min(numbers))), _text(float(np.median(numbers)))
+            none = int(np.sum(numbers < 1))
+            yield f"significant digits of {numbers.size} numbers: worst {worst}, median {middle} of {self.most:.1f}"
+            yield f"{none} numbers have none ({self.samples} samples)"
+        if self.instabilities:
+            rows = [(r.kind, str(r.count), r.primitive, r.scope, r.place) for r in self.instabilities]
+            yield [("unstable", "count", "primitive", "scope", "source"), *rows]
+        yield from self.notes
+
+
+def _text(digits: float) -> str:
+    return "none" if digits < 1 else f"{digits:.1f}"
+
+
+def _strict(value: Any) -> Any:
+    """A value whose numbers that are not finite are None; a complex number is the list of its parts."""
+    if isinstance(value, list):
+        return [_strict(x) for x in value]
+    if isinstance(value, complex):
+        return [_strict(value.real), _strict(value.imag)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def significant_digits(
+    fun: Callable[..., Any],
+    *args: Any,
+    key: Array,
+    samples: int = 3,
+    spec: Spec | ElementFormat | str | None = None,
+    confidence: float = 0.95,
+    max_turns: int = MOST_TURNS,
+    **kwargs: Any,
+) -> SignificantDigits:
+    """The significant decimal digits of the result of a program, from runs with random roundings.
+
+    The program runs `samples` times with stochastic rounding, each time with other draws. Let m be the mean and s the
+    standard deviation of N samples. Then log10(√N·abs(m) / (τ·s)) digits are common to the samples and the exact
+    result, with the given confidence. τ is the quantile of Student's distribution with N - 1 degrees of freedom: 4.303
+    for N = 3 and 0.95. The method is CESTAC (J. Vignes, "Discrete stochastic arithmetic for validating results of
+    numerical software", Numerical Algorithms 37, 2004). It assumes that the rounding errors are small against the
+    values. Read less than one digit as none, and look at `instabilities`. A bias that all samples share, such as the
+    truncation error of a method, is not seen.
+
+    Every sample takes its own branches and turns of loops. The operations run one after the other, outside of
+    `jax.jit`. Inside `jax.shard_map` no instability is counted.
+
+    Args:
+        fun: a function that JAX can trace. It runs in float64 with every operation rounded to `spec`; its float
+            arguments are converted to float64. Or a function from `jchop.emulate` with stochastic rounding, which keeps
+            its carrier and rules.
+        *args: its arguments.
+        key: a typed key. Sample i of a function from `emulate` is ``fun(*args, key=jax.random.fold_in(key, i))``.
+        samples: the number of runs, at least 2. More samples give a sharper estimate.
+        spec: a stochastic rounding. Default None: ``"binary32:stochastic"``; for a function from `emulate`, its own.
+        confidence: the probability, between 0 and 1.
+        max_turns: the most turns of a `while` loop. A stopped loop has a note and a `RuntimeWarning`.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        A `SignificantDigits`.
+
+    Raises:
+        TypeError: for an argument of another type, or traced arguments.
+        ValueError: for a spec without draws, fewer than 2 samples, or a confidence outside of (0, 1).
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> found = jc.significant_digits(lambda x: x / 3, 1.0, key=jax.random.key(0))
+        >>> bool(found.digits > 6), round(found.most, 2)
+        (True, 7.22)
+    """
+    check_key("key", key)
+    samples = check_int("samples", samples, 2, 1 << 16)
+    max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
+    if not isinstance(confidence, int | float) or not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence!r} must be a number between 0 and 1")
+    if isinstance(fun, MethodType) and isinstance(fun.__func__, Emulated):
+        fun, args = fun.__func__, (fun.__self__, *args)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        raise TypeError("significant_digits needs arguments that are not traced: call it outside of jax.jit")
+    if isinstance(fun, Emulated):
+        if spec is not None:
+            raise ValueError(f"spec={spec!r}: a function from emulate has its own arithmetic; leave spec out")
+        return _digits(fun, args, kwargs, key, samples, float(confidence), max_turns)
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function")
+    low = Emulated(fun, make_settings(_DEFAULT if spec is None else spec, None, None, "raise"), None)
+    with jax.enable_x64(True):
+        args, kwargs = jax.tree.map(_in_float64, (args, kwargs))
+        return _digits(low, args, kwargs, key, samples, float(confidence), max_turns)
+
+
+def _in_float64(x: Any) -> Any:
+    if not isinstance(x, Array | np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(x) else np.float64)
+
+
+def _digits(
+    low: Emulated, args: Any, kwargs: Any, key: Array, samples: int, confidence: float, max_turns: int
+) -> SignificantDigits:
+    settings = low.settings
+    if not settings.stochastic:
+        raise ValueError(f"spec={str(settings.spec)!r} rounds to one value; a stochastic spec is needed")
+    fmt = None if settings.spec is None else settings.spec.format
+    bits = fmt.precision if isinstance(fmt, FloatFormat) else 53
+    measure = _Measure.of(samples, confidence, bits * math.log10(2))
+    program = trace(low.fun, settings, args, kwargs)
+    seeds = [seeds_of(settings, jax.random.fold_in(key, i)) for i in range(samples)]
+    entered = [enter(program, settings.spec, one) for one in seeds]
+    values, constants = ([list(many) for many in zip(*(e[i] for e in entered), strict=True)] for i in (0, 1))
+    outer = here()
+    run = _Samples(measure, max_turns)
+    results = run.run(program.plan, [e[2] for e in entered], values, constants)
+    for note in dict.fromkeys(run.notes):
+        warnings.warn(note, RuntimeWarning, stacklevel=3)
+    facts = [measure.facts(many) if is_number(jax.typeof(many[0])) else (None, None, None) for many in results]
+    digits, mean, spread = (jax.tree.unflatten(program.tree, [fact[i] for fact in facts]) for i in range(3))
+    rows = tuple(_rows(walk(program.plan, 1, outer), run.found))
+    return SignificantDigits(digits, mean, spread, measure.most, samples, rows, tuple(dict.fromkeys(run.notes)))
+
+
+def _rows(steps: Any, found: dict[tuple[int, str], int]) -> list[Instability]:
+    by_id = {id(step): (step, source) for step, _, source in steps}
+    groups: dict[tuple[str, str, str, str], int] = {}
+    for (number, kind), count in found.items():
+        step, source = by_id[number]
+        group = kind, label_of(step), step.scope, source
+        groups[group] = groups.get(group, 0) + count
+    rows = [Instability(kind, count, name, scope, source) for (kind, name, scope, source), count in groups.items()]
+    return sorted(rows, key=lambda row: -row.count)
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """The digits of samples: `factor` is √N / τ, `most` the digits of the format."""
+
+    factor: float
+    most: float
+
+    @classmethod
+    def of(cls, samples: int, confidence: float, most: float) -> _Measure:
+        from scipy.special import stdtrit  # of JAX's own dependencies
+
+        return cls(math.sqrt(samples) / float(stdtrit(samples - 1, (1 + confidence) / 2)), most)
+
+    def facts(self, many: Many) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The digits, mean and standard deviation of samples; a complex number has the digits of its worse part."""
+        every = np.stack([np.asarray(x) for x in many])
+        if np.iscomplexobj(every):
+            real, imaginary = (self.facts(list(part)) for part in (every.real, every.imag))
+            spread = np.hypot(real[2], imaginary[2])
+            return np.minimum(real[0], imaginary[0]), real[1] + 1j * imaginary[1], spread
+        every = every.astype(np.float64)
+        with np.errstate(all="ignore"):
+            moved = every - every[0]  # equal samples have a spread of exactly zero
+            mean, spread = every[0] + moved.mean(0), moved.std(0, ddof=1)
+            found = np.log10(self.factor * np.abs(mean) / spread)
+        found = np.clip(np.where(spread == 0, self.most, found), 0, self.most)
+        return np.where(np.all(np.isfinite(every), axis=0), found, 0.0), mean, spread
+
+
+@dataclass
+class _Samples:
+    """A run of a program in several samples at once, each with its own branches and turns of loops."""
+
+    measure: _Measure
+    max_turns: int
+    found: dict[tuple[int, str], int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.runner = Emulation(self.max_turns)
+
+    def run(
+        self, plan: Plan, seeds: Sequence[Seeds | None], args: Sequence[Many], constants: Sequence[Many] | None = None
+    ) -> list[Many]:
+        """The results of a plan, each in every sample."""
+        count = len(seeds)
+        consts = [[x] * count for x in plan.consts] if constants is None else constants
+        env: dict[Any, Many] = dict(zip(plan.jaxpr.constvars, consts, strict=True))
+        env.update(zip(plan.jaxpr.invars, args, strict=True))
+
+        def read(v: Any) -> Many:
+            return [constant_of(v)] * count if isinstance(v, Literal) else env[v]
+
+        for step in plan.steps:
+            with step.eqn.ctx.manager:
+                out = self._step(step, seeds, [read(v) for v in step.eqn.invars])
+            env.update(zip(step.eqn.outvars, out, strict=True))
+        return [read(v) for v in plan.jaxpr.outvars]
+
+    def _step(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
+        each = [[many[i] for many in args] for i in range(len(seeds))]
+        walk = _WALKS.get(step.name, _Samples._call if step.inner else None) if step.kind == "control" else None
+        if walk is not None:
+            each = [with_rounded_operands(step, one, x) for one, x in zip(seeds, each, strict=True)]
+            return walk(self, step, seeds, _turned(each, len(args)))
+        run = self.runner.control if step.kind == "control" else self.runner.run
+        results = _turned([run(step, one, x) for one, x in zip(seeds, each, strict=True)], len(step.eqn.outvars))
+        if len(seeds) > 1 and step.kind != "control":
+            self._look(step, seeds, each, results)
+        return results
+
+    def _look(self, step: Step, seeds: Sequence[Seeds | None], each: list[list[Any]], results: list[Many]) -> None:
+        """Counts the instabilities of one equation."""
+        if step.name in COMPARISONS:
+            outcomes = np.stack([np.asarray(x) for x in results[0]])
+            self._count(step, "branching", np.any(outcomes != outcomes[0], axis=0))
+            return
+        name = EXACT.get(step.name)
+        if name not in ("add", "sub", "div") or step.choice.spec is None or not is_float(step.eqn.outvars[0].aval):
+            return
+        taken = [self.runner.taken(step, one, x) for one, x in zip(seeds, each, strict=True)]
+        before = [self.measure.facts(many)[0] for many in _turned(taken, 2)]
+        if name == "div":
+            unstable = np.broadcast_to(before[1] < 1, step.eqn.outvars[0].aval.shape)
+            self._count(step, "division", unstable)
+            return
+        after = self.measure.facts(results[0])[0]
+        self._count(step, "cancellation", np.minimum(*before) - after >= _CANCELLED)
+
+    def _count(self, step: Step, kind: str, unstable: np.ndarray) -> None:
+        count = int(np.sum(unstable))
+        if count:
+            self.found[id(step), kind] = self.found.get((id(step), kind), 0) + count
+
+    # -- equations that hold programs ----------------------------------------------------------------------------------
+
+    def _call(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
+        return self.run(step.inner[0], _inside(seeds, step.number), args)
+
+    def _solve(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
+        lengths = step.eqn.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        return self._call(step, seeds, [*args[first : first + lengths.solve], *args[sum(lengths) :]])
+
+    def _cond(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
+        last = len(step.inner) - 1
+        chosen = [min(max(int(x), 0), last) for x in args[0]]
+        out: list[Many] = [[None] * len(seeds) for _ in step.eqn.outvars]
+        for index in sorted(set(chosen)):
+            who = [i for i, x in enumerate(chosen) if x == index]
+            inside = _inside(_of(seeds, who), step.number + index)
+            _put(out, who, self.run(step.inner[index], inside, [_of(many, who) for many in args[1:]]))
+        return out
+
+    def _scan(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
+        params = step.eqn.params
+        consts, carried = carry_count(params)
+        fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
+        order = range(params["length"])
+        turns: list[list[Many]] = []
+        for turn, k in enumerate(reversed(order) if params["reverse"] else order):
+            row = [[x[k] for x in many] for many in xs]
+            out = self.run(step.inner[0], _inside(seeds, step.number, turn), [*fixed, *carry, *row])
+            carry = out[:carried]
+            turns.append(out[carried:])
+        if params["reverse"]:
+            turns.reverse()
+
+        def stacked(i: int, aval: Any) -> Many:
+            if not turns:
+                return [jnp.zeros(aval.shape, aval.dtype)] * len(seeds)
+            return [jnp.stack([ys[i][s] for ys in turns]) for s in range(len(seeds))]
+
+        return [*carry, *(stacked(i, v.aval) for i, v in enumerate(step.eqn.outvars[carried:]))]
+
+    def _while(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
+        test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
+        first, fixed, carry = args[:test], args[test : test + body], [list(many) for many in args[test + body :]]
+        who, active = list(range(len(seeds))), [jnp.asarray(True)] * len(seeds)
+        turn = 0
+        while who:
+            here = _of(seeds, who)
+            now = [_of(many, who) for many in carry]
+            tested = self.run(step.inner[0], _inside(here, step.number, turn), [*(_of(x, who) for x in first), *now])[0]
+            for i, one in zip(who, tested, strict=True):
+                active[i] = active[i] & one
+            who = [i for i in who if bool(jnp.any(active[i]))]
+            if not who:
+                break
+            here, now = _of(seeds, who), [_of(many, who) for many in carry]
+            if turn >= self.max_turns:
+                given = [many[who[0]] for many in (*first, *carry)]
+                inside = turn_of(seeds[who[0]], step.number, turn)
+                why = f"after max_turns={turn} turns"
+                self.notes.append(note_of_stop(self.runner, step, why, inside, given))
+                break
+            out = self.run(step.inner[1], _inside(here, step.number + 1, turn), [*(_of(x, who) for x in fixed), *now])
+            new = [
+                [where_active(active[i], as_jax(x), y) for i, x, y in zip(who, *pair, strict=True)]
+                for pair in zip(out, now, strict=True)
+            ]
+            turn += 1
+            _put(carry, who, new)
+        return carry
+
+
+def _turned(each: Sequence[Sequence[Any]], count: int) -> list[Many]:
+    """Values by sample as samples by value."""
+    return [[values[i] for values in each] for i in range(count)]
+
+
+def _of(many: Sequence[Any], who: Sequence[int]) -> Many:
+    return [many[i] for i in who]
+
+
+def _put(into: list[Many], who: Sequence[int], values: list[Many]) -> None:
+    for many, new in zip(into, values, strict=True):
+        for i, x in zip(who, new, strict=True):
+            many[i] = x
+
+
+def _inside(seeds: Sequence[Seeds | None], number: int, turn: int = 0) -> list[Seeds | None]:
+    return [turn_of(one, number, turn) for one in seeds]
+
+
+_WALKS = {
+    **{name: _Samples._call for name in CALLS if name != "shard_map"},
+    "custom_linear_solve": _Samples._solve,
+    "cond": _Samples._cond,
+    "scan": _Samples._scan,
+    "while": _Samples._while,
+    "shard_map": None,
+}

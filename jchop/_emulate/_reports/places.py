@@ -1,0 +1,53 @@
+"""Places in the source of emulated programs, and sentences about them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from jchop._emulate._reports.beside import StoppedError
+from jchop._emulate._step import Step
+from jchop._program.source import is_library, source_of
+from jchop._program.step import Plan
+
+__all__ = ["MOST_TURNS", "home", "label_of", "spec_of", "text_of_event", "walk"]
+
+#: The default limit of turns of a `while` loop in a report.
+MOST_TURNS = 10_000
+
+
+def home(fun: Any, otherwise: str) -> str:
+    """The first line of the function, if it is a Python function outside of libraries; else `otherwise`."""
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    if code is None or is_library(code.co_filename):
+        return otherwise
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def text_of_event(stop: StoppedError, plan: Plan, outer: str, home: str) -> str:
+    """A sentence about the event that ended a run, with its place."""
+    source = next((source for step, _, source in walk(plan, 1, outer) if step is stop.step), home)
+    scope = f" in scope {stop.step.scope!r}" if stop.step is not None and stop.step.scope else ""
+    return f"stopped at the first {stop.what}: {stop.facts} ({stop.event}) at {source}{scope}"
+
+
+def spec_of(step: Step) -> str:
+    return "carrier" if step.choice.spec is None or step.kind == "carrier" else str(step.choice.spec)
+
+
+def walk(plan: Plan, times: int, outer: str) -> Iterator[tuple[Step, int, str]]:
+    """The steps, the number of their runs, and their sources; `outer` is the source of the enclosing call."""
+    for step in plan.steps:
+        source = source_of(step.eqn.source_info, outer)
+        yield step, times, source
+        turns = step.eqn.params["length"] if step.name == "scan" else 1
+        for inner in step.inner:
+            yield from walk(inner, times * turns, source)
+
+
+def label_of(step: Step) -> str:
+    """The primitive's name; ``"jchop"`` for a function of jchop; the function's name for a call of `jax.random`."""
+    if step.kind == "result":
+        return "jchop"
+    return step.eqn.params.get("name", step.name) if step.draw is not None else step.name

@@ -1,0 +1,291 @@
+"""`jchop.significant_digits`: estimates beside true digits, samples, loops and branches, instabilities, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop._emulate import Instability
+
+Array = jax.Array
+KEY = jax.random.key(7)
+MOST = 24 * math.log10(2)
+
+
+def true_digits(found: Any, exact: Fraction) -> float:
+    """The digits that the mean shares with an exact number, at most those of binary32."""
+    if not math.isfinite(found):
+        return 0.0
+    error = abs(Fraction(float(found)) - exact) / abs(exact)
+    return min(max(-math.log10(error), 0.0), MOST) if error else MOST
+
+
+def kinds(found: jc.SignificantDigits) -> dict[str, int]:
+    return {row.kind: row.count for row in found.instabilities}
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------------
+
+
+def random_program(seed: int) -> tuple[Callable[..., Any], list[float]]:
+    """Ten operations on four numbers: a tree whose every result is used by a later one, or is the output."""
+    rng = np.random.default_rng(seed)
+    inputs = [float(np.float32(x)) for x in rng.uniform(0.5, 2, 4) * rng.choice([-1, 1], 4)]
+    choices = [(rng.integers(4), rng.integers(3 + i), rng.integers(100)) for i in range(10)]
+
+    def program(*values: Any) -> Any:
+        values = list(values)
+        for op, i, j in choices:
+            a, b = values[-1], values[i]
+            if j % 2:
+                a, b = b, a
+            values.append((a + b, a - b, a * b, a / b if b is not a else a * a)[op])
+        return values[-1]
+
+    return program, inputs
+
+
+def test_estimates_of_random_programs_are_true() -> None:
+    """At most half a digit above the truth, in 95 of 100 of the programs whose exact value is a number."""
+    above = programs = 0
+    seed = 0
+    while programs < 200:
+        program, inputs = random_program(seed)
+        seed += 1
+        try:
+            exact = program(*map(Fraction, inputs))
+        except ZeroDivisionError:
+            continue
+        if not exact:
+            continue
+        programs += 1
+        found = jc.significant_digits(program, *inputs, key=jax.random.key(seed))
+        above += bool(found.digits > true_digits(found.mean, exact) + 0.5)
+    assert above <= 10
+
+
+def determinant(rows: list[list[Any]]) -> Any:
+    """By elimination without pivots."""
+    rows, product = [list(row) for row in rows], 1
+    for k in range(len(rows)):
+        product = product * rows[k][k]
+        for i in range(k + 1, len(rows)):
+            factor = rows[i][k] / rows[k][k]
+            for j in range(k + 1, len(rows)):
+                rows[i][j] = rows[i][j] - factor * rows[k][j]
+    return product
+
+
+@pytest.mark.parametrize(("n", "low", "high"), [(4, 3.0, 5.0), (5, 1.5, 4.0), (6, 0.3, 2.7), (7, 0.0, 1.5), (8, 0.0, 1.0)])
+def test_determinants_of_hilbert_matrices_lose_their_digits(n: int, low: float, high: float) -> None:
+    one = Fraction(1)
+    exact = determinant([[one / (i + j + 1) for j in range(n)] for i in range(n)])
+
+    def hilbert(one: Any) -> Any:
+        return determinant([[one / (i + j + 1.0) for j in range(n)] for i in range(n)])
+
+    found = [jc.significant_digits(hilbert, 1.0, key=jax.random.key(i)) for i in range(3)]
+    estimates = [float(x.digits) for x in found]
+    assert low <= float(np.median(estimates)) <= high, estimates
+    assert np.median(estimates) <= np.median([true_digits(x.mean, exact) for x in found]) + 0.5
+    if n == 8:
+        assert "none" in str(found[0])
+        assert kinds(found[0])["cancellation"] > 0
+
+
+def muller(turns: int) -> Callable[[Any, Any], Any]:
+    """J.-M. Muller's sequence: its limit is 6, and rounding errors lead it to 100."""
+
+    def step(pair: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+        before, now = pair
+        return (now, 111 - 1130 / now + 3000 / (now * before)), None
+
+    return lambda x, y: jax.lax.scan(step, (x, y), length=turns)[0][1]
+
+
+def test_the_sequence_of_muller_has_no_digits() -> None:
+    few = jc.significant_digits(muller(2), 11 / 2, 61 / 11, key=KEY)
+    many = jc.significant_digits(muller(9), 11 / 2, 61 / 11, key=KEY)
+    assert few.worst > 2
+    assert many.worst < 1
+    assert "none" in str(many)
+
+
+def test_digits_follow_the_number_of_samples_and_the_confidence() -> None:
+    """The factor √N / τ of the table of Student's distribution, for the same samples."""
+    fun = lambda x: x / 3
+    sure = jc.significant_digits(fun, 1.0, key=KEY, samples=4, confidence=0.99)
+    unsure = jc.significant_digits(fun, 1.0, key=KEY, samples=4, confidence=0.9)
+    assert float(sure.spread) > 0
+    assert float(unsure.digits) == pytest.approx(
+        math.log10(2 * abs(float(unsure.mean)) / (2.353 * float(unsure.spread))), abs=1e-3
+    )
+    assert float(unsure.digits - sure.digits) == pytest.approx(math.log10(5.841 / 2.353), abs=1e-3)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def halvings(x: Array) -> Array:
+    return jax.lax.while_loop(lambda c: c[0] > 0.3, lambda c: (c[0] * 0.99 - 0.001, c[1] + 1), (x, 0))
+
+
+def branches(x: Array) -> Array:
+    return jax.lax.cond(x * x > 1.21, lambda x: jnp.sin(x) * 3, lambda x: x / 3, x)
+
+
+def folds(x: Array) -> tuple[Array, Array]:
+    return jax.lax.scan(lambda c, y: (c * y + 0.1, c / y), x[0], x, reverse=True)
+
+
+@jax.custom_jvp
+def squared(x: Array) -> Array:
+    return x * x
+
+
+squared.defjvp(lambda primals, tangents: (squared(*primals), 2 * primals[0] * tangents[0]))
+
+PROGRAMS = [
+    (lambda x: jnp.sum(x / 3) * jax.jit(jnp.cos)(x[0]), jnp.array([1.0, 0.7, 0.3])),
+    (halvings, jnp.float32(1.1)),
+    (branches, jnp.float32(1.1)),
+    (folds, jnp.array([1.0, 0.7, 0.3])),
+    (jax.vmap(halvings), jnp.array([1.1, 0.2, 0.5])),
+    (lambda x: {"a": squared(x), "b": jax.checkpoint(jnp.exp)(x)}, jnp.float32(0.3)),
+    (lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(3), x), jnp.array([1.0, 0.7, 0.3])),
+    (lambda x: x * (1 + 2j) / 3, jnp.array([1.0, 0.7])),
+]
+
+
+@pytest.mark.parametrize(("fun", "x"), PROGRAMS)
+def test_samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> None:
+    """Bit for bit, also if the samples take other branches and other numbers of turns."""
+    low = jc.emulate(fun, "bfloat16:stochastic")
+    found = jc.significant_digits(low, x, key=KEY, samples=5)
+    runs = [low(x, key=jax.random.fold_in(KEY, i)) for i in range(5)]
+    for mean, spread, *each in zip(*map(jax.tree.leaves, (found.mean, found.spread, *runs)), strict=True):
+        every = np.stack([np.asarray(one) for one in each])
+        every = every.astype(np.complex128 if np.iscomplexobj(every) else np.float64)
+        np.testing.assert_allclose(mean, every.mean(0), rtol=1e-13)
+        np.testing.assert_allclose(spread, every.std(0, ddof=1), rtol=1e-7, atol=1e-15)
+    assert jax.tree.structure(found.digits) == jax.tree.structure(runs[0])
+
+
+def test_float32_arguments_run_in_float64() -> None:
+    """Without 64 bits in the configuration, which stays as it is."""
+    assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    found = jc.significant_digits(lambda x: {"y": x["w"] * 1.1}, {"w": jnp.ones(3)}, key=KEY)
+    assert found.digits["y"].shape == (3,)
+    assert found.most == pytest.approx(MOST)
+    assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    assert jnp.ones(1).dtype == jnp.float32
+
+
+def test_equal_samples_have_all_digits_and_no_numbers_none() -> None:
+    found = jc.significant_digits(lambda x: (x + x, x * 0, jnp.int32(3), x > 0, 1 / (x - x)), 1.5, key=KEY)
+    assert [float(x) for x in found.digits] == pytest.approx([MOST] * 3 + [MOST, 0.0])
+    keys = jc.significant_digits(lambda x: (x, jax.random.key(0)), 1.5, key=KEY)
+    assert keys.digits[1] is None
+
+
+# -- instabilities -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cancellation_is_counted_with_its_line() -> None:
+    found = jc.significant_digits(lambda x: (x / 3 + 1e5) - 1e5, jnp.ones(4), key=KEY)
+    (row,) = found.instabilities
+    assert (row.kind, row.count, row.primitive) == ("cancellation", 4, "sub")
+    assert row.place.startswith("test_significant_digits.py:")
+
+
+def test_a_division_by_noise_is_counted() -> None:
+    def noise(x: Array) -> Array:
+        with jax.named_scope("noise"):
+            return 1 / ((x / 3 + 1e7) - (1e7 + x / 3))
+
+    found = jc.significant_digits(noise, 1.0, key=jax.random.key(0), samples=5)
+    assert [row.scope for row in found.instabilities if row.kind == "division"] == ["noise"]
+    assert jc.significant_digits(lambda x: 1 / (x / 3), 1.0, key=KEY).instabilities == ()
+
+
+def test_comparisons_with_several_outcomes_are_counted_in_all_turns() -> None:
+    def fun(x: Array) -> Array:
+        def turn(c: Array, _: None) -> tuple[Array, Array]:
+            return c, jnp.where(c / 3 * 3 > c, 1.0, -1.0)
+
+        return jnp.sum(jax.lax.scan(turn, x, length=10)[1])
+
+    found = jc.significant_digits(fun, 1.0, key=KEY)
+    (row,) = found.instabilities
+    assert (row.kind, row.primitive) == ("branching", "gt")
+    assert 1 < row.count <= 10
+    assert jc.significant_digits(lambda x: jnp.where(x / 3 > 0.2, x, 0), 1.0, key=KEY).instabilities == ()
+
+
+def test_a_loop_that_never_ends_says_why() -> None:
+    with pytest.warns(RuntimeWarning, match=r"max_turns=30.*<"):
+        found = jc.significant_digits(
+            lambda x: jax.lax.while_loop(lambda t: t < 1e9, lambda t: t + 0.25, x), 0.0, key=KEY, max_turns=30
+        )
+    assert "max_turns=30" in found.notes[0]
+    assert float(found.mean) == 7.5
+
+
+# -- faces and errors --------------------------------------------------------------------------------------------------
+
+
+def test_the_result_is_text_and_plain_data() -> None:
+    found = jc.significant_digits(lambda x: (x / 3, (x + 1e9) - 1e9), jnp.array([1.0, 0.3]), key=KEY)
+    text = str(found)
+    assert "significant digits of 4 numbers: worst none" in text
+    assert "2 numbers have none (3 samples)" in text
+    assert "cancellation" in text
+    data = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert data["digits"]["[1]"] == [0.0, 0.0]
+    assert data["instabilities"][0]["count"] == 2
+    assert isinstance(found.instabilities[0], Instability)
+    assert "<table" in found._repr_html_()
+
+
+class Model:
+    @jc.emulate("bfloat16:stochastic")
+    def third(self, x: Array) -> Array:
+        return x / 3
+
+
+def test_methods_and_keyword_arguments() -> None:
+    assert jc.significant_digits(Model().third, jnp.float32(1), key=KEY).most == pytest.approx(8 * math.log10(2))
+    found = jc.significant_digits(lambda x, *, y: x / y, 1.0, y=3.0, key=KEY)
+    assert float(found.mean) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (TypeError, "fun=3", lambda: jc.significant_digits(3, key=KEY)),  # type: ignore[arg-type]
+        (ValueError, "samples=1", lambda: jc.significant_digits(jnp.sin, 1.0, key=KEY, samples=1)),
+        (ValueError, "confidence=1", lambda: jc.significant_digits(jnp.sin, 1.0, key=KEY, confidence=1)),
+        (ValueError, "max_turns=0", lambda: jc.significant_digits(jnp.sin, 1.0, key=KEY, max_turns=0)),
+        (ValueError, "a stochastic spec", lambda: jc.significant_digits(jnp.sin, 1.0, key=KEY, spec="binary32")),
+        (TypeError, "key=3", lambda: jc.significant_digits(jnp.sin, 1.0, key=3)),  # type: ignore[arg-type]
+        (
+            ValueError,
+            "leave spec out",
+            lambda: jc.significant_digits(jc.emulate(jnp.sin, "e5m2:stochastic"), 1.0, key=KEY, spec="e5m2:stochastic"),
+        ),
+        (ValueError, "a stochastic spec", lambda: jc.significant_digits(jc.emulate(jnp.sin, "e5m2"), 1.0, key=KEY)),
+        (ValueError, "float32", lambda: jc.significant_digits(lambda x: jnp.sin(jnp.float32(x)), 1.0, key=KEY)),
+    ],
+)
+def test_bad_input_is_named(error: type[Exception], match: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=match):
+        call()
