@@ -15,6 +15,7 @@ import pytest
 
 import jchop as jc
 from jchop._emulate import Instability
+from jchop._emulate._reports.digits import student
 
 Array = jax.Array
 KEY = jax.random.key(7)
@@ -42,8 +43,8 @@ def random_program(seed: int) -> tuple[Callable[..., Any], list[float]]:
     inputs = [float(np.float32(x)) for x in rng.uniform(0.5, 2, 4) * rng.choice([-1, 1], 4)]
     choices = [(rng.integers(4), rng.integers(3 + i), rng.integers(100)) for i in range(10)]
 
-    def program(*values: Any) -> Any:
-        values = list(values)
+    def program(*given: Any) -> Any:
+        values = list(given)
         for op, i, j in choices:
             a, b = values[-1], values[i]
             if j % 2:
@@ -54,11 +55,12 @@ def random_program(seed: int) -> tuple[Callable[..., Any], list[float]]:
     return program, inputs
 
 
-def test_estimates_of_random_programs_are_true() -> None:
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_estimates_of_random_programs_are_true(count: int) -> None:
     """At most half a digit above the truth, in 95 of 100 of the programs whose exact value is a number."""
     above = programs = 0
     seed = 0
-    while programs < 200:
+    while programs < count:
         program, inputs = random_program(seed)
         seed += 1
         try:
@@ -70,7 +72,7 @@ def test_estimates_of_random_programs_are_true() -> None:
         programs += 1
         found = jc.significant_digits(program, *inputs, key=jax.random.key(seed))
         above += bool(found.digits > true_digits(found.mean, exact) + 0.5)
-    assert above <= 10
+    assert above <= count / 20
 
 
 def determinant(rows: list[list[Any]]) -> Any:
@@ -85,7 +87,9 @@ def determinant(rows: list[list[Any]]) -> Any:
     return product
 
 
-@pytest.mark.parametrize(("n", "low", "high"), [(4, 3.0, 5.0), (5, 1.5, 4.0), (6, 0.3, 2.7), (7, 0.0, 1.5), (8, 0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("n", "low", "high"), [(4, 3.0, 5.0), (5, 1.5, 4.0), (6, 0.3, 2.7), (7, 0.0, 1.5), (8, 0.0, 1.0)]
+)
 def test_determinants_of_hilbert_matrices_lose_their_digits(n: int, low: float, high: float) -> None:
     one = Fraction(1)
     exact = determinant([[one / (i + j + 1) for j in range(n)] for i in range(n)])
@@ -99,7 +103,7 @@ def test_determinants_of_hilbert_matrices_lose_their_digits(n: int, low: float, 
     assert np.median(estimates) <= np.median([true_digits(x.mean, exact) for x in found]) + 0.5
     if n == 8:
         assert "none" in str(found[0])
-        assert kinds(found[0])["cancellation"] > 0
+        assert kinds(found[0])["division"] > 0
 
 
 def muller(turns: int) -> Callable[[Any, Any], Any]:
@@ -113,18 +117,28 @@ def muller(turns: int) -> Callable[[Any, Any], Any]:
 
 
 def test_the_sequence_of_muller_has_no_digits() -> None:
-    few = jc.significant_digits(muller(2), 11 / 2, 61 / 11, key=KEY)
-    many = jc.significant_digits(muller(9), 11 / 2, 61 / 11, key=KEY)
+    few, none, wrong = (jc.significant_digits(muller(n), 11 / 2, 61 / 11, key=KEY) for n in (2, 6, 13))
     assert few.worst > 2
-    assert many.worst < 1
-    assert "none" in str(many)
+    assert few.instabilities == ()
+    assert none.worst < 1
+    assert "none" in str(none)
+    # All samples agree on the wrong limit; the quotients by noise on the way are counted.
+    assert float(wrong.mean) == pytest.approx(100, rel=1e-5)
+    assert kinds(wrong)["division"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("freedom", "confidence", "t"),
+    [(1, 0.95, 12.706), (2, 0.95, 4.303), (3, 0.9, 2.353), (3, 0.99, 5.841), (4, 0.95, 2.776), (99, 0.95, 1.984)],
+)
+def test_the_quantiles_are_those_of_the_table_of_student(freedom: int, confidence: float, t: float) -> None:
+    assert student(freedom, confidence) == pytest.approx(t, abs=5e-4)
 
 
 def test_digits_follow_the_number_of_samples_and_the_confidence() -> None:
     """The factor √N / τ of the table of Student's distribution, for the same samples."""
-    fun = lambda x: x / 3
-    sure = jc.significant_digits(fun, 1.0, key=KEY, samples=4, confidence=0.99)
-    unsure = jc.significant_digits(fun, 1.0, key=KEY, samples=4, confidence=0.9)
+    sure = jc.significant_digits(lambda x: x / 3, 1.0, key=KEY, samples=4, confidence=0.99)
+    unsure = jc.significant_digits(lambda x: x / 3, 1.0, key=KEY, samples=4, confidence=0.9)
     assert float(sure.spread) > 0
     assert float(unsure.digits) == pytest.approx(
         math.log10(2 * abs(float(unsure.mean)) / (2.353 * float(unsure.spread))), abs=1e-3
@@ -135,7 +149,7 @@ def test_digits_follow_the_number_of_samples_and_the_confidence() -> None:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def halvings(x: Array) -> Array:
+def halvings(x: Array) -> tuple[Array, int]:
     return jax.lax.while_loop(lambda c: c[0] > 0.3, lambda c: (c[0] * 0.99 - 0.001, c[1] + 1), (x, 0))
 
 
@@ -161,7 +175,9 @@ PROGRAMS = [
     (folds, jnp.array([1.0, 0.7, 0.3])),
     (jax.vmap(halvings), jnp.array([1.1, 0.2, 0.5])),
     (lambda x: {"a": squared(x), "b": jax.checkpoint(jnp.exp)(x)}, jnp.float32(0.3)),
-    (lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(3), x), jnp.array([1.0, 0.7, 0.3])),
+    pytest.param(
+        lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(3), x), jnp.array([1.0, 0.7, 0.3]), marks=pytest.mark.slow
+    ),
     (lambda x: x * (1 + 2j) / 3, jnp.array([1.0, 0.7])),
 ]
 
@@ -244,13 +260,13 @@ def test_a_loop_that_never_ends_says_why() -> None:
 
 
 def test_the_result_is_text_and_plain_data() -> None:
-    found = jc.significant_digits(lambda x: (x / 3, (x + 1e9) - 1e9), jnp.array([1.0, 0.3]), key=KEY)
+    found = jc.significant_digits(lambda x: (x / 3, (x + 1e7) - 1e7), jnp.array([1.3, 0.3]), key=KEY, samples=8)
     text = str(found)
     assert "significant digits of 4 numbers: worst none" in text
-    assert "2 numbers have none (3 samples)" in text
+    assert "2 numbers have none (8 samples)" in text
     assert "cancellation" in text
     data = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert data["digits"]["[1]"] == [0.0, 0.0]
+    assert max(data["digits"]["[1]"]) < 1 < min(data["digits"]["[0]"])
     assert data["instabilities"][0]["count"] == 2
     assert isinstance(found.instabilities[0], Instability)
     assert "<table" in found._repr_html_()

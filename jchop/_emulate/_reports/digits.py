@@ -20,8 +20,8 @@ from jchop._arguments import check_key
 from jchop._checks import check_int
 from jchop._emulate._emulate import Emulated, enter, seeds_of
 from jchop._emulate._interpret import Emulation, with_rounded_operands
-from jchop._emulate._known import is_float, is_number
-from jchop._emulate._reports.beside import note_of_stop, turn_of
+from jchop._emulate._known import is_float
+from jchop._emulate._reports.beside import SILENT, note_of_stop, turn_of
 from jchop._emulate._reports.places import MOST_TURNS, label_of, walk
 from jchop._emulate._rules import EXACT, make_settings
 from jchop._emulate._step import Step
@@ -44,6 +44,8 @@ Many = list[Any]
 #: A sum or difference that loses this many digits counts as a cancellation, as in CADNA.
 _CANCELLED = 4.0
 _DEFAULT = "binary32:stochastic"
+#: The kinds of equations that round nothing, or the exact result.
+_EXACT = SILENT | {"exact", "power"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class SignificantDigits(Tables):
 
     Args:
         digits: for each number of the result, its significant decimal digits, from 0 to `most`, as NumPy float64 in
-            the tree of the result; below 1 no digit can be trusted. None for a leaf without numbers.
+            the tree of the result; below 1 no digit can be trusted. None for a leaf of random keys.
         mean: the means of the samples, in the same tree.
         spread: their standard deviations.
         most: the digits of the format, p·log10(2) for p significant bits.
@@ -177,7 +179,8 @@ def significant_digits(
             its carrier and rules.
         *args: its arguments.
         key: a typed key. Sample i of a function from `emulate` is ``fun(*args, key=jax.random.fold_in(key, i))``.
-        samples: the number of runs, at least 2. More samples give a sharper estimate.
+        samples: the number of runs, at least 2. Few different values remain after a cancellation, and few samples may
+            agree by chance: more samples give a sharper estimate. Default 3, as in CADNA.
         spec: a stochastic rounding. Default None: ``"binary32:stochastic"``; for a function from `emulate`, its own.
         confidence: the probability, between 0 and 1.
         max_turns: the most turns of a `while` loop. A stopped loop has a note and a `RuntimeWarning`.
@@ -233,6 +236,7 @@ def _digits(
     bits = fmt.precision if isinstance(fmt, FloatFormat) else 53
     measure = _Measure.of(samples, confidence, bits * math.log10(2))
     program = trace(low.fun, settings, args, kwargs)
+    _check_carriers(program.plan)
     seeds = [seeds_of(settings, jax.random.fold_in(key, i)) for i in range(samples)]
     entered = [enter(program, settings.spec, one) for one in seeds]
     values, constants = ([list(many) for many in zip(*(e[i] for e in entered), strict=True)] for i in (0, 1))
@@ -241,10 +245,33 @@ def _digits(
     results = run.run(program.plan, [e[2] for e in entered], values, constants)
     for note in dict.fromkeys(run.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=3)
-    facts = [measure.facts(many) if is_number(jax.typeof(many[0])) else (None, None, None) for many in results]
+    facts = [
+        measure.facts(many) if not jnp.issubdtype(as_jax(many[0]).dtype, jax.dtypes.extended) else (None, None, None)
+        for many in results
+    ]
     digits, mean, spread = (jax.tree.unflatten(program.tree, [fact[i] for fact in facts]) for i in range(3))
     rows = tuple(_rows(walk(program.plan, 1, outer), run.found))
     return SignificantDigits(digits, mean, spread, measure.most, samples, rows, tuple(dict.fromkeys(run.notes)))
+
+
+def _check_carriers(plan: Plan) -> None:
+    """Refuses operations whose results in the carrier have no bits below those of the format, so that nothing draws."""
+    for step in plan.walk():
+        spec = step.choice.spec
+        if (
+            spec is None
+            or not spec.rounding.stochastic
+            or step.kind in _EXACT
+            or not isinstance(spec.format, FloatFormat)
+        ):
+            continue
+        for v in step.eqn.outvars:
+            if is_float(v.aval) and jnp.finfo(v.aval.dtype).nmant < spec.format.precision:
+                raise ValueError(
+                    f"primitive {step.name!r} (scope {step.scope!r}) gives {v.aval.dtype.name}, which has no digits "
+                    f"below those of {spec.format}, so its rounding cannot draw; leave out the conversion to "
+                    f"{v.aval.dtype.name}, or pass a spec of fewer bits"
+                )
 
 
 def _rows(steps: Any, found: dict[tuple[int, str], int]) -> list[Instability]:
@@ -258,6 +285,25 @@ def _rows(steps: Any, found: dict[tuple[int, str], int]) -> list[Instability]:
     return sorted(rows, key=lambda row: -row.count)
 
 
+def student(freedom: int, confidence: float) -> float:
+    """The number that the magnitude of Student's t does not exceed with this probability."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(high)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """P(|t| ≤ √freedom·tan angle): Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4."""
+    odd, cos = freedom % 2, math.cos(angle)
+    term, total = cos if odd else 1.0, 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= cos * cos * k / (k + 1)
+    return (angle + math.sin(angle) * total) * 2 / math.pi if odd else math.sin(angle) * total
+
+
 @dataclass(frozen=True)
 class _Measure:
     """The digits of samples: `factor` is √N / τ, `most` the digits of the format."""
@@ -267,15 +313,13 @@ class _Measure:
 
     @classmethod
     def of(cls, samples: int, confidence: float, most: float) -> _Measure:
-        from scipy.special import stdtrit  # of JAX's own dependencies
-
-        return cls(math.sqrt(samples) / float(stdtrit(samples - 1, (1 + confidence) / 2)), most)
+        return cls(math.sqrt(samples) / student(samples - 1, confidence), most)
 
     def facts(self, many: Many) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The digits, mean and standard deviation of samples; a complex number has the digits of its worse part."""
         every = np.stack([np.asarray(x) for x in many])
         if np.iscomplexobj(every):
-            real, imaginary = (self.facts(list(part)) for part in (every.real, every.imag))
+            real, imaginary = (self.facts(list(part)) for part in (np.real(every), np.imag(every)))
             spread = np.hypot(real[2], imaginary[2])
             return np.minimum(real[0], imaginary[0]), real[1] + 1j * imaginary[1], spread
         every = every.astype(np.float64)
