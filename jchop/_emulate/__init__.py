@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast, overload
+from typing import Any, Literal, Protocol, cast, overload
 
 from jchop._emulate._emulate import Emulated
 from jchop._emulate._emulate import emulate as _emulate
@@ -43,6 +43,7 @@ class _Face(Protocol):
         key: Any = ...,
         unknown: Any = ...,
         max_turns: int | None = ...,
+        stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
     ) -> Emulated: ...
 
     @overload
@@ -55,6 +56,7 @@ class _Face(Protocol):
         key: Any = ...,
         unknown: Any = ...,
         max_turns: int | None = ...,
+        stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
     ) -> Callable[[Callable[..., Any]], Emulated]: ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from types import MethodType
@@ -15,11 +16,15 @@ from jchop._arguments import OWN_SCOPE, check_key, own_results
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate._carried import rounded
 from jchop._emulate._interpret import Emulation
+from jchop._emulate._reports.beside import Beside, StoppedError
+from jchop._emulate._reports.places import home, names_of, text_of_event
+from jchop._emulate._reports.reference import Carrier
 from jchop._emulate._rules import Settings, make_settings
-from jchop._emulate._trace import Program, Programs, is_stored
+from jchop._emulate._trace import Program, Programs, is_stored, trace
 from jchop._program.control import as_jax
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
+from jchop._program.source import here
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec
@@ -38,6 +43,7 @@ def emulate(
     key: Array | None = None,
     unknown: Literal["raise", "round_output", "carrier"] = "raise",
     max_turns: int | None = None,
+    stop_at: Literal["overflow", "nan", "invalid"] | None = None,
 ) -> Any:
     """`fun` with every floating-point operation rounded to `spec`, with the same signature.
 
@@ -84,6 +90,11 @@ def emulate(
             `RuntimeWarning` names the line of the condition and the numbers compared. Under `jax.jit` the warning comes
             when the program runs (``jax.effects_barrier()`` waits for it). In a low format ``while t < 10: t += 0.01``
             may never end. Default None: any number of turns.
+        stop_at: the event that ends a call with a `FloatingPointError`, as ``jax_debug_nans`` does for NaN of the
+            carrier: the first ``"overflow"`` (a result that is finite in the carrier, but not in the format), ``"nan"``
+            or ``"invalid"`` (a NaN of operands without NaN). The error names the operation, its operands, line, turn
+            and scope. The program runs one operation after the other beside the same program in the carrier, loops
+            turn by turn, so it is much slower, and not possible under `jax.jit` or `jax.grad`. Default None.
 
     Returns:
         The function, with one more keyword argument, ``key``, which is not passed to `fun`. Results have the dtypes of
@@ -91,7 +102,8 @@ def emulate(
 
     Raises:
         TypeError: for a `fun` that is not a function, arguments in another order, no spec, or rules, an accumulation or
-            a key of another type.
+            a key of another type; when called, for traced arguments with ``stop_at``.
+        FloatingPointError: when called, for the event ``stop_at``.
         ValueError: for ``max_turns`` below 1; when called, for a carrier too narrow for `spec`, a stochastic spec
             without a key, or a rule that matches nothing.
         NotImplementedError: when called, for a primitive without a rule, if ``unknown="raise"``.
@@ -110,7 +122,7 @@ def emulate(
     function, spec = _arranged(fun, spec)
     if key is not None:
         check_key("key", key)
-    settings = make_settings(spec, rules, accumulate, unknown, max_turns)
+    settings = make_settings(spec, rules, accumulate, unknown, max_turns, stop_at)
     if function is None:
         return lambda fun: Emulated(_checked(fun), settings, key)
     return Emulated(function, settings, key)
@@ -170,7 +182,11 @@ class Emulated:
         program = self.programs.of(args, kwargs)
         # A program may compute a NaN that it never uses, as jnp.var does, so jax_debug_nans checks the results only.
         with jax.disable_jit(False), jax.debug_nans(False), jax.named_scope(OWN_SCOPE):
-            results = [as_jax(x) for x in run(program, self.settings.spec, seeds)]
+            if self.settings.stop_at is None:
+                results = run(program, self.settings.spec, seeds)
+            else:
+                results = _run_until_stopped(self.fun, self.settings, args, kwargs, seeds)
+            results = [as_jax(x) for x in results]
             out = jax.tree.unflatten(program.tree, results)
             out = jax.tree.map(lambda x: x if is_stored(x) else own_results(x), out, is_leaf=is_stored)
         return jax.tree.map(jnp.copy, out) if jax.config.jax_debug_nans else out  # type: ignore[attr-defined]
@@ -185,6 +201,27 @@ def run(program: Program, spec: Spec | None, seeds: Seeds | None) -> list[Any]:
     if runner.max_turns is not None and not traced:
         jax.effects_barrier()  # so that warnings come before the results
     return results
+
+
+def _run_until_stopped(
+    fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any, seeds: Seeds | None
+) -> list[Any]:
+    """The results of a program without the event `stop_at`."""
+    program = trace(fun, settings, args, kwargs)  # traced again, because an equal program may have other lines
+    if any(isinstance(x, Tracer) for x in program.values):
+        raise TypeError(
+            f"stop_at={settings.stop_at!r} needs arguments that are not traced: call the function outside of jax.jit, "
+            "jax.vmap and derivatives"
+        )
+    beside = Beside(Carrier(), settings.max_turns or (1 << 32) - 1, settings.stop_at)
+    outer = here()
+    try:
+        results = beside.whole(program, enter(program, settings.spec, seeds), names_of(args, kwargs))
+    except StoppedError as stop:
+        raise FloatingPointError(text_of_event(stop, program.plan, outer, home(fun, outer))) from None
+    for note in dict.fromkeys(beside.notes):
+        warnings.warn(note, RuntimeWarning, stacklevel=3)
+    return [low for low, _ in results]
 
 
 def enter(program: Program, spec: Spec | None, seeds: Seeds | None) -> tuple[list[Any], list[Any], Seeds | None]:

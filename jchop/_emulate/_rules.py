@@ -18,6 +18,7 @@ from jchop.spec import Gradient, Spec, as_spec
 
 __all__ = [
     "COMPLEX",
+    "EVENTS",
     "EXACT",
     "KINDS",
     "UNKNOWN",
@@ -108,6 +109,8 @@ class Function:
     call: Callable[..., Any]
 
 
+#: The events that can end a run.
+EVENTS = ("overflow", "nan", "invalid")
 #: The treatments of a primitive that is not in the table.
 UNKNOWN = ("raise", "round_output", "carrier")
 
@@ -133,6 +136,7 @@ class Settings:
     accumulate: MatmulSpec | None
     unknown: str
     max_turns: int | None = None
+    stop_at: str | None = None
 
     def choose(self, primitive: str, scope: str, used: set[str] | None = None) -> Choice:
         """The arithmetic of a primitive in a scope; `used` collects the rules that matched."""
@@ -172,6 +176,7 @@ def make_settings(
     accumulate: MatmulSpec | None,
     unknown: str,
     max_turns: int | None = None,
+    stop_at: str | None = None,
 ) -> Settings:
     """The checked settings of `emulate`."""
     check_choice("unknown", unknown, UNKNOWN)
@@ -181,11 +186,13 @@ def make_settings(
         raise TypeError(f"rules={rules!r} must map names of primitives or scopes to specs")
     if max_turns is not None:
         max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
+    if stop_at is not None:
+        check_choice("stop_at", stop_at, EVENTS)
     coerced = []
     for pattern, value in (rules or {}).items():
         check_pattern("rules: key", pattern, "'softmax', or the name of a primitive")
         coerced.append((pattern, _rule(value, f"rules[{pattern!r}]")))
-    return Settings(_plain(spec, "spec"), tuple(coerced), accumulate, unknown, max_turns)
+    return Settings(_plain(spec, "spec"), tuple(coerced), accumulate, unknown, max_turns, stop_at)
 
 
 def _rule(value: Any, argument: str) -> Spec | MatmulSpec | Function | None:

@@ -17,8 +17,9 @@ from jchop._emulate._reports.measure import Event, Measure, measured
 from jchop._emulate._reports.reference import Reference
 from jchop._emulate._rules import EXACT
 from jchop._emulate._step import Step
+from jchop._emulate._trace import Program
 from jchop._program.bind import constant_of
-from jchop._program.control import where_active
+from jchop._program.control import as_jax, where_active
 from jchop._program.run import watch
 from jchop._program.seeds import Seeds
 from jchop._program.step import CALLS, Plan, carry_count
@@ -61,6 +62,7 @@ class Beside:
         stop_at: the event that ends the run with a `StoppedError`; None for none.
         found: the measure of each step, by its id.
         notes: sentences about loops that were stopped.
+        entries: of each argument and constant its name, whether it is rounded, its size and its measure.
     """
 
     reference: Reference
@@ -68,6 +70,7 @@ class Beside:
     stop_at: str | None = None
     found: dict[int, Measure] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    entries: list[tuple[str, bool, int, Measure]] = field(default_factory=list)
     turn: tuple[int, ...] = ()
     order: int = 0
 
@@ -95,12 +98,21 @@ class Beside:
             env.update(zip(step.eqn.outvars, out, strict=True))
         return [read(v) for v in plan.jaxpr.outvars]
 
-    def entered(self, name: str, low: Any, given: Any) -> Measure:
-        """The measure of an argument or a constant that is rounded on entry."""
-        seen = measured(low, given, given, [given], order=self.order, elementwise=True)
-        self._check_stop(None, seen, low, [given], f"{name}, {{given}}, is {{result}}")
-        self.order += 1
-        return seen
+    def whole(
+        self, program: Program, entered: tuple[list[Any], list[Any], Seeds | None], names: Sequence[str]
+    ) -> list[Pair]:
+        """The results of a program, given its arguments and constants as they are rounded on entry, and its seeds."""
+        values, constants, seeds = entered
+        every = (*program.values, *program.plan.consts)
+        names = (*names, *("constant" for _ in constants))
+        for name, x, whole, rounds in zip(names, (*values, *constants), every, program.rounds, strict=True):
+            if rounds or (hasattr(x, "dtype") and is_number(x)):
+                seen = measured(x, whole, whole, [whole], order=self.order, elementwise=True)
+                self.entries.append((name, rounds, int(np.size(x)), seen))
+                self._check_stop(None, seen, x, [whole], f"{name}, {{given}}, is {{result}}")
+                self.order += 1
+        pairs = list(zip((*values, *constants), (self.reference.given(as_jax(x)) for x in every), strict=True))
+        return self.run(program.plan, seeds, pairs[: len(values)], pairs[len(values) :])
 
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         walk = _WALKS.get(step.name, Beside._call if step.inner else None) if step.kind == "control" else None

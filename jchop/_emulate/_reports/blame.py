@@ -19,9 +19,8 @@ from jchop._checks import check_int
 from jchop._emulate._emulate import Emulated, enter, seeds_of
 from jchop._emulate._known import is_number
 from jchop._emulate._reports.beside import Pair
-from jchop._emulate._reports.places import MOST_TURNS, home, label_of, spec_of, walk
+from jchop._emulate._reports.places import MOST_TURNS, home, label_of, names_of, spec_of, walk
 from jchop._emulate._reports.reference import Carrier
-from jchop._emulate._reports.report import names_of
 from jchop._emulate._reports.tape import Share, Tape
 from jchop._emulate._step import Step
 from jchop._emulate._trace import Program, trace

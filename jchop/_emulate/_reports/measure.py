@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["EVENTS", "Event", "Measure"]
+from jchop._emulate._rules import EVENTS
 
-#: The names of the events.
-EVENTS = ("overflow", "nan", "invalid")
+__all__ = ["Event", "Measure"]
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,25 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from jchop._emulate._reports.beside import StoppedError
 from jchop._emulate._step import Step
+from jchop._emulate._trace import is_moved
 from jchop._program.source import is_library, source_of
 from jchop._program.step import Plan
 
-__all__ = ["MOST_TURNS", "home", "label_of", "spec_of", "text_of_event", "walk"]
+__all__ = ["MOST_TURNS", "home", "label_of", "names_of", "spec_of", "text_of_event", "walk"]
 
 #: The default limit of turns of a `while` loop in a report.
 MOST_TURNS = 10_000
+
+
+def names_of(args: Any, kwargs: Any) -> list[str]:
+    """The names of the arguments that are variables of the program."""
+    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+    moved = [path for path, leaf in leaves if is_moved(leaf)]
+    return [f"argument {jax.tree_util.keystr(path[1:])}" for path in moved]
 
 
 def home(fun: Any, otherwise: str) -> str:

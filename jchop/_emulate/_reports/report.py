@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from types import MethodType
 from typing import Any, Literal
 
@@ -19,18 +19,18 @@ from jchop._checks import check_bool, check_choice, check_int
 from jchop._emulate._emulate import Emulated, enter, seeds_of
 from jchop._emulate._known import is_number
 from jchop._emulate._reports.beside import SILENT, Beside, StoppedError
-from jchop._emulate._reports.measure import EVENTS, Event, Measure
-from jchop._emulate._reports.places import MOST_TURNS, home, label_of, spec_of, text_of_event, walk
+from jchop._emulate._reports.measure import Event, Measure
+from jchop._emulate._reports.places import MOST_TURNS, home, label_of, names_of, spec_of, text_of_event, walk
 from jchop._emulate._reports.reference import make_reference
+from jchop._emulate._rules import EVENTS
 from jchop._emulate._step import Step
-from jchop._emulate._trace import Program, is_moved, trace
-from jchop._program.control import as_jax
+from jchop._emulate._trace import trace
 from jchop._program.source import here
 from jchop._text import Part, Tables
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
-__all__ = ["Event", "Report", "Row", "names_of", "report"]
+__all__ = ["Event", "Report", "Row", "report"]
 
 Array = jax.Array
 
@@ -259,48 +259,25 @@ def report(
         return Report(tuple(_rows(steps, {})), notes=tuple(_left_wide(steps)))
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
         raise TypeError("trace_values=True needs arguments that are not traced: call report outside of jax.jit")
-    given: list[Row] = []
     stopped = ""
+    seeds = seeds_of(fun.settings, fun.key if key is None else key)
     try:
-        _run(fun, program, beside, given, names_of(args, kwargs), key)
+        beside.whole(program, enter(program, fun.settings.spec, seeds), names_of(args, kwargs))
     except StoppedError as stop:
         stopped = text_of_event(stop, program.plan, outer, home(fun.fun, outer))
     for note in dict.fromkeys(beside.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     notes = (*dict.fromkeys(beside.notes), *_notes(steps, beside), *_left_wide(steps))
+    given = _given(beside, fun.settings.spec, home(fun.fun, outer))
     rows = (*given, *_rows(steps, beside.found))
     return Report(rows, True, beside.reference.text, notes, stopped)
 
 
-def _run(
-    fun: Emulated, program: Program, beside: Beside, given: list[Row], names: Sequence[str], key: Array | None
-) -> None:
-    """Runs a program beside its reference. Arguments and constants with infinities, NaN or underflows get rows."""
-    spec = fun.settings.spec
-    seeds = seeds_of(fun.settings, fun.key if key is None else key)
-    low, constants, inside = enter(program, spec, seeds)
-    every = (*program.values, *program.plan.consts)
-    names = (*names, *("constant" for _ in program.plan.consts))
-    for name, x, whole, rounds in zip(names, (*low, *constants), every, program.rounds, strict=True):
-        if rounds or (hasattr(x, "dtype") and is_number(x)):
-            row = Row("", name, str(spec) if rounds else "carrier", "", 1, int(np.size(x)), home(fun.fun, here()))
-            try:
-                seen = beside.entered(name, x, whole)
-            except StoppedError as stop:
-                given.append(replace(row, **stop.seen.facts()))
-                raise
-            if seen.infinities or seen.nans or seen.underflows:
-                given.append(replace(row, **seen.facts()))
-    wide = [beside.reference.given(as_jax(x)) for x in every]
-    pairs = list(zip((*low, *constants), wide, strict=True))
-    beside.run(program.plan, inside, pairs[: len(low)], pairs[len(low) :])
-
-
-def names_of(args: Any, kwargs: Any) -> list[str]:
-    """The names of the arguments that are variables of the program."""
-    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-    moved = [path for path, leaf in leaves if is_moved(leaf)]
-    return [f"argument {jax.tree_util.keystr(path[1:])}" for path in moved]
+def _given(beside: Beside, spec: Spec | None, source: str) -> Iterator[Row]:
+    """Rows of the arguments and constants with infinities, NaN or underflows."""
+    for name, rounds, size, seen in beside.entries:
+        if seen.infinities or seen.nans or seen.underflows:
+            yield Row("", name, str(spec) if rounds else "carrier", "", 1, size, source, **seen.facts())
 
 
 def _notes(steps: Sequence[tuple[Step, int, str]], beside: Beside) -> Iterator[str]:

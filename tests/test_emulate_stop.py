@@ -1,0 +1,107 @@
+"""`emulate(stop_at=)`: a call ends at the first overflow, NaN or invalid operation, with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+
+Array = jax.Array
+KEY = jax.random.key(2)
+
+
+def late(x: Array) -> Array:
+    with jax.named_scope("head"):
+        y = jnp.exp(x)
+    return y - y
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        ("overflow", r"first overflow: exp of 8.0 is inf .*test_emulate_stop.py:\d+ in scope 'head'"),
+        ("nan", r"first nan: sub of inf, inf is nan .*test_emulate_stop.py:\d+"),
+        ("invalid", r"first invalid: sub of inf, inf is nan"),
+    ],
+)
+def test_a_call_stops_at_the_first_event_and_names_its_line(event: Any, text: str) -> None:
+    low = jc.emulate(late, "e4m3", stop_at=event)
+    with pytest.raises(FloatingPointError, match=text):
+        low(jnp.array([1.0, 8.0]))
+    np.testing.assert_array_equal(low(jnp.array([1.0, 2.0])), [0, 0])
+
+
+def test_the_place_has_the_turn_and_the_index() -> None:
+    def grow(x: Array) -> Array:
+        return jax.lax.scan(lambda c, _: (c * 4, None), x, length=10)[0]
+
+    with pytest.raises(FloatingPointError, match=r"mul of 64.0, 4.0 is inf \(.*turn 3.*\[1\]"):
+        jc.emulate(grow, "e4m3", stop_at="overflow")(jnp.array([2**-6, 1.0]))
+
+
+def test_arguments_count() -> None:
+    with pytest.raises(FloatingPointError, match=r"overflow: argument \[0\], 70000.0, is inf"):
+        jc.emulate(lambda x: x, "binary16", stop_at="overflow")(jnp.float32(7e4))
+    with pytest.raises(FloatingPointError, match=r"nan: argument \[1\]\['w'\]"):
+        jc.emulate(lambda x, p: x * p["w"], "binary16", stop_at="nan")(1.0, {"w": jnp.float32(jnp.nan)})
+
+
+def test_infinities_of_the_carrier_are_no_overflow() -> None:
+    assert float(jc.emulate(lambda x: 1 / x, "e4m3", stop_at="overflow")(0.0)) == np.inf
+
+
+def walk(x: Array) -> tuple[Array, Array]:
+    last = jax.lax.while_loop(lambda c: c > 0.3, lambda c: c * 0.7, x)
+    return last, jax.lax.cond(x > 0.5, jnp.sin, jnp.cos, x)
+
+
+@pytest.mark.parametrize("spec", ["bfloat16", "e5m7:stochastic", "e4m3:saturate"])
+@pytest.mark.parametrize("fun", [lambda x: {"y": jnp.sum(x * x) / 3}, walk, lambda x: jax.jit(jnp.tanh)(x) + 1])
+def test_without_the_event_results_are_those_of_a_plain_call(fun: Callable[..., Any], spec: str) -> None:
+    x = jnp.float32(1.3)
+    got, want = (jc.emulate(fun, spec, stop_at=event, key=KEY)(x) for event in ("nan", None))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert [a.dtype for a in jax.tree.leaves(got)] == [a.dtype for a in jax.tree.leaves(want)]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_saturating_format_never_overflows() -> None:
+    low = jc.emulate(lambda x: jnp.exp(x), "e4m3:saturate", stop_at="overflow")
+    assert float(low(100.0)) == 240
+
+
+def test_a_stopped_loop_warns() -> None:
+    low = jc.emulate(
+        lambda x: jax.lax.while_loop(lambda t: t < 10, lambda t: t + 1, x), "e5m2", max_turns=3, stop_at="nan"
+    )
+    with pytest.warns(RuntimeWarning, match="max_turns=3"):
+        assert float(low(0.0)) == 3
+
+
+def test_methods_and_decorators() -> None:
+    class Model:
+        @jc.emulate("e4m3", stop_at="overflow")
+        def grow(self, x: Array) -> Array:
+            return x * 100
+
+    assert float(Model().grow(1.0)) == 96
+    with pytest.raises(FloatingPointError, match=r"mul of 8\.0"):
+        Model().grow(8.0)
+
+
+@pytest.mark.parametrize("outer", [jax.jit, jax.grad, jax.vmap])
+def test_traced_arguments_are_refused(outer: Any) -> None:
+    low = jc.emulate(jnp.sin, "e4m3", stop_at="nan")
+    with pytest.raises(TypeError, match="stop_at='nan' needs arguments that are not traced"):
+        outer(low)(jnp.ones(3) if outer is jax.vmap else 1.0)
+
+
+def test_another_event_is_refused() -> None:
+    with pytest.raises(ValueError, match="stop_at='underflow'"):
+        jc.emulate(jnp.sin, "e4m3", stop_at="underflow")  # type: ignore[call-overload]
