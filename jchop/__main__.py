@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jchop._cli._blame import add_blame
 from jchop._cli._compare import add_compare
 from jchop._cli._doctor import add_doctor
 from jchop._cli._info import run_formats, run_info
@@ -150,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add_command(commands)
     add_compare(commands)
 
+    add_blame(commands)
     add_study(commands)
     add_doctor(commands)
     return parser

@@ -1,0 +1,80 @@
+"""``jchop blame``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+from jchop._cli._load import imports_from_here, load_arrays, load_function, order_of
+from jchop._cli._text import check_suffix, printable, seed
+from jchop._files import require_extra, write_atomically
+from jchop._text.html import image, page
+
+
+def run_blame(options: argparse.Namespace) -> None:
+    for option, path, suffix in (("--plot", options.plot, ".png"), ("--html", options.html, ".html")):
+        if path is not None:
+            check_suffix(option, path, suffix)
+            require_extra(option, "plot", ("matplotlib",))
+    import jax
+
+    from jchop._emulate import blame, emulate
+
+    key = None if options.seed is None else jax.random.key(options.seed)
+    with imports_from_here():
+        function = load_function("FUNCTION", options.function)
+        output = None if options.output is None else load_function("--output", options.output)
+        arrays = load_arrays("--data", options.data)
+        args = [arrays[name] for name in order_of(list(arrays), function, f"--data {options.data}")]
+        found = blame(emulate(function, options.to), *args, output=output, key=key, max_turns=options.max_turns)
+    pictures = (options.plot, options.html)
+    if any(pictures) and not found.rows:
+        raise ValueError(f"FUNCTION {options.function} makes no error in {options.to}, so there is nothing to draw")
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=1, allow_nan=False))
+    else:
+        print("\n".join(map(printable, str(found).splitlines())))
+    if not any(pictures):
+        return
+    from jchop.plot import blame as draw
+
+    title = f"{options.function} in {options.to}"
+    picture = io.BytesIO()
+    draw(found, title=title).savefig(picture, format="png", dpi=100)
+    contents = (picture.getvalue(), page(title, image(picture.getvalue(), title), found._repr_html_()).encode())
+    for path, content in zip(pictures, contents, strict=True):
+        if path is not None:
+            write_atomically(path, lambda file, content=content: file.write(content))
+            if not options.json:
+                print(f"wrote {printable(str(path))}")
+
+
+def add_blame(commands: argparse._SubParsersAction) -> None:
+    """The command, with its options."""
+    command = commands.add_parser(
+        "blame",
+        help="divide the error of your own function in a format among its operations",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Runs your function on the arrays of --data with every operation rounded, beside the same\n"
+        "function without rounding, and shows the part of each operation in the error of the result, by line of source.",
+        epilog="examples:\n  jchop blame model:loss --data inputs.npz --to bfloat16\n"
+        "  jchop blame model:solve --data inputs.npz --to e5m10:stochastic --seed 0 --html blame.html",
+    )
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="a function that JAX can trace")
+    command.add_argument(
+        "--data", metavar="FILE.npz", type=Path, required=True, help="its arguments: arrays by name, or without names"
+    )
+    command.add_argument("--to", metavar="SPEC", required=True, help="the rounding, such as bfloat16 or e4m3:saturate")
+    command.add_argument(
+        "--output",
+        metavar="MODULE:FUNCTION",
+        help="a function of the result to a number; default: the number, or the norm of the error",
+    )
+    command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
+    command.add_argument("--max-turns", metavar="N", type=int, help="the most turns of a while loop; default 10000")
+    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the parts (needs matplotlib)")
+    command.add_argument("--html", metavar="FILE.html", type=Path, help="write one page for a mail (needs matplotlib)")
+    command.set_defaults(run=run_blame)

@@ -1,0 +1,103 @@
+"""`jchop blame`: the table of `jc.blame` for a function of a file, its files, and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from html_check import check_html
+from test_cli import PNG, error, lines
+
+import jchop as jc
+
+CODE = """
+import jax.numpy as jnp
+
+
+def loss(x, y):
+    return jnp.sum((x - y) ** 2) / 3
+
+
+def spread(x):
+    return x / jnp.max(x)
+
+
+def first(result):
+    return result[0]
+
+
+def same(x):
+    return x
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a module and data of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blamed_model.py").write_text(CODE)
+    rng = np.random.default_rng(0)
+    y, x = rng.normal(size=(2, 8)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", y=y, x=x)
+    np.savez(tmp_path / "x.npz", rng.normal(size=8).astype(np.float32))
+    return tmp_path
+
+
+def test_json_is_that_of_blame(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = json.loads(
+        "\n".join(lines(capsys, "blame", "blamed_model:loss", "--data", "data.npz", "--to", "e4m3", "--json"))
+    )
+    import blamed_model  # type: ignore[import-not-found]
+
+    data = np.load(folder / "data.npz")
+    found = jc.blame(jc.emulate(blamed_model.loss, "e4m3"), data["x"], data["y"])
+    names = ("error", "value", "reference", "unexplained")
+    assert [printed[name] for name in names] == [getattr(found, name) for name in names]
+    rows = [(row["primitive"], row["contribution"]) for row in printed["rows"]]
+    assert rows == [(row.primitive, row.contribution) for row in found.rows]
+
+
+def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["blame", "blamed_model:spread", "--data", "x.npz", "--to", "e4m3:stochastic", "--seed", "3"]
+    printed = lines(capsys, *command, "--output", "blamed_model:first", "--plot", "blame.png", "--html", "blame.html")
+    assert printed[0].split()[:4] == ["scope", "primitive", "spec", "equations"]
+    assert printed[-2:] == ["wrote blame.png", "wrote blame.html"]
+    assert (folder / "blame.png").read_bytes().startswith(PNG)
+    text = (folder / "blame.html").read_text()
+    check_html(text)
+    assert "data:image/png;base64," in text and "contribution" in text
+    import blamed_model  # type: ignore[import-not-found]
+
+    low = jc.emulate(blamed_model.spread, "e4m3:stochastic", key=jax.random.key(3))
+    found = jc.blame(low, np.load(folder / "x.npz")["arr_0"], output=blamed_model.first)
+    assert f"error {found.error:.4g}," in "\n".join(printed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["blamed_model:loss", "--data", "data.npz", "--to", "e4m9x"], "e4m9x"),
+        (["blamed_model:loss", "--data", "x.npz", "--to", "e4m3"], "missing 1 required positional argument: 'y'"),
+        (["blamed_model:none", "--data", "x.npz", "--to", "e4m3"], "FUNCTION 'blamed_model:none' cannot be loaded"),
+        (["blamed_model:spread", "--data", "x.npz", "--to", "e4m3:stochastic"], "key=None"),
+        (
+            ["blamed_model:spread", "--data", "x.npz", "--to", "e4m3", "--plot", "b.jpg"],
+            "--plot b.jpg must end in .png",
+        ),
+        (["blamed_model:spread", "--data", "x.npz", "--to", "e4m3", "--max-turns", "0"], "max_turns=0"),
+        (["blamed_model:spread", "--data", "x.npz"], "--to"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_errors_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in error(capsys, "blame", *options)
+
+
+def test_a_function_without_roundings_draws_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(folder / "ones.npz", np.ones(4, np.float32))
+    message = error(capsys, "blame", "blamed_model:same", "--data", "ones.npz", "--to", "e4m3", "--plot", "b.png")
+    assert "FUNCTION blamed_model:same makes no error in e4m3" in message
+    assert not (folder / "b.png").exists()
