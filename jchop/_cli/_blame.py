@@ -58,7 +58,7 @@ def add_blame(commands: argparse._SubParsersAction) -> None:
         help="divide the error of your own function in a format among its operations",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Runs your function on the arrays of --data with every operation rounded, beside the same\n"
-        "function without rounding, and shows the part of each operation in the error of the result, by line of source.",
+        "function without rounding, and shows the part of each operation in the error of the result, by line.",
         epilog="examples:\n  jchop blame model:loss --data inputs.npz --to bfloat16\n"
         "  jchop blame model:solve --data inputs.npz --to e5m10:stochastic --seed 0 --html blame.html",
     )
