@@ -245,3 +245,43 @@ def test_arguments_are_checked() -> None:
 def test_an_overflow_has_no_parts(output: Any) -> None:
     with pytest.raises(ValueError, match=r"the output is not finite.*stop_at='overflow'"):
         jc.blame(jc.emulate(lambda x: x * 200, "e4m3"), jnp.array([1.0, 2.0]), output=output)
+
+
+# -- long programs -----------------------------------------------------------------------------------------------------
+
+
+def long_pendulum(y: Array) -> Array:
+    def step(y: Array, _: None) -> tuple[Array, None]:
+        middle = y + 0.005 * jnp.stack([y[1], -jnp.sin(y[0])])
+        return y + 0.01 * jnp.stack([middle[1], -jnp.sin(middle[0])]), None
+
+    return jax.lax.scan(step, y, length=1000)[0]
+
+
+def conjugate_gradients(a: Array, b: Array) -> Array:
+    def turn(carry: Any) -> Any:
+        x, r, p, square, i = carry
+        ap = a @ p
+        alpha = square / (p @ ap)
+        x, r = x + alpha * p, r - alpha * ap
+        new = r @ r
+        return x, r, r + new / square * p, new, i + 1
+
+    start = (jnp.zeros_like(b), b, b, b @ b, 0)
+    return jax.lax.while_loop(lambda c: (c[3] > 1e-4) & (c[4] < 40), turn, start)[0]
+
+
+SYSTEM = (normal(6, 24, 24) @ normal(6, 24, 24).T * 0.1 + jnp.eye(24), normal(7, 24) * 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "rest"), [("bfloat16", 0.01), ("tf32", 0.01), ("e4m3:saturate", 0.05)])
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [(long_pendulum, (jnp.array([1.0, 0.0]),)), (conjugate_gradients, SYSTEM), (jnp.linalg.solve, SYSTEM)],
+)
+def test_parts_of_long_programs_add_up(fun: Callable[..., Any], args: Any, spec: str, rest: float) -> None:
+    """A thousand steps of an ODE, conjugate gradients with their own stopping rule, and an LU solve."""
+    found = jc.blame(jc.emulate(fun, spec), *args)
+    assert found.error > 0
+    assert abs(found.unexplained) < rest * abs(found.error)
