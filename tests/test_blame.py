@@ -92,7 +92,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("spec", "most"), [("bfloat16", 0.01), ("tf32", 0.01), ("e4m3:saturate", 0.05)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parts_add_up(name: str, spec: str, most: float) -> None:
@@ -110,6 +110,7 @@ def test_parts_add_up(name: str, spec: str, most: float) -> None:
     assert abs(found.unexplained) <= most * abs(found.error)
 
 
+@pytest.mark.slow
 def test_a_transformer_block() -> None:
     nnx = pytest.importorskip("flax.nnx")
 

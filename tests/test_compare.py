@@ -165,6 +165,7 @@ def test_the_command_shows_the_table(capsys: pytest.CaptureFixture[str], tmp_pat
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_command_reads_tensors_by_pattern(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     jc.save_safetensors(file, {"mlp": {"w": X, "b": X[0]}, "head": {"w": X}, "steps": np.arange(3)})

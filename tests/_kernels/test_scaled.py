@@ -396,7 +396,7 @@ JOINED = [
 ]
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("text", "shape"), JOINED)
 def test_joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:
     """Operations in a program for one CPU, whose axes are joined, against their bodies with the axes as they are."""

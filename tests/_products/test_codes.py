@@ -193,7 +193,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn(24)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_codes_train_and_serve_the_same_numbers(name: str) -> None:
     rule = jc.Rule(**RULES[name], product="codes")

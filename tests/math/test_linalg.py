@@ -396,6 +396,7 @@ def test_systems_of_a_batch_draw_from_keys_of_their_own(name: str) -> None:
     assert len(np.unique(equal.reshape(-1, 30), axis=1).T) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cg", pytest.param("gmres", marks=pytest.mark.slow)])
 def test_an_operator_is_its_images(name: str) -> None:
     """Its arithmetic is its own: here that of the matrix, so the results are those of the matrix."""

@@ -93,7 +93,7 @@ def test_operations_are_rounded_one_by_one(name: str, masked: bool) -> None:
     same(jc.math.logsumexp(x, spec, axis=1, where=where), want)
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_in_the_carrier_they_are_those_of_jax() -> None:
     x = some(2, 3, 4)
     for axis in (-1, 0, (0, 2), None):

@@ -34,7 +34,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn(30)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "MultiHeadAttention"])
 def test_layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:

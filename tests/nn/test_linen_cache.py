@@ -33,6 +33,7 @@ def begun() -> Any:
     return jax.jit(lambda key: (LAYER.init(key, whole), PLAIN.init(key, whole)))(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_a_packed_cache_is_that_of_the_twin() -> None:
     variables, usual = begun()
     params, kept = variables["params"], variables["cache"]

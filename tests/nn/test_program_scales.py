@@ -45,6 +45,7 @@ def step(model: Any, x: Any) -> Any:
     return y, gradient
 
 
+@pytest.mark.slow
 def test_state_follows_in_training_and_stays_in_evaluation() -> None:
     model = jc.nn.quantize(Heads(), rule(jc.MovingAverage(0.5)), inputs=INPUTS)
     held = model.quantization_scales

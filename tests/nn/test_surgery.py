@@ -105,6 +105,7 @@ def test_the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> N
     assert pickle.loads(pickle.dumps(jc.nn.Linear)) is jc.nn.Linear
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_packed_as_it_computed() -> None:
     rounded = jc.nn.quantize(model(), BLOCKS)
 

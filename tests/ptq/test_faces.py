@@ -37,6 +37,7 @@ def plain(p: Any, x: Any) -> Any:
     return h @ p["second"]["kernel"] + p["second"]["bias"]
 
 
+@pytest.mark.slow
 def test_all_faces_give_the_same_numbers() -> None:
     rng = np.random.default_rng(0)
     w = [jnp.asarray(rng.normal(size=shape) / 5, jnp.float32) for shape in ((32, 24), (24, 8))]

@@ -118,7 +118,7 @@ SHAPES: dict[str, tuple[Any, tuple[int, ...], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.in_turn(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_of_weights(name: str) -> None:
     fun, shape, text = SHAPES[name]

@@ -103,7 +103,7 @@ def drawn(shapes: Any, rng: np.random.Generator) -> Any:
     }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(3)) for n in FOLDED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(6)) for n in FOLDED])
 def test_the_function_stays_what_it_is(name: str) -> None:
     fun, shapes, shape, expected = FOLDED[name]
     rng = np.random.default_rng(0)
@@ -191,6 +191,7 @@ def test_scales_that_stay(scale: list[float], reason: str) -> None:
     assert all(found[key] is params[key] for key in params) and reason in notes.note(2, ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits, least, gain", [(4, 15.31, 6.9), pytest.param(8, 40.3, 7.1, marks=pytest.mark.slow)])
 def test_gains_on_fresh_data(bits: int, least: float, gain: float) -> None:
     """On such a layer the rotation of a prototype gave 15.5 dB instead of 8.6, and 40.5 instead of 33.2."""

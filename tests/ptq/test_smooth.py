@@ -163,6 +163,7 @@ def test_all_faces_give_the_same_numbers() -> None:
 # -- reports and errors ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_left_alone_is_in_the_report() -> None:
     def fun(p: Any, x: Any) -> Any:
         h = jax.nn.relu((x * p["scale"]) @ p["a"])

@@ -85,6 +85,7 @@ def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, 
     assert most_in_groups(found, m) == n
 
 
+@pytest.mark.slow
 def test_the_gates_of_a_layer() -> None:
     """The gates are those of another such layer: magnitude .350, Wanda .232, SparseGPT .184, and .140 on its mask."""
     w, x = layer()
@@ -122,6 +123,7 @@ def test_masks_of_magnitudes_and_of_inputs() -> None:
         np.testing.assert_array_equal(again != 0, numbers != 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight",
     [

@@ -50,7 +50,7 @@ def test_every_format_meets_every_mode_in_order(digits: StudyResult) -> None:
     assert digits.rows[2].spec == "float4_e2m1fn:stochastic"
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stochastic", "nearest_even", "down"])
 def test_binary32_parameters_do_not_move(digits: StudyResult, mode: str) -> None:
     row = digits.cell("fp32", mode)

@@ -28,7 +28,7 @@ def of_carrier(name: str) -> dict[str, jc.formats.ElementFormat]:
     return {t: f for t, f in FORMATS.items() if holds(jc.Spec(f, overflow="saturate"), CARRIERS[name])}
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16"])
 def test_codes_are_those_of_the_formats(name):
     """Every code decodes, unused ones to NaN, and every value, NaN included, encodes; one compiled function for all."""

@@ -372,6 +372,7 @@ FULL = pytest.mark.slow
 SIZES = [pytest.param(2, 1 << 18, id="reduced"), pytest.param(20, 1 << 24, id="full", marks=FULL)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "size"), SIZES)
 def test_words_look_random(keys: int, size: int) -> None:
     results = scores(random_words, keys, size)
@@ -379,7 +380,7 @@ def test_words_look_random(keys: int, size: int) -> None:
     assert not failures(results)
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_statistics_reject_a_poor_generator() -> None:
     found = {text.split(":")[0] for text in failures(scores(multiply_counter, 2, 1 << 18))}
     assert {"byte 0", "pairs of byte 1", "lag 1, high half", "pairs of bits in a word", "index avalanche"} <= found
