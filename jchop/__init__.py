@@ -15,6 +15,7 @@ from jchop._emulate import Blame, SignificantDigits, blame, emulate, significant
 from jchop._finfo import finfo
 from jchop._products.dots import dot, einsum, ragged_dot
 from jchop._products.quantize_fn import quantize_fn
+from jchop._products.rotation import Hadamard
 from jchop._products.rule import Rule
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._products.scales.sites import Scales
@@ -104,6 +105,7 @@ __all__ = [
     "FixedFormat",
     "FloatFormat",
     "Gradient",
+    "Hadamard",
     "IntegerFormat",
     "KVCache",
     "MatmulSpec",

@@ -15,6 +15,7 @@ from jchop._arguments import OWN_SCOPE, own_results
 from jchop._products.codes import Coded, block_of, check_codes, coded, codes_of, in_own_shape, parts_of
 from jchop._products.layout import check_axes, round_in, same_transposed
 from jchop._products.product import Conv, Dot, Flipped, Product
+from jchop._products.rotation import Hadamard
 from jchop._products.rule import NOWHERE, StreamOffset, is_stochastic
 from jchop._settings import split
 from jchop.accumulation import MatmulSpec
@@ -35,6 +36,7 @@ class Roundings:
     gradient: Spec | None = None
     weight_gradient: Spec | None = None
     matmul: MatmulSpec | None = None
+    rotation: Hadamard | None = None
     place: StreamOffset = NOWHERE
     codes: bool = False
 
@@ -53,6 +55,11 @@ class Roundings:
     def backward(self) -> bool:
         """Whether the backward products differ from those of the rounded operands in the carrier."""
         return (self.gradient, self.weight_gradient, self.matmul) != (None, None, None)
+
+    @property
+    def for_input(self) -> Hadamard | None:
+        """The rotation of the operands of dx."""
+        return self.rotation if self.rotation is not None and self.rotation.products == "both" else None
 
 
 def contract(
@@ -129,6 +136,11 @@ def check_operands(product: Product, how: Roundings) -> None:
     else:
         left = how.left if _anew_left(how) else None
         operands += [("activation", left, for_weight.left), ("gradient", how.gradient, for_weight.right)]
+    if how.rotation is not None and not isinstance(product.product if isinstance(product, Flipped) else product, Dot):
+        raise NotImplementedError(
+            f"rotation={how.rotation} of the {how.place}: the rows of a convolution or of experts are not independent; "
+            "put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
+        )
     for field, spec, layout in operands:
         check_axes(field, spec, layout.ndim, how.place)
         if how.codes and spec is not None:
@@ -140,13 +152,14 @@ def _anew_left(how: Roundings) -> bool:
     return (
         (how.codes and how.gradient is not None)
         or how.weight_gradient is not None
+        or how.rotation is not None
         or (how.gradient is not None and not same_transposed(how.left))
     )
 
 
 def takes_anew(how: Roundings) -> bool:
     """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
-    return how.gradient is not None and (how.codes or not same_transposed(how.right))
+    return how.gradient is not None and (how.codes or how.for_input is not None or not same_transposed(how.right))
 
 
 @partial(
@@ -198,11 +211,12 @@ def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
     if how.codes and how.gradient is not None:
         return (*_backward_by_codes(product, how, kept, g), None, None)
     for_input, for_weight = product.for_input, product.for_weight
-    g_input = round_in(for_input.left, g, how.gradient, keys.gradient_input)
-    w_input = w if full_w is None else round_in(for_input.right, full_w, how.right, keys.right_input)
+    turn, turn_weight = how.for_input, how.rotation
+    g_input = round_in(for_input.left, g, how.gradient, keys.gradient_input, rotation=turn)
+    w_input = w if full_w is None else round_in(for_input.right, full_w, how.right, keys.right_input, rotation=turn)
     left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
-    g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight)
-    x_weight = x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight)
+    g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight, rotation=turn_weight)
+    x_weight = x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight, rotation=turn_weight)
     if how.matmul is not None and isinstance(product, Dot | Flipped) and product.emulates_backward:
         dx = product.emulated_input(g_input, w_input, x.shape, how.matmul, keys.input)
         dw = product.emulated_weight(x_weight, g_weight, w.shape, how.matmul, keys.weight)
@@ -217,10 +231,11 @@ def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) 
     x, w, (full_x, full_w), (keys, extra, _) = kept
     for_input, for_weight = product.for_input, product.for_weight
     left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
-    g_input = coded(for_input.left.lay(g), how.gradient, keys.gradient_input)
-    w_input = coded(for_input.right.lay(full_w), how.right, keys.right_input)
-    g_weight = coded(for_weight.right.lay(g), spec, keys.gradient_weight)
-    x_weight = coded(for_weight.left.lay(full_x), left, keys.left_weight)
+    turn, turn_weight = how.for_input, how.rotation
+    g_input = coded(for_input.left.lay(g, turn), how.gradient, keys.gradient_input)
+    w_input = coded(for_input.right.lay(full_w, turn), how.right, keys.right_input)
+    g_weight = coded(for_weight.right.lay(g, turn_weight), spec, keys.gradient_weight)
+    x_weight = coded(for_weight.left.lay(full_x, turn_weight), left, keys.left_weight)
     shapes = x.shape, w.shape
     with jax.named_scope(OWN_SCOPE):
         dx = product.input_by_codes(g_input, w_input, shapes, x.dtype, *extra)

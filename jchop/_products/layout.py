@@ -11,6 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from jchop._products.rotation import Hadamard
 from jchop._products.rule import StreamOffset
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import split
@@ -63,9 +64,10 @@ class Layout:
         """The shape that an array of `shape` has in this layout."""
         return (*(shape[axis] for axis in self.kept), math.prod(shape[axis] for axis in self.summed))
 
-    def lay(self, x: Array) -> Array:
-        """`x` in this layout."""
-        return x.transpose(self._order).reshape(self.shape(x.shape))
+    def lay(self, x: Array, rotation: Hadamard | None = None) -> Array:
+        """`x` in this layout, rotated along its last axis."""
+        laid = x.transpose(self._order).reshape(self.shape(x.shape))
+        return laid if rotation is None else rotation.rotate(laid)
 
     def back(self, laid: Array, shape: Sequence[int]) -> Array:
         """An array of `shape` from its layout."""
@@ -103,9 +105,17 @@ class Layout:
 
 
 def round_in(
-    layout: Layout | None, x: Array, spec: Spec | None, key: Array | None = None, gradient_key: Array | None = None
+    layout: Layout | None,
+    x: Array,
+    spec: Spec | None,
+    key: Array | None = None,
+    gradient_key: Array | None = None,
+    *,
+    rotation: Hadamard | None = None,
 ) -> Array:
-    """`x` rounded in a layout (None: as it lies); its own dtype, shape and order of axes come back."""
+    """`x` rotated and rounded in a layout (None: as it lies); its own dtype, shape and order of axes come back."""
+    if layout is not None and rotation is not None:
+        x = layout.back(layout.lay(jnp.asarray(x), rotation), x.shape)
     if spec is None:
         return x
     if layout is None or not layout.concerns(spec):

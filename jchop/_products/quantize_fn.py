@@ -383,7 +383,7 @@ class QuantizedFunction:
             return numbers_of(value) if is_packed(value) else value
         (placement, use), rule = program.placements[i], program.rule_of(i)
         coded = rule.product == "codes" and use.kind == "product"
-        how = Roundings(right=weight_rounding(rule), gradient=rule.gradient, codes=coded)
+        how = Roundings(right=weight_rounding(rule), gradient=rule.gradient, rotation=rule.rotation, codes=coded)
         twin = rule.weight is not None and takes_anew(how)
         computed = any(other.kind == "other" for other in program.uses[i])
         return Held(value if is_packed(value) else jnp.asarray(value), placement, i, twin, coded, entry, computed)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jchop._checks import check_choice
 from jchop._paths import check_pattern, matches_path
+from jchop._products.rotation import Hadamard
 from jchop._products.scale_from import ScaleFrom, check_scale_from
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat, ScaledFormat
@@ -33,7 +34,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
 #: The fields that select, beside the path.
 _SELECTS = ("layer", "operation")
 #: All fields that define roundings.
-FIELDS = (*SPECS, "matmul", "scale_from")
+FIELDS = (*SPECS, "rotation", "matmul", "scale_from")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class Rule:
             in the forward product. Default None: backward products use the rounded operands of the forward product.
         weight_gradient: the spec of both operands of the product dw = x g, instead of `activation` and `gradient`;
             ``"binary32"`` keeps it in float32.
+        rotation: a `Hadamard`: both operands of the product dw, or of both backward products, are rotated along the sum
+            before they are rounded, from full precision. It needs a `gradient` or a `weight_gradient`, and products
+            whose rows are independent: of matrices, not convolutions or experts.
         cache: the spec of the keys and values that MultiHeadAttention stores for decoding, packed: a plain format, or
             one with scales for each token and head, such as ``"int8(group=all)"``.
         matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products forward and
@@ -102,6 +106,7 @@ class Rule:
     gradient: Spec | None = None
     weight_gradient: Spec | None = None
     cache: Spec | None = None
+    rotation: Hadamard | None = None
     matmul: MatmulSpec | None = None
     scale_from: ScaleFrom | None = None
     product: str = "float"
@@ -122,6 +127,7 @@ class Rule:
             gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
             weight_gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
             cache: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            rotation: Hadamard | None = ...,
             matmul: MatmulSpec | None = ...,
             scale_from: ScaleFrom | None = ...,
             product: Literal["float", "codes"] = ...,
@@ -146,6 +152,8 @@ class Rule:
                 raise ValueError(f"{name}={str(spec)!r} is of a gradient, and has no gradient of its own")
         if self.cache is not None:
             check_rows("cache", self.cache)
+        if self.rotation is not None:
+            self._check_rotation(self.rotation)
         if self.matmul is not None and not isinstance(self.matmul, MatmulSpec):
             raise TypeError(f"matmul={self.matmul!r} must be a MatmulSpec, such as MatmulSpec(accumulate='e5m10')")
         if self.matmul is not None and self.matmul.operands is not None:
@@ -159,6 +167,17 @@ class Rule:
             )
         if not isinstance(self.stochastic_stream, str) or not self.stochastic_stream:
             raise TypeError(f"stochastic_stream={self.stochastic_stream!r} must be the name of a stream of nnx.Rngs")
+
+    def _check_rotation(self, rotation: Any) -> None:
+        if not isinstance(rotation, Hadamard):
+            raise TypeError(f"rotation={rotation!r} must be a jchop.Hadamard, such as Hadamard(16)")
+        if self.gradient is None and (self.weight_gradient is None or rotation.products == "both"):
+            raise ValueError(f"rotation={rotation} needs a gradient=: the backward products have nothing rounded")
+        if self.scale_from is not None:
+            raise ValueError(
+                f"rotation={rotation} with scale_from={self.scale_from!r}: operands under such a scale are rounded "
+                "once, for all three products"
+            )
 
     def matches(self, path: str, *, layer: str = "", operation: str = "") -> bool:
         """Whether the rule matches a layer of this path.
@@ -198,6 +217,8 @@ class Rule:
 
     def __str__(self) -> str:
         fields = [f"{name}={getattr(self, name)}" for name in (*_SELECTS, *SPECS) if getattr(self, name) is not None]
+        if self.rotation is not None:
+            fields.append(f"rotation={self.rotation}")
         if self.matmul is not None:
             fields.append(f"matmul=({self.matmul})")
         if self.scale_from is not None:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jchop._checks import check_choice
+from jchop._products.rotation import Hadamard
 from jchop._products.rule import Rule
 from jchop._products.scale_from import DelayedScaling
 from jchop.accumulation import MatmulSpec
@@ -15,6 +16,7 @@ __all__ = ["RECIPES", "recipe"]
 
 _ROW = "float8_e4m3fn(group=all,scale=e8m0fnu,rule=rceil)"
 _MX = "mxfp8_e4m3(rule=rceil)"
+_MX4 = "mxfp4(rule=rceil)"
 
 
 def _all(forward: str, gradient: str | None = None, **more: Any) -> Mapping[str, Any]:
@@ -35,8 +37,14 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "float8_delayed": _all("float8_e4m3fn(group=tensor)", "float8_e5m2(group=tensor)", scale_from=DelayedScaling()),
         # OCP Microscaling: blocks of 32 along the sum of each of the three products, scales rounded up.
         "mxfp8": _all(_MX),
-        # NVIDIA, arXiv 2509.25149: two-level scales, weights in tiles, gradients rounded stochastically.
-        "nvfp4": _all("nvfp4", "nvfp4:stochastic", weight="nvfp4(group=(16,16))"),
+        # NVIDIA, arXiv 2509.25149: two-level scales, weights in tiles, gradients rounded stochastically, and a rotation
+        # of the operands of dw.
+        "nvfp4": _all("nvfp4", "nvfp4:stochastic", weight="nvfp4(group=(16,16))", rotation=Hadamard()),
+        # Tseng et al., arXiv 2502.20586: stochastic gradients, both backward products rotated.
+        "mxfp4": _all(_MX4, f"{_MX4}:stochastic", rotation=Hadamard(64, products="both")),
+        # DeepSeek-V3, arXiv 2412.19437, section 3.3: rows of 128, tiles of 128 x 128, sums of 128 products, added in
+        # float32.
+        "deepseek_fp8": _all("float8_e4m3fn(group=128)", weight="float8_e4m3fn(group=(128,128))", product="codes"),
         # torchao's int8_mixed_precision_training: three products of int8 codes, a scale for each row of each operand;
         # and the same with every operand rounded stochastically, so that each gradient is right on average.
         "int8": _all("int8(group=all)", product="codes"),
@@ -61,12 +69,21 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     """The rule of a published training method.
 
     The weight is the same in the forward product and in that of the inputs' gradient, Q(W^T) = Q(W)^T, under
-    ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"`` and ``"wage"``. It
-    is not, by design, under ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``, ``"mxfp8"``, ``"int8"`` and
-    ``"int8_stochastic"``, whose scales are those of rows or blocks along the sum of each product.
+    ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"``, ``"wage"`` and, of
+    weights with two axes, ``"deepseek_fp8"``. It is not, by design, under ``"float8_rowwise"``,
+    ``"float8_rowwise_with_gw_hp"``, ``"mxfp8"``, ``"mxfp4"``, ``"int8"`` and ``"int8_stochastic"``, whose scales are
+    those of rows or blocks along the sum of each product.
 
-    ``"int8"`` and ``"int8_stochastic"`` multiply codes. So do the others of float8, ``"mxfp8"`` and ``"nvfp4"`` with
-    ``product="codes"``, except ``"float8_delayed"``, whose scales have a source of their own.
+    ``"nvfp4"`` and ``"mxfp4"`` rotate the operands of backward products (`jchop.Hadamard`). Convolutions and experts
+    have no such rotation: give them a rule of their own, ``recipe(name, operation="conv", rotation=None)``, before the
+    other. The published runs keep the first and the last blocks, the embeddings and the last layer in high precision:
+    put ``Rule("{blocks/0,blocks/11,head}")`` before the recipe. Two things of Tseng et al. are otherwise in
+    ``"mxfp4"``: scales are rounded up, so that nothing is clipped, in place of a factor of 3/4, and the forward product
+    is in MXFP4 too.
+
+    ``"int8"``, ``"int8_stochastic"`` and ``"deepseek_fp8"`` multiply codes. So do the others of float8, ``"mxfp8"``,
+    ``"mxfp4"`` and ``"nvfp4"`` with ``product="codes"``, except ``"float8_delayed"``, whose scales have a source of
+    their own.
 
     A rule describes products. For the update of the weights use `jchop.optim`; docs/nn.md has both halves of
     ``"ibm_fp8"`` and ``"wage"``. Three things of WAGE are otherwise here. Errors keep their power of two, which an
@@ -77,8 +94,10 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     Args:
         name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with
             scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `DelayedScaling`;
-            longer or shorter by ``scale_from=``), ``"mxfp8"``, ``"nvfp4"`` (weights in tiles of 16 x 16, gradients
-            stochastic), ``"int8"`` (torchao's int8 mixed precision), ``"int8_stochastic"``, ``"ibm_fp8"`` (Wang et al.,
+            longer or shorter by ``scale_from=``), ``"mxfp8"``, ``"mxfp4"`` (Tseng et al., AISTATS 2025: stochastic
+            gradients, both backward products rotated), ``"nvfp4"`` (NVIDIA: weights in tiles of 16 x 16, stochastic
+            gradients, dw rotated), ``"deepseek_fp8"`` (rows of 128, tiles of 128 x 128, sums of 128 products in
+            float32), ``"int8"`` (torchao's int8 mixed precision), ``"int8_stochastic"``, ``"ibm_fp8"`` (Wang et al.,
             NeurIPS 2018: sums in e6m9 in chunks of 64), ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"``
             (Wu et al., ICLR 2018: 2-8-8-8 bits of weights, activations, gradients, errors).
         path: as of a `Rule`. Default ``"*"``.

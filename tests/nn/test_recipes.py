@@ -20,7 +20,7 @@ from jchop.nn._recipes import RECIPES
 
 STEP = 2.0**-7  # of 8 bits
 #: The recipes whose weights are the same numbers in the forward product and in that of the inputs' gradient.
-ONE_WEIGHT = {"float8_tensorwise", "float8_delayed", "nvfp4", "ibm_fp8", "ibm_hybrid_fp8", "wage"}
+ONE_WEIGHT = {"float8_tensorwise", "float8_delayed", "nvfp4", "deepseek_fp8", "ibm_fp8", "ibm_hybrid_fp8", "wage"}
 #: Layers of shapes that 16 does not divide, without a bias, and the shape of their input.
 LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "Linear": (lambda: nnx.Linear(37, 21, use_bias=False, rngs=nnx.Rngs(0)), (37,)),
@@ -164,7 +164,7 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
     """The matrices that a layer multiplies with, forward and for the gradient of its input, under a recipe."""
     make, shape = LAYERS[layer]
     # Unit vectors are what they are in these formats, so that each result is a rounded weight itself.
-    rule = jc.nn.recipe(name, activation=None, gradient="binary32")
+    rule = jc.nn.recipe(name, activation=None, gradient="binary32", rotation=None)
     plain, x = make(), jnp.eye(math.prod(shape)).reshape(-1, *shape)
 
     def spread(kernel: Any) -> Any:  # so wide that scales of other groups underflow at other places
@@ -197,7 +197,8 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
 )
 def test_one_weight_forward_and_backward(name: str, layer: str) -> None:
     forward, backward = both_weights(name, layer)
-    assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT)
+    tiles_of_codes = name == "deepseek_fp8" and "General" in layer  # of other axes, joined, in dx
+    assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT and not tiles_of_codes)
 
 
 @pytest.mark.in_turn(5)

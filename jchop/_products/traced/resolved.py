@@ -114,7 +114,7 @@ class Resolved:
         site = self.sites.get(id(step))
         fields = {} if how is None else {
             "activation": how[0].left, "gradient": how[0].gradient, "weight_gradient": how[0].weight_gradient,
-            "matmul": how[0].matmul, "product": "codes" if how[0].codes else None,
+            "matmul": how[0].matmul, "rotation": how[0].rotation, "product": "codes" if how[0].codes else None,
             "scale_from": None if site is None else site.source,
         }  # fmt: skip
         refused = step.refused or ("complex" if how is None and _is_complex(step) else "")
@@ -260,7 +260,9 @@ def _roundings(step: ProductStep, rule: Rule) -> tuple[Roundings, int] | None:
     place = StreamOffset(step.name, step.scope or step.source, rule)
     right = weight_rounding(rule) if weights else rule.activation
     codes = rule.product == "codes" and (rule.activation is not None or right is not None)
-    how = Roundings(rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, place, codes)
+    how = Roundings(
+        rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, rule.rotation, place, codes
+    )
     if (how.left is None and not how.backward and not how.codes) or _scales_complex(step, how):
         return None
     check_operands(Flipped(step.product) if weight == 0 else step.product, how)
@@ -334,7 +336,7 @@ def _check_effect(
             if numbers[leaf] == number
         }  # fmt: skip
         if any(chosen is rule for _, chosen in products):
-            used |= {"activation", "gradient", "weight_gradient", "matmul"}
+            used |= {"activation", "gradient", "weight_gradient", "matmul", "rotation"}
         source = rule.scale_from
         if source is not None and (source in kept or ("weight" in source.fields and "weight" in used)):
             used.add("scale_from")
