@@ -1,8 +1,9 @@
-"""A small transformer that learns to continue source code, letter by letter, in 8-bit arithmetic.
+"""A small transformer that learns to continue source code, letter by letter, in 8-bit and 4-bit arithmetic.
 
     python examples/transformer_training.py [--small] [--steps 300] [--plot training.png]
 
-The same network is trained in float32, with all products in mxfp8, and with e4m3 forward and stochastic e5m2 gradients.
+The same network is trained in float32, with all products in bfloat16, with e4m3 forward and stochastic e5m2 gradients,
+and by the recipes mxfp8, nvfp4 and mxfp4, whose blocks share scales. `--formats float32,nvfp4` trains some of them.
 The text is the source of a few modules of Python's library. Needs `pip install ".[flax,optax]"`.
 """
 
@@ -28,10 +29,11 @@ BATCH, LENGTH = 16, 32
 PRODUCTS = "blocks"  # embeddings and the last layer stay in float32
 ARITHMETICS: dict[str, jc.nn.Rule | None] = {
     "float32": None,
-    "mxfp8": jc.nn.recipe("mxfp8", PRODUCTS),
-    "e4m3, stochastic e5m2": jc.nn.Rule(
+    "bfloat16": jc.nn.Rule(PRODUCTS, weight="bfloat16", activation="bfloat16", gradient="bfloat16"),
+    "e4m3 and stochastic e5m2": jc.nn.Rule(
         PRODUCTS, weight="float8_e4m3fn:saturate", activation="float8_e4m3fn:saturate", gradient="e5m2:stochastic"
     ),
+    **{name: jc.nn.recipe(name, PRODUCTS) for name in ("mxfp8", "nvfp4", "mxfp4")},
 }
 
 
@@ -144,14 +146,19 @@ def draw(losses: dict[str, np.ndarray], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="fewer steps, a smaller network, without mxfp8")
+    parser.add_argument("--small", action="store_true", help="fewer steps, a smaller network, without the recipes")
     parser.add_argument("--steps", type=int, help="default 300, with --small 60")
     parser.add_argument("--width", type=int, help="default 64, with --small 16")
     parser.add_argument("--depth", type=int, help="default 2, with --small 1")
+    parser.add_argument("--formats", help="some of the arithmetics, with commas; default all, with --small two")
     parser.add_argument("--plot", help="a PNG to draw the curves into")
     chosen = parser.parse_args()
     steps, width, depth = (60, 16, 1) if chosen.small else (300, 64, 2)
-    names = [name for name in ARITHMETICS if not (chosen.small and name == "mxfp8")]
+    few = ("float32", "e4m3 and stochastic e5m2") if chosen.small else tuple(ARITHMETICS)
+    names = chosen.formats.split(",") if chosen.formats else few
+    unknown = [name for name in names if name not in ARITHMETICS]
+    if unknown:
+        parser.error(f"--formats {','.join(unknown)}: known are {', '.join(ARITHMETICS)}")
     losses = run(names, steps=chosen.steps or steps, width=chosen.width or width, depth=chosen.depth or depth)
     for name, values in losses.items():
         print(f"{name:24} first {values[0]:.3f}  last {values[-20:].mean():.3f}")
