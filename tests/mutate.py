@@ -140,6 +140,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "_core/arithmetic/test_exact.py",
         "test_round_scaled.py::test_odd_leaves_whole_numbers",
         "test_round_stochastic.py::test_every_draw_of_a_few_bits",
+        "_core/scaled_float32/test_select.py::test_zero_points",
         *_ROUNDED,
     ),
     "jchop/_core/rounding/bins.py": ("_core/rounding/test_bins.py", "_core/scaled_float32/test_select.py"),
@@ -205,6 +206,21 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "1",
         "(0)",
     ): "a tuple of one counts one either way, and none is empty",
+    (
+        "jchop/formats/_grouping.py",
+        "count = len(group) if isinstance(group, tuple | list) and len(group) > 1 else 1",
+        "len(group) > 1",
+        "(len(group) >= 1)",
+    ): "a tuple of one counts one either way, and none is empty",
+    (
+        "jchop/_core/arithmetic/double_word.py",
+        "up = carrier.fraction - _bits.floor_log2(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)",
+        "1",
+        "(0)",
+    ): "the logarithm of 0 has no effect: 0 moved by any number of places is 0, and its exponent is replaced",
+    ("jchop/_core/rounding/grid.py", "deep = drop > 0 and fmt.emin < 1 - carrier.bias", "drop > 0", "(drop >= 0)"): (
+        "no carrier holds normal numbers below its own of a format with as many bits"
+    ),
     (
         "jchop/_core/arithmetic/basic.py",
         "return _bits.join(jnp.where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier)",

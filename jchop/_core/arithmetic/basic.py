@@ -214,8 +214,7 @@ def round_known(value: Array, r: Range, spec: Spec | None, carrier: Carrier, wor
     """`value`, the hardware's result for an exact result in the range `r`, rounded under `spec`."""
     if spec is None:
         return value
-    # With one bit of precision the parity of the exponent decides a tie.
-    if adds_to_round(spec, r, carrier) and spec.format.precision != 1:
+    if adds_to_round(spec, r, carrier):
         return round_by_adding(value, spec, carrier)
     return round_elements(value, spec, carrier, word)
 

@@ -23,6 +23,7 @@ from jchop._bits import CARRIERS, Carrier
 from jchop._core.arithmetic import basic, double_word
 from jchop._core.arithmetic.basic import Range, carrier_range, product_range, range_of, require_operation, sum_range
 from jchop._core.arithmetic.nearest import round_by_adding
+from jchop._core.arithmetic.root import square_root
 from jchop._core.rounding.elements import round_elements
 
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
@@ -503,3 +504,38 @@ def test_wrap_refused() -> None:
         basic.add(x, x, spec, carrier, None, r, carrier_range(carrier))
     with pytest.raises(ValueError, match="cannot wrap"):
         basic.divide(x, x, spec, carrier, None, r, r)
+
+
+# --- single cases, each of which a wrong expression of the core would change ------------------------------------------
+
+
+def one(operation: str, *operands: float, spec: str, word: int = 0) -> float:
+    carrier, arrays = CARRIERS["float32"], [jnp.full(1, v, "float32") for v in operands]
+    whole = (carrier_range(carrier),) * len(operands)
+    out = apply(operation, jnp.full(1, word, "uint32"), *arrays, spec=jc.parse(spec), carrier=carrier, ranges=whole)
+    return float(out[0])
+
+
+def test_below_the_smallest_value_of_a_format_with_all_bits_of_the_carrier() -> None:
+    """Products that differ from half the smallest value by less than the carrier's last place are no ties."""
+    least = 2.0**-14
+    below = (2**23 + 1) * 2.0**-30, (2**24 - 2) * 2.0**-32  # 2^-15 (1 - 2^-46)
+    above = 8392705 * 2.0**-30, 8384513 * 2.0**-31  # 2^-15 (1 + 2^-46)
+    for rounding in ("nearest_even", "nearest_away", "nearest_zero"):
+        assert one("multiply", *below, spec=f"e5m23(subnormals=false):{rounding}") == 0
+        assert one("multiply", *above, spec=f"e5m23(subnormals=false):{rounding}") == least
+
+
+def test_ties_of_one_bit_of_precision_take_the_even_code() -> None:
+    """Of operands of the format, whose sums an addition would round otherwise."""
+    spec, carrier = jc.parse("e5m0"), CARRIERS["float32"]
+    ranges = (range_of(spec, carrier),) * 2
+    out = basic.add(jnp.array([1, 2], "float32"), jnp.array([0.5, 1], "float32"), spec, carrier, None, *ranges)
+    assert out.tolist() == [2.0, 2.0]  # codes 15, 16 and 17 of 1, 2 and 4
+
+
+def test_the_root_of_zero_has_no_further_bits() -> None:
+    """Which a draw would round away from zero."""
+    found = square_root(jnp.array([0.0, -0.0], "float32"), CARRIERS["float32"], whole_rest=True)
+    for name in ("magnitude", "rest", "sticky", "inexact"):
+        assert not np.asarray(getattr(found, name)).any(), name
