@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jchop.plot._style import INK, draw_bars, draw_legend, new_figure
 
@@ -29,7 +32,8 @@ def calibration(seen: Any, *, title: str = "Signal over error of products") -> F
         >>> import jax, jchop as jc
         >>> x, w = jax.random.normal(jax.random.key(0), (64, 8)), jax.random.normal(jax.random.key(1), (8, 4))
         >>> _, report = jc.ptq.quantize(lambda p, x: x @ p["w"], jc.Rule(weight="int4(group=all)"), {"w": w}, [x])
-        >>> [label.get_text().split()[0] for label in report.plot().axes[0].get_yticklabels()]
+        >>> figure = report.plot()
+        >>> [label.get_text().split()[0] for label in figure.axes[0].get_yticklabels()]
         ['w']
     """
     weights = getattr(seen, "weights", None)
@@ -56,3 +60,49 @@ def calibration(seen: Any, *, title: str = "Signal over error of products") -> F
     axes.set_ylim(len(rows) - 0.4, -0.6)
     draw_legend(axes)
     return figure
+
+
+def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Figure:
+    """Signal over error of a model's output for each layer, a line for each format.
+
+    Layers stand in the order of the model, and "all" last. A layer without an error in a format has no point.
+
+    Args:
+        seen: a result of `jchop.nn.sensitivity`.
+        title: the title above. Default ``"Layers rounded one at a time"``.
+
+    Raises:
+        TypeError: if `seen` is no such result.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> from flax import nnx
+        >>> from jchop import plot
+        >>> model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)))
+        >>> x = jax.random.normal(jax.random.key(1), (32, 16))
+        >>> found = jc.nn.sensitivity(model, [x], ["int8", "int4", "e4m3fn"])
+        >>> figure = plot.sensitivity(found)
+        >>> [line.get_label() for line in figure.axes[0].lines]
+        ['int8', 'int4', 'float8_e4m3fn']
+    """
+    rows, formats = getattr(seen, "rows", None), getattr(seen, "formats", None)
+    if rows is None or formats is None:
+        raise TypeError(f"seen={seen!r} must be a result of jchop.nn.sensitivity")
+    paths = list(dict.fromkeys(row.path for row in rows))
+    figure = new_figure(9, 1.9 + 0.34 * len(paths), title)
+    axes = figure.subplots()
+    for name in formats:
+        found = {row.path: row.snr for row in rows if row.format == name}
+        values = [found[path] if math.isfinite(found[path]) else math.nan for path in paths]
+        axes.plot(values, range(len(paths)), "o-", markersize=5, linewidth=1.2, label=name)
+    _label_rows(axes, [path or "(the model)" for path in paths])
+    axes.set_xlabel("signal over error of the output (dB): more is better", fontsize=10)
+    axes.grid(color="#e5e5e5", linewidth=0.7)
+    axes.set_axisbelow(True)
+    draw_legend(axes)
+    return figure
+
+
+def _label_rows(axes: Any, names: Sequence[str]) -> None:
+    axes.set_yticks(np.arange(len(names)), names, fontsize=9)
+    axes.set_ylim(len(names) - 0.5, -0.5)

@@ -107,7 +107,8 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
         >>> import jax.numpy as jnp, jchop as jc
         >>> from jchop import plot
         >>> found = jc.blame(jc.emulate(lambda x: jnp.sum(x * x), "e4m3"), jnp.array([1.1, 2.3]))
-        >>> len(plot.blame(found).axes[0].patches) == len(found.rows)
+        >>> figure = plot.blame(found)
+        >>> len(figure.axes[0].patches) == len(found.rows)
         True
     """
     rows = getattr(seen, "rows", None)

@@ -31,7 +31,8 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
 
     Example:
         >>> from jchop import plot
-        >>> plot.value_grid("e4m3fn").get_suptitle()
+        >>> figure = plot.value_grid("e4m3fn")
+        >>> figure.get_suptitle()
         'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
     """
     fmt = element_of(fmt)
