@@ -1,6 +1,10 @@
 """Sphinx configuration: pages in Markdown, the reference from the docstrings."""
 
+import sys
 from importlib.metadata import version as _version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
 project = "jchop"
 copyright = "the jchop authors"
@@ -8,8 +12,8 @@ author = "the jchop authors"
 release = _version("jchop")
 version = ".".join(release.split(".")[:2])
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-myst_enable_extensions = ["deflist", "dollarmath"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "every_name", "gallery", "pictures"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True}
@@ -22,4 +26,6 @@ default_role = "code"
 
 html_theme = "furo"
 html_title = f"jchop {release}"
-exclude_patterns = ["_build"]
+html_static_path = ["_static"]
+html_css_files = ["jchop.css"]
+exclude_patterns = ["_build", "_extensions"]

@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="few and small matrices")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the errors into")
     options = parser.parse_args()
-    formats = {text: FORMATS[text] for text in ("float8_e4m3", "binary16")} if options.small else FORMATS
+    formats = {text: FORMATS[text] for text in ("float8_e4m3", "bfloat16", "binary16")} if options.small else FORMATS
     table = errors(*((4, 2) if options.small else (30, 5)), formats)
     print(f"{'':10}" + "".join(f"{text:>14}" for text in formats))
     for name, values in table.items():

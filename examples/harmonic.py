@@ -62,8 +62,9 @@ def draw(sums: dict[str, jax.Array], path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name, values in sums.items():
-        axes.semilogx(jnp.arange(1, len(values) + 1), values, label=name, linestyle=":" if "stoch" in name else "-")
+    for i, (name, values) in enumerate(sums.items()):
+        style = ":" if "stoch" in name else "-"
+        axes.semilogx(jnp.arange(1, len(values) + 1), values, label=name, linestyle=style, color=f"C{i}")
     axes.set(title="Harmonic series, every operation rounded", xlabel="terms", ylabel="partial sum")
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -69,9 +69,9 @@ def draw(losses: dict[str, np.ndarray], file: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     panel = figure.subplots()
-    for name, values in losses.items():
-        panel.semilogy(values, label=name)
-    panel.set(xlabel="step", ylabel="loss")
+    for i, (name, values) in enumerate(losses.items()):
+        panel.plot(values, label=name, linestyle=("-", "--", ":", "-.")[i % 4])
+    panel.set(xlabel="step", ylabel="loss", title="AdamW with a packed state")
     panel.legend()
     figure.savefig(file, dpi=150)
 

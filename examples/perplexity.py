@@ -184,16 +184,20 @@ def closed(table: dict[str, dict[str, float]], fmt: str, method: str) -> float:
 
 
 def draw(table: dict[str, dict[str, float]], path: str) -> None:
+    """How much each format and method adds to the perplexity of float32."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    formats = [fmt for fmt in table if fmt != "float32"]
-    for i, name in enumerate(table[formats[0]]):
-        axes.bar(np.arange(len(formats)) + 0.27 * (i - 1), [table[fmt][name] for fmt in formats], 0.25, label=name)
-    axes.axhline(table["float32"]["nearest"], color="black", linewidth=1, label="float32")
-    lowest, highest = table["float32"]["nearest"], max(max(table[fmt].values()) for fmt in formats)
-    axes.set(ylim=(lowest - 0.1 * (highest - lowest), highest * 1.02), ylabel="perplexity")
+    formats, best = [fmt for fmt in table if fmt != "float32"], table["float32"]["nearest"]
+    methods = list(table[formats[0]])
+    width = 0.8 / len(methods)
+    for i, name in enumerate(methods):
+        places = np.arange(len(formats)) + width * (i - (len(methods) - 1) / 2)
+        bars = axes.bar(places, [table[fmt][name] - best for fmt in formats], 0.92 * width, label=name)
+        axes.bar_label(bars, fmt="%.3f", fontsize=8)
     axes.set_xticks(range(len(formats)), formats, fontsize=8)
+    axes.set(ylabel=f"perplexity above that of float32, {best:.2f}", title="a transformer, weights rounded")
+    axes.margins(y=0.12)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 

@@ -104,18 +104,18 @@ def _bytes(model: Any) -> int:
 
 
 def draw(table: dict[str, tuple[float, float, int]], path: str) -> None:
-    """Accuracy against bytes, before and after training."""
+    """Accuracy before and after training with rounded weights, a pair of bars for each format."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4))
-    for number, (label, marker) in enumerate((("rounded (PTQ)", "o"), ("trained on (QAT)", "s"))):
-        axes.plot(
-            [row[2] / 1024 for row in table.values()], [row[number] for row in table.values()], marker, label=label
-        )
-    for name, row in table.items():
-        axes.annotate(name, (row[2] / 1024, row[1]), textcoords="offset points", xytext=(4, 4), fontsize=7)
-    axes.set(xscale="log", xlabel="KiB of parameters", ylabel="accuracy", title="digits, weights of few bits")
-    axes.legend()
+    figure, axes = plt.subplots(figsize=(7, 3.6))
+    places = np.arange(len(table))[::-1]
+    for number, (label, shift) in enumerate((("rounded (PTQ)", 0.2), ("trained on (QAT)", -0.2))):
+        bars = axes.barh(places + shift, [row[number] for row in table.values()], 0.38, label=label)
+        axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
+    axes.set_yticks(places, [f"{name.split('(')[0]}\n{row[2] / 1024:.1f} KiB" for name, row in table.items()])
+    axes.set(xlim=(0, 1.1), xlabel="accuracy on test images")
+    axes.set_title("digits, weights of few bits", pad=26)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 

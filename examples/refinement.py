@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
 
 FULL = Sizes(tuple(10.0**power for power in range(1, 10)), 100, 2, 10, (0, 20, 100))
 DEFAULT = Sizes((1e1, 1e3, 1e5, 1e7, 1e9), 24, 2, 10, (0, 24), FACTORS)
-SMALL = Sizes((10.0, 1e5), 6, 1, 4, (0, 6), FACTORS[:1])
+SMALL = Sizes((10.0, 1e3, 1e5, 1e7), 6, 1, 4, (0, 6), FACTORS[:1])
 
 
 def matrices(n: int, condition: float, count: int) -> np.ndarray:
@@ -118,7 +118,7 @@ def draw(conditions: np.ndarray, errors: dict[tuple[str, int], np.ndarray], work
     axes = figure.subplots()
     for (factor, inner), values in errors.items():
         axes.loglog(conditions, np.minimum(values, 1e2), "-o" if inner else ":s", label=label(factor, inner))
-    axes.axhline(converged(working) / 2, color="black", linewidth=0.5)
+    axes.axhline(converged(working) / 2, color="black", linewidth=0.8, label=f"unit roundoff of {working}")
     axes.set(title=f"Refinement: {working} solutions", xlabel="condition number", ylabel="backward error")
     axes.legend()
     figure.savefig(path, dpi=150)

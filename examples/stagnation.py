@@ -85,7 +85,7 @@ def draw(losses: dict[str, np.ndarray], file: Path) -> None:
     panel = figure.subplots()
     for name, values in losses.items():
         panel.plot(values, label=name, linestyle="--" if name == "float32" else "-")
-    panel.set(xlabel="step", ylabel="loss")
+    panel.set(xlabel="step", ylabel="loss", title="Parameters in bfloat16, learning rate 1e-5")
     panel.legend()
     figure.savefig(file, dpi=150)
 

@@ -99,9 +99,13 @@ def draw(errors: dict[str, np.ndarray], file: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     panel = figure.subplots()
     for i, (name, each) in enumerate(errors.items()):
-        panel.semilogy(100 * each[:, 0], color=f"C{i}", linewidth=0.7)
-        panel.semilogy(100 * each[:, 1], color=f"C{i}", linewidth=2, label=name)
-    panel.set(xlabel="epoch", ylabel="error on test data, %")
+        epochs = np.arange(1, len(each) + 1)
+        panel.plot(epochs, 100 * each[:, 0], color=f"C{i}", linewidth=0.9, linestyle="--")
+        panel.plot(epochs, 100 * each[:, 1], color=f"C{i}", linewidth=2, label=name)
+    panel.set(
+        xlabel="epoch", ylabel="error on test data (%)", title="weights (dashed) and their averages", ylim=(0, None)
+    )
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.legend()
     figure.savefig(file, dpi=150)
 

@@ -264,3 +264,60 @@ def test_pareto_without_a_finite_value_is_drawn() -> None:
         assert png(figure).startswith(b"\x89PNG") and not len(figure.axes[0].lines[0].get_xydata())
     with pytest.raises(ValueError, match="lengths 1, 2, 1"):
         jc.plot.pareto(["a"], [1, 2], [1], ylabel="error")
+
+
+# -- formats side by side ----------------------------------------------------------------------------------------------
+def test_value_grids_draw_the_values_of_each_format() -> None:
+    formats = ["e2m1fn", "e2m3fn", "integer4", "codebook(-1,0.5,2)"]
+    axes = jc.plot.value_grids(formats).axes[0]
+    for place, (fmt, lines) in enumerate(zip(formats, axes.collections, strict=True)):
+        segments = np.array(lines.get_segments())  # type: ignore[attr-defined]
+        values = parse(fmt).format.values()
+        np.testing.assert_array_equal(segments[:, 0, 0], values[values > 0])
+        assert (segments[:, :, 1].min(), segments[:, :, 1].max()) == (place - 0.38, place + 0.38)
+    assert axes.get_yticklabels()[0].get_text() == "float4_e2m1fn\n4 bits"
+
+
+def test_rounding_error_is_that_of_the_definition() -> None:
+    """Multiples of 1/16 within 8, rounded by Python's round, which takes ties to even."""
+    axes = jc.plot.rounding_error(["fixed4.4:saturate"], -10.0, 10.0, relative=False, points=801).axes[0]
+    x, error = (np.asarray(data, np.float64) for data in axes.lines[0].get_data())
+    low, high = (16 * float(end) for end in (parse("fixed4.4").format.min, parse("fixed4.4").format.max))
+    nearest = np.array([min(max(round(16 * value), low), high) / 16 for value in x])
+    np.testing.assert_allclose(error, nearest - x, atol=1e-15)
+    relative = jc.plot.rounding_error(["e4m3fn", "e5m2:down"], 0.1, 1000.0).axes[0]
+    x, error = (np.asarray(data, np.float64) for data in relative.lines[0].get_data())
+    assert np.nanmax(np.abs(error)) <= 2.0**-4 and np.isnan(error[x > 464]).all() and not np.isnan(error[x < 464]).any()
+    down = np.asarray(relative.lines[1].get_ydata(), np.float64)
+    assert down.max() <= 0 and down.min() > -0.25 and relative.get_xscale() == "log"
+
+
+def test_code_histogram_counts_each_value() -> None:
+    x = np.array([0.0, -0.0, 0.2, 0.25, 0.3, 5.0, 7.0, 100.0, -9.0, -0.5, np.nan, np.inf])
+    figure = jc.plot.code_histogram(x, "e2m1fn")
+    values = [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    heights = [int(bar.get_height()) for bar in figure.axes[0].patches]  # type: ignore[attr-defined]
+    counts = {value: count for value, count in zip(values, heights, strict=True) if count}
+    # 0.25 is a tie and goes to 0, 5 is one and goes to 4 (even codes); 7, 100 and -9 are beyond the ends.
+    assert counts == {-6: 1, -0.5: 1, 0: 4, 0.5: 1, 4: 1, 6: 2}
+    assert png(figure).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("draw", "error", "said"),
+    [
+        (lambda: jc.plot.value_grids([]), ValueError, "at least one format"),
+        (lambda: jc.plot.value_grids(["mxfp4"]), TypeError, "pass its element"),
+        (lambda: jc.plot.value_grids(["codebook(-1)"]), ValueError, "no positive value"),
+        (lambda: jc.plot.rounding_error([], 0, 1), ValueError, "at least one spec"),
+        (lambda: jc.plot.rounding_error(["e4m3"], 2, 1), ValueError, "start=2 and stop=1"),
+        (lambda: jc.plot.rounding_error(["e4m3:stochastic"], 0, 1), ValueError, "is stochastic"),
+        (lambda: jc.plot.rounding_error(["e4m3"], 0, 1, points=1), ValueError, "points=1 must be"),
+        (lambda: jc.plot.code_histogram([1.0], "half"), ValueError, "16 bits; at most 8"),
+        (lambda: jc.plot.code_histogram([np.nan], "e4m3"), ValueError, "no finite number"),
+        (lambda: jc.plot.sensitivity(3), TypeError, "seen=3 must be a result of jchop.nn.sensitivity"),
+    ],
+)
+def test_bad_arguments_of_pictures_are_named(draw, error, said) -> None:
+    with pytest.raises(error, match=said):
+        draw()

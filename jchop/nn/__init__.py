@@ -42,6 +42,7 @@ from jchop.nn._recipes import recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._save_load import load, save
 from jchop.nn._scale_state import ActivationRange, AmaxHistory, LearnedScale
+from jchop.nn._sensitivity import Sensitivity, SensitivityRow, sensitivity
 
 __all__ = [
     "LSQ",
@@ -73,6 +74,8 @@ __all__ = [
     "QuantizedParam",
     "RMSNorm",
     "Rule",
+    "Sensitivity",
+    "SensitivityRow",
     "SimpleCell",
     "calibrate",
     "correct_biases",
@@ -86,4 +89,5 @@ __all__ = [
     "recipe",
     "report",
     "save",
+    "sensitivity",
 ]

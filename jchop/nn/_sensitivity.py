@@ -1,0 +1,192 @@
+"""`sensitivity`: the error of a model's output when one layer at a time is rounded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jchop._checks import check_choice
+from jchop._products.rule import Rule
+from jchop._text import Part, Tables
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.nn._nnx.layers import layers_of
+from jchop.nn._nnx.surgery import quantize
+from jchop.spec import Spec, as_spec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Sensitivity", "SensitivityRow", "sensitivity"]
+
+_TENSORS = ("weight", "activation")
+_ALL = "all"
+
+
+@dataclass(frozen=True)
+class SensitivityRow:
+    """One layer in one format.
+
+    Args:
+        path: its path in the model; ``"all"`` for all layers at once.
+        layer: its class; empty for all layers.
+        format: the spec, as text.
+        snr: signal over error of the model's output in dB; infinite without an error, -infinite if an output of the
+            rounded model is not finite.
+    """
+
+    path: str
+    layer: str
+    format: str
+    snr: float
+
+
+@dataclass(frozen=True)
+class Sensitivity(Tables):
+    """The layers of a model by formats. Its text is a table of decibels: the lowest layer of a column matters most.
+
+    Args:
+        rows: a `SensitivityRow` for each layer and format, layer by layer, and for all layers at once.
+        formats: the formats, as texts, in their order.
+    """
+
+    rows: tuple[SensitivityRow, ...]
+    formats: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The rows in the types of strict JSON; infinities are texts ("inf")."""
+
+        def plain(value: Any) -> Any:
+            return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+        rows = [{name: plain(value) for name, value in asdict(row).items()} for row in self.rows]
+        return {"formats": list(self.formats), "rows": rows}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`as_dict` as strict JSON.
+
+        Args:
+            indent: spaces of each level; None for one line.
+        """
+        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+
+    def plot(self, *, title: str = "Layers rounded one at a time") -> Figure:
+        """`jchop.plot.sensitivity` of it; needs matplotlib."""
+        from jchop.plot import sensitivity as draw
+
+        return draw(self, title=title)
+
+    @property
+    def _align(self) -> str:
+        return "<<" + ">" * len(self.formats)
+
+    def _parts(self) -> list[Part]:
+        found: dict[tuple[str, str], dict[str, float]] = {}
+        for row in self.rows:
+            found.setdefault((row.path, row.layer), {})[row.format] = row.snr
+        head = ("path", "layer", *self.formats)
+        body = [(*name, *(_decibels(snr[fmt]) for fmt in self.formats)) for name, snr in found.items()]
+        return [[head, *body], "decibels of the output, one layer rounded; the last line has all layers rounded"]
+
+
+def _decibels(value: float) -> str:
+    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "lost"
+
+
+def sensitivity(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    formats: Sequence[Spec | ElementFormat | ScaledFormat | str],
+    *,
+    tensors: Sequence[str] = ("weight",),
+    run: Callable[[Any, Any], Any] | None = None,
+    rngs: nnx.Rngs | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Sensitivity:
+    """How much the output of a model suffers when one layer is rounded: for each layer, and each format.
+
+    The signal-to-noise ratio is 10 log10(Σ y² / Σ (y - z)²) in dB over all batches: y are the outputs of the model, and z
+    those of the model with a rule for one layer alone. A last row for each format has all layers rounded. Layers with a
+    low ratio should keep more bits.
+
+    Args:
+        model: a module of Flax NNX that is not quantized; it is not changed.
+        batches: inputs of the model, as of `calibrate`.
+        formats: what the layer is rounded to; scaled formats have their scales along the inputs of a layer.
+        tensors: the tensors of the layer that are rounded: ``"weight"``, ``"activation"``, or both. Default
+            ``("weight",)``.
+        run: function that calls the model on a batch and returns arrays. Default ``model(batch)``.
+        rngs: with a stream ``"rounding"``, for stochastic formats. Default None.
+        progress: function of the number of completed layers and formats, and of all.
+
+    Returns:
+        A `Sensitivity`: its `str` is a table; `as_dict`, `to_json` and `plot` show it in other ways.
+
+    Raises:
+        TypeError: for a model that is no module of Flax NNX.
+        ValueError: without batches, formats, tensors or layers that can be rounded, and for a batch with an output that
+            is not finite.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+        >>> found = jc.nn.sensitivity(model, [jax.random.normal(jax.random.key(2), (16, 8))], ["int8", "int4"])
+        >>> [(row.path, row.format) for row in found.rows if row.snr < 30]
+        [('layers/0', 'int4'), ('layers/2', 'int4'), ('all', 'int4')]
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+    chosen = tuple(check_choice("tensors", name, _TENSORS) for name in tensors)
+    specs = [as_spec(fmt, scaled=True) for fmt in formats]
+    data = list(batches)
+    layers = _layers(model, chosen)
+    for name, given in (("tensors", chosen), ("formats", specs), ("batches", data), ("model", layers)):
+        if not given:
+            raise ValueError(f"{name}: there must be at least one" + (" layer to round" if given is layers else ""))
+    call = nnx.jit(run if run is not None else lambda model, batch: model(batch))
+    exact = [_outputs(call(model, batch)) for batch in data]
+    if not all(np.isfinite(y).all() for y in exact):
+        raise ValueError("batches: an output of the model is not finite")
+    rows, total = [], (len(layers) + 1) * len(specs)
+    for path, name in [*layers.items(), (_ALL, "")]:
+        paths = list(layers) if path == _ALL else [path]
+        for spec in specs:
+            low = quantize(model, [_rule(each, chosen, spec) for each in paths], rngs=rngs)
+            found = [_outputs(call(low, batch)) for batch in data]
+            rows.append(SensitivityRow(path, name, str(spec), _ratio(exact, found)))
+            if progress is not None:
+                progress(len(rows), total)
+    return Sensitivity(tuple(rows), tuple(dict.fromkeys(map(str, specs))))
+
+
+def _rule(path: str, tensors: Sequence[str], spec: Spec) -> Rule:
+    return Rule(
+        path, weight=spec if "weight" in tensors else None, activation=spec if "activation" in tensors else None
+    )
+
+
+def _layers(model: nnx.Module, tensors: Sequence[str]) -> dict[str, str]:
+    """The classes of the layers that have one of the tensors, by path."""
+    found = {path: (layer, kind) for path, layer, kind in layers_of(model) if kind is not None}
+    return {
+        path: type(layer).__name__ for path, (layer, kind) in found.items() if set(tensors) <= set(kind.fields(layer))
+    }
+
+
+def _outputs(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def _ratio(exact: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
+    if not all(np.isfinite(z).all() for z in found):
+        return -math.inf
+    noise = math.fsum(float(np.sum((y - z) ** 2)) for y, z in zip(exact, found, strict=True))
+    signal = math.fsum(float(np.sum(y**2)) for y in exact)
+    return 10 * math.log10(signal / noise) if noise and signal else -math.inf if noise else math.inf

@@ -1,0 +1,26 @@
+"""Pictures: heat maps of tables, values of a format on the number line, errors of programs, weights, formats.
+
+Every function returns a new `matplotlib.figure.Figure` and saves nothing. Matplotlib (extra ``plot``) is imported on
+first use. pyplot is not imported, so no window opens and no global state changes.
+"""
+
+from jchop.plot._formats import code_histogram, rounding_error, value_grids
+from jchop.plot._heat_map import Panel, heat_map
+from jchop.plot._models import calibration, sensitivity
+from jchop.plot._pareto import pareto
+from jchop.plot._programs import blame, report
+from jchop.plot._value_grid import value_grid
+
+__all__ = [
+    "Panel",
+    "blame",
+    "calibration",
+    "code_histogram",
+    "heat_map",
+    "pareto",
+    "report",
+    "rounding_error",
+    "sensitivity",
+    "value_grid",
+    "value_grids",
+]

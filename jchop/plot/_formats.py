@@ -1,0 +1,177 @@
+"""Formats side by side, and the numbers of an array in a format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jchop._checks import as_numpy, check_int
+from jchop._round.round_to_format import round_to_format
+from jchop.formats import ElementFormat
+from jchop.plot._style import BARS, LOST, NORMAL, element_of, new_figure
+from jchop.spec import Spec, as_spec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_VALUES, _MOST_BITS = 1 << 16, 8
+
+
+def value_grids(formats: Sequence[ElementFormat | str], *, title: str = "Values of formats") -> Figure:
+    """The positive values of several formats, a row of lines for each, on one logarithmic axis.
+
+    Args:
+        formats: formats of at most 16 bits, or their texts.
+        title: the title above. Default ``"Values of formats"``.
+
+    Raises:
+        TypeError: for a scaled format, whose values depend on the data.
+        ValueError: without formats, for a wider one, or one without a positive value that binary64 can hold.
+
+    Example:
+        >>> from jchop import plot
+        >>> figure = plot.value_grids(["e5m2", "e4m3fn", "e2m3fn", "e2m1fn", "integer4"])
+        >>> len(figure.axes[0].collections)
+        5
+    """
+    found = [element_of(fmt) for fmt in formats]
+    if not found:
+        raise ValueError("formats must name at least one format")
+    rows = [_positive(fmt) for fmt in found]
+    figure = new_figure(10, 1.5 + 0.55 * len(rows), title, size=13)
+    axes = figure.subplots()
+    for place, values in enumerate(rows):
+        width = float(np.clip(200 / len(values), 0.2, 1.6))
+        axes.vlines(values, place - 0.38, place + 0.38, color=BARS[place % len(BARS)], linewidth=width)
+    axes.set_xscale("log", base=2)
+    axes.set_yticks(range(len(rows)), [f"{fmt}\n{fmt.bits} bits" for fmt in found], fontsize=9)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("positive values (logarithmic, base 2)", fontsize=10)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    return figure
+
+
+def _positive(fmt: ElementFormat) -> np.ndarray:
+    if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
+        raise ValueError(f"formats: {fmt} has values beyond the range of binary64, which cannot be drawn")
+    values = fmt.values()
+    if not (values > 0).any():
+        raise ValueError(f"formats: {fmt} has no positive value to draw")
+    return values[values > 0]
+
+
+def rounding_error(
+    specs: Sequence[Spec | ElementFormat | str],
+    start: float,
+    stop: float,
+    *,
+    relative: bool = True,
+    points: int = 4000,
+    title: str = "Rounding error",
+) -> Figure:
+    """The error of rounding x, for numbers x from `start` to `stop`, a curve for each spec.
+
+    The numbers are binary64, spaced logarithmically if both ends are positive, else linearly. Each curve is of
+    `jchop.round_to_format`; it has a gap at an x whose result is not finite.
+
+    Args:
+        specs: deterministic specs of plain formats, formats, or texts.
+        start: the least x.
+        stop: the largest x, above `start`; both finite.
+        relative: whether to show (rounded - x) / abs(x), default, or rounded - x; a zero x has no relative error.
+        points: how many x there are, 2 to 65,536. Default 4,000.
+        title: the title above. Default ``"Rounding error"``.
+
+    Raises:
+        TypeError: for a scaled format, whose scales depend on all numbers.
+        ValueError: without specs, for a stochastic mode, and for other ends or points.
+
+    Example:
+        >>> from jchop import plot
+        >>> figure = plot.rounding_error(["e4m3fn", "e5m2", "fixed4.4"], 0.01, 10)
+        >>> [line.get_label() for line in figure.axes[0].lines[:3]]
+        ['float8_e4m3fn', 'float8_e5m2', 'fixed4.4']
+    """
+    found = [as_spec(spec) for spec in specs]
+    if not found:
+        raise ValueError("specs must have at least one spec")
+    if not (math.isfinite(start) and math.isfinite(stop) and start < stop):
+        raise ValueError(f"start={start!r} and stop={stop!r} must be finite, and start the lesser")
+    for spec in found:
+        if spec.rounding.stochastic:
+            raise ValueError(f"specs: {spec} is stochastic; its error is no function of x")
+    count = check_int("points", points, 2, _MOST_VALUES)
+    logarithmic = start > 0
+    x = np.geomspace(start, stop, count) if logarithmic else np.linspace(start, stop, count)
+    figure = new_figure(10, 4.2, title, size=13)
+    axes = figure.subplots()
+    for spec, colour in zip(found, (BARS[i % len(BARS)] for i in range(len(found))), strict=True):
+        axes.plot(x, _error(x, spec, relative), color=colour, linewidth=1.0, label=str(spec))
+    axes.axhline(0, color="#888888", linewidth=0.7)
+    axes.set_xscale("log" if logarithmic else "linear")
+    axes.set_xlabel("x", fontsize=10)
+    axes.set_ylabel("(rounded - x) / |x|" if relative else "rounded - x", fontsize=10)
+    axes.grid(color="#e5e5e5", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=9, frameon=False)
+    return figure
+
+
+def _error(x: np.ndarray, spec: Spec, relative: bool) -> np.ndarray:
+    """The errors; NaN where there is none to show."""
+    error = np.asarray(round_to_format(x, spec)) - x
+    error = np.where(np.isfinite(error), error, np.nan)
+    return np.divide(error, np.abs(x), out=np.full_like(error, np.nan), where=x != 0) if relative else error
+
+
+def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None) -> Figure:
+    """How many numbers of an array become each value of a format, rounded to nearest: which codes are in use.
+
+    There is a bar for each finite value, in their order; both zeros count as one. The bars of the largest and the
+    lowest value have another colour: they count the numbers beyond, too.
+
+    Args:
+        x: numbers of any shape; those that are infinite or NaN do not count.
+        fmt: a format of at most 8 bits, or its text.
+        title: the title above. Default: the format, how many numbers, and the share of values in use.
+
+    Raises:
+        TypeError: for a scaled format: divide the numbers by their scales, and pass the element.
+        ValueError: for a wider format, or without a finite number.
+
+    Example:
+        >>> import numpy as np
+        >>> from jchop import plot
+        >>> figure = plot.code_histogram(np.random.default_rng(0).normal(size=4000), "e2m1fn")
+        >>> figure.get_suptitle()
+        'float4_e2m1fn: 4,000 numbers, 15 of 15 values in use'
+    """
+    found = element_of(fmt)
+    if found.bits > _MOST_BITS:
+        raise ValueError(f"fmt={found} has {found.bits} bits; at most {_MOST_BITS} can be drawn")
+    numbers = as_numpy("x", x).astype(np.float64).ravel()
+    numbers = numbers[np.isfinite(numbers)]
+    if not numbers.size:
+        raise ValueError("x has no finite number")
+    values = found.values()
+    values = values[np.concatenate([[True], np.diff(values) > 0])]
+    rounded = np.asarray(round_to_format(numbers, Spec(found, overflow="saturate")))
+    counts = np.bincount(np.searchsorted(values, rounded), minlength=values.size)
+    used = np.count_nonzero(counts)
+    text = f"{found}: {numbers.size:,} numbers, {used} of {values.size} values in use"
+    figure = new_figure(10, 3.8, text if title is None else title, size=13)
+    axes = figure.subplots()
+    colours = [LOST if i in (0, values.size - 1) else NORMAL for i in range(values.size)]
+    axes.bar(range(values.size), counts, 0.9, color=colours)
+    ticks = np.unique(np.linspace(0, values.size - 1, min(values.size, 16)).round().astype(int))
+    axes.set_xticks(ticks, [f"{values[i]:.3g}" for i in ticks], fontsize=9)
+    axes.set_xlabel("value (one bar each, in their order)", fontsize=10)
+    axes.set_ylabel("numbers", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

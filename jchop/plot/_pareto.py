@@ -1,0 +1,129 @@
+"""Bits against a figure of merit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jchop.plot._style import INK, LOST, NORMAL, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def pareto(
+    names: Sequence[str],
+    bits: Sequence[float],
+    values: Sequence[float],
+    *,
+    ylabel: str,
+    title: str = "Bits against error",
+    higher_is_better: bool = False,
+    log: bool = False,
+) -> Figure:
+    """Formats as points, bits against a figure of merit, with the Pareto front: the best for their bits or fewer.
+
+    Names stand in a column on the right, joined to their points by lines. Points with an infinite value or NaN are
+    crosses at the edge: the exact ones at the good end, the others at the bad end.
+
+    Args:
+        names: a name for each point.
+        bits: bits of each.
+        values: the figure of each: an error, or a ratio with `higher_is_better`.
+        ylabel: name of the figure, with its unit.
+        title: the title above. Default ``"Bits against error"``.
+        higher_is_better: whether high values are good; default False.
+        log: whether the scale of values is logarithmic; a value of zero is then drawn at the edge. Default False.
+
+    Raises:
+        ValueError: for lists of several lengths, or empty ones.
+
+    Example:
+        >>> from jchop import plot
+        >>> figure = plot.pareto(["e5m2", "e4m3", "half"], [8, 8, 16], [0.1, 0.05, 1e-3], ylabel="error", log=True)
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['e5m2', 'e4m3', 'half']
+    """
+    if not names or len({len(names), len(bits), len(values)}) > 1:
+        raise ValueError(f"names, bits and values have lengths {len(names)}, {len(bits)}, {len(values)}; they must be "
+                         "equal, and at least 1")  # fmt: skip
+    x, y = np.asarray(bits, np.float64), np.asarray(values, np.float64)
+    inside = np.isfinite(y) & ((y > 0) | (not log))
+    exact = ~inside & (y == (math.inf if higher_is_better else 0.0))
+    bottom, top = _room(y[inside], log)
+    good, bad = (top, bottom) if higher_is_better else (bottom, top)
+    y = np.where(inside, y, np.where(exact, good, bad))
+    figure = new_figure(10, max(4.2, 1.6 + 0.24 * len(names)), title, size=14)
+    axes = figure.subplots()
+    axes.set_yscale("log" if log else "linear")
+    axes.set_ylim(bottom, top)
+    left, right = float(x.min()), float(x.max())
+    span = (right - left) or 1.0
+    axes.set_xlim(left - 0.06 * span, right + 0.1 * span)
+    front = _front(x, y if not higher_is_better else -y, inside | exact)
+    axes.plot(x[front], y[front], color=NORMAL, linewidth=1.2, alpha=0.6, zorder=1, label="Pareto front")
+    best = np.isin(np.arange(len(x)), front)
+    for chosen, colour, marker in ((best, NORMAL, "o"), (~best & (inside | exact), "#888888", "o"),
+                                   (~inside & ~exact, LOST, "X")):  # fmt: skip
+        axes.scatter(x[chosen], y[chosen], color=colour, marker=marker, s=36, zorder=2, clip_on=False)
+    _draw_names(axes, names, x, y, best)
+    axes.set_xlabel("bits for each number", fontsize=11)
+    axes.set_ylabel(ylabel, fontsize=11)
+    axes.grid(color="#e5e5e5", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 1.08), fontsize=9, frameon=False)
+    return figure
+
+
+def _room(values: np.ndarray, log: bool) -> tuple[float, float]:
+    """The ends of an axis with room around the values."""
+    if not values.size:
+        return (0.1, 10.0) if log else (0.0, 1.0)
+    low, high = float(values.min()), float(values.max())
+    if log:
+        return low / 3, high * 3
+    edge = 0.08 * (high - low) or 1.0
+    return low - edge, high + edge
+
+
+def _front(bits: np.ndarray, cost: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """The indexes of the points that none with as few bits and as low a cost beats, by bits."""
+    order = [i for i in np.lexsort((cost, bits)) if known[i]]
+    chosen, least = [], math.inf
+    for i in order:
+        if cost[i] < least:
+            chosen.append(i)
+            least = cost[i]
+    return np.array(chosen, np.int64)
+
+
+def _draw_names(axes: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, best: np.ndarray) -> None:
+    """Names in a column at the right, in the order of the points' heights, each at a place of its own."""
+    low, high = axes.get_ylim()
+    height = np.log(y / low) / np.log(high / low) if axes.get_yscale() == "log" else (y - low) / (high - low)
+    order = np.lexsort((-x, height))
+    step = 1.0 / len(names)
+    places = np.empty(len(names))
+    lowest = 0.0
+    line = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0.0, 0.5)}
+    for rank, i in enumerate(order):  # as near the point as the names below and above leave room for
+        places[i] = min(max(height[i], lowest), 1.0 - (len(names) - 1 - rank) * step)
+        lowest = places[i] + step
+    for i, name in enumerate(names):
+        axes.annotate(
+            name,
+            xy=(x[i], y[i]),
+            xytext=(1.02, places[i]),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8.5,
+            color=INK,
+            fontweight="bold" if best[i] else "normal",
+            annotation_clip=False,
+            arrowprops=line,
+        )
