@@ -113,13 +113,13 @@ OPERATIONS = ("mul", "add", "sub", "div", "root", "sin")
 def random_program(seed: int):
     """Eight operations, each in a scope of its own, of earlier results."""
     draw = np.random.default_rng(seed)
-    plan = [(OPERATIONS[draw.integers(len(OPERATIONS))], *draw.integers(0, 2 + i, 2)) for i in range(8)]
+    plan = [(OPERATIONS[draw.integers(len(OPERATIONS))], draw.integers(0, 1 + i)) for i in range(8)]
 
     def fun(x: jax.Array, y: jax.Array) -> jax.Array:
         values = [x, y]
-        for i, (name, a, b) in enumerate(plan):
+        for i, (name, other) in enumerate(plan):
             # The latest result takes part, so that every site counts.
-            u, v = values[-1], values[a if i % 2 else b]
+            u, v = values[-1], values[other]
             with jax.named_scope(f"s{i}"):
                 if name == "mul":
                     out = u * v

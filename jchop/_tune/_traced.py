@@ -38,26 +38,8 @@ _OF_DTYPE = {
     "float32": row_of(Spec(binary32)),
     "float64": WIDE_ROW,
 }
-_KINDS = frozenset(
-    [
-        "exact",
-        "power",
-        "elementary",
-        "made",
-        "converted",
-        "accumulating",
-        "linear",
-        "carried",
-        "result",
-        "structural",
-        "extremum",
-        "compared",
-        "own",
-        "carrier",
-        "control",
-        "untouched",
-    ]
-)
+_KINDS = frozenset({"exact", "power", "elementary", "made", "converted", "accumulating", "linear", "carried", "result",
+                    "structural", "extremum", "compared", "own", "carrier", "control", "untouched"})  # fmt: skip
 _LINEAR = frozenset({"triangular_solve", "lu"})
 _OPERATIONS: dict[str, Callable[..., Array]] = {
     "add": jnp.add,
