@@ -22,6 +22,7 @@ from jchop._products.scales.sites import Scales
 from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
 from jchop._round_file import round_file
+from jchop._tune import Tuning, tune
 from jchop.accumulation import MatmulSpec, Order
 from jchop.formats import (
     CodebookFormat,
@@ -119,6 +120,7 @@ __all__ = [
     "Scales",
     "SignificantDigits",
     "Spec",
+    "Tuning",
     "bfloat16",
     "bfp",
     "binary16",
@@ -176,6 +178,7 @@ __all__ = [
     "storage",
     "tf32",
     "to_qwix",
+    "tune",
     "udynamic8",
     "uint4",
     "uint8",

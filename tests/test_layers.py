@@ -47,6 +47,7 @@ FLOORS: list[tuple[int, str]] = [
     (8, "distributed"),
     (8, "matlab"),
     (8, "plot"),
+    (9, "_tune"),
     (9, "_products"),
     (9, "_attention"),
     (9, "ptq"),

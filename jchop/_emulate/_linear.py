@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from jchop._program.seeds import Seeds
 Array = jax.Array
 Run = Callable[..., tuple[Array, ...]]
 
-__all__ = ["factored"]
+__all__ = ["by_matrix", "factored"]
 
 
 def factored(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -32,14 +32,29 @@ def factored(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 
 
 def _batch(step: Step, arrays: list[Array], seeds: Seeds | None) -> list[Array]:
-    spec, run = step.choice.spec, partial(_RUNS[step.name], step.eqn.params)
+    spec = step.choice.spec
     assert spec is not None
     number = step.number + 2 * len(arrays)
     six = seeds.turn(number).of(*arrays) if draws(spec) and seeds is not None else None
 
+    def steps_of(index: Array, matrix: Array) -> Steps:
+        return Steps(spec, None if six is None else fold_seeds(six, 0, index), matrix.dtype)
+
+    return by_matrix(step, arrays, steps_of)
+
+
+def by_matrix(step: Step, arrays: Sequence[Array], steps_of: Callable[[Array, Array], Any]) -> list[Array]:
+    """The algorithm of an equation for each matrix of a batch.
+
+    Args:
+        step: the equation.
+        arrays: its operands.
+        steps_of: the arithmetic, of the number of the matrix in the batch and the first matrix.
+    """
+    run = partial(_RUNS[step.name], step.eqn.params)
+
     def one(index: Array, *matrices: Array) -> tuple[Array, ...]:
-        own = None if six is None else fold_seeds(six, 0, index)
-        return run(Steps(spec, own, matrices[0].dtype), *matrices)
+        return run(steps_of(index, matrices[0]), *matrices)
 
     outer = arrays[0].shape[:-2]
     flat = [x.reshape(-1, *x.shape[-2:]) for x in arrays]

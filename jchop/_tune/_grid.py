@@ -1,0 +1,101 @@
+"""Formats as numbers of a compiled program: one rounding for every floating-point format, chosen when it runs.
+
+A format is a row of integers. Rounding works on the bits of float64, which holds all values of the formats of
+`is_traceable` and, to more than twice their digits, all sums, products, quotients and roots of these. So the result of
+one operation in float64, rounded once more, is the exact result rounded once (S. A. Figueroa, "When is double rounding
+innocuous?", SIGNUM Newsletter 30(3), 1995).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._bits import CARRIERS
+from jchop._kernels.primitive import make_op
+from jchop.formats import FloatFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+__all__ = ["WIDE_ROW", "cleaned", "is_traceable", "round_to_row", "row_of"]
+
+Array = jax.Array
+
+_F64 = CARRIERS["float64"]
+_FRACTION, _BIAS = _F64.fraction, _F64.bias
+#: The most significant bits: 2 p + 2 are at most those of float64.
+_MOST_BITS = (_FRACTION + 1 - 2) // 2
+#: Products of the smallest values, and of the largest, are normal numbers of float64.
+_LEAST_EXPONENT, _MOST_EXPONENT = -500, 500
+
+
+def is_traceable(spec: Spec | None) -> bool:
+    """Whether a rounding is a row of integers: to nearest even, of a signed format with subnormal numbers and -0."""
+    if spec is None:
+        return True
+    fmt = spec.format
+    if not isinstance(fmt, FloatFormat) or spec.rounding is not Rounding.NEAREST_EVEN or spec.flush:
+        return False
+    usual = fmt.signed and fmt.zero and fmt.subnormals and fmt.has_negative_zero
+    small = fmt.emin - fmt.frac_bits >= _LEAST_EXPONENT and fmt.emax <= _MOST_EXPONENT
+    return usual and small and fmt.precision <= _MOST_BITS
+
+
+def row_of(spec: Spec) -> np.ndarray:
+    """A format as int64[5]: precision, smallest exponent, bits of the largest value, and the bits of results beyond it.
+
+    The last two are the magnitude of a finite value beyond the largest one, and that of an infinity.
+    """
+    fmt = spec.format
+    assert isinstance(fmt, FloatFormat)
+    largest = _F64.ceil_bits(Fraction(fmt.exact_max))
+    beyond = largest if fmt.saturates else _F64.inf if fmt.has_inf else _F64.nan
+    finite = beyond if spec.overflow is Overflow.IEEE else largest
+    infinity = largest if spec.overflow is Overflow.SATURATE else beyond
+    return np.array([fmt.precision, fmt.emin, largest, finite, infinity], np.int64)
+
+
+#: float64 itself, which rounds nothing.
+WIDE_ROW = np.array([_FRACTION + 1, 1 - _BIAS, _F64.inf - 1, _F64.inf, _F64.inf], np.int64)
+
+
+def _body(x: Array, row: Array) -> Array:
+    precision, emin, largest, finite, infinity = (row[..., i] for i in range(5))
+    bits = lax.bitcast_convert_type(x, jnp.int64)
+    magnitude = bits & jnp.int64((1 << 63) - 1)
+    exponent = (magnitude >> _FRACTION) - _BIAS
+    fraction = magnitude & jnp.int64((1 << _FRACTION) - 1)
+    dropped = (_FRACTION + 1 - precision) + jnp.maximum(emin - exponent, 0)
+    shift = jnp.minimum(dropped, _FRACTION)
+    last = ((fraction | jnp.int64(1 << _FRACTION)) >> shift) & 1
+    half = (jnp.int64(1) << shift) >> 1
+    rounded = magnitude + jnp.where(shift > 0, half - 1 + last, 0)
+    rounded = (rounded >> shift) << shift
+    # Below the smallest value: from half of it on, which is a tie, up to it.
+    smallest = jnp.where(fraction == 0, jnp.int64(0), (exponent + 1 + _BIAS) << _FRACTION)
+    rounded = jnp.where(dropped <= _FRACTION, rounded, jnp.where(dropped == _FRACTION + 1, smallest, 0))
+    rounded = jnp.where(rounded > largest, finite, rounded)
+    rounded = jnp.where(magnitude == _F64.inf, infinity, rounded)
+    rounded = jnp.where(magnitude > _F64.inf, magnitude, rounded)
+    return lax.bitcast_convert_type(rounded | (bits & jnp.int64(-(1 << 63))), jnp.float64)
+
+
+#: Compiled apart: fused, it would be computed again for each use of its result.
+_round_op = make_op("jchop_round_to_row", _body, apart=True)
+
+
+def round_to_row(x: Array, row: Array) -> Array:
+    """float64 numbers rounded to the format of a row, in an array of any shape."""
+    return _round_op(x, row)
+
+
+def cleaned(x: Array) -> Array:
+    """Values of functions, which float64 has to some units, with 44 significant bits: exact values become exact."""
+    return _body(x, jnp.asarray(_CLEAN))
+
+
+_CLEAN = np.array([44, *WIDE_ROW[1:]], np.int64)

@@ -1,0 +1,168 @@
+"""The error of an assignment: by one compiled program whose formats are arguments, or by `emulate`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jchop._emulate._emulate import Emulated
+from jchop._emulate._known import CARRIER_DTYPES
+from jchop._emulate._rules import Settings, make_settings
+from jchop._emulate._trace import Program, Programs
+from jchop._tune._metrics import Metric, error_of
+from jchop._tune._sites import Site, check_rules, make_rules, sites_of
+from jchop._tune._traced import is_plan_traceable, run_traced
+from jchop.spec import Spec
+
+__all__ = ["Case", "Problem", "make_problem"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An input, its program and its exact result."""
+
+    args: tuple[Any, ...]
+    program: Program
+    sites: dict[int, int]
+    exact: Any
+
+
+@dataclass
+class Problem:
+    """A function, its sites and its inputs.
+
+    Args:
+        fun: the function.
+        menu: the formats, from few bits to many.
+        sites: the sites.
+        others: scopes and primitives without a site.
+        cases: the inputs.
+        metric: the error of a result.
+        most: the most turns of a `while` loop.
+        compiled: whether `error` runs the compiled program.
+    """
+
+    fun: Callable[..., Any]
+    menu: tuple[Spec | None, ...]
+    sites: list[Site]
+    others: set[tuple[str, str]]
+    cases: list[Case]
+    metric: str | Metric
+    most: int
+    compiled: bool
+
+    def __post_init__(self) -> None:
+        self._runs: dict[int, Callable[..., list[Any]]] = {}
+
+    def rules(self, assignment: Sequence[int]) -> dict[str, Spec | None]:
+        """The rules of `emulate` for an assignment."""
+        return make_rules(self.sites, self.others, [self.menu[level] for level in assignment])
+
+    def error(self, assignment: Sequence[int]) -> float:
+        """The largest error of all inputs."""
+        if not self.compiled:
+            return max(self.certified(assignment))
+        return max(error_of(self.metric, self.traced(case, assignment), case.exact) for case in self.cases)
+
+    def traced(self, case: Case, assignment: Sequence[int]) -> Any:
+        """The result of the compiled program for an input."""
+        chosen = np.asarray(assignment, np.int32)
+        plan = case.program.plan
+        with jax.enable_x64(True):
+            values, consts = ([_widened(x) for x in every] for every in (case.program.values, plan.consts))
+            results = self.run_of(case)(chosen, values, consts)
+        avals = [v.aval for v in plan.jaxpr.outvars]
+        out = [
+            np.asarray(x).astype(aval.dtype) if aval.dtype.name in CARRIER_DTYPES else x
+            for x, aval in zip(results, avals, strict=True)
+        ]
+        return jax.tree.unflatten(case.program.tree, out)
+
+    def run_of(self, case: Case) -> Callable[..., list[Any]]:
+        """The compiled program of an input: of the number in the menu of each site, the arguments and the constants."""
+        plan = case.program.plan
+        if id(plan.steps) not in self._runs:
+            self._runs[id(plan.steps)] = jax.jit(partial(run_traced, plan, case.sites, self.menu, self.most))
+        return self._runs[id(plan.steps)]
+
+    def certified(self, assignment: Sequence[int], inputs: Sequence[Case] | None = None) -> list[float]:
+        """The error on each input of the function from `emulate`."""
+        settings = make_settings(None, self.rules(assignment), None, "raise", self.most)
+        return errors_of(Emulated(self.fun, settings, None), self.cases if inputs is None else inputs, self.metric)
+
+    def check(self) -> None:
+        """Refuses sites that rules do not tell apart."""
+        marks = [Spec("e8m1"), Spec("e8m2")]
+        for turn in range(max(len(self.sites).bit_length(), 1)):
+            formats = [marks[number >> turn & 1] for number in range(len(self.sites))]
+            settings = make_settings(None, make_rules(self.sites, self.others, formats), None, "raise")
+            for case in self.cases:
+                check_rules(settings, case.program.plan, case.sites, formats)
+
+
+def errors_of(low: Emulated, cases: Sequence[Case], metric: str | Metric) -> list[float]:
+    """The errors of an emulated function; a loop that was stopped has an infinite one."""
+    errors = []
+    for case in cases:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            error = error_of(metric, low(*case.args), case.exact)
+        stopped = any(issubclass(one.category, RuntimeWarning) and "max_turns" in str(one.message) for one in caught)
+        errors.append(math.inf if stopped else error)
+    return errors
+
+
+def _widened(x: Any) -> Any:
+    """A value in float64 if it is real, converted on the host, which keeps subnormal numbers."""
+    if isinstance(x, float):
+        return np.float64(x)
+    dtype = getattr(x, "dtype", None)
+    return np.asarray(x).astype(np.float64) if dtype is not None and dtype.name in CARRIER_DTYPES else x
+
+
+def make_problem(
+    fun: Callable[..., Any],
+    inputs: Sequence[tuple[Any, ...]],
+    held_out: Sequence[tuple[Any, ...]],
+    menu: tuple[Spec | None, ...],
+    by: str,
+    metric: str | Metric,
+    most: int,
+) -> tuple[Problem, list[Case]]:
+    """The problem, and the cases of the inputs held out.
+
+    Raises:
+        ValueError: for a function without operations that make errors, or whose operations depend on the input.
+    """
+    mark = next(spec for spec in menu if spec is not None)
+    programs = Programs(fun, Settings(mark, (), None, "raise", most))
+    first: list[Site] | None = None
+    others: set[tuple[str, str]] = set()
+    plans: dict[int, dict[int, int]] = {}
+    cases: list[Case] = []
+    for number, args in enumerate((*inputs, *held_out)):
+        program = programs.of(args, {})
+        found, of_step, rest = sites_of(program.plan, by)
+        if first is None:
+            first = found
+        elif [site.path for site in found] != [site.path for site in first]:
+            name = f"inputs[{number}]" if number < len(inputs) else f"held_out[{number - len(inputs)}]"
+            raise ValueError(f"{name} has other operations than inputs[0], so that no rules fit both")
+        others |= rest
+        of_step = plans.setdefault(id(program.plan.steps), of_step)
+        cases.append(Case(args, program, of_step, fun(*args)))
+    assert first is not None
+    if not first:
+        raise ValueError("fun has no operation that rounds, so there is nothing to tune")
+    used = {pair for site in first for pair in site.pairs}
+    compiled = all(is_plan_traceable(case.program.plan, menu) for case in cases)
+    problem = Problem(fun, menu, first, others - used, cases[: len(inputs)], metric, most, compiled)
+    problem.check()
+    return problem, cases[len(inputs) :]

@@ -1,0 +1,71 @@
+"""The error of a result against that of the carrier, as one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["METRICS", "error_of"]
+
+Metric = Callable[[Any, Any], Any]
+
+
+def _norm(values: list[np.ndarray]) -> float:
+    return math.sqrt(math.fsum(float(np.sum(np.abs(x) ** 2)) for x in values))
+
+
+def _relative(low: list[np.ndarray], exact: list[np.ndarray]) -> float:
+    return _absolute(low, exact) / (_norm(exact) or 1.0)
+
+
+def _absolute(low: list[np.ndarray], exact: list[np.ndarray]) -> float:
+    return _norm([x - y for x, y in zip(low, exact, strict=True)])
+
+
+def _largest(low: list[np.ndarray], exact: list[np.ndarray]) -> float:
+    return max(float(np.max(np.abs(x - y), initial=0.0)) for x, y in zip(low, exact, strict=True))
+
+
+#: Errors of all numbers of a result: the norm of the error over that of the result, the norm, the largest magnitude.
+METRICS: dict[str, Callable[[list[np.ndarray], list[np.ndarray]], float]] = {
+    "relative": _relative,
+    "absolute": _absolute,
+    "largest": _largest,
+}
+
+
+def error_of(metric: str | Metric, low: Any, exact: Any) -> float:
+    """The error by name, or by a function of both results; not finite becomes infinite.
+
+    Raises:
+        ValueError: for a result without numbers.
+        TypeError: for a function that gives no number.
+    """
+    if callable(metric):
+        out = np.asarray(metric(low, exact))
+        if out.size != 1 or (out.dtype.kind not in "fiu" and not jnp.issubdtype(out.dtype, jnp.floating)):
+            raise TypeError(f"metric={metric!r} must give a real number, but gives {out!r}")
+        number = float(out.reshape(()))
+    else:
+        numbers = [_numbers(tree) for tree in (low, exact)]
+        if not numbers[0]:
+            raise ValueError("the result of fun has no real number, so it has no error; pass a function as metric")
+        with np.errstate(all="ignore"):
+            number = METRICS[metric](*numbers)
+    if number < 0:
+        raise ValueError(f"metric={metric!r} gave {number}; an error is not negative")
+    return number if math.isfinite(number) else math.inf
+
+
+def _numbers(tree: Any) -> list[np.ndarray]:
+    out = []
+    for leaf in jax.tree.leaves(tree):
+        dtype = jax.typeof(leaf).dtype
+        if jnp.issubdtype(dtype, jnp.inexact):
+            out.append(np.asarray(leaf).astype(np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else float))
+    return out

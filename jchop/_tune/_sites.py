@@ -1,0 +1,138 @@
+"""The sites of a program, each with a format of its own, and the rules of `emulate` for an assignment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+from jchop._emulate._reports.beside import SILENT
+from jchop._emulate._rules import Settings
+from jchop._emulate._step import Step
+from jchop._program.step import Plan
+from jchop.spec import Spec
+
+__all__ = ["GRANULARITIES", "Site", "check_rules", "is_real", "make_rules", "sites_of"]
+
+#: The values of `by`.
+GRANULARITIES = ("scope", "equation")
+#: Functions whose results need no more digits than their operands.
+_EXACT = frozenset({"neg", "abs", "floor", "ceil", "round", "sign"})
+
+#: The scope and the primitive of equations.
+Pair = tuple[str, str]
+
+
+@dataclass
+class Site:
+    """The equations that share a format.
+
+    Args:
+        path: their scope, and by equation the primitive; ``"/"`` is the scope outside of all.
+        pattern: of the rule.
+        equations: their number.
+        results: the count of results, those of all turns of scans.
+        bits: the bits of a result in the carrier.
+        pairs: their scopes and primitives.
+    """
+
+    path: str
+    pattern: str
+    equations: int = 0
+    results: int = 0
+    bits: int = 0
+    pairs: set[Pair] = field(default_factory=set)
+
+
+def sites_of(plan: Plan, by: str) -> tuple[list[Site], dict[int, int], set[Pair]]:
+    """The sites, the number of the site of each step by its id, and scopes and primitives without a site."""
+    sites: dict[str, Site] = {}
+    steps = [(step, turns) for step, turns in _walk(plan.steps, 1) if step.kind != "own"]
+    pairs = {(step.scope, step.name) for step, _ in steps if _makes_errors(step)}
+    place: dict[int, str] = {}
+    for step, turns in steps:
+        if (step.scope, step.name) not in pairs:
+            continue
+        path = "/".join(part for part in (step.scope, step.name if by == "equation" else "") if part) or "/"
+        pattern = _pattern(step.scope, step.name if by == "equation" else None)
+        site = sites.setdefault(path, Site(path, pattern))
+        place[id(step)] = path
+        site.pairs.add((step.scope, step.name))
+        numbers = [v.aval for v in step.eqn.outvars if is_real(v.aval)]
+        site.equations += bool(numbers)
+        site.results += turns * sum(math.prod(aval.shape) for aval in numbers)
+        site.bits = max([site.bits, *(8 * aval.dtype.itemsize for aval in numbers)])
+    number = {path: i for i, path in enumerate(sites)}
+    others = {(step.scope, step.name) for step, _ in steps} - pairs
+    return list(sites.values()), {key: number[path] for key, path in place.items()}, others
+
+
+def _walk(steps: Sequence[Any], turns: int) -> Iterator[tuple[Any, int]]:
+    for step in steps:
+        yield step, turns
+        inside = turns * (step.eqn.params["length"] if step.name == "scan" else 1)
+        for plan in step.inner:
+            yield from _walk(plan.steps, inside)
+
+
+def _makes_errors(step: Step) -> bool:
+    """Whether the results of an equation may need more digits than its operands; else it inherits their format."""
+    if step.kind in SILENT or step.kind == "carrier" or step.name in _EXACT:
+        return False
+    if step.name == "convert_element_type" and is_real(step.eqn.invars[0].aval):
+        return False  # the program chooses the dtype
+    return any(is_real(v.aval) for v in step.eqn.outvars)
+
+
+def is_real(aval: Any) -> bool:
+    """Whether a value has a real or complex dtype."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _pattern(scope: str, primitive: str | None) -> str:
+    """A pattern that matches this scope alone, with any primitive or with this one."""
+    parts = [_literal(scope)] if scope else []
+    return "/" + "/".join([*parts, "*" if primitive is None else _literal(primitive)]) + "/"
+
+
+def _literal(text: str) -> str:
+    """A path as a pattern: any character stands for one that has a meaning in patterns."""
+    return "".join("?" if char in "*?[]{}!, \\" else char for char in text)
+
+
+def make_rules(sites: Sequence[Site], others: set[Pair], formats: Sequence[Spec | None]) -> dict[str, Spec | None]:
+    """The rules of `emulate` for an assignment, with the carrier for all else."""
+    scopes = {scope for site in sites if site.pattern.endswith("/*/") for scope, _ in site.pairs}
+    inside = {(scope, name) for scope, name in others if scope in scopes}
+    used = {name for site in sites for _, name in site.pairs}
+    names = sorted({name for _, name in inside} - used)
+    rules: dict[str, Spec | None] = {}
+    if names:
+        rules["{" + ",".join(map(_literal, names)) + "}/" if len(names) > 1 else f"{_literal(names[0])}/"] = None
+    for scope, name in sorted(inside):
+        if name in used:
+            rules[_pattern(scope, name)] = None
+    return rules | {site.pattern: spec for site, spec in zip(sites, formats, strict=True)}
+
+
+def check_rules(settings: Settings, plan: Plan, sites: dict[int, int], formats: Sequence[Spec | None]) -> None:
+    """Refuses sites that rules do not tell apart.
+
+    Args:
+        settings: with the rules.
+        plan: of the program, of any settings.
+        sites: the number of the site of each step of the plan, by its id.
+        formats: of the sites.
+    """
+    for step in plan.walk():
+        if step.kind == "own":
+            continue
+        number = sites.get(id(step))
+        if settings.choose(step.name, step.scope).spec != (None if number is None else formats[number]):
+            raise ValueError(
+                f"scope {step.scope!r}: no rule of emulate tells its {step.name!r} from other operations; give the "
+                "scope another name by jax.named_scope"
+            )

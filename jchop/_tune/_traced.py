@@ -1,0 +1,336 @@
+"""A program whose formats are arguments: one compilation for all assignments of formats to sites.
+
+All real numbers are float64, and each site rounds its operands and its results to the row of integers of its format.
+Operations that `emulate` leaves to the carrier take and give numbers of the carrier. The results have the bits of
+`emulate` with the same formats, but for subnormal numbers of the carrier, which devices read as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._emulate._known import CARRIER_DTYPES
+from jchop._emulate._linear import by_matrix
+from jchop._emulate._step import Step
+from jchop._kernels.elementary import rounds
+from jchop._program.bind import bind
+from jchop._program.control import RUNS, as_jax, strong
+from jchop._program.run import Runner, interpret
+from jchop._program.step import CALLS, Plan
+from jchop._tune._grid import WIDE_ROW, cleaned, is_traceable, round_to_row, row_of
+from jchop.formats import bfloat16, binary16, binary32
+from jchop.spec import Spec
+
+__all__ = ["is_plan_traceable", "run_traced"]
+
+Array = jax.Array
+
+_OF_DTYPE = {
+    "float16": row_of(Spec(binary16)),
+    "bfloat16": row_of(Spec(bfloat16)),
+    "float32": row_of(Spec(binary32)),
+    "float64": WIDE_ROW,
+}
+_KINDS = frozenset({"exact", "power", "elementary", "made", "converted", "accumulating", "linear", "carried", "result",
+                    "structural", "extremum", "compared", "own", "carrier", "control", "untouched"})  # fmt: skip
+_LINEAR = frozenset({"triangular_solve", "lu"})
+_OPERATIONS: dict[str, Callable[..., Array]] = {
+    "add": jnp.add,
+    "add_any": jnp.add,
+    "add_jaxvals": jnp.add,
+    "sub": jnp.subtract,
+    "mul": jnp.multiply,
+    "div": jnp.divide,
+    "sqrt": jnp.sqrt,
+    "square": jnp.square,
+    "neg": jnp.negative,
+    "abs": jnp.abs,
+}
+
+
+def is_plan_traceable(plan: Plan, menu: Iterable[Spec | None]) -> bool:
+    """Whether `run_traced` has a rule for every equation and every format."""
+    return all(map(is_traceable, menu)) and all(map(_is_step_traceable, plan.walk()))
+
+
+def _is_step_traceable(step: Step) -> bool:
+    values = [v.aval for v in (*step.eqn.invars, *step.eqn.outvars)]
+    if step.kind not in _KINDS or step.choice.function is not None or step.draw is not None:
+        return False
+    if any(hasattr(aval, "inner_aval") for aval in values) or step.name == "shard_map":
+        return False
+    if any(hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in values):
+        return False
+    if step.name == "while" and step.inner[0].jaxpr.outvars[0].aval.shape:
+        return False
+    return step.kind != "linear" or step.name in _LINEAR
+
+
+def run_traced(
+    plan: Plan,
+    sites: dict[int, int],
+    menu: Sequence[Spec | None],
+    most: int,
+    chosen: Array,
+    values: Sequence[Any],
+    consts: Sequence[Any],
+) -> list[Any]:
+    """The results of a plan; to be traced under ``jax_enable_x64``.
+
+    Args:
+        plan: a plan with kinds of equations.
+        sites: the number of the site of each step, by its id.
+        menu: the formats; None is the carrier.
+        most: the most turns of a `while` loop. The results of a loop that does not end by then are NaN.
+        chosen: the number in the menu of each site, an integer array.
+        values: the arguments, in float64 if they are real.
+        consts: the constants, in float64 if they are real.
+    """
+    dtypes = {
+        v.aval.dtype.name
+        for step in plan.walk()
+        for v in (*step.eqn.invars, *step.eqn.outvars)
+        if hasattr(v.aval, "dtype") and v.aval.dtype.name in CARRIER_DTYPES
+    }
+    rows = {name: jnp.asarray(np.stack([_row(spec, name) for spec in menu]))[chosen] for name in sorted(dtypes)}
+    return interpret(_Traced(sites, menu, most, chosen, rows), plan, None, values, consts)
+
+
+def _row(spec: Spec | None, dtype: str) -> np.ndarray:
+    return _OF_DTYPE[dtype] if spec is None else row_of(spec)
+
+
+class _Traced(Runner):
+    """Runs one plan. It knows the results that are already in the format of a site."""
+
+    def __init__(
+        self, sites: dict[int, int], menu: Sequence[Spec | None], most: int, chosen: Array, rows: dict[str, Array]
+    ) -> None:
+        self.sites, self.menu, self.most, self.chosen, self.rows = sites, menu, most, chosen, rows
+        self.held: dict[int, tuple[Any, tuple[int, str]]] = {}  # keeps the value and its id
+        self.made: dict[tuple[int, int, str], Array] = {}
+
+    def finish(self, value: Any, seeds: Any) -> Any:
+        """A result of a program."""
+        return _wide(value)
+
+    def run(self, part: Step, seeds: Any, args: list[Any]) -> list[Any]:
+        """The results of one equation."""
+        args = [_typed(x, v.aval) for x, v in zip(args, part.eqn.invars, strict=True)]
+        site = self.sites.get(id(part))
+        if site is None or part.kind in ("structural", "extremum", "own", "carrier"):
+            return self._moved(part, args)
+        if part.kind not in ("made", "result", "converted"):
+            args = [
+                self._round(x, site, v.aval.dtype.name) if _is_number(v.aval) else x
+                for x, v in zip(args, part.eqn.invars, strict=True)
+            ]
+        out = _BY_KIND[part.kind](self, part, site, args)
+        return [
+            self._round(x, site, v.aval.dtype.name) if _is_number(v.aval) else x
+            for x, v in zip(out, part.eqn.outvars, strict=True)
+        ]
+
+    def _round(self, x: Array, site: int, dtype: str) -> Array:
+        key = (site, dtype)
+        kept = self.held.get(id(x))
+        if kept is not None and kept[1] == key:
+            return x
+        if (id(x), *key) not in self.made:
+            out = round_to_row(x, self.rows[dtype][site])
+            self.made[id(x), *key] = out
+            self.held[id(out)] = (out, key)
+            self.held.setdefault(id(x), (x, (-1, "")))
+        return self.made[id(x), *key]
+
+    def _moved(self, step: Step, args: list[Any]) -> list[Any]:
+        """An equation that makes no error."""
+        if step.name == "convert_element_type" and _is_number(step.eqn.outvars[0].aval):
+            return [_as_dtype(args[0], step)]
+        if step.kind == "exact":
+            return [_OPERATIONS[step.name](*args)]
+        if step.kind not in ("structural", "extremum", "elementary"):
+            return _narrowly(step, args)
+        out = bind(step.eqn.primitive, step.eqn.params, *args)
+        keys = {
+            self.held.get(id(x), (x, None))[1] for x, v in zip(args, step.eqn.invars, strict=True) if _is_number(v.aval)
+        }
+        if step.kind != "elementary" and len(keys) == 1:
+            (key,) = keys
+            self.held.update({id(x): (x, key) for x in out if key is not None})
+        return out
+
+    # -- equations that hold programs ----------------------------------------------------------------------------------
+
+    def control(self, step: Step, seeds: Any, args: list[Any]) -> list[Any]:
+        """The results of an equation that holds programs; derivatives are not needed."""
+        args = [_typed(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
+        if step.name == "custom_linear_solve":
+            lengths = step.eqn.params["const_lengths"]
+            first = lengths.matvec + lengths.vecmat
+            return self._inner(step.inner[0], None, [*args[first : first + lengths.solve], *args[sum(lengths) :]])
+        if step.name == "while":
+            return self._while(step, args)
+        if step.name not in RUNS or step.name in CALLS:
+            return self._inner(step.inner[0], None, args)
+        return RUNS[step.name](step, None, args, self._inner)
+
+    def _inner(self, plan: Plan, seeds: Any, args: Sequence[Any]) -> list[Any]:
+        runner = _Traced(self.sites, self.menu, self.most, self.chosen, self.rows)
+        return interpret(runner, plan, None, args, [_wide(x) for x in plan.consts])
+
+    def _while(self, step: Step, args: list[Any]) -> list[Any]:
+        test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
+        first, fixed, start = args[:test], args[test : test + body], strong(args[test + body :])
+
+        def goes_on(values: list[Any]) -> Any:
+            return self._inner(step.inner[0], None, [*first, *values])[0]
+
+        def turn(state: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
+            return strong(self._inner(step.inner[1], None, [*fixed, *state[0]])), state[1] + jnp.uint32(1)
+
+        last, count = lax.while_loop(
+            lambda state: goes_on(state[0]) & (state[1] < self.most), turn, (start, jnp.uint32(0))
+        )
+        stopped = (count >= self.most) & goes_on(last)
+        return [jnp.where(stopped, jnp.nan, x) if x.dtype == jnp.float64 else x for x in last]
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _is_number(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and aval.dtype.name in CARRIER_DTYPES
+
+
+def _wide(x: Any) -> Any:
+    """A real number in float64."""
+    x = as_jax(x) if not isinstance(x, np.ndarray) else x
+    return jnp.asarray(x.astype(np.float64)) if x.dtype.name in CARRIER_DTYPES else as_jax(x)
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    """A value in float64, or in its dtype in the program."""
+    if isinstance(x, bool | int | float | np.generic | np.ndarray):
+        x = np.asarray(x, aval.dtype)
+    return _wide(x)
+
+
+def _as_dtype(x: Any, step: Step) -> Array:
+    """A conversion to a real dtype of the program."""
+    source, target = step.eqn.invars[0].aval, step.eqn.outvars[0].aval
+    if _is_number(source):
+        return round_to_row(x, jnp.asarray(_OF_DTYPE[target.dtype.name]))
+    if source.dtype.itemsize == 8:
+        x = x.astype(target.dtype)
+    return x.astype(jnp.float64)
+
+
+def _narrowly(step: Step, args: Sequence[Any], **params: Any) -> list[Any]:
+    """The carrier's results."""
+    narrow = [x.astype(v.aval.dtype) if _is_number(v.aval) else x for x, v in zip(args, step.eqn.invars, strict=True)]
+    return [_wide(x) for x in bind(step.eqn.primitive, {**step.eqn.params, **params}, *narrow)]
+
+
+# -- operations by kind; operands and results are rounded around them --------------------------------------------------
+
+
+def _exact(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
+    return [_OPERATIONS[step.name](*args)]
+
+
+def _power(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
+    """By squaring, every product rounded."""
+    (x,), exponent, dtype = args, step.eqn.params["y"], step.eqn.outvars[0].aval.dtype.name
+    total, square, n = None, x, abs(exponent)
+
+    def product(a: Array, b: Array) -> Array:
+        return run._round(a * b, site, dtype)
+
+    while n:
+        if n & 1:
+            total = square if total is None else product(total, square)
+        n >>= 1
+        if n:
+            square = product(square, square)
+    one = run._round(jnp.ones_like(x), site, dtype)
+    if total is None:
+        return [one]
+    return [total if exponent > 0 else one / total]
+
+
+def _elementary(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
+    """The exact value to 44 digits for the formats in which `emulate` rounds it, else the carrier's."""
+    exactly = [spec is not None and rounds(step.name, spec) for spec in run.menu]
+    found = []
+    if any(exactly):
+        found.append(cleaned(bind(step.eqn.primitive, step.eqn.params, *args)[0]))
+    if not all(exactly):
+        found.append(_narrowly(step, args)[0])
+    if len(found) == 1:
+        return found
+    return [jnp.where(jnp.asarray(exactly)[run.chosen[site]], *found)]
+
+
+def _accumulating(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
+    high = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    return _narrowly(step, args, **({"precision": high} if "precision" in step.eqn.params else {}))
+
+
+def _converted(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
+    return [_as_dtype(args[0], step)]
+
+
+def _carried(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
+    return _narrowly(step, args)
+
+
+def _result(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
+    return args
+
+
+def _linear(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
+    dtype = step.eqn.outvars[0].aval.dtype.name
+    steps = _Steps(partial(round_to_row, row=run.rows[dtype][site]))
+    return list(by_matrix(step, args, lambda index, matrix: steps))
+
+
+_BY_KIND: dict[str, Callable[[_Traced, Step, int, list[Any]], list[Any]]] = {
+    "exact": _exact,
+    "power": _power,
+    "elementary": _elementary,
+    "made": _carried,
+    "carried": _carried,
+    "accumulating": _accumulating,
+    "converted": _converted,
+    "result": _result,
+    "linear": _linear,
+    "compared": _carried,
+    "untouched": _carried,
+}
+
+
+class _Steps:
+    """The arithmetic of the algorithms of linear algebra, as `Steps` has it; those of `_LINEAR` use no more."""
+
+    def __init__(self, round_: Callable[[Array], Array]) -> None:
+        self.round = round_
+
+    def at(self, step: Any) -> _Steps:
+        return self
+
+    def sub(self, x: Array, y: Array) -> Array:
+        return self.round(x - y)
+
+    def mul(self, x: Array, y: Array) -> Array:
+        return self.round(x * y)
+
+    def div(self, x: Array, y: Array) -> Array:
+        return self.round(x / y)

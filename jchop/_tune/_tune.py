@@ -1,0 +1,277 @@
+"""`jchop.tune`: the cheapest formats for the operations of a program within a tolerance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, Literal
+
+import jax
+import jax.core
+import numpy as np
+
+from jchop._checks import check_choice, check_int
+from jchop._emulate._emulate import Emulated
+from jchop._tune._measure import Problem, make_problem
+from jchop._tune._metrics import METRICS, Metric
+from jchop._tune._result import TunedSite, Tuning, TuningPoint
+from jchop._tune._search import Found, Search
+from jchop._tune._sites import GRANULARITIES
+from jchop.formats import ElementFormat, FloatFormat
+from jchop.spec import Spec, as_spec
+
+__all__ = ["tune"]
+
+#: The most assignments that are emulated before the search gives up.
+_MOST_CERTIFIED = 64
+_COSTS = ("bits", "bytes")
+_UNITS = {"bits": "mean bits of a site", "bytes": "bytes of all results"}
+
+Cost = Callable[[Mapping[str, Spec | None]], float]
+
+
+def tune(
+    fun: Callable[..., Any],
+    inputs: Sequence[tuple[Any, ...]],
+    tolerance: float,
+    menu: Sequence[Spec | ElementFormat | str | None],
+    *,
+    cost: Literal["bits", "bytes"] | Cost = "bits",
+    by: Literal["scope", "equation"] = "scope",
+    metric: Literal["relative", "absolute", "largest"] | Metric = "relative",
+    held_out: Sequence[tuple[Any, ...]] = (),
+    evaluations: int = 2000,
+    seconds: float | None = None,
+    max_turns: int = 10_000,
+    progress: Callable[[str, int, int, str], None] | None = None,
+) -> Tuning:
+    """The cheapest formats for the parts of a function that keep its error within a tolerance on all inputs.
+
+    Every part, called a site, gets one format of the menu. The search starts from single formats, lowers the site with
+    the least measured error per saved cost, one after the other, and then exchanges pairs. Every assignment is measured
+    on all inputs: an error that is predicted from runs in one format is wrong in mixes, because a rounding error
+    depends on the formats before it. The cheapest assignments are emulated by `jchop.emulate`, and the first one within
+    the tolerance is the result, with the errors that `emulate` gave. The same arguments give the same result, unless
+    `seconds` ends the search.
+
+    Operations that make no error of their own inherit: negation, magnitude, maximum, comparisons, gathers and other
+    moves, and conversions between floating-point dtypes compute in the carrier. Arguments and constants are rounded by
+    the operations that take them.
+
+    For formats that round to nearest even, with at most 25 significant bits, subnormal numbers and -0, the formats are
+    integers of one compiled program, so that a measurement takes as long as a run. Other formats, complex numbers,
+    Cholesky and QR factorizations, `jax.random`, mutable references and `shard_map` are measured by `emulate`, which is
+    slower; `compiled` of the result tells.
+
+    Args:
+        fun: a function that JAX can trace.
+        inputs: its arguments: a list of tuples. Few shapes are best, since each compiles a program.
+        tolerance: the largest error allowed, as `metric` gives it.
+        menu: two formats or more: `Spec`, format or text; None is the carrier, without rounding. No stochastic ones.
+        cost: ``"bits"``, the mean of the sites' bits; ``"bytes"``, the bytes of the results of all sites; or a function
+            of a mapping from the path of each site to its spec. Default ``"bits"``.
+        by: ``"scope"``: a site is a path of `jax.named_scope` and `jax.jit` names; ``"equation"``: a primitive within
+            such a path. Default ``"scope"``.
+        metric: ``"relative"``, the Euclidean norm of the error of all numbers of the result over that of the result in
+            the carrier; ``"absolute"``, the norm of the error; ``"largest"``, the largest magnitude of an error; or a
+            function of the result and of the carrier's result to a number. Default ``"relative"``.
+        held_out: further inputs, whose errors are reported and do not count. Default: none.
+        evaluations: the most assignments measured. Default 2000.
+        seconds: the most seconds of the search. Default None: any number.
+        max_turns: the most turns of a `while` loop; an assignment whose loop is stopped has an infinite error.
+        progress: a function of the stage, the assignments measured, their most, and a text with the best cost so far.
+
+    Returns:
+        A `Tuning`, with ``rules`` for ``jchop.emulate(fun, None, rules=...)``.
+
+    Raises:
+        TypeError, ValueError: for an argument of another type or value, for traced arguments, and for a function that
+            no rules can divide.
+        ValueError: if no assignment is within the tolerance; it gives the smallest error found.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> def variance(x):
+        ...     with jax.named_scope("mean"):
+        ...         mean = jnp.sum(x) / x.size
+        ...     with jax.named_scope("squares"):
+        ...         return jnp.sum((x - mean) ** 2) / x.size
+        >>> x = jnp.linspace(99.0, 101.0, 16)
+        >>> found = jc.tune(variance, [(x,)], 1e-2, [jc.FloatFormat(8, 4), jc.FloatFormat(8, 7), jc.FloatFormat(8, 16)])
+        >>> [(row.path, row.spec) for row in found.rows]
+        [('mean', 'e8m16'), ('squares', 'e8m16')]
+        >>> low = jc.emulate(variance, None, rules=found.rules)
+        >>> float(abs(low(x) / variance(x) - 1)) <= 1e-2
+        True
+    """
+    fun, inputs, held_out = _checked_inputs(fun, inputs, held_out)
+    tolerance = _positive("tolerance", tolerance, zero=True)
+    check_choice("by", by, GRANULARITIES)
+    if not callable(metric):
+        check_choice("metric", metric, tuple(METRICS))
+    if not callable(cost):
+        check_choice("cost", cost, _COSTS)
+    levels = _checked_menu(menu)
+    evaluations = check_int("evaluations", evaluations, 1)
+    seconds = None if seconds is None else _positive("seconds", seconds)
+    max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
+    problem, others = make_problem(fun, inputs, held_out, levels, by, metric, max_turns)
+    search = Search(
+        len(problem.sites),
+        len(levels),
+        problem.error,
+        _cost_of(problem, cost),
+        tolerance,
+        evaluations,
+        seconds,
+        None if progress is None else lambda done, most, best: progress("measuring", done, most, _said(best)),
+    )
+    search.run()
+    found, errors, certified = _certified(problem, search)
+    outside = tuple(problem.certified(found.assignment, others)) if others else ()
+    name = _UNITS[cost] if isinstance(cost, str) else getattr(cost, "__name__", "cost")
+    return _result(problem, search, found, errors, outside, name, _notes(search, certified, outside))
+
+
+def _checked_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[Any], list[Any]]:
+    if isinstance(fun, Emulated) or (isinstance(fun, MethodType) and isinstance(fun.__func__, Emulated)):
+        raise TypeError(f"fun={fun!r} is emulated already; pass the function itself, and its formats in menu")
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function")
+    for name, value in (("inputs", inputs), ("held_out", held_out)):
+        if not isinstance(value, Sequence) or not all(isinstance(args, tuple | list) for args in value):
+            raise TypeError(f"{name} must be a list of tuples of arguments, as [(x,), (y,)], not {value!r}")
+    if not inputs:
+        raise ValueError("inputs=[] must have at least one tuple of arguments")
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((list(inputs), list(held_out)))):
+        raise TypeError("tune needs arguments that are not traced: call it outside of jax.jit")
+    return fun, [tuple(args) for args in inputs], [tuple(args) for args in held_out]
+
+
+def _positive(name: str, value: Any, *, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name}={value!r} must be a number")
+    if not (value > 0 or (zero and value == 0)) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be finite and {'not negative' if zero else 'positive'}")
+    return float(value)
+
+
+def _checked_menu(menu: Any) -> tuple[Spec | None, ...]:
+    """The formats from few bits to many."""
+    if isinstance(menu, str) or not isinstance(menu, Sequence):
+        raise TypeError(f"menu={menu!r} must be a list of formats, as ['bfloat16', 'e5m10', None]")
+    specs = [None if value is None else as_spec(value, f"menu[{i}]") for i, value in enumerate(menu)]
+    for i, spec in enumerate(specs):
+        if spec is not None and spec.rounding.stochastic:
+            raise ValueError(f"menu[{i}]={str(spec)!r} rounds stochastically; tune needs deterministic roundings")
+    if len(set(specs)) != len(specs):
+        raise ValueError(f"menu={list(menu)!r} has a format twice")
+    if len([spec for spec in specs if spec is not None]) < 1 or len(specs) < 2:
+        raise ValueError(f"menu={list(menu)!r} must have two formats or more, None for the carrier among them or not")
+    return tuple(sorted(specs, key=lambda spec: (math.inf, 0) if spec is None else (_bits(spec), _digits(spec))))
+
+
+def _bits(spec: Spec) -> int:
+    return spec.format.bits
+
+
+def _digits(spec: Spec) -> int:
+    return spec.format.precision if isinstance(spec.format, FloatFormat) else 0
+
+
+def _bits_at(problem: Problem, site: int, level: int) -> int:
+    spec = problem.menu[level]
+    return problem.sites[site].bits if spec is None else _bits(spec)
+
+
+def _cost_of(problem: Problem, cost: str | Cost) -> Callable[[tuple[int, ...]], float]:
+    if callable(cost):
+
+        def own(assignment: tuple[int, ...]) -> float:
+            specs = [problem.menu[level] for level in assignment]
+            number = float(cost({site.path: spec for site, spec in zip(problem.sites, specs, strict=True)}))
+            if not math.isfinite(number):
+                raise ValueError(f"cost={cost!r} gave {number}; a cost must be finite")
+            return number
+
+        return own
+    weights = [site.results if cost == "bytes" else 1 for site in problem.sites]
+    unit = 8 if cost == "bytes" else len(problem.sites)
+
+    def bits(assignment: tuple[int, ...]) -> float:
+        return sum(weights[i] * _bits_at(problem, i, level) for i, level in enumerate(assignment)) / unit
+
+    return bits
+
+
+def _certified(problem: Problem, search: Search) -> tuple[Found, list[float], int]:
+    """The cheapest assignment that `emulate` finds within the tolerance, its errors, and the count of those tried."""
+    smallest = min((found.error for found in search.seen.values()), default=math.inf)
+    for tried, found in enumerate(search.allowed(_MOST_CERTIFIED)):
+        errors = problem.certified(found.assignment)
+        if max(errors) <= search.tolerance:
+            return found, errors, tried + 1
+        smallest = min(smallest, max(errors))
+    raise ValueError(
+        f"tolerance={search.tolerance!r}: no assignment of the menu was found within it; the smallest error of "
+        f"{len(search.seen)} measured is {smallest:.3g}. Add a format with more bits, or None for the carrier"
+    )
+
+
+def _said(best: Found | None) -> str:
+    return "nothing within the tolerance yet" if best is None else f"cost {best.cost:.4g}, error {best.error:.3g}"
+
+
+def _notes(search: Search, tried: int, outside: Sequence[float]) -> tuple[str, ...]:
+    notes = []
+    if search.spent:
+        notes.append(f"the search ended by its budget, after {len(search.seen)} assignments")
+    if tried > 1:
+        notes.append(f"{tried - 1} cheaper assignments were within the tolerance when measured, but not when emulated")
+    beyond = [i for i, error in enumerate(outside) if error > search.tolerance]
+    if beyond:
+        notes.append(f"beyond the tolerance: held_out {', '.join(map(str, beyond))}")
+    return tuple(notes)
+
+
+def _result(
+    problem: Problem,
+    search: Search,
+    found: Found,
+    errors: Sequence[float],
+    outside: Sequence[float],
+    name: str,
+    notes: tuple[str, ...],
+) -> Tuning:
+    def text(level: int) -> str:
+        spec = problem.menu[level]
+        return "carrier" if spec is None else str(spec)
+
+    uniform = [search.seen.get((level,) * search.sites) for level in range(search.levels)]
+    known = [one for one in uniform if one is not None]
+    finest = min(known, key=lambda one: one.error).assignment[0] if known else 0
+    within = [one for one in known if one.error <= search.tolerance]
+    single = min(within, key=lambda one: (one.cost, one.error), default=None)
+    rows = []
+    for i, (site, level) in enumerate(zip(problem.sites, found.assignment, strict=True)):
+        alone = search.seen.get(tuple(level if j == i else finest for j in range(search.sites)))
+        error = math.nan if alone is None else alone.error
+        rows.append(TunedSite(site.path, text(level), _bits_at(problem, i, level), site.equations, site.results, error))
+    front = tuple(
+        TuningPoint(one.cost, one.error, tuple(text(level) for level in one.assignment)) for one in search.front()
+    )
+    return Tuning(
+        problem.rules(found.assignment),
+        tuple(rows),
+        search.tolerance,
+        tuple(errors),
+        tuple(outside),
+        found.cost,
+        name,
+        None if single is None else (text(single.assignment[0]), single.cost),
+        front,
+        len(search.seen),
+        problem.compiled,
+        notes,
+    )

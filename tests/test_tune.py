@@ -1,0 +1,340 @@
+"""`jc.tune`: the formats of a program within a tolerance. The search is compared with all assignments, and the compiled
+program, whose formats are arguments, with `jc.emulate`, bit for bit; its rounding with the oracle."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from fractions import Fraction
+
+import exact
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from emulate_cases import X, Y, loops, straight, sums
+
+import jchop as jc
+from jchop._tune._grid import is_traceable, round_to_row, row_of
+from jchop._tune._measure import make_problem
+from jchop._tune._search import Search
+from jchop._tune._tune import _checked_menu
+from jchop.spec import as_spec
+
+GRIDS = ("e5m2", "e4m3fn", "bfloat16", "e5m2:saturate", "e4m3:propagate", "e2m1fn", "e8m23")
+
+
+@pytest.mark.parametrize("text", GRIDS)
+def test_a_row_of_integers_rounds_as_the_oracle_does(text: str) -> None:
+    spec = as_spec(text)
+    fmt = spec.format
+    step = max(1, (1 << fmt.bits - 1) // 200)
+    codes = [*range(0, 40), *range(0, 1 << fmt.bits - 1, step)]
+    values = [v for v in (fmt.value_of(code) for code in codes) if v is not None and np.isfinite(float(v))]
+    values += [fmt.max, fmt.smallest]
+    middles = [(Fraction(a) + Fraction(b)) / 2 for a, b in itertools.pairwise(sorted(set(values)))]
+    beyond = Fraction(fmt.max) + Fraction(2) ** (fmt.emax - fmt.frac_bits - 1)
+    x = np.array([*map(float, values), *map(float, middles), float(beyond), float(fmt.smallest) / 2, 1e300, 1e-300])
+    x = np.concatenate([x, np.nextafter(x, 0), np.nextafter(x, np.inf), [np.inf, np.nan]])
+    x = np.concatenate([x, -x])
+    with jax.enable_x64(True):
+        found = np.asarray(round_to_row(jnp.asarray(x), jnp.asarray(row_of(spec))))
+    wanted = exact.rounded(x, oracle.describe(fmt), overflow=spec.overflow.value)
+    same = (found.view(np.uint64) == wanted.view(np.uint64)) | (np.isnan(found) & np.isnan(wanted))
+    assert not x[~same].size, x[~same]
+
+
+def test_only_what_the_rows_can_say_is_traced() -> None:
+    able = ("bfloat16", "e8m23", "e4m3fn", "e5m10:saturate")
+    unable = ("e4m3fnuz", "e8m25", "e11m52", "bfloat16:up", "fixed4.4", "e5m2:flush", "e10m5")
+    assert all(is_traceable(as_spec(text)) for text in able) and is_traceable(None)
+    assert not any(is_traceable(as_spec(text)) for text in unable)
+
+
+def network(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+    with jax.named_scope("a"):
+        h = jax.nn.gelu(jnp.outer(x, y) @ jnp.outer(y, x))
+    with jax.named_scope("b"):
+        h = jax.nn.softmax(h / 3)
+    with jax.named_scope("c"):
+        h = jnp.clip(h / jnp.sqrt(jnp.var(h) + 1e-3), -1.5, 0.1)
+    with jax.named_scope("d"):
+        return jnp.tanh(h @ h) ** 3 + jnp.arange(4.0), jnp.cumsum(h), -h.max()
+
+
+def solve(x: jax.Array, y: jax.Array) -> jax.Array:
+    with jax.named_scope("matrix"):
+        a = jnp.outer(x, y) + jnp.diag(x + 4)
+    return jnp.linalg.solve(a, y)
+
+
+def functions(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+    with jax.named_scope("a"):
+        a = jnp.exp(x) + jnp.log1p(y * y)
+    with jax.named_scope("b"):
+        b = jnp.arctan2(x, y) * jax.nn.sigmoid(y) + jnp.power(jnp.abs(x), y) + x**-3
+    c = jax.lax.lgamma(jnp.abs(a) + 1) + jax.lax.erf(b) + jnp.sin(x).astype(jnp.bfloat16).astype(jnp.float32)
+    return c, jnp.where(a > b, a, 0.3), jnp.sort(b)
+
+
+def assert_same_bits(fun, by: str, menu: list[str], mixes: int) -> None:
+    levels = _checked_menu(menu)
+    problem, _ = make_problem(fun, [(X, Y)], [], levels, by, "relative", 1000)
+    assert problem.compiled
+    draw = np.random.default_rng(0)
+    for _ in range(mixes):
+        chosen = tuple(map(int, draw.integers(0, len(levels), len(problem.sites))))
+        got = problem.traced(problem.cases[0], chosen)
+        want = jc.emulate(fun, None, rules=problem.rules(chosen), max_turns=1000)(X, Y)
+        for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            one, two = np.asarray(one), np.asarray(two)
+            assert one.dtype == two.dtype
+            np.testing.assert_array_equal(one, two)
+            np.testing.assert_array_equal(np.signbit(one), np.signbit(two))
+
+
+def test_formats_as_arguments_give_the_bits_of_emulate() -> None:
+    assert_same_bits(straight, "equation", ["bfloat16", "e4m3"], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["scope", "equation"])
+@pytest.mark.parametrize("fun", [straight, loops, sums, network, solve, functions])
+def test_formats_as_arguments_give_the_bits_of_emulate_in_many_programs(fun, by: str) -> None:
+    assert_same_bits(fun, by, ["bfloat16", "e4m3", "e5m10", "tf32", "e5m2:saturate"], 4)
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+
+OPERATIONS = ("mul", "add", "sub", "div", "root", "sin")
+
+
+def random_program(seed: int):
+    """Eight operations, each in a scope of its own, of earlier results."""
+    draw = np.random.default_rng(seed)
+    plan = [(OPERATIONS[draw.integers(len(OPERATIONS))], draw.integers(0, 1 + i)) for i in range(8)]
+
+    def fun(x: jax.Array, y: jax.Array) -> jax.Array:
+        values = [x, y]
+        for i, (name, other) in enumerate(plan):
+            # The latest result takes part, so that every site counts.
+            u, v = values[-1], values[other]
+            with jax.named_scope(f"s{i}"):
+                if name == "mul":
+                    out = u * v
+                elif name == "add":
+                    out = u + v
+                elif name == "sub":
+                    out = u - v
+                elif name == "div":
+                    out = u / (abs(v) + 1)
+                elif name == "root":
+                    out = jnp.sqrt(jnp.abs(u) + 0.5)
+                else:
+                    out = jnp.sin(u)
+            values.append(out)
+        return values[-1]
+
+    return fun
+
+
+MENU = ["e8m5", "e8m8", "e8m11", "e8m23"]
+PRECISIONS = np.array([6, 9, 12, 24])
+
+
+def digits(specs: dict) -> float:
+    return sum(spec.format.precision for spec in specs.values()) / len(specs)
+
+
+def compare_with_all(seed: int, tolerances: tuple[float, ...]) -> list[float]:
+    """The cost of tune over that of the cheapest of all 65,536 assignments, for each tolerance."""
+    draw = np.random.default_rng(seed)
+    fun = random_program(seed)
+    ratios = []
+    with jax.enable_x64(True):
+        inputs = [tuple(map(jnp.asarray, draw.uniform(0.5, 2.0, (2, 4)))) for _ in range(4)]
+        levels = _checked_menu(MENU)
+        problem, _ = make_problem(fun, inputs, [], levels, "scope", "relative", 10)
+        assert len(problem.sites) == 8 and problem.compiled
+        mixes = np.array(list(itertools.product(range(4), repeat=8)), np.int32)
+        run = jax.jit(jax.vmap(problem.run_of(problem.cases[0]), in_axes=(0, None, None)))
+        errors = np.zeros(len(mixes))
+        for case in problem.cases:
+            low = np.asarray(run(mixes, list(case.program.values), [])[0])
+            whole = np.asarray(case.exact)
+            errors = np.maximum(errors, np.linalg.norm(low - whole, axis=1) / np.linalg.norm(whole))
+        costs = PRECISIONS[mixes].mean(1)
+        for tolerance in tolerances:
+            found = jc.tune(fun, inputs, tolerance, MENU, cost=digits)
+            low = jc.emulate(fun, None, rules=found.rules)
+            for args, error in zip(inputs, found.errors, strict=True):
+                whole = fun(*args)
+                assert error == pytest.approx(float(jnp.linalg.norm(low(*args) - whole) / jnp.linalg.norm(whole)))
+            assert found.error <= tolerance
+            ratios.append(found.cost / costs[errors <= tolerance].min())
+    return ratios
+
+
+def test_the_search_is_near_the_best_of_all_assignments() -> None:
+    assert max(compare_with_all(0, (1e-2,))) <= 1.16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_the_search_is_near_the_best_of_all_assignments_of_random_programs(seed: int) -> None:
+    assert max(compare_with_all(seed, (1e-1, 1e-2, 1e-3))) <= 1.16
+
+
+def error_of_weights(weights: np.ndarray, levels: np.ndarray):
+    return lambda assignment: float(weights @ levels[list(assignment)])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_search_alone_against_all_assignments(seed: int) -> None:
+    """Sites whose errors add up: the least cost by enumeration."""
+    draw = np.random.default_rng(seed)
+    weights, levels, bits = np.exp(draw.normal(0, 2, 6)), np.array([1.0, 1e-1, 1e-3]), np.array([4, 8, 16])
+    measure = error_of_weights(weights, levels)
+
+    def cost(assignment: tuple[int, ...]) -> float:
+        return float(bits[list(assignment)].mean())
+
+    tolerance = float(np.exp(draw.normal(-2, 2)))
+    every = [a for a in itertools.product(range(3), repeat=6) if measure(a) <= tolerance]
+    found = Search(6, 3, measure, cost, tolerance, 10_000).run()
+    if not every:
+        assert found is None
+        return
+    assert found is not None and found.error <= tolerance
+    assert found.cost <= 1.05 * min(map(cost, every))
+
+
+def test_a_budget_ends_the_search_with_the_best_so_far() -> None:
+    weights, levels = np.ones(6), np.array([1.0, 1e-1, 1e-3])
+    calls: list[int] = []
+    measure = error_of_weights(weights, levels)
+    search = Search(
+        6, 3, measure, lambda a: float(sum(a)), 0.7, 9, progress=lambda done, most, best: calls.append(done)
+    )
+    found = search.run()
+    assert search.spent and calls == list(range(1, 10)) and found is not None and found.error <= 0.7
+    errors = [point.error for point in search.front()]
+    assert errors == sorted(errors, reverse=True) and len(set(errors)) == len(errors)
+
+
+# -- the public function -----------------------------------------------------------------------------------------------
+
+
+def planted(x: jax.Array) -> jax.Array:
+    """The variance by the mean of the squares, at a large mean; then harmless operations."""
+    with jax.named_scope("squares"):
+        squares = jnp.sum(x * x) / x.size
+    with jax.named_scope("mean"):
+        mean = jnp.sum(x) / x.size
+    with jax.named_scope("difference"):
+        variance = squares - mean * mean
+    with jax.named_scope("after"):
+        root = jnp.sqrt(variance) / 3
+    with jax.named_scope("last"):
+        return jnp.sin(root) * 2 + 1
+
+
+def test_the_planted_cancellation_raises_the_right_sites_only() -> None:
+    draw = np.random.default_rng(0)
+    inputs = [(jnp.asarray(100 + draw.standard_normal(256), jnp.float32),) for _ in range(2)]
+    stages: list[tuple[str, int, int, str]] = []
+    found = jc.tune(
+        planted, inputs[:1], 1e-2, ["bfloat16", "e8m20"], held_out=inputs[1:], progress=lambda *now: stages.append(now)
+    )
+    formats = {row.path: row.spec for row in found.rows}
+    assert formats == {
+        "squares": "e8m20",
+        "mean": "e8m20",
+        "difference": "e8m20",
+        "after": "bfloat16",
+        "last": "bfloat16",
+    }
+    assert found.compiled and found.uniform == ("e8m20", 29) and found.cost == pytest.approx((3 * 29 + 2 * 16) / 5)
+    low = jc.emulate(planted, None, rules=found.rules)
+    assert (
+        found.error == pytest.approx(abs(float(low(*inputs[0])) / float(planted(*inputs[0])) - 1))
+        and found.error <= 1e-2
+    )
+    assert len(found.held_out) == 1 and len(stages) == found.evaluations
+    assert stages[-1][0] == "measuring" and "cost" in stages[-1][3]
+    again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert again["rows"][0]["path"] == "squares" and again["rules"]["/after/*/"] == "bfloat16"
+    costs = [point.cost for point in found.front]
+    assert costs == sorted(costs) and found.columns()["bits"] == [29, 29, 29, 16, 16]
+    assert "squares" in str(found) and "<table" in found._repr_html_()
+
+
+def two_parts(x: jax.Array) -> jax.Array:
+    with jax.named_scope("one"):
+        y = x * 1.1
+    with jax.named_scope("two"):
+        return -(y + 0.3)
+
+
+def test_other_formats_are_measured_by_emulate() -> None:
+    found = jc.tune(two_parts, [(X,)], 0.2, ["e4m3fnuz", "fixed4.4", None])
+    assert not found.compiled and found.error <= 0.2
+    whole, low = two_parts(X), jc.emulate(two_parts, None, rules=found.rules)(X)
+    assert found.error == pytest.approx(float(jnp.linalg.norm(low - whole) / jnp.linalg.norm(whole)))
+
+
+def test_costs_and_metrics() -> None:
+    args = [(X,)]
+    found = jc.tune(two_parts, args, 0.1, ["e4m3", "bfloat16"], cost="bytes", metric="largest")
+    assert found.cost == sum(row.results * row.bits / 8 for row in found.rows)
+    low = jc.emulate(two_parts, None, rules=found.rules)(X)
+    assert found.error == float(np.max(np.abs(np.float64(low) - np.float64(two_parts(X)))))
+    own = jc.tune(
+        two_parts,
+        args,
+        1e-2,
+        ["e4m3", "bfloat16", "e8m20"],
+        cost=lambda specs: sum(spec.format.bits * (9 if path == "one" else 1) for path, spec in specs.items()),
+        metric=lambda low, exact: jnp.max(jnp.abs(low - exact)) / 10,
+        by="scope",
+    )
+    assert own.cost == sum(row.bits * (9 if row.path == "one" else 1) for row in own.rows)
+    assert own.error <= 1e-2
+
+
+def test_a_loop_that_does_not_end_is_no_solution() -> None:
+    def wait(t: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda t: t < 2, lambda t: t + 0.25, t)
+
+    found = jc.tune(wait, [(jnp.float32(0.0),)], 0.5, ["e5m0", "e5m2"], max_turns=50, by="equation")
+    assert [row.spec for row in found.rows] == ["float8_e5m2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"fun": 3}, TypeError, "fun=3"),
+        ({"fun": jc.emulate(two_parts, "e4m3")}, TypeError, "emulated already"),
+        ({"inputs": X}, TypeError, "list of tuples"),
+        ({"inputs": []}, ValueError, "at least one"),
+        ({"tolerance": -1.0}, ValueError, "tolerance=-1.0"),
+        ({"tolerance": "x"}, TypeError, "tolerance='x'"),
+        ({"menu": "bfloat16"}, TypeError, "menu='bfloat16'"),
+        ({"menu": ["bfloat16"]}, ValueError, "two formats"),
+        ({"menu": ["bfloat16", "bfloat16"]}, ValueError, "twice"),
+        ({"menu": ["e4m3", "bfloat16:stochastic"]}, ValueError, "stochastically"),
+        ({"menu": ["e4m3", "mxfp4"]}, ValueError, "scaled"),
+        ({"by": "line"}, ValueError, "by='line'"),
+        ({"cost": "time"}, ValueError, "cost='time'"),
+        ({"metric": "ulp"}, ValueError, "metric='ulp'"),
+        ({"evaluations": 0}, ValueError, "evaluations=0"),
+        ({"seconds": 0}, ValueError, "seconds=0"),
+        ({"fun": lambda x: -x}, ValueError, "nothing to tune"),
+        ({"tolerance": 1e-9}, ValueError, "smallest error"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict, error: type[Exception], text: str) -> None:
+    given = {"fun": two_parts, "inputs": [(X,)], "tolerance": 0.1, "menu": ["e4m3", "e5m2"], **changes}
+    with pytest.raises(error, match=text):
+        jc.tune(given.pop("fun"), given.pop("inputs"), given.pop("tolerance"), given.pop("menu"), **given)
