@@ -59,8 +59,8 @@ def quantize(
         params: the parameters in full precision.
         batches: arguments after the parameters: tuples, or the only argument.
         steps: one, or a list of them in this order: the mappings `smooth`, `awq` and `rotate`, each of which runs the
-            data once; `correct_error`; `sparse`; `gptq` or `sign_round`; `correct_biases`. None of them, ``[]``: every
-            element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+            data once; `correct_error`; `sparse`; `clip`; `gptq` or `sign_round`; `correct_biases`. None of them,
+            ``[]``: every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
             far, activations too; the data are run once for each stage (weights that share an input, and each turn of a

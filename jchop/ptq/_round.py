@@ -12,6 +12,7 @@ from jax import lax
 from jchop._products.placement import Placement, StoredAs
 from jchop._products.weights import numbers_of
 from jchop._settings import compiled
+from jchop.ptq._clip import clipped, rounded_under
 from jchop.ptq._columns import ElementScales, MatrixLayout, element_scales, one_each, stored_of, with_entries
 from jchop.ptq._sign import sign_rounded
 from jchop.ptq._steps import Correction, SignDescent, Sparse, Steps, Sweep
@@ -88,7 +89,12 @@ def round_parameter(
     if steps.pruning is not None and steps.pruning.by != "loss":
         kept = _each(partial(_kept, steps.pruning), laid_target, gram)
         target = jnp.where(layout.back(kept), target, 0)
-    packed = placement.pack(target, key)
+    if steps.clip is None:
+        packed = placement.pack(target, key)
+    else:
+        packed = placement.pack(clipped(steps.clip, target, gram, placement=placement, layout=layout), key)
+        if steps.sweep is None:
+            packed = with_entries(packed, rounded_under(packed, target, layout, key)[0])
     none = jnp.zeros(layout.matrices[0], work)
     damping, tries, dead = none, none.astype(jnp.int32), (jnp.diagonal(gram, axis1=1, axis2=2) == 0).sum(1)
     if steps.sweep is not None:

@@ -13,12 +13,14 @@ from jchop.sparsity._masks import check_pattern
 
 __all__ = [
     "BiasCorrection",
+    "Clip",
     "Correction",
     "SignDescent",
     "Sparse",
     "Steps",
     "Sweep",
     "as_steps",
+    "clip",
     "correct_biases",
     "correct_error",
     "gptq",
@@ -75,6 +77,17 @@ class Sparse:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """Clipped scales; `clip` makes it."""
+
+    points: int
+    least: float
+
+    def __str__(self) -> str:
+        return f"clip({self.points}, least={self.least:g})"
+
+
+@dataclass(frozen=True)
 class BiasCorrection:
     """A correction of biases after weights are rounded; `correct_biases` makes it."""
 
@@ -82,7 +95,7 @@ class BiasCorrection:
         return "correct_biases()"
 
 
-Step = Mapping | Correction | Sparse | Sweep | SignDescent | BiasCorrection
+Step = Mapping | Correction | Sparse | Clip | Sweep | SignDescent | BiasCorrection
 
 
 @dataclass(frozen=True)
@@ -92,15 +105,15 @@ class Steps:
     mappings: tuple[Mapping, ...] = ()
     correction: Correction | None = None
     pruning: Sparse | None = None
+    clip: Clip | None = None
     sweep: Sweep | SignDescent | None = None
     biases: BiasCorrection | None = None
 
     @property
     def names(self) -> str:
         """The steps that round a weight, for a report."""
-        taken = [
-            str(step).partition("(")[0] for step in (self.correction, self.pruning, self.sweep) if step is not None
-        ]
+        steps = (self.correction, self.pruning, self.clip, self.sweep)
+        taken = [str(step).partition("(")[0] for step in steps if step is not None]
         return ", ".join(taken) or "nearest"
 
 
@@ -108,6 +121,7 @@ class Steps:
 _FIELDS: dict[type, str] = {
     Correction: "correction",
     Sparse: "pruning",
+    Clip: "clip",
     Sweep: "sweep",
     SignDescent: "sweep",
     BiasCorrection: "biases",
@@ -237,6 +251,38 @@ def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss
     return Sparse(n, m, by)
 
 
+def clip(points: int = 20, *, least: float = 0.5) -> Clip:
+    """The scale of each group is that of its numbers clipped to a share of their range: the best of several shares.
+
+    A smaller scale serves most numbers of a group better, and the largest ones worse. The best share has the least
+    error of the product on the data, tr(E^T H E) for the errors E of a group that is rounded to nearest by itself, with
+    its rows and columns of H. The rule of the format makes the scales, from clipped numbers; the numbers that are
+    rounded under them, by a step after this one or to nearest, are not clipped before. So any format may have it, and a
+    format whose scales are powers of two changes only if a range passes one of them.
+
+    Args:
+        points: how many shares below 1 there are. Default 20.
+        least: the smallest, above 0 and below 1. Default 0.5.
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Lin et al., "AWQ: Activation-aware Weight Quantization", 2023, and its authors' code, which search clips
+    by the errors of outputs; GPTQ's code searches scales by errors of weights.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> x, w = (jax.random.normal(jax.random.key(i), (64, 64)) for i in (0, 1))
+        >>> dense, rule = lambda p, x: x @ p, jc.Rule(weight="int3(group=all)")
+        >>> _, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.clip()])
+        >>> report.weights[0].method, report.weights[0].after > report.weights[0].before + 1
+        ('clip', True)
+    """
+    if not 0 < _number("least", least) < 1:
+        raise ValueError(f"least={least!r} must be above 0 and below 1")
+    return Clip(check_int("points", points, 1), float(least))
+
+
 def correct_biases() -> BiasCorrection:
     """After a weight is rounded, the mean error of its product goes into the bias that the program adds to it.
 
@@ -285,7 +331,7 @@ def as_steps(steps: Any) -> Steps:
     if fields != [name for name in dict.fromkeys(_FIELDS.values()) if name in fields]:
         raise ValueError(
             f"steps=[{', '.join(map(str, given))}] may have smooth, awq and rotate, then one correct_error, then one "
-            "sparse, then one gptq or sign_round, then correct_biases"
+            "sparse, then one clip, then one gptq or sign_round, then correct_biases"
         )
     found: dict[str, Any] = {str(name): step for name, step in zip(fields, rest, strict=True)}
     made = Steps(mappings=tuple(mappings), **found)

@@ -323,7 +323,7 @@ def test_bad_arguments() -> None:
         jc.ptq.quantize(dense, rule, params, [x], sequential=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="steps=3 must be a list of steps"):
         jc.ptq.quantize(dense, rule, params, [x], 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="then one correct_error, then one sparse, then one gptq"):
+    with pytest.raises(ValueError, match="then one correct_error, then one sparse, then one clip"):
         jc.ptq.quantize(dense, rule, params, [x], [jc.ptq.gptq(), jc.ptq.correct_error()])
     with pytest.raises(ValueError, match="order='up' must be one of"):
         jc.ptq.gptq("up")  # type: ignore[arg-type]

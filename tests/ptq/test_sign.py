@@ -84,5 +84,5 @@ def test_bad_arguments() -> None:
         jc.ptq.sign_round(rate=0)
     with pytest.raises(ValueError, match="momentum=1 must be a number from 0 to below 1"):
         jc.ptq.sign_round(momentum=1)
-    with pytest.raises(ValueError, match="then one sparse, then one gptq or sign_round, then"):
+    with pytest.raises(ValueError, match="then one gptq or sign_round, then"):
         jc.ptq.quantize(lambda p, x: x @ p, jc.Rule(weight="int4"), {}, [], [jc.ptq.gptq(), jc.ptq.sign_round()])

@@ -232,7 +232,7 @@ def test_bad_arguments() -> None:
     for steps in ([LOSS], [LOSS, jc.ptq.sign_round()]):
         with pytest.raises(ValueError, match="prunes in the sweep of gptq: add it, or choose by='inputs'"):
             jc.ptq.quantize(dense, rule, w, [x], steps)
-    with pytest.raises(ValueError, match="then one sparse, then one gptq"):
+    with pytest.raises(ValueError, match="then one sparse, then one clip"):
         jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.gptq(), LOSS])
     for weight in ("uint4(group=4,zero_point=float)", "codebook(-1,-0.5,0.5,1,group=4)"):
         with pytest.raises(ValueError, match=r"makes numbers of '' zero, which .* does not have"):

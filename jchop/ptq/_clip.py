@@ -1,0 +1,133 @@
+"""Scales of groups whose ends are clipped, chosen by the errors of products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._products.placement import Placement, StoredAs
+from jchop.ptq._columns import MatrixLayout, element_scales, one_each, round_column, stored_of
+from jchop.ptq._steps import Clip
+from jchop.rounding import Rounding
+from jchop.storage import QArray
+
+Array = jax.Array
+
+__all__ = ["clipped", "rounded_under"]
+
+_PRECISION = lax.Precision.HIGHEST
+
+
+def clipped(by: Clip, target: Array, gram: Array, *, placement: Placement, layout: MatrixLayout) -> Array:
+    """A parameter whose groups are clipped so that the errors of its product are least.
+
+    Each group is rounded by itself: its share of the error is that of its own inputs, tr(E^T H E) for the errors E of
+    the group and the rows and columns of H that it has. Numbers beyond the ends of the clipped group keep their values,
+    and are rounded to the ends of its scale.
+
+    Args:
+        by: the step.
+        target: the parameter.
+        gram: the mean H of x x^T over the inputs, (batch, summed, summed).
+        placement: its rounding.
+        layout: it as matrices.
+    """
+    spec = placement.spec
+    if spec.rounding.stochastic:
+        spec = replace(spec, rounding=Rounding.NEAREST_EVEN, random_bits=None)
+    held, numbers = replace(placement, spec=spec), group_numbers(placement, layout, jnp)
+    count = group_count(placement)
+    wide = layout.lay(target).astype(gram.dtype)
+    inside = _inner_products(placement, layout, gram)
+    flat = numbers.reshape(-1)
+    low, high = (of(wide.reshape(-1), flat, count) for of in (jax.ops.segment_min, jax.ops.segment_max))
+
+    def bounded(share: Array) -> Array:
+        return jnp.clip(wide, (share * low)[numbers], (share * high)[numbers])
+
+    def turn(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        best, least = state
+        share = (1 - i * (1 - by.least) / by.points).astype(wide.dtype)
+        packed = held.pack(layout.back(bounded(share)).astype(target.dtype))
+        _, made = rounded_under(packed, target, layout)
+        error = wide - layout.lay(made).astype(wide.dtype)
+        found = jax.ops.segment_sum((error * inside(error)).reshape(-1), flat, count)
+        better = found < least
+        return jnp.where(better, share, best), jnp.minimum(found, least)
+
+    start = jnp.ones(count, wide.dtype), jnp.full(count, jnp.inf, wide.dtype)
+    best, _ = lax.fori_loop(0, by.points + 1, turn, start)
+    return layout.back(bounded(best)).astype(target.dtype)
+
+
+def group_count(placement: Placement) -> int:
+    """How many groups a parameter has; 1 without groups."""
+    fmt = placement.spec.scaled
+    return 1 if fmt is None else math.prod(fmt.scale_shape(placement.shape))
+
+
+def group_numbers(placement: Placement, layout: MatrixLayout, xp: Any) -> Any:
+    """The number of the group of each element of a parameter that is laid out as matrices; 0 without groups.
+
+    Args:
+        placement: its rounding.
+        layout: it as matrices.
+        xp: `jax.numpy`, or `numpy` for a constant.
+    """
+    fmt, shape = placement.spec.scaled, placement.shape
+    numbers = xp.zeros(shape, np.int32)
+    if fmt is not None:
+        for axis, (size, counts) in enumerate(zip(fmt.group_shape(shape), fmt.scale_shape(shape), strict=True)):
+            along = (xp.arange(shape[axis], dtype=np.int32) // size).reshape([-1, *[1] * (len(shape) - axis - 1)])
+            numbers = numbers * counts + along
+    return layout.lay(numbers.reshape(layout.shape))
+
+
+def _inner_products(placement: Placement, layout: MatrixLayout, gram: Array) -> Callable[[Array], Array]:
+    """The product of H, without its entries between elements of different groups, with a matrix of each batch."""
+    numbers = group_numbers(placement, layout, np)
+    first = numbers[:1, :, :1]
+    if not (numbers - first == (numbers - first)[:, :1]).all():  # columns are cut in different ways
+
+        def one(args: tuple[Array, Array, Array]) -> Array:
+            gram, own, error = args
+            return jnp.matmul(jnp.where(own[:, None] == own, gram, 0), error, precision=_PRECISION)
+
+        def each(error: Array) -> Array:
+            groups = group_numbers(placement, layout, jnp)
+            parts = [groups.swapaxes(1, 2), error.swapaxes(1, 2)]
+            return lax.map(lambda v: lax.map(lambda w: one((v[0], *w)), v[1:]), (gram, *parts)).swapaxes(1, 2)
+
+        return each
+    pattern = first[0, :, 0]
+    count, size = len(pattern), int((pattern == pattern[:1]).sum())
+    if size and count % size == 0 and (np.unique(pattern, return_inverse=True)[1] == np.arange(count) // size).all():
+        apart = gram.reshape(-1, count // size, size, count // size, size)
+        blocks = jnp.moveaxis(jnp.diagonal(apart, axis1=1, axis2=3), -1, 1)
+
+        def of_blocks(error: Array) -> Array:
+            parts = error.reshape(error.shape[0], -1, size, error.shape[2])
+            return jnp.matmul(blocks, parts, precision=_PRECISION).reshape(error.shape)
+
+        return of_blocks
+    within = jnp.where(pattern[:, None] == pattern, gram, 0)
+    return lambda error: jnp.matmul(within, error, precision=_PRECISION)
+
+
+def rounded_under(
+    packed: QArray | StoredAs, target: Array, layout: MatrixLayout, key: Array | None = None
+) -> tuple[Array, Array]:
+    """The codes and the numbers of a parameter, in its shape, under the scales of a packed one."""
+    stored = stored_of(packed)
+    scales = element_scales(stored)
+    spec, dtype = one_each(stored.spec), target.dtype
+    parts = [part.reshape(-1) for part in scales.by_element]
+    entries, numbers = round_column(target.reshape(-1), *scales.of(parts), spec, dtype, key)
+    return entries.reshape(layout.shape), numbers.reshape(layout.shape)
