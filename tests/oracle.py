@@ -133,7 +133,71 @@ class Levels:
     levels: tuple[Fraction, ...]
 
 
-Set = FloatSet | FixedSet | Levels
+@dataclass(frozen=True)
+class Strings:
+    """Posits (Standard for Posit Arithmetic, 2022) or linear takums (arXiv 2404.18603): codes 1, 2, ... upward.
+
+    An exponent e has a lead, which depends on e, and then a tail: the low bits of e and the fraction, in [0, 1).
+    """
+
+    kind: str  # "posit", "takum"
+    n: int
+
+    def place(self, magnitude: Fraction) -> Fraction:
+        """The infinite string of a positive number, read as a code with a fraction."""
+        e = 0
+        while magnitude >= 2:
+            magnitude, e = magnitude / 2, e + 1
+        while magnitude < 1:
+            magnitude, e = magnitude * 2, e - 1
+        if self.kind == "posit":
+            k, bits = divmod(e, 4)
+            lead, tail = "1" * (k + 1) + "0" if k >= 0 else "0" * -k + "1", (bits + magnitude - 1) / 4
+        else:
+            r = next(r for r in range(12) if (e if e >= 0 else -e - 1) < 2 ** (r + 1) - 1)
+            if r > 7:
+                return pow2(self.n) if e > 0 else ZERO  # beyond every code
+            bits = e - (2**r - 1) if e >= 0 else e - (1 - 2 ** (r + 1))
+            lead, tail = f"{8 + r if e >= 0 else 7 - r:04b}", (bits + magnitude - 1) / 2**r
+        return (int(lead, 2) + tail) * pow2(self.n - 1 - len(lead))
+
+    def value(self, index: int) -> Fraction:
+        """The value of a code, from the fields of its string: the number whose place is the code."""
+        return string_value(self.kind, self.n, index)
+
+    def odd(self, index: Any) -> Any:
+        return index % 2 == 1
+
+    def top(self, negative: bool) -> int:
+        return 2 ** (self.n - 1) - 1
+
+
+def string_value(kind: str, n: int, code: int) -> Fraction:
+    """The value of any code but 10...0, by the formulas with a sign s.
+
+    Posits, section 3.3: ((1 - 3s) + f) 2^((1 - 2s)(4r + e + s)). Linear takums: ((1 - 3s) + f) 2^((1 - 2s)(c + s)).
+    """
+    if code == 0:
+        return ZERO
+    string = f"{code:0{n}b}" + "0" * 40  # bits beyond the string are 0
+    s, rest = int(string[0]), string[1:]
+    if kind == "posit":
+        run = 0
+        while run < n - 1 and rest[run] == rest[0]:
+            run += 1
+        r = -run if rest[0] == "0" else run - 1
+        rest = rest[run + 1 :]
+        count, fraction = 4 * r + int(rest[:2], 2), rest[2:]
+    else:
+        d, field = int(rest[0]), int(rest[1:4], 2)
+        r = field if d else 7 - field
+        c = int("0" + rest[4 : 4 + r], 2)
+        count, fraction = (2**r - 1 + c if d else -(2 ** (r + 1)) + 1 + c), rest[4 + r :]
+    f = Fraction(int("0" + fraction, 2), 2 ** len(fraction))
+    return ((1 - 3 * s) + f) * pow2((1 - 2 * s) * (count + s))
+
+
+Set = FloatSet | FixedSet | Levels | Strings
 
 
 def ieee(e: int, m: int, **changes: Any) -> FloatSet:
@@ -175,6 +239,8 @@ def describe(fmt: Any) -> Set:
         return fixed(fmt.int_bits, fmt.frac_bits, fmt.signed, fmt.symmetric)
     if hasattr(fmt, "levels"):
         return codebook(fmt.levels)
+    if hasattr(fmt, "parts"):
+        return Strings("posit" if "exponent" in fmt.parts else "takum", fmt.bits)
     return integer(fmt.bits, fmt.signed, fmt.narrow)
 
 
@@ -276,6 +342,8 @@ def round_exact(
         return x
     if isinstance(fmt, Levels):
         return _round_to_level(fmt, x, mode, n, r)
+    if isinstance(fmt, Strings):
+        return _round_string(fmt, x, mode, overflow, n, r)
     if x in (Special.INF, Special.NEG_INF):
         return overflowed(fmt, x is Special.NEG_INF, mode, overflow, infinite=True)
     negative = x is Special.NEG_ZERO or x < 0
@@ -294,6 +362,20 @@ def round_exact(
     if result == 0:
         return Special.NEG_ZERO if negative and isinstance(fmt, FloatSet) and fmt.negative_zero else result
     return -result if negative else result
+
+
+def _round_string(fmt: Strings, x: Value, mode: str, overflow: str, n: int, r: int) -> Value:
+    """The string cut to n bits; never to 0, nor beyond the largest value. An infinity is no real number."""
+    top = fmt.top(False)
+    if x in (Special.INF, Special.NEG_INF):
+        return (fmt.value(top) * (1 if x is Special.INF else -1)) if overflow == "saturate" else Special.NAN
+    if x is Special.NEG_ZERO or x == 0:
+        return ZERO
+    assert isinstance(x, Fraction)
+    place = fmt.place(abs(x))
+    low = place // 1
+    index = low + moves_away(mode, place - low, low % 2 == 1, x < 0, n, r)
+    return fmt.value(min(max(index, 1), top)) * (1 if x > 0 else -1)
 
 
 def _round_to_level(fmt: Levels, x: Value, mode: str, n: int, r: int) -> Fraction:
@@ -401,7 +483,7 @@ def held(fmt: Set, carrier: Carrier) -> bool:
         smallest = 1 if fmt.value(0) == 0 else 0
         top = fmt.top(False)
         probes = [fmt.value(min(i, top)) for i in (smallest, smallest + 1, max(top - 1, 0), top)]
-        probes.append(largest(fmt, fmt.top(True) > 0))
+        probes.append(fmt.value(fmt.top(fmt.top(True) > 0)))
     try:
         for probe in probes:
             to_bits(probe, carrier)

@@ -124,6 +124,7 @@ MATH: dict[str, Row] = {
     "dot": Row(partial(math.dot, spec=PRODUCTS), (X[0], Y[0])),
     "einsum": Row(lambda x, y: math.einsum("ij,kj,kl->il", x, y, y, spec=PRODUCTS), (X, Y)),
     "matmul": Row(partial(math.matmul, spec=PRODUCTS), (X, Y.T)),
+    "matmul_double": Row(lambda x, y: math.matmul_double((x, 0 * x), (y, 0 * y), tolerance=1e-8)[0], (X, Y.T)),
 }
 
 LINALG: dict[str, Row] = {

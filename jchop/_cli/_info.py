@@ -15,6 +15,7 @@ from jchop.formats import (
     ElementFormat,
     FloatFormat,
     ScaledFormat,
+    TaperedFormat,
     UniformFormat,
     parse_format,
 )
@@ -34,7 +35,10 @@ def run_formats(options: argparse.Namespace) -> None:
             )
         )
     print(table(rows, "<" + ">" * 12 + "<"))
-    print("\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se codebook(-1,0,0.5)")
+    print(
+        "\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 takum_linear16 "
+        "codebook(-1,0,0.5)"
+    )
     print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
 
 
@@ -64,6 +68,8 @@ def _layout(fmt: ElementFormat) -> str:
     """The fields of a code, highest bit first."""
     if isinstance(fmt, FloatFormat):
         fields = [("sign", int(fmt.signed)), ("exponent", fmt.exp_bits), ("fraction", fmt.frac_bits)]
+    elif isinstance(fmt, TaperedFormat):
+        fields = [(f"two's complement: {fmt.parts}", fmt.bits)]
     else:
         uniform = isinstance(fmt, UniformFormat)
         fields = [(("two's complement" if fmt.signed else "unsigned") if uniform else "index", fmt.bits)]

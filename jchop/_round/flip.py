@@ -20,7 +20,7 @@ from jchop._core.rounding.random_bits import random_bits, seed_words
 from jchop._core.scaled.elements import narrow, widen
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled
-from jchop.formats import ElementFormat, FloatFormat, UniformFormat
+from jchop.formats import ElementFormat, FloatFormat, TaperedFormat, UniformFormat
 from jchop.gradients import CustomJvp
 from jchop.spec import Spec, as_spec
 
@@ -115,6 +115,9 @@ def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
     if isinstance(fmt, FloatFormat):
         short = fmt.frac_bits > carrier.fraction
         ends = (fmt.exact_max, Fraction(2) ** (fmt.emin - (fmt.frac_bits if fmt.subnormals else 0)))
+    elif isinstance(fmt, TaperedFormat):
+        short = fmt.most_fraction_bits > carrier.fraction
+        ends = (Fraction(fmt.smallest), Fraction(fmt.max))
     elif isinstance(fmt, UniformFormat):
         short = fmt.bits - fmt.signed > carrier.fraction + 1
         ends = (fmt.quantum, 2 ** (fmt.bits - 1) * fmt.quantum)

@@ -48,6 +48,7 @@ from jchop.formats._scaled import (
     uint4,
     uint8,
 )
+from jchop.formats._tapered import PositFormat, TakumFormat, TaperedFormat
 from jchop.formats.scale_rules import SCALE_RULES
 
 __all__ = [
@@ -60,7 +61,10 @@ __all__ = [
     "FixedFormat",
     "FloatFormat",
     "IntegerFormat",
+    "PositFormat",
     "ScaledFormat",
+    "TakumFormat",
+    "TaperedFormat",
     "UniformFormat",
     "bfloat16",
     "bfp",

@@ -28,6 +28,12 @@ def number(value: Fraction) -> Number:
     return result if Fraction(result) == value else value
 
 
+def floor_log2(value: Fraction) -> int:
+    """floor(log2 value) of a positive fraction."""
+    guess = value.numerator.bit_length() - value.denominator.bit_length()
+    return guess if Fraction(2) ** guess <= value else guess - 1
+
+
 class ElementFormat(abc.ABC):
     """A finite set of real values, possibly with -0, infinities and NaN, and a bit pattern for each.
 

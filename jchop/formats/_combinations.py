@@ -6,6 +6,7 @@ from typing import Any
 
 from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
+from jchop.formats._tapered import TaperedFormat
 
 #: The most bits of integers with zero points.
 MOST_SHIFTED_BITS = 16
@@ -20,8 +21,16 @@ def check_fields(fmt: Any) -> None:
     Raises:
         ValueError: the message names the fields.
     """
-    for check in (_check_grouping, _check_zero_point, _check_rule, _check_scale):
+    for check in (_check_element, _check_grouping, _check_zero_point, _check_rule, _check_scale):
         check(fmt)
+
+
+def _check_element(fmt: Any) -> None:
+    if isinstance(fmt.element, TaperedFormat):
+        raise ValueError(
+            f"element={fmt.element} has its most bits next to 1, and scales would move numbers to its largest value, "
+            "which has none; round to it without a scale, or multiply by a power of two first"
+        )
 
 
 def _check_grouping(fmt: Any) -> None:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from jchop._checks import check_bool, check_choice, check_int
-from jchop.formats._base import ElementFormat, Number, number
+from jchop.formats._base import ElementFormat, Number, floor_log2, number
 
 NAN_CODES = ("ieee", "top", "negative_zero", "none")
 
@@ -267,7 +267,7 @@ class FloatFormat(ElementFormat):
         exact = abs(Fraction(value))
         if exact == 0:
             return 0 if self.zero else None
-        exponent = max(_floor_log2(exact), self.emin)
+        exponent = max(floor_log2(exact), self.emin)
         scaled = exact / Fraction(2) ** (exponent - self.frac_bits)
         if scaled.denominator != 1:
             return None
@@ -296,8 +296,3 @@ _OPTIONS = {
     "max_exponent": None,
     "p3109": False,
 }
-
-
-def _floor_log2(value: Fraction) -> int:
-    guess = value.numerator.bit_length() - value.denominator.bit_length()
-    return guess if Fraction(2) ** guess <= value else guess - 1

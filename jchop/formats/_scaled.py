@@ -334,7 +334,8 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
     Args:
         text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
             (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``fixed4.4``, ``ufixed4.4``, ``integer8``, ``uinteger4``,
-            ``binary8p3se``), or ``codebook(-1,0,1)``. Options follow in parentheses: ``e4m3(bias=11)``,
+            ``binary8p3se``, ``posit16``, ``takum_linear16``), or ``codebook(-1,0,1)``.
+            Options follow in parentheses: ``e4m3(bias=11)``,
             ``fixed4.4(symmetric=true)``, ``integer8(narrow=true)``. Any of these is scaled if the options name a field
             of `ScaledFormat`: ``e4m3fn(channel=-1)``, ``fixed4.4(group=tensor)``, ``e2m1fn(group=(2,16))``. Always
             scaled are ``int8``, ``uint4`` and their like, integers under one scale of the tensor unless an option says

@@ -72,6 +72,7 @@ from jchop.math._elementwise import (
 )
 from jchop.math._extrema import argmax, argmin, max, min
 from jchop.math._matmul import matmul
+from jchop.math._matmul_double import matmul_double
 from jchop.math._parts import diff, frexp, ldexp, modf
 from jchop.math._running import cumprod, cumsum, prod
 from jchop.math._softmax import logsumexp, softmax
@@ -137,6 +138,7 @@ __all__ = [
     "logaddexp",
     "logsumexp",
     "matmul",
+    "matmul_double",
     "max",
     "maximum",
     "mean",

@@ -85,7 +85,7 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
     x, y = as_operands("ab", (a, b))
     carrier = operation_carrier(x.dtype)
     check_matmul(spec, x.dtype)
-    _check_shapes(x.shape, y.shape)
+    check_shapes(x.shape, y.shape)
     key = checked_key(key, spec.stochastic, spec)
     if key is not None:
         _check_counts(x, y, Plan(spec, carrier, x.shape[-1]))
@@ -177,7 +177,7 @@ def _jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, tangents: tupl
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+def check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     for name, shape in (("a", a), ("b", b)):
         if not shape:
             raise ValueError(f"{name} is a scalar; a matrix product needs at least one axis")

@@ -12,10 +12,12 @@ from jax import lax
 from jchop._bits import CARRIERS, Carrier
 from jchop._core.rounding.codes import decode_elements, encode_elements, pack, unpack
 from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.grid import holds
 from jchop._core.scaled.elements import narrow, widen
 from jchop._settings import compiled
 from jchop.formats import (
     ElementFormat,
+    TaperedFormat,
     UniformFormat,
     bfloat16,
     binary16,
@@ -124,9 +126,14 @@ def encode_plain(values: Array, fmt: ElementFormat) -> Array:
     return hold(gather(codes, fmt), fmt)
 
 
+def needs_float64(fmt: ElementFormat) -> bool:
+    """Whether values of a plain format are computed in float64: binary64, and tapered formats with a wider range."""
+    return fmt == binary64 or (isinstance(fmt, TaperedFormat) and not holds(Spec(fmt), CARRIERS["float32"]))
+
+
 def decode_plain(stored: Array, fmt: ElementFormat, count: int, carrier: Carrier) -> Array:
     """The values of stored codes, rounded to nearest if `carrier` does not hold them."""
-    compute = CARRIERS["float64"] if fmt == binary64 else _compute(carrier)
+    compute = CARRIERS["float64"] if needs_float64(fmt) else _compute(carrier)
     values = decode_elements(spread(raw(stored, fmt), fmt, count), fmt, compute)
     if compute.width == carrier.width:
         return values

@@ -25,7 +25,7 @@ from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage._array import QArray
-from jchop.storage._codes import code_dtype, encode_plain, hold
+from jchop.storage._codes import code_dtype, encode_plain, hold, needs_float64
 from jchop.storage._decode import Form, Scale, decode
 from jchop.storage._layout import from_end
 
@@ -140,6 +140,7 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
     if form.dtype not in CARRIERS:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
+    wide = wide or needs_float64(q.spec.element)
     with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(OWN_SCOPE):
         numbers = own_results(_dequantize(q.qvalue, q.scale, q.zero_point, add_to, form=form))
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):

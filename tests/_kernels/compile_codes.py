@@ -42,6 +42,8 @@ def cases(target: str) -> Iterator[Case]:
     yield from convolutions(target)
     yield from experts(target)
     yield from weights_alone(target)
+    pair = tuple(jax.ShapeDtypeStruct((ROWS, ROWS), jnp.float32) for _ in range(2))
+    yield Case("double from int8", jc.math.matmul_double, (pair, pair), checks=("integer units",))
 
 
 def convolutions(target: str) -> Iterator[Case]:

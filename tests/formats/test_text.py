@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 import jchop as jc
-from jchop import CodebookFormat, FixedFormat, FloatFormat, IntegerFormat
+from jchop import CodebookFormat, FixedFormat, FloatFormat, IntegerFormat, PositFormat, TakumFormat
 from jchop.formats import ALIASES, CATALOGUE, ElementFormat, parse_format
 
 
@@ -55,7 +55,8 @@ def integers(draw: st.DrawFn) -> IntegerFormat:
 LEVELS = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8, unique=True)
 CODEBOOKS = LEVELS.map(lambda levels: CodebookFormat(tuple(sorted({level + 0.0 for level in levels}))))
 NAMED = st.sampled_from([*CATALOGUE.values(), jc.p3109(8, 3), jc.p3109(16, 16, False, False), jc.p3109(3, 1)])
-FORMATS = st.one_of(floats(), fixed(), integers(), CODEBOOKS, NAMED)
+TAPERED = st.integers(2, 32).map(PositFormat) | st.integers(6, 32).map(TakumFormat)
+FORMATS = st.one_of(floats(), fixed(), integers(), CODEBOOKS, NAMED, TAPERED)
 
 
 @settings(deadline=None)
@@ -91,6 +92,8 @@ def test_what_is_printed_reads_back(fmt: ElementFormat):
         ("uinteger4", IntegerFormat(4, signed=False)),
         ("integer8(narrow=true)", IntegerFormat(8, narrow=True)),
         ("binary8p3se", jc.p3109(8, 3)),
+        ("posit16", PositFormat(16)),
+        ("takum_linear16", TakumFormat(16)),
         ("Binary8p3uf", jc.p3109(8, 3, signed=False, extended=False)),
         ("codebook(-1,0,0.5)", CodebookFormat((-1.0, 0.0, 0.5))),
         ("codebook( -1e-3, 2.5e+10 )", CodebookFormat((-1e-3, 2.5e10))),
@@ -129,6 +132,9 @@ def test_grammar(text, fmt):
         ("e4m3(nans=most)", "nans='most' must be one of 'ieee'"),
         ("e17m3", "exp_bits=17 must be an integer from 1 to 16"),
         ("e5m60", "frac_bits=60 must be an integer from 0 to 52"),
+        ("posit33", "bits=33 must be an integer from 2 to 32"),
+        ("takum_linear5", "bits=5 must be an integer from 6 to 32"),
+        ("posit16(es=1)", r"'posit16\(es=1\)': unknown option 'es'; there are none for it"),
         ("integer99", "bits=99 must be an integer from 2 to 64"),
         ("fixed60.60", r"int_bits \+ frac_bits=120 must be an integer from 2 to 64"),
         ("binary8p9se", "precision=9 must be an integer from 1 to 7"),

@@ -15,7 +15,8 @@ from jchop._core.rounding import modes
 from jchop._core.rounding.elements import overflowed, round_elements
 from jchop._core.rounding.grid import Grid, make_grid
 from jchop._core.rounding.modes import Draw, draw
-from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
+from jchop._core.rounding.tapered import lay_out
+from jchop.formats import CodebookFormat, FloatFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -121,7 +122,6 @@ def _sign_of(condition: Array, carrier: Carrier) -> Array:
 
 def _drawn_away(v: Exact, spec: Spec, carrier: Carrier, word: Array | None) -> Array:
     """The decision of a stochastic mode, from the exact discarded fraction."""
-    assert isinstance(spec.format, FloatFormat | UniformFormat)
     drawn = _Drawn(v, draw(word, spec, carrier), make_grid(spec.format, carrier))
     return jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](drawn))
 
@@ -142,7 +142,11 @@ class _Drawn(modes.Discarded):
         """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""
         v, carrier = self.value, self.grid.carrier
         unsigned, width = v.rest.dtype, carrier.work_width
-        high, depth = significand(v.magnitude, carrier).astype(unsigned), _cut_depth(v, self.grid)
+        if self.grid.taper is None:
+            high, depth = significand(v.magnitude, carrier).astype(unsigned), _cut_depth(v, self.grid)
+        else:
+            laid = lay_out(v.magnitude, self.grid.taper, carrier)
+            high, depth = laid.word.astype(unsigned), laid.depth
         if isinstance(depth, int):
             return high << width - depth | v.rest >> depth, (v.rest << width - depth != 0) | v.sticky
         up = jnp.clip(width - depth, 0, width - 1).astype(unsigned)

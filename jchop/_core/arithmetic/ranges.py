@@ -9,7 +9,7 @@ from functools import lru_cache
 from jchop._bits import CARRIERS, Carrier
 from jchop._core.rounding.grid import holds
 from jchop._core.rounding.modes import NEAREST
-from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
+from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, TaperedFormat, UniformFormat
 from jchop.rounding import Overflow
 from jchop.spec import Spec
 
@@ -67,6 +67,8 @@ def _range_of_format(fmt: ElementFormat) -> Range:
         largest = max(fmt.max_code, -fmt.min_code)
         # The minimum -2^k of two's complement has one significant bit.
         return Range(-fmt.frac_bits, fmt.max_code.bit_length(), largest.bit_length() - fmt.frac_bits)
+    if isinstance(fmt, TaperedFormat):
+        return Range(fmt.last_place, fmt.most_fraction_bits + 1, fmt.emax + 1)
     assert isinstance(fmt, CodebookFormat)
     parts = [_parts(Fraction(level)) for level in fmt.levels if level] or [(0, 1)]
     return Range(min(low for low, _ in parts), max(high - low for low, high in parts), max(high for _, high in parts))
@@ -127,6 +129,8 @@ def has_spare_bits(fmt: ElementFormat, carrier: Carrier) -> bool:
     if isinstance(fmt, FloatFormat):
         last = fmt.emin - fmt.frac_bits
         return fmt.frac_bits + 2 <= carrier.fraction and last >= carrier.tiny_exponent + 2
+    if isinstance(fmt, TaperedFormat):
+        return fmt.most_fraction_bits + 2 <= carrier.fraction and fmt.last_place >= carrier.tiny_exponent + 2
     assert isinstance(fmt, UniformFormat)
     return fmt.max_code.bit_length() + 1 <= carrier.fraction and -fmt.frac_bits >= carrier.tiny_exponent + 2
 

@@ -19,7 +19,8 @@ from jchop import _bits
 from jchop._bits import Carrier
 from jchop._core.rounding import codebooks
 from jchop._core.rounding.bins import take
-from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
+from jchop._core.rounding.tapered import decode_tapered, encode_tapered
+from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, TaperedFormat, UniformFormat
 
 Array = jax.Array
 
@@ -30,7 +31,7 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
     Args:
         values: values of `fmt` in `carrier`, which holds them all. A NaN gets the positive quiet NaN code, or an
             unspecified code if `fmt` has none.
-        fmt: a float format of any width, or another of at most 16 bits.
+        fmt: a float or tapered format of any width, or another of at most 16 bits.
         carrier: the carrier of `values`.
     """
     sign, magnitude = _bits.split(values, carrier)
@@ -38,6 +39,8 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
         codes = _encode_float(sign, magnitude, fmt, carrier)
     elif isinstance(fmt, UniformFormat):
         codes = _encode_uniform(sign, magnitude, fmt, carrier)
+    elif isinstance(fmt, TaperedFormat):
+        codes = encode_tapered(sign, magnitude, fmt, carrier)
     else:
         assert isinstance(fmt, CodebookFormat)
         levels = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
@@ -59,6 +62,8 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array
         return _decode_float(codes, fmt, carrier)
     if isinstance(fmt, UniformFormat):
         return _decode_uniform(codes, fmt, carrier)
+    if isinstance(fmt, TaperedFormat):
+        return decode_tapered(codes, fmt, carrier)
     assert isinstance(fmt, CodebookFormat)
     ordered = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
     patterns = [abs(bits) | (carrier.sign_bit if bits < 0 else 0) for bits in ordered] + [carrier.nan]

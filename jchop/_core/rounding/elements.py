@@ -16,7 +16,7 @@ from jchop._bits import Carrier
 from jchop._core.rounding.codebooks import round_codebook
 from jchop._core.rounding.grid import Grid, make_grid
 from jchop._core.rounding.modes import INWARD, TO_SMALLEST, round_magnitude
-from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
+from jchop.formats import CodebookFormat, UniformFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -36,7 +36,6 @@ def round_elements(x: Array, spec: Spec, carrier: Carrier, word: Array | None = 
     fmt = spec.format
     if isinstance(fmt, CodebookFormat):
         return round_codebook(sign, magnitude, word, spec, carrier)
-    assert isinstance(fmt, FloatFormat | UniformFormat)
     grid = make_grid(fmt, carrier)
     negative = sign != 0
     result = round_magnitude(magnitude, negative, word, spec, grid)
@@ -67,7 +66,6 @@ def overflowed(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None
         low, high = (carrier.ceil_bits(Fraction(end)) for end in (fmt.min, fmt.max))
         beyond = (value < low) | (value > high)
     else:
-        assert isinstance(fmt, FloatFormat | UniformFormat)
         grid = make_grid(fmt, carrier)
         rounded, negative = round_magnitude(magnitude, sign != 0, word, spec, grid), sign != 0
         beyond = rounded > (_limit(negative, grid) if grid.signed else grid.top_bits)
@@ -91,7 +89,7 @@ def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid:
     beyond = limit if grid.saturates else carrier.inf if grid.has_inf else carrier.nan
     infinity = limit if spec.overflow is Overflow.SATURATE else beyond
     finite = limit
-    if spec.overflow is Overflow.IEEE:
+    if spec.overflow is Overflow.IEEE and grid.taper is None:
         to_odd = grid.p3109 and spec.rounding is Rounding.ODD
         inward = (False, False) if to_odd else INWARD.get(spec.rounding, (False, False))
         finite = limit if all(inward) else beyond

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from jchop._bits import CARRIERS, Carrier
-from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
+from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, TaperedFormat, UniformFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -44,11 +44,15 @@ class Grid:
     negative_zero: bool
     saturates: bool
     p3109: bool
+    taper: TaperedFormat | None = None  # a format whose numbers are cut as strings, not on an even grid
 
 
 @lru_cache(maxsize=1024)
-def make_grid(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> Grid:
-    """The Grid of `fmt` on `carrier`, which must hold its results (see `require_carrier`)."""
+def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
+    """The Grid of `fmt`, not a codebook, on `carrier`, which must hold its results (see `require_carrier`)."""
+    if isinstance(fmt, TaperedFormat):
+        return _tapered(fmt, carrier)
+    assert isinstance(fmt, FloatFormat | UniformFormat)
     tiny = _tiny_exponent(fmt)
     spacing = tiny + carrier.bias + carrier.fraction
     if isinstance(fmt, FloatFormat):
@@ -84,6 +88,33 @@ def make_grid(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> Grid:
     )
 
 
+def _tapered(fmt: TaperedFormat, carrier: Carrier) -> Grid:
+    """The ends of a tapered format; the fields of an even grid are those of exact numbers."""
+    top = _bits(Fraction(fmt.max), carrier)
+    return Grid(
+        carrier=carrier,
+        drop=0,
+        spacing=None,
+        deep=False,
+        deep_least=0,
+        tiny_exponent=fmt.last_place,
+        tiny_bits=_bits(Fraction(fmt.smallest), carrier),
+        parity=0,
+        deep_parity=0,
+        normal_bits=0,
+        top_bits=top,
+        bottom_bits=top,
+        zero=True,
+        signed=True,
+        has_inf=False,
+        has_nan=True,
+        negative_zero=False,
+        saturates=False,
+        p3109=False,
+        taper=fmt,
+    )
+
+
 def _zero(fmt: ElementFormat) -> bool:
     return not isinstance(fmt, FloatFormat) or fmt.zero
 
@@ -113,6 +144,9 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
     fmt = spec.format
     if isinstance(fmt, CodebookFormat):
         return all(carrier.magnitude_bits(Fraction(level)) is not None for level in fmt.levels)
+    if isinstance(fmt, TaperedFormat):
+        ends = (Fraction(fmt.smallest), Fraction(fmt.max))
+        return ends[0] >= Fraction(2) ** (1 - carrier.bias) and ends[1] <= carrier.max
     tiny = _tiny_exponent(fmt)  # type: ignore[arg-type]
     if Fraction(2) ** tiny > carrier.max or (not _zero(fmt) and tiny < carrier.tiny_exponent):
         return False

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jchop import _bits
 from jchop._bits import Carrier
 from jchop._core.rounding.grid import Grid, most_random_bits
+from jchop._core.rounding.tapered import lay_out
 from jchop.rounding import Rounding
 from jchop.spec import Spec
 
@@ -126,6 +127,8 @@ AWAY: dict[Rounding, Callable[[DroppedBits], Array | int]] = {
 
 def round_magnitude(magnitude: Array, negative: Array, word: Array | None, spec: Spec, grid: Grid) -> Array:
     """|x| rounded under `spec` on the grid without an upper end, as magnitude bits."""
+    if grid.taper is not None:
+        return _round_string(magnitude, negative, word, spec, grid)
     depth, last = dropped_bits(magnitude, grid)
     mask = _bits.low_mask(depth)
     bits = draw(word, spec, grid.carrier)
@@ -139,6 +142,18 @@ def round_magnitude(magnitude: Array, negative: Array, word: Array | None, spec:
     if spec.flush:
         rounded = jnp.where(magnitude < grid.normal_bits, 0, rounded)
     return rounded
+
+
+def _round_string(magnitude: Array, negative: Array, word: Array | None, spec: Spec, grid: Grid) -> Array:
+    """`round_magnitude` for a tapered format, whose strings are cut; no number but 0 becomes 0."""
+    assert grid.taper is not None
+    laid = lay_out(magnitude, grid.taper, grid.carrier)
+    mask = _bits.low_mask(laid.depth)
+    bits = draw(word, spec, grid.carrier)
+    cut = DroppedBits(laid.word, laid.depth, 0, mask, laid.last, negative, bits)
+    rounded = ((laid.word + AWAY[spec.rounding](cut)) & ~mask) - laid.offset
+    smallest = jnp.where(magnitude == 0, 0, jnp.full_like(magnitude, grid.tiny_bits))
+    return jnp.where(magnitude <= grid.tiny_bits, smallest, rounded)
 
 
 def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:

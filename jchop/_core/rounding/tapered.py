@@ -1,0 +1,138 @@
+"""The strings of posits and takums on the bits of a carrier.
+
+With e the exponent of a number, its string has a lead, whose length depends on e alone, then r exponent bits, then the
+fraction. The exponent bits are the low r bits of e plus an offset, so the magnitude bits of a carrier, with that offset
+in their exponent field, end in the string after its lead. A carry out of the exponent bits gives the next number, as in
+the string. So the string is rounded by cutting low bits of these words, at a depth that depends on e.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jchop import _bits
+from jchop._bits import Carrier
+from jchop.formats import PositFormat, TakumFormat, TaperedFormat
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Magnitudes laid out for a tapered format."""
+
+    word: Array  # magnitude bits plus `offset`
+    offset: Array | int
+    depth: Array  # the number of low bits that are cut off
+    last: Array  # 0 or 1: the last bit of the cut string
+    lead: Array  # the bits of the string before the exponent bits, as an integer
+    lead_bits: Array | int
+    width: Array | int  # r
+
+
+def lay_out(magnitude: Array, fmt: TaperedFormat, carrier: Carrier) -> Laid:
+    """The strings of magnitude bits from the smallest to the largest value of `fmt`; others give words without use."""
+    if isinstance(fmt, PositFormat):
+        return _posit(magnitude, fmt, carrier)
+    assert isinstance(fmt, TakumFormat)
+    return _takum(magnitude, fmt, carrier)
+
+
+def _posit(magnitude: Array, fmt: PositFormat, carrier: Carrier) -> Laid:
+    offset = -carrier.bias << carrier.fraction
+    word = magnitude + offset
+    regime = jnp.clip(word >> carrier.fraction + 2, 1 - fmt.bits, fmt.bits - 2)
+    above = regime >= 0
+    lead_bits = jnp.where(above, regime + 2, 1 - regime)
+    lead = jnp.where(above, (jnp.ones_like(regime) << jnp.maximum(regime, 0) + 2) - 2, 1)
+    kept = fmt.bits - 1 - lead_bits
+    depth = jnp.clip(carrier.fraction + 2 - kept, 0, carrier.fraction + 2)
+    # If no exponent bit is left, the last bit is the last of the regime.
+    last = jnp.where(kept > 0, word >> depth & 1, (~above).astype(word.dtype))
+    return Laid(word, offset, depth, last, lead, lead_bits, 2)
+
+
+def _takum(magnitude: Array, fmt: TakumFormat, carrier: Carrier) -> Laid:
+    exponent = (magnitude >> carrier.fraction) - carrier.bias
+    above = exponent >= 0
+    size = jnp.clip(jnp.where(above, exponent + 1, -exponent), 1, 255)
+    width = _bits.floor_log2(size, carrier).astype(magnitude.dtype)
+    offset = jnp.where(above, 1 - carrier.bias << carrier.fraction, -1 - carrier.bias << carrier.fraction)
+    word = magnitude + offset.astype(magnitude.dtype)
+    depth = jnp.maximum(carrier.fraction + width - (fmt.bits - 5), 0)
+    lead = jnp.where(above, 8 + width, 7 - width)
+    return Laid(word, offset.astype(magnitude.dtype), depth, word >> depth & 1, lead, 4, width)
+
+
+def encode_tapered(sign: Array, magnitude: Array, fmt: TaperedFormat, carrier: Carrier) -> Array:
+    """The codes of values of `fmt`, as integers of the carrier's work dtype."""
+    laid = lay_out(magnitude, fmt, carrier)
+    kept = fmt.bits - 1 - laid.lead_bits
+    tail = (laid.word & _bits.low_mask(carrier.fraction + laid.width + jnp.zeros_like(laid.word))) >> laid.depth
+    spare = jnp.maximum(kept - carrier.fraction - laid.width, 0)
+    code = (laid.lead << jnp.maximum(kept, 0)) | (tail << spare)
+    code = jnp.where(magnitude == 0, 0, jnp.minimum(code, fmt.max_code))
+    code = jnp.where(kept < 0, jnp.where(magnitude == 0, 0, fmt.max_code), code)
+    code = jnp.where(magnitude > carrier.inf, -fmt.max_code - 1, jnp.where(sign != 0, -code, code))
+    return code & _bits.low_mask(fmt.bits) if fmt.bits < carrier.work_width else code
+
+
+def decode_tapered(codes: Array, fmt: TaperedFormat, carrier: Carrier) -> Array:
+    """The values of codes in [0, 2^n), given in the work dtype of a carrier that holds every value."""
+    spare = carrier.work_width - fmt.bits
+    count = codes << spare >> spare  # two's complement
+    string = jnp.abs(count) & fmt.max_code
+    exponent, fraction_bits = (_posit_exponent if isinstance(fmt, PositFormat) else _takum_exponent)(
+        string, fmt, carrier
+    )
+    fraction = string & _bits.low_mask(fraction_bits)
+    magnitude = (exponent + carrier.bias << carrier.fraction) + _moved(fraction, carrier.fraction - fraction_bits)
+    magnitude = jnp.where(count == 0, 0, magnitude)
+    is_nan = count == -fmt.max_code - 1
+    magnitude = jnp.where(is_nan, carrier.nan, magnitude)
+    sign = jnp.where((count < 0) & ~is_nan, jnp.full_like(magnitude, carrier.sign_bit), 0)
+    return _bits.join(sign, magnitude, carrier)
+
+
+def _moved(word: Array, left: Array) -> Array:
+    """Words shifted left by `left`, which is not negative for values that the carrier holds."""
+    return word << jnp.maximum(left, 0)
+
+
+def _posit_exponent(string: Array, fmt: TaperedFormat, carrier: Carrier) -> tuple[Array, Array]:
+    """Exponents, and the number of fraction bits, of positive strings of n - 1 bits."""
+    size = fmt.bits - 1
+    above = string >> size - 1 != 0
+    run_end = jnp.where(above, string ^ _bits.low_mask(size), string)
+    # The place of the first bit that differs from the run; -1 if the run is the whole string.
+    place = jnp.where(run_end == 0, -1, _floor_log2(jnp.maximum(run_end, 1), carrier))
+    run = size - 1 - place
+    tail = jnp.maximum(place, 0)  # bits after the regime
+    rest = string & _bits.low_mask(tail)
+    fraction_bits = jnp.maximum(tail - 2, 0)
+    low = jnp.where(tail >= 2, rest >> fraction_bits, rest << 2 - jnp.minimum(tail, 2))
+    return 4 * jnp.where(above, run - 1, -run) + low, fraction_bits
+
+
+def _floor_log2(count: Array, carrier: Carrier) -> Array:
+    """floor(log2 count) of positive integers of up to 31 bits, by halves: `count` may not be exact as a float."""
+    wide = carrier.fraction + 1
+    if wide >= 31:
+        return _bits.floor_log2(count, carrier).astype(count.dtype)
+    high = count >> 16
+    place = _bits.floor_log2(jnp.where(high > 0, high, count & 0xFFFF), carrier).astype(count.dtype)
+    return place + jnp.where(high > 0, 16, 0)
+
+
+def _takum_exponent(string: Array, fmt: TaperedFormat, carrier: Carrier) -> tuple[Array, Array]:
+    after = fmt.bits - 5
+    above, field = string >> fmt.bits - 2 != 0, string >> after & 7
+    width = jnp.where(above, field, 7 - field)
+    rest = string & _bits.low_mask(after)
+    fraction_bits = jnp.maximum(after - width, 0)
+    count = rest >> fraction_bits << jnp.maximum(width - after, 0)
+    one = jnp.ones_like(string)
+    return jnp.where(above, (one << width) - 1, 1 - (one << width + 1)) + count, fraction_bits

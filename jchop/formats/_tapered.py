@@ -1,0 +1,207 @@
+"""Tapered formats: posits and linear takums, whose exponents take more bits the farther a number is from 1."""
+
+from __future__ import annotations
+
+import abc
+import bisect
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import ClassVar
+
+from jchop._checks import check_int
+from jchop.formats._base import ElementFormat, Number, floor_log2, number
+
+
+class TaperedFormat(ElementFormat):
+    """Strings of n bits in the order of their values: the base class of posits and takums.
+
+    The code 0 is zero and 10...0 is NaR, "not a real", which is NaN here. The codes 1 to 2^(n-1) - 1 are the positive
+    numbers, in their order; a negative number has the two's complement of the code of its magnitude. There is no -0
+    and no infinity.
+
+    A number is rounded on its infinite string, which is cut to n bits. The modes compare the bits that are cut off,
+    so far from 1 the point between two neighbours is not their arithmetic mean. No number but 0 becomes 0: magnitudes
+    below the smallest value become that value, finite ones beyond the largest become the largest, in every mode.
+    """
+
+    bits: int
+    signed: bool = True
+    #: The parts of a code, the highest bit first.
+    parts: ClassVar[str]
+
+    @abc.abstractmethod
+    def magnitude_of(self, code: int) -> Fraction:
+        """The value of a positive code, 1 to 2^(n-1) - 1."""
+
+    @abc.abstractmethod
+    def fraction_bits(self, exponent: int) -> int:
+        """Fraction bits of the values from 2^exponent to 2^(exponent + 1); 0 if the string ends before them."""
+
+    @property
+    def max_code(self) -> int:
+        """Code of the largest value."""
+        return (1 << self.bits - 1) - 1
+
+    @cached_property
+    def max(self) -> Number:
+        """Largest finite value."""
+        return number(self.magnitude_of(self.max_code))
+
+    @property
+    def min(self) -> Number:
+        """Smallest (most negative) finite value."""
+        return -self.max
+
+    @cached_property
+    def smallest(self) -> Number:
+        """Smallest positive value."""
+        return number(self.magnitude_of(1))
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether F has a NaN code: NaR."""
+        return True
+
+    @property
+    def saturates(self) -> bool:
+        """False: an infinity becomes NaR, unless the rule is "saturate". Finite numbers saturate under every rule."""
+        return False
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest finite value."""
+        return floor_log2(Fraction(self.max))
+
+    @cached_property
+    def most_fraction_bits(self) -> int:
+        """Fraction bits of the values next to 1, the most of all."""
+        return max(self.fraction_bits(0), self.fraction_bits(-1))
+
+    @cached_property
+    def last_place(self) -> int:
+        """The exponent of the largest power of two of which every value is a multiple."""
+        least = floor_log2(Fraction(self.smallest))
+        return min(exponent - self.fraction_bits(exponent) for exponent in range(least, self.emax + 1))
+
+    def value_of(self, code: int) -> Number | None:
+        """The exact value of one code; NaN for NaR."""
+        if code == 0:
+            return 0.0
+        if code > self.max_code:
+            return float("nan") if code == self.max_code + 1 else number(-self.magnitude_of((1 << self.bits) - code))
+        return number(self.magnitude_of(code))
+
+    def code_of(self, value: Number) -> int | None:
+        """The code of one exact value; None if it is not in F."""
+        if value != value:
+            return self.max_code + 1
+        if value == 0:
+            return 0
+        if value in (float("inf"), -float("inf")):
+            return None
+        codes = range(1, self.max_code + 1)
+        code = 1 + bisect.bisect_left(codes, abs(Fraction(value)), key=self.magnitude_of)
+        if code > self.max_code or self.magnitude_of(code) != abs(value):
+            return None
+        return code if value > 0 else (1 << self.bits) - code
+
+
+@dataclass(frozen=True)
+class PositFormat(TaperedFormat):
+    """A posit of the Standard for Posit Arithmetic (2022): two exponent bits at every width.
+
+    After the sign a code has the regime, a run of k + 1 ones and a zero, or of -k zeros and a one; two exponent bits e;
+    and the fraction f. Bits beyond the end of the string are 0. The value is (1 + f) 2^(4 k + e).
+
+    Args:
+        bits: width n of a code, 2 to 32.
+
+    Raises:
+        TypeError, ValueError: for a width out of range.
+
+    Example:
+        >>> import jchop as jc
+        >>> fmt = jc.PositFormat(8)
+        >>> str(fmt), fmt.max, fmt.smallest, jc.parse("posit8").format == fmt
+        ('posit8', 16777216.0, 5.960464477539063e-08, True)
+        >>> jc.round_to_format([1.03, 1e-30, 1e30], "posit8").tolist()
+        [1.0, 5.960464477539063e-08, 16777216.0]
+    """
+
+    bits: int
+    parts: ClassVar[str] = "sign, regime, exponent, fraction"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", check_int("bits", self.bits, 2, 32))
+
+    def magnitude_of(self, code: int) -> Fraction:
+        """The value of a positive code, 1 to 2^(n-1) - 1."""
+        string = f"{code:0{self.bits - 1}b}"
+        run = len(string) - len(string.lstrip(string[0]))
+        rest = string[run + 1 :]
+        exponent, fraction = rest[:2].ljust(2, "0"), rest[2:]
+        regime = run - 1 if string[0] == "1" else -run
+        return (1 + _binary_fraction(fraction)) * Fraction(2) ** (4 * regime + int(exponent, 2))
+
+    def fraction_bits(self, exponent: int) -> int:
+        """Fraction bits of the values from 2^exponent to 2^(exponent + 1); 0 if the string ends before them."""
+        regime = exponent >> 2
+        return max(self.bits - 3 - (regime + 2 if regime >= 0 else 1 - regime), 0)
+
+    @property
+    def text(self) -> str:
+        """The format in the text grammar, as ``posit16``."""
+        return f"posit{self.bits}"
+
+
+@dataclass(frozen=True)
+class TakumFormat(TaperedFormat):
+    """A linear takum (L. Hunhold, arXiv 2404.18603 and 2412.20273; libtakum).
+
+    After the sign a code has a bit D, three bits R, r bits C with r = R if D is 1 and 7 - R if it is 0, and the
+    fraction f. Bits beyond the end of the string are 0. The exponent is c = 2^r - 1 + C if D is 1, and
+    C + 1 - 2^(r+1) if it is 0; the value is (1 + f) 2^c. From 12 bits on every width has the range 2^-255 to 2^255, so
+    the carrier is float64.
+
+    Args:
+        bits: width n of a code, 6 to 32; shorter strings cut R.
+
+    Raises:
+        TypeError, ValueError: for a width out of range.
+
+    Example:
+        >>> import jchop as jc
+        >>> fmt = jc.TakumFormat(16)
+        >>> str(fmt), fmt.fraction_bits(0), fmt.max == (2 - 2.0**-4) * 2.0**254
+        ('takum_linear16', 11, True)
+    """
+
+    bits: int
+    parts: ClassVar[str] = "sign, direction, regime, characteristic, mantissa"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", check_int("bits", self.bits, 6, 32))
+
+    def magnitude_of(self, code: int) -> Fraction:
+        """The value of a positive code, 1 to 2^(n-1) - 1."""
+        string = f"{code:0{self.bits - 1}b}"
+        above, field, rest = string[0] == "1", int(string[1:4], 2), string[4:]
+        width = field if above else 7 - field
+        count = int("0" + rest[:width].ljust(width, "0"), 2)
+        exponent = (1 << width) - 1 + count if above else count + 1 - (2 << width)
+        return (1 + _binary_fraction(rest[width:])) * Fraction(2) ** exponent
+
+    def fraction_bits(self, exponent: int) -> int:
+        """Fraction bits of the values from 2^exponent to 2^(exponent + 1); 0 if the string ends before them."""
+        width = (exponent + 1 if exponent >= 0 else -exponent).bit_length() - 1
+        return max(self.bits - 5 - width, 0)
+
+    @property
+    def text(self) -> str:
+        """The format in the text grammar, as ``takum_linear16``."""
+        return f"takum_linear{self.bits}"
+
+
+def _binary_fraction(digits: str) -> Fraction:
+    return Fraction(int("0" + digits, 2), 1 << len(digits))

@@ -1,0 +1,255 @@
+"""`matmul_double`: a matrix product in double precision, from products of 8-bit integers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jchop import _bits
+from jchop._arguments import as_operands, run
+from jchop._bits import CARRIERS
+from jchop._checks import as_numpy
+from jchop._core.elementary import pairs
+from jchop._core.elementary.pairs import Pair
+from jchop._settings import compiled
+from jchop.gradients import CustomJvp
+from jchop.math._matmul import check_shapes
+
+Array = jax.Array
+
+#: Bits of a slice. A digit is an integer from -127 to 127, and from -64 to 64 in all slices but the first.
+_BITS = 7
+#: The most slices, and the largest number of products of two digits whose sum int32 holds for sure.
+_MOST, _EXACT = 9, 1 << 17
+#: The error of s slices is below this times 2^(-7 s).
+_FACTOR = 4.2
+
+
+def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
+    """The matrix product of `a` and `b` in double precision, computed with products of 8-bit integers.
+
+    The scheme of Ozaki et al. (Numer. Algorithms 59 (2012) 95; on integer units Ootomo, Ozaki and Yokota, arXiv
+    2306.11975): each row of `a` and each column of `b` is divided by a power of two and cut into s slices of 7 bits, of
+    integers from -127 to 127. The products of slices i and j with i + j <= s, counted from 0, are matrix products of int8
+    with exact int32 sums, which int8 units compute; they are added from the smallest to the largest.
+
+    With k the number of products in a sum and m the largest magnitudes of a row and of a column, each result c has
+
+        |error| <= 4.2 * 2^(-7 s) k m_a m_b + 2^-52 (|c| + 2^-6 k m_a m_b),
+
+    and 2^-46 in place of 2^-52 for pairs. So numbers that are far smaller than others of their row keep fewer bits, and
+    the default, s = 8, is about as exact as a float64 product if a row spans few orders of magnitude. An infinity or NaN
+    has the effect that it has in `jax.numpy.matmul`. Subnormal numbers may count as zero, as on the device.
+
+    Works under jit, vmap and grad, in forward and reverse mode. The derivative is the product of the dtype at highest
+    precision: of float64, or of float32 for a pair, whose low parts have the derivatives of the high ones.
+
+    Args:
+        a: the left factor, of shape (..., m, k), or (k,) as in `jax.numpy.matmul`. Either a float64 array, or integers
+            or lists that become one; or a pair (high, low) of float32 arrays of one shape, which stands for high + low
+            with |low| at most half a unit in the last place of high, for devices without float64.
+        b: the right factor, of the same kind, of shape (..., k, n) or (k,). The leading axes broadcast.
+        tolerance: the first term of the error over k m_a m_b, from 4.6e-19 to 1. The number of slices is the least that
+            reaches it: 8 for the default 2^-53, 4 for 2e-8. The work grows as its square.
+
+    Returns:
+        The product, of the shape of `jax.numpy.matmul`: float64, NumPy if both factors are NumPy arrays or lists; or a
+        pair of float32 arrays, if the factors are pairs.
+
+    Raises:
+        TypeError: for factors that are neither float64 nor pairs of float32, or one of each kind.
+        ValueError: for shapes that do not match, or a tolerance out of range.
+
+    Example:
+        >>> import numpy as np, jchop as jc
+        >>> jc.math.matmul_double([[1.0, 2.0**-30]], [[1.0], [2.0**-30]]).tolist() == [[1 + 2.0**-60]]
+        True
+        >>> third = np.float32(1 / 3)
+        >>> high, low = jc.math.matmul_double(([third], [third * 2.0**-26]), ([third], [0.0]))
+        >>> float(high) + float(low) == float(third) ** 2 * (1 + 2.0**-26)
+        True
+    """
+    count = slices_for(tolerance)
+    if isinstance(a, tuple) != isinstance(b, tuple):
+        raise TypeError("a and b must be of one kind: two float64 arrays, or two pairs (high, low) of float32 arrays")
+    if isinstance(a, tuple):
+        x, y = _pair("a", a), _pair("b", b)
+        check_shapes(x[0].shape, y[0].shape)
+        return run(partial(_of_pairs, count=count), (*x, *y), None)
+    x, y = as_operands("ab", (a, b))
+    if x.dtype.name != "float64":
+        raise TypeError(
+            f"a and b have dtype {x.dtype} and must be float64 (with jax_enable_x64), or pairs (high, low) of float32 "
+            "arrays, as in (x, zeros)"
+        )
+    check_shapes(x.shape, y.shape)
+    return run(partial(_of_arrays, count=count), (x, y), None)
+
+
+def slices_for(tolerance: float) -> int:
+    """The least number of slices s with 4.2 2^(-7 s) <= tolerance.
+
+    Raises:
+        TypeError, ValueError: for a tolerance that is no number in the range of `matmul_double`.
+    """
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float | np.integer | np.floating):
+        raise TypeError(f"tolerance={tolerance!r} must be a number")
+    found = next((s for s in range(1, _MOST + 1) if _FACTOR * 2.0 ** (-_BITS * s) <= tolerance), None)
+    if found is None or not tolerance <= 1:
+        raise ValueError(f"tolerance={tolerance!r} must be from {_FACTOR * 2.0 ** (-_BITS * _MOST):.2g} to 1")
+    return found
+
+
+def _pair(name: str, value: tuple) -> tuple[Any, Any]:
+    """The parts of a pair, float32 arrays of one shape."""
+    if len(value) != 2:
+        raise TypeError(f"{name} has {len(value)} parts; a pair (high, low) has two")
+    parts = []
+    for part in value:
+        part = part if isinstance(part, Array) else as_numpy(name, part)
+        is_given = isinstance(part, Array | np.ndarray) and part.dtype.name == "float32"
+        if not is_given and (isinstance(part, Array) or np.any(part != part.astype(np.float32))):
+            raise TypeError(f"{name} has a part of dtype {part.dtype}; the parts of a pair are float32 arrays")
+        parts.append(part if is_given else part.astype(np.float32))
+    if parts[0].shape != parts[1].shape:
+        raise ValueError(f"{name} has parts of the shapes {parts[0].shape} and {parts[1].shape}, which must be equal")
+    return parts[0], parts[1]
+
+
+# -- the traced part ---------------------------------------------------------------------------------------------------
+
+
+@partial(compiled, static_argnames=("count",), inline=True)
+def _of_arrays(a: Array, b: Array, key: None, *, count: int) -> Array:
+    return _product((jnp.asarray(a),), (jnp.asarray(b),), count)[0]
+
+
+@partial(compiled, static_argnames=("count",), inline=True)
+def _of_pairs(a: Array, a_low: Array, b: Array, b_low: Array, key: None, *, count: int) -> tuple[Array, ...]:
+    return _product((jnp.asarray(a), jnp.asarray(a_low)), (jnp.asarray(b), jnp.asarray(b_low)), count)
+
+
+@partial(CustomJvp, nondiff_argnums=(2,))
+def _product(a: tuple[Array, ...], b: tuple[Array, ...], count: int) -> tuple[Array, ...]:
+    """The product of numbers given as sums of one or two arrays, as such a sum."""
+    shape = jax.eval_shape(jnp.matmul, a[0], b[0]).shape
+    a = tuple(part[None] if part.ndim == 1 else part for part in a)
+    b = tuple(part[:, None] if part.ndim == 1 else part for part in b)
+    (left, left_exponent), (right, right_exponent) = _sliced(a, -1, count), _sliced(b, -2, count)
+    total = _sum_of_products(left, right, count, pair=len(a) == 2)
+    total = tuple(_scaled(part, left_exponent + right_exponent) for part in total)
+    finite = jnp.isfinite(a[0]).all() & jnp.isfinite(b[0]).all()
+    total = lax.cond(finite, lambda *_: total, lambda x, y: _with_special(total, x, y), a[0], b[0])
+    return tuple(part.reshape(shape) for part in total)
+
+
+@partial(_product.defjvp, symbolic_zeros=True)
+def _jvp(count: int, primals: tuple, tangents: tuple) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    (a, b), (da, db) = primals, tangents
+    out = _product(a, b, count)
+    exact = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    terms = [exact(d, b[0]) for d in da if not isinstance(d, SymbolicZero)]
+    terms += [exact(a[0], d) for d in db if not isinstance(d, SymbolicZero)]
+    moved = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out[0])
+    return out, (moved, *(jnp.zeros_like(part) for part in out[1:]))
+
+
+def _with_special(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, ...]:
+    """The results, with the infinities and NaN that those of the factors give: terms are counted, by integers too."""
+    (a_sign, a_inf, a_nan, a_zero), (b_sign, b_inf, b_nan, b_zero) = map(_kinds, (a, b))
+    finite = a_sign * (1 - abs(a_inf))  # so that inf times inf is one term
+    none, one = jnp.zeros_like(a_sign), jnp.ones_like(a_sign)
+    left = [(a_inf, finite, none, none), (abs(a_inf), abs(finite), none, none), (a_nan, one, abs(a_inf), a_zero)]
+    none, one = jnp.zeros_like(b_sign), jnp.ones_like(b_sign)
+    right = [(b_sign, b_inf, none, none), (abs(b_sign), abs(b_inf), none, none), (one, b_nan, b_zero, abs(b_inf))]
+    columns = jnp.stack([jnp.concatenate(parts, -1) for parts in left], -3)
+    rows = jnp.stack([jnp.concatenate(parts, -2) for parts in right], -3)
+    counts = jnp.matmul(columns, rows, preferred_element_type=jnp.int32)
+    # The infinite terms, of which those of unlike signs cancel; their number; the number of terms that are NaN.
+    infinite, terms, nothing = (counts[..., i, :, :] for i in range(3))
+    special = jnp.where(infinite < 0, -jnp.inf, jnp.inf).astype(total[0].dtype)
+    special = jnp.where((nothing > 0) | (abs(infinite) != terms), jnp.nan, special)
+    keep = (terms == 0) & (nothing == 0)
+    return (jnp.where(keep, total[0], special), *(jnp.where(keep, part, 0) for part in total[1:]))
+
+
+def _kinds(x: Array) -> tuple[Array, ...]:
+    """As int8: signs, 0 for NaN; signs of infinities alone; 1 for NaN; 1 for zero."""
+    sign = jnp.where(jnp.isnan(x), 0, jnp.sign(x)).astype(jnp.int8)
+    return sign, sign * jnp.isinf(x), jnp.isnan(x).astype(jnp.int8), (x == 0).astype(jnp.int8)
+
+
+def _sliced(x: tuple[Array, ...], axis: int, count: int) -> tuple[Array, Array]:
+    """The digits of x 2^(7 - e) in base 128, the first before the point, on a new first axis; and e.
+
+    There is one e for each row (axis -1) or column (axis -2).
+    """
+    carrier = CARRIERS[x[0].dtype.name]
+    x = tuple(jnp.where(jnp.isfinite(part), part, 0) for part in x)
+    magnitude = _bits.split(x[0], carrier)[1].max(axis, keepdims=True, initial=0)
+    # The least e with |x| < (1 - 2^-8) 2^e, so that no first digit is 128.
+    lifted = magnitude + (1 << carrier.fraction - _BITS)
+    exponent = jnp.where(magnitude == 0, 0, (lifted >> carrier.fraction) - carrier.bias + 1).astype(jnp.int32)
+
+    def cut(rest: tuple[Array, ...], _: None) -> tuple[tuple[Array, ...], Array]:
+        digit = jnp.round(rest[0])
+        high = rest[0] - digit
+        rest = tuple(pairs.exact_sum(high, rest[1])) if rest[1:] else (high,)
+        return tuple(part * (1 << _BITS) for part in rest), digit.astype(jnp.int8)
+
+    # A loop, because XLA would compute the digits before a digit anew for each use.
+    _, digits = lax.scan(cut, tuple(_scaled(part, _BITS - exponent) for part in x), None, length=count)
+    return digits, exponent
+
+
+def _scaled(x: Array, exponent: Array) -> Array:
+    """x 2^exponent, by two factors, since one may be beyond the range of a carrier."""
+    carrier = CARRIERS[x.dtype.name]
+    half = exponent >> 1
+    for part in (half, exponent - half):
+        word = (part.astype(carrier.work) + carrier.bias) << carrier.fraction
+        x = x * lax.bitcast_convert_type(word, x.dtype)
+    return x
+
+
+def _sum_of_products(left: Array, right: Array, count: int, pair: bool) -> tuple[Array, ...]:
+    """The sum of the products of slices whose numbers add up to at most `count`, the smallest first.
+
+    It is a loop with one product, since XLA compiles each product of integers for a CPU in a tenth of a second.
+    """
+    of_pairs = [(i, j) for i in range(count) for j in range(count) if i + j <= count]
+    order = np.array(sorted(of_pairs, key=sum, reverse=True), np.int32)
+    dtype = np.float32 if pair else np.float64
+    units = (2.0 ** (-_BITS * (order.sum(1) + 2))).astype(dtype)
+    shape = jax.eval_shape(jnp.matmul, left[0], right[0]).shape
+    zero = jnp.zeros(shape, dtype)
+
+    def add(total: tuple[Array, ...], step: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
+        (i, j), unit = step
+        a, b = (lax.dynamic_index_in_dim(v, n, keepdims=False) for v, n in ((left, i), (right, j)))
+        for start in range(0, max(a.shape[-1], 1), _EXACT):
+            stop = start + _EXACT
+            whole = jnp.matmul(a[..., start:stop], b[..., start:stop, :], preferred_element_type=jnp.int32)
+            total = _added(total, _as_numbers(whole, unit, pair))
+        return total, None
+
+    return lax.scan(add, (zero, zero) if pair else (zero,), (order, units))[0]
+
+
+def _as_numbers(whole: Array, unit: Array, pair: bool) -> tuple[Array, ...]:
+    """Integers of 32 bits times a power of two, exactly: float64, or a sum of two float32 numbers."""
+    if not pair:
+        return (whole.astype(jnp.float64) * unit,)
+    high = whole >> 12
+    parts = high.astype(jnp.float32) * (unit * 4096), (whole & 4095).astype(jnp.float32) * unit
+    return tuple(pairs.exact_sum(*parts))
+
+
+def _added(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(pairs.add(Pair(*a), Pair(*b))) if a[1:] else (a[0] + b[0],)
