@@ -77,6 +77,7 @@ from jchop.storage import (
     save_safetensors,
     to_qwix,
 )
+from jchop.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
 
 __version__ = "0.1.0"
 
@@ -96,6 +97,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "LSQ",
+    "TENSOR_CORES",
     "Blame",
     "CodebookFormat",
     "Comparison",
@@ -117,6 +119,7 @@ __all__ = [
     "Scales",
     "SignificantDigits",
     "Spec",
+    "TensorCore",
     "bfloat16",
     "bfp",
     "binary16",
@@ -172,6 +175,7 @@ __all__ = [
     "save_safetensors",
     "significant_digits",
     "storage",
+    "tensor_core",
     "tf32",
     "to_qwix",
     "udynamic8",
