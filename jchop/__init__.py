@@ -81,6 +81,7 @@ from jchop.storage import (
     save_safetensors,
     to_qwix,
 )
+from jchop.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
 
 __version__ = "0.1.0"
 
@@ -100,6 +101,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "LSQ",
+    "TENSOR_CORES",
     "Blame",
     "CodebookFormat",
     "Comparison",
@@ -124,6 +126,7 @@ __all__ = [
     "SignificantDigits",
     "Spec",
     "TakumFormat",
+    "TensorCore",
     "Tuning",
     "bfloat16",
     "bfp",
@@ -180,6 +183,7 @@ __all__ = [
     "save_safetensors",
     "significant_digits",
     "storage",
+    "tensor_core",
     "tf32",
     "to_qwix",
     "tune",

@@ -7,7 +7,9 @@ are a_k b_k, k = 0 ... K-1.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from jchop._checks import check_bool, check_choice, check_int, check_text, quoted
@@ -16,12 +18,32 @@ from jchop.spec import Gradient, Spec, as_spec
 
 __all__ = ["MatmulSpec", "Order", "SumSpecLike", "as_matmul_spec"]
 
-#: The orders that take a block length.
-_BLOCKED = ("blocked", "matrix_unit")
 #: The sequential orders of multiply-adds, which can be fused.
 _STEPWISE = ("sequential", "blocked")
-_KINDS = ("sequential", "blocked", "pairwise", "matrix_unit")
+#: The numbers that each order takes.
+_PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "sequential": (),
+        "blocked": ("block",),
+        "pairwise": (),
+        "matrix_unit": ("block",),
+        "aligned": ("block", "bits"),
+        "aligned_apart": ("block", "bits"),
+        "blocked_pairwise": ("block",),
+    }
+)
+#: The orders whose blocks are summed exactly on one grid.
+_ALIGNED = ("aligned", "aligned_apart")
+_KINDS = tuple(_PARTS)
+_BLOCKED = tuple(kind for kind, parts in _PARTS.items() if "block" in parts)
+#: Why an order has no rounded products.
+_EXACT = {
+    "matrix_unit": "order='matrix_unit' sums the products in the carrier",
+    **{kind: f"order={kind!r} aligns the exact products" for kind in _ALIGNED},
+}
 _LONGEST = (1 << 31) - 1
+#: The most products in a block of an aligned order, and the most fraction bits of its grid.
+_MOST_ALIGNED, _MOST_BITS = 64, 45
 
 
 @dataclass(frozen=True)
@@ -33,37 +55,85 @@ class Order:
       Higham and Mary, SIAM J. Sci. Comput. 42, 2020).
     * ``pairwise``: a sum of n is A(left + right), the left part the largest power of two below n.
     * ``matrix_unit(b)``: c <- A(c + d), with d the sum of a block of b products by the carrier's dot: one rounding into
-      the accumulator for each block, as in tensor cores and systolic arrays.
+      the accumulator for each block.
+    * ``aligned(b, f)``: a tensor core. c <- A(t(c) + t(a_1 b_1) + ... + t(a_b b_b)), where t drops the bits below
+      2^(M - f), toward zero, and M is the largest exponent of the b + 1 terms. The sum is exact, so A is the only
+      rounding. The exponent of a product is that of a plus that of b, so a significand may be as large as 4.
+      Subnormal numbers have the exponent of the smallest normal number of their format.
+    * ``aligned_apart(b, f)``: the same in two stages. The b products are aligned with each other, toward zero, and
+      summed exactly. Then this sum loses the bits below 2^(N - f - 7), and c those below 2^(N - f), downward. N is the
+      larger of M and the exponent of c.
+    * ``blocked_pairwise(b)``: c <- A(c + d), with d the pairwise sum of a block of b products.
 
-    The last block may be smaller.
+    The last block may be smaller. Aligned orders are computed in float32. A sum of 2^128 and more is infinite unless A
+    saturates, a sum of zero is +0, and an infinite or NaN product is added as in IEEE 754. The definitions of
+    ``aligned`` and ``aligned_apart`` are those of MMA-Sim (arXiv 2511.10909); `jchop.tensor_core` has the numbers of
+    each unit.
 
     Args:
-        kind: ``"sequential"``, ``"blocked"``, ``"pairwise"`` or ``"matrix_unit"``.
-        block: products in a block, b >= 1, for the two orders that have blocks; else None.
+        kind: one of the names above.
+        block: products in a block, b >= 1, for the orders that have blocks (at most 64 for the aligned ones).
+        bits: f, the fraction bits that alignment keeps, 1 to 45, for the aligned orders; else None.
+        promote_every: for the aligned orders, a multiple of `block`: each part of so many products is summed from zero,
+            and added to a float32 total to nearest, ties to even. Default None: one sum.
 
     Raises:
-        TypeError, ValueError: for an unknown kind, or a block that is missing, superfluous or not a positive integer.
+        TypeError, ValueError: for an unknown kind, or a number that is missing, superfluous or out of range.
 
     Example:
         >>> import jchop as jc
         >>> str(jc.Order("blocked", 8)), jc.Order.parse("pairwise")
-        ('blocked(8)', Order(kind='pairwise', block=None))
+        ('blocked(8)', Order(kind='pairwise', block=None, bits=None, promote_every=None))
+        >>> str(jc.Order("aligned", 32, 13, promote_every=128))
+        'aligned(32, 13, promote_every=128)'
     """
 
     kind: str = "sequential"
     block: int | None = None
+    bits: int | None = None
+    promote_every: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("order", self.kind, _KINDS)
-        if self.kind in _BLOCKED:
-            if self.block is None:
-                raise ValueError(f"order={self.kind!r} needs a block length, as in '{self.kind}(16)'")
-            object.__setattr__(self, "block", check_int(f"order: block of {self.kind}", self.block, 1, _LONGEST))
-        elif self.block is not None:
-            raise ValueError(f"order={self.kind!r} has no blocks, but block={self.block!r}; orders with: {_BLOCKED}")
+        most = _MOST_ALIGNED if self.aligned else _LONGEST
+        self._check_number("block", "block length", "blocks", most)
+        self._check_number("bits", "number of fraction bits", "grid", _MOST_BITS)
+        self._check_promotion()
+
+    def _check_number(self, field: str, noun: str, feature: str, most: int) -> None:
+        value = getattr(self, field)
+        if field in _PARTS[self.kind]:
+            if value is None:
+                example = ", ".join(["16", "25"][: len(_PARTS[self.kind])])
+                raise ValueError(f"order={self.kind!r} needs a {noun}, as in '{self.kind}({example})'")
+            object.__setattr__(self, field, check_int(f"order: {field} of {self.kind}", value, 1, most))
+        elif value is not None:
+            having = tuple(kind for kind, parts in _PARTS.items() if field in parts)
+            raise ValueError(f"order={self.kind!r} has no {feature}, but {field}={value!r}; orders with: {having}")
+
+    def _check_promotion(self) -> None:
+        if self.promote_every is None:
+            return
+        if not self.aligned:
+            raise ValueError(
+                f"order={self.kind!r} is never promoted, but promote_every={self.promote_every!r}; orders that can be: "
+                f"{_ALIGNED}"
+            )
+        every, block = check_int("order: promote_every", self.promote_every, 1, _LONGEST), self.block or 1
+        if every % block:
+            raise ValueError(f"promote_every={every} must be a multiple of the block length {block}")
+        object.__setattr__(self, "promote_every", every)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether a block is summed exactly, on one grid."""
+        return self.kind in _ALIGNED
 
     def __str__(self) -> str:
-        return self.kind if self.block is None else f"{self.kind}({self.block})"
+        numbers = [str(getattr(self, field)) for field in _PARTS[self.kind]]
+        if self.promote_every is not None:
+            numbers.append(f"promote_every={self.promote_every}")
+        return f"{self.kind}({', '.join(numbers)})" if numbers else self.kind
 
     @staticmethod
     def parse(text: str) -> Order:
@@ -71,11 +141,20 @@ class Order:
         found = _TEXT.fullmatch(check_text("order", text))
         if found is None or found["kind"] not in _KINDS:
             raise ValueError(f"order={quoted(text)} is not known; allowed: {_ORDERS}")
-        return Order(found["kind"], None if found["block"] is None else int(found["block"]))
+        given = found["numbers"].split(",") if found["numbers"] else ()
+        numbers = dict(zip(("block", "bits"), map(int, given), strict=False))
+        every = None if found["every"] is None else int(found["every"])
+        return Order(found["kind"], **numbers, promote_every=every)
 
 
-_TEXT = re.compile(r"(?P<kind>[a-z_]+)(?:\(\s*(?P<block>[0-9]{1,20})\s*\))?")
-_ORDERS = "'sequential', 'blocked(b)', 'pairwise', 'matrix_unit(b)' with a block length b >= 1"
+_INTEGER = r"\s*[0-9]{1,20}\s*"
+_TEXT = re.compile(
+    rf"(?P<kind>[a-z_]+)(?:\((?P<numbers>{_INTEGER}(?:,{_INTEGER})?)(?:,\s*promote_every\s*=(?P<every>{_INTEGER}))?\))?"
+)
+_ORDERS = (
+    "'sequential', 'blocked(b)', 'pairwise', 'matrix_unit(b)', 'blocked_pairwise(b)' with a block length b >= 1, and "
+    "'aligned(b, f)', 'aligned_apart(b, f)' with f fraction bits, also 'aligned(b, f, promote_every=n)'"
+)
 
 
 @dataclass(frozen=True)
@@ -88,12 +167,12 @@ class MatmulSpec:
 
     Args:
         operands: the rounding of both operands before the product: a `Spec`, a format, or text; default None.
-        product: P, the rounding of every product a_k b_k; default None. Not with ``fused`` or ``matrix_unit``, which
-            have no separate product.
+        product: P, the rounding of every product a_k b_k; default None. Not with ``fused``, ``matrix_unit`` or the
+            aligned orders, which have no separate product.
         accumulate: A, the rounding of every sum; default None, **the carrier** (such as float32), not the operands'
             format.
         order: an `Order`, or its text: ``"sequential"`` (the default), ``"blocked(b)"``, ``"pairwise"``,
-            ``"matrix_unit(b)"``.
+            ``"matrix_unit(b)"``, ``"aligned(b, f)"``, ``"aligned_apart(b, f)"``, ``"blocked_pairwise(b)"``.
         fused: c <- A(c + a_k b_k), with the exact product (fused multiply-add); for the orders ``sequential`` and
             ``blocked``. Default False.
 
@@ -136,12 +215,9 @@ class MatmulSpec:
     def _check_product(self) -> None:
         if self.fused and self.order.kind not in _STEPWISE:
             raise ValueError(f"fused=True is for the orders {_STEPWISE}, not order={str(self.order)!r}")
-        for unrounded, why in (
-            (self.fused, "fused=True adds the exact product"),
-            (self.order.kind == "matrix_unit", "order='matrix_unit' sums the products in the carrier"),
-        ):
-            if unrounded and self.product is not None:
-                raise ValueError(f"product={str(self.product)!r} is never used, since {why}; leave product=None")
+        why = "fused=True adds the exact product" if self.fused else _EXACT.get(self.order.kind)
+        if why is not None and self.product is not None:
+            raise ValueError(f"product={str(self.product)!r} is never used, since {why}; leave product=None")
 
     def _check_gradients(self) -> None:
         for name in ("product", "accumulate"):

@@ -31,6 +31,7 @@ FLOORS: list[tuple[int, str]] = [
     (2, "spec"),
     (2, "_finfo"),
     (2, "accumulation"),
+    (2, "tensor_cores"),
     (3, "gradients"),
     (4, "_core"),
     (5, "_kernels"),
@@ -78,7 +79,7 @@ ONLY_IN: dict[str, set[str]] = {
     "treescope": {"storage"},
     "dask": set(),
 }
-NO_JAX = {"rounding", "_checks", "formats", "spec", "accumulation"}
+NO_JAX = {"rounding", "_checks", "formats", "spec", "accumulation", "tensor_cores"}
 
 # Only this file asks what device it is on.
 DEVICE_FILE = "_kernels.primitive"

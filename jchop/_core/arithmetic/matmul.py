@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jchop._bits import CARRIERS, Carrier
+from jchop._core.arithmetic.aligned import Unit, factors, fused_add
 from jchop._core.arithmetic.basic import Range, add, carrier_range, multiply, multiply_add, product_range, range_of
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.random_bits import SEEDS, random_words
@@ -227,23 +228,32 @@ def _times(step: Step, length: int) -> Step:
     return step * length if isinstance(step, int) else step * np.uint32(length)
 
 
-def _in_chunks(body: Callable[[Any, Array, Array, Step], Any], state: Any, x: Array, y: Array, length: int) -> Any:
-    """`state` after body(state, part of x, part of y, index) over parts of `length`; the last may be shorter."""
-    whole = x.shape[0] // length
+def _in_chunks(body: Callable[[Any, Any, Any, Step], Any], state: Any, x: Any, y: Any, length: int) -> Any:
+    """`state` after body(state, part of x, part of y, index) over parts of `length`; the last may be shorter.
+
+    `x` and `y` are arrays, or trees of arrays of one length.
+    """
+    k = jax.tree.leaves(x)[0].shape[0]
+    whole = k // length
+
+    def each(change: Callable[[Array], Array], pair: tuple[Any, Any] = (x, y)) -> tuple[Any, Any]:
+        return jax.tree.map(change, pair[0]), jax.tree.map(change, pair[1])
+
     if whole == 1:
-        state = body(state, x[:length], y[:length], 0)
+        state = body(state, *each(lambda v: v[:length]), 0)
     elif whole > 1:
-        xs, ys = (v[: whole * length].reshape(whole, length, *v.shape[1:]) for v in (x, y))
+        parts = each(lambda v: v[: whole * length].reshape(whole, length, *v.shape[1:]))
 
         # The parts of the next turn are sliced in this one: `slice_fused_into_loop` in `xla_cpu`.
-        def turn(i: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
-            state, x, y = carry
-            next_x, next_y = (lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False) for v in (xs, ys))
-            return body(state, x, y, i), next_x, next_y
+        def turn(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            state, now = carry
+            after = each(lambda v: lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False), parts)
+            return body(state, now[0], now[1], i), after
 
-        state = lax.fori_loop(np.uint32(0), np.uint32(whole), turn, (state, xs[0], ys[0]))[0]
-    if x.shape[0] % length:
-        state = body(state, x[whole * length :], y[whole * length :], whole)
+        first = each(lambda v: v[0], parts)
+        state = lax.fori_loop(np.uint32(0), np.uint32(whole), turn, (state, first))[0]
+    if k % length:
+        state = body(state, *each(lambda v: v[whole * length :]), whole)
     return state
 
 
@@ -314,6 +324,42 @@ def _pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) ->
     return total
 
 
+def _blocked_pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) -> Array:
+    length = plan.spec.order.block or plan.k
+
+    def add_block(c: Array, x: Array, y: Array, block: Step) -> Array:
+        d = _tree(x, y, plan, draw, _times(block, length))
+        return _SUMS[False, x.shape[0] == 1](c, d, plan, draw, _plus(block, plan.k))
+
+    return _in_chunks(add_block, zero, x, y, length)
+
+
+def _aligned(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) -> Array:
+    order = plan.spec.order
+    block = order.block or plan.k
+    unit = Unit(plan.spec, min(block, plan.k))
+    x, y, zero = (v.astype(jnp.float32) for v in (x, y, zero))
+    parts = factors(x, unit), factors(y, unit)
+
+    def add_blocks(c: Array, x: Any, y: Any, first: Step) -> Array:
+        def add_block(c: Array, x: Any, y: Any, index: Step) -> Array:
+            number = _plus(index, first) if isinstance(first, int) else first + jnp.uint32(index)
+            return fused_add(c, x, y, unit, _word(plan.spec.accumulate, draw, "accumulate", number))
+
+        return _in_chunks(add_block, c, x, y, block)
+
+    if order.promote_every is None:
+        return add_blocks(zero, *parts, 0).astype(plan.carrier.name)
+    count = order.promote_every // block
+    held = carrier_range(CARRIERS["float32"])
+
+    def add_part(total: Array, x: Any, y: Any, part: Step) -> Array:
+        c = add_blocks(zero, x, y, _times(part, count))
+        return add(total, c, None, CARRIERS["float32"], None, held, held)
+
+    return _in_chunks(add_part, zero, *parts, order.promote_every).astype(plan.carrier.name)
+
+
 def _tree(x: Array, y: Array, plan: Plan, draw: Draw | None, first: Step) -> Array:
     """The pairwise sum of a few products, unrolled; for one product, the product itself."""
     n = x.shape[0]
@@ -328,4 +374,12 @@ def _tree(x: Array, y: Array, plan: Plan, draw: Draw | None, first: Step) -> Arr
 #: The sum of two parts, by whether the left part, and the right part, is a single product.
 _SUMS = {(True, True): add_products, (False, True): accumulate, (False, False): combine}
 
-_BODIES = {"sequential": _sequential, "blocked": _blocked, "pairwise": _pairwise, "matrix_unit": _matrix_unit}
+_BODIES = {
+    "sequential": _sequential,
+    "blocked": _blocked,
+    "pairwise": _pairwise,
+    "matrix_unit": _matrix_unit,
+    "aligned": _aligned,
+    "aligned_apart": _aligned,
+    "blocked_pairwise": _blocked_pairwise,
+}

@@ -21,6 +21,7 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
 from jchop._core.arithmetic import basic
+from jchop._core.arithmetic.aligned import require_aligned
 from jchop._core.arithmetic.basic import Range, range_of, require_operation
 from jchop._core.arithmetic.exact import round_exact
 from jchop._core.arithmetic.ranges import carrier_range
@@ -103,8 +104,13 @@ def check_operation(spec: Spec | None, dtype: Any, argument: str = "spec") -> No
     if spec is None:
         return
     require_operation(spec, operation_carrier(dtype), argument)
+    _check_stored(spec, dtype, argument)
+
+
+def _check_stored(spec: Spec | None, dtype: Any, argument: str) -> None:
+    """Refuses a spec with values that a 16-bit dtype cannot hold."""
     stored = CARRIERS[jnp.dtype(dtype).name]
-    if stored.width == 16:
+    if spec is not None and stored.width == 16:
         own, held = range_of(spec, CARRIERS["float32"]), carrier_range(stored)
         if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
             raise ValueError(
@@ -121,7 +127,11 @@ def check_matmul(spec: MatmulSpec, dtype: Any) -> None:
     if spec.operands is not None:
         require_carrier(spec.operands, operation_carrier(dtype))
     require_operation(spec.product, operation_carrier(dtype), "product")
-    check_operation(spec.accumulate, dtype, "accumulate")
+    if spec.order.aligned:
+        require_aligned(spec, operation_carrier(dtype))
+        _check_stored(spec.accumulate, dtype, "accumulate")
+    else:
+        check_operation(spec.accumulate, dtype, "accumulate")
 
 
 # -- random words ------------------------------------------------------------------------------------------------------

@@ -33,7 +33,13 @@ def _gpu(*arrays: Array, spec: MatmulSpec, tiling: Any = None) -> Array:
 _LONGEST = 1 << 30
 
 
-def _refuse(a: jax.ShapeDtypeStruct, tiling: Any, kind: type) -> str | None:
+#: The orders that the kernels know.
+_KINDS = ("sequential", "blocked", "pairwise", "matrix_unit")
+
+
+def _refuse(a: jax.ShapeDtypeStruct, spec: MatmulSpec, tiling: Any, kind: type) -> str | None:
+    if spec.order.kind not in _KINDS:
+        return f"order={str(spec.order)!r} has no kernel: XLA fuses its steps as a kernel would. Kernels: {_KINDS}"
     if tiling is not None and not isinstance(tiling, kind):
         return f"tiling={tiling} is not a {kind.__name__}"
     if a.shape[2] >= _LONGEST:
@@ -41,17 +47,17 @@ def _refuse(a: jax.ShapeDtypeStruct, tiling: Any, kind: type) -> str | None:
     return None
 
 
-def _refuse_tpu(a: jax.ShapeDtypeStruct, *_: Any, tiling: Any = None, **__: Any) -> str | None:
+def _refuse_tpu(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec, tiling: Any = None) -> str | None:
     if a.dtype != jnp.float32:
         return f"the operands have dtype {a.dtype.name}, and the TPU kernel takes float32"
-    return _refuse(a, tiling, MatmulTpuTiling)
+    return _refuse(a, spec, tiling, MatmulTpuTiling)
 
 
 def _refuse_gpu(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec, tiling: Any = None) -> str | None:
     sides = (tiling.block_m, tiling.block_n, tiling.block_k) if isinstance(tiling, MatmulGpuTiling) else ()
     if spec.order.kind == "matrix_unit" and min(sides, default=LEAST_DOT) < LEAST_DOT:
         return f"tiling={tiling} has a side of less than {LEAST_DOT}, which a tile product needs"
-    return _refuse(a, tiling, MatmulGpuTiling)
+    return _refuse(a, spec, tiling, MatmulGpuTiling)
 
 
 matmul_op = make_op("jchop_matmul", matmul_body, tpu=Kernel(_tpu, _refuse_tpu), gpu=Kernel(_gpu, _refuse_gpu))

@@ -1,0 +1,429 @@
+"""The fused dot-add of a tensor core: terms cut to one grid, summed exactly, and rounded once.
+
+A block of products and the accumulator c are aligned to the largest exponent M of all terms. The bits below 2^(M - F)
+are dropped, so every term is a whole number of units of 2^(M - F). Their sum is an integer, held in one word of 32 bits
+if that is enough, else in two limbs h 2^24 + l. Definition: microsoft/MMA-Sim and arXiv 2511.10909.
+
+All arithmetic is float32 and int32. Products of operands of at most 12 bits are exact floats; multiplied by a power of
+two they are cut by the conversion to an integer. Other products are integers of 48 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS, Carrier
+from jchop._core.arithmetic.exact import Exact, round_exact
+from jchop._core.arithmetic.ranges import carrier_range, range_of, supports
+from jchop._core.rounding import modes
+from jchop._core.rounding.modes import Draw, draw
+from jchop.accumulation import MatmulSpec
+from jchop.formats import FloatFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
+
+__all__ = ["Factors", "Unit", "factors", "fused_add", "require_aligned"]
+
+Array = jax.Array
+
+_CARRIER = CARRIERS["float32"]
+_FRACTION, _BIAS = _CARRIER.fraction, _CARRIER.bias
+_LIMB = 24
+_MASK = (1 << _LIMB) - 1
+#: The exponent of a zero factor: its products are never the largest.
+_NONE = -(1 << 14)
+#: What the sum of products keeps beyond the bits of c in ``aligned_apart``.
+_MORE = 7
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The static data of a tensor core that adds `length` products at a time."""
+
+    spec: MatmulSpec
+    length: int
+
+    @property
+    def bits(self) -> int:
+        """F, the fraction bits of the grid."""
+        assert self.spec.order.bits is not None
+        return self.spec.order.bits
+
+    @property
+    def apart(self) -> bool:
+        """Whether the products are aligned without c."""
+        return self.spec.order.kind == "aligned_apart"
+
+    @cached_property
+    def operand_emin(self) -> int:
+        """The least exponent of an operand."""
+        return _least_exponent(self.spec.operands)
+
+    @cached_property
+    def sum_emin(self) -> int:
+        """The least exponent of an accumulator that is not zero."""
+        return _least_exponent(self.spec.accumulate)
+
+    @cached_property
+    def exact_floats(self) -> bool:
+        """Whether the product of two significands is exact in float32."""
+        return 2 * range_of(self.spec.operands, _CARRIER).bits <= _FRACTION + 1
+
+    @cached_property
+    def one_word(self) -> bool:
+        """Whether the sum of all terms, and every term, has less than 31 bits."""
+        return self.exact_floats and not self.apart and (4 * self.length + 2) << self.bits < 1 << 30
+
+    @property
+    def group(self) -> int:
+        """The number of terms whose sum is below 2^30."""
+        return 1 << max(28 - self.bits, 0)
+
+
+def _least_exponent(spec: Spec | None) -> int:
+    least = 1 - _BIAS
+    fmt = None if spec is None else spec.format
+    return max(fmt.emin, least) if isinstance(fmt, FloatFormat) else least
+
+
+def require_aligned(spec: MatmulSpec, carrier: Carrier) -> None:
+    """Refuses the arithmetic if its operands are not float32 numbers, or its sums cannot be rounded once in float32.
+
+    Raises:
+        ValueError: names the field.
+    """
+    own, held = range_of(spec.operands, carrier), carrier_range(_CARRIER)
+    if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
+        raise ValueError(
+            f"operands={None if spec.operands is None else str(spec.operands)!r} of {carrier.name} may not be numbers "
+            f"of float32, in which order={str(spec.order)!r} is computed; cast the operands to float32"
+        )
+    total = spec.accumulate
+    if total is None or (total.overflow is not Overflow.WRAP and (_is_own(total) or supports(total, _CARRIER))):
+        return
+    raise ValueError(
+        f"accumulate={str(total)!r}: order={str(spec.order)!r} rounds to binary32, or to formats that have two bits "
+        "less than float32 everywhere, and does not wrap"
+    )
+
+
+def _is_own(spec: Spec) -> bool:
+    """Whether the format is float32's own grid."""
+    fmt = spec.format
+    return (
+        isinstance(fmt, FloatFormat)
+        and (fmt.frac_bits, fmt.emin, fmt.exact_max) == (_FRACTION, 1 - _BIAS, _CARRIER.max)
+        and fmt.subnormals
+        and fmt.zero
+        and fmt.has_inf
+        and not spec.flush
+    )
+
+
+# -- factors -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Numbers s 2^exponent with 1 <= |s| < 2, or less at the least exponent; s may be infinite or NaN."""
+
+    significand: Array
+    exponent: Array
+    count: Array | None  # |s| 2^23, if products are integers
+
+    def at(self, i: int) -> Factors:
+        """Factor `i` along the first axis."""
+        count = None if self.count is None else self.count[i]
+        return Factors(self.significand[i], self.exponent[i], count)
+
+
+jax.tree_util.register_dataclass(Factors, ["significand", "exponent", "count"], [])
+
+
+def factors(x: Array, unit: Unit) -> Factors:
+    """The parts of float32 operands."""
+    sign, magnitude = _bits.split(x, _CARRIER)
+    biased, fraction = magnitude >> _FRACTION, magnitude & _bits.low_mask(_FRACTION)
+    normal = lax.bitcast_convert_type(fraction | _BIAS << _FRACTION, jnp.float32)
+    s = jnp.where(biased > 0, normal, fraction.astype(jnp.float32) * np.float32(2.0**-_FRACTION))
+    e = jnp.maximum(biased, 1) - _BIAS
+    s = s * _power(jnp.minimum(e - unit.operand_emin, 0))
+    e = jnp.maximum(e, unit.operand_emin)
+    bits = lax.bitcast_convert_type(s, jnp.int32) | sign
+    s = jnp.where(biased == 2 * _BIAS + 1, x, lax.bitcast_convert_type(bits, jnp.float32))
+    count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**_FRACTION)).astype(jnp.int32)
+    return Factors(s, jnp.where(magnitude == 0, _NONE, e), count)
+
+
+def _power(exponent: Array) -> Array:
+    """2^exponent for exponents up to 127; 0 below -126."""
+    return lax.bitcast_convert_type(jnp.maximum(exponent + _BIAS, 0) << _FRACTION, jnp.float32)
+
+
+# -- integers of two limbs ---------------------------------------------------------------------------------------------
+
+_Limbs = tuple[Array, Array]
+
+
+def _carried(high: Array, low: Array) -> _Limbs:
+    """The same integer with 0 <= low < 2^24."""
+    return high + (low >> _LIMB), low & _MASK
+
+
+def _shifted(high: Array, low: Array, count: Array) -> _Limbs:
+    """floor(v / 2^count) of an integer with 0 <= low < 2^24, for count >= 0."""
+    near, far = jnp.minimum(count, _LIMB - 1), jnp.clip(count - _LIMB, 0, 31)
+    inside = count < _LIMB
+    first = (low >> near | high << (_LIMB - near)) & _MASK
+    return jnp.where(inside, high >> near, high >> 31), jnp.where(inside, first, (high >> far) & _MASK)
+
+
+def _of_word(word: Array) -> _Limbs:
+    return word >> _LIMB, word & _MASK
+
+
+def _added(parts: Sequence[_Limbs]) -> _Limbs:
+    """The sum of at most 127 integers."""
+    return _carried(sum(high for high, _ in parts), sum(low for _, low in parts))  # type: ignore[arg-type]
+
+
+# -- terms -------------------------------------------------------------------------------------------------------------
+
+
+def _terms(x: Factors, y: Factors, exponents: list[Array], largest: Array, unit: Unit, floats: list[Array]) -> _Limbs:
+    """The sum of the products, cut to multiples of 2^(M - F), in two limbs."""
+    if not unit.exact_floats:
+        pairs = enumerate(zip(exponents, floats, strict=True))
+        return _added([_long(x.at(i), y.at(i), e, largest, unit, p) for i, (e, p) in pairs])
+    scaled = [p * _power(e - (largest - unit.bits)) for p, e in zip(floats, exponents, strict=True)]
+    if unit.bits > 28:
+        high = [(v * np.float32(2.0**-_LIMB)).astype(jnp.int32) for v in scaled]
+        pairs = zip(scaled, high, strict=True)
+        low = [(v - h.astype(jnp.float32) * np.float32(2.0**_LIMB)).astype(jnp.int32) for v, h in pairs]
+        return _added(list(zip(high, low, strict=True)))
+    words = [v.astype(jnp.int32) for v in scaled]
+    groups = [words[i : i + unit.group] for i in range(0, len(words), unit.group)]
+    return _added([_of_word(sum(group)) for group in groups])  # type: ignore[arg-type]
+
+
+def _long(x: Factors, y: Factors, e: Array, largest: Array, unit: Unit, product: Array) -> _Limbs:
+    """A product of two counts of 24 bits, cut to a multiple of 2^(M - F)."""
+    assert x.count is not None and y.count is not None
+    (x1, x0), (y1, y0) = ((v >> 12, v & 0xFFF) for v in (_outer(x.count, 0), _outer(y.count, 1)))
+    middle = x1 * y0 + x0 * y1
+    high, low = _carried(x1 * y1 + (middle >> 12), x0 * y0 + ((middle & 0xFFF) << 12))
+    shift = largest - e + (2 * _FRACTION - unit.bits)
+    high, low = _shifted(high, low, shift)
+    negative = lax.bitcast_convert_type(product, jnp.int32) < 0
+    return jnp.where(negative, -high, high), jnp.where(negative, -low, low)
+
+
+def _outer(x: Array, side: int) -> Array:
+    return x[:, None, :] if side else x[:, :, None]
+
+
+def _accumulator(c: Array, unit: Unit) -> tuple[Array, Array, Array]:
+    """Whether c is negative, its significand as an integer, and its exponent."""
+    sign, magnitude = _bits.split(c, _CARRIER)
+    biased = magnitude >> _FRACTION
+    count = magnitude & _bits.low_mask(_FRACTION) | jnp.where(biased > 0, 1 << _FRACTION, 0)
+    return sign != 0, count, jnp.maximum(biased, 1) - _BIAS
+
+
+def _exponent_of_sum(count: Array, exponent: Array, unit: Unit) -> Array:
+    """The exponent with which c enters the largest; of zero that of float32's subnormals."""
+    if unit.sum_emin == 1 - _BIAS:
+        return exponent
+    return jnp.where(count == 0, 1 - _BIAS, jnp.maximum(exponent, unit.sum_emin))
+
+
+def _cut_sum(negative: Array, count: Array, down: Array, bits: int, floor: bool) -> _Limbs:
+    """C in units of 2^(M - bits), `down` = M minus the exponent of c: toward zero, or downward."""
+    up = max(bits - _FRACTION, 0)
+    high, low = (count >> _LIMB - up, count << up & _MASK) if up else (jnp.zeros_like(count), count)
+    if floor:
+        high, low = _negated_if(negative, high, low)
+        return _shifted(high, low, jnp.minimum(down + max(_FRACTION - bits, 0), 55))
+    high, low = _shifted(high, low, jnp.minimum(down + max(_FRACTION - bits, 0), 55))
+    return jnp.where(negative, -high, high), jnp.where(negative, -low, low)
+
+
+def _negated_if(negative: Array, high: Array, low: Array) -> _Limbs:
+    return _carried(jnp.where(negative, -high, high), jnp.where(negative, -low, low))
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+def fused_add(c: Array, x: Factors, y: Factors, unit: Unit, word: Array | None) -> Array:
+    """A(t(c) + the sum of t(x_i y_i)), elementwise.
+
+    Args:
+        c: float32 accumulators, shape (batch, m, n).
+        x: the left factors of a block, shape (length, batch, m).
+        y: the right factors, shape (length, batch, n).
+        unit: the arithmetic.
+        word: random words, if the accumulator draws.
+    """
+    count = x.exponent.shape[0]
+    exponents = [_outer(x.exponent[i], 0) + _outer(y.exponent[i], 1) for i in range(count)]
+    floats = [_outer(x.significand[i], 0) * _outer(y.significand[i], 1) for i in range(count)]
+    negative, digits, own = _accumulator(c, unit)
+    special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
+    add = _apart if unit.apart else _together
+    v = add(x, y, exponents, floats, (negative, digits, own), unit)
+    return _rounded(_with_special(v, special), unit.spec.accumulate, word)
+
+
+_Digits = tuple[Array, Array, Array]
+
+
+def _together(x: Factors, y: Factors, exponents: list[Array], floats: list[Array], c: _Digits, unit: Unit) -> Exact:
+    negative, digits, own = c
+    largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, own, unit))
+    bits, unit_exponent = unit.bits, largest - unit.bits
+    if unit.one_word:
+        scaled = [(p * _power(e - unit_exponent)).astype(jnp.int32) for p, e in zip(floats, exponents, strict=True)]
+        cut = digits << max(bits - _FRACTION, 0) >> jnp.minimum(largest - own + max(_FRACTION - bits, 0), 31)
+        return _exact_word(reduce(jnp.add, scaled, jnp.where(negative, -cut, cut)), unit_exponent, unit)
+    total = _terms(x, y, exponents, largest, unit, floats)
+    return _exact(*_added([total, _cut_sum(negative, digits, largest - own, bits, False)]), unit_exponent, unit)
+
+
+def _apart(x: Factors, y: Factors, exponents: list[Array], floats: list[Array], c: _Digits, unit: Unit) -> Exact:
+    negative, digits, own = c
+    largest = jnp.maximum(reduce(jnp.maximum, exponents), 4 * (1 - _BIAS))
+    high, low = _terms(x, y, exponents, largest, unit, floats)
+    both = jnp.maximum(largest, own)
+    up = _MORE
+    high, low = high << up | low >> _LIMB - up, low << up & _MASK
+    high, low = _shifted(high, low, jnp.minimum(both - largest, 55))
+    more = _cut_sum(negative, digits, both - own, unit.bits, True)
+    more = more[0] << up | more[1] >> _LIMB - up, more[1] << up & _MASK
+    return _exact(*_added([(high, low), more]), both - (unit.bits + up), unit)
+
+
+# -- the exact sum -----------------------------------------------------------------------------------------------------
+
+
+def _zero_sign(unit: Unit) -> int:
+    down = unit.spec.accumulate is not None and unit.spec.accumulate.rounding is Rounding.DOWN
+    return _CARRIER.sign_bit if down else 0
+
+
+def _leading(word: Array) -> Array:
+    """floor(log2 word) of positive integers below 2^31; clearing bits below the first prevents a carry."""
+    return _bits.floor_log2(word & ~(word >> 1), _CARRIER)
+
+
+def _exact_word(total: Array, exponent: Array, unit: Unit) -> Exact:
+    """Total 2^exponent, |total| < 2^30."""
+    magnitude = jnp.abs(total)
+    lead = _leading(jnp.maximum(magnitude, 1))
+    top = magnitude.astype(jnp.uint32) << (31 - lead).astype(jnp.uint32)
+    return _normalized(total < 0, magnitude == 0, top, jnp.zeros_like(top), exponent + lead, unit)
+
+
+def _exact(high: Array, low: Array, exponent: Array, unit: Unit) -> Exact:
+    """(high 2^24 + low) 2^exponent, 0 <= low < 2^24."""
+    negative = high < 0
+    high, low = _negated_if(negative, high, low)
+    lead = jnp.where(high > 0, _LIMB + _leading(jnp.maximum(high, 1)), _leading(jnp.maximum(low, 1)))
+    # The 64 bits high 2^24 + low, moved left until the first is set.
+    first, second = (high >> 8).astype(jnp.uint32), high.astype(jnp.uint32) << 24 | low.astype(jnp.uint32)
+    shift = 63 - lead
+    near, far = jnp.minimum(shift, 31).astype(jnp.uint32), jnp.clip(shift - 32, 0, 31).astype(jnp.uint32)
+    inside = shift < 32  # and at least 9
+    top = jnp.where(inside, first << near | second >> (32 - near), second << far)
+    rest = jnp.where(inside, second << near, 0)
+    return _normalized(negative, (high | low) == 0, top, rest, exponent + lead, unit)
+
+
+def _normalized(negative: Array, zero: Array, top: Array, below: Array, exponent: Array, unit: Unit) -> Exact:
+    """The number of the 64 bits top, below, whose first bit is set and counts 2^exponent; zero if `zero`."""
+    dropped = 31 - _FRACTION
+    biased = exponent + _BIAS
+    deep = jnp.clip(1 - biased, 0, 31).astype(jnp.uint32)  # of a subnormal number
+    kept = top >> deep
+    rest = jnp.where(deep > 0, top << (32 - deep) % 32, 0) | below >> deep
+    lost = (below << (32 - deep) % 32 != 0) & (deep > 0)
+    t = (kept >> dropped).astype(jnp.int32)
+    magnitude = jnp.where(biased > 0, (biased << _FRACTION) + (t - (1 << _FRACTION)), t)
+    word = kept << 32 - dropped | rest >> dropped
+    sticky = (rest & ((1 << dropped) - 1) != 0) | lost
+    deeper = jnp.clip(1 - biased - 31, 0, 31).astype(jnp.uint32)
+    word, sticky = word >> deeper, sticky | (word >> deeper << deeper != word)
+    beyond = (biased > 2 * _BIAS) & ~zero
+    magnitude = jnp.where(beyond, _CARRIER.inf - 1, jnp.where(zero, 0, magnitude))
+    word = jnp.where(beyond, np.uint32(0xFFFFFFFF), jnp.where(zero, np.uint32(0), word))
+    sticky = (sticky | beyond) & ~zero
+    sign = jnp.where(zero, _zero_sign(unit), jnp.where(negative, _CARRIER.sign_bit, 0))
+    return Exact(sign.astype(jnp.int32), magnitude, (word != 0) | sticky, word, sticky, beyond)
+
+
+def _with_special(v: Exact, special: Array) -> Exact:
+    """`special` in place of v unless it is finite; every NaN is one pattern."""
+    sign, magnitude = _bits.split(special, _CARRIER)
+    finite = magnitude < _CARRIER.inf
+    is_nan = magnitude > _CARRIER.inf
+    magnitude = jnp.where(is_nan, _CARRIER.nan, magnitude)
+    return Exact(
+        jnp.where(finite, v.sign, jnp.where(is_nan, 0, sign)),
+        jnp.where(finite, v.magnitude, magnitude),
+        v.inexact & finite,
+        jnp.where(finite, v.rest, np.uint32(0)),
+        v.sticky & finite,
+        v.beyond & finite,
+    )
+
+
+# -- one rounding ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Below(modes.Discarded):
+    """The bits below the last place of float32."""
+
+    value: Exact
+    draw: Draw | None
+
+    @property
+    def negative(self) -> Array:
+        return self.value.sign != 0
+
+    @property
+    def inexact(self) -> Array:
+        return self.value.inexact
+
+    @property
+    def odd(self) -> Array:
+        return (self.value.magnitude & 1) != 0
+
+    def share(self) -> tuple[Array, Array]:
+        return self.value.rest, self.value.sticky
+
+
+def _rounded(v: Exact, spec: Spec | None, word: Array | None) -> Array:
+    """`v` rounded once; beyond float32 it is infinite, unless the spec saturates."""
+    if spec is None:
+        return round_exact(v, None, _CARRIER, None)
+    if _is_own(spec):
+        away = jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](_Below(v, draw(word, spec, _CARRIER))))
+        magnitude = v.magnitude + away.astype(jnp.int32)
+        if spec.overflow is not Overflow.IEEE:
+            ends = v.magnitude >= _CARRIER.inf if spec.overflow is Overflow.PROPAGATE else v.magnitude > _CARRIER.inf
+            magnitude = jnp.where(ends, magnitude, jnp.minimum(magnitude, _CARRIER.inf - 1))
+        out = _bits.join(v.sign, magnitude, _CARRIER)
+    else:
+        out = round_exact(v, spec, _CARRIER, word)
+    if spec.overflow is Overflow.IEEE and isinstance(spec.format, FloatFormat) and spec.format.has_inf:
+        out = jnp.where(v.beyond, _bits.join(v.sign, jnp.full_like(v.magnitude, _CARRIER.inf), _CARRIER), out)
+    return out

@@ -1,0 +1,146 @@
+"""The arithmetic of tensor cores as published: a table of units and data types, each with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from jchop._checks import check_choice, close_to
+from jchop.accumulation import MatmulSpec
+
+__all__ = ["TENSOR_CORES", "TensorCore", "tensor_core"]
+
+
+@dataclass(frozen=True)
+class TensorCore:
+    """One unit and type of operands: its arithmetic with a float32 accumulator, and where it is published.
+
+    Args:
+        spec: the arithmetic.
+        source: where it comes from.
+        narrow: whether the unit has a float16 accumulator too.
+    """
+
+    spec: MatmulSpec
+    source: str
+    narrow: bool = False
+
+
+_SIM = "MMA-Sim (github.com/microsoft/MMA-Sim, c785138; arXiv 2511.10909)"
+_FASI = "Fasi, Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330, 2021; " + _SIM
+_OLD_AMD = _SIM + "; later revisions of MMA-Sim sum four products of CDNA1 and c exactly"
+_TPU = (
+    "cloud.google.com/tpu/docs/bfloat16: bfloat16 products, float32 sums; the order of the sums and their rounding "
+    "are not published, so the order is that of the array's 128 rows, and a block's sum is the carrier's"
+)
+_TRUNCATED = "tf32:toward_zero"
+
+
+def _aligned(operands: str, block: int, bits: int, source: str = _SIM, narrow: bool = False) -> TensorCore:
+    """An NVIDIA unit; with 13 bits the accumulator has no more either."""
+    total = "e8m13:toward_zero" if bits == 13 else "binary32:toward_zero"
+    return TensorCore(MatmulSpec(operands, accumulate=total, order=f"aligned({block}, {bits})"), source, narrow)
+
+
+def _apart(operands: str, block: int) -> TensorCore:
+    return TensorCore(MatmulSpec(operands, accumulate="binary32", order=f"aligned_apart({block}, 24)"), _SIM)
+
+
+def _pairs(operands: str, block: int, source: str, flush: bool = False) -> TensorCore:
+    end = ":flush" * flush
+    spec = MatmulSpec(operands + end, "binary32" + end, "binary32" + end, f"blocked_pairwise({block})")
+    return TensorCore(spec, source)
+
+
+def _nvidia(halves: int, bits: int, source: str = _SIM) -> dict[str, TensorCore]:
+    return {
+        "fp16": _aligned("binary16", halves, bits, source, narrow=True),
+        "bf16": _aligned("bfloat16", halves, bits, source),
+        "tf32": _aligned(_TRUNCATED, halves // 2, bits, source),
+    }
+
+
+def _fp8(block: int, bits: int) -> dict[str, TensorCore]:
+    return {
+        name: _aligned(operands, block, bits, narrow=True)
+        for name, operands in (("fp8", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2"))
+    }
+
+
+#: The units by name, and the types of operands of each.
+TENSOR_CORES: Mapping[str, Mapping[str, TensorCore]] = MappingProxyType(
+    {
+        unit: MappingProxyType(types)
+        for unit, types in {
+            "volta": {"fp16": _aligned("binary16", 4, 23, _FASI, narrow=True)},
+            "turing": {"fp16": _aligned("binary16", 8, 24, _FASI, narrow=True)},
+            "ampere": _nvidia(8, 24, _FASI),
+            "ada": {**_nvidia(8, 24), **_fp8(16, 13)},
+            "hopper": {**_nvidia(16, 25), **_fp8(32, 13)},
+            "blackwell": {**_nvidia(16, 25), **_fp8(32, 25)},
+            "cdna1": {"fp16": _pairs("binary16", 4, _OLD_AMD), "bf16": _pairs("bfloat16", 2, _OLD_AMD)},
+            "cdna2": {"fp16": _pairs("binary16", 4, _SIM, True), "bf16": _pairs("bfloat16", 4, _SIM, True)},
+            "cdna3": {
+                "fp16": _apart("binary16", 8),
+                "bf16": _apart("bfloat16", 8),
+                "tf32": _apart(_TRUNCATED, 4),
+            },
+            "tpu": {"bf16": TensorCore(MatmulSpec("bfloat16", order="matrix_unit(128)"), _TPU)},
+        }.items()
+    }
+)
+
+
+def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: int | None = None) -> MatmulSpec:
+    """The arithmetic of a tensor core, for `jchop.math.matmul` and every other function that takes a `MatmulSpec`.
+
+    NVIDIA's units add k products and the accumulator exactly on one grid of f fraction bits, ``aligned(k, f)``, and cut
+    the sum to float32; fp8 on Ada and Hopper to 13 fraction bits. Hopper and later units need no other order than k
+    ascending. The AMD units and the TPU follow other orders of `Order`. CDNA3's fp8 and the block-scaled types of
+    Blackwell (mxfp8, mxfp4, nvfp4) are not in the table: revisions of the source disagree about the first, and the
+    others need the scales of the blocks apart from the elements. A product of CDNA3 that exceeds float32 is added as
+    any other.
+
+    The operands are rounded to their type first. In a `jchop.Rule` the rule rounds them, so take
+    ``dataclasses.replace(spec, operands=None)``; then subnormal operands are aligned as if they were normal, and scales
+    are part of the operands.
+
+    Args:
+        unit: ``"volta"``, ``"turing"``, ``"ampere"``, ``"ada"``, ``"hopper"``, ``"blackwell"`` (datacenter, tcgen05),
+            ``"cdna1"``, ``"cdna2"``, ``"cdna3"`` or ``"tpu"``.
+        dtype: ``"fp16"``, ``"bf16"``, ``"tf32"`` (operands cut to 10 fraction bits), ``"fp8"`` (e4m3) or
+            ``"fp8_e5m2"``, if the unit has it. `TENSOR_CORES` has all rows, with the source of each.
+        out: the accumulator: ``"binary32"`` (default), or ``"binary16"``, rounded to nearest, for fp16 and fp8 on
+            NVIDIA's units.
+        promote_every: a multiple of k: sums of so many products are added to a float32 total, as DeepSeek-V3 does with
+            128 (arXiv 2412.19437, 3.3.2). Default None.
+
+    Raises:
+        TypeError, ValueError: for a unit, type or accumulator that is not in the table; the message names the ones that
+            are.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.tensor_core("volta", "fp16"))
+        'operands=binary16, accumulate=binary32:toward_zero, order=aligned(4, 23)'
+        >>> str(jc.tensor_core("hopper", "fp8", promote_every=128).order)
+        'aligned(32, 13, promote_every=128)'
+    """
+    row = _row(_row(TENSOR_CORES, "unit", unit), "dtype", dtype, f" of {unit}")
+    check_choice("out", out, ("binary32", "binary16"))
+    spec = row.spec
+    if out == "binary16":
+        if not row.narrow:
+            raise ValueError(f"out='binary16': {dtype} on {unit} has no float16 accumulator; leave out='binary32'")
+        spec = replace(spec, accumulate="binary16")  # type: ignore[arg-type]
+    return spec if promote_every is None else replace(spec, order=replace(spec.order, promote_every=promote_every))
+
+
+def _row(table: Mapping, name: str, key: str, of: str = "") -> Any:
+    if not isinstance(key, str):
+        raise TypeError(f"{name}={key!r} must be one of {', '.join(map(repr, table))}")
+    if key not in table:
+        raise ValueError(f"{name}={key!r} is not known{of}{close_to(key, table)}; known: {', '.join(map(repr, table))}")
+    return table[key]

@@ -1,0 +1,331 @@
+"""The fused dot-add of tensor cores against Python integers, bit for bit, and the digests of published runs."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle_cores
+import pytest
+from oracle_cores import Core, Target
+
+import jchop as jc
+from jchop import MatmulSpec
+from jchop._core.arithmetic.aligned import Unit, factors, fused_add
+
+F16, BF16, E4M3, E5M2 = np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+TF32, F32 = "tf32", np.float32
+#: The least exponent and the largest exponent of operands.
+ENDS = {F16: (-14, 15), BF16: (-126, 127), E4M3: (-6, 8), E5M2: (-14, 15), TF32: (-126, 127), F32: (-126, 127)}
+CUT, CUT13 = oracle_cores.BINARY32, oracle_cores.E8M13
+
+
+@dataclass(frozen=True)
+class Row:
+    """A unit: its name in the table, its operands, and the numbers of the definition, written here a second time."""
+
+    unit: str
+    dtype: str
+    operands: Any
+    k: int
+    bits: int
+    target: Target = CUT
+    apart: bool = False
+    out: str = "binary32"
+
+    @property
+    def spec(self) -> MatmulSpec:
+        if self.unit == "none":  # operands of which nothing is known
+            return MatmulSpec(None, accumulate="binary32:toward_zero", order=f"aligned({self.k}, {self.bits})")
+        return jc.tensor_core(self.unit, self.dtype, out=self.out)
+
+    @property
+    def core(self) -> Core:
+        return Core(self.k, self.bits, ENDS[self.operands][0], self.target, self.apart)
+
+    def __str__(self) -> str:
+        return f"{self.unit}-{self.dtype}" + "-half" * (self.out == "binary16")
+
+
+HALF = {"target": oracle_cores.HALF, "out": "binary16"}
+NEAREST = {"target": oracle_cores.NEAREST32, "apart": True}
+ROWS = [
+    Row("volta", "fp16", F16, 4, 23),
+    Row("turing", "fp16", F16, 8, 24),
+    Row("ampere", "bf16", BF16, 8, 24),
+    Row("ada", "fp8", E4M3, 16, 13, CUT13),
+    Row("hopper", "fp16", F16, 16, 25),
+    Row("hopper", "fp16", F16, 16, 25, **HALF),
+    Row("hopper", "tf32", TF32, 8, 25),
+    Row("cdna3", "fp16", F16, 8, 24, **NEAREST),
+    Row("none", "fp32", F32, 4, 25),
+]
+MORE = [
+    Row("volta", "fp16", F16, 4, 23, **HALF),
+    Row("turing", "fp16", F16, 8, 24, **HALF),
+    Row("ampere", "fp16", F16, 8, 24),
+    Row("ampere", "tf32", TF32, 4, 24),
+    Row("ada", "fp16", F16, 8, 24),
+    Row("ada", "bf16", BF16, 8, 24),
+    Row("ada", "tf32", TF32, 4, 24),
+    Row("ada", "fp8_e5m2", E5M2, 16, 13, CUT13),
+    Row("hopper", "bf16", BF16, 16, 25),
+    Row("hopper", "fp8", E4M3, 32, 13, CUT13),
+    Row("hopper", "fp8", E4M3, 32, 13, **HALF),
+    Row("hopper", "fp8_e5m2", E5M2, 32, 13, CUT13),
+    Row("blackwell", "fp16", F16, 16, 25),
+    Row("blackwell", "bf16", BF16, 16, 25),
+    Row("blackwell", "tf32", TF32, 8, 25),
+    Row("blackwell", "fp8", E4M3, 32, 25),
+    Row("blackwell", "fp8_e5m2", E5M2, 32, 25),
+    Row("cdna3", "bf16", BF16, 8, 24, **NEAREST),
+    Row("cdna3", "tf32", TF32, 4, 24, **NEAREST),
+    Row("none", "fp32", F32, 8, 40),
+]
+
+
+# -- numbers that are hard to add --------------------------------------------------------------------------------------
+
+
+def near(x: np.ndarray, operands: Any) -> np.ndarray:
+    """Numbers of the operands' format, none of them infinite or NaN, as float32."""
+    top = ENDS[operands][1]
+    x = np.clip(x, -(2.0**top), 2.0**top)
+    if operands == TF32:
+        return (x.astype(F32).view(np.uint32) & 0xFFFFE000).view(F32)
+    return x.astype(F32).astype(operands).astype(F32)
+
+
+def problems(row: Row, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Operands (count, k) and accumulators: of one magnitude, cancelling, of every exponent, near both ends; a few are
+    infinite or NaN."""
+    rng = np.random.default_rng(row.k + row.bits)
+    low, top = ENDS[row.operands]
+    shape = (count, row.k)
+    kind = np.arange(count)[:, None] % 5
+    center = np.select([kind == 3, kind == 4], [rng.integers(low, top, (count, 1)), np.full((count, 1), low)], 0)
+    spread = np.where(kind == 0, 0, rng.integers(-12, 13, shape))
+    a, b = (near(rng.normal(size=shape) * np.exp2((center + spread).astype(float)), row.operands) for _ in range(2))
+    b = np.where((kind == 4) & (low < -100), near(rng.normal(size=shape), row.operands), b)
+    half = row.k // 2
+    mirrored = (kind == 1)[:, :1]
+    a[:, half:] = np.where(mirrored, -a[:, :half], a[:, half:])
+    b[:, half:] = np.where(mirrored & (rng.random((count, half)) < 0.7), b[:, :half], b[:, half:])
+    a = np.where(rng.random(shape) < 0.05, rng.choice(np.array([0.0, -0.0], F32), shape), a)
+    exact = np.sum(a.astype(np.float64) * b.astype(np.float64), 1)
+    scale = np.exp2(rng.integers(-20, 21, count).astype(float))
+    with np.errstate(over="ignore"):
+        c = np.where(rng.random(count) < 0.4, -exact, exact * scale * rng.normal(size=count)).astype(F32)
+    c = np.where(rng.random(count) < 0.1, F32(0), c)
+    c = np.where(rng.random(count) < 0.05, rng.integers(1, 1 << 23, count).astype(np.uint32).view(F32), c)
+    if row.out == "binary16":
+        with np.errstate(over="ignore"):
+            c = c.astype(F16).astype(F32)
+    odd = rng.random(count) < 0.04
+    a[odd, 0] = rng.choice(np.array([np.inf, -np.inf, np.nan, 1], F32), odd.sum())
+    c[odd] = rng.choice(np.array([np.inf, -np.inf, np.nan, 1], F32), odd.sum())
+    return a, b, c
+
+
+def bits(x: Any) -> np.ndarray:
+    """Words, with one for every NaN."""
+    x = np.asarray(x, F32)
+    return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32))
+
+
+def computed(row: Row, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    unit = Unit(row.spec, row.k)
+
+    @jax.jit
+    def step(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+        x, y = (factors(v.T[:, :, None], unit) for v in (a, b))
+        return fused_add(c[:, None, None], x, y, unit, None)[:, 0, 0]
+
+    return np.asarray(step(a, b, c))
+
+
+def check(row: Row, count: int) -> None:
+    a, b, c = problems(row, count)
+    got = bits(computed(row, a, b, c))
+    core = row.core
+    want = bits([core.step(*args) for args in zip(c.tolist(), a.tolist(), b.tolist(), strict=True)])
+    wrong = np.flatnonzero(got != want)
+    shown = [(c[i], a[i], b[i], hex(got[i]), hex(want[i])) for i in wrong[:3]]
+    assert not len(wrong), f"{row}: {len(wrong)} of {count} differ (c, a, b, got, expected): {shown}"
+    finite = np.isfinite(want.view(F32))
+    assert 0.5 < finite.mean() < 1  # the problems are no others
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_every_sum_is_that_of_integers(row: Row) -> None:
+    check(row, 500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [*ROWS, *MORE], ids=str)
+def test_a_hundred_thousand_sums(row: Row) -> None:
+    check(row, 100_000)
+
+
+def test_every_row_of_the_table_has_a_test() -> None:
+    tested = {(row.unit, row.dtype) for row in (*ROWS, *MORE)} | {("tpu", "bf16")}
+    tested |= {(unit, dtype) for unit in ("cdna1", "cdna2") for dtype in ("fp16", "bf16")}
+    assert tested - {("none", "fp32")} == {(unit, dtype) for unit in jc.TENSOR_CORES for dtype in jc.TENSOR_CORES[unit]}
+
+
+# -- whole products ----------------------------------------------------------------------------------------------------
+
+
+def digest(x: Any) -> str:
+    return hashlib.sha256(np.asarray(x, F32).tobytes()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("volta", "4d529eb8c2cf"), ("ampere", "6bd842b2e484")])
+def test_published_digests(unit: str, expected: str) -> None:
+    """The digests of runs of MMA-Sim, 16 x 256 x 16."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape).astype(F16).astype(F32) for shape in ((16, 256), (256, 16)))
+    got = jc.math.matmul(a, b, jc.tensor_core(unit, "fp16"))
+    assert digest(got) == expected
+    plain = jc.math.matmul(a, b, MatmulSpec())
+    assert np.count_nonzero(got != plain) >= 230
+
+
+def dots(row: Row, a: np.ndarray, b: np.ndarray, promote: int | None = None) -> np.ndarray:
+    core = row.core
+    return np.array([[core.dot(x.tolist(), y.tolist(), promote) for y in b.T] for x in a], F32)
+
+
+def chained(row: Row, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return near(rng.normal(size=(3, k)) * 4, row.operands), near(rng.normal(size=(k, 5)), row.operands)
+
+
+@pytest.mark.parametrize("promote", [pytest.param(None, marks=pytest.mark.slow), 32])
+def test_blocks_follow_each_other_and_are_promoted(promote: int | None) -> None:
+    """With a rest that is no whole block, and no whole part."""
+    row = Row("ada", "fp8", E4M3, 16, 13, CUT13)
+    a, b = chained(row, 105)
+    spec = jc.tensor_core("ada", "fp8", promote_every=promote)
+    np.testing.assert_array_equal(bits(jc.math.matmul(a, b, spec)), bits(dots(row, a, b, promote)))
+
+
+@pytest.mark.parametrize(("unit", "block", "flush"), [("cdna1", 2, False), ("cdna2", 4, True)])
+def test_pairwise_blocks(unit: str, block: int, flush: bool) -> None:
+    """bfloat16 numbers around the smallest normal ones, whose products are subnormal."""
+    rng = np.random.default_rng(1)
+    a = near(rng.normal(size=(4, 30)) * 2.0 ** rng.integers(-70, -60, (4, 30)), BF16)
+    b = near(rng.normal(size=(30, 6)) * 2.0 ** rng.integers(-70, -60, (30, 6)), BF16)
+    a[:, 3] *= F32(2.0**-62)
+    want = [[oracle_cores.pairs_dot(x.tolist(), y.tolist(), block, flush, -126) for y in b.T] for x in a]
+    np.testing.assert_array_equal(bits(jc.math.matmul(a, b, jc.tensor_core(unit, "bf16"))), bits(want))
+
+
+MODES = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "odd", "toward_zero")
+
+
+@pytest.mark.parametrize("overflow", ["", pytest.param(":saturate", marks=pytest.mark.slow)])
+def test_other_modes_round_the_exact_sum(overflow: str) -> None:
+    """Two products on a wide grid: the sum is a fraction, rounded by hand to the neighbours in every mode."""
+    a = np.array([[1, 2**-24], [1, 3 * 2**-24], [1, 5 * 2**-25], [-1, -(2**-24)], [2**100, 2**100]], F32)
+    b = np.array([[1], [1]], F32)
+    ulp = 2.0**-23
+    halves = np.array([0.5, 1.5, 1.25])
+    for mode in MODES:
+        spec = MatmulSpec(None, accumulate=f"binary32:{mode}{overflow}", order="aligned(2, 40)")
+        got = np.asarray(jc.math.matmul(a, b, spec), np.float64)[:, 0]
+        down, even = np.floor(halves), np.array([0, 2, 1])
+        want = {"nearest_even": even, "nearest_away": [1, 2, 1], "nearest_zero": [0, 1, 1], "up": down + 1,
+                "down": down, "toward_zero": down, "odd": [1, 1, 1]}[mode]  # fmt: skip
+        np.testing.assert_array_equal(got[:3], 1 + np.asarray(want) * ulp, mode)
+        away = mode in ("nearest_away", "down", "odd")
+        assert got[3] == -1 - away * ulp, mode
+        assert got[4] == 2**101.0
+
+
+def test_sums_beyond_the_range_are_infinite_or_saturate() -> None:
+    a, b = np.full((1, 2), 2.0**64, F32), np.full((2, 1), 2.0**63, F32)
+    cut = MatmulSpec("bfloat16", accumulate="binary32:toward_zero", order="aligned(2, 24)")
+    assert jc.math.matmul(a, b, cut)[0, 0] == np.inf
+    kept = replace(cut, accumulate=jc.parse("binary32:toward_zero:saturate"))
+    assert jc.math.matmul(-a, b, kept)[0, 0] == -np.finfo(F32).max
+
+
+def test_a_stochastic_accumulator_is_right_on_average() -> None:
+    a, b = np.ones((4096, 2), F32), np.array([[1], [2.0**-12]], F32)
+    spec = MatmulSpec("binary16", accumulate="e8m10:stochastic", order="aligned(2, 25)")
+    got = np.asarray(jc.math.matmul(a, b, spec, jax.random.key(0)), np.float64)
+    assert set(np.unique(got)) == {1, 1 + 2.0**-10}
+    assert abs(got.mean() - (1 + 2.0**-12)) < 4 * 2.0**-10 * np.sqrt(3 / 16 / 4096)
+
+
+# -- the probes of the papers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("unit", "dtype", "last"),
+    [("volta", "fp16", 23), ("ampere", "fp16", 24), ("hopper", "fp16", 25), ("hopper", "fp8", 13)],
+)
+def test_the_last_visible_bit(unit: str, dtype: str, last: int) -> None:
+    """c = 1 and four products 2^-j that are seen up to j = the fraction bits: by the step, where c is a number."""
+    spec = jc.tensor_core(unit, dtype)
+    unit_, j = Unit(spec, 4), np.arange(8, 30)
+    a = np.exp2(-(j // 2))[None, :, None].repeat(4, 0).astype(F32)
+    b = np.exp2(-(j - j // 2))[None, :, None].repeat(4, 0).astype(F32)
+    wide = replace(unit_, spec=replace(spec, operands=None))  # 2^-j may be no number of the operands' format
+    step = jax.jit(lambda c, a, b: fused_add(c, factors(a, wide), factors(b, wide), wide, None))
+    got = step(np.ones((len(j), 1, 1), F32), a, b)
+    assert j[np.asarray(got)[:, 0, 0] > 1].max() == last
+
+
+# -- transforms and refusals -------------------------------------------------------------------------------------------
+
+
+def test_vmap_grad_and_float64() -> None:
+    row = Row("volta", "fp16", F16, 4, 23)
+    a, b = chained(row, 4)
+    product = partial(jc.math.matmul, spec=row.spec)
+    one = product(a, b)
+    np.testing.assert_array_equal(jax.vmap(product, (0, None))(jnp.stack([a, a]), b)[1], one)
+    gradient = jax.grad(lambda a: product(a, b).sum())(jnp.asarray(a))
+    np.testing.assert_allclose(gradient, np.broadcast_to(b.sum(1), a.shape), rtol=1e-6)
+    with jax.enable_x64(True):
+        wide = product(a.astype(np.float64), b.astype(np.float64))
+    assert wide.dtype == np.float64
+    np.testing.assert_array_equal(wide, one)
+
+
+SQUARE = np.ones((2, 2), F32)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "block": (lambda: jc.Order("aligned", 65, 25), "block of aligned=65 must be an integer"),
+    "no bits": (lambda: jc.Order("aligned", 8), "order='aligned' needs a number of fraction bits"),
+    "bits of another": (lambda: jc.Order("blocked", 8, 3), "order='blocked' has no grid, but bits=3"),
+    "promotion": (lambda: jc.Order("aligned", 8, 24, 12), "promote_every=12 must be a multiple of the block length 8"),
+    "promoted": (lambda: jc.Order("pairwise", promote_every=8), "order='pairwise' is never promoted"),
+    "product": (lambda: MatmulSpec(product="e5m2", order="aligned(4, 23)"), "aligns the exact products"),
+    "float64": (
+        lambda: jc.math.matmul(np.ones((2, 2)), np.ones((2, 2)), MatmulSpec(order="aligned(4, 23)")),
+        "operands=None of float64 may not be numbers of float32",
+    ),
+    "accumulate": (
+        lambda: jc.math.matmul(SQUARE, SQUARE, MatmulSpec(accumulate="e8m22", order="aligned(4, 23)")),
+        "accumulate='e8m22': order='aligned",
+    ),
+    "unit": (lambda: jc.tensor_core("hoper", "fp8"), "unit='hoper' is not known; close: hopper; known: 'volta'"),
+    "dtype": (lambda: jc.tensor_core("volta", "fp8"), "dtype='fp8' is not known of volta; known: 'fp16'"),
+    "out": (lambda: jc.tensor_core("hopper", "bf16", out="binary16"), "out='binary16': bf16 on hopper has no float16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    make, message = REFUSED[name]
+    with jax.enable_x64(name == "float64"), pytest.raises(ValueError) as caught:
+        make()
+    assert message in str(caught.value)
