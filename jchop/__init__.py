@@ -81,7 +81,7 @@ from jchop.storage import (
 __version__ = "0.1.0"
 
 #: Modules that need an extra, or that few need; loaded when first used.
-_ON_DEMAND = ("compat", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch")
+_ON_DEMAND = ("compat", "distributed", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch")
 
 
 def __getattr__(name: str) -> _ModuleType:
