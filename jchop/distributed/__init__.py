@@ -2,9 +2,12 @@
 
 from jchop.distributed._algorithms import Hierarchical, hierarchical
 from jchop.distributed._collectives import all_gather, all_to_all, ppermute, psum, psum_scatter
+from jchop.distributed._feedback import FeedbackState, psum_with_feedback
 from jchop.distributed._sharded import sharded_psum
+from jchop.distributed._unshard import unshard
 
 __all__ = [
+    "FeedbackState",
     "Hierarchical",
     "all_gather",
     "all_to_all",
@@ -12,5 +15,7 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_scatter",
+    "psum_with_feedback",
     "sharded_psum",
+    "unshard",
 ]

@@ -89,12 +89,11 @@ def psum(
         [1.0, 0.0, 0.0, 127.0]
     """
     check_int("bucket", bucket, 0)
-    wire, key = _checked(axis_name, spec, key, algorithm, accumulate, x)
-    one = partial(sum_everywhere, wire)
+    wire, key = checked(axis_name, spec, key, algorithm, accumulate, x)
     with own_settings():
-        if is_flat(wire.spec):
-            return in_buckets(x, key, lambda v, k: one(vary(v, wire.axes), k), bucket)
-        return each(x, key, lambda v, k: one(vary(v, wire.axes), k) if v.size else v)
+        return in_buckets(
+            x, key, lambda v, k: sum_everywhere(wire, vary(v, wire.axes), k), bucket if is_flat(wire.spec) else None
+        )
 
 
 def psum_scatter(
@@ -138,7 +137,7 @@ def psum_scatter(
         >>> jax.vmap(lambda x: jc.distributed.psum_scatter(x, "i", "bfloat16", tiled=True), axis_name="i")(x).tolist()
         [[2.0, 3.0], [5.0, 9.0]]
     """
-    wire, key = _checked(axis_name, spec, key, algorithm, accumulate, x)
+    wire, key = checked(axis_name, spec, key, algorithm, accumulate, x)
     check_bool("tiled", tiled)
 
     def one(v: Array, k: Array | None) -> Array:
@@ -183,7 +182,7 @@ def all_gather(
         >>> jax.vmap(lambda x: jc.distributed.all_gather(x, "i", "e4m3", tiled=True), axis_name="i")(x)[0].tolist()
         [1.0, 2.25, 4.0, 8.0]
     """
-    wire, key = _checked(axis_name, spec, key, TWO_SHOT, None, x)
+    wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
     check_bool("tiled", tiled)
 
     def one(v: Array, k: Array | None) -> Array:
@@ -234,7 +233,7 @@ def all_to_all(
         >>> jax.vmap(lambda x: jc.distributed.all_to_all(x, "i", "e4m3"), axis_name="i")(x).tolist()
         [[1.0, 4.0], [2.25, 8.0]]
     """
-    wire, key = _checked(axis_name, spec, key, TWO_SHOT, None, x)
+    wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
     check_bool("tiled", tiled)
 
     def one(v: Array, k: Array | None) -> Array:
@@ -275,7 +274,7 @@ def ppermute(
         >>> jax.vmap(shift, axis_name="i")(x).tolist()
         [8.0, 1.0, 0.0]
     """
-    wire, key = _checked(axis_name, spec, key, TWO_SHOT, None, x)
+    wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
     pairs = _check_perm(perm, wire.axes.size)
     back = tuple((target, source) for source, target in pairs)
 
@@ -289,7 +288,7 @@ def ppermute(
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(
+def checked(
     axis_name: AxisName, spec: _Spec, key: Any, algorithm: Algorithm, accumulate: _Accumulate, x: Any
 ) -> tuple[Wire, Array | None]:
     """The static arguments of a collective, and its key if something draws."""

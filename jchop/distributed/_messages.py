@@ -69,8 +69,8 @@ def check_places(spec: Spec, count: int, size: int) -> None:
                          "pass a part of x at a time")  # fmt: skip
 
 
-def move(q: QArray, how: Callable[[Array], Array]) -> QArray:
-    """Codes, scales and zero points, each moved in the same way.
+def move(q: Any, how: Callable[[Array], Array]) -> Any:
+    """The leaves of a QArray, or of another tree, each moved in the same way.
 
     Short floats move as integers of the same bits: XLA's CPU backend would move them as float32.
     """

@@ -104,18 +104,26 @@ def gather(wire: Wire, piece: Array, key: Array | None, dtype: Any, *, to: str) 
         dtype: of the result.
         to: ``"varying"`` or ``"invarying"``: the type of the result along the axes, as in `jax.lax.all_gather`.
     """
+    return numbers(gather_codes(wire, encode_total(wire, piece, key), to=to), dtype)
+
+
+def encode_total(wire: Wire, piece: Array, key: Array | None) -> QArray:
+    """The codes of this rank's piece, before they are gathered."""
+    check_places(wire.spec, wire.axes.size, piece.size)
+    return move(encode(piece[None], wire.spec, fold(key, Phase.GATHER), wire.axes.rank[None]), lambda leaf: leaf[0])
+
+
+def gather_codes(wire: Wire, q: QArray, *, to: str) -> QArray:
+    """The codes of all ranks, along a new first axis."""
     axes = wire.axes
-    check_places(wire.spec, axes.size, piece.size)
     stages = stages_of(wire.algorithm, axes) or (axes,)
     to = to if axes_are_tracked(axes) else "varying"
-    q = encode(piece[None], wire.spec, fold(key, Phase.GATHER), axes.rank[None])
-    q = move(q, lambda leaf: leaf[0])
     for stage in reversed(stages):
         q = move(q, lambda leaf, name=stage.name: lax.all_gather(leaf, name, to=to))
     if len(stages) > 1:
         order = [stages.index(Axes((n,), (s,))) for n, s in zip(axes.names, axes.sizes, strict=True)]
         q = move(q, lambda leaf: _flat(leaf, order))
-    return numbers(q, dtype)
+    return q
 
 
 def _flat(leaf: Array, order: list[int]) -> Array:
@@ -142,6 +150,3 @@ def permute(wire: Wire, x: Array, key: Array | None, perm: tuple[tuple[int, int]
         return arrived
     receives = jnp.array([rank in targets for rank in range(wire.axes.size)])[wire.axes.rank]
     return jnp.where(receives, arrived, jnp.zeros_like(arrived))
-
-
-__all__ = ["QArray", "Wire", "exchange", "gather", "permute", "reduce_scatter"]

@@ -40,15 +40,17 @@ def each(x: Any, key: Array | None, function: Callable[[Array, Array | None], Ar
     return structure.unflatten([function(leaf, fold(key, number)) for number, leaf in enumerate(leaves)])
 
 
-def in_buckets(x: Any, key: Array | None, function: Callable[[Array, Array | None], Array], bucket: int) -> Any:
+def in_buckets(x: Any, key: Array | None, function: Callable[[Array, Array | None], Array], bucket: int | None) -> Any:
     """`function` of every leaf of a tree as a vector; small ones of one dtype are one vector.
 
     Args:
         x: the tree.
         key: the key; the number of the vector is folded in.
         function: has a vector and gives one of the same length.
-        bucket: leaves of fewer elements are joined.
+        bucket: leaves of fewer elements are joined. None: leaves keep their shapes; those without elements stay.
     """
+    if bucket is None:
+        return each(x, key, lambda leaf, k: function(leaf, k) if leaf.size else leaf)
     leaves, structure = leaves_of(x)
     results: list[Array] = list(leaves)
     for number, members in enumerate(_buckets(leaves, bucket)):

@@ -42,6 +42,7 @@ from jchop.nn._recipes import recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._save_load import load, save
 from jchop.nn._scale_state import ActivationRange, AmaxHistory, LearnedScale
+from jchop.nn._shard import shard
 
 __all__ = [
     "LSQ",
@@ -86,4 +87,5 @@ __all__ = [
     "recipe",
     "report",
     "save",
+    "shard",
 ]

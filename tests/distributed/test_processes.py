@@ -46,7 +46,7 @@ def run_processes(script: Path, processes: int, *arguments: str, timeout: float 
 
 @pytest.mark.parametrize(
     ("processes", "devices", "cases"),
-    [(2, 2, "hierarchical"), pytest.param(4, 2, "two_shot,ring,hierarchical,gather", marks=pytest.mark.slow)],
+    [(2, 2, "two_shot"), pytest.param(4, 2, "two_shot,ring,hierarchical,gather", marks=pytest.mark.slow)],
 )
 def test_processes_get_the_replayed_bits(processes: int, devices: int, cases: str, tmp_path: Path) -> None:
     run_processes(Path(process.__file__), processes, str(devices), str(tmp_path), cases)
