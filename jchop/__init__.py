@@ -86,7 +86,7 @@ from jchop.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
 __version__ = "0.1.0"
 
 #: Modules that need an extra, or that few need; loaded when first used.
-_ON_DEMAND = ("compat", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch")
+_ON_DEMAND = ("compat", "distributed", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch")
 
 
 def __getattr__(name: str) -> _ModuleType:

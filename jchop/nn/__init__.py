@@ -43,6 +43,7 @@ from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._save_load import load, save
 from jchop.nn._scale_state import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._sensitivity import Sensitivity, SensitivityRow, sensitivity
+from jchop.nn._shard import shard
 
 __all__ = [
     "LSQ",
@@ -90,4 +91,5 @@ __all__ = [
     "report",
     "save",
     "sensitivity",
+    "shard",
 ]

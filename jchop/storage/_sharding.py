@@ -8,7 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray
+from jchop.storage._layout import kinds_of
 
 
 def shardings(q: QArray, sharding: Sharding) -> QArray:
@@ -68,3 +70,36 @@ def _count(sharding: NamedSharding, name: Any) -> int:
     """The number of shards of an axis under an entry of a `PartitionSpec`."""
     axes = name if isinstance(name, tuple) else (name,)
     return math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None)
+
+
+def check_groups_uncut(q: QArray, sharding: NamedSharding, name: str) -> None:
+    """Refuses a sharding that cuts a block of a format between devices.
+
+    Scales that a whole axis shares are on every device, so an axis under one scale may be cut.
+
+    Args:
+        q: a QArray, of arrays or of `jax.ShapeDtypeStruct`.
+        sharding: of the array.
+        name: of the array, for the error.
+
+    Raises:
+        ValueError: names the axis, and the numbers of parts that fit.
+    """
+    for axis, entry in enumerate(sharding.spec):
+        count, unit, length = _count(sharding, entry), group_length(q, axis), q.shape[axis]
+        if length % (count * unit):
+            fits = [n for n in range(1, length // unit + 1) if length % (n * unit) == 0]
+            raise ValueError(
+                f"{name}: {entry!r} cuts axis {axis} of length {length} into {count} parts, which do not hold whole "
+                f"groups of {unit} of {str(q.spec)!r}; sizes of the mesh axis that fit: {', '.join(map(str, fits))}"
+            )
+
+
+def group_length(q: QArray, axis: int) -> int:
+    """The length along an axis that parts of a QArray must be multiples of: of its groups, and of groups of scales."""
+    length, fmt = 1, q.spec.format
+    while isinstance(fmt, ScaledFormat):
+        kind = kinds_of(fmt, q.ndim)[axis]
+        length *= kind if isinstance(kind, int) else 1
+        fmt = fmt.scale
+    return length

@@ -1,0 +1,21 @@
+"""Collectives that move codes: quantized sums, gathers and exchanges between devices and processes."""
+
+from jchop.distributed._algorithms import Hierarchical, hierarchical
+from jchop.distributed._collectives import all_gather, all_to_all, ppermute, psum, psum_scatter
+from jchop.distributed._feedback import FeedbackState, psum_with_feedback
+from jchop.distributed._sharded import sharded_psum
+from jchop.distributed._unshard import unshard
+
+__all__ = [
+    "FeedbackState",
+    "Hierarchical",
+    "all_gather",
+    "all_to_all",
+    "hierarchical",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "psum_with_feedback",
+    "sharded_psum",
+    "unshard",
+]

@@ -1,0 +1,339 @@
+"""The collectives: `psum`, `psum_scatter`, `all_gather`, `all_to_all`, `ppermute`, with codes on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from jchop._arguments import checked_key
+from jchop._checks import check_bool, check_int
+from jchop._program.seeds import varying
+from jchop._settings import own_settings
+from jchop.accumulation import MatmulSpec
+from jchop.distributed._algorithms import TWO_SHOT, Algorithm, stages_of
+from jchop.distributed._axes import AxisName, as_axes, vary
+from jchop.distributed._messages import as_accumulate
+from jchop.distributed._moves import exchanged, gathered, move_linearly, permuted, scattered, sum_everywhere
+from jchop.distributed._pieces import check_whole_groups, is_flat
+from jchop.distributed._reduce import Wire
+from jchop.distributed._trees import each, in_buckets
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.spec import Spec, as_spec
+
+Array = jax.Array
+_Spec = Spec | ElementFormat | ScaledFormat | str
+_Accumulate = MatmulSpec | Spec | ElementFormat | str | None
+
+#: Leaves with fewer elements share messages.
+BUCKET = 1 << 16
+
+
+def psum(
+    x: Any,
+    axis_name: AxisName,
+    spec: _Spec,
+    key: Array | None = None,
+    *,
+    algorithm: Algorithm = TWO_SHOT,
+    accumulate: _Accumulate = None,
+    bucket: int = BUCKET,
+) -> Any:
+    """The sum of `x` over the ranks of mesh axes, with codes on the wire: a quantized all-reduce.
+
+    Two shots: each rank cuts `x` into a piece for each rank, quantizes each piece by itself, and sends its codes and
+    scales. The owner of a piece adds the numbers of all ranks in the order of ranks, quantizes the sum, and sends it to
+    all. Every rank decodes the same codes, so all have the same bits.
+
+    A format whose groups are blocks of the last axis, or all numbers, is applied to the vector of the elements in C
+    order; so is a plain format. Small leaves of a tree are joined to one vector first. With other groups (channels,
+    tiles) an array keeps its shape and is cut between groups, along the axis that leaves the fewest numbers to be
+    added.
+
+    The derivative is that of `jax.lax.psum`: the cotangent is passed to every rank. Under ``check_vma=False`` it is
+    summed over the ranks, in the codes of the spec's gradient if that is a spec, else as floats.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, or a pytree of such arrays, of the same shape on every rank. Sums of
+            16-bit numbers are float32.
+        axis_name: a mesh axis of `jax.shard_map` (or of `jax.vmap`), or a tuple of them, the slowest first.
+        spec: the format and rounding of the codes: any that `jchop.quantize` takes. A format without NaN turns NaN into
+            its largest value; ``nan_block=True`` lets a NaN or an infinity make its group NaN.
+        key: a typed key, the same on every rank; required if `spec` or `accumulate` is stochastic. Default None.
+        algorithm: ``"two_shot"`` (default, two roundings of each number); ``"ring"`` (partial sums go round, one
+            rounding for each rank: less memory, larger errors); or a value of `hierarchical` (three roundings).
+        accumulate: the arithmetic of the sums: a `jchop.MatmulSpec` without a product, or a spec for every sum. Default
+            None: the carrier.
+        bucket: leaves with fewer elements are joined, up to about this number. Default: 65536.
+
+    Returns:
+        Arrays like `x`, equal on all ranks bit for bit.
+
+    Raises:
+        TypeError: for a dtype that is not a carrier, or a key that is not a typed key.
+        ValueError: when traced: for an axis that is not in the mesh, a missing key, a key that differs between ranks,
+            another algorithm, a format that does not fit `x`, or a clipped gradient.
+
+    References:
+        EQuARX, arXiv 2506.17615; ZeRO++, arXiv 2306.10209. [](distributed.md) has the definition and error bounds.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> total = jax.shard_map(
+        ...     lambda x: jc.distributed.psum(x, "data", "int8(group=4)"), mesh=mesh, in_specs=P(), out_specs=P())
+        >>> total(jnp.array([1.0, -0.5, 0.25, 127.0])).tolist()
+        [1.0, 0.0, 0.0, 127.0]
+    """
+    check_int("bucket", bucket, 0)
+    wire, key = checked(axis_name, spec, key, algorithm, accumulate, x)
+    with own_settings():
+        return in_buckets(
+            x, key, lambda v, k: sum_everywhere(wire, vary(v, wire.axes), k), bucket if is_flat(wire.spec) else None
+        )
+
+
+def psum_scatter(
+    x: Any,
+    axis_name: AxisName,
+    spec: _Spec,
+    key: Array | None = None,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    algorithm: Algorithm = TWO_SHOT,
+    accumulate: _Accumulate = None,
+) -> Any:
+    """The sum over ranks, of which each rank gets one piece: a quantized reduce-scatter.
+
+    Each rank quantizes the pieces of `x` along an axis, each by itself, and sends them to their owners; these add the
+    numbers in the order of ranks. The sum is not rounded again. The transpose is `all_gather` in the codes of the
+    spec's gradient if that is a spec, else of floats.
+
+    Args:
+        x: as in `psum`.
+        axis_name: as in `psum`.
+        spec: as in `psum`; groups must not be cut.
+        key: as in `psum`.
+        scatter_dimension: the axis of `x` that is cut. Default 0.
+        tiled: as in `jax.lax.psum_scatter`: whether a piece has 1/n of the axis (True), or is one of its n entries
+            (default).
+        algorithm: as in `psum`, with one rounding less.
+        accumulate: as in `psum`.
+
+    Returns:
+        The piece of this rank.
+
+    Raises:
+        TypeError, ValueError: as `psum`; and for an axis whose length the number of ranks does not divide, or pieces
+            that cut groups.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> x = jnp.array([[1.0, 2.0, 4.0, 8.0], [1.0, 1.0, 1.0, 1.0]])
+        >>> jax.vmap(lambda x: jc.distributed.psum_scatter(x, "i", "bfloat16", tiled=True), axis_name="i")(x).tolist()
+        [[2.0, 3.0], [5.0, 9.0]]
+    """
+    wire, key = checked(axis_name, spec, key, algorithm, accumulate, x)
+    check_bool("tiled", tiled)
+
+    def one(v: Array, k: Array | None) -> Array:
+        axis = _axis("scatter_dimension", scatter_dimension, v.ndim)
+        part = _check_parts(wire, v.shape, axis, tiled, f"scatter_dimension={scatter_dimension}")
+        return move_linearly(
+            partial(scattered, axis, tiled, part), partial(gathered, axis, tiled), wire, vary(v, wire.axes), k
+        )
+
+    with own_settings():
+        return each(x, key, one)
+
+
+def all_gather(
+    x: Any, axis_name: AxisName, spec: _Spec, key: Array | None = None, *, axis: int = 0, tiled: bool = False
+) -> Any:
+    """The arrays of all ranks, joined on every rank, with codes on the wire.
+
+    Each rank quantizes its array and sends it; every rank, the sender too, decodes the same codes. The transpose is
+    `psum_scatter` in the codes of the spec's gradient if that is a spec, else of floats.
+
+    With ``tiled=True`` and ``axis=0`` the result is bit for bit the whole array rounded to `spec`, with the key
+    ``fold_in(fold_in(key, 0), 2)``, if the format has no scale of the whole array or of all numbers along the axis.
+
+    Args:
+        x: as in `psum`.
+        axis_name: as in `psum`.
+        spec: as in `psum`; groups must not be cut.
+        key: as in `psum`.
+        axis: the axis of the result along which arrays are joined. Default 0.
+        tiled: as in `jax.lax.all_gather`: whether they are concatenated (True), or stacked along a new axis (default).
+
+    Returns:
+        The joined arrays, equal on all ranks.
+
+    Raises:
+        TypeError, ValueError: as `psum_scatter`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> x = jnp.array([[1.0, 2.25], [4.0, 8.5]])
+        >>> jax.vmap(lambda x: jc.distributed.all_gather(x, "i", "e4m3", tiled=True), axis_name="i")(x)[0].tolist()
+        [1.0, 2.25, 4.0, 8.0]
+    """
+    wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
+    check_bool("tiled", tiled)
+
+    def one(v: Array, k: Array | None) -> Array:
+        at = _axis("axis", axis, v.ndim + (not tiled))
+        if tiled:
+            check_whole_groups(wire.spec, v.shape, at, wire.axes.size, f"axis={axis}")
+        back = partial(scattered, at, tiled, v.shape)
+        return move_linearly(partial(gathered, at, tiled), back, wire, vary(v, wire.axes), k)
+
+    with own_settings():
+        return each(x, key, one)
+
+
+def all_to_all(
+    x: Any,
+    axis_name: AxisName,
+    spec: _Spec,
+    key: Array | None = None,
+    *,
+    split_axis: int = 0,
+    concat_axis: int = 0,
+    tiled: bool = False,
+) -> Any:
+    """Piece p of every rank's array goes to rank p, with codes on the wire.
+
+    The transpose is `all_to_all` with the axes exchanged, in the codes of the spec's gradient if that is a spec, else
+    of floats.
+
+    Args:
+        x: as in `psum`.
+        axis_name: as in `psum`.
+        spec: as in `psum`; groups must not be cut.
+        key: as in `psum`.
+        split_axis: the axis of `x` that is cut. Default 0.
+        concat_axis: the axis of the result along which pieces are joined, in the order of their senders. Default 0.
+        tiled: as in `jax.lax.all_to_all`: whether pieces have 1/n of the axis and are concatenated (True), or are its n
+            entries and are stacked (default).
+
+    Returns:
+        The pieces for this rank.
+
+    Raises:
+        TypeError, ValueError: as `psum_scatter`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> x = jnp.array([[1.0, 2.25], [4.0, 8.5]])
+        >>> jax.vmap(lambda x: jc.distributed.all_to_all(x, "i", "e4m3"), axis_name="i")(x).tolist()
+        [[1.0, 4.0], [2.25, 8.0]]
+    """
+    wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
+    check_bool("tiled", tiled)
+
+    def one(v: Array, k: Array | None) -> Array:
+        split, concat = _axis("split_axis", split_axis, v.ndim), _axis("concat_axis", concat_axis, v.ndim)
+        _check_parts(wire, v.shape, split, tiled, f"split_axis={split_axis}")
+        there, back = partial(exchanged, split, concat, tiled), partial(exchanged, concat, split, tiled)
+        return move_linearly(there, back, wire, vary(v, wire.axes), k)
+
+    with own_settings():
+        return each(x, key, one)
+
+
+def ppermute(
+    x: Any, axis_name: AxisName, spec: _Spec, key: Array | None = None, *, perm: Sequence[tuple[int, int]]
+) -> Any:
+    """The array of another rank, with codes on the wire; zeros on a rank that none sends to.
+
+    The transpose is `ppermute` in the other direction, in the codes of the spec's gradient if that is a spec, else of
+    floats.
+
+    Args:
+        x: as in `psum`.
+        axis_name: as in `psum`.
+        spec: as in `psum`.
+        key: as in `psum`.
+        perm: pairs (source rank, target rank), each source and each target once at most.
+
+    Returns:
+        Arrays like `x`.
+
+    Raises:
+        TypeError, ValueError: as `psum`; and for a permutation with a rank that does not exist or comes twice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> x = jnp.array([1.0, 2.0, 8.5])
+        >>> shift = lambda x: jc.distributed.ppermute(x, "i", "e4m3", perm=[(0, 1), (2, 0)])
+        >>> jax.vmap(shift, axis_name="i")(x).tolist()
+        [8.0, 1.0, 0.0]
+    """
+    wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
+    pairs = _check_perm(perm, wire.axes.size)
+    back = tuple((target, source) for source, target in pairs)
+
+    def one(v: Array, k: Array | None) -> Array:
+        return move_linearly(partial(permuted, pairs), partial(permuted, back), wire, vary(v, wire.axes), k)
+
+    with own_settings():
+        return each(x, key, one)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def checked(
+    axis_name: AxisName, spec: _Spec, key: Any, algorithm: Algorithm, accumulate: _Accumulate, x: Any
+) -> tuple[Wire, Array | None]:
+    """The static arguments of a collective, and its key if something draws."""
+    spec = as_spec(spec, scaled=True)
+    if spec.gradient.clipped:
+        raise ValueError(f"spec={str(spec)!r} has a clipped gradient, which collectives do not have; allowed: "
+                         "straight-through, or a spec")  # fmt: skip
+    axes = as_axes(axis_name)
+    stages_of(algorithm, axes)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype")}
+    sums = as_accumulate(accumulate, dtypes)
+    backward = spec.gradient.round
+    drawing = next((s for s in (spec, backward) if s is not None and s.rounding.stochastic), None)
+    if drawing is None and sums is not None and sums.stochastic:
+        drawing = sums  # type: ignore[assignment]
+    key = checked_key(key, drawing is not None, drawing)
+    if key is not None and (moving := set(axes.names) & set(varying(key))):
+        raise ValueError(f"key differs along {sorted(map(str, moving))}; pass the same key on every rank: the number "
+                         "of the rank is folded in")  # fmt: skip
+    return Wire(axes, spec, algorithm, sums), key
+
+
+def _axis(name: str, axis: int, ndim: int) -> int:
+    if ndim == 0:
+        raise ValueError(f"{name}={axis!r}: x has no axes")
+    return check_int(name, axis, -ndim, ndim - 1) % ndim
+
+
+def _check_parts(wire: Wire, shape: tuple[int, ...], axis: int, tiled: bool, name: str) -> tuple[int, ...]:
+    """The shape of a piece along an axis, of which each rank must get the same."""
+    count = wire.axes.size
+    if shape[axis] % count if tiled else shape[axis] != count:
+        needed = f"a multiple of {count}" if tiled else f"{count}, or tiled=True"
+        raise ValueError(f"{name}: x has shape {shape}, and {count} ranks along {wire.axes.name!r} need a length of "
+                         f"{needed} there")  # fmt: skip
+    if not tiled:
+        return (*shape[:axis], *shape[axis + 1 :])
+    part = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
+    check_whole_groups(wire.spec, part, axis, count, name)
+    return part
+
+
+def _check_perm(perm: Any, count: int) -> tuple[tuple[int, int], ...]:
+    pairs = tuple((check_int("perm", a, 0, count - 1), check_int("perm", b, 0, count - 1)) for a, b in perm)
+    for ranks in zip(*pairs, strict=True):
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"perm={list(pairs)} has a rank twice as a source or as a target")
+    return pairs

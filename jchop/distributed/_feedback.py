@@ -1,0 +1,147 @@
+"""Sums over ranks whose rounding errors are kept and added to the next sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._arguments import checked_key
+from jchop._checks import check_int
+from jchop._core.arithmetic.operations import operation_carrier
+from jchop._settings import own_settings, split
+from jchop.accumulation import MatmulSpec
+from jchop.distributed._algorithms import TWO_SHOT
+from jchop.distributed._axes import AxisName, vary
+from jchop.distributed._collectives import BUCKET, checked
+from jchop.distributed._messages import Phase, encode, fold, move, numbers, sum_in_order
+from jchop.distributed._pieces import Cut, is_flat, plan_cut
+from jchop.distributed._reduce import Wire, encode_total, gather_codes
+from jchop.distributed._trees import in_buckets
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.spec import Spec, as_spec
+
+Array = jax.Array
+
+
+class FeedbackState(NamedTuple):
+    """State of `psum_with_feedback` on one rank: errors of the pieces sent and of the sums owned; and the key."""
+
+    sent: tuple[Array, ...]
+    total: tuple[Array, ...]
+    key: Array | None
+
+
+class Transformation(NamedTuple):
+    """A pair of functions, as `optax.GradientTransformation`."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+
+
+def psum_with_feedback(
+    axis_name: AxisName,
+    spec: Spec | ElementFormat | ScaledFormat | str,
+    key: Array | None = None,
+    *,
+    accumulate: MatmulSpec | Spec | ElementFormat | str | None = None,
+    bucket: int = BUCKET,
+) -> Transformation:
+    """Sums of updates over ranks as a link of an Optax chain, with the errors of both roundings kept.
+
+    A rank adds the error of its last messages to the pieces that it sends, and the owner of a piece adds the error of
+    the last sum: c = x + e, q = round(c), and the new error is c - q. Over many steps the sum of all results differs
+    from the sum of all updates by one error of every rank and one of the owner. So formats of one bit train. Without
+    errors a step is `psum` with ``algorithm="two_shot"``.
+
+    Both functions run inside `jax.shard_map`. The state differs between ranks: with a leading axis for the ranks it
+    passes in and out of `jax.shard_map` by ``PartitionSpec(axis_name)``.
+
+    Args:
+        axis_name: as in `psum`.
+        spec: as in `psum`; also formats so coarse that single sums mean little.
+        key: a typed key, required if `spec` or `accumulate` is stochastic. Each step splits it. Default None.
+        accumulate: as in `psum`.
+        bucket: as in `psum`.
+
+    Returns:
+        The functions ``init(params)`` and ``update(updates, state, params=None)``, which `optax.chain` takes. The state
+        is a `FeedbackState`.
+
+    Raises:
+        TypeError, ValueError: as `psum`.
+
+    References:
+        1-bit Adam, arXiv 2102.02888, algorithm 1; Karimireddy et al., arXiv 1901.09847.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> tx = jc.distributed.psum_with_feedback("i", "fixed4.0")
+        >>> def steps(x):
+        ...     state = tx.init(x)
+        ...     first, state = tx.update(x, state)
+        ...     return first, tx.update(x, state)[0]
+        >>> [y[0].tolist() for y in jax.vmap(steps, axis_name="i")(jnp.array([[0.375], [0.375]]))]
+        [[0.0], [2.0]]
+    """
+    spec = as_spec(spec, scaled=True)
+    check_int("bucket", bucket, 0)
+    size = bucket if is_flat(spec) else None
+
+    def checked_wire(x: Any, key: Array | None) -> tuple[Wire, Array | None]:
+        return checked(axis_name, spec, key, TWO_SHOT, accumulate, x)
+
+    def init(params: Any) -> FeedbackState:
+        wire, start = checked_wire(params, key)
+        sent: list[Array] = []
+        total: list[Array] = []
+
+        def zeros(v: Array, _: Array | None) -> Array:
+            pieces = _cut(v, wire).pieces(v)
+            sent.append(vary(jnp.zeros(pieces.shape, operation_carrier(v.dtype).name), wire.axes))
+            total.append(vary(jnp.zeros(pieces.shape[1:], operation_carrier(v.dtype).name), wire.axes))
+            return v
+
+        with own_settings():
+            in_buckets(params, None, zeros, size)
+        return FeedbackState(tuple(sent), tuple(total), start)
+
+    def update(updates: Any, state: FeedbackState, params: Any = None, **extra: Any) -> tuple[Any, FeedbackState]:
+        del params, extra
+        wire, drawn = checked_wire(updates, state.key)
+        errors = zip(state.sent, state.total, strict=True)
+        kept: list[tuple[Array, Array]] = []
+
+        def step(v: Array, k: Array | None) -> Array:
+            result, *new = _step(wire, v, k, *next(errors))
+            kept.append((new[0], new[1]))
+            return result
+
+        with own_settings():
+            following, own = (None, None) if drawn is None else split(drawn)
+            results = in_buckets(updates, own, step, size)
+        return results, FeedbackState(tuple(sent for sent, _ in kept), tuple(total for _, total in kept), following)
+
+    checked_key(key, spec.rounding.stochastic, spec)
+    return Transformation(init, update)
+
+
+def _cut(v: Array, wire: Wire) -> Cut:
+    return plan_cut(v.shape, wire.spec, wire.axes.size)
+
+
+def _step(wire: Wire, v: Array, key: Array | None, sent: Array, total: Array) -> tuple[Array, Array, Array]:
+    """The sum over ranks, and the new errors of the pieces sent and of the sum owned."""
+    axes, cut = wire.axes, _cut(v, wire)
+    pieces = cut.pieces(vary(v, axes)).astype(sent.dtype) + sent
+    q = encode(pieces, wire.spec, fold(key, Phase.SEND, 0, axes.rank), jnp.arange(axes.size))
+    error = pieces - numbers(q, pieces.dtype)
+    arrived = numbers(move(q, lambda leaf: lax.all_to_all(leaf, axes.name, 0, 0, tiled=True)), pieces.dtype)
+    drawn = fold(key, Phase.SUM, 0, axes.rank)
+    summed = sum_in_order(arrived[:, None], wire.accumulate, drawn, axes.rank[None])[0] + total
+    q = encode_total(wire, summed, key)
+    own = summed - numbers(q, summed.dtype)
+    return cut.joined(numbers(gather_codes(wire, q, to="invarying"), v.dtype)), error, own

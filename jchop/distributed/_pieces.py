@@ -1,0 +1,114 @@
+"""Arrays cut into one piece for each rank, and joined again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop.formats import ScaledFormat
+from jchop.spec import Spec
+from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of
+
+Array = jax.Array
+
+
+def is_flat(spec: Spec) -> bool:
+    """Whether a spec quantizes vectors: each number by itself, in blocks of the last axis, or all under one scale."""
+    fmt = spec.scaled
+    if fmt is None:
+        return True
+    parts = [fmt, *([fmt.scale] if isinstance(fmt.scale, ScaledFormat) else [])]
+    return all(part.channel is None and (part.group is None or part.axis == -1) for part in parts)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The cut of arrays into one piece for each rank.
+
+    Args:
+        count: the number of ranks.
+        shape: of the array, or of the vector of several joined arrays.
+        axis: the axis of the cut.
+        length: of a piece along it.
+    """
+
+    count: int
+    shape: tuple[int, ...]
+    axis: int
+    length: int
+
+    def pieces(self, x: Array) -> Array:
+        """(count, ...): the pieces; the last number is repeated up to the length of the last pieces."""
+        missing = self.count * self.length - self.shape[self.axis]
+        if missing:
+            x = jnp.pad(x, [(0, missing if axis == self.axis else 0) for axis in range(x.ndim)], mode="edge")
+        split = x.reshape(*x.shape[: self.axis], self.count, self.length, *x.shape[self.axis + 1 :])
+        return jnp.moveaxis(split, self.axis, 0)
+
+    def joined(self, pieces: Array) -> Array:
+        """The array of pieces."""
+        back = jnp.moveaxis(pieces, 0, self.axis)
+        whole = back.reshape(*back.shape[: self.axis], -1, *back.shape[self.axis + 2 :])
+        return jax.lax.slice_in_dim(whole, 0, self.shape[self.axis], axis=self.axis)
+
+
+def plan_cut(shape: Sequence[int], spec: Spec, count: int) -> Cut:
+    """The cut of an array between groups.
+
+    A piece of a vector holds whole groups, if it holds more than one. Another array is cut between groups, along the
+    axis that is not under one scale and leaves the fewest numbers to be added.
+
+    Raises:
+        ValueError: for a format that has an axis that the array lacks, or groups that span every axis.
+    """
+    shape = tuple(shape)
+    kinds = (OWN,) * len(shape) if spec.scaled is None else kinds_of(spec.scaled, len(shape))
+    if is_flat(spec):
+        axis = len(shape) - 1
+        return Cut(count, shape, axis, _length(shape[axis], kinds[axis], count))
+    lengths = {axis: _length(n, kinds[axis], count, 0) for axis, n in enumerate(shape) if kinds[axis] != WHOLE}
+    if not lengths:
+        raise ValueError(f"spec={str(spec)!r} has groups that span every axis of x, of shape {shape}, so it cannot be "
+                         "cut into pieces; use a format whose groups are blocks or all numbers")  # fmt: skip
+    axis = min(lengths, key=lambda axis: lengths[axis] * count / max(shape[axis], 1))
+    return Cut(count, shape, axis, lengths[axis])
+
+
+def _length(n: int, kind: Kind, count: int, most_cut: int = 1) -> int:
+    """The least length of `count` equal pieces of an axis of length n, of whole groups if of more than `most_cut`."""
+    length = -(-n // count)
+    return -(-length // kind) * kind if isinstance(kind, int) and length > kind * most_cut else length
+
+
+def check_whole_groups(spec: Spec, shape: Sequence[int], axis: int, count: int, name: str) -> None:
+    """Refuses parts along an axis that cut blocks of it.
+
+    Args:
+        spec: of the codes.
+        shape: of a part.
+        axis: of the cut.
+        count: the number of parts.
+        name: the argument whose parts they are, with its axis.
+    """
+    if spec.scaled is None or not shape:
+        return
+    formats: list[Any] = [spec.scaled]
+    unit = 1
+    while formats:
+        fmt = formats.pop()
+        kind = kinds_of(fmt, len(shape))[axis]
+        unit *= kind if isinstance(kind, int) else 1
+        formats += [fmt.scale] if isinstance(fmt.scale, ScaledFormat) else []
+    if shape[axis] % unit:
+        whole = shape[axis] * count
+        fits = [n for n in range(1, math.isqrt(whole) * 8 + 2) if whole % (n * unit) == 0]
+        allowed = ", ".join(map(str, fits[:12])) or "none"
+        raise ValueError(
+            f"{name}: {count} parts of length {shape[axis]} cut groups of {unit} of spec={str(spec)!r}; numbers of "
+            f"parts that fit a length of {whole}: {allowed}"
+        )

@@ -1,0 +1,152 @@
+"""Sums of pieces over ranks, in codes: each rank gets the sum of one piece; and the gathering of pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._core.arithmetic.operations import operation_carrier
+from jchop.accumulation import MatmulSpec
+from jchop.distributed._algorithms import Algorithm, stages_of
+from jchop.distributed._axes import Axes, axes_are_tracked
+from jchop.distributed._messages import Phase, check_places, encode, fold, move, numbers, sum_in_order
+from jchop.spec import Spec
+from jchop.storage import QArray
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The static arguments of a collective.
+
+    Args:
+        axes: the mesh axes.
+        spec: of the codes.
+        algorithm: of sums.
+        accumulate: the arithmetic of sums; None for the carrier.
+    """
+
+    axes: Axes
+    spec: Spec
+    algorithm: Algorithm
+    accumulate: MatmulSpec | None
+
+
+def reduce_scatter(wire: Wire, pieces: Array, key: Array | None) -> Array:
+    """The sum over ranks of this rank's piece, in float32 or float64.
+
+    Args:
+        wire: the collective.
+        pieces: (ranks, ...): piece p is for rank p.
+        key: the key, if something draws.
+    """
+    check_places(wire.spec, pieces.shape[0], pieces[0].size)
+    stages = stages_of(wire.algorithm, wire.axes)
+    return _ring(wire, pieces, key) if stages is None else _exchange(wire, stages, pieces, key)
+
+
+def _exchange(wire: Wire, stages: tuple[Axes, ...], pieces: Array, key: Array | None) -> Array:
+    """Exchanges of codes along one stage after the other, each followed by a sum of what arrived."""
+    axes, shape = wire.axes, pieces.shape[1:]
+    wide = operation_carrier(pieces.dtype).name
+    # One axis of pieces for each stage that is left, in the order of the mesh axes.
+    left = [axes] if len(stages) == 1 else [Axes((n,), (s,)) for n, s in zip(axes.names, axes.sizes, strict=True)]
+    places = jnp.arange(axes.size, dtype=jnp.uint32).reshape([stage.size for stage in left])
+    values = pieces.reshape(*places.shape, *shape)
+    for turn, stage in enumerate(stages):
+        at = left.index(stage)
+        left.pop(at)
+        values, places = jnp.moveaxis(values, at, 0), jnp.moveaxis(places, at, 0)
+        rest = places.shape[1:]
+        q = encode(values.reshape(-1, *shape), wire.spec, fold(key, Phase.SEND, turn, axes.rank), places.reshape(-1))
+        q = move(q, lambda leaf, name=stage.name: lax.all_to_all(leaf, name, 0, 0, tiled=True))
+        arrived = numbers(q, wide).reshape(stage.size, -1, *shape)
+        places = lax.dynamic_index_in_dim(places, stage.rank, 0, keepdims=False)
+        drawn = fold(key, Phase.SUM, turn, axes.rank)
+        values = sum_in_order(arrived, wire.accumulate, drawn, places.reshape(-1)).reshape(*rest, *shape)
+    return values
+
+
+def _ring(wire: Wire, pieces: Array, key: Array | None) -> Array:
+    """The partial sum of piece p starts at rank p + 1, and each rank adds its numbers; rank p has the last word."""
+    axes, count = wire.axes, wire.axes.size
+    wide = operation_carrier(pieces.dtype).name
+    following = [(rank, (rank + 1) % count) for rank in range(count)]
+
+    def own(place: Array) -> Array:
+        return lax.dynamic_index_in_dim(pieces, place, 0, keepdims=False).astype(wide)
+
+    def hop(partial_sum: Array, turn: Array) -> tuple[Array, None]:
+        sent = (axes.rank + 2 * count - turn - 1) % count
+        q = encode(partial_sum[None], wire.spec, fold(key, Phase.SEND, turn, axes.rank), sent[None])
+        q = move(q, lambda leaf: lax.ppermute(leaf, axes.name, following))
+        place = (axes.rank + 2 * count - turn - 2) % count
+        arrived = jnp.stack([numbers(q, wide)[0], own(place)])[:, None]
+        drawn = fold(key, Phase.SUM, turn, axes.rank)
+        return sum_in_order(arrived, wire.accumulate, drawn, place[None])[0], None
+
+    first = own((axes.rank + count - 1) % count)
+    return lax.scan(hop, first, jnp.arange(count - 1, dtype=jnp.int32))[0]
+
+
+def gather(wire: Wire, piece: Array, key: Array | None, dtype: Any, *, to: str) -> Array:
+    """The pieces of all ranks, along a new first axis. Each rank decodes the same codes, so all get the same bits.
+
+    Args:
+        wire: the collective.
+        piece: this rank's piece.
+        key: the key, if the spec draws.
+        dtype: of the result.
+        to: ``"varying"`` or ``"invarying"``: the type of the result along the axes, as in `jax.lax.all_gather`.
+    """
+    return numbers(gather_codes(wire, encode_total(wire, piece, key), to=to), dtype)
+
+
+def encode_total(wire: Wire, piece: Array, key: Array | None) -> QArray:
+    """The codes of this rank's piece, before they are gathered."""
+    check_places(wire.spec, wire.axes.size, piece.size)
+    return move(encode(piece[None], wire.spec, fold(key, Phase.GATHER), wire.axes.rank[None]), lambda leaf: leaf[0])
+
+
+def gather_codes(wire: Wire, q: QArray, *, to: str) -> QArray:
+    """The codes of all ranks, along a new first axis."""
+    axes = wire.axes
+    stages = stages_of(wire.algorithm, axes) or (axes,)
+    to = to if axes_are_tracked(axes) else "varying"
+    for stage in reversed(stages):
+        q = move(q, lambda leaf, name=stage.name: lax.all_gather(leaf, name, to=to))
+    if len(stages) > 1:
+        order = [stages.index(Axes((n,), (s,))) for n, s in zip(axes.names, axes.sizes, strict=True)]
+        q = move(q, lambda leaf: _flat(leaf, order))
+    return q
+
+
+def _flat(leaf: Array, order: list[int]) -> Array:
+    """Leading axes in another order, joined."""
+    moved = leaf.transpose(*order, *range(len(order), leaf.ndim))
+    return moved.reshape(-1, *leaf.shape[len(order) :])
+
+
+def exchange(wire: Wire, pieces: Array, key: Array | None) -> Array:
+    """(ranks, ...): the pieces that every rank sent to this one; piece p of `pieces` is sent to rank p."""
+    check_places(wire.spec, pieces.shape[0], pieces[0].size)
+    q = encode(pieces, wire.spec, fold(key, Phase.SEND, 0, wire.axes.rank), jnp.arange(wire.axes.size))
+    q = move(q, lambda leaf: lax.all_to_all(leaf, wire.axes.name, 0, 0, tiled=True))
+    return numbers(q, pieces.dtype)
+
+
+def permute(wire: Wire, x: Array, key: Array | None, perm: tuple[tuple[int, int], ...]) -> Array:
+    """`x` of the rank that sends to this one; zeros on a rank that none sends to."""
+    check_places(wire.spec, wire.axes.size, x.size)
+    q = encode(x[None], wire.spec, fold(key, Phase.SEND, 0), wire.axes.rank[None])
+    arrived = numbers(move(q, lambda leaf: lax.ppermute(leaf, wire.axes.name, perm)), x.dtype)[0]
+    targets = {target for _, target in perm}
+    if len(targets) == wire.axes.size:
+        return arrived
+    receives = jnp.array([rank in targets for rank in range(wire.axes.size)])[wire.axes.rank]
+    return jnp.where(receives, arrived, jnp.zeros_like(arrived))

@@ -1,0 +1,106 @@
+"""`unshard`: packed arrays gathered as codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jchop._checks import check_int
+from jchop._core.rounding.codes import packed_size
+from jchop.distributed._axes import AxisName, as_axes
+from jchop.distributed._messages import move
+from jchop.formats import ScaledFormat
+from jchop.storage import QArray
+from jchop.storage._codes import is_packed
+from jchop.storage._layout import WHOLE, kinds_of
+from jchop.storage._sharding import group_length
+
+Array = jax.Array
+
+
+def unshard(tree: Any, axis_name: AxisName | None = None, *, axis: int = 0) -> Any:
+    """Packed arrays on every device, gathered as codes and scales; `jchop.dequantize` of them then moves nothing.
+
+    This is the gather of FSDP: weights lie in parts on the devices, and a layer gathers the codes of its own just
+    before it is used. Without it XLA may gather dequantized numbers.
+
+    Args:
+        tree: a pytree with QArrays; other leaves are gathered as they are. Under `jax.jit` in an automatic or explicit
+            mesh (`jax.set_mesh`), sharded in any way. In `jax.shard_map`, the parts of this rank.
+        axis_name: the mesh axes to gather over, in `jax.shard_map`. Default None: not in `jax.shard_map`; all axes.
+        axis: the array axis that was cut between ranks, in `jax.shard_map`. Default 0.
+
+    Returns:
+        The tree of whole arrays.
+
+    Raises:
+        ValueError: without a mesh; in `jax.shard_map`, for an axis that is not in the mesh or that an array lacks, and
+            for parts that cut groups.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> w = jc.nn.shard({"w": jc.quantize(jnp.ones((8, 32)), "nvfp4")}, mesh, {"w": P("fsdp")})
+        >>> with jax.set_mesh(mesh):
+        ...     jax.jit(lambda w: jc.dequantize(jc.distributed.unshard(w)["w"]).sum())(w).item()
+        256.0
+    """
+    if axis_name is not None:
+        axes = as_axes(axis_name)
+        return jax.tree.map(lambda leaf: _gathered(leaf, axes.name, axis), tree, is_leaf=_is_stored)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError("axis_name=None, and there is no mesh: call it under jax.set_mesh(mesh)")
+    if AxisType.Manual in mesh.axis_types:
+        raise ValueError(f"axis_name=None inside jax.shard_map; pass one of {mesh.axis_names}")
+    explicit = AxisType.Explicit in mesh.axis_types
+
+    def whole(leaf: Array) -> Array:
+        leaf = lax.optimization_barrier(leaf)  # short floats are integers here, and have to be when they move
+        return jax.reshard(leaf, P()) if explicit else lax.with_sharding_constraint(leaf, NamedSharding(mesh, P()))
+
+    return jax.tree.map(lambda leaf: move(leaf, whole), tree, is_leaf=_is_stored)
+
+
+def _is_stored(leaf: Any) -> bool:
+    return isinstance(leaf, QArray)
+
+
+def _gathered(leaf: Any, name: Any, axis: int) -> Any:
+    at = check_int("axis", axis, -len(leaf.shape), len(leaf.shape) - 1) % len(leaf.shape)
+    if not isinstance(leaf, QArray):
+        return lax.all_gather(leaf, name, axis=at, tiled=True)
+    size, length, unit = leaf.size, leaf.shape[at], group_length(leaf, at)
+    if at == leaf.ndim - 1:
+        element, ranks = leaf.spec.element, lax.axis_size(name)
+        held = packed_size(length, element.bits) if is_packed(element) else length
+        if (
+            leaf.qvalue.shape[-1] != held
+        ):  # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis
+            length //= ranks
+        if length * element.bits % 8:
+            raise ValueError(f"axis={axis}: parts of length {length} do not fill bytes of packed codes")
+        size = length * ranks
+    if length % unit:
+        raise ValueError(f"axis={axis}: parts of length {length} cut groups of {unit} of {str(leaf.spec)!r}")
+
+    def of(part: Array) -> Array:
+        return lax.all_gather(part, name, axis=at, tiled=True)
+
+    fmt, scale, zero_point = leaf.spec.scaled, leaf.scale, leaf.zero_point
+    kinds = [] if fmt is None else [kinds_of(each, leaf.ndim)[at] for each in (fmt, fmt.scale) if _is_scaled(each)]
+    if WHOLE in kinds[1:]:
+        raise ValueError(f"axis={axis}: scales of {str(leaf.spec)!r} share a scale along it; gather another axis")
+    if fmt is not None and kinds[0] != WHOLE:  # a scale of the tensor is on every device
+        scale = (move(scale[0], of), scale[1]) if fmt.scale_rule.tensor_scale else move(scale, of)
+        zero_point = move(zero_point, of)
+    return QArray(move(leaf.qvalue, of), scale, zero_point, leaf.spec, size, leaf.dtype)
+
+
+def _is_scaled(fmt: Any) -> bool:
+    return isinstance(fmt, ScaledFormat)

@@ -1,0 +1,55 @@
+"""One of several processes that sum and gather over all their devices, and write the results of their devices.
+
+python tests/distributed/process.py PORT PROCESSES NUMBER DEVICES FOLDER CASES
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+SHAPE = (5, 37)
+
+
+def main(port: str, processes: int, number: int, devices: int, folder: str, cases: str) -> None:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    import jax
+    import numpy as np
+    from distributed.replay import STOCHASTIC
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jchop as jc
+
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=number)
+    mesh = jax.make_mesh((processes, devices), ("process", "device"), axis_types=(AxisType.Auto,) * 2)
+    every = ("process", "device")
+    rows = NamedSharding(mesh, P(every))
+    whole = np.random.default_rng(0).standard_normal((processes * devices, *SHAPE)).astype(np.float32)
+    x = jax.make_array_from_callback(whole.shape, rows, lambda index: whole[index])
+    d, key = jc.distributed, jax.random.key(7)
+
+    def both(x: jax.Array) -> dict[str, jax.Array]:
+        x = x[0]
+        levels = d.hierarchical("device", "process")
+        known = {
+            "two_shot": lambda: d.psum(x, every, STOCHASTIC, key),
+            "ring": lambda: d.psum(x, every, STOCHASTIC, key, algorithm="ring"),
+            "hierarchical": lambda: d.psum(x, every, STOCHASTIC, key, algorithm=levels),
+            "gather": lambda: d.all_gather(x, every, STOCHASTIC, key),
+        }
+        return {name: known[name]()[None] for name in cases.split(",")}
+
+    found = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P(every), out_specs=P(every)))(x)
+    shards = {
+        f"{name} {shard.index[0].start or 0}": np.asarray(shard.data)[0]
+        for name, value in found.items()
+        for shard in value.addressable_shards
+    }
+    np.savez(Path(folder) / f"{number}.npz", **shards)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5], sys.argv[6])  # type: ignore[misc]

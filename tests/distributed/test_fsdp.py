@@ -1,0 +1,115 @@
+"""Packed weights in parts on the devices: gathered as codes, the same bits as unsharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from distributed.hlo import wire_bytes
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+
+RANKS = 4
+#: The format of a weight, and its axis that is cut.
+WEIGHTS = {
+    "int4": ("int4(group=16,scale=bfloat16)", 0),
+    "tiles": ("e4m3fn(group=(4,16))", 0),
+    "nvfp4": ("nvfp4", 1),
+    "channels": ("int8(channel=0)", 0),
+    "zero points": ("uint4(group=16,zero_point=integer)", 1),
+    "twice": ("nf4(group=16,scale=uint8(group=2,zero_point=float))", 0),
+    "plain": ("float8_e5m2", 0),
+}
+
+
+def mesh_of(kind: AxisType) -> Mesh:
+    return Mesh(np.array(jax.devices()[:RANKS]), ("fsdp",), axis_types=(kind,))
+
+
+def stored(rng: np.random.Generator) -> dict[str, Any]:
+    return {
+        name: jc.quantize(jnp.asarray(rng.standard_normal((32, 128)), jnp.float32), spec)
+        for name, (spec, _) in WEIGHTS.items()
+    }
+
+
+def applied(weights: dict[str, Any], x: jax.Array) -> dict[str, jax.Array]:
+    return {name: (jc.dequantize(w), x @ jc.dequantize(w)) for name, w in weights.items()}
+
+
+RULES = {f"/{name}/".replace(" ", "?"): P(*[None] * axis, "fsdp") for name, (_, axis) in WEIGHTS.items()}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual], ids=str)
+def test_codes_are_gathered(kind: AxisType, rng: np.random.Generator) -> None:
+    weights = stored(rng)
+    x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
+    mesh = mesh_of(AxisType.Auto if kind == AxisType.Manual else kind)
+    placed = jc.nn.shard(weights, mesh, RULES)
+    for name, q in placed.items():
+        assert (
+            q.qvalue.sharding.shard_shape(q.qvalue.shape)[WEIGHTS[name][1]] * RANKS == q.qvalue.shape[WEIGHTS[name][1]]
+        )
+    if kind == AxisType.Manual:
+
+        def local(parts: dict[str, Any], x: jax.Array) -> Any:
+            whole = {name: jc.distributed.unshard(q, "fsdp", axis=WEIGHTS[name][1]) for name, q in parts.items()}
+            return jax.tree.map(lambda leaf: leaf[None], applied(whole, x))
+
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, placed)
+        program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P("fsdp")))
+    else:
+        program = jax.jit(lambda w, x: applied(jc.distributed.unshard(w), x))
+    with jax.set_mesh(mesh):
+        compiled = program.lower(placed, x).compile()
+        found = jax.tree.map(np.asarray, compiled(placed, x))
+    wanted = jax.tree.map(np.asarray, jax.jit(applied)(weights, x))
+    if kind == AxisType.Manual:
+        found = jax.tree.map(lambda leaf: leaf[-1], found)
+    for name, (values, product) in wanted.items():
+        np.testing.assert_array_equal(found[name][0].view(np.uint32), values.view(np.uint32), name)
+        np.testing.assert_allclose(found[name][1], product, rtol=1e-5, atol=1e-4)
+    moved = wire_bytes(compiled.as_text() or "", RANKS)
+    stored_bytes = sum(q.nbytes for q in weights.values())
+    assert moved.get("f32", 0) <= 32 * 128 / 16 * 4 * 2  # scales; a weight has 4096 numbers
+    assert sum(moved.values()) <= stored_bytes * (RANKS - 1) / RANKS * 1.01
+
+
+def test_a_module_is_placed() -> None:
+    model = jc.nn.quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=16)"), "ptq")
+    placed = jc.nn.shard(model, mesh_of(AxisType.Auto), {"kernel": P(None, "fsdp")})
+    assert placed.kernel[...].qvalue.sharding.spec == P(None, "fsdp")
+    assert placed.bias[...].sharding.spec == P()
+    assert len(model.kernel[...].qvalue.devices()) == 1
+    x = jnp.ones((2, 64))
+    np.testing.assert_array_equal(jc.dequantize(placed.kernel[...]), jc.dequantize(model.kernel[...]))
+    np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(placed, x), model(x), rtol=1e-5)
+
+
+def test_what_is_refused(rng: np.random.Generator) -> None:
+    mesh = mesh_of(AxisType.Auto)
+    q = {"w": jc.quantize(rng.standard_normal((6, 96)).astype(np.float32), "int4(group=32)"), "b": jnp.zeros(6)}
+    for rules, error, text in [
+        ({"w": P(None, "fsdp")}, ValueError, "w: 'fsdp' cuts axis 1 of length 96 into 4 parts.*that fit: 1, 3"),
+        ({"w": P("fsdp")}, ValueError, "w: 'fsdp' cuts axis 0 of length 6 into 4 parts.*that fit: 1, 2, 3, 6"),
+        ({"w": P("rows")}, ValueError, "has no axis 'rows'"),
+        ({"w": P(None, None, "fsdp")}, ValueError, "names 3 axes, and the array has 2"),
+        ({"v": P("fsdp")}, ValueError, "'v' matches no array"),
+        ({"b": P("fsdp")}, ValueError, "b: "),
+        ({"w": "fsdp"}, TypeError, "must map patterns"),
+        (3, TypeError, "rules=3"),
+    ]:
+        with pytest.raises(error, match=text):
+            jc.nn.shard(q, mesh, rules)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no mesh"):
+        jc.distributed.unshard(q)
+    with pytest.raises(ValueError, match="cut groups of 32"):
+        jax.vmap(lambda q: jc.distributed.unshard(q, "i", axis=1), axis_name="i")(
+            jax.tree.map(lambda leaf: leaf[None], jc.quantize(jnp.ones((2, 40)), "int4(group=32)"))
+        )
