@@ -1,6 +1,7 @@
 """Arrays stored as packed codes and scales, in memory and in files."""
 
 from jchop.storage._array import QArray
+from jchop.storage._checkpoints.public import load_checkpoint, save_checkpoint
 from jchop.storage._half_quadratic import fit_half_quadratic
 from jchop.storage._quantize import dequantize, fit_scale, quantize
 from jchop.storage._qwix import from_qwix, to_qwix
@@ -15,8 +16,10 @@ __all__ = [
     "fit_half_quadratic",
     "fit_scale",
     "from_qwix",
+    "load_checkpoint",
     "load_safetensors",
     "quantize",
+    "save_checkpoint",
     "save_safetensors",
     "shardings",
     "to_qwix",

@@ -64,7 +64,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     texts = _checked_metadata(metadata)
     tensors: dict[str, Any] = {}
     described: dict[str, dict[str, Any]] = {}
-    leaves = _named_leaves(tree)
+    leaves = named_leaves(tree)
     used: set[str] = set()
     for name, _, leaf in leaves:
         parts = {name: leaf}
@@ -126,12 +126,12 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
         paths = paths_in(file, {*described, *file.entries} - owners) if nested else {}
         found: dict[str, Any] = {name: jnp.asarray(file.read(name)) for name in file.entries if name not in owners}
         for name, fields in described.items():
-            found[name] = _joined([jnp.asarray(file.read(part)) for part in part_names(name, fields)], fields)
+            found[name] = joined([jnp.asarray(file.read(part)) for part in part_names(name, fields)], fields)
     if nested:
         return nest([(paths[name], found[name]) for name in found])
     if like is None:
         return found
-    wanted = {name: leaf for name, _, leaf in _named_leaves(like)}
+    wanted = {name: leaf for name, _, leaf in named_leaves(like)}
     if set(wanted) != set(found):
         lacking, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
         raise ValueError(f"{path} and like= differ: not in the file {lacking}, only in the file {more}")
@@ -237,10 +237,11 @@ def _check_described(file: TensorFile, name: str, fields: Any) -> None:
     if name in file.entries:
         raise ValueError("a tensor has this name, too")
     entries = [file.entries[part] for part in parts]
-    check_parts(_joined([jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in entries], fields))
+    check_parts(joined([jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in entries], fields))
 
 
-def _joined(arrays: list[Any], fields: Mapping[str, Any]) -> QArray:
+def joined(arrays: list[Any], fields: Mapping[str, Any]) -> QArray:
+    """The QArray of its leaves."""
     spec = parse(fields["spec"])
     fmt, (qvalue, *rest) = spec.format, arrays
     scale = zero_point = None
@@ -257,7 +258,7 @@ def _is_qarray(node: Any) -> bool:
     return isinstance(node, QArray)
 
 
-def _named_leaves(tree: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
+def named_leaves(tree: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
     """The name, path and value of each leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_qarray)[0]
     if leaves and not leaves[0][0]:

@@ -63,6 +63,21 @@ def small(text: str, at: int) -> tuple[Any, int]:
     raise ValueError(f"at character {at}: {reason}")
 
 
+def document(text: str) -> dict[str, Any]:
+    """The JSON object of a whole text, which the caller keeps short: parsed JSON takes up to thirty times its bytes.
+
+    Raises:
+        ValueError: if the text is not such an object, has a duplicate key, or is nested too deep.
+    """
+    try:
+        found = _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("lists and objects nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is not an object")
+    return found
+
+
 def shown(value: object) -> str:
     """A value for a message, truncated if it is long."""
     text = repr(value)

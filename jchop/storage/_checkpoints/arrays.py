@@ -1,0 +1,254 @@
+"""QArrays from codes and scales that other programs stored, and the reverse. NumPy alone, so nothing is compiled.
+
+The scales of a QArray are above zero. A stored scale below zero is said by codes that run the other way,
+s (u - z) = |s| ((m - u) - (m - z)) with the largest code m, and a scale of zero by codes of value zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat, bfloat16, binary16, binary32
+from jchop.spec import Spec
+from jchop.storage._array import QArray
+from jchop.storage._checkpoints.integers import pack, spread
+from jchop.storage._checkpoints.row import check
+from jchop.storage._codes import hold, raw
+from jchop.storage._decode import batch_axes
+from jchop.storage._files.safetensors import Entry
+from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds
+
+#: The formats of scales by dtype.
+SCALES = {
+    np.dtype(np.float16): binary16,
+    np.dtype(ml_dtypes.bfloat16): bfloat16,
+    np.dtype(np.float32): binary32,
+}
+
+
+def kinds_from(shape: Sequence[int], scales: Sequence[int], block: Sequence[int] | None = None) -> list[Kind]:
+    """The grouping of each axis of a weight, from the shape of its scales.
+
+    Args:
+        shape: of the weight.
+        scales: shape of the scales, with as many axes.
+        block: the sizes of groups if the facts have them. Default: the axes are divided evenly.
+
+    Raises:
+        ValueError: if no grouping has such scales.
+    """
+    kinds: list[Kind] = []
+    for axis, (n, count) in enumerate(zip(shape, scales, strict=True)):
+        if count == n:
+            kinds.append(OWN)
+        elif count == 1:
+            kinds.append(WHOLE)
+        else:
+            size = block[axis] if block is not None else n // max(count, 1)
+            check(
+                size > 0 and -(-n // size) == count,
+                f"scales of shape {list(scales)} do not divide a weight of shape {list(shape)} into equal groups",
+            )
+            kinds.append(size)
+    return kinds
+
+
+def grouped(fmt: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
+    """A format with a grouping for each axis."""
+    return with_kinds(fmt if WHOLE in kinds else fmt(group=1), kinds)
+
+
+def over_elements(values: np.ndarray, kinds: Sequence[Kind], shape: Sequence[int]) -> np.ndarray:
+    """One value for each group, repeated for its elements; axes of length 1 are left to broadcasting."""
+    for axis, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
+        if kind not in (OWN, WHOLE):
+            values = np.repeat(values, int(kind), axis).take(range(n), axis)
+    return values
+
+
+def as_scales(scale: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Stored scales with as many axes as the weight; a vector has one scale for each row, or one in all.
+
+    Raises:
+        ValueError: for another dtype or shape, an infinity or NaN.
+    """
+    allowed = ", ".join(map(str, SCALES))
+    check(scale.dtype in SCALES, f"scales are of dtype {scale.dtype}; allowed: {allowed}")
+    check(bool(np.isfinite(scale.astype(np.float32)).all()), "a scale is infinite or NaN")
+    if scale.size == 1:
+        return scale.reshape((1,) * len(shape))
+    if scale.ndim == 1 and scale.shape[0] == shape[0]:
+        return scale.reshape(-1, *(1,) * (len(shape) - 1))
+    check(scale.ndim == len(shape), f"scales of shape {list(scale.shape)} do not fit a weight of shape {list(shape)}")
+    return scale
+
+
+def integer_array(
+    codes: np.ndarray,
+    scale: np.ndarray,
+    zero: np.ndarray | None,
+    bits: int,
+    kinds: Sequence[Kind],
+) -> QArray:
+    """The numbers s (u - z) of unsigned codes u.
+
+    Args:
+        codes: uint8, one for each element.
+        scale: a float for each group.
+        zero: the integer z of each group. Default: 2^(bits - 1).
+        bits: 2 to 8.
+        kinds: grouping of each axis.
+    """
+    shape, middle, most = codes.shape, 1 << bits - 1, (1 << bits) - 1
+    zeros = np.full(scale.shape, middle, np.int32) if zero is None else zero.astype(np.int32)
+    check(zeros.shape == scale.shape, f"zero points have shape {list(zeros.shape)}, and scales {list(scale.shape)}")
+    if (below := scale < 0).any():
+        codes = np.where(over_elements(below, kinds, shape), most - codes, codes).astype(np.uint8)
+        zeros = np.where(below, most - zeros, zeros)
+        scale = np.abs(scale)
+    if (nothing := scale == 0).any():
+        codes = np.where(over_elements(nothing, kinds, shape), np.uint8(middle), codes)
+        zeros = np.where(nothing, middle, zeros)
+        scale = np.where(nothing, scale.dtype.type(1), scale)
+    if (zeros == middle).all():
+        fmt = ScaledFormat(IntegerFormat(bits), scale=SCALES[scale.dtype])
+        return made(codes ^ np.uint8(middle), scale, None, grouped(fmt, kinds))
+    fmt = ScaledFormat(IntegerFormat(bits, signed=False), scale=SCALES[scale.dtype], zero_point="integer")
+    return made(codes, scale, zeros.astype(np.int32), grouped(fmt, kinds))
+
+
+def float_array(codes: np.ndarray, scale: np.ndarray, element: ElementFormat, kinds: Sequence[Kind]) -> QArray:
+    """The numbers s e of codes of floats with a sign in their highest bit.
+
+    Args:
+        codes: uint8, one for each element.
+        scale: a float for each group.
+        element: the format of e.
+        kinds: grouping of each axis.
+    """
+    sign = np.uint8(1 << element.bits - 1)
+    if (below := scale < 0).any():
+        codes = np.where(over_elements(below, kinds, codes.shape), codes ^ sign, codes)
+        scale = np.abs(scale)
+    codes, scale = without_zeros(codes, scale, sign, scale.dtype.type(1), kinds)
+    fmt = grouped(ScaledFormat(element, scale=SCALES[scale.dtype]), kinds)
+    return made(codes, scale, None, fmt)
+
+
+def without_zeros(
+    codes: np.ndarray, scale: np.ndarray, sign: np.uint8, one: Any, kinds: Sequence[Kind]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scales of zero replaced by `one`, and the codes under them by zeros of their sign."""
+    if (nothing := scale == scale.dtype.type(0)).any():
+        codes = np.where(over_elements(nothing, kinds, codes.shape), codes & sign, codes)
+        scale = np.where(nothing, one, scale).astype(scale.dtype)
+    return codes, scale
+
+
+def made(codes: np.ndarray, scale: Any, zero_point: Any, fmt: ScaledFormat) -> QArray:
+    """A QArray of one byte for each code; its dtype is float32."""
+    element = fmt.element
+    packed = hold(pack(codes, element.bits) if element.bits < 8 else np.ascontiguousarray(codes), element)
+    return QArray(packed, scale, zero_point, Spec(fmt), codes.shape[-1], np.dtype(np.float32))
+
+
+# -- the reverse -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A QArray in pieces: a byte for each code, floats for scales, the grouping of each axis."""
+
+    codes: np.ndarray
+    scale: Any
+    zero: np.ndarray | None
+    fmt: ScaledFormat
+    kinds: tuple[Kind, ...]
+
+
+def pieces(q: QArray) -> Pieces:
+    """A matrix in pieces.
+
+    Raises:
+        ValueError: for a plain format, other than two axes, or scales that vmap added axes to.
+    """
+    fmt = q.spec.scaled
+    if fmt is None:
+        raise ValueError("it has no scales")
+    check(q.ndim == 2, f"it has shape {list(q.shape)}, and a stored weight has two axes (out, in)")
+    check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
+    stored = raw(np.asarray(q.qvalue), fmt.element)
+    codes = spread(stored, fmt.element.bits, q.shape[-1]) if fmt.element.bits < 8 else stored
+    scale = tuple(map(np.asarray, q.scale)) if isinstance(q.scale, tuple) else np.asarray(q.scale)
+    zero = None if q.zero_point is None else np.asarray(q.zero_point)
+    return Pieces(codes, scale, zero, fmt, kinds_of(fmt, q.ndim))
+
+
+def unsigned(parts: Pieces, bits: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Unsigned codes u, float scales s and integers z with the numbers s (u - z).
+
+    Raises:
+        ValueError: for other elements than integers of these widths, scales without a dtype, float zero points.
+    """
+    element = parts.fmt.element
+    widths = " or ".join(map(str, bits))
+    check(
+        isinstance(element, IntegerFormat) and element.bits in bits, f"its elements are not integers of {widths} bits"
+    )
+    check(parts.fmt.zero_point != "float", "its zero points are numbers, not integers")
+    scale = float_scales(parts)
+    middle = 1 << element.bits - 1
+    zero = np.zeros(scale.shape, np.int32) if parts.zero is None else parts.zero
+    if getattr(element, "signed", True):
+        return parts.codes ^ np.uint8(middle), scale, zero + middle
+    return parts.codes, scale, zero
+
+
+def float_scales(parts: Pieces) -> np.ndarray:
+    """The scales, which must be numbers of a float dtype."""
+    if not isinstance(parts.scale, tuple) and parts.scale.dtype in SCALES:
+        return parts.scale
+    several = " of several parts" if isinstance(parts.scale, tuple) else ""
+    raise ValueError(f"its scales are {parts.fmt.scale}{several}, not floats")
+
+
+def along_rows(parts: Pieces) -> int | None:
+    """The size of the groups along the last axis, None for one scale per row; ValueError for another grouping."""
+    rows, last = parts.kinds
+    n = parts.codes.shape[0]
+    ok = (rows == OWN or n == 1) and last != OWN
+    check(ok or parts.codes.shape[1] == 1, f"it has the grouping of {parts.fmt}, not groups along its last axis")
+    return last if isinstance(last, int) else None
+
+
+def in_dtype(values: np.ndarray, dtype: Any, what: str) -> np.ndarray:
+    """Values in another dtype; ValueError if they change."""
+    result = values.astype(dtype)
+    same = np.array_equal(result.astype(np.float64), values.astype(np.float64))
+    check(same, f"its {what} of dtype {values.dtype} are not exact in {np.dtype(dtype).name}")
+    return result
+
+
+def facts_of(parts: Pieces, kind: str, symmetric: bool) -> dict[str, Any]:
+    """The arguments of a weight in a ``quantization_config`` of compressed-tensors."""
+    rows, last = parts.kinds
+    block = None
+    if isinstance(rows, int):
+        strategy, size, block = "block", None, [rows, last if isinstance(last, int) else parts.codes.shape[1]]
+    elif rows == WHOLE:
+        strategy, size = "tensor", None
+    else:
+        strategy, size = ("group", last) if isinstance(last, int) else ("channel", None)
+    found = {"num_bits": parts.fmt.element.bits, "type": kind, "symmetric": symmetric, "strategy": strategy}
+    found |= {"group_size": size, "dynamic": False}
+    return found | ({"block_structure": block} if block else {})
+
+
+def entry_of(array: np.ndarray) -> Entry:
+    """The dtype and shape of an array, as of a tensor in a file."""
+    return Entry(array.dtype, tuple(array.shape))

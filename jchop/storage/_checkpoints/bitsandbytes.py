@@ -1,0 +1,126 @@
+"""bitsandbytes' NF4: codes of the flat weight, the first in the high nibble, with or without double quantization.
+
+Definition: https://github.com/bitsandbytes-foundation/bitsandbytes, `functional.py` (`QuantState.as_dict`,
+`dequantize_4bit`). With double quantization the scale of a block is map[code] * nested_absmax + offset in binary32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from jchop.formats import nf4
+from jchop.storage._array import QArray
+from jchop.storage._checkpoints.arrays import float_scales, in_dtype, made, pieces
+from jchop.storage._checkpoints.integers import pack, spread
+from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, field
+from jchop.storage._files.json import document, shown
+from jchop.storage._files.safetensors import are_counts
+from jchop.storage._layout import OWN
+
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+_MAP = np.array([float(level) for level in nf4.element.levels], np.float32)  # type: ignore[attr-defined]
+_BYTE = np.dtype(np.uint8)
+#: The longest record of a weight, in bytes.
+_LONGEST = 1 << 12
+#: The code of zero.
+_ZERO = np.uint8(7)
+
+
+def _look(entries: Entries) -> tuple[int, ...] | None:
+    weight = entries["weight"]
+    return (2 * math.prod(weight.shape),) if weight.dtype == _BYTE else None
+
+
+def _state(stored: np.ndarray) -> dict[str, Any]:
+    """The record of a weight: JSON in bytes."""
+    check(stored.dtype == _BYTE and stored.ndim == 1 and stored.size <= _LONGEST, "the quant_state is not a short text")
+    try:
+        return document(stored.tobytes().decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"the quant_state is not JSON: {error}") from None
+
+
+def _read(parts: Parts, facts: Facts) -> QArray:
+    state, weight = _state(parts[_STATE]), parts["weight"]
+    shape, size = field(state, "shape", list, []), field(state, "blocksize", int, 64)
+    check(
+        are_counts(shape) and len(shape) == 2 and min(shape) > 0, f"shape={shown(shape)} must be two integers above 0"
+    )
+    out, columns = shape
+    count = out * columns
+    check(size > 0 and size % 2 == 0 and weight.dtype == _BYTE, f"blocksize={size} must be an even number above 0")
+    check(count % 2 == 0 and weight.size == count // 2, f"shape={shape} does not fit {weight.size} bytes")
+    check(np.array_equal(parts["weight.quant_map"], _MAP), "quant_map is not the table of NF4")
+    check(
+        columns % size == 0 or (size % columns == 0 and out % (size // columns) == 0),
+        f"blocks of {size} cross the rows of shape {shape}, which groups of a QArray do not",
+    )
+    absmax = _absmax(parts, state)
+    check(absmax.size == count // size, f"{absmax.size} scales do not fit {count // size} blocks")
+    codes = spread(weight.reshape(-1), 4, count)
+    codes = codes.reshape(-1, 2)[:, ::-1].reshape(out, columns)  # the first is in the high nibble
+    rows = max(1, size // columns)
+    scale = absmax.reshape(out // rows, max(1, columns // size))
+    if (nothing := scale == 0).any():
+        nothing = np.repeat(np.repeat(nothing, rows, 0), columns // scale.shape[1], 1)
+        codes = np.where(nothing, _ZERO, codes)
+        scale = np.where(scale == 0, np.float32(1), scale)
+    check(bool((scale > 0).all()), "a scale is below zero")
+    fmt = nf4(group=size) if size <= columns else nf4(group=(rows, "all"), axis=(-2, -1))
+    return made(codes, scale, None, fmt)
+
+
+def _absmax(parts: Parts, state: dict[str, Any]) -> np.ndarray:
+    """The scales of the blocks in binary32."""
+    absmax = parts["weight.absmax"].reshape(-1)
+    nested = parts.get("weight.nested_absmax")
+    if nested is None:
+        check(absmax.dtype == np.float32, f"absmax is of dtype {absmax.dtype}, and must be float32")
+    else:
+        table = parts.get("weight.nested_quant_map")
+        check(table is not None and table.shape == (256,) and table.dtype == np.float32, "nested_quant_map is no table")
+        assert table is not None
+        size = field(state, "nested_blocksize", int, 256)
+        ok = absmax.dtype == _BYTE and nested.dtype == np.float32 and size > 0
+        check(ok and nested.size == -(-absmax.size // size), "nested_absmax does not fit the blocks of absmax")
+        offset = np.float32(field(state, "nested_offset", (int, float), 0.0))
+        with np.errstate(over="ignore", invalid="ignore"):
+            factors = np.repeat(nested.reshape(-1), min(size, absmax.size))[: absmax.size]
+            absmax = table[absmax] * factors + offset
+    check(bool(np.isfinite(absmax).all()), "a scale is infinite or NaN")
+    return absmax
+
+
+def _write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    found = pieces(q)
+    check(found.fmt.element == nf4.element, "its elements are not those of nf4")
+    rows, last = found.kinds
+    check(rows == OWN and isinstance(last, int), f"it has the grouping of {found.fmt}, not groups along its last axis")
+    assert isinstance(last, int)
+    check(q.shape[1] % last == 0 and last % 2 == 0, f"its groups of {last} do not divide its last axis of {q.shape[1]}")
+    scale = in_dtype(float_scales(found), np.float32, "scales")
+    swapped = found.codes.reshape(-1, 2)[:, ::-1].reshape(1, -1)
+    state = {"quant_type": "nf4", "blocksize": last, "dtype": str(np.dtype(q.dtype)), "shape": list(q.shape)}
+    parts = {
+        "weight": pack(np.ascontiguousarray(swapped), 4).reshape(-1, 1),
+        "weight.absmax": scale.reshape(-1),
+        "weight.quant_map": _MAP,
+        _STATE: np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }
+    return parts, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}
+
+
+ROW = Row(
+    "bitsandbytes",
+    _STATE,
+    ("weight", "weight.absmax", "weight.quant_map", _STATE),
+    _look,
+    _read,
+    _write,
+    "nf4",
+    ("weight.nested_absmax", "weight.nested_quant_map"),
+)

@@ -1,0 +1,57 @@
+"""DeepSeek's 8-bit floats: e4m3 in tiles of 128 x 128, each times a binary32 number.
+
+Definition: https://github.com/deepseek-ai/DeepSeek-V3, `inference/kernel.py` (`weight_dequant`). Despite its name,
+``weight_scale_inv`` is the factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jchop.formats import float8_e4m3fn
+from jchop.storage._array import QArray
+from jchop.storage._checkpoints.arrays import float_scales, in_dtype, pieces
+from jchop.storage._checkpoints.compressed import float8_array
+from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, field, matrix
+
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def _look(entries: Entries) -> tuple[int, ...] | None:
+    weight = entries["weight"]
+    return weight.shape if weight.dtype == _FLOAT8 and matrix(weight) else None
+
+
+def _read(parts: Parts, facts: Facts) -> QArray:
+    block = field(facts, "weight_block_size", list, [128, 128])
+    ok = len(block) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in block)
+    check(ok, f"weight_block_size={block} must be two integers above zero")
+    weight, scale = parts["weight"], parts["weight_scale_inv"]
+    wanted = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
+    ok = tuple(scale.shape) == wanted
+    check(ok, f"weight_scale_inv has shape {list(scale.shape)}, and tiles of {block} have {list(wanted)}")
+    return float8_array(weight, scale, (block[0], block[1]))
+
+
+def _write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    found = pieces(q)
+    check(found.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
+    tiles = [n if kind == "all" else kind for n, kind in zip((128, 128), found.kinds, strict=True)]
+    ok = all(kind == 128 or (kind == "all" and n <= 128) for n, kind in zip(q.shape, found.kinds, strict=True))
+    check(ok and tiles == [128, 128], f"it has the grouping of {found.fmt}, not tiles of 128 x 128")
+    scale = in_dtype(float_scales(found), np.float32, "scales")
+    return {"weight": found.codes.view(_FLOAT8), "weight_scale_inv": scale}, {"weight_block_size": [128, 128]}
+
+
+ROW = Row(
+    "fp8",
+    "weight_scale_inv",
+    ("weight", "weight_scale_inv"),
+    _look,
+    _read,
+    _write,
+    "float8_e4m3fn(group=(128,128))",
+)

@@ -1,0 +1,150 @@
+"""Writes folders of safetensors files, each file in one step, so that a killed run goes on after the last one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jchop._files import open_regular, write_atomically
+from jchop.storage._checkpoints.written import Job, Record, config_of, metadata_of, tensors_of
+from jchop.storage._files.safetensors import Entry, TensorWriter, lay_out
+from jchop.storage._files.shards import CONFIG, INDEX, SINGLE
+
+#: The record of a run that is not finished.
+JOURNAL = ".jchop-unfinished.json"
+#: Bytes of the source that make one file. The arrays of a file are in memory together.
+SHARD = 1 << 28
+Progress = Callable[[str, int, int], None]
+
+
+def write_folder(
+    jobs: Sequence[Job],
+    target: Path,
+    layout: str,
+    *,
+    config: Mapping[str, Any],
+    exact: bool,
+    shard_bytes: int,
+    run: str,
+    progress: Progress,
+) -> bool:
+    """Writes arrays to a folder, its index and its configuration.
+
+    Args:
+        jobs: the arrays in the order of the files.
+        target: the folder, which must not have tensors yet, except of an unfinished run of the same text.
+        layout: of `NAMES`, but no GGUF.
+        config: fields of ``config.json``.
+        exact: whether every number must stay the same.
+        shard_bytes: bytes of arrays in one file.
+        run: a text that differs if the arrays do.
+        progress: function of a name, the bytes that are done, and the total.
+
+    Returns:
+        Whether files of an unfinished run were kept.
+
+    Raises:
+        ValueError: for arrays without a form in the layout, or a folder with other tensors.
+    """
+    plan = _plan(jobs, shard_bytes)
+    digest = hashlib.sha256(
+        json.dumps([run, layout, exact, [[job.name for job in part] for part in plan]]).encode()
+    ).hexdigest()
+    done = _begin(target, digest)
+    kept, finished, total = bool(done), 0, sum(job.nbytes for job in jobs)
+    record, homes, size = Record(), {}, 0
+    for number, part in enumerate(plan):
+        name = SINGLE if len(plan) == 1 else f"model-{number + 1:05}-of-{len(plan):05}.safetensors"
+        if number == len(done):
+            done.append(_write(target / name, part, layout, exact, _after(progress, finished, total)))
+            _write_json(target / JOURNAL, {"run": digest, "done": done})
+        finished += sum(job.nbytes for job in part)
+        progress(name, finished, total)
+        record.rows |= done[number]["rows"]
+        record.plain |= done[number]["plain"]
+        homes |= dict.fromkeys(done[number]["tensors"], name)
+        size += done[number]["size"]
+    written = config_of(layout, config, record)
+    if len(plan) > 1:
+        _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
+    if written:
+        _write_json(target / CONFIG, written)
+    (target / JOURNAL).unlink()
+    return kept
+
+
+def write_file(jobs: Sequence[Job], target: Path, layout: str, *, exact: bool, progress: Progress) -> None:
+    """Writes arrays to one file, in one step."""
+    _write(target, jobs, layout, exact, _after(progress, 0, sum(job.nbytes for job in jobs)))
+
+
+def _plan(jobs: Sequence[Job], shard_bytes: int) -> list[list[Job]]:
+    plan: list[list[Job]] = [[]]
+    size = 0
+    for job in jobs:
+        if plan[-1] and size + job.nbytes > shard_bytes:
+            plan.append([])
+            size = 0
+        plan[-1].append(job)
+        size += job.nbytes
+    return plan
+
+
+def _begin(target: Path, digest: str) -> list[dict[str, Any]]:
+    """The finished files of an unfinished run of the same arrays; makes the folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    journal = target / JOURNAL
+    if journal.exists():
+        with open_regular(journal) as file:
+            try:
+                found = json.loads(file.read())
+                if found["run"] == digest:
+                    return list(found["done"])
+            except (ValueError, KeyError, TypeError):
+                pass
+        raise ValueError(
+            f"{target} has an unfinished run of other arrays or options: remove the folder, or repeat that run"
+        )
+    if taken := sorted(path.name for path in target.iterdir() if path.suffix == ".safetensors" or path.name == INDEX):
+        raise ValueError(f"{target} has tensors already ({taken[0]}); write to a new folder")
+    _write_json(journal, {"run": digest, "done": []})
+    return []
+
+
+def _after(progress: Progress, before: int, total: int) -> Callable[[str, int], None]:
+    return lambda name, done: progress(name, before + done, total)
+
+
+def _write(
+    path: Path, jobs: Sequence[Job], layout: str, exact: bool, progress: Callable[[str, int], None]
+) -> dict[str, Any]:
+    """Writes one file; the record of it."""
+    record, tensors, done = Record(), {}, 0
+    for job in jobs:
+        made = tensors_of(layout, job.name, job.make(), exact, record)
+        if twice := sorted(set(made) & set(tensors)):
+            raise ValueError(f"two arrays have a tensor of the name {twice[0]!r}")
+        tensors |= made
+        done += job.nbytes
+        progress(job.name, done)
+    entries = lay_out({name: Entry(array.dtype, tuple(array.shape)) for name, array in tensors.items()})
+
+    def write(file: Any) -> None:
+        writer = TensorWriter(file, entries, metadata_of(layout, record))
+        for name in entries:
+            writer.write(name, np.asarray(tensors[name]))
+        writer.finish()
+
+    write_atomically(path, write)
+    size = sum(entry.nbytes for entry in entries.values())
+    return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    text = json.dumps(value, indent=2) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))

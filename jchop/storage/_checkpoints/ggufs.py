@@ -1,0 +1,61 @@
+"""Writes GGUF files: each array twice asked for, first for its type and bytes, then for the bytes themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jchop._files import write_atomically
+from jchop.storage._array import QArray
+from jchop.storage._checkpoints.blocks import BLOCKS
+from jchop.storage._checkpoints.written import Job, Made
+from jchop.storage._files.gguf import GGUFWriter
+
+
+def write_gguf(jobs: Sequence[Job], target: Path, *, progress: Callable[[str, int, int], None]) -> None:
+    """Writes arrays to a GGUF file, in one step.
+
+    Raises:
+        ValueError: for an array that no type of GGUF holds.
+    """
+    total, done = 2 * sum(job.nbytes for job in jobs), 0
+    places: dict[str, tuple[int, tuple[int, ...], int]] = {}
+    for job in jobs:
+        value = job.make()
+        kind, data = _stored(job.name, value)
+        places[job.name] = (kind, tuple(value.shape), data.nbytes)
+        done += job.nbytes
+        progress(job.name, done, total)
+
+    def write(file: Any) -> None:
+        finished = done
+        writer = GGUFWriter(file, places, {"general.architecture": "unknown"})
+        for job in jobs:
+            writer.write(job.name, _stored(job.name, job.make())[1])
+            finished += job.nbytes
+            progress(job.name, finished, total)
+        writer.finish()
+
+    write_atomically(target, write)
+
+
+def _stored(name: str, value: Made) -> tuple[int, np.ndarray]:
+    """The type of an array by number, and its bytes."""
+    if not isinstance(value, QArray):
+        for number, block in BLOCKS.items():
+            if block.dtype == value.dtype:
+                return number, np.ascontiguousarray(value)
+        allowed = ", ".join(str(block.dtype) for block in BLOCKS.values() if block.dtype is not None)
+        raise ValueError(f"{name!r} is of dtype {value.dtype}; a GGUF file has {allowed}")
+    reasons = []
+    for number, block in BLOCKS.items():
+        if block.write is not None:
+            try:
+                return number, block.write(value)
+            except ValueError as error:
+                reasons.append(f"{block.name}: {error}")
+    fits = ", ".join(block.fits for block in BLOCKS.values() if block.write is not None)
+    raise ValueError(f"{name!r} of {value.spec} cannot be written to a GGUF file ({'; '.join(reasons)}). It has {fits}")

@@ -1,0 +1,65 @@
+"""Integers of a few bits in bytes and words, in NumPy: dense streams of bits, the lowest bit first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def spread(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The codes of rows of bytes: ``count`` for each row, one byte each.
+
+    Code i of a row has the bits [bits * i, bits * (i + 1)) of the row's little-endian stream.
+    """
+    if bits == 8:
+        return packed[..., :count]
+    if 8 % bits == 0:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+        return codes.reshape(*packed.shape[:-1], -1)[..., :count]
+    stream = np.unpackbits(packed, axis=-1, count=count * bits, bitorder="little").reshape(
+        *packed.shape[:-1], count, bits
+    )
+    codes = np.zeros(stream.shape[:-1], np.uint8)
+    for bit in range(bits):
+        codes |= stream[..., bit] << np.uint8(bit)
+    return codes
+
+
+def pack(codes: np.ndarray, bits: int, multiple: int = 1) -> np.ndarray:
+    """The inverse of `spread`; each row is padded with zeros to a multiple of so many bytes."""
+    count = codes.shape[-1]
+    size = -(-count * bits // (8 * multiple)) * multiple
+    if bits == 8:
+        return _padded(codes, size)
+    if 8 % bits == 0:
+        each = 8 // bits
+        groups = _padded(codes, size * each).reshape(*codes.shape[:-1], size, each)
+        packed = np.zeros(groups.shape[:-1], np.uint8)
+        for place in range(each):
+            packed |= groups[..., place] << np.uint8(bits * place)
+        return packed
+    stream = (codes[..., None] >> np.arange(bits, dtype=np.uint8)) & np.uint8(1)
+    return _padded(np.packbits(stream.reshape(*codes.shape[:-1], count * bits), axis=-1, bitorder="little"), size)
+
+
+def from_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The codes of rows of 32-bit words."""
+    return spread(np.ascontiguousarray(words).view(np.uint8), bits, count)
+
+
+def to_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of codes as rows of int32, each padded to whole words."""
+    return pack(codes, bits, multiple=4).view("<i4")
+
+
+def words_of(count: int, bits: int) -> int:
+    """The number of 32-bit words for so many codes."""
+    return -(-count * bits // 32)
+
+
+def _padded(rows: np.ndarray, size: int) -> np.ndarray:
+    if rows.shape[-1] == size:
+        return np.ascontiguousarray(rows)
+    result = np.zeros((*rows.shape[:-1], size), rows.dtype)
+    result[..., : rows.shape[-1]] = rows
+    return result

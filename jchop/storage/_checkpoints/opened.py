@@ -1,0 +1,175 @@
+"""`Checkpoint`: a checkpoint of any layout, open for reading weight by weight."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from jchop.storage._array import QArray
+from jchop.storage._checkpoints.blocks import BLOCKS
+from jchop.storage._checkpoints.table import LAYOUTS, named_in
+from jchop.storage._files.gguf import GGUFFile, is_gguf, known
+from jchop.storage._files.json import shown
+from jchop.storage._files.shards import Shards
+from jchop.storage._save import QARRAYS, described_in, joined, part_names
+
+#: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.
+OWN, GGUF, PLAIN = "jchop", "gguf", "plain"
+NAMES = (*LAYOUTS, GGUF, OWN, PLAIN)
+
+
+@dataclass(frozen=True)
+class Item:
+    """An array of a checkpoint: its format in the layout's words, shape, bytes in the file; whether it is quantized."""
+
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    quantized: bool
+
+
+class Checkpoint(ABC):
+    """A checkpoint open for reading.
+
+    Attributes:
+        layout: its name.
+        items: the arrays by name.
+        config: the fields of ``config.json``; empty if there is none.
+    """
+
+    layout: str
+    items: dict[str, Item]
+    config: Mapping[str, Any]
+
+    @abstractmethod
+    def read(self, name: str, exact: bool = True) -> QArray | np.ndarray:
+        """An array, with NumPy leaves."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_checkpoint(path: Path, layout: str) -> Checkpoint:
+    """Opens a checkpoint.
+
+    Args:
+        path: a file or a folder.
+        layout: one of `NAMES`, or "auto".
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: for invalid files, or a layout that is not known or not theirs.
+    """
+    if layout not in ("auto", *NAMES):
+        raise ValueError(f"layout={layout!r} must be one of {', '.join(map(repr, ('auto', *NAMES)))}")
+    gguf = not path.is_dir() and is_gguf(path)
+    if gguf != (layout == GGUF) and not (gguf and layout == "auto"):
+        raise ValueError(f"{path} is {'a' if gguf else 'no'} GGUF file, and layout={layout!r}")
+    return _Blocks(path) if gguf else _Tensors(path, layout)
+
+
+class _Blocks(Checkpoint):
+    """A GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self.layout, self.config = GGUFFile(path, known(BLOCKS)), GGUF, {}
+        self.items = {
+            name: Item(BLOCKS[blob.kind].name, blob.shape, blob.nbytes, BLOCKS[blob.kind].dtype is None)
+            for name, blob in self._file.tensors.items()
+        }
+
+    def read(self, name: str, exact: bool = True) -> QArray | np.ndarray:
+        blob, data = self._file.tensors[name], self._file.read(name)
+        block = BLOCKS[blob.kind]
+        if block.dtype is not None:
+            return data.view(block.dtype).reshape(blob.shape)
+        assert block.read is not None
+        if len(blob.shape) != 2 or not data.size:
+            raise ValueError(
+                f"{self._file.path}: tensor {shown(name)} of {block.name} has shape {list(blob.shape)}, not two axes"
+            )
+        with _named(self._file.path, name):
+            return block.read(data.reshape(blob.shape[0], blob.shape[1] // block.count, block.size))
+
+    def close(self) -> None:
+        self._file.__exit__(None, None, None)
+
+
+class _Tensors(Checkpoint):
+    """Safetensors files."""
+
+    def __init__(self, path: Path, layout: str) -> None:
+        self._source = Shards(path)
+        try:
+            with _named(path, None):
+                self._find(layout)
+        except BaseException:
+            self._source.close()
+            raise
+
+    def _find(self, layout: str) -> None:
+        source, entries = self._source, self._source.entries
+        self.config = source.config
+        own = any(QARRAYS in file.metadata for file in source.files)
+        self.layout = layout if layout != "auto" else OWN if own else named_in(source) or PLAIN
+        self._weights = LAYOUTS[self.layout].find(source) if self.layout in LAYOUTS else {}
+        self._described: dict[str, Any] = {}
+        if self.layout == OWN:
+            for file in source.files:
+                self._described |= described_in(file)
+        self.items, used = {}, set()
+        for name, weight in self._weights.items():
+            used |= set(weight.names.values())
+            nbytes = sum(entries[part].nbytes for part in weight.names.values())
+            self.items[name] = Item(weight.row.name, weight.shape, nbytes, quantized=True)
+        for name, fields in self._described.items():
+            parts = part_names(name, fields)
+            used |= set(parts)
+            shape = entries[parts[0]].shape[:-1] + (() if fields["size"] is None else (fields["size"],))
+            self.items[name] = Item(fields["spec"], shape, sum(entries[part].nbytes for part in parts), quantized=True)
+        for name, entry in entries.items():
+            if name not in used:
+                if name in self.items:
+                    raise ValueError(f"a tensor has the name {shown(name)} of a quantized weight, too")
+                self.items[name] = Item(entry.dtype.name, entry.shape, entry.nbytes, quantized=False)
+
+    def read(self, name: str, exact: bool = True) -> QArray | np.ndarray:
+        if name in self._described:
+            fields = self._described[name]
+            return joined([self._source.read(part) for part in part_names(name, fields)], fields)
+        weight = self._weights.get(name)
+        if weight is None:
+            return self._source.read(name)
+        parts = {part: self._source.read(tensor) for part, tensor in weight.names.items()}
+        with _named(self._source.path, name):
+            return weight.row.read(parts, {**weight.facts, "exact": exact})
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class _named:
+    """Names the file and the array in a ValueError."""
+
+    def __init__(self, path: Path, name: str | None) -> None:
+        self._place = f"{path}: " + ("" if name is None else f"{shown(name)}: ")
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
+        if isinstance(error, ValueError) and not str(error).startswith(self._place):
+            raise ValueError(self._place + str(error)) from None

@@ -1,0 +1,203 @@
+"""`load_checkpoint`, `save_checkpoint`, and the conversion of folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._arguments import has_tracer
+from jchop._checks import check_bool, check_int
+from jchop._files import write_atomically
+from jchop.storage._array import QArray
+from jchop.storage._checkpoints.folder import SHARD, Progress, write_file, write_folder
+from jchop.storage._checkpoints.ggufs import write_gguf
+from jchop.storage._checkpoints.opened import GGUF, NAMES, Checkpoint, open_checkpoint
+from jchop.storage._checkpoints.written import Job
+from jchop.storage._files.shards import CONFIG, INDEX
+from jchop.storage._save import named_leaves
+
+#: Changes an array of a checkpoint before it is written: by its name.
+Change = Callable[[str, QArray | np.ndarray], QArray | np.ndarray]
+
+
+def load_checkpoint(path: str | os.PathLike[str], layout: str = "auto", *, exact: bool = True) -> dict[str, Any]:
+    """Reads a checkpoint of another program, quantized or not, as arrays and QArrays.
+
+    The weights stay packed. The numbers of a QArray are those that the layout defines in float32, bit for bit, and a
+    weight has the axes (out, in) of its model in every layout.
+
+    Args:
+        path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
+            ``config.json``, or a GGUF file.
+        layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
+            ``"bitsandbytes"``, ``"torchao"``, ``"gguf"``, ``"jchop"`` (of `save_safetensors`) or ``"plain"`` (every
+            tensor as it is).
+            Default ``"auto"``: by ``quantization_config`` in ``config.json``, else by the names of the tensors.
+        exact: whether NVFP4 keeps every bit: its groups then have float32 scales, unless the reciprocal of
+            ``weight_global_scale`` gives the same numbers. With False the scales stay in 8 bits, and numbers may differ
+            in their last bit. Default True.
+
+    Returns:
+        JAX arrays and QArrays by name, such as ``"model.layers.0.mlp.up_proj.weight"``.
+
+    Raises:
+        TypeError: for an `exact` that is no boolean.
+        ValueError: for an invalid or damaged file, a layout that is not known, or a weight that no QArray holds.
+        OSError: if a file cannot be read.
+
+    Example:
+        >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "model"
+        >>> q = jc.quantize(jnp.ones((32, 64)), "int4(group=32,scale=float16)")
+        >>> jc.storage.save_checkpoint({"up.weight": q, "up.bias": jnp.zeros(32)}, folder, layout="gptq")
+        >>> tree = jc.storage.load_checkpoint(folder)
+        >>> str(tree["up.weight"].spec), tree["up.bias"].shape
+        ('int4(group=32,scale=binary16)', (32,))
+    """
+    check_bool("exact", exact)
+    with open_checkpoint(Path(path), layout) as source, jax.enable_x64(True):
+        return {name: jax.tree.map(jnp.asarray, source.read(name, exact)) for name in source.items}
+
+
+def save_checkpoint(
+    tree: Any,
+    path: str | os.PathLike[str],
+    layout: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    exact: bool = True,
+    shard_bytes: int = SHARD,
+) -> None:
+    """Writes arrays and QArrays in the layout of another program; `load_checkpoint` reads it.
+
+    Args:
+        tree: a container of arrays and QArrays; the name of an array is its path, joined with dots. A quantized array
+            must have a name that ends in ``weight`` and the axes (out, in), except in ``"jchop"`` and ``"gguf"``.
+        path: a new folder; or a file that ends in ``.safetensors`` or ``.gguf`` and is written in one step.
+        layout: as in `load_checkpoint`, without ``"auto"``. ``"plain"`` writes the numbers of QArrays.
+        config: fields for ``config.json`` of a folder; ``quantization_config`` is added. Default: none.
+        exact: whether an array whose numbers would change in their last bit (NVFP4) is an error. Default True.
+        shard_bytes: the bytes of arrays in one file of a folder. Default 256 MiB.
+
+    Raises:
+        TypeError: for a leaf that is not an array, or traced arrays.
+        ValueError: for an array that the layout cannot hold; the message has specs that it can. For a folder that has
+            tensors already.
+        OSError: if a file cannot be written.
+
+    Example:
+        >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
+        >>> q = jc.quantize(jnp.linspace(-1, 1, 64).reshape(2, 32), "int8(group=32,scale=float16)")
+        >>> jc.storage.save_checkpoint({"w": q}, path, layout="gguf")
+        >>> bool((jc.dequantize(jc.storage.load_checkpoint(path)["w"]) == jc.dequantize(q)).all())
+        True
+    """
+    if has_tracer(tree):
+        raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
+    jobs = []
+    for name, _, leaf in named_leaves(tree):
+        if not isinstance(leaf, QArray | jax.Array | np.ndarray | np.generic):
+            raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
+        jobs.append(Job(name, leaf.nbytes, lambda leaf=leaf: jax.tree.map(np.asarray, leaf)))
+    write_jobs(jobs, Path(path), layout, config=dict(config or {}), exact=exact, shard_bytes=shard_bytes)
+
+
+def write_jobs(
+    jobs: Sequence[Job],
+    target: Path,
+    layout: str,
+    *,
+    config: Mapping[str, Any],
+    exact: bool = True,
+    shard_bytes: int = SHARD,
+    run: str = "",
+    progress: Progress = lambda name, done, total: None,
+) -> bool:
+    """Writes arrays to a folder or a file by its ending; whether an unfinished run was continued."""
+    check_bool("exact", exact)
+    check_int("shard_bytes", shard_bytes, 1)
+    if layout not in NAMES:
+        raise ValueError(f"layout={layout!r} must be one of {', '.join(map(repr, NAMES))}")
+    if (target.suffix.lower() == ".gguf") != (layout == GGUF):
+        raise ValueError(f"{target}: the layout 'gguf' is one file that ends in .gguf, and other layouts are not")
+    if layout == GGUF:
+        write_gguf(jobs, target, progress=progress)
+    elif target.suffix.lower() == ".safetensors":
+        write_file(jobs, target, layout, exact=exact, progress=progress)
+    else:
+        how = {"config": config, "exact": exact, "shard_bytes": shard_bytes, "run": run, "progress": progress}
+        return write_folder(jobs, target, layout, **how)
+    return False
+
+
+def convert(
+    source: Path,
+    target: Path,
+    layout: str,
+    *,
+    read_as: str = "auto",
+    exact: bool = True,
+    shard_bytes: int = SHARD,
+    change: Change = lambda name, value: value,
+    options: str = "",
+    progress: Progress = lambda name, done, total: None,
+) -> bool:
+    """Writes a checkpoint in another layout, array by array; other files of a folder (tokenizer) are copied.
+
+    A killed conversion to a folder goes on after its last finished file, if it is called again with the same arguments.
+
+    Args:
+        source: as the path of `load_checkpoint`, which is only read.
+        target: as the path of `save_checkpoint`.
+        layout: of the target.
+        read_as: the layout of the source. Default "auto".
+        exact: as in `save_checkpoint`.
+        shard_bytes: as in `save_checkpoint`.
+        change: applied to each array.
+        options: a text that differs if `change` does.
+        progress: function of a name, the bytes that are done, and the total.
+
+    Returns:
+        Whether files of an unfinished run were kept.
+    """
+    if source.resolve() == target.resolve():
+        raise ValueError(f"{target} is the checkpoint that is read; write to another place")
+    with open_checkpoint(source, read_as) as opened:
+        jobs = [Job(name, item.nbytes, _maker(opened, name, exact, change)) for name, item in opened.items.items()]
+        run = f"{_state(source)} {options}"
+        how: dict[str, Any] = {"config": opened.config, "exact": exact, "shard_bytes": shard_bytes, "run": run}
+        kept = write_jobs(jobs, target, layout, progress=progress, **how)
+    if source.is_dir() and target.is_dir():
+        _copy_others(source, target)
+    return kept
+
+
+def _maker(source: Checkpoint, name: str, exact: bool, change: Change) -> Callable[[], QArray | np.ndarray]:
+    return lambda: change(name, source.read(name, exact))
+
+
+def _state(path: Path) -> str:
+    """The names, sizes and times of the files of a checkpoint."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return repr(facts)
+
+
+#: Endings of files that are not copied: weights.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    for path in sorted(source.iterdir()):
+        other = path.is_file() and path.suffix not in _WEIGHTS and path.name not in (INDEX, CONFIG)
+        if other and not path.name.startswith(".") and not (target / path.name).exists():
+            with path.open("rb") as file:
+                write_atomically(target / path.name, lambda out, file=file: shutil.copyfileobj(file, out))

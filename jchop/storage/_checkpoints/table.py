@@ -1,0 +1,229 @@
+"""`LAYOUTS`: the table of layouts. Each finds the weights among the tensors of files, and names what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jchop.storage._checkpoints import bitsandbytes, compressed, deepseek, microscaling, torchao, transposed
+from jchop.storage._checkpoints.row import Facts, Row, field
+from jchop.storage._files.json import document, shown
+from jchop.storage._files.safetensors import Entry
+from jchop.storage._files.shards import Shards
+
+#: The field of ``config.json``, and the ends of the names of weights.
+CONFIG, WEIGHT = "quantization_config", "weight"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A quantized weight in files: its row, the names of its tensors by their ends, its facts, its shape."""
+
+    row: Row
+    names: dict[str, str]
+    facts: Facts
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of the tensors of a model.
+
+    Args:
+        name: as the callers write it.
+        rows: the ways in which a weight may be stored; the first that fits applies.
+        config: makes the ``quantization_config`` of what was written, from the facts of each module and the modules
+            that were not quantized.
+        records: whether facts are in the metadata of the files, and not in the configuration.
+    """
+
+    name: str
+    rows: Sequence[Row]
+    config: Callable[[Mapping[str, tuple[Row, Facts]], Sequence[str]], dict[str, Any]]
+    records: bool = False
+
+    def stem(self, module: str) -> str:
+        """The beginning of the names of the tensors of a module's weight."""
+        prefix = f"{module}." if module else ""
+        return f"{prefix}_{WEIGHT}_" if self.records else prefix
+
+    def find(self, source: Shards) -> dict[str, Weight]:
+        """The weights of a source by name.
+
+        Raises:
+            ValueError: for tensors that show a weight of this layout, but fit no row.
+        """
+        entries, config = source.entries, quantization(source)
+        _check_config(self.name, config)
+        anchors = {row.anchor for row in self.rows}
+        ended = ((name, anchor) for name in entries for anchor in anchors if ends(name, self.stem(""), anchor))
+        modules = dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in ended)
+        found = {}
+        for module in modules:
+            facts = _record(source, module) if self.records else config
+            found[f"{module}.{WEIGHT}" if module else WEIGHT] = self._weight(module, entries, facts)
+        return found
+
+    def _weight(self, module: str, entries: Mapping[str, Entry], facts: Facts) -> Weight:
+        stem = self.stem(module)
+        for row in self.rows:
+            if self.records and row.name != facts.get("_type"):
+                continue
+            names = {part: stem + part for part in (*row.parts, *row.optional) if stem + part in entries}
+            if not set(row.parts) <= set(names):
+                continue
+            shape = row.look({part: entries[name] for part, name in names.items()})
+            if shape is not None:
+                return Weight(row, names, facts.get("_data", {}) if self.records else facts, shape)
+        near = sorted(name for name in entries if name.startswith(stem))[:5]
+        texts = ", ".join(f"{name} {entries[name].dtype}{list(entries[name].shape)}" for name in near)
+        raise ValueError(f"the tensors {texts} form no weight of the layout {self.name}")
+
+
+def ends(name: str, stem: str, anchor: str) -> bool:
+    """Whether a tensor has the name of an anchor in some module."""
+    end = stem + anchor
+    return name == end or name.endswith(f".{end}")
+
+
+def quantization(source: Shards) -> dict[str, Any]:
+    """The ``quantization_config`` of a model; empty if there is none."""
+    return field(source.config, CONFIG, dict, {})
+
+
+#: Formats of compressed-tensors whose weights are not those of the table.
+_REFUSED = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp6-pack-quantized")
+
+
+def _check_config(layout: str, config: Facts) -> None:
+    groups = field(config, "config_groups", dict, {}).values()
+    named = [config.get("format"), *(group.get("format") for group in groups if isinstance(group, dict))]
+    wrong = [name for name in named if name in _REFUSED]
+    if wrong:
+        raise ValueError(
+            f"{CONFIG} has the format {wrong[0]!r}, which is not read; convert the model to another one first"
+        )
+
+
+def _record(source: Shards, module: str) -> dict[str, Any]:
+    name = f"{module}.{WEIGHT}" if module else WEIGHT
+    text = source.metadata.get(name)
+    if text is None or len(text) > 1 << 14:
+        raise ValueError(f"the metadata have no record of {shown(name)}, or one that is too long")
+    try:
+        record = document(text)
+    except ValueError as error:
+        raise ValueError(f"the record of {shown(name)} in the metadata is not JSON: {error}") from None
+    if record.get("_type") not in torchao.ROWS:
+        raise ValueError(f"{shown(name)} is a {shown(record.get('_type'))}; read are {', '.join(torchao.ROWS)}")
+    field(record, "_data", dict, {})
+    return record
+
+
+# -- configurations that are written -----------------------------------------------------------------------------------
+
+Written = Mapping[str, tuple[Row, Facts]]
+
+
+def _compressed(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
+    kinds: dict[str, list[str]] = {}
+    for module, (row, facts) in written.items():
+        kinds.setdefault(json.dumps([row.name, facts]), []).append(module)
+    groups: dict[str, Any] = {}
+    formats = set()
+    for number, (text, modules) in enumerate(kinds.items()):
+        name, facts = json.loads(text)
+        formats.add(name)
+        targets = ["Linear"] if len(kinds) == 1 else modules
+        groups[f"group_{number}"] = {"targets": targets, "weights": facts, "input_activations": None, "format": name}
+    found = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
+    return found | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(ignored)}
+
+
+def _same(method: str, **more: Any) -> Callable[[Written, Sequence[str]], dict[str, Any]]:
+    """The configuration of a layout whose modules all have the same facts."""
+
+    def config(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
+        kinds = {json.dumps(facts, sort_keys=True): module for module, (_, facts) in written.items()}
+        if len(kinds) > 1:
+            texts = "; ".join(f"{module} {text}" for text, module in kinds.items())
+            raise ValueError(f"quantized weights of this layout have one form, and these differ: {texts}")
+        facts = next(iter(written.values()))[1] if written else {}
+        return {"quant_method": method} | dict(facts) | more | {"modules_to_not_convert": list(ignored) or None}
+
+    return config
+
+
+def _recorded(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
+    return {"quant_method": "torchao"}
+
+
+def _bitsandbytes(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
+    facts = next(iter(written.values()))[1] if written else {}
+    return {"quant_method": "bitsandbytes"} | dict(facts) | {"llm_int8_skip_modules": list(ignored) or None}
+
+
+_COMPRESSED = (
+    microscaling.NVFP4,
+    compressed.PACKED,
+    microscaling.MXFP4,
+    microscaling.MXFP8,
+    compressed.FLOAT,
+    compressed.INTEGER,
+)
+#: The layouts by name.
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("compressed-tensors", _COMPRESSED, _compressed),
+        Layout("gptq", (transposed.GPTQ,), _same("gptq", checkpoint_format="gptq")),
+        Layout("gptq_v2", (transposed.GPTQ_V2,), _same("gptq", checkpoint_format="gptq_v2")),
+        Layout("awq", (transposed.AWQ,), _same("awq")),
+        Layout("fp8", (deepseek.ROW,), _same("fp8", fmt="e4m3", activation_scheme="dynamic")),
+        Layout("bitsandbytes", (bitsandbytes.ROW,), _bitsandbytes),
+        Layout("torchao", tuple(torchao.ROWS.values()), _recorded, records=True),
+    )
+}
+
+
+def named_in(source: Shards) -> str | None:
+    """The layout of a source: of its configuration, or else of the names of its tensors; None if nothing is quantized.
+
+    Raises:
+        ValueError: for a method that is not known, or tensors of several layouts.
+    """
+    config = quantization(source)
+    method = config.get("quant_method")
+    if method is None and field(config, "load_in_4bit", bool, False):
+        method = "bitsandbytes"
+    if method is not None:
+        name = method
+        if method == "gptq" and "gptq_v2" in (config.get("checkpoint_format"), config.get("format")):
+            name = "gptq_v2"
+        if not isinstance(name, str) or name not in LAYOUTS:
+            raise ValueError(f"{CONFIG} has quant_method={shown(method)}; known are {', '.join(LAYOUTS)}")
+        return name
+    if "tensor_names" in source.metadata:
+        return "torchao"
+    return _by_names(source.entries)
+
+
+def _by_names(entries: Iterable[str]) -> str | None:
+    """The layout whose anchors are among the names of tensors."""
+    found = {
+        layout.name for layout in LAYOUTS.values() if not layout.records for name in entries if _anchors(layout, name)
+    }
+    if found == {"gptq", "gptq_v2", "awq"}:
+        raise ValueError(
+            "tensors named qweight are of AutoGPTQ or AutoAWQ, which no configuration tells apart here: pass "
+            "layout='gptq', 'gptq_v2' or 'awq'"
+        )
+    if len(found) > 1:
+        raise ValueError(f"the tensors are of several layouts: {', '.join(sorted(found))}; pass layout=")
+    return found.pop() if found else None
+
+
+def _anchors(layout: Layout, name: str) -> bool:
+    return any(ends(name, layout.stem(""), row.anchor) for row in layout.rows)

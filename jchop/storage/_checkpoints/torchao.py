@@ -1,0 +1,197 @@
+"""torchao's safetensors: tensor subclasses taken apart, with a record of each in the metadata of the file.
+
+Definition: https://github.com/pytorch/ao, `prototype/safetensors`, and the classes in
+`quantization/quantize_/workflows`: `Int8Tensor` and `IntxUnpackedToInt8Tensor` are s (e - z), `Float8Tensor` s e, and
+`Int4Tensor`, with scales and zero points (groups, out), s e + z.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jchop.formats import IntegerFormat, ScaledFormat, float8_e4m3fn
+from jchop.storage._array import QArray
+from jchop.storage._checkpoints.arrays import (
+    SCALES,
+    along_rows,
+    as_scales,
+    float_array,
+    float_scales,
+    grouped,
+    integer_array,
+    kinds_from,
+    made,
+    pieces,
+    unsigned,
+)
+from jchop.storage._checkpoints.integers import pack, spread
+from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, field, matrix
+from jchop.storage._files.json import shown
+from jchop.storage._files.safetensors import are_counts
+from jchop.storage._layout import OWN, WHOLE, Kind
+
+_BYTE = np.dtype(np.int8)
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def _look(entries: Entries) -> tuple[int, ...] | None:
+    return entries["qdata"].shape if matrix(entries["qdata"]) else None
+
+
+def _grouping(facts: Facts, shape: tuple[int, ...], scale: np.ndarray) -> tuple[np.ndarray, list[Kind]]:
+    block = field(facts, "block_size", list, [])
+    ok = are_counts(block) and len(block) in (0, len(shape)) and all(0 < n < 1 << 31 for n in block)
+    check(ok, f"block_size={shown(block)} must have an integer above 0 for each axis")
+    if block:
+        wanted = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
+        check(scale.size == np.prod(wanted), f"scales of shape {list(scale.shape)} do not fit blocks of {block}")
+        scale = scale.reshape(wanted)
+    scale = as_scales(scale, shape)
+    return scale, kinds_from(shape, scale.shape, tuple(block) if block else None)
+
+
+def _bits(facts: Facts) -> int:
+    """The width of the elements of a tensor of int8: that of its target dtype."""
+    target = field(facts, "target_dtype", dict, {})
+    match = re.fullmatch(r"int([2-8])", str(target.get("_data", "int8")))
+    check(match is not None, f"target_dtype={shown(target)} must be one of int2 to int8")
+    assert match is not None
+    return int(match[1])
+
+
+def _read_int8(parts: Parts, facts: Facts) -> QArray:
+    codes, bits = parts["qdata"], _bits(facts)
+    check(codes.dtype == _BYTE, f"qdata is of dtype {codes.dtype}, and must be int8")
+    half = 1 << bits - 1
+    check(bool(((codes >= -half) & (codes < half)).all()), f"an element is no integer of {bits} bits")
+    scale, kinds = _grouping(facts, codes.shape, parts["scale"])
+    zero = parts.get("zero_point")
+    if zero is not None:
+        check(zero.size == scale.size, "zero_point must have one number for each scale")
+        numbers = zero.reshape(scale.shape).astype(np.float64)
+        ok = (np.abs(numbers) <= 256) & (numbers == np.round(numbers))
+        check(bool(ok.all()), "a zero point is no integer, which only integers shift")
+        zero = numbers.astype(np.int32) + half
+    return integer_array((codes.astype(np.int16) + half).astype(np.uint8), scale, zero, bits, kinds)
+
+
+def _read_float8(parts: Parts, facts: Facts) -> QArray:
+    codes = parts["qdata"]
+    check(codes.dtype == _FLOAT8, f"qdata is of dtype {codes.dtype}, and must be float8_e4m3fn")
+    scale, kinds = _grouping(facts, codes.shape, parts["scale"])
+    return float_array(codes.view(np.uint8), scale, float8_e4m3fn, kinds)
+
+
+def _read_int4(parts: Parts, facts: Facts) -> QArray:
+    packed = parts["qdata"]
+    check(packed.dtype.itemsize == 1 and "act_pre_scale" not in parts, "qdata must be bytes, without an act_pre_scale")
+    codes = spread(packed.view(np.uint8), 4, 2 * packed.shape[1])
+    scale, zero = parts["scale"], parts["zero_point"]
+    ok = matrix_of(scale) and scale.shape == zero.shape and scale.dtype == zero.dtype
+    check(ok and scale.shape[1] == codes.shape[0], "scale and zero_point must both have the shape (groups, out)")
+    scale = np.ascontiguousarray(as_scales(scale, scale.shape).T)
+    zero = np.ascontiguousarray(as_scales(zero, zero.shape).T)
+    check(bool((scale >= 0).all()), "a scale is below zero")
+    kinds = kinds_from(codes.shape, scale.shape)
+    return offset_array(codes, scale, zero, IntegerFormat(4), kinds)
+
+
+def offset_array(
+    codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, element: IntegerFormat, kinds: list[Kind]
+) -> QArray:
+    """The numbers s e + z; under a scale of zero the codes become those of zero."""
+    if (nothing := scale == 0).any():
+        expanded = np.repeat(nothing, -(-codes.shape[1] // scale.shape[1]), 1)[:, : codes.shape[1]]
+        codes = np.where(expanded, np.uint8(0), codes)
+        scale = np.where(nothing, scale.dtype.type(1), scale)
+    fmt = ScaledFormat(element, scale=SCALES[scale.dtype], zero_point="float")
+    return made(codes, scale, zero, grouped(fmt, kinds))
+
+
+def matrix_of(array: np.ndarray) -> bool:
+    """Whether an array has two axes, neither of them empty."""
+    return array.ndim == 2 and array.size > 0
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _block(kinds: tuple[Kind, ...], shape: tuple[int, ...]) -> list[int]:
+    return [1 if kind == OWN else n if kind == WHOLE else int(kind) for kind, n in zip(kinds, shape, strict=True)]
+
+
+def _record(name: str, data: dict[str, Any], parts: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict]:
+    return parts, {"_type": name, "_data": data, "_tensor_data_names": list(parts)}
+
+
+def _dtype(name: str) -> dict[str, str]:
+    return {"_type": "torch.dtype", "_data": name}
+
+
+def _write_int8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    found = pieces(q)
+    codes, scale, zero = unsigned(found, range(2, 9))
+    half = 1 << found.fmt.element.bits - 1
+    shift = zero - half
+    check(bool(((shift >= -128) & (shift < 128)).all()), "a zero point is no integer of 8 bits")
+    block = _block(found.kinds, q.shape)
+    check(all(n % size == 0 for n, size in zip(q.shape, block, strict=True)), f"blocks of {block} do not divide it")
+    parts = {"qdata": (codes.astype(np.int16) - half).astype(np.int8), "scale": scale}
+    parts["zero_point"] = shift.astype(np.int8)
+    data = {"target_dtype": _dtype(f"int{found.fmt.element.bits}"), "block_size": block}
+    data |= {"dtype": _dtype(str(scale.dtype)), "apply_int8_act_asym_per_token_quant": False}
+    return _record("IntxUnpackedToInt8Tensor", data, parts)
+
+
+def _write_float8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    found = pieces(q)
+    check(found.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
+    parts = {"qdata": found.codes.view(_FLOAT8), "scale": float_scales(found)}
+    data = {"block_size": _block(found.kinds, q.shape), "mm_config": None, "act_quant_kwargs": None}
+    data |= {
+        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+        "dtype": _dtype(str(np.dtype(q.dtype))),
+    }
+    return _record("Float8Tensor", data, parts)
+
+
+def _write_int4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    found = pieces(q)
+    check(
+        found.fmt.zero_point == "float" and found.fmt.element == IntegerFormat(4),
+        "it is not int4 with float zero points",
+    )
+    size = along_rows(found) or q.shape[1]
+    check(q.shape[1] % size == 0, f"its groups of {size} do not divide its last axis of {q.shape[1]}")
+    scale, zero = float_scales(found), found.zero
+    assert zero is not None
+    parts = {"qdata": pack(found.codes, 4).view(np.int8), "scale": np.ascontiguousarray(scale.T)}
+    parts["zero_point"] = np.ascontiguousarray(zero.T)
+    return _record("Int4Tensor", {"block_size": [1, size], "shape": list(q.shape)}, parts)
+
+
+def _row(name: str, parts: tuple[str, ...], read: Callable, write: Callable, fits: str, optional: tuple = ()) -> Row:
+    return Row(name, "qdata", parts, _look, read, write, fits, optional)
+
+
+_INT8 = _row("Int8Tensor", ("qdata", "scale"), _read_int8, _write_int8, "int8(channel=0)", ("zero_point",))
+#: The rows by the type in the record of a weight.
+ROWS = {
+    "Int8Tensor": _INT8,
+    "IntxUnpackedToInt8Tensor": replace(_INT8, name="IntxUnpackedToInt8Tensor", fits="int4(group=32)"),
+    "Float8Tensor": _row("Float8Tensor", ("qdata", "scale"), _read_float8, _write_float8, "float8_e4m3fn(channel=0)"),
+    "Int4Tensor": _row(
+        "Int4Tensor",
+        ("qdata", "scale", "zero_point"),
+        _read_int4,
+        _write_int4,
+        "int4(group=128,scale=bfloat16,zero_point=float)",
+        ("act_pre_scale",),
+    ),
+}

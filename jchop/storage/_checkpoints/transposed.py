@@ -1,0 +1,173 @@
+"""AutoGPTQ and AutoAWQ: integers in words of a matrix (in, out), with scales and zero points (groups, out).
+
+Definition: https://github.com/AutoGPTQ/AutoGPTQ, `nn_modules/qlinear`; https://github.com/casper-hansen/AutoAWQ,
+`utils/packing_utils.py`. The numbers are s (u - z). The QArray is the transpose, (out, in), as in the model.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jchop.storage._array import QArray
+from jchop.storage._checkpoints.arrays import (
+    along_rows,
+    as_scales,
+    in_dtype,
+    integer_array,
+    kinds_from,
+    pieces,
+    unsigned,
+)
+from jchop.storage._checkpoints.compressed import ordered
+from jchop.storage._checkpoints.integers import from_words, to_words
+from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, field, matrix
+
+_WORD = np.dtype("<i4")
+#: Widths of AutoGPTQ.
+_WIDTHS = (2, 3, 4, 8)
+
+
+# -- GPTQ --------------------------------------------------------------------------------------------------------------
+
+
+def _words(entries: Entries, bits: int | None) -> tuple[int, int, int] | None:
+    """(bits, in, out) of words of AutoGPTQ; None if the tensors have another form."""
+    words, zeros, scales = entries["qweight"], entries["qzeros"], entries["scales"]
+    if not (words.dtype == zeros.dtype == _WORD and matrix(words) and matrix(zeros) and matrix(scales)):
+        return None
+    out = words.shape[1]
+    found = zeros.shape[1] * 32 // out
+    fits = found in _WIDTHS and zeros.shape[1] * 32 == out * found and words.shape[0] * 32 % found == 0
+    if not fits or (bits is not None and bits != found):
+        return None
+    return found, words.shape[0] * 32 // found, out
+
+
+def _look_gptq(entries: Entries) -> tuple[int, ...] | None:
+    found = _words(entries, None)
+    return None if found is None else (found[2], found[1])
+
+
+def _read_gptq(parts: Parts, facts: Facts, *, added: int) -> QArray:
+    words, zeros = parts["qweight"], parts["qzeros"]
+    found = _words(parts, field(facts, "bits", int))  # type: ignore[arg-type]
+    check(
+        found is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}"
+    )
+    assert found is not None
+    bits, columns, out = found
+    scales = parts["scales"]
+    check(scales.shape == (zeros.shape[0], out), f"scales have shape {list(scales.shape)}, not {[zeros.shape[0], out]}")
+    codes = np.ascontiguousarray(from_words(words.T, bits, columns))
+    scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)
+    zero = from_words(zeros, bits, out).T.astype(np.int32) + added
+    index = parts.get("g_idx")
+    if index is None:
+        return integer_array(codes, scale, zero, bits, kinds_from(codes.shape, scale.shape))
+    return ordered(codes, scale, zero, index, bits)
+
+
+def _write_gptq(q: QArray, exact: bool, *, added: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    found = pieces(q)
+    size = along_rows(found) or q.shape[1]
+    codes, scale, zero = unsigned(found, _WIDTHS)
+    bits, (out, columns) = found.fmt.element.bits, q.shape
+    for name, n in (("in", columns), ("out", out)):
+        check(n % 32 == 0, f"its axis {name} has {n} indices, which is no multiple of 32")
+    low = zero - added
+    check(
+        bool(((low >= 0) & (low < 1 << bits)).all()),
+        f"the layout stores zero points minus {added} in {bits} bits, and they range from {zero.min()} to {zero.max()}"
+        + ("; gptq_v2 would fit" if added and zero.min() >= 0 and zero.max() < 1 << bits else ""),
+    )
+    scales = in_dtype(np.ascontiguousarray(scale.T), np.float16, "scales")
+    parts = {
+        "qweight": np.ascontiguousarray(to_words(codes, bits).T),
+        "qzeros": to_words(np.ascontiguousarray(low.T.astype(np.uint8)), bits),
+        "scales": scales,
+        "g_idx": (np.arange(columns) // size).astype(np.int32),
+    }
+    symmetric = bool((zero == 1 << bits - 1).all())
+    facts = {"bits": bits, "group_size": size if size < columns else -1, "sym": symmetric, "desc_act": False}
+    return parts, facts
+
+
+def _gptq(name: str, added: int) -> Row:
+    """A row; version 1 adds 1 to the stored zero points."""
+    return Row(
+        name,
+        "qweight",
+        ("qweight", "qzeros", "scales"),
+        _look_gptq,
+        partial(_read_gptq, added=added),
+        partial(_write_gptq, added=added),
+        "int4(group=128,scale=float16)",
+        ("g_idx",),
+    )
+
+
+GPTQ, GPTQ_V2 = _gptq("gptq", 1), _gptq("gptq_v2", 0)
+
+
+# -- AWQ: words along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 -------------------------------------------------
+
+_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+
+
+def _look_awq(entries: Entries) -> tuple[int, ...] | None:
+    words, zeros, scales = entries["qweight"], entries["qzeros"], entries["scales"]
+    ok = words.dtype == zeros.dtype == _WORD and matrix(words) and matrix(zeros) and matrix(scales)
+    ok = ok and scales.shape[1] == 8 * words.shape[1]
+    return (8 * words.shape[1], words.shape[0]) if ok else None
+
+
+def _read_awq(parts: Parts, facts: Facts) -> QArray:
+    words, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    check(field(facts, "bits", int, 4) == 4, f"bits={facts.get('bits')}, and AutoAWQ has 4 bits alone")
+    out = 8 * words.shape[1]
+    check(scales.shape == (zeros.shape[0], out), f"scales have shape {list(scales.shape)}, not {[zeros.shape[0], out]}")
+    check(zeros.shape[1] == words.shape[1], "qweight and qzeros have different numbers of columns")
+    codes = np.ascontiguousarray(_in_order(words).T)
+    scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)
+    zero = _in_order(zeros).T.astype(np.int32)
+    return integer_array(codes, scale, zero, 4, kinds_from(codes.shape, scale.shape))
+
+
+def _in_order(words: np.ndarray) -> np.ndarray:
+    """The codes of rows of words; nibble i of a word is number ORDER[i] of its eight."""
+    nibbles = from_words(words, 4, 8 * words.shape[1]).reshape(*words.shape, 8)
+    return nibbles[..., np.argsort(_ORDER)].reshape(words.shape[0], -1)
+
+
+def _to_order(codes: np.ndarray) -> np.ndarray:
+    eights = codes.reshape(codes.shape[0], -1, 8)[..., _ORDER]
+    return to_words(np.ascontiguousarray(eights.reshape(codes.shape)), 4)
+
+
+def _write_awq(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    found = pieces(q)
+    size = along_rows(found) or q.shape[1]
+    codes, scale, zero = unsigned(found, (4,))
+    check(q.shape[0] % 8 == 0, f"its axis out has {q.shape[0]} indices, which is no multiple of 8")
+    check(q.shape[1] % size == 0, f"its groups of {size} do not divide its axis in of {q.shape[1]}")
+    check(bool(((zero >= 0) & (zero < 16)).all()), "a zero point is no code of 4 bits")
+    parts = {
+        "qweight": _to_order(np.ascontiguousarray(codes.T)),
+        "qzeros": _to_order(np.ascontiguousarray(zero.T.astype(np.uint8))),
+        "scales": in_dtype(np.ascontiguousarray(scale.T), np.float16, "scales"),
+    }
+    return parts, {"bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+
+
+AWQ = Row(
+    "awq",
+    "qweight",
+    ("qweight", "qzeros", "scales"),
+    _look_awq,
+    _read_awq,
+    _write_awq,
+    "int4(group=128,scale=float16)",
+)

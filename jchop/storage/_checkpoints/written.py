@@ -1,0 +1,115 @@
+"""An array as the tensors of a layout, and the metadata and the configuration that go with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jchop.storage._array import QArray
+from jchop.storage._checkpoints.opened import OWN, PLAIN
+from jchop.storage._checkpoints.table import CONFIG, LAYOUTS, WEIGHT, Layout
+from jchop.storage._quantize import dequantize
+from jchop.storage._save import QARRAYS, description, parts_of
+
+#: An array of a model and the bytes that it takes before it is written; it is made when it is needed.
+Made = QArray | np.ndarray
+
+
+@dataclass(frozen=True)
+class Job:
+    """An array that is to be written.
+
+    Args:
+        name: of the array.
+        nbytes: its bytes in the source, by which files are divided.
+        make: gives the array, with NumPy leaves.
+    """
+
+    name: str
+    nbytes: int
+    make: Callable[[], Made]
+
+
+@dataclass
+class Record:
+    """What is known of the arrays that were written, in JSON.
+
+    Args:
+        rows: the row and the facts of each quantized weight by name.
+        plain: the names and the numbers of axes of other arrays.
+    """
+
+    rows: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, int] = field(default_factory=dict)
+
+
+def tensors_of(layout: str, name: str, value: Made, exact: bool, record: Record) -> dict[str, np.ndarray]:
+    """The tensors of an array; adds to the record.
+
+    Raises:
+        ValueError: if the layout has no form for the array; the message has a spec that it has.
+    """
+    if not isinstance(value, QArray) or layout == PLAIN:
+        record.plain[name] = len(value.shape)
+        return {name: dequantize(value) if isinstance(value, QArray) else value}
+    if layout == OWN:
+        record.rows[name] = [OWN, description(value)]
+        return {part: np.asarray(leaf) for part, leaf in parts_of(name, value).items()}
+    return _in_rows(LAYOUTS[layout], name, value, exact, record)
+
+
+def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) -> dict[str, np.ndarray]:
+    if name != WEIGHT and not name.endswith(f".{WEIGHT}"):
+        raise ValueError(
+            f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone"
+        )
+    module, reasons = name[: -len(WEIGHT)].removesuffix("."), []
+    for row in layout.rows:
+        try:
+            parts, facts = row.write(q, exact)
+        except ValueError as error:
+            reasons.append(f"{row.name}: {error}")
+            continue
+        record.rows[name] = [row.name, facts]
+        return {layout.stem(module) + part: array for part, array in parts.items()}
+    fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
+    raise ValueError(
+        f"{name!r} of {q.spec} cannot be written in the layout {layout.name} ({'; '.join(dict.fromkeys(reasons))}). "
+        f"It has {fits}"
+    )
+
+
+def metadata_of(layout: str, record: Record) -> dict[str, str]:
+    """The metadata of a file with the arrays of a record."""
+    if layout == OWN:
+        described = {name: facts for name, (_, facts) in record.rows.items()}
+        return {"format": "pt"} | ({QARRAYS: json.dumps(described)} if described else {})
+    if layout not in LAYOUTS or not LAYOUTS[layout].records:
+        return {"format": "pt"}
+    records = {name: json.dumps(facts) for name, (_, facts) in record.rows.items()}
+    records |= {name: json.dumps({"_type": "Tensor"}) for name in record.plain}
+    return {"format": "pt", "tensor_names": json.dumps(list(records))} | records
+
+
+def config_of(layout: str, config: Mapping[str, Any], record: Record) -> dict[str, Any]:
+    """The configuration of a model with the arrays of a record.
+
+    Raises:
+        ValueError: if weights have several forms, and the layout has one for all.
+    """
+    base = {name: value for name, value in config.items() if name != CONFIG}
+    if layout not in LAYOUTS or not record.rows:
+        return base
+    chosen = LAYOUTS[layout]
+    by_name = {row.name: row for row in chosen.rows}
+    modules = {_module(name): (by_name[row], facts) for name, (row, facts) in record.rows.items()}
+    ignored = [_module(name) for name, axes in record.plain.items() if axes == 2 and name.endswith(f".{WEIGHT}")]
+    return base | {CONFIG: chosen.config(modules, ignored)}
+
+
+def _module(name: str) -> str:
+    return name[: -len(WEIGHT)].removesuffix(".")

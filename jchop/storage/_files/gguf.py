@@ -1,0 +1,258 @@
+"""GGUF files: a header of keys and tensors, then the data; read with checks before memory is allocated, and written.
+
+Definition: https://github.com/ggml-org/ggml, `docs/gguf.md`. Versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+
+from jchop._files import open_regular
+from jchop.storage._files.json import MOST_ENTRIES, shown
+
+_MAGIC = b"GGUF"
+#: The number of bytes of a value by type; strings (8) and arrays (9) have their own.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _ARRAY, _UINT32 = 8, 9, 4
+_ALIGNMENT = "general.alignment"
+#: The longest name, in bytes; the most axes of a tensor; the most strings in an array; the deepest arrays.
+_LONGEST, _MOST_AXES, _MOST_STRINGS, _DEEPEST = 1 << 12, 4, 1 << 21, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A tensor of a file: its type by number, its shape in C order, its first byte in the data and its bytes."""
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class GGUFFile:
+    """A GGUF file open for reading: it reads the header at once, the bytes of each tensor on request.
+
+    Args:
+        path: of the file.
+        sizes: numbers and bytes of a block of each type that is known.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a valid GGUF file, or has a type that is not known.
+    """
+
+    def __init__(self, path: Path, sizes: Mapping[int, tuple[int, int]]) -> None:
+        self.path = path
+        self._file = open_regular(path)
+        try:
+            header = _Header(self._file, path)
+            self.tensors, self._data = header.read(sizes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def read(self, name: str) -> np.ndarray:
+        """The bytes of a tensor.
+
+        Raises:
+            ValueError: if the file has become shorter.
+        """
+        blob = self.tensors[name]
+        data = np.empty(blob.nbytes, np.uint8)
+        self._file.seek(self._data + blob.start)
+        if self._file.readinto(data.data) != blob.nbytes:
+            raise ValueError(f"{self.path} ends within tensor {shown(name)}")
+        return data
+
+
+class _Header:
+    """Reads a header part by part; each part is checked against the bytes that are left."""
+
+    def __init__(self, file: BufferedReader, path: Path) -> None:
+        self._file, self._path = file, path
+        self._left = os.fstat(file.fileno()).st_size
+        self._strings = 0
+
+    def read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, Blob], int]:
+        try:
+            return self._read(sizes)
+        except ValueError as error:
+            raise ValueError(f"{self._path} is not a GGUF file: {error}") from None
+
+    def _read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, Blob], int]:
+        total = self._left
+        if self._bytes(4) != _MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        if (version := self._number(4)) not in (2, 3):
+            raise ValueError(f"version {version} is not 2 or 3")
+        tensors, keys = self._number(8), self._number(8)
+        for name, count in (("tensors", tensors), ("keys", keys)):
+            if count > min(MOST_ENTRIES, self._left):
+                raise ValueError(f"it has {count} {name}, more than its bytes or {MOST_ENTRIES}")
+        alignment = 32
+        for _ in range(keys):
+            key, kind = self._text(), self._number(4)
+            if key == _ALIGNMENT and kind == _UINT32:
+                alignment = self._number(4)
+                if not 1 <= alignment <= 1 << 20 or alignment & alignment - 1:
+                    raise ValueError(f"the alignment {alignment} is no power of two up to 2^20")
+            else:
+                self._skip_value(kind, 0)
+        found: dict[str, Blob] = {}
+        for _ in range(tensors):
+            name = self._text()
+            if name in found:
+                raise ValueError(f"tensor {shown(name)} is duplicated")
+            found[name] = self._tensor(name, sizes, alignment)
+        data = -(-(total - self._left) // alignment) * alignment
+        _check_places(found, total - data)
+        return found, data
+
+    def _tensor(self, name: str, sizes: Mapping[int, tuple[int, int]], alignment: int) -> Blob:
+        if (axes := self._number(4)) > _MOST_AXES:
+            raise ValueError(f"tensor {shown(name)} has {axes} axes, and at most {_MOST_AXES} are allowed")
+        shape = tuple(self._number(8) for _ in range(axes))[::-1]
+        kind, start = self._number(4), self._number(8)
+        if kind not in sizes:
+            raise ValueError(f"tensor {shown(name)} has type {kind}; known are {', '.join(map(str, sizes))}")
+        if math.prod(n or 1 for n in shape) >> 58 or start % alignment:
+            raise ValueError(f"tensor {shown(name)} has shape {list(shape)} at byte {start}, which is not allowed")
+        count, size = sizes[kind]
+        if count > 1 and (not shape or shape[-1] % count):
+            raise ValueError(f"tensor {shown(name)} of shape {list(shape)} has no whole blocks of {count}")
+        return Blob(kind, shape, start, math.prod(shape) // count * size)
+
+    def _bytes(self, count: int) -> bytes:
+        self._take(count)
+        data = self._file.read(count)
+        if len(data) < count:
+            raise ValueError("it ends within its header")
+        return data
+
+    def _take(self, count: int) -> None:
+        if count > self._left:
+            raise ValueError("it ends within its header")
+        self._left -= count
+
+    def _number(self, size: int) -> int:
+        return int.from_bytes(self._bytes(size), "little")
+
+    def _text(self) -> str:
+        if (length := self._number(8)) > _LONGEST:
+            raise ValueError(f"a name of {length} bytes is longer than {_LONGEST}")
+        return self._bytes(length).decode("utf-8")
+
+    def _skip(self, count: int) -> None:
+        self._take(count)
+        self._file.seek(count, os.SEEK_CUR)
+
+    def _skip_value(self, kind: int, depth: int) -> None:
+        if kind in _SIZES:
+            self._skip(_SIZES[kind])
+        elif kind == _STRING:
+            self._skip(self._number(8))
+        elif kind == _ARRAY and depth < _DEEPEST:
+            self._skip_array(depth)
+        else:
+            raise ValueError(f"a key has a value of type {kind}, which is not known or nested too deep")
+
+    def _skip_array(self, depth: int) -> None:
+        kind, count = self._number(4), self._number(8)
+        if kind in _SIZES:
+            self._skip(_SIZES[kind] * count)
+            return
+        self._strings += count
+        if self._strings > _MOST_STRINGS:
+            raise ValueError(f"its keys have more than {_MOST_STRINGS} texts")
+        for _ in range(count):
+            self._skip_value(kind, depth + 1)
+
+
+def _check_places(tensors: Mapping[str, Blob], size: int) -> None:
+    """Checks that tensors lie within the data and do not overlap."""
+    at = 0
+    for name, blob in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if blob.start < at or blob.start + blob.nbytes > size:
+            raise ValueError(f"tensor {shown(name)} overlaps another or the end of the file")
+        at = blob.start + blob.nbytes
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class GGUFWriter:
+    """Writes the header of a GGUF file of version 3, then tensors in order.
+
+    Args:
+        file: open for writing, at its start, and seekable.
+        tensors: type, shape in C order and bytes of each tensor; their places are computed.
+        texts: keys with a text each.
+
+    Raises:
+        ValueError: for a name or a text that is too long.
+    """
+
+    def __init__(
+        self, file: IO[bytes], tensors: Mapping[str, tuple[int, tuple[int, ...], int]], texts: Mapping[str, str]
+    ):
+        header = _MAGIC + _int(3, 4) + _int(len(tensors), 8) + _int(len(texts) + 1, 8)
+        header += _string("general.quantization_version") + _int(_UINT32, 4) + _int(2, 4)
+        for key, text in texts.items():
+            header += _string(key) + _int(_STRING, 4) + _int(len(text.encode()), 8) + text.encode()
+        at, places = 0, {}
+        for name, (kind, shape, nbytes) in tensors.items():
+            if len(shape) > _MOST_AXES:
+                raise ValueError(f"tensor {name!r} has {len(shape)} axes; a GGUF file has at most {_MOST_AXES}")
+            header += _string(name) + _int(len(shape), 4)
+            header += b"".join(_int(n, 8) for n in shape[::-1]) + _int(kind, 4) + _int(at, 8)
+            places[name] = at
+            at += -(-nbytes // 32) * 32
+        self._file, self._places, self._end = file, places, at
+        file.write(header + bytes(-len(header) % 32))
+        self._data = file.tell()
+
+    def write(self, name: str, data: np.ndarray) -> None:
+        """Writes the bytes of a tensor at its place."""
+        self._file.seek(self._data + self._places[name])
+        self._file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+
+    def finish(self) -> None:
+        """Fills the file up to its alignment."""
+        self._file.truncate(self._data + self._end)
+
+
+def _int(value: int, size: int) -> bytes:
+    return value.to_bytes(size, "little")
+
+
+def _string(text: str) -> bytes:
+    data = text.encode("utf-8")
+    if len(data) > _LONGEST:
+        raise ValueError(f"the name {shown(text)} has more than {_LONGEST} bytes, the most of a GGUF file")
+    return _int(len(data), 8) + data
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a regular file begins as a GGUF file."""
+    with open_regular(path) as file:
+        return file.read(4) == _MAGIC
+
+
+def known(blocks: Mapping[int, Any]) -> dict[int, tuple[int, int]]:
+    """Numbers and bytes of a block of each type."""
+    return {number: (block.count, block.size) for number, block in blocks.items()}

@@ -1,0 +1,291 @@
+"""Checkpoints of other programs: every layout read and written, against NumPy code from its definition."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_layouts import (
+    CASES,
+    F8,
+    Case,
+    gguf_blocks,
+    gguf_file,
+    gguf_values,
+    make_nvfp4,
+    pack_file,
+    read_file,
+    values_nvfp4,
+    write_folder,
+)
+
+import jchop as jc
+from jchop.storage import QArray, load_checkpoint, save_checkpoint
+
+
+def numbers(q: QArray) -> np.ndarray:
+    return np.asarray(jc.dequantize(q))
+
+
+def same(got: np.ndarray, wanted: np.ndarray) -> None:
+    """Bit for bit, but for the sign of a zero."""
+    assert got.dtype == wanted.dtype == np.float32 and got.shape == wanted.shape
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_read_as_the_definition_has_it(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    tensors = case.make(np.random.default_rng(len(name)))
+    write_folder(tmp_path, tensors | {"norm.weight": np.arange(3, dtype=np.float32)}, case)
+    tree = load_checkpoint(tmp_path)
+    assert set(tree) == {"w.weight", "norm.weight"}
+    assert isinstance(tree["w.weight"], QArray)
+    same(numbers(tree["w.weight"]), case.values(tensors))
+    named = load_checkpoint(tmp_path, case.layout)["w.weight"]
+    assert named.spec == tree["w.weight"].spec and named.nbytes == tree["w.weight"].nbytes
+
+
+SHAPES = {"fp8": (130, 260), "bitsandbytes": (8, 128)}
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.writes])
+def test_written_and_read_by_the_definition(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    shape = SHAPES.get(
+        case.layout, (32, 70) if "70" in str(case.writes) else (32, 96) if "48" in str(case.writes) else (32, 64)
+    )
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    q = jc.quantize(x + (0.5 if "zero_point" in str(case.writes) else 0), case.writes)  # type: ignore[arg-type]
+    folder = tmp_path / "model"
+    save_checkpoint({"w": {"weight": q}, "norm": {"weight": x[0]}}, folder, case.layout, config={"hidden_size": 64})
+    tensors, _ = read_file(folder / "model.safetensors")
+    packed = tensors.get("w.weight_packed", np.zeros(0)).dtype == np.int32
+    meaning = CASES["int8 packed"] if packed and q.spec.element.bits == 8 else case
+    same(meaning.values(tensors), numbers(q))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["hidden_size"] == 64 and config["quantization_config"]["quant_method"] in (case.layout, "gptq")
+    again = load_checkpoint(folder)
+    same(numbers(again["w.weight"]), numbers(q))
+    np.testing.assert_array_equal(again["norm.weight"], x[0])
+
+
+def test_spec_and_bytes_of_what_is_read(tmp_path: Path) -> None:
+    """The packed forms, not only the numbers: symmetric integers have no zero points, groups their own scales."""
+    wanted = {
+        "int8 packed": "uint8(group=48,scale=bfloat16,zero_point=integer)",
+        "mxfp4": "mxfp4",
+        "mxfp8": "mxfp8_e4m3",
+        "nvfp4, power of two": "nvfp4(scale=float8_e4m3fn)",
+        "nvfp4": "float4_e2m1fn(group=16)",
+        "float-quantized tensor": "float8_e4m3fn(group=tensor,scale=bfloat16)",
+        "nf4 double": "nf4",
+        "nf4 blocks of rows": "nf4(group=(2,all),axis=(-2,-1))",
+    }
+    for name, text in wanted.items():
+        case = CASES[name]
+        tensors = case.make(np.random.default_rng(0))
+        (path := tmp_path / "x.safetensors").write_bytes(pack_file(tensors, case.metadata))
+        found = load_checkpoint(path)["w.weight"].spec
+        assert found == jc.parse(text), (name, str(found))
+
+
+def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
+    tensors = make_nvfp4(np.random.default_rng(3))
+    (path := tmp_path / "x.safetensors").write_bytes(pack_file(tensors, {}))
+    close = load_checkpoint(path, exact=False)["w.weight"]
+    assert close.spec == jc.parse("nvfp4(scale=float8_e4m3fn)") and close.nbytes == 3 * 32 + 3 * 4 + 4
+    np.testing.assert_allclose(numbers(close), values_nvfp4(tensors), rtol=2**-22)
+    with pytest.raises(ValueError, match="exact=False permits"):
+        save_checkpoint({"w.weight": close}, tmp_path / "a", "compressed-tensors")
+    save_checkpoint({"w.weight": close}, tmp_path / "b", "compressed-tensors", exact=False)
+    again, _ = read_file(tmp_path / "b/model.safetensors")
+    np.testing.assert_allclose(values_nvfp4(again), numbers(close), rtol=2**-22)
+    q = load_checkpoint(tmp_path / "b", exact=False)["w.weight"]
+    x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
+    scale, _ = jc.fit_scale(x, "nvfp4")
+    power = jc.quantize(x, "nvfp4", scale=(scale[0], np.float32(2.0**-9)))
+    save_checkpoint({"w.weight": power}, tmp_path / "c", "compressed-tensors")
+    same(values_nvfp4(read_file(tmp_path / "c/model.safetensors")[0]), numbers(power))
+    assert q.spec == close.spec
+
+
+@pytest.mark.parametrize(("kind", "text"), [(2, "int4"), (8, "int8"), (12, None), (14, None)])
+def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
+    rng = np.random.default_rng(kind)
+    raw, plain = gguf_blocks(kind, rng, 3, 2), rng.standard_normal((2, 5)).astype(np.float32)
+    shape = (3, 2 * (32 if kind < 12 else 256))
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_file({"a": (0, (2, 5), plain.tobytes()), "w": (kind, shape, raw.tobytes())}))
+    tree = load_checkpoint(path)
+    np.testing.assert_array_equal(tree["a"], plain)
+    same(numbers(tree["w"]), gguf_values(kind, raw))
+    if text is not None:
+        q = jc.quantize(rng.standard_normal((3, 64)).astype(np.float32), f"{text}(group=32,scale=float16)")
+        for stored in (q, tree["w"]):
+            save_checkpoint({"w": stored, "b": jnp.bfloat16([1, 2])}, tmp_path / "y.gguf", "gguf")
+            again = load_checkpoint(tmp_path / "y.gguf")
+            same(numbers(again["w"]), numbers(stored))
+            data, size = (tmp_path / "y.gguf").read_bytes(), 18 if kind == 2 else 34
+            whole = 6 * size + -6 * size % 32
+            blocks = np.frombuffer(data[-whole:], np.uint8)[: 6 * size].reshape(3, 2, size)
+            same(gguf_values(kind, blocks), numbers(stored))
+
+
+def test_layouts_convert_into_each_other(tmp_path: Path) -> None:
+    """The same int4 weight through every layout that holds it, and the numbers stay."""
+    x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    q = jc.quantize(x, "int4(group=32,scale=float16)")
+    tree: dict[str, Any] = {"w.weight": q}
+    for step, layout in enumerate(
+        ("awq", "compressed-tensors", "gptq", "torchao", "gptq_v2", "jchop", "compressed-tensors")
+    ):
+        save_checkpoint(tree, tmp_path / str(step), layout)
+        tree = load_checkpoint(tmp_path / str(step))
+        assert tree["w.weight"].spec == q.spec
+        jax.tree.map(np.testing.assert_array_equal, tree["w.weight"], q)
+    save_checkpoint(tree, tmp_path / "plain", "plain")
+    same(np.asarray(load_checkpoint(tmp_path / "plain")["w.weight"]), numbers(q))
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout", "said"),
+    [
+        ("nf4", "gptq", "not integers of 2 or 3 or 4 or 8 bits.*It has int4"),
+        ("int4(group=32)", "gptq", "not exact in float16"),
+        ("int4(group=32,axis=0,scale=float16)", "awq", "not groups along its last axis"),
+        ("uint4(group=32,zero_point=float)", "compressed-tensors", "zero points are numbers"),
+        ("mxfp4", "gguf", "cannot be written to a GGUF file.*Q4_0"),
+        ("int4(group=16,scale=float16)", "gguf", "not whole groups of 32"),
+        ("float8_e4m3fn(group=(64,64))", "fp8", "not tiles of 128 x 128"),
+        ("nf4(scale=uint8(group=256,zero_point=float))", "bitsandbytes", "scales are .* not floats"),
+        ("e3m2fn(group=32)", "compressed-tensors", "It has nvfp4, int4"),
+        ("bfloat16", "gptq", "it has no scales"),
+    ],
+)
+def test_what_a_layout_cannot_hold(tmp_path: Path, spec: str, layout: str, said: str) -> None:
+    q = jc.quantize(np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32), spec)
+    target = tmp_path / ("x.gguf" if layout == "gguf" else "x")
+    with pytest.raises(ValueError, match=said) as error:
+        save_checkpoint({"w.weight": q}, target, layout)
+    assert "\n" not in str(error.value)
+
+
+def changed(name: str, **tensors: Any) -> tuple[dict[str, np.ndarray], Case]:
+    case = CASES[name]
+    made = case.make(np.random.default_rng(0))
+    return {
+        key: value for key, value in (made | {f"w.{k}": v for k, v in tensors.items()}).items() if value is not None
+    }, case
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "tensors"),
+    [
+        ("weight_shape must be two integers", "int4 symmetric", {"weight_shape": np.array([6, -1], np.int64)}),
+        ("may be codes|no codes of 2 to 8", "int4 symmetric", {"weight_shape": np.array([6, 1000], np.int64)}),
+        ("scale is infinite or NaN", "int4 symmetric", {"weight_scale": np.full((6, 3), np.nan, np.float16)}),
+        ("form no weight", "int4 symmetric", {"weight_scale": None}),
+        ("do not divide", "int4 symmetric", {"weight_scale": np.ones((6, 5), np.float16)}),
+        ("weight_zero_point must be int32", "int4 asymmetric", {"weight_zero_point": np.ones((2, 3), np.int32)}),
+        ("g_idx must be 96 integers from 0 to 2", "int4 with g_idx", {"weight_g_idx": np.full(96, 3, np.int32)}),
+        ("must be float8_e4m3fn", "nvfp4", {"weight_scale": np.ones((3, 4), np.uint8)}),
+        ("finite number above 0", "nvfp4", {"weight_global_scale": np.zeros(1, np.float32)}),
+        ("the code of NaN", "mxfp4", {"weight_scale": np.full((3, 2), 255, np.uint8)}),
+        ("bits=4 of the configuration", "gptq", {"qzeros": np.ones((2, 8), np.int32)}),
+        ("weight_scale_inv has shape", "fp8", {"weight_scale_inv": np.ones((2, 2), np.float32)}),
+        ("quant_map is not the table", "nf4", {"weight.quant_map": np.ones(16, np.float32)}),
+        ("is not JSON", "nf4", {"weight.quant_state.bitsandbytes__nf4": np.full(9, 91, np.uint8)}),
+        ("do not fit", "nf4", {"weight.absmax": np.ones(3, np.float32)}),
+        ("no integer of 4 bits", "torchao int4 by 8", {"_weight_qdata": np.full((4, 64), 9, np.int8)}),
+    ],
+)
+def test_damaged_weights(tmp_path: Path, said: str, name: str, tensors: dict[str, Any]) -> None:
+    made, case = changed(name, **tensors)
+    write_folder(tmp_path, made, case)
+    with pytest.raises(ValueError, match=said) as error:
+        load_checkpoint(tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_folders(tmp_path: Path) -> None:
+    tree = {f"layers.{i}.weight": jc.quantize(np.eye(32, 64, dtype=np.float32), "int8(channel=0)") for i in range(5)}
+    save_checkpoint(tree, folder := tmp_path / "m", "compressed-tensors", shard_bytes=5000)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [
+        "config.json",
+        *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
+        "model.safetensors.index.json",
+    ]
+    again = load_checkpoint(folder)
+    jax.tree.map(np.testing.assert_array_equal, again, tree)
+    with pytest.raises(ValueError, match="has tensors already"):
+        save_checkpoint(tree, folder, "compressed-tensors")
+    index = folder / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    for said, homes in (
+        ("is no name of a safetensors file", {"a": "../x.safetensors"}),
+        ("is not in", good["weight_map"] | {"layers.9.weight": names[1]}),
+        ("has no weight_map", {}),
+        ("no string", {"a": 3}),
+    ):
+        index.write_text(json.dumps({"weight_map": homes}))
+        with pytest.raises(ValueError, match=said):
+            load_checkpoint(folder)
+    index.write_text(json.dumps(good))
+    for said, config in (
+        ("is not a configuration", "[" * 50_000),
+        ("quant_method='exl2'; known are", json.dumps({"quantization_config": {"quant_method": "exl2"}})),
+        (
+            "has the format 'marlin-24'",
+            json.dumps({"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}}),
+        ),
+        ("has a type that is not allowed", json.dumps({"quantization_config": 3})),
+    ):
+        (folder / "config.json").write_text(config)
+        with pytest.raises(ValueError, match=said):
+            load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("said", "data"),
+    [
+        ("version 1 is not 2 or 3", b"GGUF" + (1).to_bytes(4, "little") + bytes(16)),
+        ("ends within its header", gguf_file({"a": (0, (4,), bytes(16))})[:40]),
+        ("more than its bytes", b"GGUF" + (3).to_bytes(4, "little") + (1 << 40).to_bytes(8, "little") + bytes(8)),
+        ("has type 13; known are", gguf_file({"a": (13, (256,), bytes(176))})),
+        ("overlaps another or the end", gguf_file({"a": (0, (1 << 40,), bytes(16))})),
+        ("no whole blocks of 32", gguf_file({"a": (2, (33,), bytes(36))})),
+        ("not two axes", gguf_file({"a": (2, (32,), bytes(18))})),
+        ("a name of .* is longer", gguf_file({"a": (0, (1,), bytes(4))}, (1 << 50).to_bytes(8, "little"), 1)),
+    ],
+)
+def test_damaged_gguf(tmp_path: Path, said: str, data: bytes) -> None:
+    (path := tmp_path / "x.gguf").write_bytes(data)
+    with pytest.raises(ValueError, match=said) as error:
+        load_checkpoint(path)
+    assert "\n" not in str(error.value)
+
+
+def test_arguments(tmp_path: Path) -> None:
+    q = jc.quantize(np.ones((32, 32), np.float32), "int8(channel=0)")
+    with pytest.raises(ValueError, match="layout='x' must be one of"):
+        load_checkpoint(tmp_path, "x")
+    with pytest.raises(ValueError, match="layout='auto' must be one of"):
+        save_checkpoint({"w.weight": q}, tmp_path / "m", "auto")
+    with pytest.raises(ValueError, match="has quantized arrays named"):
+        save_checkpoint({"kernel": q}, tmp_path / "m2", "compressed-tensors")
+    with pytest.raises(ValueError, match="is one file that ends in"):
+        save_checkpoint({"w": q}, tmp_path / "m3", "gguf")
+    with pytest.raises(TypeError, match="only arrays"):
+        save_checkpoint({"w": "text"}, tmp_path / "m4", "plain")
+    (path := tmp_path / "x.safetensors").write_bytes(pack_file(CASES["gptq"].make(np.random.default_rng(0)), {}))
+    with pytest.raises(ValueError, match="pass layout='gptq', 'gptq_v2' or 'awq'"):
+        load_checkpoint(path)
+    assert load_checkpoint(path, "gptq")["w.weight"].shape == (32, 64)
+    assert np.dtype(F8).itemsize == 1
