@@ -218,6 +218,12 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "1",
         "(0)",
     ): "the logarithm of 0 has no effect: 0 moved by any number of places is 0, and its exponent is replaced",
+    (
+        "jchop/_core/rounding/bins.py",
+        "first, last = max((min(sizes) - margin >> shift) - 1, 0), (max(sizes) + margin >> shift) + 1",
+        "max(sizes) + margin",
+        "(max(sizes))",
+    ): "a bin fewer: the threshold of every bin is looked for from the margin below its start",
     ("jchop/_core/rounding/grid.py", "deep = drop > 0 and fmt.emin < 1 - carrier.bias", "drop > 0", "(drop >= 0)"): (
         "no carrier holds normal numbers below its own of a format with as many bits"
     ),
