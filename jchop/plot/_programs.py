@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jchop.plot._style import INK, LOST, NORMAL, draw_bars, draw_legend, new_figure
+from jchop.plot._style import INK, LOST, NORMAL, draw_bars, draw_legend, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,6 +41,7 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
         >>> [label.get_text().split()[:2] for label in figure.axes[0].get_yticklabels()]
         [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
     """
+    need_matplotlib()
     rows, traced = getattr(seen, "rows", None), getattr(seen, "traced", False)
     if rows is None:
         raise TypeError(f"seen={seen!r} must be a result of jchop.emulate.report")
@@ -111,6 +112,7 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
         >>> len(figure.axes[0].patches) == len(found.rows)
         True
     """
+    need_matplotlib()
     rows = getattr(seen, "rows", None)
     if rows is None or not hasattr(seen, "unexplained"):
         raise TypeError(f"seen={seen!r} must be a result of jchop.blame")
