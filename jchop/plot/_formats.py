@@ -152,7 +152,7 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
         >>> from jchop import plot
         >>> figure = plot.code_histogram(np.random.default_rng(0).normal(size=4000), "e2m1fn")
         >>> figure.get_suptitle()
-        'float4_e2m1fn: 4,000 numbers, 15 of 15 values in use'
+        'float4_e2m1fn: 4,000 numbers, 12 of 15 values in use'
     """
     need_matplotlib()
     found = element_of(fmt)

@@ -66,6 +66,8 @@ def _arithmetic(row: Row) -> str:
 
 
 def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import NullFormatter
+
     bars = {"of the operation": [row.error for row in rows], "of the program so far": [row.deviation for row in rows]}
     shown = [value for values in bars.values() for value in values if value > 0]
     low, high = min(shown, default=1e-3) / 4, 8 * max(shown, default=1.0)  # room for the numbers
@@ -75,6 +77,7 @@ def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
         name = "no finite result to compare"
         axes.barh(lost, [high - low] * len(lost), 0.76, low, color="white", edgecolor=LOST, hatch="///", label=name)
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(low, high)
     axes.set_xlabel("largest relative error, of finite results", fontsize=10)
     draw_legend(axes)
