@@ -26,6 +26,7 @@ default_role = "code"
 
 html_theme = "furo"
 html_title = f"jchop {release}"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["jchop.css"]
 exclude_patterns = ["_build", "_extensions"]

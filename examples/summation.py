@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="short sums")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the errors into")
     options = parser.parse_args()
-    lengths = [2**k for k in ((6, 12) if options.small else range(6, 15, 2))]
+    lengths = [2**k for k in ((6, 9, 12) if options.small else range(6, 15, 2))]
     table = errors(lengths, 10 if options.small else 30)
     print(f"{'n':22}" + "".join(f"{n:>10}" for n in lengths))
     print(f"{'√n u':22}" + "".join(f"{n**0.5 * 2.0**-8:10.1e}" for n in lengths))

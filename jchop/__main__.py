@@ -12,15 +12,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jchop._checks import close_to
 from jchop._cli._blame import add_blame
 from jchop._cli._compare import add_compare
+from jchop._cli._completion import add_completion, commands_of
 from jchop._cli._doctor import add_doctor
 from jchop._cli._info import run_formats, run_info
 from jchop._cli._ptq import add_command
 from jchop._cli._quantize import add_commands
 from jchop._cli._round import CARRIERS, run_round
 from jchop._cli._study import add_study
-from jchop._cli._text import printable, seed
+from jchop._cli._text import printable, seed, strong
 from jchop.rounding import Overflow, Rounding
 
 
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _error(message: str) -> str:
-    return "jchop: error: " + printable(" ".join(message.split()))
+    return strong("jchop: error:", sys.stderr) + " " + printable(" ".join(message.split()))
 
 
 def _say(line: str) -> None:
@@ -99,7 +101,20 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises exceptions for errors, so that all of them are reported in one place."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (see {self.prog} --help)")
+        raise ValueError(f"{message}{self._near(message)} (see {self.prog} --help)")
+
+    def _near(self, message: str) -> str:
+        """The names that the first unknown option or choice of a message is close to."""
+        unknown = re.search(r"unrecognized arguments: (-\S*)", message)
+        choice = re.search(r"argument (\S+): invalid choice: '([^']*)'", message)
+        if unknown:
+            used = [words for name, words in commands_of(self).items() if name in sys.argv or len(sys.argv) < 2]
+            names = {word for words in used or commands_of(self).values() for word in words}
+            return close_to(unknown[1].split("=")[0], sorted(names))
+        if choice:
+            names = next((a.choices for a in self._actions if choice[1] in (*a.option_strings, str(a.metavar))), None)
+            return close_to(choice[2], map(str, names or ()))
+        return ""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Writes help or version; argparse ignores an output that cannot be written."""
@@ -114,11 +129,13 @@ def _parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
 
     command = commands.add_parser("formats", help="list the named formats")
+    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_formats)
 
     command = commands.add_parser("info", help="show the properties of one format, its bit layout, its values")
     command.add_argument("format", metavar="FORMAT", help="a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ...")
     command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw its values (needs matplotlib)")
+    command.add_argument("--json", action="store_true", help="print JSON in place of the tables")
     command.set_defaults(run=run_info)
 
     command = commands.add_parser(
@@ -145,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         help="type of the numbers before and after; default float64, and for a .npy file its own type",
     )
     command.add_argument("--out", metavar="FILE.npy", type=Path, help="write the rounded array there")
+    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_round)
 
     add_commands(commands)
@@ -154,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     add_blame(commands)
     add_study(commands)
     add_doctor(commands)
+    add_completion(commands, parser)
     return parser
 
 

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     str(page.relative_to(ROOT))
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/tasks/*.md")]
     if "```python\n" in page.read_text(encoding="utf-8")
 )
 #: Pages whose code needs a package that is no part of the test environment.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from fractions import Fraction
+from typing import Any
 
-from jchop._cli._text import binary, check_suffix, fact, hexadecimal, printable, short, table, whole, yes
+from jchop._cli._text import binary, check_suffix, fact, hexadecimal, printable, records, short, show, table, whole, yes
 from jchop._files import require_extra, write_atomically
 from jchop.formats import (
     ALIASES,
@@ -34,7 +36,9 @@ def run_formats(options: argparse.Namespace) -> None:
                 " ".join(other for other, main in ALIASES.items() if main == name),
             )
         )
-    print(table(rows, "<" + ">" * 12 + "<"))
+    show(rows, "<" + ">" * 12 + "<", options.json)
+    if options.json:
+        return
     print(
         "\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 takum_linear16 "
         "codebook(-1,0,0.5)"
@@ -45,12 +49,23 @@ def run_formats(options: argparse.Namespace) -> None:
 def run_info(options: argparse.Namespace) -> None:
     whole = parse_format(options.format)
     fmt = whole.element if isinstance(whole, ScaledFormat) else whole
+    picture = None
     if options.plot:
         check_suffix("--plot", options.plot, ".png")
         require_extra("--plot", "plot", ("matplotlib",))
         from jchop.plot import value_grid
 
         picture = value_grid(fmt)
+    codes = [("code", "binary", "value", "which"), *_notable(fmt)]
+    if options.json:
+        found = {"format": str(whole), "element": str(fmt)}
+        found |= {name.strip(): value for name, value in _facts(fmt)}
+        found |= (
+            {name.strip(): value for name, value in _scaled_facts(whole)} if isinstance(whole, ScaledFormat) else {}
+        )
+        print(json.dumps(found | {"codes": records(codes, "<<><")}, indent=1))
+        _draw(options, picture)
+        return
     if isinstance(whole, ScaledFormat):
         print(f"{whole}\n\n{table(_scaled_facts(whole), '<<', rule=False)}\n\nElements:")
     text = getattr(fmt, "text", str(fmt))
@@ -58,10 +73,15 @@ def run_info(options: argparse.Namespace) -> None:
     print(_layout(fmt))
     print(table(_facts(fmt), "<<", rule=False))
     print()
-    print(table([("code", "binary", "value", "which"), *_notable(fmt)], "<<><"))
+    print(table(codes, "<<><"))
+    _draw(options, picture)
+
+
+def _draw(options: argparse.Namespace, picture: Any) -> None:
     if options.plot:
         write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
-        print(f"\nwrote {printable(str(options.plot))}")
+        if not options.json:
+            print(f"\nwrote {printable(str(options.plot))}")
 
 
 def _layout(fmt: ElementFormat) -> str:

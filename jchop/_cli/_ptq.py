@@ -169,5 +169,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     command.add_argument("--resume", metavar="DIR", type=Path, help="the folder of the unfinished run; default OUT.run")
     command.add_argument("--report", choices=("table", "json"), default="table", help="on standard output")
+    command.add_argument("--json", dest="report", action="store_const", const="json", help="the same as --report json")
     command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the report (needs matplotlib)")
     command.set_defaults(run=run_ptq)

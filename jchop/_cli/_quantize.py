@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from jchop._cli._text import Percents, check_suffix, printable, seed, table
+from jchop._cli._text import Percents, check_suffix, printable, seed, show
 from jchop._paths import check_pattern
 from jchop.spec import as_spec
 from jchop.storage._files.safetensors import TensorFile
@@ -23,13 +23,14 @@ def run_quantize(options: argparse.Namespace) -> None:
     if options.target.exists() and not options.force:
         raise ValueError(f"{options.target} exists; --force replaces it")
     reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=Percents("quantize"))
-    print(_report(reports))
-    print(f"\nwrote {printable(str(options.target))}")
+    show(_report(reports), "<<<<>>>><", options.json)
+    if not options.json:
+        print(f"\nwrote {printable(str(options.target))}")
 
 
 def run_inspect(options: argparse.Namespace) -> None:
     with TensorFile(options.file) as file:
-        print(_contents(file))
+        show(_contents(file), "<<<>><", options.json)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def parse_rule(text: str) -> Rule:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _report(reports: Sequence[Report]) -> str:
+def _report(reports: Sequence[Report]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SQNR dB", "max error", "note")
     ]
@@ -62,10 +63,10 @@ def _report(reports: Sequence[Report]) -> str:
         rows.append((report.name, _shape(report.shape), report.dtype, report.to, *sizes, *errors, note))
     before, after = (sum(getattr(report, name) for report in reports) for name in ("before", "after"))
     rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", _share(after, before)))
-    return table(rows, "<<<<>>>><")
+    return rows
 
 
-def _contents(file: TensorFile) -> str:
+def _contents(file: TensorFile) -> list[tuple[str, ...]]:
     described = described_in(file)
     owners = {part: name for name, fields in described.items() for part in part_names(name, fields)}
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "bits", "stored as")]
@@ -85,7 +86,7 @@ def _contents(file: TensorFile) -> str:
             rows.append((owner, _shape(shape), fields["dtype"], f"{size:,}", bits, fields["spec"]))
     total = sum(entry.nbytes for entry in file.entries.values())
     rows.append(("all", "", "", f"{total:,}", "", f"{len(rows) - 1} arrays in {len(file.entries)} tensors"))
-    return table(rows, "<<<>><")
+    return rows
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -123,8 +124,10 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--seed", metavar="N", type=seed, help="seed of the random bits; stochastic modes need it")
     command.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_quantize)
 
     command = commands.add_parser("inspect", help="list the contents of a safetensors file")
     command.add_argument("file", metavar="FILE.safetensors", type=Path)
+    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_inspect)

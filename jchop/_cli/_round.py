@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jchop._cli._text import Percents, binary, check_suffix, hexadecimal, printable, short, shortest, table
+from jchop._cli._text import Percents, binary, check_suffix, hexadecimal, printable, records, short, shortest, table
 from jchop._files import write_atomically
 from jchop.formats import ElementFormat
 from jchop.rounding import as_overflow, as_rounding
@@ -43,7 +44,7 @@ def run_round(options: argparse.Namespace) -> None:
         _round_file(options, spec, key)
     else:
         _round_numbers(options, spec, key)
-    if options.out:
+    if options.out and not options.json:
         print(f"wrote {printable(str(options.out))}")
 
 
@@ -97,8 +98,12 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     rounded = round_to_format(values, spec, key)
     if options.out:
         write_atomically(options.out, lambda file: np.save(file, rounded, allow_pickle=False))
+    rows = _comparison(numbers, values, rounded, _element(spec))
+    if options.json:
+        print(json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": records(rows, "<><<>>")}, indent=1))
+        return
     print(f"to {spec}, carrier {values.dtype}")
-    print(_comparison(numbers, values, rounded, _element(spec)))
+    print(table(rows, "<<<<>>"))
 
 
 def _words(words: list[str]) -> list[str]:
@@ -173,14 +178,16 @@ def _float(value: Fraction | float, *, odd: bool) -> float:
     return near
 
 
-def _comparison(typed: list[_Typed], values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None) -> str:
+def _comparison(
+    typed: list[_Typed], values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None
+) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("value", "rounded", "code", "binary", "abs. error", "rel. error")]
     for number, value, result in zip(typed, values, rounded, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
         bits = ("-", "-") if fmt is None or code is None else (hexadecimal(fmt, code), binary(fmt, code))
         errors = map(_decimal, _exact_errors(number.exact, float(result)))
         rows.append((_as_typed(number, value), shortest(result), *bits, *errors))
-    return table(rows, "<<<<>>")
+    return rows
 
 
 def _as_typed(number: _Typed, value: np.generic) -> str:
@@ -234,6 +241,10 @@ def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         else:
             for pair in rounded:
                 summary.see(*pair)
+        if options.json:
+            facts = {"to": str(spec), "carrier": str(file.dtype), "shape": list(file.shape)}
+            print(json.dumps(facts | summary.as_dict(), indent=1, allow_nan=False))
+            return
         print(f"to {spec}, carrier {file.dtype}")
         print(summary.text(file.shape))
 
@@ -269,6 +280,18 @@ class _Summary:
             relative = absolute / np.abs(exact)
         self.absolute = max(self.absolute, float(absolute.max(initial=0.0)))
         self.relative = max(self.relative, float(relative.max(initial=0.0, where=np.isfinite(relative))))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The statistics; overflows are counted by their result, not finite or finite."""
+        return {
+            "changed": self.changed,
+            "largest absolute error": self.absolute,
+            "largest relative error": self.relative,
+            "overflows": self.lost,
+            "saturated": self.saturated,
+            "underflows": self.underflows,
+            "nans": self.nans,
+        }
 
     def text(self, shape: tuple[int, ...]) -> str:
         """The table of the statistics."""

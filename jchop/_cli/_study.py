@@ -38,6 +38,9 @@ def run_study(options: argparse.Namespace) -> None:
         progress=_bar(),
     )
     paths = study.save(result, options.out)
+    if options.json:
+        print(paths[1].read_text(encoding="utf-8"), end="")
+        return
     print(study.table(result))
     _tell(paths, result.seconds)
 
@@ -68,6 +71,9 @@ def _run_function(options: argparse.Namespace) -> None:
             progress=_bar(),
         )
     paths = save_function(result, options.out)
+    if options.json:
+        print(result.to_json(indent=1))
+        return
     print("\n".join(map(printable, str(result).splitlines())))
     _tell(paths, result.seconds)
 
@@ -116,4 +122,5 @@ def add_study(commands: argparse._SubParsersAction) -> None:
         "--seed", type=seed, metavar="N", default=0, help="seed of split, training and rounding; default 0"
     )
     command.add_argument("--out", metavar="DIR", type=Path, default=Path("jchop-study"), help="default jchop-study")
+    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_study)

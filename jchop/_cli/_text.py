@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -17,6 +18,35 @@ from jchop.formats import ElementFormat, FloatFormat
 from jchop.study._progress import ProgressBar
 
 
+def show(rows: Sequence[Sequence[str]], align: str, as_json: bool) -> None:
+    """Prints a table; or its rows as JSON, by the names in its head."""
+    print(json.dumps(records(rows, align), indent=1) if as_json else table(rows, align))
+
+
+def records(rows: Sequence[Sequence[str]], align: str) -> list[dict[str, Any]]:
+    """The rows of a table as dicts by its head: cells of columns aligned by > are numbers; "-" and "" are None.
+
+    Example:
+        >>> records([("name", "bytes"), ("7", "1,024"), ("b", "-")], "<>")
+        [{'name': '7', 'bytes': 1024}, {'name': 'b', 'bytes': None}]
+    """
+    return [dict(zip(rows[0], map(_cell, row, align), strict=True)) for row in rows[1:]]
+
+
+def _cell(text: str, side: str) -> Any:
+    plain = text.replace(",", "")
+    if side == ">" and re.fullmatch(r"-?\d+", plain):
+        return int(plain)
+    if side == ">" and re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", plain):
+        return float(plain)
+    return None if text in ("", "-") else text
+
+
+def strong(text: str, stream: Any) -> str:
+    """The text in bold if the stream is a terminal."""
+    return f"\x1b[1m{text}\x1b[0m" if stream is not None and stream.isatty() else text
+
+
 def table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
     """A table with columns aligned by `align`, one of < and > for each, and a line under the first row.
 
@@ -28,7 +58,7 @@ def table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
         for row in rows
     ]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]] if rule else lines)
+    return "\n".join([strong(lines[0], sys.stdout), "-" * max(map(len, lines)), *lines[1:]] if rule else lines)
 
 
 def printable(text: str) -> str:

@@ -111,7 +111,7 @@ def sensitivity(
 ) -> Sensitivity:
     """How much the output of a model suffers when one layer is rounded: for each layer, and each format.
 
-    The signal-to-noise ratio is 10 log10(Σ y² / Σ (y - z)²) in dB over all batches: y are the outputs of the model, and z
+    The signal-to-noise ratio is 10 log10(Σ y² / Σ (y - z)²) in dB over all batches: y are the outputs of the model, z
     those of the model with a rule for one layer alone. A last row for each format has all layers rounded. Layers with a
     low ratio should keep more bits.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jchop._checks import as_numpy, check_int
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ElementFormat
-from jchop.plot._style import BARS, LOST, NORMAL, element_of, new_figure
+from jchop.plot._style import BARS, LOST, NORMAL, element_of, need_matplotlib, new_figure
 from jchop.spec import Spec, as_spec
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def value_grids(formats: Sequence[ElementFormat | str], *, title: str = "Values 
         >>> len(figure.axes[0].collections)
         5
     """
+    need_matplotlib()
     found = [element_of(fmt) for fmt in formats]
     if not found:
         raise ValueError("formats must name at least one format")
@@ -97,6 +98,7 @@ def rounding_error(
         >>> [line.get_label() for line in figure.axes[0].lines[:3]]
         ['float8_e4m3fn', 'float8_e5m2', 'fixed4.4']
     """
+    need_matplotlib()
     found = [as_spec(spec) for spec in specs]
     if not found:
         raise ValueError("specs must have at least one spec")
@@ -150,8 +152,9 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
         >>> from jchop import plot
         >>> figure = plot.code_histogram(np.random.default_rng(0).normal(size=4000), "e2m1fn")
         >>> figure.get_suptitle()
-        'float4_e2m1fn: 4,000 numbers, 15 of 15 values in use'
+        'float4_e2m1fn: 4,000 numbers, 12 of 15 values in use'
     """
+    need_matplotlib()
     found = element_of(fmt)
     if found.bits > _MOST_BITS:
         raise ValueError(f"fmt={found} has {found.bits} bits; at most {_MOST_BITS} can be drawn")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop.plot._style import INK, draw_bars, draw_legend, new_figure
+from jchop.plot._style import INK, draw_bars, draw_legend, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +36,7 @@ def calibration(seen: Any, *, title: str = "Signal over error of products") -> F
         >>> [label.get_text().split()[0] for label in figure.axes[0].get_yticklabels()]
         ['w']
     """
+    need_matplotlib()
     weights = getattr(seen, "weights", None)
     if weights is None:
         raise TypeError(f"seen={seen!r} must be a report of jchop.ptq.quantize")
@@ -85,6 +86,7 @@ def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Fi
         >>> [line.get_label() for line in figure.axes[0].lines]
         ['int8', 'int4', 'float8_e4m3fn']
     """
+    need_matplotlib()
     rows, formats = getattr(seen, "rows", None), getattr(seen, "formats", None)
     if rows is None or formats is None:
         raise TypeError(f"seen={seen!r} must be a result of jchop.nn.sensitivity")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jchop.plot._style import INK, LOST, NORMAL, new_figure
+from jchop.plot._style import INK, LOST, NORMAL, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,6 +48,7 @@ def pareto(
         >>> [text.get_text() for text in figure.axes[0].texts]
         ['e5m2', 'e4m3', 'half']
     """
+    need_matplotlib()
     if not names or len({len(names), len(bits), len(values)}) > 1:
         raise ValueError(f"names, bits and values have lengths {len(names)}, {len(bits)}, {len(values)}; they must be "
                          "equal, and at least 1")  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jchop.plot._style import INK, LOST, NORMAL, draw_bars, draw_legend, new_figure
+from jchop.plot._style import INK, LOST, NORMAL, draw_bars, draw_legend, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,6 +41,7 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
         >>> [label.get_text().split()[:2] for label in figure.axes[0].get_yticklabels()]
         [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
     """
+    need_matplotlib()
     rows, traced = getattr(seen, "rows", None), getattr(seen, "traced", False)
     if rows is None:
         raise TypeError(f"seen={seen!r} must be a result of jchop.emulate.report")
@@ -65,6 +66,8 @@ def _arithmetic(row: Row) -> str:
 
 
 def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import NullFormatter
+
     bars = {"of the operation": [row.error for row in rows], "of the program so far": [row.deviation for row in rows]}
     shown = [value for values in bars.values() for value in values if value > 0]
     low, high = min(shown, default=1e-3) / 4, 8 * max(shown, default=1.0)  # room for the numbers
@@ -74,6 +77,7 @@ def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
         name = "no finite result to compare"
         axes.barh(lost, [high - low] * len(lost), 0.76, low, color="white", edgecolor=LOST, hatch="///", label=name)
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(low, high)
     axes.set_xlabel("largest relative error, of finite results", fontsize=10)
     draw_legend(axes)
@@ -111,6 +115,7 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
         >>> len(figure.axes[0].patches) == len(found.rows)
         True
     """
+    need_matplotlib()
     rows = getattr(seen, "rows", None)
     if rows is None or not hasattr(seen, "unexplained"):
         raise TypeError(f"seen={seen!r} must be a result of jchop.blame")

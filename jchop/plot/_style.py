@@ -17,9 +17,14 @@ NORMAL, SUBNORMAL, INK, LOST = "#31688e", "#d95f02", "#333333", "#b2182b"
 BARS = (NORMAL, SUBNORMAL, LOST, "#7b3294")
 
 
-def new_figure(width: float, height: float, title: str, size: float = 15) -> Figure:
-    """An empty figure with a title, in inches and points; it asks for the extra ``plot`` if Matplotlib is missing."""
+def need_matplotlib() -> None:
+    """ModuleNotFoundError that names the extra ``plot``, if Matplotlib is missing."""
     require_extra("jchop.plot", "plot", ("matplotlib",))
+
+
+def new_figure(width: float, height: float, title: str, size: float = 15) -> Figure:
+    """An empty figure with a title; sizes are in inches and points."""
+    need_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")

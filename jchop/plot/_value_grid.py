@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jchop.formats import ElementFormat, FloatFormat
-from jchop.plot._style import INK, NORMAL, SUBNORMAL, element_of, new_figure
+from jchop.plot._style import INK, NORMAL, SUBNORMAL, element_of, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +35,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
         >>> figure.get_suptitle()
         'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
     """
+    need_matplotlib()
     fmt = element_of(fmt)
     if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
         raise ValueError(f"fmt={fmt} has values beyond the range of binary64, which cannot be drawn")

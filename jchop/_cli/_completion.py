@@ -1,0 +1,99 @@
+"""``jchop completion``: a script for a shell that completes commands, options and the words that options take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE
+from jchop.rounding import Overflow, Rounding
+
+_FORMATS = [*CATALOGUE, *ALIASES, *SCALED_CATALOGUE]
+#: The words that arguments without choices take, by the argument's name.
+_WORDS = {
+    "format": _FORMATS,
+    "formats": _FORMATS,
+    "to": _FORMATS,
+    "rounding": [mode.value for mode in Rounding],
+    "modes": [mode.value for mode in Rounding],
+    "overflow": [rule.value for rule in Overflow],
+}
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(found[0]) if found else {}
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
+    """By command: its long options, each with the words that it takes; "" holds those of its other arguments."""
+    table: dict[str, dict[str, list[str]]] = {}
+    for name, command in _subparsers(parser).items():
+        options = table.setdefault(name, {})
+        for action in command._actions:
+            words = [str(choice) for choice in action.choices or _WORDS.get(action.dest, ())]
+            for text in action.option_strings or [""]:
+                if not text or text.startswith("--"):
+                    options[text] = options.get(text, []) + words
+    return table
+
+
+def _bash(table: dict[str, dict[str, list[str]]]) -> str:
+    cases = []
+    for name, options in table.items():
+        taking = [f"            {o}) words='{' '.join(words)}' ;;" for o, words in options.items() if o and words]
+        flags = " ".join(option for option in options if option)
+        others = f"            *) words='{' '.join(options.get('', []))}' ;;"
+        inner = "\n".join(["        case $before in", *taking, others, "        esac", f"        options='{flags}' ;;"])
+        cases.append(f"    {name})\n{inner}")
+    return f"""_jchop() {{
+    local now=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words= options=
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W '{" ".join(table)} --help --version' -- "$now"))
+        return
+    fi
+    case ${{COMP_WORDS[1]}} in
+{chr(10).join(cases)}
+    esac
+    case $now in
+    -*) COMPREPLY=($(compgen -W "$options" -- "$now")) ;;
+    *) COMPREPLY=($(compgen -W "$words" -- "$now")) ;;
+    esac
+}}
+complete -o default -F _jchop jchop
+"""
+
+
+def _zsh(table: dict[str, dict[str, list[str]]]) -> str:
+    return "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" + _bash(table)
+
+
+def _fish(table: dict[str, dict[str, list[str]]]) -> str:
+    lines = [f"complete -c jchop -n __fish_use_subcommand -f -a '{' '.join(table)}'"]
+    for name, options in table.items():
+        seen = f"complete -c jchop -n '__fish_seen_subcommand_from {name}'"
+        for option, words in options.items():
+            if option:
+                lines.append(f"{seen} -l {option[2:]}" + (f" -x -a '{' '.join(words)}'" if words else ""))
+            elif words:
+                lines.append(f"{seen} -a '{' '.join(words)}'")
+    return "\n".join(lines) + "\n"
+
+
+_SHELLS: dict[str, Callable[[dict[str, dict[str, list[str]]]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+
+
+def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
+    """The command; it reads the other commands from the parser."""
+    command = commands.add_parser(
+        "completion",
+        help="print a script that completes commands and options in a shell",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="to use it now:\n"
+        '  eval "$(jchop completion bash)"\n'
+        '  eval "$(jchop completion zsh)"\n'
+        "  jchop completion fish | source",
+    )
+    command.add_argument("shell", choices=tuple(_SHELLS), help="the shell")
+    command.set_defaults(run=lambda options: print(_SHELLS[options.shell](commands_of(parser)), end=""))

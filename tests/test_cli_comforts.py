@@ -1,0 +1,112 @@
+"""Comforts of the command line: JSON of every command, completion in a shell, hints for misspelt words."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop.__main__ import _parser, main
+from jchop._cli._completion import commands_of
+from jchop._cli._text import strong
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> object:
+    assert main(argv) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_command_has_json() -> None:
+    assert [name for name, options in commands_of(_parser()).items() if "--json" not in options] == ["completion"]
+
+
+def test_formats_and_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "formats", "--json")
+    assert isinstance(rows, list) and {row["name"] for row in rows} >= {"bfloat16", "float8_e4m3fn"}
+    half = next(row for row in rows if row["name"] == "binary16")
+    assert (half["bits"], half["max"], half["inf"]) == (16, 65504, "yes")
+    facts = printed(capsys, "info", "e4m3fn", "--json")
+    assert isinstance(facts, dict) and (facts["format"], facts["bits"], facts["bias"]) == ("float8_e4m3fn", "8", "7")
+    assert {"code": "0x38", "binary": "0 0111 000", "value": 1, "which": "one"} in facts["codes"]
+    assert printed(capsys, "info", "mxfp4", "--json")["element"] == "float4_e2m1fn"  # type: ignore[index, call-overload]
+
+
+def test_round_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = printed(capsys, "round", "0.1", "1e9", "--to", "integer4:saturate", "--json")
+    assert isinstance(found, dict) and found["to"] == "integer4:saturate"
+    assert [row["rounded"] for row in found["numbers"]] == [0, 7]
+    assert [row["binary"] for row in found["numbers"]] == ["0000", "0111"]
+    np.save(tmp_path / "x.npy", np.array([1.0, 1.1, 1e9], np.float32))
+    facts = printed(
+        capsys, "round", str(tmp_path / "x.npy"), "--to", "e5m2", "--out", str(tmp_path / "y.npy"), "--json"
+    )
+    assert isinstance(facts, dict) and (facts["shape"], facts["changed"], facts["overflows"]) == ([3], 2, 1)
+
+
+def test_quantize_and_inspect_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source, target = str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
+    jc.save_safetensors(source, {"7": np.ones((4, 64), np.float32)})
+    capsys.readouterr()
+    rows = printed(capsys, "quantize", source, target, "--rule", "*=int8(group=32)", "--json")
+    assert isinstance(rows, list) and (rows[0]["tensor"], rows[0]["bytes before"]) == ("7", 1024)
+    rows = printed(capsys, "inspect", target, "--json")
+    assert isinstance(rows, list) and rows[0]["tensor"] == "7" and rows[-1]["tensor"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (["rond", "1", "--to", "e5m2"], "close: round"),
+        (["round", "1", "--to", "e5m2", "--roundng", "up"], "close: --rounding"),
+        (["round", "1", "--to", "e5m2", "--rounding", "nearest_evn"], "close: nearest_even"),
+        (["round", "1", "--to", "bfloat61"], "close: bfloat16"),
+        (["compare", "x.npy", "--scale", "fitt"], "close: fit"),
+    ],
+)
+def test_a_misspelt_word_has_neighbours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], near: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["jchop", *argv])
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert near in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["jchop", "comp"], {"compare", "completion"}),
+        (["jchop", "round", "--ov"], {"--overflow"}),
+        (["jchop", "round", "--overflow", "sat"], {"saturate"}),
+        (["jchop", "round", "1", "--to", "float8_e4m3f"], {"float8_e4m3fn", "float8_e4m3fnuz"}),
+        (["jchop", "info", "nvf"], {"nvfp4"}),
+    ],
+)
+def test_bash_completes(capsys: pytest.CaptureFixture[str], words: list[str], wanted: set[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    script += f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _jchop; echo ${{COMPREPLY[@]}}"
+    run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert set(run.stdout.split()) == wanted and not run.stderr
+
+
+def test_the_other_shells_know_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert all(name in script for name in commands_of(_parser())) and "budget-seconds" in script
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bold_letters_are_for_terminals() -> None:
+    assert strong("head", Terminal()) == "\x1b[1mhead\x1b[0m"
+    assert strong("head", io.StringIO()) == strong("head", None) == "head"
