@@ -13,6 +13,7 @@ from jchop._attention.kv_cache import KVCache
 from jchop._compare import Comparison, compare
 from jchop._emulate import Blame, SignificantDigits, blame, emulate, significant_digits
 from jchop._finfo import finfo
+from jchop._probe import Probe, probe
 from jchop._products.dots import dot, einsum, ragged_dot
 from jchop._products.quantize_fn import quantize_fn
 from jchop._products.rotation import Hadamard
@@ -118,6 +119,7 @@ __all__ = [
     "Order",
     "Overflow",
     "PositFormat",
+    "Probe",
     "QArray",
     "Rounding",
     "Rule",
@@ -174,6 +176,7 @@ __all__ = [
     "nvfp4",
     "p3109",
     "parse",
+    "probe",
     "quantize",
     "quantize_fn",
     "ragged_dot",

@@ -21,6 +21,12 @@ class TensorCore:
         spec: the arithmetic.
         source: where it comes from.
         narrow: whether the unit has a float16 accumulator too.
+
+    Example:
+        >>> import jchop as jc
+        >>> row = jc.TENSOR_CORES["hopper"]["fp8"]
+        >>> str(row.spec.order), row.source.split()[0]
+        ('aligned(32, 13)', 'MMA-Sim')
     """
 
     spec: MatmulSpec

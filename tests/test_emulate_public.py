@@ -77,6 +77,7 @@ TOP: dict[str, Row] = {
     "load_safetensors": Row(lambda: jc.load_safetensors(Path("none.safetensors")), (), error=r"none\.safetensors"),
     "round_file": Row(lambda: jc.round_file("none.npy", "never.npy", "e5m2"), (), error=r"none\.npy"),
     "compare": Row(jc.compare, error="x is traced: compare looks at numbers"),
+    "probe": Row(lambda x: jc.probe(lambda a, b: x, length=64), error="matmul gave shape|traced|Tracer"),
     "significant_digits": Row(
         lambda x: jc.significant_digits(jnp.sin, x, key=KEY), error="significant_digits needs arguments that are not"
     ),
@@ -86,7 +87,7 @@ TOP: dict[str, Row] = {
     "from_qwix": Row(lambda x: jc.from_qwix(x), error="from_qwix|WithAux"),
 }
 #: Public functions that make formats and specs.
-MAKERS = {"parse", "bfp", "p3109", "finfo"}
+MAKERS = {"parse", "bfp", "p3109", "finfo", "tensor_core", "TENSOR_CORES"}
 
 STORAGE: dict[str, Row] = {
     **{name: TOP[name] for name in storage.__all__ if name in TOP},

@@ -55,6 +55,7 @@ FLOORS: list[tuple[int, str]] = [
     (9, "torch"),
     (9, "nn"),
     (9, "_compare"),
+    (9, "_probe"),
     (10, "compat"),
     (10, "study"),
     (10, "_cli"),

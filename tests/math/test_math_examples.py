@@ -66,6 +66,13 @@ def test_a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically(lines: lis
     assert all(error < bound for error, bound in zip(errors["stochastic"], errors["√n u"], strict=True))
 
 
+@pytest.mark.parametrize("lines", ["tensor_cores"], indirect=True)
+def test_sums_of_512_positive_fp8_numbers_need_promotion(lines: list[list[str]]) -> None:
+    assert lines[1] == ["products", "128", "512"]
+    errors = {" ".join(line[:-2]): float(line[-1]) for line in lines[2:6]}
+    assert errors["Hopper"] > 0.005 > 0.001 > errors["Hopper, promoted every 128"] > 1e-4 > 1e-6 > errors["Blackwell"]
+
+
 @pytest.mark.parametrize("lines", ["lorenz"], indirect=True)
 def test_the_lorenz_system_stands_still_to_nearest_and_not_stochastically(lines: list[list[str]]) -> None:
     assert [line[0] for line in lines[1:]] == ["float8_e5m2:stochastic", "bfloat16", "bfloat16:stochastic"]

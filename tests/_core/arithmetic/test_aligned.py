@@ -50,7 +50,7 @@ class Row:
         return Core(self.k, self.bits, ENDS[self.operands][0], self.target, self.apart)
 
     def __str__(self) -> str:
-        return f"{self.unit}-{self.dtype}" + "-half" * (self.out == "binary16")
+        return f"{self.unit}-{self.dtype}-{self.k}" + "-half" * (self.out == "binary16")
 
 
 HALF = {"target": oracle_cores.HALF, "out": "binary16"}
@@ -268,6 +268,7 @@ def test_a_stochastic_accumulator_is_right_on_average() -> None:
 # -- the probes of the papers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # `tests/test_probe.py` finds them in the default run
 @pytest.mark.parametrize(
     ("unit", "dtype", "last"),
     [("volta", "fp16", 23), ("ampere", "fp16", 24), ("hopper", "fp16", 25), ("hopper", "fp8", 13)],

@@ -1,0 +1,296 @@
+"""`jchop.probe`: the arithmetic of any matrix product, found from its results.
+
+Sums are probed by large numbers that cancel: a small number that is added between M and -M is lost. The number of lost
+ones tells which products are summed together (FPRev: Xie et al., USENIX ATC 2025). The other probes are those of Fasi,
+Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330, 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jchop._checks import check_int
+from jchop._text import Part, Tables
+
+__all__ = ["Probe", "probe"]
+
+#: A product: its place, and its two factors.
+_Product = tuple[int, float, float]
+
+#: The exponent of M: M is a number of float16, and a product of two numbers of float8_e4m3.
+_LARGE = 15
+#: The least exponent of a product of two numbers of float8_e4m3.
+_SMALL = -18
+_MOST_LENGTH = 4096
+#: The rounding by the results for a quarter more and less than half a unit beyond a positive and a negative number.
+_DIRECTED = {(0, 0): "toward_zero", (0, 1): "down", (1, 0): "up"}
+#: The rounding to nearest by the results for half a unit and one and a half units.
+_TIES = {(0, 2): "nearest_even", (1, 2): "nearest_away", (0, 1): "nearest_zero"}
+
+
+@dataclass(frozen=True)
+class Probe(Tables):
+    """The arithmetic that `probe` found. A field is None if it does not apply, or if no probe shows it.
+
+    Args:
+        order: ``"sequential"``, ``"aligned"`` (a block and the accumulator on one grid), ``"blocked_pairwise"``,
+            ``"pairwise"``, or ``"other"``.
+        k: the products in a block.
+        bits: the fraction bits of products that alignment keeps.
+        cut: the rounding of products at that place: ``"toward_zero"``, ``"down"``, ``"up"`` or ``"nearest"``.
+        sum_bits: the fraction bits of the accumulator that alignment keeps.
+        sum_cut: its rounding there.
+        out_bits: the fraction bits of the accumulator.
+        rounding: the rounding of sums, as in a spec.
+        promote_every: the number of products after which a partial sum is added to a total.
+        operand_bits: the fraction bits of operands.
+        operand_emin: the exponent of the smallest operand of full precision.
+        subnormal_operands: whether smaller operands are kept.
+        smallest_result: the exponent of the smallest power of two that a product gave.
+
+    Example:
+        >>> import jchop as jc
+        >>> found = jc.probe(lambda a, b: jc.math.matmul(a, b, jc.MatmulSpec("e5m10", accumulate="e5m10")), length=64)
+        >>> found.order, found.out_bits, found.rounding
+        ('sequential', 10, 'nearest_even')
+    """
+
+    order: str
+    k: int | None = None
+    bits: int | None = None
+    cut: str | None = None
+    sum_bits: int | None = None
+    sum_cut: str | None = None
+    out_bits: int | None = None
+    rounding: str | None = None
+    promote_every: int | None = None
+    operand_bits: int | None = None
+    operand_emin: int | None = None
+    subnormal_operands: bool | None = None
+    smallest_result: int | None = None
+
+    def _parts(self) -> Iterator[Part]:
+        yield [("property", "found"), *((name, _shown(getattr(self, field))) for field, name in _NAMES.items())]
+
+
+_NAMES = {
+    "order": "order of sums",
+    "k": "products in a block",
+    "bits": "fraction bits of aligned products",
+    "cut": "rounding of aligned products",
+    "sum_bits": "fraction bits of the aligned accumulator",
+    "sum_cut": "rounding of the aligned accumulator",
+    "out_bits": "fraction bits of the accumulator",
+    "rounding": "rounding of sums",
+    "promote_every": "products in a promoted part",
+    "operand_bits": "fraction bits of operands",
+    "operand_emin": "exponent of the smallest normal operand",
+    "subnormal_operands": "subnormal operands",
+    "smallest_result": "exponent of the smallest product",
+}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "kept" if value else "read as zero"
+    return "-" if value is None else str(value)
+
+
+def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
+    """What a matrix product computes: the order of its sums, the bits it keeps, and its roundings, found from results.
+
+    The product may be a device's, a library's or an emulated one's. It is called about a dozen times with float32
+    matrices of `length` rows and columns, and may convert them to its own type of operands first. All numbers in the
+    probes of sums are powers of two, or 1.5 and 3 times one, between 2^-9 and 2^8, which float8_e4m3 and wider formats
+    hold.
+
+    The order is that of the first `length` products in one element of the result; a library may choose another for
+    other shapes. Alignment is probed up to 33 bits.
+
+    Args:
+        matmul: a function of two square float32 NumPy arrays, with a result of their shape that `numpy.asarray` takes.
+        length: the products of the longest sum, 64 to 4096, default 288, in which parts of up to 128 are found.
+
+    Returns:
+        A `Probe`, shown as a table as text and in notebooks.
+
+    Raises:
+        TypeError: if `matmul` is not a function.
+        ValueError: if its result has another shape.
+
+    Example:
+        >>> import jchop as jc
+        >>> volta = jc.tensor_core("volta", "fp16")
+        >>> found = jc.probe(lambda a, b: jc.math.matmul(a, b, volta), length=64)
+        >>> found.order, found.k, found.bits, found.cut, found.rounding
+        ('aligned', 4, 23, 'toward_zero', 'toward_zero')
+    """
+    if not callable(matmul):
+        raise TypeError(f"matmul={matmul!r} must be a function of two matrices")
+    unit = _Unit(matmul, check_int("length", length, 64, _MOST_LENGTH))
+    return Probe(**unit.order(), **unit.accumulator(), **unit.operands())
+
+
+class _Unit:
+    """The product under test, and what is known of it."""
+
+    def __init__(self, matmul: Callable[[Any, Any], Any], length: int) -> None:
+        self.matmul, self.length = matmul, length
+        self.kind, self.k = "other", 1
+
+    def results(self, sums: Iterable[Sequence[_Product]]) -> np.ndarray:
+        """The result of each sum of products. All matrices have one shape, so a compiled product is compiled once."""
+        sums, size = list(sums), self.length
+        return np.concatenate([self._results(sums[i : i + size]) for i in range(0, len(sums), size)])
+
+    def _results(self, sums: Sequence[Sequence[_Product]]) -> np.ndarray:
+        a, b = np.zeros((self.length, self.length), np.float32), np.zeros((self.length, self.length), np.float32)
+        for i, products in enumerate(sums):
+            for place, x, y in products:
+                a[i, place], b[place, i] = x, y
+        out = np.asarray(self.matmul(a, b))
+        if out.shape != a.shape:
+            raise ValueError(f"matmul gave shape {out.shape} for operands of shapes {a.shape} and {b.shape}")
+        return np.diagonal(out).astype(np.float64)[: len(sums)]
+
+    # -- the order -----------------------------------------------------------------------------------------------------
+
+    def order(self) -> dict[str, Any]:
+        """The kind of order, its block length and its parts."""
+        lost = self._lost()
+        places = np.arange(1, self.length)
+        if np.array_equal(lost, places + 1):
+            self.kind, self.k = "sequential", 1
+        elif np.array_equal(lost, np.minimum(_power_above(places), self.length)):
+            self.kind = "pairwise"
+        else:
+            self._find_blocks(lost, places)
+        every = self._promoted(lost, places) if self.kind == "aligned" else None
+        known = self.kind in ("aligned", "blocked_pairwise")
+        return {"order": self.kind, "k": self.k if known else None, "promote_every": every}
+
+    def _lost(self) -> np.ndarray:
+        """The number of products that are lost with M first and -M at each other place, M and -M included."""
+        high, low = 2.0 ** (_LARGE - 8), 2.0 ** (_SMALL // 2)
+        sums = []
+        for place in range(1, self.length):
+            rest: list[_Product] = [(i, low, low) for i in range(1, self.length) if i != place]
+            sums.append([(0, high, 256.0), (place, -high, 256.0), *rest])
+        return self.length - np.rint(self.results(sums) / 2.0**_SMALL).astype(int)
+
+    def _find_blocks(self, lost: np.ndarray, places: np.ndarray) -> None:
+        """A block length for which the products lost within the first 64 places are explained."""
+        near = slice(0, min(64, self.length) - 1)
+        for k in range(2, 65):
+            whole = np.minimum(k * -(-(places + 1) // k), self.length)
+            inside = np.where(places < k, np.minimum(_power_above(places), k), whole)
+            if np.array_equal(lost[near], whole[near]):
+                self.k = k
+                self.kind = "aligned" if self._loses_the_sum(k) else "blocked_pairwise"
+                return
+            if np.array_equal(lost[near], inside[near]):
+                self.kind, self.k = "blocked_pairwise", k
+                return
+
+    def _loses_the_sum(self, k: int) -> bool:
+        """Whether a small accumulator is lost beside two large products that cancel."""
+        return self.results([self._around(k, 2.0 ** (_SMALL // 2), 2.0 ** (_SMALL // 2))])[0] == 0
+
+    def _around(self, k: int, x: float, y: float) -> list[_Product]:
+        """The accumulator x y, then a block with M and -M."""
+        high = 2.0 ** (_LARGE - 8)
+        return [(0, x, y), (k, high, 256.0), (k + 1, -high, 256.0)]
+
+    def _promoted(self, lost: np.ndarray, places: np.ndarray) -> int | None:
+        odd = np.flatnonzero(lost != np.minimum(self.k * -(-(places + 1) // self.k), self.length))
+        return int(places[odd[0]]) if len(odd) else None
+
+    # -- alignment and rounding ----------------------------------------------------------------------------------------
+
+    def accumulator(self) -> dict[str, Any]:
+        """The bits that alignment keeps, and the roundings."""
+        found: dict[str, Any] = {}
+        if self.kind == "aligned":
+            found["bits"], found["cut"] = self._cut(self._beside)
+            found["sum_bits"], found["sum_cut"] = self._cut(lambda x, y: self._around(self.k, x, y))
+        found["out_bits"] = bits = self._out_bits()
+        if bits is not None:
+            found["rounding"] = self._rounding(bits)
+        return found
+
+    def _beside(self, x: float, y: float) -> list[_Product]:
+        """The accumulator M, then a block with -M and x y."""
+        high = 2.0 ** (_LARGE - 8)
+        return [(0, high, 256.0), (self.k, -high, 256.0), (self.k + 1, x, y)]
+
+    def _cut(self, sum_of: Callable[[float, float], list[_Product]]) -> tuple[int | None, str | None]:
+        """The place of the last bit beside 2^15, and how 1.5 of its units are rounded, positive and negative."""
+        exponents = range(_LARGE - 1, _SMALL - 1, -1)
+        seen = self.results([sum_of(*_factors(e)) for e in exponents]) != 0
+        if seen.all() or not seen.any():
+            return None, None
+        last = exponents[int(np.flatnonzero(seen).max())]
+        x, y = _factors(last)
+        up, down = self.results([sum_of(1.5 * x, y), sum_of(-1.5 * x, y)]) / 2.0**last
+        away = int(up == 2), int(down == -2)
+        return _LARGE - last, _DIRECTED.get(away, "nearest")
+
+    def _out_bits(self) -> int | None:
+        """The largest j for which 2^15 + 2^(15 - j) is a sum."""
+        if self.kind == "other":
+            return None
+        high = 2.0 ** (_LARGE - 8)
+        exponents = range(_LARGE - 1, _SMALL - 1, -1)
+        place = self.k
+        sums = [[(0, high, 256.0), (place, *_factors(e))] for e in exponents]
+        seen = self.results(sums) != 2.0**_LARGE
+        return _LARGE - exponents[int(np.flatnonzero(seen).max())] if seen.any() else None
+
+    def _rounding(self, bits: int) -> str:
+        """From sums of 2^15 and parts of a unit; in aligned orders four terms of 2^13 leave two bits for the parts."""
+        x, y = _factors(_LARGE - bits - 2)  # a quarter of a unit
+        sums = [self._sum_and(sign, count * x, y) for sign, count in ((1, 3), (-1, 3), (1, 2), (1, 6))]
+        out = (np.abs(self.results(sums)) - 2.0**_LARGE) / 2.0 ** (_LARGE - bits)
+        away = int(out[0] == 1), int(out[1] == 1)
+        return _DIRECTED.get(away) or _TIES.get((int(out[2]), int(out[3])), "nearest")
+
+    def _sum_and(self, sign: int, x: float, y: float) -> list[_Product]:
+        if self.kind != "aligned" or self.k < 4:
+            return [(0, sign * 2.0 ** (_LARGE - 8), 256.0), (self.k, sign * x, y)]
+        quarter = (sign * 64.0, 128.0)
+        return [(0, *quarter), *((self.k + i, *quarter) for i in range(3)), (self.k + 3, sign * x, y)]
+
+    # -- operands ------------------------------------------------------------------------------------------------------
+
+    def operands(self) -> dict[str, Any]:
+        """The fraction bits and the least exponents of operands."""
+        fractions = range(1, 24)
+        kept = self.results([[(0, 1 + 2.0**-p, 1.0)] for p in fractions]) == [1 + 2.0**-p for p in fractions]
+        bits = int(np.argmin([*kept, False]))
+        exponents = np.arange(-149, 1)
+        one = self.results([[(0, 2.0**e, 1.0)] for e in exponents]) != 0
+        last = 1 + 2.0**-bits if bits else 1.0
+        full = self.results([[(0, last * 2.0**e, 1.0)] for e in exponents]) == last * np.exp2(exponents)
+        emin = int(exponents[len(exponents) - int(np.argmin([*full[::-1], False]))]) if full[-1] else None
+        halves = range(0, -150, -1)
+        products = self.results([[(0, *_factors(e))] for e in halves]) != 0
+        return {
+            "operand_bits": bits,
+            "operand_emin": emin,
+            "subnormal_operands": None if emin is None else bool(one[exponents < emin].any()),
+            "smallest_result": halves[int(np.argmin([*products, False])) - 1] if products[0] else None,
+        }
+
+
+def _factors(exponent: int) -> tuple[float, float]:
+    """Two powers of two with the product 2^exponent."""
+    return 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
+
+
+def _power_above(places: np.ndarray) -> np.ndarray:
+    """The least power of two above each place: the products of the pairwise sum that holds it and the first."""
+    return 1 << np.array([int(place).bit_length() for place in places])

@@ -1,0 +1,123 @@
+"""`jchop.probe`: it finds the numbers of the definitions, of every unit of the table and of NumPy's arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop import MatmulSpec, Probe
+
+#: Fraction bits and least exponent of operands, by type.
+OPERANDS = {"fp16": (10, -14), "bf16": (7, -126), "tf32": (10, -126), "fp8": (3, -6), "fp8_e5m2": (2, -14)}
+#: Products in a block and fraction bits of the grid, as the papers have them, and the bits of the sum.
+NVIDIA = {
+    ("volta", "fp16"): (4, 23, 23),
+    ("turing", "fp16"): (8, 24, 23),
+    **{(unit, dtype): (8, 24, 23) for unit in ("ampere", "ada") for dtype in ("fp16", "bf16")},
+    **{(unit, "tf32"): (4, 24, 23) for unit in ("ampere", "ada")},
+    **{(unit, dtype): (16, 25, 23) for unit in ("hopper", "blackwell") for dtype in ("fp16", "bf16")},
+    **{(unit, "tf32"): (8, 25, 23) for unit in ("hopper", "blackwell")},
+    **{("ada", dtype): (16, 13, 13) for dtype in ("fp8", "fp8_e5m2")},
+    **{("hopper", dtype): (32, 13, 13) for dtype in ("fp8", "fp8_e5m2")},
+    **{("blackwell", dtype): (32, 25, 23) for dtype in ("fp8", "fp8_e5m2")},
+}
+AMD = {("cdna1", "fp16"): 4, ("cdna1", "bf16"): 2, ("cdna2", "fp16"): 4, ("cdna2", "bf16"): 4}
+LATE = {("cdna3", "fp16"): 8, ("cdna3", "bf16"): 8, ("cdna3", "tf32"): 4}
+#: In the default run: the four published probes are 23, 24, 25 and 13.
+QUICK = {("volta", "fp16"), ("ampere", "fp16"), ("hopper", "fp16"), ("hopper", "fp8"), ("cdna2", "fp16")}
+QUICK |= {("cdna3", "fp16")}
+
+
+def compiled(spec: MatmulSpec) -> Callable[[Any, Any], Any]:
+    return jax.jit(partial(jc.math.matmul, spec=spec))
+
+
+def rows(table: dict[tuple[str, str], Any]) -> list[Any]:
+    return [pytest.param(*key, value, marks=[] if key in QUICK else [pytest.mark.slow]) for key, value in table.items()]
+
+
+def found(unit: str, dtype: str, **more: Any) -> Probe:
+    probed = jc.probe(compiled(jc.tensor_core(unit, dtype, **more)), length=80)
+    assert (probed.operand_bits, probed.operand_emin) == OPERANDS[dtype]
+    assert probed.subnormal_operands is (unit != "cdna2")
+    return probed
+
+
+@pytest.mark.parametrize(("unit", "dtype", "numbers"), rows(NVIDIA))
+def test_units_of_one_stage(unit: str, dtype: str, numbers: tuple[int, int, int]) -> None:
+    p = found(unit, dtype)
+    assert (p.order, p.k, p.bits, p.out_bits, p.promote_every) == ("aligned", *numbers, None)
+    assert p.sum_bits == p.bits
+    assert {p.cut, p.sum_cut, p.rounding} == {"toward_zero"}
+
+
+@pytest.mark.parametrize(("unit", "dtype", "k"), rows(LATE))
+def test_units_of_two_stages(unit: str, dtype: str, k: int) -> None:
+    p = found(unit, dtype)
+    assert (p.order, p.k, p.bits, p.sum_bits, p.out_bits) == ("aligned", k, 24, 24, 23)
+    assert (p.cut, p.sum_cut, p.rounding) == ("toward_zero", "down", "nearest_even")
+
+
+@pytest.mark.parametrize(("unit", "dtype", "k"), rows(AMD))
+def test_units_of_pairs(unit: str, dtype: str, k: int) -> None:
+    p = found(unit, dtype)
+    assert (p.order, p.k, p.bits, p.out_bits, p.rounding) == ("blocked_pairwise", k, None, 23, "nearest_even")
+
+
+def test_every_unit_is_probed() -> None:
+    table = {(unit, dtype) for unit, types in jc.TENSOR_CORES.items() for dtype in types}
+    assert table == {*NVIDIA, *AMD, *LATE, ("tpu", "bf16")}
+
+
+@pytest.mark.slow
+def test_promotion_and_a_half_accumulator() -> None:
+    p = jc.probe(compiled(jc.tensor_core("hopper", "fp8", promote_every=128)))
+    assert (p.order, p.k, p.bits, p.promote_every) == ("aligned", 32, 13, 128)
+    half = found("hopper", "fp16", out="binary16")
+    assert (half.out_bits, half.rounding) == (10, "nearest_even")
+
+
+def one_by_one(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """NumPy's float32, product after product."""
+    c = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for k in range(a.shape[1]):
+        c = c + a[:, k, None] * b[k]
+    return c
+
+
+def halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """NumPy's float16, as a tree."""
+    c = (a[:, :, None] * b).astype(np.float16)
+    while c.shape[1] > 1:
+        c = np.concatenate([c[:, :-1:2] + c[:, 1::2], c[:, c.shape[1] // 2 * 2 :]], 1)
+    return c[:, 0]
+
+
+def test_arithmetic_of_numpy() -> None:
+    p = jc.probe(one_by_one, length=64)
+    assert (p.order, p.out_bits, p.rounding) == ("sequential", 23, "nearest_even")
+    assert (p.operand_bits, p.operand_emin, p.subnormal_operands, p.smallest_result) == (23, -126, True, -149)
+    with np.errstate(all="ignore"):
+        assert jc.probe(halves, length=64).order == "pairwise"
+
+
+def test_a_probe_is_shown_as_a_table() -> None:
+    p = Probe("aligned", 4, 23, subnormal_operands=False)
+    assert "products in a block                       4\n" in str(p)
+    assert "read as zero" in p._repr_html_()
+
+
+def test_refusals() -> None:
+    bad: Any = 3
+    with pytest.raises(TypeError, match="matmul=3 must be a function"):
+        jc.probe(bad)
+    with pytest.raises(ValueError, match=r"length=10 must be an integer"):
+        jc.probe(np.matmul, length=10)
+    with pytest.raises(ValueError, match=r"matmul gave shape \(64,\)"):
+        jc.probe(lambda a, b: a[0], length=64)
