@@ -37,7 +37,7 @@ def defined(bits: int, precision: int, signed: bool, extended: bool) -> Iterator
 
 def same(got: Fraction | float, wanted: Fraction | float) -> bool:
     if isinstance(wanted, Fraction):
-        return math.isfinite(got) and Fraction(got) == wanted
+        return (isinstance(got, Fraction) or math.isfinite(got)) and Fraction(got) == wanted
     return got == wanted or (math.isnan(got) and math.isnan(wanted))
 
 

@@ -44,7 +44,7 @@ def error(c: Any, wanted: np.ndarray, over: np.ndarray, low: Any = None) -> floa
     """The largest error over `over`."""
     low = np.zeros_like(c) if low is None else low
     rows = zip(np.ravel(c), np.ravel(low), wanted.ravel(), over.ravel(), strict=True)
-    return max(abs(float(Fraction(float(v)) + Fraction(float(l)) - w)) / s for v, l, w, s in rows)
+    return max(abs(float(Fraction(float(v)) + Fraction(float(u)) - w)) / s for v, u, w, s in rows)
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -115,7 +115,9 @@ def test_specials_are_those_of_a_product() -> None:
     with np.errstate(invalid="ignore", over="ignore"):
         wanted = a @ b
     np.testing.assert_allclose(jc.math.matmul_double(a, b), wanted, rtol=1e-15)
-    high, low = jc.math.matmul_double(*[(x.astype(np.float32), np.zeros_like(x, np.float32)) for x in (a[:5], b[:, :4])])
+    high, low = jc.math.matmul_double(
+        *[(x.astype(np.float32), np.zeros_like(x, np.float32)) for x in (a[:5], b[:, :4])]
+    )
     np.testing.assert_array_equal(high.astype(float) + low, wanted[:5, :4])
 
 
@@ -156,7 +158,7 @@ def test_derivatives_of_pairs_are_those_of_the_high_parts() -> None:
 
 
 def test_slices_of_a_tolerance() -> None:
-    assert [slices_for(t) for t in (2.0**-53, 2e-8, 1.0, tolerance_of(9), np.float32(1e-3))] == [8, 4, 1, 9, 2]
+    assert [slices_for(t) for t in (2.0**-53, 2e-8, 1.0, tolerance_of(9), float(np.float32(1e-3)))] == [8, 4, 1, 9, 2]
 
 
 F64 = np.ones((2, 2))
@@ -165,7 +167,7 @@ REFUSED = [
     (lambda: jc.math.matmul_double(F64, F64, tolerance=1e-20), ValueError, "tolerance=1e-20 must be from 4.6e-19 to 1"),
     (lambda: jc.math.matmul_double(F64, F64, tolerance=2), ValueError, "tolerance=2 must be from"),
     (lambda: jc.math.matmul_double(F64, F64, tolerance=float("nan")), ValueError, "tolerance=nan must be from"),
-    (lambda: jc.math.matmul_double(F64, F64, tolerance="small"), TypeError, "tolerance='small' must be a number"),
+    (lambda: jc.math.matmul_double(F64, F64, tolerance="small"), TypeError, "tolerance='small' must be a number"),  # type: ignore[arg-type]
     (lambda: jc.math.matmul_double(F32, F32), TypeError, r"dtype float32 and must be float64 .* or pairs"),
     (lambda: jc.math.matmul_double(F64, (F32, F32)), TypeError, "a and b must be of one kind"),
     (lambda: jc.math.matmul_double((F64 / 3, F64), (F32, F32)), TypeError, "a has a part of dtype float64"),
