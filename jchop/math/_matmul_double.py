@@ -239,7 +239,7 @@ def _sum_of_products(left: Array, right: Array, count: int, pair: bool) -> tuple
             total = _added(total, _as_numbers(whole, unit, pair))
         return total, None
 
-    return lax.scan(add, (zero, zero) if pair else (zero,), (order, units))[0]
+    return lax.scan(add, (zero, zero) if pair else (zero,), (jnp.asarray(order), jnp.asarray(units)))[0]
 
 
 def _as_numbers(whole: Array, unit: Array, pair: bool) -> tuple[Array, ...]:
