@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -336,3 +338,19 @@ def test_odd_leaves_whole_numbers(kind: str) -> None:
     np.testing.assert_array_equal(jc.round_to_format(x, spec), x)
     x[3:5] = 2.25, 4.75
     np.testing.assert_array_equal(jc.round_to_format(x, spec)[3:5], [3.0, 5.0])
+
+
+def test_nvfp4_under_scales_without_a_scale_of_the_tensor() -> None:
+    """Against the definition in exact fractions: the scale is a / 6 in ue5m3, then each number over it in e2m1."""
+    x = np.random.default_rng(9).standard_normal((6, 16)).astype(np.float32)
+    x *= (2.0 ** np.arange(-18, 18, 6))[:, None].astype(np.float32)
+    scales, elements = oracle.FloatSet(5, 3, 15, inf=False, nan="top", signed=False), oracle.fn(2, 1, "none")
+    for row, got in zip(x, jc.round_to_format(x, "nvfp4_e5m3"), strict=True):
+        scale = oracle.round_exact(scales, Fraction(float(abs(row).max())) / 6, "nearest_even", "saturate")
+        assert isinstance(scale, Fraction)
+        scale = max(scale, scales.value(1))
+        for value, result in zip(row, got, strict=True):
+            element = oracle.round_exact(elements, Fraction(float(value)) / scale, "nearest_even", "saturate")
+            number = element if isinstance(element, Fraction) else Fraction(0)  # -0
+            assert Fraction(float(result)) == number * scale
+    assert jc.nvfp4_e5m3.bits_per_element() == 4.5 and jc.nvfp4_e5m3.scale_format.max == 114688.0

@@ -40,8 +40,8 @@ def run_formats(options: argparse.Namespace) -> None:
     if options.json:
         return
     print(
-        "\nPatterns: e5m10 e5m3fn e5m3fnuz fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 takum_linear16 "
-        "codebook(-1,0,0.5)"
+        "\nPatterns: e5m10 e5m3fn e5m3fnuz ue5m3 fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 "
+        "takum_linear16 codebook(-1,0,0.5)"
     )
     print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
 

@@ -17,6 +17,7 @@ from jchop.formats._catalogue import (
     float8_e8m0fnu,
 )
 from jchop.formats._fixed import FixedFormat
+from jchop.formats._float import FloatFormat
 from jchop.formats._tables import dynamic_levels, nf4_levels
 
 
@@ -40,6 +41,13 @@ NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "group": 16,
             "scale": replace(float8_e4m3fn, subnormals=False),
             "rule": "two_level",
+        },
+        # Under e5m3 scales without a sign, whose range needs no scale of the tensor (AutoRound, nvfp4_e5m3.md).
+        "nvfp4_e5m3": {
+            "element": float4_e2m1fn,
+            "group": 16,
+            "scale": FloatFormat(5, 3, infinities=False, nans="top", signed=False),
+            "rule": "absmax",
         },
         # NormalFloat4 in groups of 64 (Dettmers et al., arXiv 2305.14314).
         "nf4": {"element": nf4_levels(), "group": 64},

@@ -293,8 +293,8 @@ SCALED_CATALOGUE: Mapping[str, ScaledFormat] = MappingProxyType(
 mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, mxint8 = map(
     SCALED_CATALOGUE.__getitem__, ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
 )
-nvfp4, nf4, dynamic8, dynamic4, udynamic8 = map(
-    SCALED_CATALOGUE.__getitem__, ("nvfp4", "nf4", "dynamic8", "dynamic4", "udynamic8")
+nvfp4, nvfp4_e5m3, nf4, dynamic8, dynamic4, udynamic8 = map(
+    SCALED_CATALOGUE.__getitem__, ("nvfp4", "nvfp4_e5m3", "nf4", "dynamic8", "dynamic4", "udynamic8")
 )
 #: Integers under one binary32 scale of the whole tensor, until a call says otherwise.
 int2, int3, int4, int8 = (ScaledFormat(IntegerFormat(bits)) for bits in (2, 3, 4, 8))
@@ -333,7 +333,7 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
 
     Args:
         text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
-            (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``fixed4.4``, ``ufixed4.4``, ``integer8``, ``uinteger4``,
+            (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``ue5m3``, ``fixed4.4``, ``ufixed4.4``, ``integer8``, ``uinteger4``,
             ``binary8p3se``, ``posit16``, ``takum_linear16``), or ``codebook(-1,0,1)``.
             Options follow in parentheses: ``e4m3(bias=11)``,
             ``fixed4.4(symmetric=true)``, ``integer8(narrow=true)``. Any of these is scaled if the options name a field

@@ -59,6 +59,13 @@ def _float(exp_bits: str, frac_bits: str, suffix: str | None, **options) -> Floa
     return FloatFormat(exp, sig, **options)
 
 
+def _unsigned_float(exp_bits: str, frac_bits: str, **options) -> FloatFormat:
+    """Without a sign and infinities, NaN in the all-ones code, as the formats of scales."""
+    return FloatFormat(
+        int(exp_bits), int(frac_bits), **({"infinities": False, "nans": "top", "signed": False} | options)
+    )
+
+
 def _p3109(bits: str, precision: str, sign: str, domain: str) -> FloatFormat:
     return p3109(int(bits), int(precision), signed=sign == "s", extended=domain == "e")
 
@@ -100,6 +107,7 @@ _FLOAT_OPTIONS: _Options = {
 
 _PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (
     (rf"e([0-9]{{1,2}})m([0-9]{{1,2}})({'|'.join(_SUFFIXES)})?", _float, _FLOAT_OPTIONS),
+    (r"ue([0-9]{1,2})m([1-9][0-9]?)", _unsigned_float, _FLOAT_OPTIONS),
     (r"binary([0-9]{1,2})p([0-9]{1,2})([su])([ef])", _p3109, {}),
     (r"(u?)fixed(-?[0-9]{1,4})\.(-?[0-9]{1,4})", _fixed, {"symmetric": truth_of}),
     (r"(u?)int(?:eger)?([0-9]{1,2})", _integer, {"narrow": truth_of}),
@@ -150,6 +158,6 @@ def unknown(text: str, more: Iterable[str] = ()) -> ValueError:
         hint = close_to(stem, [*CATALOGUE, *ALIASES, *more]) or close_to(stem, modes)
     return ValueError(
         f"format text {quoted(text)} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or "
-        "a pattern e5m10, e5m3fn, fixed4.4, ufixed4.4, integer8, int8, uint4, binary8p3se, posit16, "
+        "a pattern e5m10, e5m3fn, ue5m3, fixed4.4, ufixed4.4, integer8, int8, uint4, binary8p3se, posit16, "
         "takum_linear16, codebook(-1,0,1)"
     )

@@ -36,16 +36,16 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
 
     The scheme of Ozaki et al. (Numer. Algorithms 59 (2012) 95; on integer units Ootomo, Ozaki and Yokota, arXiv
     2306.11975): each row of `a` and each column of `b` is divided by a power of two and cut into s slices of 7 bits, of
-    integers from -127 to 127. The products of slices i and j with i + j <= s, counted from 0, are matrix products of int8
-    with exact int32 sums, which int8 units compute; they are added from the smallest to the largest.
+    integers from -127 to 127. The products of slices i and j with i + j <= s, counted from 0, are matrix products of
+    int8 with exact int32 sums, which int8 units compute; they are added from the smallest to the largest.
 
     With k the number of products in a sum and m the largest magnitudes of a row and of a column, each result c has
 
         |error| <= 4.2 * 2^(-7 s) k m_a m_b + 2^-52 (|c| + 2^-6 k m_a m_b),
 
     and 2^-46 in place of 2^-52 for pairs. So numbers that are far smaller than others of their row keep fewer bits, and
-    the default, s = 8, is about as exact as a float64 product if a row spans few orders of magnitude. An infinity or NaN
-    has the effect that it has in `jax.numpy.matmul`. Subnormal numbers may count as zero, as on the device.
+    the default, s = 8, is about as exact as a float64 product if a row spans few orders of magnitude. An infinity or
+    NaN has the effect that it has in `jax.numpy.matmul`. Subnormal numbers may count as zero, as on the device.
 
     Works under jit, vmap and grad, in forward and reverse mode. The derivative is the product of the dtype at highest
     precision: of float64, or of float32 for a pair, whose low parts have the derivatives of the high ones.
@@ -209,7 +209,7 @@ def _sliced(x: tuple[Array, ...], axis: int, count: int) -> tuple[Array, Array]:
 
 
 def _scaled(x: Array, exponent: Array) -> Array:
-    """x 2^exponent, by two factors, since one may be beyond the range of a carrier."""
+    """The numbers x 2^exponent, by two factors, since one may be beyond the range of a carrier."""
     carrier = CARRIERS[x.dtype.name]
     half = exponent >> 1
     for part in (half, exponent - half):
@@ -239,7 +239,7 @@ def _sum_of_products(left: Array, right: Array, count: int, pair: bool) -> tuple
             total = _added(total, _as_numbers(whole, unit, pair))
         return total, None
 
-    return lax.scan(add, (zero, zero) if pair else (zero,), (order, units))[0]
+    return lax.scan(add, (zero, zero) if pair else (zero,), (jnp.asarray(order), jnp.asarray(units)))[0]
 
 
 def _as_numbers(whole: Array, unit: Array, pair: bool) -> tuple[Array, ...]:
