@@ -111,7 +111,7 @@ def test_classes_and_functions_are_documented_where_they_are_defined(name: str) 
 
 def dotted_names() -> list[str]:
     """Every public name, those of the modules included that are loaded on demand."""
-    names = ("optim", "plot", "ptq", "sparsity", "study", "torch")
+    names = ("distributed", "optim", "plot", "ptq", "sparsity", "study", "torch")
     on_demand = [importlib.import_module(f"jchop.{name}") for name in names if loads(f"jchop.{name}")]
     return [f"{module.__name__}.{name}" for module in [jchop, *on_demand] for name in module.__all__]
 

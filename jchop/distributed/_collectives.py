@@ -259,7 +259,7 @@ def ppermute(
         axis_name: as in `psum`.
         spec: as in `psum`.
         key: as in `psum`.
-        perm: pairs (source rank, target rank), each source and each target once at most.
+        perm: pairs (source rank, target rank), each source and each target once at most. `jax.vmap` needs all of them.
 
     Returns:
         Arrays like `x`.
@@ -270,9 +270,9 @@ def ppermute(
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
         >>> x = jnp.array([1.0, 2.0, 8.5])
-        >>> shift = lambda x: jc.distributed.ppermute(x, "i", "e4m3", perm=[(0, 1), (2, 0)])
+        >>> shift = lambda x: jc.distributed.ppermute(x, "i", "e4m3", perm=[(0, 1), (1, 2), (2, 0)])
         >>> jax.vmap(shift, axis_name="i")(x).tolist()
-        [8.0, 1.0, 0.0]
+        [8.0, 1.0, 2.0]
     """
     wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
     pairs = _check_perm(perm, wire.axes.size)

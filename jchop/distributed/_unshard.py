@@ -93,14 +93,11 @@ def _gathered(leaf: Any, name: Any, axis: int) -> Any:
         return lax.all_gather(part, name, axis=at, tiled=True)
 
     fmt, scale, zero_point = leaf.spec.scaled, leaf.scale, leaf.zero_point
-    kinds = [] if fmt is None else [kinds_of(each, leaf.ndim)[at] for each in (fmt, fmt.scale) if _is_scaled(each)]
+    formats = [] if fmt is None else [fmt, fmt.scale]
+    kinds = [kinds_of(each, leaf.ndim)[at] for each in formats if isinstance(each, ScaledFormat)]
     if WHOLE in kinds[1:]:
         raise ValueError(f"axis={axis}: scales of {str(leaf.spec)!r} share a scale along it; gather another axis")
     if fmt is not None and kinds[0] != WHOLE:  # a scale of the tensor is on every device
         scale = (move(scale[0], of), scale[1]) if fmt.scale_rule.tensor_scale else move(scale, of)
         zero_point = move(zero_point, of)
     return QArray(move(leaf.qvalue, of), scale, zero_point, leaf.spec, size, leaf.dtype)
-
-
-def _is_scaled(fmt: Any) -> bool:
-    return isinstance(fmt, ScaledFormat)

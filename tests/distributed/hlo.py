@@ -52,7 +52,7 @@ def wire_bytes(text: str, ranks: int) -> dict[str, float]:
         if (body := re.search(r" while\(.*body=%?([\w.\-]+)", line)) is not None:
             known = re.search(r'known_trip_count"?:?\s*\{"?n"?:\s*"?(\d+)', line)
             turns[body[1]] = int(known[1]) if known else -1
-    total: collections.Counter[str] = collections.Counter()
+    total: dict[str, float] = collections.defaultdict(float)
     for name, lines in bodies.items():
         for line in lines:
             operation = _OPERATION.search(line)

@@ -39,7 +39,7 @@ def stored(rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def applied(weights: dict[str, Any], x: jax.Array) -> dict[str, jax.Array]:
+def applied(weights: dict[str, Any], x: jax.Array) -> dict[str, Any]:
     return {name: (jc.dequantize(w), x @ jc.dequantize(w)) for name, w in weights.items()}
 
 
