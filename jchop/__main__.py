@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jchop._cli._blame import add_blame
+from jchop._cli._checkpoint import add_convert
 from jchop._cli._compare import add_compare
 from jchop._cli._doctor import add_doctor
 from jchop._cli._info import run_formats, run_info
@@ -148,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=run_round)
 
     add_commands(commands)
+    add_convert(commands)
     add_command(commands)
     add_compare(commands)
 
