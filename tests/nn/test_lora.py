@@ -93,6 +93,7 @@ def _of_size(jaxpr: Any, sizes: set[int]) -> dict[str, int]:
     return {"dot_general": count}
 
 
+@pytest.mark.slow
 def test_bytes(packed: Any) -> None:
     """4 bits, 8 for each group of 64, and a scale and an offset of 32 for each 256 of these (or a shorter row)."""
     q = packed.rest[0].kernel[...]
@@ -103,6 +104,7 @@ def test_bytes(packed: Any) -> None:
     assert big.bits_per_element == 4 + 8 / 64 + 64 / (64 * 256)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
 def test_best_approximations(model: Any, packed: Any, init: str) -> None:
     rule = LoraRule("up", rank=5, alpha=2.5, init=init)
@@ -169,6 +171,7 @@ def test_files(packed: Any, tmp_path: Path) -> None:
         load_lora(tmp_path / "adapter", packed)
 
 
+@pytest.mark.slow
 def test_training_with_8_bit_moments(packed: Any) -> None:
     adapted = add_lora(packed, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
     codes = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam))]
