@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from jchop._checks import close_to
 from jchop._cli._blame import add_blame
+from jchop._cli._checkpoint import add_convert
 from jchop._cli._compare import add_compare
 from jchop._cli._completion import add_completion, commands_of
 from jchop._cli._doctor import add_doctor
@@ -166,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=run_round)
 
     add_commands(commands)
+    add_convert(commands)
     add_command(commands)
     add_compare(commands)
 

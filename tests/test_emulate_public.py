@@ -91,6 +91,10 @@ MAKERS = {"parse", "bfp", "p3109", "finfo", "tensor_core", "TENSOR_CORES"}
 
 STORAGE: dict[str, Row] = {
     **{name: TOP[name] for name in storage.__all__ if name in TOP},
+    "load_checkpoint": Row(lambda: storage.load_checkpoint("none.gguf"), (), error=r"none\.gguf"),
+    "save_checkpoint": Row(
+        lambda x: storage.save_checkpoint({"x": x}, "never", "plain"), error="save_checkpoint writes"
+    ),
     "dequantize_params": Row(lambda x: storage.dequantize_params({"a": stored(x), "b": x})["a"]),
     "fit_half_quadratic": Row(lambda x: storage.fit_half_quadratic(x, ZERO_POINTS, iterations=2), rounded=False),
     "shardings": Row(lambda x: storage.shardings(stored(x), None), error="sharding"),

@@ -7,9 +7,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from jchop._cli._checkpoint import contents, is_checkpoint, quantize_folder
 from jchop._cli._text import Percents, check_suffix, printable, seed, show
 from jchop._paths import check_pattern
 from jchop.spec import as_spec
+from jchop.storage._checkpoints.opened import NAMES, open_checkpoint
 from jchop.storage._files.safetensors import TensorFile
 from jchop.storage._save import described_in, part_names
 from jchop.storage._stream import Report, Rule, quantize_file
@@ -18,8 +20,11 @@ _SUFFIX = ".safetensors"
 
 
 def run_quantize(options: argparse.Namespace) -> None:
-    check_suffix("OUT", options.target, _SUFFIX)
     rules = [parse_rule(text) for text in options.rule]
+    if options.source.is_dir():
+        quantize_folder(options.source, options.target, rules, options.seed, options.json)
+        return
+    check_suffix("OUT", options.target, _SUFFIX)
     if options.target.exists() and not options.force:
         raise ValueError(f"{options.target} exists; --force replaces it")
     reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=Percents("quantize"))
@@ -29,6 +34,10 @@ def run_quantize(options: argparse.Namespace) -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> None:
+    if is_checkpoint(options.file, options.layout):
+        with open_checkpoint(options.file, options.layout) as source:
+            print(contents(source, options.json))
+        return
     with TensorFile(options.file) as file:
         show(_contents(file), "<<<>><", options.json)
 
@@ -106,15 +115,15 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     plain = argparse.RawDescriptionHelpFormatter
     command = commands.add_parser(
         "quantize",
-        help="quantize the tensors of a safetensors file",
+        help="quantize the tensors of a safetensors file or folder",
         formatter_class=plain,
         description="Quantizes tensors by name and writes a new file, in one step when all is done. The first\n"
         "rule whose pattern matches parts of a name applies; tensors without a rule are copied.",
         epilog="example:\n  jchop quantize in.safetensors out.safetensors \\\n"
         "      --rule 'kernel=int4(group=128,scale=bfloat16)' --rule '*=bfloat16'",
     )
-    command.add_argument("source", metavar="IN.safetensors", type=Path)
-    command.add_argument("target", metavar="OUT.safetensors", type=Path)
+    command.add_argument("source", metavar="IN", type=Path, help="a safetensors file, or a folder of a model")
+    command.add_argument("target", metavar="OUT", type=Path, help="a safetensors file, or a new folder")
     command.add_argument(
         "--rule",
         metavar="PATTERN=SPEC",
@@ -127,7 +136,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_quantize)
 
-    command = commands.add_parser("inspect", help="list the contents of a safetensors file")
-    command.add_argument("file", metavar="FILE.safetensors", type=Path)
+    command = commands.add_parser("inspect", help="list the contents of a checkpoint: a file or a folder")
+    command.add_argument("file", metavar="FILE", type=Path, help="a safetensors or GGUF file, or a folder of a model")
+    command.add_argument("--layout", default="auto", choices=("auto", *NAMES), help="its layout; default auto")
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_inspect)

@@ -14,6 +14,8 @@ from jchop.nn import linen
 from jchop.nn._bias import correct_biases
 from jchop.nn._calibrate import calibrate
 from jchop.nn._folding import Folded, fold_batch_norms
+from jchop.nn._lora_files import load_lora, save_lora
+from jchop.nn._lora_rule import LoraRule
 from jchop.nn._nnx.attach import QuantizedParam
 from jchop.nn._nnx.data import quantize_with_data
 from jchop.nn._nnx.layers import (
@@ -36,6 +38,7 @@ from jchop.nn._nnx.layers import (
     RMSNorm,
     SimpleCell,
 )
+from jchop.nn._nnx.lora import Adapted, add_lora, merge_lora, split_lora
 from jchop.nn._nnx.surgery import quantize
 from jchop.nn._params import quantize_params
 from jchop.nn._recipes import recipe
@@ -48,6 +51,7 @@ from jchop.nn._shard import shard
 __all__ = [
     "LSQ",
     "ActivationRange",
+    "Adapted",
     "AmaxHistory",
     "BatchNorm",
     "Conv",
@@ -68,6 +72,7 @@ __all__ = [
     "LinearGeneral",
     "LoRA",
     "LoRALinear",
+    "LoraRule",
     "ModelReport",
     "MovingAverage",
     "MultiHeadAttention",
@@ -78,12 +83,15 @@ __all__ = [
     "Sensitivity",
     "SensitivityRow",
     "SimpleCell",
+    "add_lora",
     "calibrate",
     "correct_biases",
     "dot_product_attention",
     "fold_batch_norms",
     "linen",
     "load",
+    "load_lora",
+    "merge_lora",
     "quantize",
     "quantize_params",
     "quantize_with_data",
@@ -92,4 +100,6 @@ __all__ = [
     "save",
     "sensitivity",
     "shard",
+    "save_lora",
+    "split_lora",
 ]

@@ -38,6 +38,7 @@ def same(got: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", CASES)
 def test_read_as_the_definition_has_it(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -54,6 +55,7 @@ def test_read_as_the_definition_has_it(tmp_path: Path, name: str) -> None:
 SHAPES = {"fp8": (130, 260), "bitsandbytes": (8, 128)}
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.writes])
 def test_written_and_read_by_the_definition(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -95,6 +97,7 @@ def test_spec_and_bytes_of_what_is_read(tmp_path: Path) -> None:
         assert found == jc.parse(text), (name, str(found))
 
 
+@pytest.mark.slow
 def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
     tensors = make_nvfp4(np.random.default_rng(3))
     (path := tmp_path / "x.safetensors").write_bytes(pack_file(tensors, {}))
@@ -115,6 +118,7 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
     assert q.spec == close.spec
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("kind", "text"), [(2, "int4"), (8, "int8"), (12, None), (14, None)])
 def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
     rng = np.random.default_rng(kind)
@@ -153,6 +157,7 @@ def test_layouts_convert_into_each_other(tmp_path: Path) -> None:
     same(np.asarray(load_checkpoint(tmp_path / "plain")["w.weight"]), numbers(q))
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("spec", "layout", "said"),
     [

@@ -26,6 +26,7 @@ MODES = ("qat", "ptq", "weight_only", "emulate")
 
 __all__ = [
     "CLASSES", "MODES", "Mode", "apply", "check_modes", "layers_of", "needs_program", "own_parameters", "placed_layers",
+    "strip",
 ]  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
                 f"none of the layers that can be quantized: {', '.join(sorted(cls.__name__ for cls in KINDS))}. "
                 f"{left_alone(placed.paths, rules[number])}"
             )
-        before = _strip(layer, kind)
+        before = strip(layer, kind)
         layer.__class__ = CLASSES.get(type(layer), type(layer))
         if mode == "emulate":
             attach_emulated(layer, kind, rules[number], path, rngs)
@@ -209,7 +210,7 @@ def needs_program(model: nnx.Module, rules: Sequence[Rule], mode: str) -> bool:
     return any(numbers and rules[numbers[0]].rounds for numbers in found)
 
 
-def _strip(layer: Any, kind: Kind) -> Any:
+def strip(layer: Any, kind: Kind) -> Any:
     """Put Flax's functions back in the places of sites, so that a layer can be quantized in another way.
 
     Returns:

@@ -44,13 +44,16 @@ def _state(stored: np.ndarray) -> dict[str, Any]:
         raise ValueError(f"the quant_state is not JSON: {error}") from None
 
 
+def _shape(stored: np.ndarray) -> tuple[int, ...]:
+    shape = field(_state(stored), "shape", list, [])
+    ok = are_counts(shape) and len(shape) == 2 and min(shape) > 0
+    check(ok, f"shape={shown(shape)} must be two integers above 0")
+    return tuple(shape)
+
+
 def _read(parts: Parts, facts: Facts) -> QArray:
-    state, weight = _state(parts[_STATE]), parts["weight"]
-    shape, size = field(state, "shape", list, []), field(state, "blocksize", int, 64)
-    check(
-        are_counts(shape) and len(shape) == 2 and min(shape) > 0, f"shape={shown(shape)} must be two integers above 0"
-    )
-    out, columns = shape
+    state, weight, shape = _state(parts[_STATE]), parts["weight"], _shape(parts[_STATE])
+    size, (out, columns) = field(state, "blocksize", int, 64), shape
     count = out * columns
     check(size > 0 and size % 2 == 0 and weight.dtype == _BYTE, f"blocksize={size} must be an even number above 0")
     check(count % 2 == 0 and weight.size == count // 2, f"shape={shape} does not fit {weight.size} bytes")
@@ -123,4 +126,5 @@ ROW = Row(
     _write,
     "nf4",
     ("weight.nested_absmax", "weight.nested_quant_map"),
+    (_STATE, _shape),
 )

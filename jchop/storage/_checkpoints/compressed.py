@@ -114,6 +114,7 @@ PACKED = Row(
     _write_packed,
     "int4(group=128,scale=bfloat16)",
     ("weight_zero_point", "weight_g_idx"),
+    ("weight_shape", _shape),
 )
 
 

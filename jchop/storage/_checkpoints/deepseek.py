@@ -39,9 +39,7 @@ def _read(parts: Parts, facts: Facts) -> QArray:
 def _write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     found = pieces(q)
     check(found.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
-    tiles = [n if kind == "all" else kind for n, kind in zip((128, 128), found.kinds, strict=True)]
-    ok = all(kind == 128 or (kind == "all" and n <= 128) for n, kind in zip(q.shape, found.kinds, strict=True))
-    check(ok and tiles == [128, 128], f"it has the grouping of {found.fmt}, not tiles of 128 x 128")
+    check(found.kinds == (128, 128), f"it has the grouping of {found.fmt}, not tiles of 128 x 128")
     scale = in_dtype(float_scales(found), np.float32, "scales")
     return {"weight": found.codes.view(_FLOAT8), "weight_scale_inv": scale}, {"weight_block_size": [128, 128]}
 

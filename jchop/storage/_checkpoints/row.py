@@ -33,6 +33,7 @@ class Row:
         read: makes the QArray. It raises a ValueError for tensors that contradict each other.
         write: makes the tensors and the facts. It raises a ValueError for a QArray that has no such form.
         fits: a spec that can be written, for errors.
+        peek: a short tensor and a function that finds the shape of the weight in it, if the entries do not show it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Row:
     write: Callable[[QArray, bool], tuple[dict[str, np.ndarray], dict[str, Any]]]
     fits: str
     optional: tuple[str, ...] = ()
+    peek: tuple[str, Callable[[np.ndarray], tuple[int, ...]]] | None = None
 
 
 def check(holds: bool, message: str) -> None:

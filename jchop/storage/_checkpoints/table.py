@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jchop.storage._checkpoints import bitsandbytes, compressed, deepseek, microscaling, torchao, transposed
@@ -63,7 +63,8 @@ class Layout:
         found = {}
         for module in modules:
             facts = _record(source, module) if self.records else config
-            found[f"{module}.{WEIGHT}" if module else WEIGHT] = self._weight(module, entries, facts)
+            weight = self._weight(module, entries, facts)
+            found[f"{module}.{WEIGHT}" if module else WEIGHT] = _with_shape(weight, source, entries)
         return found
 
     def _weight(self, module: str, entries: Mapping[str, Entry], facts: Facts) -> Weight:
@@ -80,6 +81,24 @@ class Layout:
         near = sorted(name for name in entries if name.startswith(stem))[:5]
         texts = ", ".join(f"{name} {entries[name].dtype}{list(entries[name].shape)}" for name in near)
         raise ValueError(f"the tensors {texts} form no weight of the layout {self.name}")
+
+
+#: The longest tensor that is read for a shape, in bytes.
+_SHORT = 1 << 12
+
+
+def _with_shape(weight: Weight, source: Shards, entries: Mapping[str, Entry]) -> Weight:
+    """A weight with the shape that one of its tensors holds, if its row has such a tensor."""
+    if weight.row.peek is None:
+        return weight
+    part, shape_in = weight.row.peek
+    name = weight.names[part]
+    if entries[name].nbytes > _SHORT:
+        raise ValueError(f"tensor {shown(name)} has more than {_SHORT} bytes")
+    try:
+        return replace(weight, shape=shape_in(source.read(name)))
+    except ValueError as error:
+        raise ValueError(f"tensor {shown(name)}: {error}") from None
 
 
 def ends(name: str, stem: str, anchor: str) -> bool:

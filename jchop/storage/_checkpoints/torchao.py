@@ -44,6 +44,11 @@ def _look(entries: Entries) -> tuple[int, ...] | None:
     return entries["qdata"].shape if matrix(entries["qdata"]) else None
 
 
+def _look_int4(entries: Entries) -> tuple[int, ...] | None:
+    rows = entries["qdata"].shape
+    return (rows[0], 2 * rows[1]) if matrix(entries["qdata"]) else None
+
+
 def _grouping(facts: Facts, shape: tuple[int, ...], scale: np.ndarray) -> tuple[np.ndarray, list[Kind]]:
     block = field(facts, "block_size", list, [])
     ok = are_counts(block) and len(block) in (0, len(shape)) and all(0 < n < 1 << 31 for n in block)
@@ -177,7 +182,8 @@ def _write_int4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
 
 
 def _row(name: str, parts: tuple[str, ...], read: Callable, write: Callable, fits: str, optional: tuple = ()) -> Row:
-    return Row(name, "qdata", parts, _look, read, write, fits, optional)
+    look = _look_int4 if read is _read_int4 else _look
+    return Row(name, "qdata", parts, look, read, write, fits, optional)
 
 
 _INT8 = _row("Int8Tensor", ("qdata", "scale"), _read_int8, _write_int8, "int8(channel=0)", ("zero_point",))

@@ -1,0 +1,146 @@
+"""``jchop convert``, and ``jchop inspect`` and ``jchop quantize`` for folders and files of other programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jchop._bits import CARRIERS
+from jchop._cli._text import Percents, printable, records, table
+from jchop._paths import matches_path, nearest_paths
+from jchop.storage import QArray, quantize
+from jchop.storage._checkpoints.folder import SHARD
+from jchop.storage._checkpoints.opened import NAMES, OWN, PLAIN, Checkpoint, open_checkpoint
+from jchop.storage._checkpoints.public import convert
+from jchop.storage._stream import Rule
+
+
+def is_checkpoint(path: Path, layout: str) -> bool:
+    """Whether a path is a folder, or a file that is no safetensors file of jchop's own or of plain tensors."""
+    if path.is_dir():
+        return True
+    with open_checkpoint(path, layout) as source:
+        return source.layout not in (OWN, PLAIN)
+
+
+def run_convert(options: argparse.Namespace) -> None:
+    kept = convert(
+        options.source,
+        options.target,
+        options.layout,
+        read_as=options.source_layout,
+        exact=not options.inexact,
+        shard_bytes=options.shard,
+        progress=Percents("convert"),
+    )
+    _say_kept(kept)
+    with open_checkpoint(options.target, options.layout) as written:
+        _show(written, options.target, options.json)
+
+
+def _show(written: Checkpoint, target: Path, as_json: bool) -> None:
+    print(contents(written, as_json))
+    if not as_json:
+        print(f"\nwrote {printable(str(target))}")
+
+
+def quantize_folder(source: Path, target: Path, rules: Sequence[Rule], seed: int | None, as_json: bool) -> None:
+    """Quantizes the arrays of a folder by rules into a folder of jchop's own layout, array by array."""
+    for rule in rules:
+        if rule.spec.rounding.stochastic:
+            raise ValueError(f"spec={str(rule.spec)!r} rounds stochastically, which folders do not have")
+    if seed is not None:
+        raise ValueError("--seed has no effect on a folder, whose rules round without draws")
+    with open_checkpoint(source, "auto") as opened:
+        chosen = _chosen(opened, rules)
+
+    def change(name: str, value: QArray | np.ndarray) -> QArray | np.ndarray:
+        rule = chosen.get(name)
+        if rule is None or isinstance(value, QArray):
+            return value
+        try:
+            with jax.enable_x64(True):
+                return quantize(value, rule.spec)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"tensor {name!r} of shape {list(value.shape)}: {error}") from None
+
+    texts = repr([(rule.pattern, str(rule.spec)) for rule in rules])
+    _say_kept(convert(source, target, OWN, change=change, options=texts, progress=Percents("quantize")))
+    with open_checkpoint(target, OWN) as written:
+        _show(written, target, as_json)
+
+
+def _chosen(opened: Checkpoint, rules: Sequence[Rule]) -> dict[str, Rule]:
+    """The rule of each array that is quantized."""
+    chosen: dict[str, Rule] = {}
+    for name, item in opened.items.items():
+        rule = next((rule for rule in rules if matches_path(rule.pattern, name)), None)
+        if rule is not None and not item.quantized and item.format in CARRIERS:
+            chosen[name] = rule
+    unused = [rule for rule in rules if rule not in chosen.values()]
+    if unused:
+        texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in unused)
+        near = nearest_paths([rule.pattern for rule in unused], [name for name in opened.items if name not in chosen])
+        raise ValueError(f"no tensor is quantized by {texts}{near}. `jchop inspect` lists the names")
+    return chosen
+
+
+def contents(source: Checkpoint, as_json: bool) -> str:
+    """The arrays of a checkpoint: shape, format, bytes and bits of each, and the sums of each format; or all as JSON."""
+    rows: list[tuple[str, ...]] = [("array", "shape", "format", "bytes", "bits")]
+    totals: Counter[str] = Counter()
+    for name, item in source.items.items():
+        shape = " x ".join(map(str, item.shape)) or "scalar"
+        bits = 8 * item.nbytes / max(math.prod(item.shape), 1)
+        rows.append((name, shape, item.format, f"{item.nbytes:,}", f"{bits:.4g}"))
+        totals[item.format] += item.nbytes
+    if as_json:
+        found = {"layout": source.layout, "arrays": records(rows, "<<<>>"), "bytes": dict(totals.most_common())}
+        return json.dumps(found, indent=1)
+    lines = [f"layout: {source.layout}", table(rows, "<<<>>"), ""]
+    lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
+    return "\n".join(printable(line) if "\n" not in line else line for line in lines)
+
+
+def _say_kept(kept: bool) -> None:
+    if kept and sys.stderr is not None:
+        print("an unfinished run was continued: its files were kept", file=sys.stderr)
+
+
+def _bytes(text: str) -> int:
+    """A number of mebibytes above zero, in bytes."""
+    if not text.isdecimal() or not 0 < int(text) < 1 << 30:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer above 0")
+    return int(text) << 20
+
+
+def add_convert(commands: argparse._SubParsersAction) -> None:
+    """The command, with its options."""
+    command = commands.add_parser(
+        "convert",
+        help="write a checkpoint in the layout of another program",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Reads a folder of safetensors files, one such file or a GGUF file; writes a new folder or file.\n"
+        "Numbers stay the same, bit for bit; an array that the layout cannot hold is an error. A killed\n"
+        "conversion to a folder goes on if the command is repeated.",
+        epilog="examples:\n  jchop convert model-gptq model-ct --layout compressed-tensors\n"
+        "  jchop convert model.gguf model --layout plain",
+    )
+    command.add_argument("source", metavar="IN", type=Path)
+    command.add_argument("target", metavar="OUT", type=Path, help="a new folder, or a .safetensors or .gguf file")
+    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    command.add_argument("--layout", required=True, choices=NAMES, help="the layout of OUT")
+    command.add_argument("--from", dest="source_layout", default="auto", choices=("auto", *NAMES), help="that of IN")
+    command.add_argument("--inexact", action="store_true", help="let numbers of NVFP4 differ in their last bit")
+    command.add_argument(
+        "--shard", metavar="MIB", type=_bytes, default=SHARD, help="MiB of arrays in a file; default 256"
+    )
+    command.set_defaults(run=run_convert)

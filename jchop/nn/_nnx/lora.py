@@ -1,0 +1,314 @@
+"""Low-rank adapters (LoRA) beside the layers of a model, packed or not: added, trained alone, merged, taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from jchop._paths import matches_path, nearest_paths
+from jchop.nn._lora_rule import INITS, LoraRule
+from jchop.nn._nnx import hooks
+from jchop.nn._nnx.attach import attach
+from jchop.nn._nnx.kinds import KINDS
+from jchop.nn._nnx.layers import CLASSES, placed_layers, strip
+from jchop.storage import QArray
+
+Array = jax.Array
+
+__all__ = ["Adapted", "adapted_layers", "add_lora", "merge_lora", "put", "split_lora", "weight_of"]
+
+
+class Adapted(nnx.Module):
+    """A layer with an adapter: ``base(x) + factor * (x A B)``. `add_lora` makes it.
+
+    Attributes:
+        base: the layer.
+        lora_a: A, of shape (in, rank), a `flax.nnx.LoRAParam`.
+        lora_b: B, of shape (rank, out).
+
+    Example:
+        >>> from flax import nnx
+        >>> import jchop as jc
+        >>> layer = jc.nn.add_lora(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jc.nn.LoraRule("*", rank=2), rngs=nnx.Rngs(1))
+        >>> type(layer).__name__, layer.lora_a.shape, layer.lora_b.shape
+        ('Adapted', (8, 2), (2, 4))
+    """
+
+    def __init__(self, base: nnx.Module, lora_a: Array, lora_b: Array, rule: LoraRule, dropout: Any) -> None:
+        self.base = base
+        self.lora_a, self.lora_b = nnx.LoRAParam(lora_a), nnx.LoRAParam(lora_b)
+        self.rule, self.dropout = rule, dropout
+
+    def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
+        y = self.base(x, *args, **kwargs)  # type: ignore[operator]
+        given = x if self.dropout is None else self.dropout(x)
+        dtype = getattr(self.base, "dtype", None)
+        given, a, b = dtypes.promote_dtype((given, self.lora_a[...], self.lora_b[...]), dtype=dtype)
+        return y + ((given @ a) @ b * self.rule.factor).astype(y.dtype)
+
+
+def add_lora(
+    model: nnx.Module,
+    rules: LoraRule | Iterable[LoraRule],
+    *,
+    rngs: nnx.Rngs,
+    original: nnx.Module | None = None,
+) -> Any:
+    """A copy of a model with adapters beside its linear layers, whatever their weights are packed in.
+
+    Adapters are `flax.nnx.LoRAParam`. To train them alone, differentiate and optimize these:
+    ``nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`` and ``nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)``.
+    Packed weights have no gradient, so a backward pass holds no array of the size of a weight except the unpacked one.
+
+    Args:
+        model: a module of Flax NNX, as from `jchop.nn.quantize` in mode "ptq" or "weight_only", or unquantized.
+        rules: a `LoraRule`, or several; the first that matches a layer's path applies.
+        rngs: `flax.nnx.Rngs` with the streams ``params`` and, for dropout, ``dropout``.
+        original: the model before it was packed, which "loftq" and "pissa" need for packed layers. Default None.
+
+    Returns:
+        The model; a matched layer is an `Adapted` that holds it as ``base``. If the model is itself a matched layer, an
+        `Adapted`.
+
+    Raises:
+        TypeError: for rules or a model that are none.
+        ValueError: for a rule that matches no linear layer, a layer that is no `flax.nnx.Linear` with a matrix, a rank
+            above its sizes with "loftq" or "pissa", or a missing `original`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+        >>> packed = jc.nn.quantize(model, jc.nn.Rule("layers/0", weight="nf4"), "ptq")
+        >>> adapted = jc.nn.add_lora(packed, jc.nn.LoraRule("layers/0", rank=4, alpha=8), rngs=nnx.Rngs(2))
+        >>> x = jnp.ones((3, 64))
+        >>> bool((adapted(x) == packed(x)).all()), len(nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)))
+        (True, 2)
+    """
+    given = (rules,) if isinstance(rules, LoraRule) else tuple(rules)
+    if not given or not all(isinstance(rule, LoraRule) for rule in given):
+        raise TypeError(f"rules={rules!r} must be a LoraRule, or several")
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(0)")
+    result: Any = nnx.merge(*nnx.split(model), copy=True)
+    before = {} if original is None else {placed.paths[0]: placed.module for placed, _ in placed_layers(original)}
+    made: dict[int, Adapted] = {}
+    used: set[int] = set()
+    paths: list[str] = []
+    for placed, kind in placed_layers(result):
+        layer, path = placed.module, placed.paths[0]
+        number = next((i for i, rule in enumerate(given) if matches_path(rule.path, *placed.paths)), None)
+        paths += placed.paths
+        if number is None or kind is None or not kind.parameters or not hasattr(layer, "kernel"):
+            continue
+        used.add(number)
+        made[id(layer)] = _adapted(layer, path, given[number], rngs, before.get(path))
+    if idle := [rule for i, rule in enumerate(given) if i not in used]:
+        near = nearest_paths([rule.path for rule in idle], paths)
+        raise ValueError(
+            f"{', '.join(map(str, idle))} matches no linear layer, or only such as an earlier rule matches{near}"
+        )
+    return put(result, made)
+
+
+def put(model: Any, made: dict[int, Adapted]) -> Any:
+    """A model with modules replaced, in place, by the adapted ones of their ids."""
+    return _replaced(model, lambda node: made.get(id(node)))
+
+
+def merge_lora(model: nnx.Module, *, requantize: bool = False) -> Any:
+    """A copy of a model with its adapters added to the weights, W + factor A B, and without adapters.
+
+    Args:
+        model: as from `add_lora`.
+        requantize: whether a packed weight is packed again by its rule, which rounds the sum. Default False: the layer
+            becomes one of Flax with a weight in full precision, and its rule has no effect any more.
+
+    Returns:
+        The model with the layers in their own places.
+
+    Raises:
+        ValueError: for a model without adapters.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        >>> adapted = jc.nn.add_lora(model, jc.nn.LoraRule("*", rank=2), rngs=nnx.Rngs(1))
+        >>> merged = jc.nn.merge_lora(adapted)
+        >>> type(merged).__name__, bool((merged.kernel[...] == model.kernel[...]).all())
+        ('Linear', True)
+    """
+    result: Any = nnx.merge(*nnx.split(model), copy=True)
+    _require(result)
+
+    def merged(node: Any) -> Any:
+        if not isinstance(node, Adapted):
+            return None
+        layer: Any = node.base
+        weight = weight_of(layer)
+        added = node.rule.factor * jnp.matmul(node.lora_a[...], node.lora_b[...], precision="highest")
+        _set_weight(layer, (weight + added).astype(weight.dtype), requantize)
+        return layer
+
+    return _replaced(result, merged)
+
+
+def split_lora(model: nnx.Module) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """The model without its adapters, and the adapters by path.
+
+    Args:
+        model: as from `add_lora`.
+
+    Returns:
+        A copy of the model with the layers in their own places; and for the path of each layer a dict of ``lora_a``,
+        ``lora_b`` and the ``rule``.
+
+    Raises:
+        ValueError: for a model without adapters.
+
+    Example:
+        >>> import jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+        >>> adapted = jc.nn.add_lora(model, jc.nn.LoraRule("*", rank=2), rngs=nnx.Rngs(1))
+        >>> base, adapters = jc.nn.split_lora(adapted)
+        >>> type(base.layers[0]).__name__, list(adapters), adapters["layers/0"]["lora_a"].shape
+        ('Linear', ['layers/0'], (8, 2))
+    """
+    result: Any = nnx.merge(*nnx.split(model), copy=True)
+    _require(result)
+    adapters = {
+        path: {"lora_a": layer.lora_a[...], "lora_b": layer.lora_b[...], "rule": layer.rule}
+        for path, layer in adapted_layers(result)
+    }
+    return _replaced(result, lambda node: node.base if isinstance(node, Adapted) else None), adapters
+
+
+def adapted_layers(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
+    """The path and the module of each adapter."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Adapted):
+            yield "/".join(map(str, path)), node
+
+
+# -- one layer ---------------------------------------------------------------------------------------------------------
+
+
+def _adapted(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: Any) -> Adapted:
+    base_class = next((base for base, made in CLASSES.items() if made is type(layer)), type(layer))
+    what = f"{type(layer).__name__} at {path!r}, by {rule}"
+    if base_class is not nnx.Linear:
+        raise ValueError(f"{what}: adapters are for flax.nnx.Linear; exclude the layer with '!{path}'")
+    weight = weight_of(layer)
+    if weight.ndim != 2:
+        raise ValueError(f"{what}: its weight of shape {list(weight.shape)} is no matrix")
+    dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout else None
+    if not INITS[rule.init]:
+        a = nnx.initializers.he_uniform()(rngs.params(), (weight.shape[0], rule.rank), weight.dtype)
+        return Adapted(layer, a, jnp.zeros((rule.rank, weight.shape[1]), weight.dtype), rule, dropout)
+    if rule.rank > min(weight.shape):
+        raise ValueError(f"{what}: the rank is above the sizes {list(weight.shape)} of the weight")
+    packed = isinstance(layer.kernel.get_value(), QArray)
+    if packed and original is None:
+        raise ValueError(f"{what}: init={rule.init!r} needs original=, the model before it was packed")
+    exact = np.asarray(weight_of(original) if packed else weight, np.float64)
+    if exact.shape != weight.shape:
+        raise ValueError(f"{what}: original has a weight of shape {list(exact.shape)}, not {list(weight.shape)}")
+    whole = rule.init == "pissa"
+    a, b = (jnp.asarray(part, weight.dtype) for part in _best(exact if whole else exact - np.asarray(weight), rule))
+    if whole:
+        product = rule.factor * (np.asarray(a, np.float64) @ np.asarray(b, np.float64))
+        _set_weight(layer, jnp.asarray(exact - product, weight.dtype), True)
+    return Adapted(layer, a, b, rule, dropout)
+
+
+def _best(matrix: np.ndarray, rule: LoraRule) -> tuple[np.ndarray, np.ndarray]:
+    """A and B with factor A B the closest matrix of the rank (Eckart and Young, 1936)."""
+    left, sizes, right = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
+    root = np.sqrt(sizes[: rule.rank] / rule.factor)
+    return left[:, : rule.rank] * root, root[:, None] * right[: rule.rank]
+
+
+def weight_of(layer: Any) -> Array:
+    """The weight of a linear layer, (in, out), unpacked."""
+    value = layer.kernel.get_value()
+    if not isinstance(value, QArray):
+        return value
+    promote = hooks.site_in(layer, "promote_dtype")
+    assert isinstance(promote, hooks.Promote)
+    layout, shape = next((layout, shape) for name, _, layout, shape in promote.packed if name == "kernel")
+    return hooks.Stored(value, layout, shape, value.dtype).numbers()
+
+
+def _set_weight(layer: Any, weight: Array, again: bool) -> None:
+    """Replaces the weight of a layer; a packed one is packed `again`, or the layer becomes one of Flax."""
+    if not isinstance(layer.kernel.get_value(), QArray):
+        layer.kernel[...] = weight
+        return
+    promote = hooks.site_in(layer, "promote_dtype")
+    assert isinstance(promote, hooks.Promote) and promote.place.rule is not None
+    made = type(layer)
+    base = next(base for base, quantized in CLASSES.items() if quantized is made)
+    biased = layer.bias is not None and isinstance(layer.bias.get_value(), QArray)
+    if biased:
+        raise ValueError(f"{promote.place}: its bias is packed, too; leave bias out of the rule to change the weight")
+    strip(layer, KINDS[base])
+    layer.kernel = nnx.Param(weight)
+    if again:
+        attach(layer, KINDS[base], promote.place.rule, promote.place.path, packed=True, rngs=None)
+    else:
+        layer.__class__ = base
+
+
+# -- trees of modules --------------------------------------------------------------------------------------------------
+
+
+def _replaced(model: Any, change: Callable[[Any], Any]) -> Any:
+    """A model with modules replaced, in place; None from `change` keeps a module, and goes on below it."""
+    made: dict[int, Any] = {}
+    seen: set[int] = set()
+
+    def new(node: Any) -> Any:
+        if id(node) not in made:
+            made[id(node)] = change(node)
+        return made[id(node)]
+
+    def walk(node: Any) -> None:
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        for key, child in list(_children(node)):
+            if (other := new(child)) is None:
+                walk(child)
+            elif isinstance(node, MutableSequence | MutableMapping):
+                node[key] = other
+            else:
+                setattr(node, key, other)
+
+    if (whole := new(model)) is not None:
+        return whole
+    walk(model)
+    return model
+
+
+def _children(node: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(node, MutableMapping):
+        yield from node.items()
+    elif isinstance(node, MutableSequence):
+        yield from enumerate(node)
+    elif isinstance(node, nnx.Module):
+        yield from ((name, child) for name, child in vars(node).items() if not name.startswith("_pytree"))
+
+
+def _require(model: nnx.Module) -> None:
+    if next(adapted_layers(model), None) is None:
+        raise ValueError("model has no adapters; jchop.nn.add_lora makes them")
