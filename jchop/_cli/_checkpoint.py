@@ -94,7 +94,7 @@ def _chosen(opened: Checkpoint, rules: Sequence[Rule]) -> dict[str, Rule]:
 
 
 def contents(source: Checkpoint, as_json: bool) -> str:
-    """The arrays of a checkpoint: shape, format, bytes and bits of each, and the sums of each format; or all as JSON."""
+    """The arrays of a checkpoint: shape, format, bytes and bits of each, and sums by format; or all as JSON."""
     rows: list[tuple[str, ...]] = [("array", "shape", "format", "bytes", "bits")]
     totals: Counter[str] = Counter()
     for name, item in source.items.items():

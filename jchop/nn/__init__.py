@@ -98,8 +98,8 @@ __all__ = [
     "recipe",
     "report",
     "save",
+    "save_lora",
     "sensitivity",
     "shard",
-    "save_lora",
     "split_lora",
 ]
