@@ -43,7 +43,9 @@ def same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8]
+)
 def test_two_shot(ranks: int, rng: np.random.Generator) -> None:
     x = rng.standard_normal((ranks, 5, 37)).astype(np.float32)
     found = over(
@@ -71,6 +73,7 @@ def test_hierarchical(rng: np.random.Generator) -> None:
     same(found, np.stack([replay.psum(list(x), KEY, replay.two_stages, 2, 4)] * 8))
 
 
+@pytest.mark.slow
 def test_a_process_with_one_device_replays_with_vmap(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 60)).astype(np.float32)
     found = jax.vmap(lambda x: jc.distributed.psum(x, "d", STOCHASTIC, KEY), axis_name="d")(x)
@@ -126,6 +129,7 @@ def test_the_other_collectives(rng: np.random.Generator) -> None:
     same(found["permute"], moved)
 
 
+@pytest.mark.slow
 def test_gathered_is_the_whole_rounded(rng: np.random.Generator) -> None:
     """Groups that lie within a shard, and words by the place in the whole array."""
     x = rng.standard_normal((4, 2, 32)).astype(np.float32)
@@ -209,7 +213,7 @@ def test_scan_and_vmap(rng: np.random.Generator) -> None:
             same(found[0, at], replay.psum(list(x[:, at])))
 
 
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_derivatives(checked: bool, rng: np.random.Generator) -> None:
     """psum and a broadcast, all_gather and psum_scatter, all_to_all and ppermute and their inverses."""
     x = rng.standard_normal((4, 4, 8)).astype(np.float32)

@@ -18,7 +18,7 @@ INT4 = f"int4(group={GROUP})"
 SIGNS = jc.ScaledFormat(jc.CodebookFormat((-1.0, 1.0)), group=GROUP, scale="binary32", rule="percentile(50)")
 
 
-@pytest.mark.parametrize("spec", [INT4, INT4 + ":stochastic"])
+@pytest.mark.parametrize("spec", [INT4, pytest.param(INT4 + ":stochastic", marks=pytest.mark.slow)])
 def test_sums_of_100_steps_are_within_one_quantum(spec: str, rng: np.random.Generator) -> None:
     """The sum of what all ranks got differs from the true sum by the errors that are kept, and by no more."""
     ranks, size, steps = 8, 256, 100
@@ -45,6 +45,7 @@ def test_sums_of_100_steps_are_within_one_quantum(spec: str, rng: np.random.Gene
     assert np.abs(missing).max() <= ranks * wanted + largest
 
 
+@pytest.mark.slow
 def test_optims_error_feedback_before_a_sum(rng: np.random.Generator) -> None:
     """Updates that `optim.error_feedback` rounded travel without another error: the sum is that of the rounded ones."""
     x = rng.standard_normal((4, 3, 2 * GROUP)).astype(np.float32)

@@ -46,7 +46,15 @@ def applied(weights: dict[str, Any], x: jax.Array) -> dict[str, Any]:
 RULES = {f"/{name}/".replace(" ", "?"): P(*[None] * axis, "fsdp") for name, (_, axis) in WEIGHTS.items()}
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(AxisType.Auto, marks=pytest.mark.slow),
+        AxisType.Explicit,
+        pytest.param(AxisType.Manual, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_codes_are_gathered(kind: AxisType, rng: np.random.Generator) -> None:
     weights = stored(rng)
     x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
