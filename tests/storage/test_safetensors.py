@@ -73,7 +73,7 @@ def test_names_of_parts() -> None:
     text = "nf4(group=8,scale=uint8(group=2,zero_point=float))"
     q = jax.eval_shape(lambda x: jc.quantize(x, text), jax.ShapeDtypeStruct((4, 32), np.float32))
     assert list(save.parts_of("w", q)) == ["w.qvalue", "w.scale", "w.scale_scale", "w.scale_zero_point"]
-    joined = save._joined(list(save.parts_of("w", q).values()), save.description(q))
+    joined = save.joined(list(save.parts_of("w", q).values()), save.description(q))
     assert jax.tree.structure(joined) == jax.tree.structure(q) and joined.scale == q.scale
 
 
