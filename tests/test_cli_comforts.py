@@ -84,7 +84,7 @@ def test_a_misspelt_word_has_neighbours(
         (["jchop", "round", "--ov"], {"--overflow"}),
         (["jchop", "round", "--overflow", "sat"], {"saturate"}),
         (["jchop", "round", "1", "--to", "float8_e4m3f"], {"float8_e4m3fn", "float8_e4m3fnuz"}),
-        (["jchop", "info", "nvf"], {"nvfp4"}),
+        (["jchop", "info", "nvf"], {"nvfp4", "nvfp4_e5m3"}),
     ],
 )
 def test_bash_completes(capsys: pytest.CaptureFixture[str], words: list[str], wanted: set[str]) -> None:
