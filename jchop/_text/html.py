@@ -151,5 +151,6 @@ def page(title: str, *parts: str) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"></head>'
-        f'<body style="font-family:sans-serif;margin:16px;max-width:1100px"><h1>{name}</h1>{body}</body></html>\n'
+        f'<body style="font-family:sans-serif;margin:16px;max-width:1100px"><h1>{name}</h1>'
+        f'<div style="overflow-x:auto">{body}</div></body></html>\n'
     )
