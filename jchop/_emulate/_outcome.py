@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jchop._bits import CARRIERS
+from jchop._core.arithmetic.aligned import require_aligned
 from jchop._core.arithmetic.operations import check_operation, operation_carrier
 from jchop._core.arithmetic.ranges import require_operation
 from jchop._core.rounding.grid import require_carrier
@@ -45,14 +46,21 @@ def _made(step: Step) -> Step:
     return replace(step, out=_results(step, step.choice.spec))
 
 
+#: Sums of an order; cumulative sums and products add or multiply one by one.
+_SUMS = frozenset({"reduce_sum", "reduce_window_sum", "dot_general", "conv_general_dilated"})
+
+
 def _accumulating(step: Step) -> Step:
     spec, how = step.choice.spec, step.choice.accumulate
     step = _operation(step)
     if how is None:
         return step
     carrier = operation_carrier(step.eqn.outvars[0].aval.dtype)
-    for name in ("product", "accumulate"):
-        require_operation(getattr(how, name), carrier, f"accumulate: {name}")
+    if how.order.aligned and step.name in _SUMS:
+        require_aligned(how, carrier)
+    else:
+        for name in ("product", "accumulate"):
+            require_operation(getattr(how, name), carrier, f"accumulate: {name}")
     if how.operands is not None:
         require_carrier(how.operands, carrier)
     return replace(step, out=_results(step, spec or how.accumulate))

@@ -105,6 +105,7 @@ def _reduced(
     (array,) = as_operands("x", (x,))
     check_matmul(how, array.dtype)
     check_operation(how.operands, array.dtype, "operands")
+    check_operation(how.accumulate, array.dtype, "accumulate")
     axes, mask = as_axes(axis, array.ndim), as_mask(where, array.shape)
     key = checked_key(key, how.stochastic, how)
     return run(partial(_over_rows, function, how, axes, keepdims), (array, *mask), key)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jchop._arguments import Array, as_array, checked_key, run
 from jchop._bits import CARRIERS
 from jchop._checks import check_bool, check_int
-from jchop._core.arithmetic.operations import check_matmul, draws, widened
+from jchop._core.arithmetic.operations import check_matmul, check_operation, draws, widened
 from jchop._core.arithmetic.ranges import Range, carrier_range
 from jchop._core.arithmetic.sums import sum_along
 from jchop._core.rounding.random_bits import seed_words
@@ -254,6 +254,8 @@ def _reduced(
     arrays = as_initial(x, initial)
     array = arrays[0]
     check_matmul(spec, array.dtype)
+    if function is not _sum:  # quotients and roots are rounded as sums are
+        check_operation(spec.accumulate, array.dtype, "accumulate")
     mask = as_mask(where, array.shape)
     key = checked_key(key, spec.stochastic, spec)
     how = partial(_over_rows, function, spec, as_axes(axis, array.ndim), keepdims, len(arrays) > 1)

@@ -330,3 +330,32 @@ def test_refusals(name: str) -> None:
     with jax.enable_x64(name == "float64"), pytest.raises(ValueError) as caught:
         make()
     assert message in str(caught.value)
+
+
+# -- every road to a sum -----------------------------------------------------------------------------------------------
+
+
+def test_other_functions_sum_in_the_same_way() -> None:
+    row = Row("ampere", "bf16", BF16, 8, 24)
+    a, b = chained(row, 37)
+    spec, want = row.spec, dots(row, a, b)
+    rule = jc.Rule(weight="bfloat16", activation="bfloat16", matmul=replace(spec, operands=None))
+    got = {
+        "einsum": jc.math.einsum("ij,jk->ik", a, b, spec=spec),
+        "conv": jc.math.conv(a[:, :, None], b.T[:, :, None], spec)[:, :, 0],
+        "emulate": jc.emulate(jnp.dot, "binary32", accumulate=spec)(a, b),
+        "rule": jc.quantize_fn(lambda w, x: x @ w, rule)(jnp.asarray(b), jnp.asarray(a)),
+    }
+    for name, value in got.items():
+        np.testing.assert_array_equal(bits(value), bits(want), name)
+    ones = np.ones((37, 1), F32)
+    np.testing.assert_array_equal(bits(jc.math.sum(a, spec, axis=1)), bits(dots(row, a, ones))[:, 0])
+
+
+def test_operations_that_are_no_sums_refuse_the_accumulator() -> None:
+    spec, x = jc.tensor_core("ampere", "bf16"), np.ones(4, F32)
+    for function in (jc.math.mean, jc.math.softmax):
+        with pytest.raises(ValueError, match="accumulate='binary32:toward_zero'"):
+            function(x, spec)
+    with pytest.raises(ValueError, match="accumulate='binary32:toward_zero'"):
+        jc.emulate(jnp.cumsum, "binary32", accumulate=spec)(x)
