@@ -1,0 +1,171 @@
+"""The values of a format on the number line."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jchop._files import require_extra
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, parse_format
+from jchop.plot._style import INK, NORMAL, SUBNORMAL
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    require_extra("jchop.plot", "plot", ("matplotlib",))
+    from matplotlib.figure import Figure
+
+__all__ = ["value_grid"]
+
+
+def value_grid(fmt: ElementFormat | str) -> Figure:
+    """The values of a format on a logarithmic axis, and their distances.
+
+    The upper panel has a line for each value; subnormal values have another colour, and the ends of the ranges are
+    marked. The lower panel shows, between neighbours a < b, the largest relative error of rounding to nearest: (b - a)
+    / (b + a), at the midpoint.
+
+    Args:
+        fmt: a format of at most 16 bits, or its text.
+
+    Raises:
+        TypeError: for a scaled format, whose values depend on the data.
+        ValueError: for a wider format, a format whose values binary64 cannot hold, or one without a positive value.
+
+    Example:
+        >>> from jchop import plot
+        >>> plot.value_grid("e4m3fn").get_suptitle()
+        'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
+    """
+    require_extra("jchop.plot", "plot", ("matplotlib",))
+    from matplotlib.figure import Figure
+
+    fmt = _element(fmt)
+    if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
+        raise ValueError(f"fmt={fmt} has values beyond the range of binary64, which cannot be drawn")
+    values = fmt.values()
+    rows = _magnitude_rows(values)
+    if not rows:
+        raise ValueError(f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
+    figure = Figure(figsize=(10, 4.8), dpi=150, layout="constrained")
+    low, high = f"{float(fmt.min):.6g}", f"{float(fmt.max):.6g}"
+    figure.suptitle(
+        f"{fmt}: {fmt.bits} bits, {values.size} finite values from {low} to {high}",
+        fontsize=13,
+        fontweight="bold",
+        color=INK,
+    )
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.1, 1.3))
+    _draw_rug(upper, fmt, rows)
+    _draw_error(lower, fmt, max(rows.values(), key=len))
+    lower.set_xlabel("magnitude of the value (logarithmic, base 2)", fontsize=10)
+    return figure
+
+
+def _element(fmt: ElementFormat | str) -> ElementFormat:
+    found = parse_format(fmt) if isinstance(fmt, str) else fmt
+    if not isinstance(found, ElementFormat):
+        what = f"its element {str(found.element)!r}" if isinstance(found, ScaledFormat) else "a format or its text"
+        raise TypeError(f"fmt={str(fmt)!r} has no values of its own to draw; pass {what}")
+    return found
+
+
+def _magnitude_rows(values: np.ndarray) -> dict[str, np.ndarray]:
+    """Magnitudes by sign; one row if both signs have the same."""
+    positive, negative = values[values > 0], -values[values < 0][::-1]
+    if np.array_equal(positive, negative):
+        return {"both\nsigns": positive} if positive.size else {}
+    return {sign: row for sign, row in (("positive", positive), ("negative", negative)) if row.size}
+
+
+def _draw_rug(axes: Axes, fmt: ElementFormat, rows: dict[str, np.ndarray]) -> None:
+    normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
+    for height, row in enumerate(reversed(rows.values())):
+        width = float(np.clip(300 / len(row), 0.2, 1.4))
+        for part, colour in ((row[row < normal], SUBNORMAL), (row[row >= normal], NORMAL)):
+            axes.vlines(part, height + 0.1, height + 0.9, color=colour, linewidth=width)
+    axes.set_xscale("log", base=2)
+    axes.set_yticks([height + 0.5 for height in range(len(rows))], list(reversed(rows)), fontsize=9)
+    axes.set_ylim(0, len(rows) * 2.0)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    _draw_marks(axes, _landmarks(fmt, max(rows.values(), key=len)), len(rows))
+
+
+def _landmarks(fmt: ElementFormat, row: np.ndarray) -> dict[float, str]:
+    """The labels of marked values; a value can have two."""
+    names = {"smallest": float(row[0]), "largest": float(row[-1])}
+    if isinstance(fmt, FloatFormat):
+        named = {"smallest subnormal": fmt.smallest_subnormal, "smallest normal": fmt.smallest_normal}
+        names = {name: float(value) for name, value in named.items() if value is not None and value <= row[-1]}
+        names["largest"] = float(row[-1])
+    marks: dict[float, str] = {}
+    for name, value in names.items():
+        marks[value] = f"{marks[value]},\n{name}" if value in marks else name
+    if row[0] < 1 < row[-1] and 1.0 in row and 1.0 not in marks:
+        marks[1.0] = "one"
+    return marks
+
+
+def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
+    places = sorted(marks)
+    steps = np.diff(np.log2(places))
+    close = [*(steps < 0.2 * steps.sum()), False]
+    level = 0
+    for index in reversed(range(len(places))):
+        # A label too close to the next one on its right is placed above it.
+        level = level + 1 if close[index] else 0
+        paired = close[index] or close[index - 1]
+        axes.annotate(
+            f"{marks[places[index]]}\n{_label(places[index])}",
+            xy=(places[index], top * 0.92),
+            xytext=(0, 12 + 36 * level),
+            textcoords="offset points",
+            ha="left" if paired else "center",
+            va="bottom",
+            fontsize=9,
+            color=INK,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#888888",
+                "linewidth": 0.8,
+                "shrinkA": 1,
+                "shrinkB": 0,
+                "relpos": (0.0 if paired else 0.5, 0.0),
+            },
+        )
+
+
+def _label(value: float) -> str:
+    """Short numbers in decimal, other powers of two as 2^k."""
+    text = f"{value:.6g}"
+    exponent = float(np.log2(value))
+    return f"$2^{{{exponent:.0f}}}$" if len(text) > 6 and exponent.is_integer() else text
+
+
+def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    below, above = row[:-1], row[1:]
+    error = (above - below) / (above + below)
+    normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
+    for part, colour, name in ((below < normal, SUBNORMAL, "subnormal"), (below >= normal, NORMAL, "normal")):
+        if part.any():
+            axes.hlines(error[part], below[part], above[part], color=colour, linewidth=1.6, label=name)
+    if isinstance(fmt, FloatFormat):
+        roundoff = float(fmt.eps) / 2
+        name = f"unit roundoff, {_label(roundoff)}"
+        axes.axhline(roundoff, color="#888888", linewidth=1.0, linestyle="--", label=name)
+        axes.legend(loc="upper right", fontsize=9, frameon=True, framealpha=1.0, edgecolor="none")
+    axes.set_yscale("log")
+    low = float(error.min()) if error.size else 0.1
+    axes.set_ylim(0.7 * low, 1.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if low > 0.01 else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("largest relative error", fontsize=10)
+    axes.grid(axis="both", color="#e5e5e5", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

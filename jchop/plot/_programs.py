@@ -1,0 +1,163 @@
+"""Reports of programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jchop._files import require_extra
+from jchop.plot._bars import draw_bars, draw_legend
+from jchop.plot._style import INK, LOST, NORMAL
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    require_extra("jchop.plot", "plot", ("matplotlib",))
+    from matplotlib.figure import Figure
+
+    from jchop._emulate import Blame, BlameRow, Report, Row
+
+__all__ = ["blame", "report"]
+
+
+def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
+    """The operations of an emulated program as bars: errors, overflows and underflows.
+
+    There is one group of bars for each row of the report, in program order, with its file and line. The left side
+    shows, logarithmically, the largest relative error of one operation and of the program so far; an operation without
+    an error has no bar. An operation without finite results has a hatched bar of full length. The right side shows the
+    numbers of results that overflowed, became zero, are infinite and are NaN.
+
+    Args:
+        seen: a result of ``jchop.emulate.report(..., trace_values=True)``.
+        title: the title above the bars. Default ``"Where the digits go"``.
+
+    Raises:
+        TypeError: if `seen` is not a report.
+        ValueError: for a report without ``trace_values=True``, or without rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from jchop import plot
+        >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
+        >>> figure = plot.report(jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True))
+        >>> [label.get_text().split()[:2] for label in figure.axes[0].get_yticklabels()]
+        [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
+    """
+    require_extra("jchop.plot", "plot", ("matplotlib",))
+    from matplotlib.figure import Figure
+
+    rows, traced = getattr(seen, "rows", None), getattr(seen, "traced", False)
+    if rows is None:
+        raise TypeError(f"seen={seen!r} must be a result of jchop.emulate.report")
+    if not traced or not rows:
+        raise ValueError("seen must hold what was seen: pass trace_values=True to jchop.emulate.report, for a program "
+                         "with at least one operation")  # fmt: skip
+    figure = Figure(figsize=(10, 1.9 + 0.68 * len(rows)), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=15, fontweight="bold", color=INK)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _draw_errors(left, rows)
+    _draw_losses(right, rows)
+    left.set_yticks(range(len(rows)), [_operation(row, _arithmetic(row)) for row in rows], fontsize=9)
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    return figure
+
+
+def _operation(row: Row | BlameRow, spec: str) -> str:
+    return "\n".join((f"{row.scope} {row.primitive}".strip(), spec, row.place))
+
+
+def _arithmetic(row: Row) -> str:
+    return row.spec + (f", sums {row.sums}" if row.sums else "")
+
+
+def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
+    bars = {"of the operation": [row.error for row in rows], "of the program so far": [row.deviation for row in rows]}
+    shown = [value for values in bars.values() for value in values if value > 0]
+    low, high = min(shown, default=1e-3) / 4, 8 * max(shown, default=1.0)  # room for the numbers
+    draw_bars(axes, bars, low, lambda value: f" {value:.1e}")
+    lost = [place for place, row in enumerate(rows) if math.isnan(row.deviation) and row.infinities + row.nans]
+    if lost:
+        name = "no finite result to compare"
+        axes.barh(lost, [high - low] * len(lost), 0.76, low, color="white", edgecolor=LOST, hatch="///", label=name)
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    axes.set_xlabel("largest relative error, of finite results", fontsize=10)
+    draw_legend(axes)
+
+
+def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
+    names = {"overflows": "overflowed", "underflows": "became zero", "infinities": "infinite", "nans": "NaN"}
+    bars = {name: [getattr(row, field) for row in rows] for field, name in names.items()}
+    draw_bars(axes, bars, 0.0, lambda value: f" {value:.0f}")
+    axes.set_xlim(0, 1.25 * max(1, *(value for values in bars.values() for value in values)))
+    axes.set_xlabel("number of results", fontsize=10)
+    draw_legend(axes)
+
+
+def blame(seen: Blame, *, title: str = "Where the error comes from", most: int = 16) -> Figure:
+    """The parts of an error as bars, with their signs, and a line for each turn of loops.
+
+    There is one bar for each row, the largest first; the rest is one bar. If a row has turns, a second panel shows the
+    sum of the contributions up to each turn, for the rows with turns among those drawn.
+
+    Args:
+        seen: a result of `jchop.blame`.
+        title: the title above the bars. Default ``"Where the error comes from"``.
+        most: the most rows that have a bar of their own. Default 16.
+
+    Raises:
+        TypeError: if `seen` is no such result.
+        ValueError: without rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from jchop import plot
+        >>> found = jc.blame(jc.emulate(lambda x: jnp.sum(x * x), "e4m3"), jnp.array([1.1, 2.3]))
+        >>> len(plot.blame(found).axes[0].patches) == len(found.rows)
+        True
+    """
+    require_extra("jchop.plot", "plot", ("matplotlib",))
+    from matplotlib.figure import Figure
+
+    rows = getattr(seen, "rows", None)
+    if rows is None or not hasattr(seen, "unexplained"):
+        raise TypeError(f"seen={seen!r} must be a result of jchop.blame")
+    if not rows:
+        raise ValueError("seen must have rows: a program without roundings has none")
+    shown, others = rows[:most], rows[most:]
+    names = [_operation(row, row.spec) for row in shown] + ([f"{len(others)} more rows"] if others else [])
+    values = [row.contribution for row in shown] + ([math.fsum(row.contribution for row in others)] if others else [])
+    turns = [row for row in shown if len(row.turns) > 1]
+    figure = Figure(figsize=(14 if turns else 9, 1.9 + 0.62 * len(names)), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=15, fontweight="bold", color=INK)
+    panels = np.ravel(figure.subplots(1, 2 if turns else 1))
+    axes = panels[0]
+    axes.barh(range(len(names)), values, 0.7, color=[LOST if value < 0 else NORMAL for value in values])
+    for place, value in enumerate(values):
+        axes.annotate(
+            f"{value:.2g}", (value, place), (-4 if value < 0 else 4, 0), textcoords="offset points", fontsize=8,
+            va="center", ha="right" if value < 0 else "left", color=INK,
+        )  # fmt: skip
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.margins(x=0.18)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"contribution to the error, which is {seen.error:.3g}")
+    axes.spines[["top", "right"]].set_visible(False)
+    if turns:
+        _draw_turns(panels[1], turns)
+    return figure
+
+
+def _draw_turns(axes: Axes, rows: Sequence[BlameRow]) -> None:
+    for row in rows:
+        axes.plot(np.arange(len(row.turns)), np.cumsum(row.turns), label=f"{row.scope} {row.primitive}".strip())
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xlabel("turn of the outermost loop")
+    axes.set_ylabel("sum of contributions up to the turn")
+    axes.legend(fontsize=9, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
