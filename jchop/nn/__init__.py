@@ -42,6 +42,7 @@ from jchop.nn._recipes import recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._save_load import load, save
 from jchop.nn._scale_state import ActivationRange, AmaxHistory, LearnedScale
+from jchop.nn._tune import LayerTuning, TunedLayer, tune
 
 __all__ = [
     "LSQ",
@@ -61,6 +62,7 @@ __all__ = [
     "LSTMCell",
     "LayerNorm",
     "LayerRow",
+    "LayerTuning",
     "LearnedScale",
     "Linear",
     "LinearGeneral",
@@ -74,6 +76,7 @@ __all__ = [
     "RMSNorm",
     "Rule",
     "SimpleCell",
+    "TunedLayer",
     "calibrate",
     "correct_biases",
     "dot_product_attention",
@@ -86,4 +89,5 @@ __all__ = [
     "recipe",
     "report",
     "save",
+    "tune",
 ]
