@@ -145,8 +145,9 @@ def tune(
     The Fisher score of a layer in a format is the sum of (∂L/∂y)²·(ŷ − y)² over its results y on the data, with ŷ the
     results of the rounded layer of the same inputs: the second-order change of a loss whose curvature is the square
     of its gradient. The scores of the layers add up, and a dynamic program finds the best sum under the budget exactly.
-    The loss of the model under the rules is then measured, and that of each single format. If a single format within
-    the budget has a lower loss, it is the result, with a note.
+    The loss of the model under the rules is then measured, and that of each single format. A note names the single
+    formats within the budget that have a lower loss. Near a minimum of the loss a gradient says little: use labels that
+    the model itself draws, with which the square of the gradient is the curvature of the divergence from the model.
 
     Args:
         model: a module of Flax NNX, made of layers of Flax.
@@ -213,7 +214,7 @@ def tune(
             f"{8 * front[0].cost / count:.4g} bits of a weight, {front[0].cost} bytes"
         )
     chosen = [best.options[layer.group] for layer in found]
-    chosen, notes = _verified(chosen, measured, costs, budget, options)
+    notes = _notes(chosen, measured, costs, budget, options)
     uniform = {
         _text(option): (8 * sum(row[j] for row in costs) / count, measured([j] * len(found)))
         for j, option in enumerate(options)
@@ -359,21 +360,19 @@ def _loss(loss: Loss, model: nnx.Module, batches: Sequence[tuple[Any, ...]]) -> 
     return float(np.mean([float(run(state, batch)) for batch in batches]))
 
 
-def _verified(
+def _notes(
     chosen: list[int],
     measured: Callable[[Sequence[int]], float],
     costs: list[list[int]],
     budget: int,
     options: Sequence[Rule | None],
-) -> tuple[list[int], tuple[str, ...]]:
-    """The choice, or a single format within the budget if its loss is lower."""
-    best, notes = (measured(chosen), chosen), ()
-    for j, option in enumerate(options):
-        same = [j] * len(costs)
-        if sum(row[j] for row in costs) <= budget and measured(same) < best[0]:
-            best = (measured(same), same)
-            notes = (f"{_text(option)} alone has a lower loss than the choice by scores, {measured(chosen):.4g}",)
-    return best[1], notes
+) -> tuple[str, ...]:
+    """The single formats within the budget with a lower loss than the choice."""
+    return tuple(
+        f"{_text(option)} alone has a lower loss than the choice by scores"
+        for j, option in enumerate(options)
+        if sum(row[j] for row in costs) <= budget and measured([j] * len(costs)) < measured(chosen)
+    )
 
 
 # -- the Fisher score --------------------------------------------------------------------------------------------------
@@ -397,14 +396,14 @@ def _fisher(
         for i, layer in enumerate(found):
             for args, kwargs, y, gradient in seen[layer.path]:
                 power[i] += float(jnp.sum(jnp.square(y)))
-                for j in range(len(options)):
-                    if rounded[j] is None:
+                for j, (low, inputs) in enumerate(zip(rounded, without, strict=True)):
+                    if low is None:
                         continue
-                    error = rounded[j][layer.path](*args, **kwargs) - y
+                    error = low[layer.path](*args, **kwargs) - y
                     scores[i, j] += float(jnp.sum(jnp.square(gradient) * jnp.square(error)))
                     noise[i, j] += float(jnp.sum(jnp.square(error)))
-                    if without[j] is not None:
-                        error = without[j][layer.path](*args, **kwargs) - y
+                    if inputs is not None:
+                        error = inputs[layer.path](*args, **kwargs) - y
                         noise_of_inputs[i, j] += float(jnp.sum(jnp.square(error)))
     ratios = [
         [(_decibels(power[i], noise_of_inputs[i, j]), _decibels(power[i], noise[i, j])) for j in range(len(options))]
