@@ -22,11 +22,11 @@ def squares(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean(jnp.sum((model(x) - y) ** 2, -1))
 
 
-def chain(sizes: list[int], seed: int) -> nnx.Module:
+def chain(sizes: list[int], seed: int, between: Any = nnx.tanh) -> nnx.Module:
     rngs = nnx.Rngs(seed)
     layers: list[Any] = []
     for a, b in itertools.pairwise(sizes):
-        layers += [nnx.Linear(a, b, rngs=rngs), nnx.tanh]
+        layers += [nnx.Linear(a, b, rngs=rngs), between]
     return nnx.Sequential(*layers[:-1])
 
 
@@ -137,7 +137,7 @@ def test_digits_at_four_and_a_half_bits(score: Any) -> None:
     optax, datasets = pytest.importorskip("optax"), pytest.importorskip("sklearn.datasets")
     x, y = datasets.load_digits(return_X_y=True)
     x, y = jnp.asarray(x / 16, jnp.float32), jnp.asarray(y)
-    graph, state = nnx.split(chain([64, 32, 32, 32, 32, 10], 2))
+    graph, state = nnx.split(chain([64, 32, 32, 32, 32, 10], 2, nnx.relu))
     optimizer = optax.adam(3e-3)
 
     def turn(carry: Any, key: jax.Array) -> Any:
