@@ -24,6 +24,7 @@ from jchop._cli._quantize import add_commands
 from jchop._cli._round import CARRIERS, run_round
 from jchop._cli._study import add_study
 from jchop._cli._text import printable, seed, strong
+from jchop._cli._tune import add_tune
 from jchop.rounding import Overflow, Rounding
 
 
@@ -172,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     add_compare(commands)
 
     add_blame(commands)
+    add_tune(commands)
     add_study(commands)
     add_doctor(commands)
     add_completion(commands, parser)

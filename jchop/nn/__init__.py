@@ -47,6 +47,7 @@ from jchop.nn._save_load import load, save
 from jchop.nn._scale_state import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._sensitivity import Sensitivity, SensitivityRow, sensitivity
 from jchop.nn._shard import shard
+from jchop.nn._tune import LayerTuning, TunedLayer, tune
 
 __all__ = [
     "LSQ",
@@ -67,6 +68,7 @@ __all__ = [
     "LSTMCell",
     "LayerNorm",
     "LayerRow",
+    "LayerTuning",
     "LearnedScale",
     "Linear",
     "LinearGeneral",
@@ -83,6 +85,7 @@ __all__ = [
     "Sensitivity",
     "SensitivityRow",
     "SimpleCell",
+    "TunedLayer",
     "add_lora",
     "calibrate",
     "correct_biases",
@@ -102,4 +105,5 @@ __all__ = [
     "sensitivity",
     "shard",
     "split_lora",
+    "tune",
 ]

@@ -9,6 +9,7 @@ from jchop.plot._heat_map import Panel, heat_map
 from jchop.plot._models import calibration, sensitivity
 from jchop.plot._pareto import pareto
 from jchop.plot._programs import blame, report
+from jchop.plot._tune import tune
 from jchop.plot._value_grid import value_grid
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "report",
     "rounding_error",
     "sensitivity",
+    "tune",
     "value_grid",
     "value_grids",
 ]

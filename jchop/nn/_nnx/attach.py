@@ -14,6 +14,7 @@ from jchop._products.contraction import Roundings
 from jchop._products.layout import Layout, check_axes, check_finite, over_stack
 from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone, refuse_codes
 from jchop._products.scale_from import LSQ, DelayedScaling, ScaleFrom
+from jchop._round.round_to_format import round_to_format
 from jchop.nn._nnx.emulation import EmulatedAttention, Emulation
 from jchop.nn._nnx.hooks import Output, Promote
 from jchop.nn._nnx.kinds import PRODUCT_FIELDS, Kind
@@ -30,6 +31,7 @@ __all__ = [
     "check_parameters",
     "fitted",
     "fork",
+    "laid_and_rounded",
     "pack",
     "packed_shape",
 ]
@@ -203,6 +205,14 @@ def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
     shape = jax.ShapeDtypeStruct(getattr(layer, name).get_value().shape, getattr(layer, name).get_value().dtype)
     how = _layout_of(layer, kind, name)
     return jax.eval_shape(lambda value, key: pack(value, *how, spec, key)[0], shape, key)
+
+
+def laid_and_rounded(layer: Any, kind: Kind, name: str, spec: Spec) -> tuple[Array, Array]:
+    """A parameter in its layout, and the same rounded by a spec that draws nothing."""
+    layout, stacked = _layout_of(layer, kind, name)
+    value = getattr(layer, name).get_value()
+    laid = over_stack(stacked, layout.lay, value)
+    return laid, over_stack(stacked, lambda one: round_to_format(layout.lay(one), spec), value)
 
 
 def pack(

@@ -1,0 +1,497 @@
+"""`tune`: a format for each layer of a model under a budget of bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jchop._checks import check_choice
+from jchop._paths import check_pattern, matches_path, nearest_paths
+from jchop._products.rule import Rule
+from jchop._text import Part, Tables
+from jchop._tune._knapsack import front_of, within
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.nn._nnx.attach import laid_and_rounded, packed_shape
+from jchop.nn._nnx.kinds import Kind
+from jchop.nn._nnx.layers import layers_of
+from jchop.nn._nnx.surgery import quantize
+from jchop.nn._report import bytes_of
+from jchop.spec import Spec
+
+__all__ = ["LayerTuning", "TunedLayer", "tune"]
+
+Array = jax.Array
+Loss = Callable[..., Any]
+SCORES = ("fisher", "loss")
+
+
+@dataclass(frozen=True)
+class TunedLayer:
+    """One layer.
+
+    Args:
+        path: its path in the model.
+        group: the number of its group; layers of one group have one format.
+        option: its format as text; ``"carrier"`` for none.
+        weights: the count of its weights.
+        bits: the bits of a weight, with its part of the scales.
+        score: its part in the total score.
+        weight_snr: signal over error of its weights in dB; infinite if they are exact.
+        activation_snr: the same of its inputs, rounded to the rule's activation; infinite without one.
+        output_snr: the same of its results on the data, of the same inputs.
+    """
+
+    path: str
+    group: int
+    option: str
+    weights: int
+    bits: float
+    score: float
+    weight_snr: float
+    activation_snr: float
+    output_snr: float
+
+
+@dataclass(frozen=True)
+class LayerTuning(Tables):
+    """The result of `tune`; its ``str`` is a table.
+
+    Args:
+        rules: for `jchop.nn.quantize`: a rule for each layer with a format.
+        rows: the layers.
+        bits: the mean bits of a weight.
+        bytes: the bytes of all weights.
+        loss: the loss on the data of the model under the rules.
+        loss_before: the loss of the model itself.
+        uniform: of each format of the menu as text, the bits and the loss if every layer has it.
+        front: (bits, score) of the best choices, from cheap to exact.
+        notes: sentences about the choice.
+    """
+
+    rules: tuple[Rule, ...]
+    rows: tuple[TunedLayer, ...]
+    bits: float
+    bytes: int
+    loss: float
+    loss_before: float
+    uniform: dict[str, tuple[float, float]]
+    front: tuple[tuple[float, float], ...]
+    notes: tuple[str, ...] = ()
+
+    _align = "<<>>>>>>"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data for JSON; rules as text, and a number that is not finite is None."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    def _parts(self) -> Iterator[Part]:
+        head = ("layer", "format", "weights", "bits", "score", "weights dB", "inputs dB", "results dB")
+        yield [head, *map(_cells, self.rows)]
+        yield f"{self.bits:.3g} bits of a weight, {self.bytes} bytes"
+        yield f"loss {self.loss:.4g}, before {self.loss_before:.4g}"
+        yield from (f"{name} alone: {bits:.3g} bits, loss {loss:.4g}" for name, (bits, loss) in self.uniform.items())
+        yield from self.notes
+
+
+def _cells(row: TunedLayer) -> tuple[str, ...]:
+    ratios = (row.weight_snr, row.activation_snr, row.output_snr)
+    numbers = ("exact" if math.isinf(x) else f"{x:.1f}" for x in ratios)
+    return row.path, row.option, str(row.weights), f"{row.bits:.3g}", f"{row.score:.2g}", *numbers
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(x) for x in value]
+    if isinstance(value, TunedLayer):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Rule):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass
+class _Layer:
+    """A layer and its calls on a batch."""
+
+    path: str
+    module: Any
+    kind: Kind
+    group: int = 0
+
+
+def tune(
+    model: nnx.Module,
+    data: Sequence[tuple[Any, ...]],
+    menu: Sequence[Spec | ElementFormat | ScaledFormat | str | Rule | None],
+    *,
+    loss: Loss,
+    bits: float | None = None,
+    bytes: int | None = None,
+    score: Literal["fisher", "loss"] = "fisher",
+    groups: Sequence[str] = (),
+    layers: str = "*",
+) -> LayerTuning:
+    """A format for each layer of a model, with the least total score under a budget of bits or bytes.
+
+    The Fisher score of a layer in a format is the sum of (∂L/∂y)²·(ŷ − y)² over its results y on the data, with ŷ the
+    results of the rounded layer of the same inputs: the second-order change of a loss whose curvature is the square
+    of its gradient. The scores of the layers add up, and a dynamic program finds the best sum under the budget exactly.
+    The loss of the model under the rules is then measured, and that of each single format. A note names the single
+    formats within the budget that have a lower loss. Near a minimum of the loss a gradient says little: use labels that
+    the model itself draws, with which the square of the gradient is the curvature of the divergence from the model.
+
+    Args:
+        model: a module of Flax NNX, made of layers of Flax.
+        data: batches: tuples of arguments of `loss` after the model.
+        menu: two formats or more for the weights: specs, formats, scaled formats or text; a `Rule` with the default
+            path, for more tensors than the weights; None leaves a layer as it is.
+        loss: a function of the model and of a batch's arguments to a number, which JAX can differentiate.
+        bits: the most mean bits of a weight, the scales included. Either this or `bytes`.
+        bytes: the most bytes of all weights of the layers.
+        score: ``"fisher"``, or ``"loss"``: the loss of the model with only this layer rounded, minus that of the model,
+            which takes a run for each layer and format. Default ``"fisher"``.
+        groups: patterns ([](patterns.md)) of layers that must agree: the layers that match a pattern and have the same
+            parent are one group, as ``"attention/{query,key,value}"`` or ``"experts/*"``. Default: none.
+        layers: a pattern for the layers that get a format. Default ``"*"``: every layer with weights of a product.
+
+    Returns:
+        A `LayerTuning`, with ``rules`` for `quantize`.
+
+    Raises:
+        TypeError, ValueError: for an argument of another type or value, a group that matches no layer, a model without
+            layers, or a budget below the cheapest choice.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1)))
+        >>> x, y = jax.random.normal(jax.random.key(0), (32, 8)), jnp.zeros((32, 4))
+        >>> loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
+        >>> found = jc.nn.tune(model, [(x, y)], ["e2m1fn", "e4m3"], loss=loss, bits=6)
+        >>> found.bits <= 6, sorted({row.option for row in found.rows})
+        (True, ['float4_e2m1fn', 'float8_e4m3'])
+    """
+    options = _checked_menu(menu)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+    if not callable(loss):
+        raise TypeError(f"loss={loss!r} must be a function of the model and a batch")
+    check_choice("score", score, SCORES)
+    batches = _checked_data(data)
+    found = _layers(model, layers, groups)
+    costs = [[_bytes(layer, option) for option in options] for layer in found]
+    count = sum(_count(layer) for layer in found)
+    budget = _budget(bits, bytes, count)
+    cache: dict[tuple[int, ...], float] = {}
+
+    def measured(chosen: Sequence[int]) -> float:
+        if tuple(chosen) not in cache:
+            cache[tuple(chosen)] = _loss(loss, _rounded(model, found, options, chosen), batches)
+        return cache[tuple(chosen)]
+
+    none = _loss(loss, model, batches)
+    scores, ratios = _fisher(model, loss, batches, found, options)
+    if score == "loss":
+        carrier = [-1] * len(found)
+        scores = [
+            [measured([*carrier[:i], j, *carrier[i + 1 :]]) - none for j in range(len(options))]
+            for i in range(len(found))
+        ]
+    front = front_of(*(_by_group(table, found) for table in (costs, scores)))
+    best = within(front, budget)
+    if best is None:
+        raise ValueError(
+            f"{'bits' if bytes is None else 'bytes'}={bits if bytes is None else bytes}: the cheapest choice takes "
+            f"{8 * front[0].cost / count:.4g} bits of a weight, {front[0].cost} bytes"
+        )
+    chosen = [best.options[layer.group] for layer in found]
+    notes = _notes(chosen, measured, costs, budget, options)
+    uniform = {
+        _text(option): (8 * sum(row[j] for row in costs) / count, measured([j] * len(found)))
+        for j, option in enumerate(options)
+    }
+    rows = tuple(
+        TunedLayer(
+            layer.path,
+            layer.group,
+            _text(options[j]),
+            _count(layer),
+            8 * costs[i][j] / _count(layer),
+            scores[i][j],
+            _weight_snr(layer, options[j]),
+            *ratios[i][j],
+        )
+        for i, (layer, j) in enumerate(zip(found, chosen, strict=True))
+    )
+    total = sum(costs[i][j] for i, j in enumerate(chosen))
+    return LayerTuning(
+        tuple(_rules(found, options, chosen)),
+        rows,
+        8 * total / count,
+        total,
+        measured(chosen),
+        none,
+        uniform,
+        tuple((8 * one.cost / count, one.score) for one in front),
+        notes,
+    )
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _checked_menu(menu: Any) -> list[Rule | None]:
+    if isinstance(menu, str) or not isinstance(menu, Sequence) or len(menu) < 2:
+        raise TypeError(f"menu={menu!r} must be a list of two formats or more, as ['int4(group=all)', 'e4m3']")
+    options: list[Rule | None] = []
+    for i, value in enumerate(menu):
+        if isinstance(value, Rule) and (value.path != "*" or value.weight is None):
+            raise ValueError(f"menu[{i}]={value} must have the path '*' and a weight")
+        options.append(value if value is None or isinstance(value, Rule) else Rule(weight=value))
+    if len(set(map(_text, options))) < len(options):
+        raise ValueError(f"menu={list(menu)!r} has a format twice")
+    return options
+
+
+def _checked_data(data: Any) -> list[tuple[Any, ...]]:
+    if not isinstance(data, Sequence) or not data or not all(isinstance(batch, tuple | list) for batch in data):
+        raise TypeError("data must be a list of batches, each a tuple of arguments of loss after the model")
+    return [tuple(batch) for batch in data]
+
+
+def _budget(bits: float | None, bytes_: int | None, count: int) -> int:
+    if (bits is None) == (bytes_ is None):
+        raise ValueError(f"bits={bits!r}, bytes={bytes_!r}: give one of both")
+    value, name = (bits, "bits") if bytes_ is None else (bytes_, "bytes")
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value > 0:
+        raise ValueError(f"{name}={value!r} must be a positive number")
+    return math.floor(float(value) * count / 8 + 1e-9) if bytes_ is None else int(value)
+
+
+def _layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> list[_Layer]:
+    """The layers with weights of a product, each with the number of its group."""
+    check_pattern("layers", layers)
+    if isinstance(groups, str) or not isinstance(groups, Sequence):
+        raise TypeError(f"groups={groups!r} must be a list of patterns")
+    every = [
+        _Layer(path, module, kind)
+        for path, module, kind in layers_of(model)
+        if kind is not None and kind.product is not None and _weights(module, kind)
+    ]
+    found = [layer for layer in every if matches_path(layers, layer.path)]
+    if not found:
+        raise ValueError(f"layers={layers!r} matches no layer{nearest_paths([layers], [one.path for one in every])}")
+    numbers: dict[Any, int] = {}
+    for pattern in groups:
+        check_pattern("groups", pattern)
+        if not any(matches_path(pattern, layer.path) for layer in found):
+            raise ValueError(f"groups: {pattern!r} matches no layer{nearest_paths([pattern], [x.path for x in found])}")
+    for layer in found:
+        pattern = next((one for one in groups if matches_path(one, layer.path)), None)
+        key = layer.path if pattern is None else (pattern, layer.path.rpartition("/")[0])
+        layer.group = numbers.setdefault(key, len(numbers))
+    return found
+
+
+def _weights(module: Any, kind: Kind) -> list[str]:
+    return [name for name, role in kind.parameters.items() if role == "weight" and getattr(module, name) is not None]
+
+
+def _count(layer: _Layer) -> int:
+    return sum(getattr(layer.module, name).get_value().size for name in _weights(layer.module, layer.kind))
+
+
+def _bytes(layer: _Layer, option: Rule | None) -> int:
+    """The bytes of the weights of a layer, packed."""
+    total = 0
+    for name in _weights(layer.module, layer.kind):
+        spec = None if option is None else layer.kind.spec(option, name)
+        value = getattr(layer.module, name).get_value()
+        total += bytes_of(value if spec is None else packed_shape(layer.module, layer.kind, name, spec))
+    return total
+
+
+def _by_group(table: list[list[Any]], found: Sequence[_Layer]) -> list[list[Any]]:
+    """The sums over the layers of each group."""
+    out = [[0] * len(table[0]) for _ in range(1 + max(layer.group for layer in found))]
+    for layer, row in zip(found, table, strict=True):
+        out[layer.group] = [one + two for one, two in zip(out[layer.group], row, strict=True)]
+    return out
+
+
+def _text(option: Rule | None) -> str:
+    if option is None:
+        return "carrier"
+    alone = option == Rule(weight=option.weight)
+    return str(option.weight) if alone else str(option)
+
+
+# -- models under rules ------------------------------------------------------------------------------------------------
+
+
+def _rules(found: Sequence[_Layer], options: Sequence[Rule | None], chosen: Sequence[int]) -> list[Rule]:
+    out = []
+    for layer, j in zip(found, chosen, strict=True):
+        option = options[j] if j >= 0 else None
+        if option is not None:
+            out.append(replace(option, path=f"/{layer.path}/" if layer.path else "/"))
+    return out
+
+
+def _rounded(
+    model: nnx.Module, found: Sequence[_Layer], options: Sequence[Rule | None], chosen: Sequence[int]
+) -> nnx.Module:
+    rules = _rules(found, options, chosen)
+    return quantize(model, rules) if rules else model
+
+
+def _loss(loss: Loss, model: nnx.Module, batches: Sequence[tuple[Any, ...]]) -> float:
+    graph, state = nnx.split(model)
+    run = jax.jit(lambda state, batch: loss(nnx.merge(graph, state), *batch))
+    return float(np.mean([float(run(state, batch)) for batch in batches]))
+
+
+def _notes(
+    chosen: list[int],
+    measured: Callable[[Sequence[int]], float],
+    costs: list[list[int]],
+    budget: int,
+    options: Sequence[Rule | None],
+) -> tuple[str, ...]:
+    """The single formats within the budget with a lower loss than the choice."""
+    return tuple(
+        f"{_text(option)} alone has a lower loss than the choice by scores"
+        for j, option in enumerate(options)
+        if sum(row[j] for row in costs) <= budget and measured([j] * len(costs)) < measured(chosen)
+    )
+
+
+# -- the Fisher score --------------------------------------------------------------------------------------------------
+
+
+def _fisher(
+    model: nnx.Module,
+    loss: Loss,
+    batches: Sequence[tuple[Any, ...]],
+    found: Sequence[_Layer],
+    options: Sequence[Rule | None],
+) -> tuple[list[list[float]], list[list[tuple[float, float]]]]:
+    """The scores of layers and formats, and the signal over error of inputs and results in dB."""
+    rounded = [None if option is None else _layers_under(model, found, replace(option)) for option in options]
+    without = [None if rule is None else _layers_under(model, found, rule) for rule in map(_inputs_only, options)]
+    shape = (len(found), len(options))
+    scores, noise, noise_of_inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    power = np.zeros(len(found))
+    for batch in batches:
+        seen = _calls(model, loss, batch, found)
+        for i, layer in enumerate(found):
+            for args, kwargs, y, gradient in seen[layer.path]:
+                power[i] += float(jnp.sum(jnp.square(y)))
+                for j, (low, inputs) in enumerate(zip(rounded, without, strict=True)):
+                    if low is None:
+                        continue
+                    error = low[layer.path](*args, **kwargs) - y
+                    scores[i, j] += float(jnp.sum(jnp.square(gradient) * jnp.square(error)))
+                    noise[i, j] += float(jnp.sum(jnp.square(error)))
+                    if inputs is not None:
+                        error = inputs[layer.path](*args, **kwargs) - y
+                        noise_of_inputs[i, j] += float(jnp.sum(jnp.square(error)))
+    ratios = [
+        [(_decibels(power[i], noise_of_inputs[i, j]), _decibels(power[i], noise[i, j])) for j in range(len(options))]
+        for i in range(len(found))
+    ]
+    return (scores / len(batches)).tolist(), ratios
+
+
+def _inputs_only(option: Rule | None) -> Rule | None:
+    """A rule that rounds the inputs alone."""
+    return None if option is None or option.activation is None else Rule(activation=option.activation)
+
+
+def _layers_under(model: nnx.Module, found: Sequence[_Layer], option: Rule) -> dict[str, Any]:
+    """The layers of the model with one rule for all, by path."""
+    rules = [replace(option, path=f"/{layer.path}/" if layer.path else "/") for layer in found]
+    return {path: module for path, module, _ in layers_of(quantize(model, rules))}
+
+
+def _calls(
+    model: nnx.Module, loss: Loss, batch: tuple[Any, ...], found: Sequence[_Layer]
+) -> dict[str, list[tuple[Any, Any, Array, Array]]]:
+    """Of each layer its calls: arguments, keywords, results, and the gradient of the loss by the results."""
+    graph, state = nnx.split(model)
+    zeros: list[Array] | None = None
+
+    def run(probes: list[Array] | None) -> tuple[Any, list[tuple[str, Any, Any, Any]]]:
+        copy = nnx.merge(graph, state, copy=True)
+        calls: list[tuple[str, Any, Any, Any]] = []
+        wanted = {layer.path for layer in found}
+        for path, module, _ in list(layers_of(copy)):
+            if path in wanted:
+                _watch(module, path, calls, probes)
+        return loss(copy, *batch), calls
+
+    shapes: list[Any] = []
+
+    def outline() -> Any:
+        out, calls = run(None)
+        shapes.extend((y.shape, y.dtype) for _, _, _, y in calls)
+        return out
+
+    jax.eval_shape(outline)
+    zeros = [jnp.zeros(*shape) for shape in shapes]
+    paths: list[str] = []
+
+    def whole(probes: list[Array]) -> Any:
+        out, calls = run(probes)
+        paths[:] = [path for path, *_ in calls]
+        return out, [call[1:] for call in calls]
+
+    gradients, calls = jax.grad(whole, has_aux=True)(zeros)
+    seen: dict[str, list[tuple[Any, Any, Array, Array]]] = {layer.path: [] for layer in found}
+    for path, (args, kwargs, y), gradient in zip(paths, calls, gradients, strict=True):
+        seen[path].append((args, kwargs, y, gradient))
+    return seen
+
+
+def _watch(module: Any, path: str, calls: list[Any], probes: list[Array] | None) -> None:
+    """Has a layer note its calls, and add the next probe to each result."""
+    base = type(module)
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = base.__call__(self, *args, **kwargs)
+        number = len(calls)
+        calls.append((path, args, kwargs, y))
+        return y if probes is None else y + probes[number]
+
+    module.__class__ = type(base.__name__, (base,), {"__call__": __call__})
+
+
+# -- ratios ------------------------------------------------------------------------------------------------------------
+
+
+def _decibels(power: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(power / noise) if power > 0 else -math.inf
+
+
+def _weight_snr(layer: _Layer, option: Rule | None) -> float:
+    """Signal over error of the weights of a layer."""
+    if option is None:
+        return math.inf
+    power = noise = 0.0
+    for name in _weights(layer.module, layer.kind):
+        spec = layer.kind.spec(option, name)
+        if spec is not None:
+            exact, low = (np.asarray(x, np.float64) for x in laid_and_rounded(layer.module, layer.kind, name, spec))
+            power, noise = power + float(np.sum(exact**2)), noise + float(np.sum((low - exact) ** 2))
+    return _decibels(power, noise)

@@ -1,0 +1,171 @@
+"""`jc.nn.tune`: formats of layers under a budget, against all choices, and against single formats on digits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jchop as jc
+from jchop._paths import matches_path
+
+MENU = ["int3", "int4", "int8"]
+
+
+def squares(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.sum((model(x) - y) ** 2, -1))
+
+
+def chain(sizes: list[int], seed: int, between: Any = nnx.tanh) -> nnx.Module:
+    rngs = nnx.Rngs(seed)
+    layers: list[Any] = []
+    for a, b in itertools.pairwise(sizes):
+        layers += [nnx.Linear(a, b, rngs=rngs), between]
+    return nnx.Sequential(*layers[:-1])
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[nnx.Module, list[tuple[jax.Array, jax.Array]]]:
+    model = chain([8, 16, 16, 4], 0)
+    keys = jax.random.split(jax.random.key(1), 4)
+    data = [(jax.random.normal(keys[i], (16, 8)), jax.random.normal(keys[i + 2], (16, 4))) for i in range(2)]
+    return model, data
+
+
+def fisher(model: Any, data: Any, number: int, text: str) -> float:
+    """The score by its definition: the layers by hand, the gradient by the result of this layer."""
+    kernels = [np.asarray(layer.kernel[...]) for layer in model.layers[::2]]
+    biases = [np.asarray(layer.bias[...]) for layer in model.layers[::2]]
+    rounded = np.asarray(jc.round_to_format(jnp.asarray(kernels[number]), text))
+    total = 0.0
+    for x, target in data:
+        h = [np.asarray(x, np.float64)]
+        for w, b in zip(kernels, biases, strict=True):
+            z = h[-1] @ w + b
+            h.append(np.tanh(z) if len(h) < len(kernels) else z)
+        gradient = 2 * (h[-1] - np.asarray(target)) / len(x)
+        for i in range(len(kernels) - 1, number, -1):
+            gradient = (gradient @ kernels[i].T) * (1 - h[i] ** 2)
+        error = h[number] @ (rounded - kernels[number])
+        total += float(np.sum(gradient**2 * error**2))
+    return total / len(data)
+
+
+def test_scores_and_choice_are_those_of_the_definition(problem: Any) -> None:
+    model, data = problem
+    found = jc.nn.tune(model, data, MENU, loss=squares, bits=4.7)
+    sizes = [layer.kernel[...].size for layer in model.layers[::2]]
+    scores = [[fisher(model, data, i, text) for text in MENU] for i in range(3)]
+    costs = [
+        [
+            jc.nn.quantize(model, jc.nn.Rule(weight=text), "ptq").layers[2 * i].kernel[...].nbytes  # type: ignore[attr-defined]
+            for text in MENU
+        ]
+        for i in range(3)
+    ]
+    every = {
+        chosen: sum(scores[i][j] for i, j in enumerate(chosen))
+        for chosen in itertools.product(range(3), repeat=3)
+        if 8 * sum(costs[i][j] for i, j in enumerate(chosen)) <= 4.7 * sum(sizes)
+    }
+    best = min(every, key=every.__getitem__)
+    assert [MENU.index(row.option) for row in found.rows] == list(best)
+    np.testing.assert_allclose([row.score for row in found.rows], [scores[i][j] for i, j in enumerate(best)], rtol=1e-3)
+    assert found.bytes == sum(costs[i][j] for i, j in enumerate(best)) and found.bits == 8 * found.bytes / sum(sizes)
+    assert found.loss == pytest.approx(
+        float(np.mean([squares(jc.nn.quantize(model, found.rules), *batch) for batch in data]))
+    )
+    bits, totals = zip(*found.front, strict=True)
+    assert list(bits) == sorted(bits) and list(totals) == sorted(totals, reverse=True)
+    kernel = np.asarray(model.layers[0].kernel[...], np.float64)
+    low = np.asarray(jc.round_to_format(model.layers[0].kernel[...], found.rows[0].option), np.float64)
+    assert found.rows[0].weight_snr == pytest.approx(10 * np.log10(np.sum(kernel**2) / np.sum((low - kernel) ** 2)))
+    assert all(np.isinf(row.activation_snr) and 5 < row.output_snr < 80 for row in found.rows)
+    assert "layers/0" in str(found) and json.loads(json.dumps(found.as_dict(), allow_nan=False))["bytes"] == found.bytes
+
+
+def test_groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
+    model, data = problem
+    menu = [jc.nn.Rule(weight="e2m1fn", activation="e4m3"), None]
+    found = jc.nn.tune(model, data[:1], menu, loss=squares, bits=24, groups=["layers/{0,2}"])
+    first, second, third = found.rows
+    assert first.group == second.group != third.group and first.option == second.option
+    assert found.bits <= 24 and {"carrier"} < {row.option for row in found.rows}
+    low = next(row for row in found.rows if row.option != "carrier")
+    assert low.output_snr < low.activation_snr < 60 and len(found.rules) < 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"menu": ["int4"]}, TypeError, "two formats"),
+        ({"menu": ["int4", "int4"]}, ValueError, "twice"),
+        ({"menu": ["int4", jc.nn.Rule("head", weight="int8")]}, ValueError, r"menu\[1\]"),
+        ({"bits": None}, ValueError, "give one of both"),
+        ({"bytes": 10}, ValueError, "give one of both"),
+        ({"bits": -1}, ValueError, "bits=-1"),
+        ({"bits": 1}, ValueError, "the cheapest choice takes"),
+        ({"score": "taylor"}, ValueError, "score='taylor'"),
+        ({"groups": ["heads/*"]}, ValueError, "heads"),
+        ({"layers": "heads"}, ValueError, "heads"),
+        ({"loss": 3}, TypeError, "loss=3"),
+        ({"data": []}, TypeError, "data"),
+        ({"model": {}}, TypeError, "model"),
+    ],
+)
+def test_wrong_arguments_are_named(problem: Any, changes: dict, error: type[Exception], text: str) -> None:
+    model, data = problem
+    given = {"model": model, "data": data, "menu": MENU, "loss": squares, "bits": 4.7, **changes}
+    with pytest.raises(error, match=text):
+        jc.nn.tune(given.pop("model"), given.pop("data"), given.pop("menu"), **given)
+
+
+def divergence(model: Any, x: jax.Array, p: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.sum(p * (jnp.log(p + 1e-30) - jax.nn.log_softmax(model(x))), -1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", ["fisher", "loss"])
+def test_digits_at_four_and_a_half_bits(score: Any) -> None:
+    """The mix is nearer to the network than int4 alone, and than int4 with int8 at both ends, which takes more bits."""
+    optax, datasets = pytest.importorskip("optax"), pytest.importorskip("sklearn.datasets")
+    x, y = datasets.load_digits(return_X_y=True)
+    x, y = jnp.asarray(x / 16, jnp.float32), jnp.asarray(y)
+    graph, state = nnx.split(chain([64, 32, 32, 32, 32, 10], 2, nnx.relu))
+    optimizer = optax.adam(3e-3)
+
+    def turn(carry: Any, key: jax.Array) -> Any:
+        state, moments = carry
+        some = jax.random.randint(key, (64,), 0, 1200)
+
+        def entropy(state: Any) -> jax.Array:
+            logits = nnx.merge(graph, state)(x[some])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y[some]).mean()
+
+        updates, moments = optimizer.update(jax.grad(entropy)(state), moments, state)
+        return (optax.apply_updates(state, updates), moments), None
+
+    keys = jax.random.split(jax.random.key(2), 150)
+    (state, _), _ = jax.jit(lambda state: jax.lax.scan(turn, (state, optimizer.init(state)), keys))(state)
+    model: Any = nnx.merge(graph, state)
+    p = jax.nn.softmax(model(x))
+    # The square of a gradient is the curvature of the divergence for labels that the model itself draws.
+    drawn = jax.nn.one_hot(jax.random.categorical(jax.random.key(5), model(x)), 10)
+    labels = drawn if score == "fisher" else p
+    menu = ["int3", "int4", "int5", "int6", "int8"]
+    found = jc.nn.tune(model, [(x[:600], labels[:600])], menu, loss=divergence, bits=4.5, score=score)
+    paths = [row.path for row in found.rows]
+    ends = [jc.nn.Rule(f"/{path}/", weight="int8" if path in (paths[0], paths[-1]) else "int4") for path in paths]
+
+    def apart(rules: Any) -> float:
+        return float(divergence(jc.nn.quantize(model, rules), x[1200:], p[1200:]))
+
+    assert found.bits <= 4.5
+    assert apart(found.rules) < min(apart(jc.nn.Rule(weight="int4")), apart(ends))
+    assert all(any(matches_path(rule.path, path) for rule in found.rules) for path in paths)

@@ -1,0 +1,32 @@
+"""One choice for each group under a budget: against all choices."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jchop._tune._knapsack import front_of, within
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_front_is_that_of_all_choices(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    groups, options = int(draw.integers(1, 7)), 3
+    costs = draw.integers(1, 12, (groups, options)).tolist()
+    scores = draw.normal(size=(groups, options)).round(2).tolist()
+    every = [
+        (sum(costs[i][j] for i, j in enumerate(chosen)), sum(scores[i][j] for i, j in enumerate(chosen)))
+        for chosen in itertools.product(range(options), repeat=groups)
+    ]
+    front = front_of(costs, scores)
+    for budget in range(max(cost for cost, _ in every) + 1):
+        found = within(front, budget)
+        best = min((score for cost, score in every if cost <= budget), default=None)
+        assert (found is None) == (best is None)
+        if found is not None:
+            assert found.score == pytest.approx(best) and found.cost <= budget
+            assert found.cost == sum(costs[i][j] for i, j in enumerate(found.options))
+    ends = [(one.cost, one.score) for one in front]
+    assert ends == sorted(ends) and [s for _, s in ends] == sorted((s for _, s in ends), reverse=True)
