@@ -50,7 +50,8 @@ def run_ptq(options: argparse.Namespace) -> None:
     sequential = True if options.sequential else None
     low = quantize_fn(function, rules, key=key)
     packed, report = calibrated(
-        low, params, batches, steps, sequential, key, _tell_batch(len(batches)), folder, _tell_weight
+        low, params, batches, steps, sequential, key, _tell_batch(len(batches)), folder, _tell_weight,
+        options.memory,
     )  # fmt: skip
     save_safetensors(options.out, packed)
     discard(folder)
@@ -167,6 +168,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
     command.add_argument("--out", metavar="OUT.safetensors", type=Path, required=True)
     command.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    command.add_argument("--memory", metavar="SIZE", help="the most memory for statistics, as 4GiB; default no limit")
     command.add_argument("--resume", metavar="DIR", type=Path, help="the folder of the unfinished run; default OUT.run")
     command.add_argument("--report", choices=("table", "json"), default="table", help="on standard output")
     command.add_argument("--json", dest="report", action="store_const", const="json", help="the same as --report json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,10 +61,26 @@ class Collector(Runner):
     ) -> None:
         self.lanes, self.roundings, self.sites, self.wanted = tuple(lanes), roundings, sites, wanted
         self._sums: dict[int, Sums] = {}
+        self._window: tuple[Any, int] | None = None
+        self._inside: Any = None  # whether a turn is within the window, while one is traced
 
-    def collect(self, plan: Plan, seeds: Any, values: Sequence[Any]) -> dict[int, Sums]:
-        """The sums of a program, by the index of the parameter."""
-        return self._collected(plan, seeds, values)[1]
+    def collect(
+        self, plan: Plan, seeds: Any, values: Sequence[Any], window: tuple[Any, int] | None = None
+    ) -> dict[int, Sums]:
+        """The sums of a program, by the index of the parameter.
+
+        Args:
+            plan: the program.
+            seeds: of random roundings.
+            values: its arguments.
+            window: the first turn, and how many turns, of the outermost loop over a stack of each parameter; the sums
+                are those of these turns alone. Default: of all.
+        """
+        self._window = window
+        try:
+            return self._collected(plan, seeds, values)[1]
+        finally:
+            self._window = None
 
     def values(self, values: Sequence[Any], changed: Sequence[Mapping[int, Any]]) -> list[Any]:
         """The arguments of a program, of which each trajectory has changed some, by their index."""
@@ -85,6 +101,14 @@ class Collector(Runner):
     def _add(self, leaf: int, sums: Sums) -> None:
         before = self._sums.get(leaf)
         self._sums[leaf] = sums if before is None else added(before, sums)
+
+    def _add_of(self, leaf: int, make: Callable[[], Sums]) -> None:
+        """Add sums, which are zero, and not computed, in a turn that is not looked at."""
+        if self._inside is not None:
+            shapes = jax.eval_shape(make)
+            self._add(leaf, lax.cond(self._inside, make, lambda: jax.tree.map(_zeros, shapes)))
+        else:
+            self._add(leaf, make())
 
     # -- equations -----------------------------------------------------------------------------------------------------
 
@@ -129,10 +153,24 @@ class Collector(Runner):
         full = [Lanes(map(as_jax, self._lanes(x))) for x in args]
         consts, start, xs = full[:fixed], full[fixed : fixed + carried], full[fixed + carried :]
         stacked = {o.leaf for fact in step.known[fixed + carried :] for o in fact.origins}
+        window = self._window if stacked & self.wanted else None
+
+        def slot(count: Any) -> Any:
+            """The place of a turn in the window; its size if it is not there."""
+            assert window is not None
+            number = count.astype(jnp.int32)
+            place = (params["length"] - 1 - number if params["reverse"] else number) - window[0]
+            return jnp.where((place >= 0) & (place < window[1]), place, window[1])
 
         def once(carry: Any, count: Any, x: Any) -> tuple[Any, Any, dict[int, Sums]]:
             inside = None if seeds is None else seeds.turn(step.number, count)
-            out, sums = self._collected(step.inner[0], inside, [*consts, *map(Lanes, carry), *map(Lanes, x)])
+            before = self._window, self._inside
+            if window is not None:
+                self._window, self._inside = None, slot(count) < window[1]
+            try:
+                out, sums = self._collected(step.inner[0], inside, [*consts, *map(Lanes, carry), *map(Lanes, x)])
+            finally:
+                self._window, self._inside = before
             after = [tuple(strong(lanes)) for lanes in out]
             return after[:carried], after[carried:], sums
 
@@ -141,23 +179,35 @@ class Collector(Runner):
         one = jax.eval_shape(lambda x: jax.tree.map(lambda v: v[0], x), each)
         shapes = jax.eval_shape(lambda carry, x: once(carry, jnp.uint32(0), x)[2], begin, one)
         shared = {leaf: jax.tree.map(_zeros, sums) for leaf, sums in shapes.items() if leaf not in stacked}
+        held: dict[int, Any] = {}  # the turns of the window, which is written to in the loop
+        if window is not None:
+            size = window[1]
+            held = {
+                leaf: jax.tree.map(lambda v: jnp.zeros((size, *v.shape), v.dtype), sums)
+                for leaf, sums in shapes.items()
+                if leaf in stacked
+            }
 
         def turn(state: Any, x: Any) -> tuple[Any, Any]:
-            carry, before, count = state
+            carry, before, chosen, count = state
             carry, ys, sums = once(carry, count, x)
             after = {leaf: added(before[leaf], sums[leaf]) for leaf in before}
             own = {leaf: value for leaf, value in sums.items() if leaf not in before}
-            return (carry, after, count + jnp.uint32(1)), (ys, own)
+            if window is not None:
+                place = slot(count)
+                write = lambda v, one: v.at[place].set(one, mode="drop")  # noqa: E731
+                chosen, own = {leaf: jax.tree.map(write, chosen[leaf], own[leaf]) for leaf in chosen}, {}
+            return (carry, after, chosen, count + jnp.uint32(1)), (ys, own)
 
         state, (ys, own) = lax.scan(
             turn,
-            (begin, shared, jnp.uint32(0)),
+            (begin, shared, held, jnp.uint32(0)),
             each,
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        for leaf, sums in (*own.items(), *state[1].items()):
+        for leaf, sums in (*own.items(), *state[1].items(), *state[2].items()):
             self._add(leaf, sums)
         return [*map(Lanes, state[0]), *map(Lanes, ys)]
 
@@ -201,9 +251,9 @@ class Collector(Runner):
         x, *y = [_rows(product, site, _as_float(v), kernel) for v in (inputs[-1], *inputs[:-1])]
         other = y[0] if y else None
         if isinstance(step.product, Ragged):
-            self._add(site.leaf, _of_groups(x[0], None if other is None else other[0], extra[0]))
+            self._add_of(site.leaf, lambda: _of_groups(x[0], None if other is None else other[0], extra[0]))
         else:
-            self._add(site.leaf, of_rows(x, other))
+            self._add_of(site.leaf, lambda: of_rows(x, other))
 
 
 def _zeros(shape: Any) -> Array:

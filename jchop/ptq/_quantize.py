@@ -24,7 +24,7 @@ from jchop.ptq._maps.mapping import Mapped, map_parameters
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._resume import Journal, Kept, check_resume, fingerprint
 from jchop.ptq._round import Outcome, round_parameter
-from jchop.ptq._run import Data, check_batches
+from jchop.ptq._run import Data, as_bytes, check_batches, parts_of, turn_bytes
 from jchop.ptq._sites import Site, Sites, Stage
 from jchop.ptq._steps import Step, Steps, as_steps, gptq
 from jchop.ptq._sums import Sums, value
@@ -46,6 +46,7 @@ def quantize(
     key: Array | None = None,
     progress: Callable[[int], object] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    memory: int | str | None = None,
 ) -> tuple[Any, PtqReport]:
     """The parameters of a function packed by rules, each rounded so that its product has small errors on data.
 
@@ -70,14 +71,19 @@ def quantize(
         resume: a folder that keeps each stage as soon as it is done, and is made if there is none. A call with the same
             arguments continues a run that was killed, and its result is that of a run that was not, bit for bit;
             `batches` must be iterable more than once. Delete the folder when the result is saved. Default None.
+        memory: the most memory that statistics may need at a time, in bytes, or text such as ``"4GiB"`` (KiB, MiB, GiB,
+            TiB): two float32 matrices of the square of the inputs for each weight and each turn of its loop, and as
+            many of one batch. The data, which must be iterable more than once, are run as often as that takes, and the
+            report has the number of passes. Not with mappings, which look at all weights at once. Default None: one
+            pass, or one for each stage.
 
     Returns:
         The packed parameters, as `jchop.QuantizedFunction.pack` gives them, and a `PtqReport`.
 
     Raises:
         TypeError, ValueError: for other arguments; as `jchop.quantize_fn`; for no batch; for NaN or infinities in the
-            data or the parameters; if the folder `resume` has a run with another function, other parameters, batches,
-            rules, steps or versions.
+            data or the parameters; for less `memory` than one weight needs; if the folder `resume` has a run with
+            another function, other parameters, batches, rules, steps, memory or versions.
         OSError: if `resume` cannot be read or written.
 
     Example:
@@ -93,7 +99,7 @@ def quantize(
     if sequential is not None and not isinstance(sequential, bool):
         raise TypeError(f"sequential={sequential!r} must be True, False or None")
     low = quantize_fn(fun, rules, key=key)
-    return calibrated(low, params, batches, steps, sequential, key, progress, resume)
+    return calibrated(low, params, batches, steps, sequential, key, progress, resume, memory=memory)
 
 
 def calibrated(
@@ -106,6 +112,7 @@ def calibrated(
     progress: Callable[[int], object] | None = None,
     resume: str | os.PathLike[str] | None = None,
     tell: Callable[[WeightRow, int, int], object] | None = None,
+    memory: int | str | None = None,
 ) -> tuple[Any, PtqReport]:
     """`quantize`, of a function that has its rules already.
 
@@ -118,16 +125,21 @@ def calibrated(
         raise NotImplementedError(f"{keeping} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
     check_resume(resume)
-    check_batches(batches, again=in_order or bool(plan.mappings) or resume is not None)
+    most = as_bytes(memory)
+    if most is not None and plan.mappings:
+        raise ValueError(
+            f"memory={memory!r}, but {plan.mappings[0]} needs the statistics of all weights at once; leave memory out"
+        )
+    check_batches(batches, again=in_order or bool(plan.mappings) or resume is not None or most is not None)
     if key is not None:
         check_key("key", key)
     journal = None
     if resume is not None:
-        journal = Journal(resume, fingerprint(low, params, batches, plan, in_order, key))
+        journal = Journal(resume, fingerprint(low, params, batches, plan, in_order, key, most))
     data = Data(low, params, batches, key, progress)
     mapped = map_parameters(data, plan.mappings)
-    job = _Job(low, data, plan, key, mapped, journal, tell)
-    job.in_order() if in_order else job.at_once()
+    job = _Job(low, data, plan, key, mapped, journal, tell, most)
+    job.in_order() if in_order else job.at_once() if most is None else job.in_parts()
     return job.result()
 
 
@@ -137,9 +149,10 @@ class _Job:
     def __init__(
         self, low: QuantizedFunction, data: Data, steps: Steps, key: Array | None, mapped: Mapped,
         journal: Journal | None = None, tell: Callable[[WeightRow, int, int], object] | None = None,
+        memory: int | None = None,
     ) -> None:  # fmt: skip
         self.low, self.params, self.data, self.steps, self.key = low, data.params, data, steps, key
-        self.mapped, self.journal, self.tell = mapped, journal, tell
+        self.mapped, self.journal, self.tell, self.memory = mapped, journal, tell, memory
         self.rows: list[WeightRow] = []
         self.passes = len(steps.mappings)
         self.packed: Any = None
@@ -155,7 +168,26 @@ class _Job:
                 self.journal.keep_sums(sums)
         self.passes += 1
         self._start(last)
-        self._stages(lambda _: sums)
+        self._stages(self._all_stages(), lambda stage: _turn(sums, stage))
+
+    def in_parts(self) -> None:
+        """As `at_once`, with the statistics of some weights at a time."""
+        assert self.memory is not None
+        self._start(self.data.first())
+        stages = self._all_stages()
+        parts = parts_of(stages, self._sizes(False), self.memory, self.program.paths.__getitem__)
+        part_of = {stage: part for part in parts for stage in part.stages}
+        held: list[Any] = [None, {}]
+
+        def sums_of(stage: Stage) -> Mapping[int, Sums]:
+            part = part_of[stage]
+            if held[0] is not part:
+                held[:] = None, {}
+                held[:] = part, self.data.sums(wanted=part.leaves, window=part.window)[0]
+                self.passes += 1
+            return _turn(held[1], stage, part.window)
+
+        self._stages([stage for part in parts for stage in part.stages], sums_of)
 
     def in_order(self) -> None:
         """One stage after the other, by the inputs of the model as it is rounded so far."""
@@ -163,15 +195,35 @@ class _Job:
         full: dict[int, Array] = {}
         compared = self.steps.correction is not None or self.steps.biases is not None
         trajectories = [full] if compared else []
-        self.passes += self._stages(lambda stage: self.data.sums([*trajectories, self.numbers], True, stage.leaves)[0])
+        stages, part_of = self._all_stages(), {}
+        if self.memory is not None:
+            for stage in stages:
+                (part,) = parts_of([stage], self._sizes(compared, 1), self.memory, self.program.paths.__getitem__)
+                part_of[stage] = part
 
-    def _stages(self, sums_of: Callable[[Stage], Mapping[int, Sums]]) -> int:
-        """Round the weights stage after stage; those that a killed run finished are taken from its folder.
+        def sums_of(stage: Stage) -> Mapping[int, Sums]:
+            window = (stage.turn[0], 1) if stage in part_of and stage.turn else None
+            sums, _ = self.data.sums([*trajectories, self.numbers], True, stage.leaves, window)
+            return _turn(sums, stage, window)
 
-        Returns:
-            How many stages there are.
-        """
-        stages = list(self.sites.stages(list(self.wanted)))
+        self.passes += len(stages)
+        self._stages(stages, sums_of)
+
+    def _all_stages(self) -> list[Stage]:
+        return list(self.sites.stages(list(self.wanted)))
+
+    def _sizes(self, both: bool, turns: int | None = None) -> dict[int, tuple[int, int]]:
+        """The bytes of the statistics of each weight in a turn of its outermost loop, and the number of turns."""
+        found = {}
+        for leaf, site in self.wanted.items():
+            loops = self.program.shapes[leaf][: site.turns]
+            dtype = jnp.promote_types(self.call.values[leaf].dtype, jnp.float32)
+            each = turn_bytes(site, dtype, both) * math.prod(loops[1:])
+            found[leaf] = each, (loops[0] if turns is None else turns) if loops else 1
+        return found
+
+    def _stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, Sums]]) -> None:
+        """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
         for number, stage in enumerate(stages):
             kept = None if self.journal is None else self.journal.stage(number)
             before = len(self.rows)
@@ -187,7 +239,6 @@ class _Job:
             if self.tell is not None:
                 for row in self.rows[before:]:
                     self.tell(row, number + 1, len(stages))
-        return len(stages)
 
     def _again(self, kept: Kept) -> None:
         """Take a stage from the folder of a run."""
@@ -252,13 +303,12 @@ class _Job:
         (_, *args), _ = jax.tree.unflatten(self.call.tree, self.call.leaves)
         return tuple(args)
 
-    def _round(self, leaf: int, turn: tuple[int, ...], sums: Sums | None) -> None:
+    def _round(self, leaf: int, turn: tuple[int, ...], inputs: Sums | None) -> None:
         """Round a weight, or a layer of a stack of them."""
         site, (placement, _) = self.wanted[leaf], self.program.placements[leaf]
-        if sums is None:
+        if inputs is None:
             self.rows.append(self._row(leaf, note="no batch has its product"))
             return
-        inputs = jax.tree.map(lambda v: v[turn], sums)
         count = value(inputs.count)
         reached = bool((count > 0).any())
         missing = int((count == 0).sum())
@@ -370,6 +420,12 @@ class _Job:
             else:
                 note = _BY_THEMSELVES.get(placed[1].kind, "its product is not in every batch")
             self.rows.append(self._row(leaf, note=note))
+
+
+def _turn(sums: Mapping[int, Sums], stage: Stage, window: tuple[int, int] | None = None) -> dict[int, Sums]:
+    """The sums of one turn of the loops, of all turns or of those in a window of the outermost loop."""
+    place = stage.turn if window is None else (stage.turn[0] - window[0], *stage.turn[1:])
+    return {leaf: jax.tree.map(lambda v: v[place], sums[leaf]) for leaf in stage.leaves if leaf in sums}
 
 
 #: Why a parameter without a product is rounded by itself.

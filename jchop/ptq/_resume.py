@@ -64,8 +64,9 @@ class Kept(NamedTuple):
 
 
 def fingerprint(
-    low: QuantizedFunction, params: Any, batches: Iterable[Any], steps: Any, in_order: bool, key: Array | None
-) -> Run:
+    low: QuantizedFunction, params: Any, batches: Iterable[Any], steps: Any, in_order: bool, key: Array | None,
+    memory: int | None = None,
+) -> Run:  # fmt: skip
     """What a run depends on; runs once through the batches."""
     data, last, text = hashlib.sha256(), None, hashlib.sha256()
     for number, batch in numbered(batches):
@@ -83,6 +84,7 @@ def fingerprint(
         "rules": repr(low.rules),
         "steps": repr(steps),
         "sequential": str(in_order),
+        "memory": str(memory),
         "key": "none" if key is None else str(np.asarray(jax.random.key_data(key)).tolist()),
         "function": text.hexdigest(),
         "params": weights.hexdigest(),

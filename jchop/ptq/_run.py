@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,14 @@ from jchop._products.runner import Quantization
 from jchop._products.traced.call import arguments_of, numbered
 from jchop._products.weights import Keys
 from jchop.ptq._collect import Collector, Plain
-from jchop.ptq._sites import Sites, find_sites
-from jchop.ptq._sums import Sums, added
+from jchop.ptq._sites import Site, Sites, Stage, find_sites
+from jchop.ptq._sums import Sums, added, of_rows
 
 Array = jax.Array
 
-__all__ = ["Data", "changed_batches", "check_batches"]
+__all__ = ["Data", "Part", "as_bytes", "changed_batches", "check_batches", "parts_of", "turn_bytes"]
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def check_batches(batches: Any, again: bool) -> None:
@@ -56,6 +60,104 @@ class _Again:
 
     def __iter__(self) -> Iterator[Any]:
         return self._start()
+
+
+def as_bytes(memory: Any) -> int | None:
+    """An amount of memory in bytes.
+
+    Raises:
+        TypeError, ValueError: that name the argument.
+    """
+    allowed = "must be a number of bytes above 0, or text such as '4GiB' (B, KiB, MiB, GiB or TiB)"
+    if memory is None:
+        return None
+    if isinstance(memory, bool) or not isinstance(memory, int | str):
+        raise TypeError(f"memory={memory!r} {allowed}")
+    if isinstance(memory, str):
+        found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?) ?([KMGT]iB|B)", memory)
+        count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    else:
+        count = memory
+    if count < 1:
+        raise ValueError(f"memory={memory!r} {allowed}")
+    return count
+
+
+def turn_bytes(site: Site, dtype: Any, both: bool) -> int:
+    """The bytes of the statistics of a parameter in one turn of its loops: the totals and those of a batch.
+
+    Args:
+        site: the parameter.
+        dtype: of its inputs.
+        both: whether there are two trajectories.
+    """
+    like = jax.ShapeDtypeStruct((site.layout.matrices[0], 1, site.layout.matrices[1]), dtype)
+    sums = jax.eval_shape(of_rows, like, like if both else None)
+    return 2 * sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(sums))
+
+
+class Part(NamedTuple):
+    """Stages whose statistics are summed up in one pass over the data.
+
+    Args:
+        stages: them.
+        leaves: the indexes of their parameters.
+        window: the first turn, and how many turns, of the loops over them; None for all.
+    """
+
+    stages: tuple[Stage, ...]
+    leaves: tuple[int, ...]
+    window: tuple[int, int] | None
+
+
+def parts_of(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path: Any) -> list[Part]:
+    """Stages cut into parts whose statistics need no more memory than there is.
+
+    Weights that share an input are in one part. If all turns of a loop over them are too many, parts have some of them.
+
+    Args:
+        stages: all of them.
+        sizes: the bytes of each parameter in each turn of its outermost loop, and the number of these turns, by index.
+        memory: in bytes.
+        path: of a parameter by its index, for an error.
+
+    Raises:
+        ValueError: if one turn of weights that share an input needs more.
+    """
+    groups: dict[tuple[int, ...], list[Stage]] = {}
+    for stage in stages:
+        groups.setdefault(stage.leaves, []).append(stage)
+    parts: list[Part] = []
+    pending: list[tuple[int, ...]] = []
+
+    def flush() -> None:
+        if pending:
+            some = tuple(stage for leaves in pending for stage in groups[leaves])
+            parts.append(Part(some, tuple(dict.fromkeys(i for leaves in pending for i in leaves)), None))
+        pending.clear()
+
+    def whole(several: Sequence[tuple[int, ...]]) -> int:
+        return sum(math.prod(sizes[i]) for i in {i for leaves in several for i in leaves})
+
+    for leaves, own in groups.items():
+        if whole([*pending, leaves]) > memory:
+            flush()
+        if whole([leaves]) <= memory:
+            pending.append(leaves)
+            continue
+        each = sum(sizes[i][0] for i in leaves)
+        count, turns = memory // each, max(sizes[i][1] for i in leaves)
+        if not count or not all(stage.turn for stage in own):
+            raise ValueError(
+                f"memory={memory} bytes is less than the {each} bytes that the statistics of "
+                f"{', '.join(repr(path(i)) for i in leaves)} need"
+            )
+        for start in range(0, turns, count):
+            some = tuple(stage for stage in own if start <= stage.turn[0] < start + count)
+            first = min(start, turns - count)  # every window has one size, so that it is compiled once
+            parts.append(Part(some, leaves, (first, count)))
+    flush()
+    return parts
 
 
 class Data:
@@ -109,6 +211,7 @@ class Data:
         trajectories: Sequence[Mapping[int, Array]] = ({},),
         rounded: bool = False,
         wanted: Sequence[int] | None = None,
+        window: tuple[int, int] | None = None,
     ) -> tuple[dict[int, Sums], tuple[Any, Any, Sites]]:
         """The sums over all batches of the inputs of some parameters, by their index; and the last batch's program.
 
@@ -117,6 +220,7 @@ class Data:
                 one, with none.
             rounded: whether the last trajectory rounds activations as the rules say. Default False.
             wanted: the indexes of the parameters. Default: all that are rounded, or all if there are no rules.
+            window: the first turn, and how many turns, of the outermost loop over stacks of parameters. Default: all.
 
         Raises:
             ValueError: if there is no batch, or an input of a product is not finite.
@@ -127,8 +231,9 @@ class Data:
             last = program, call, sites = self.program(batch)
             chosen = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
             some = frozenset(chosen if wanted is None else wanted) & frozenset(sites.by_leaf)
-            run = self._run(program, sites, len(trajectories), rounded, some)
-            new = run([*map(_array, call.values)], [dict(own) for own in trajectories], self.keys)
+            start, size = (None, None) if window is None else window
+            run = self._run(program, sites, len(trajectories), rounded, some, size)
+            new = run([*map(_array, call.values)], [dict(own) for own in trajectories], self.keys, start)
             for leaf, sums in new.items():
                 total[leaf] = _added(total[leaf], sums) if leaf in total else sums
             self.count += 1
@@ -144,8 +249,10 @@ class Data:
                 )
         return total, last
 
-    def _run(self, program: Any, sites: Sites, lanes: int, rounded: bool, wanted: frozenset[int]) -> Any:
-        given = (id(program), lanes, rounded, wanted)
+    def _run(
+        self, program: Any, sites: Sites, lanes: int, rounded: bool, wanted: frozenset[int], size: int | None
+    ) -> Any:
+        given = (id(program), lanes, rounded, wanted, size)
         if given not in self._compiled:
             roundings = {
                 number: (replace(how, codes=False), weight)
@@ -155,15 +262,16 @@ class Data:
             runners = [*[Plain()] * (lanes - 1), Quantization(roundings) if roundings else Plain()]
             collector = Collector(runners, roundings, sites, wanted)
 
-            def run(values: list[Any], changed: list[dict[int, Array]], keys: Any) -> dict[int, Sums]:
-                return collector.collect(program.plan, keys, collector.values(values, changed))
+            def run(values: list[Any], changed: list[dict[int, Array]], keys: Any, start: Any) -> dict[int, Sums]:
+                window = None if size is None else (start, size)
+                return collector.collect(program.plan, keys, collector.values(values, changed), window)
 
             self._compiled[given] = jax.jit(run)
         with jax.disable_jit(False):
             return self._compiled[given]
 
 
-_added = jax.jit(added)
+_added = jax.jit(added, donate_argnums=0)
 
 
 def _array(value: Any) -> Any:

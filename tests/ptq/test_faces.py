@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jchop as jc
 
@@ -72,3 +74,28 @@ def test_a_quantized_model_is_refused() -> None:
         jc.nn.quantize_with_data(packed, RULE, [x])
     with pytest.raises(TypeError, match="must be a module of Flax NNX"):
         jc.nn.quantize_with_data(plain, RULE, [x])  # type: ignore[type-var]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+def test_data_on_eight_devices_give_the_same_codes() -> None:
+    """Sums of rows have another order, so the last bits of statistics may differ, and no code does."""
+
+    def network(p: Any, x: Any) -> Any:
+        h = jax.nn.relu(x @ p["first"])
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["stack"])[0]
+
+    rng = np.random.default_rng(0)
+    shapes = {"first": (32, 24), "stack": (3, 24, 24)}
+    params = {name: jnp.asarray(rng.normal(size=shape) / 5, jnp.float32) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(512, 32)) @ rng.normal(size=(32, 32)) / 5, jnp.float32)
+    over = NamedSharding(Mesh(np.array(jax.devices()[:8]), "rows"), PartitionSpec("rows"))
+    made = []
+    for batches in ([x[:256], x[256:]], [jax.device_put(v, over) for v in (x[:256], x[256:])]):
+        assert len(batches[0].sharding.device_set) == (8 if made else 1)
+        made.append(jc.ptq.quantize(network, RULE, params, batches)[0])
+    nearest = jc.quantize_fn(network, RULE).pack(params, x)
+    for name in params:
+        np.testing.assert_array_equal(made[0][name].qvalue, made[1][name].qvalue)
+        np.testing.assert_array_equal(made[0][name].scale, made[1][name].scale)
+        assert (made[0][name].qvalue != nearest[name].qvalue).any()

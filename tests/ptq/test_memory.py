@@ -1,0 +1,130 @@
+"""Statistics of some weights at a time: the same codes, no more bytes than are allowed, and the passes that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jchop as jc
+from jchop.ptq._run import Data, parts_of
+from jchop.ptq._sites import Stage
+
+RULE = jc.Rule(weight="int4(group=8)", activation="int8(group=all)")
+
+
+def network(p: Any, x: Any) -> Any:
+    h = jax.nn.relu(x @ p["a"])
+    h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["s"], reverse=True)
+    return h @ p["b"]
+
+
+def problem() -> tuple[Any, list[Any]]:
+    rng = np.random.default_rng(0)
+    shapes = {"a": (32, 24), "s": (5, 24, 24), "b": (24, 8)}
+    params = {name: jnp.asarray(rng.normal(size=shape) / 5, jnp.float32) for name, shape in shapes.items()}
+    x = rng.normal(size=(512, 32)) @ rng.normal(size=(32, 32)) / 5
+    return params, [jnp.asarray(v, jnp.float32) for v in np.split(x, 2)]
+
+
+def held_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of the statistics of each pass, collected as they are made."""
+    found: list[int] = []
+    plain = Data.sums
+
+    def told(self: Data, *args: Any, **more: Any) -> Any:
+        sums, last = plain(self, *args, **more)
+        found.append(sum(v.nbytes for v in jax.tree.leaves(sums)))
+        return sums, last
+
+    monkeypatch.setattr(Data, "sums", told)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "memory", "passes"),
+    [
+        ([jc.ptq.gptq()], "20KiB", 5),  # a; two turns, two, one; b
+        pytest.param([jc.ptq.gptq()], "60 KiB", 2, marks=pytest.mark.slow),
+        pytest.param([jc.ptq.gptq()], 10**6, 1, marks=pytest.mark.slow),
+        pytest.param([jc.ptq.correct_error(), jc.ptq.gptq()], "40KiB", 7, marks=pytest.mark.slow),
+    ],
+)
+def test_the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, monkeypatch: Any) -> None:
+    params, batches = problem()
+    whole, one = jc.ptq.quantize(network, RULE, params, batches, steps)
+    found = held_bytes(monkeypatch)
+    parts, several = jc.ptq.quantize(network, RULE, params, batches, steps, memory=memory)
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    rows = {row.path: row for row in one.weights}
+    assert {row.path: row for row in several.weights} == rows and several.passes == passes == len(found)
+    most = memory if isinstance(memory, int) else int(memory.removesuffix("KiB")) * 1024
+    assert 2 * max(found) <= most and sum(found) > 0
+
+
+@pytest.mark.slow
+def test_windows_of_nested_loops_and_of_weights_that_share_an_input() -> None:
+    def nested(p: Any, x: Any) -> Any:
+        def outer(h: Any, own: Any) -> Any:
+            def inner(h: Any, w: Any) -> Any:
+                return jnp.tanh(h @ w["q"]) * jnp.tanh(h @ w["k"]) + h, None
+
+            h, _ = lax.scan(inner, h, own)
+            return jnp.tanh(h @ p["shared"]), None
+
+        return lax.scan(outer, x, p["stack"])[0]
+
+    rng = np.random.default_rng(0)
+    params = {
+        "shared": jnp.asarray(rng.normal(size=(16, 16)), jnp.float32),
+        "stack": {name: jnp.asarray(rng.normal(size=(3, 2, 16, 16)) / 4, jnp.float32) for name in "qk"},
+    }
+    x = jnp.asarray(rng.normal(size=(100, 16)), jnp.float32)
+    whole, _ = jc.ptq.quantize(nested, RULE, params, [x])
+    parts, report = jc.ptq.quantize(nested, RULE, params, [x], memory="20KiB")
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    assert report.passes == 4  # a turn of the outer loop at a time, and the weight that all turns share
+
+
+def test_stages_are_cut_by_their_bytes() -> None:
+    def cut(stages: Sequence[Stage], sizes: Any, memory: int) -> list[Any]:
+        found = parts_of(stages, sizes, memory, "abcd".__getitem__)
+        assert {stage for part in found for stage in part.stages} == {*stages}
+        return [(part.leaves, part.window, len(part.stages)) for part in found]
+
+    flat = [Stage((0, 1)), Stage((2,)), Stage((3,))]
+    sizes = {0: (10, 1), 1: (10, 1), 2: (5, 1), 3: (20, 1)}
+    assert cut(flat, sizes, 45) == [((0, 1, 2, 3), None, 3)]
+    assert cut(flat, sizes, 25) == [((0, 1, 2), None, 2), ((3,), None, 1)]
+    with pytest.raises(
+        ValueError, match="memory=19 bytes is less than the 20 bytes that the statistics of 'a', 'b' need"
+    ):
+        cut(flat, sizes, 19)
+    loop = [Stage((0,), (turn,)) for turn in range(5)]
+    assert cut(loop, {0: (10, 5)}, 25) == [((0,), (0, 2), 2), ((0,), (2, 2), 2), ((0,), (3, 2), 1)]
+
+
+def test_bad_arguments() -> None:
+    params, batches = problem()
+    for memory, kind in (
+        ("4 giga", ValueError),
+        (0, ValueError),
+        ("0B", ValueError),
+        (True, TypeError),
+        (2.5, TypeError),
+    ):
+        with pytest.raises(kind, match=r"memory=.* must be a number of bytes above 0, or text such as '4GiB'"):
+            jc.ptq.quantize(network, RULE, params, batches, memory=memory)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"but smooth\(0\.5\) needs the statistics of all weights at once"):
+        jc.ptq.quantize(network, RULE, params, batches, [jc.ptq.smooth()], memory="4GiB")
+    with pytest.raises(TypeError, match="can be run through once"):
+        jc.ptq.quantize(network, RULE, params, iter(batches), memory="4GiB")
+    with pytest.raises(
+        ValueError, match="memory=3000 bytes is less than the 17680 bytes that the statistics of 'a' need"
+    ):
+        jc.ptq.quantize(network, RULE, params, batches, memory=3000)
