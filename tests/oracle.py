@@ -197,7 +197,7 @@ def string_value(kind: str, n: int, code: int) -> Fraction:
     return ((1 - 3 * s) + f) * pow2((1 - 2 * s) * (count + s))
 
 
-Set = FloatSet | FixedSet | Levels | Strings
+Set = FloatSet | FixedSet | Levels
 
 
 def ieee(e: int, m: int, **changes: Any) -> FloatSet:
@@ -230,7 +230,7 @@ def codebook(levels: Sequence[float]) -> Levels:
     return Levels(tuple(Fraction(level) for level in levels))
 
 
-def describe(fmt: Any) -> Set:
+def describe(fmt: Any) -> Any:
     """The parameters of a format object, read from its public fields."""
     if hasattr(fmt, "exp_bits"):
         names = ("exp_bits", "frac_bits", "bias", "subnormals", "infinities", "nans", "signed", "zero", "max_exponent")

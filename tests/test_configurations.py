@@ -154,7 +154,7 @@ def fit() -> Any:
 REDUCTIONS = {"cumprod", "cumsum", "logsumexp", "max", "mean", "min", "norm", "prod", "std", "sum", "var"}
 SEVERAL_OPERANDS = {"axpy", "conv", "cross", "dot", "einsum", "inner", "interp", "linspace", "matmul", "outer"}
 SEVERAL_OPERANDS |= {"softmax", "tensordot", "trace", "vdot", "where"}
-ELSEWHERE = SEVERAL_OPERANDS | {"linalg", "diff", "frexp", "ldexp", "modf"}
+ELSEWHERE = SEVERAL_OPERANDS | {"linalg", "diff", "frexp", "ldexp", "modf", "matmul_double"}
 
 for name in jc.math.__all__:
     if name in ELSEWHERE:
@@ -192,6 +192,7 @@ def math_parts() -> Any:
         jc.math.frexp(x(), "bfloat16"),
         jc.math.ldexp(x(), jnp.int32(3), "bfloat16"),
         jc.math.modf(x(), "bfloat16"),
+        jc.math.matmul_double((x(), x() / 2**30), (x().T, x().T / 2**30)),
         jc.math.add(x(), 0.001, "bfloat16:stochastic", key()),
         jc.math.divide(ROWS, ROWS[0] + 3, "bfloat16"),
         jc.math.mean(ROWS.astype(np.float16), "e5m2"),

@@ -12,7 +12,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Examples that are not in the gallery: another package, minutes of work, or nothing to draw.
-OTHERS = {"accumulators", "packages", "ptq_transformer", "serving", "torch_training", "transformer_training"}
+OTHERS = {
+    "accumulators",
+    "data_parallel",
+    "packages",
+    "ptq_transformer",
+    "serving",
+    "torch_training",
+    "transformer_training",
+}
 
 
 def extension(name: str) -> Any:

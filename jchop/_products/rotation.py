@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jchop._checks import check_choice, check_int
+from jchop._settings import compiled
 
 Array = jax.Array
 
@@ -97,15 +99,21 @@ class Hadamard:
             >>> jc.Hadamard(4).rotate(jnp.array([8.0, 0, 0, 0, 3])).tolist()
             [4.0, 4.0, 4.0, 4.0, 3.0]
         """
-        whole = laid.shape[-1] // self.size * self.size
-        if not whole or not laid.size:
-            return laid
-        wide = jnp.promote_types(laid.dtype, jnp.float32)
-        signs = jnp.asarray(self.signs, wide)
-        blocks = laid[..., :whole].astype(wide).reshape(*laid.shape[:-1], -1, self.size) * signs
-        for step in range(self.size.bit_length() - 1):
-            pairs = blocks.reshape(*blocks.shape[:-1], -1, 2, 2**step)
-            first, second = pairs[..., 0, :], pairs[..., 1, :]
-            blocks = jnp.stack([first + second, first - second], -2).reshape(blocks.shape)
-        rotated = (blocks * (1 / math.isqrt(self.size))).astype(laid.dtype)
-        return jnp.concatenate([rotated.reshape(*laid.shape[:-1], whole), laid[..., whole:]], -1)
+        return _rotated(laid, self)
+
+
+@partial(compiled, static_argnums=1)
+def _rotated(laid: Array, rotation: Hadamard) -> Array:
+    """A call that products of one shape share."""
+    size = rotation.size
+    whole = laid.shape[-1] // size * size
+    if not whole or not laid.size:
+        return laid
+    wide = jnp.promote_types(laid.dtype, jnp.float32)
+    blocks = laid[..., :whole].astype(wide).reshape(*laid.shape[:-1], -1, size) * jnp.asarray(rotation.signs, wide)
+    for step in range(size.bit_length() - 1):
+        pairs = blocks.reshape(*blocks.shape[:-1], -1, 2, 2**step)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        blocks = jnp.stack([first + second, first - second], -2).reshape(blocks.shape)
+    rotated = (blocks * (1 / math.isqrt(size))).astype(laid.dtype)
+    return jnp.concatenate([rotated.reshape(*laid.shape[:-1], whole), laid[..., whole:]], -1)
