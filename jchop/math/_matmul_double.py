@@ -41,7 +41,7 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
 
     With k the number of products in a sum and m the largest magnitudes of a row and of a column, each result c has
 
-        |error| <= 4.2 * 2^(-7 s) k m_a m_b + 2^-52 (|c| + 2^-6 k m_a m_b),
+        abs(error) <= 4.2 * 2^(-7 s) k m_a m_b + 2^-52 (abs(c) + 2^-6 k m_a m_b),
 
     and 2^-46 in place of 2^-52 for pairs. So numbers that are far smaller than others of their row keep fewer bits, and
     the default, s = 8, is about as exact as a float64 product if a row spans few orders of magnitude. An infinity or
@@ -53,7 +53,7 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
     Args:
         a: the left factor, of shape (..., m, k), or (k,) as in `jax.numpy.matmul`. Either a float64 array, or integers
             or lists that become one; or a pair (high, low) of float32 arrays of one shape, which stands for high + low
-            with |low| at most half a unit in the last place of high, for devices without float64.
+            with abs(low) at most half a unit in the last place of high, for devices without float64.
         b: the right factor, of the same kind, of shape (..., k, n) or (k,). The leading axes broadcast.
         tolerance: the first term of the error over k m_a m_b, from 4.6e-19 to 1. The number of slices is the least that
             reaches it: 8 for the default 2^-53, 4 for 2e-8. The work grows as its square.
