@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jchop"
 # lines before it, except on SIBLING_FLOOR. A new file has to be given its place here.
 FLOORS: list[tuple[int, str]] = [
     (1, "_checks"),
+    (1, "_decibels"),
     (1, "rounding"),
     (1, "_files"),
     (1, "_paths"),

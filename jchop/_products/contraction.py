@@ -57,7 +57,7 @@ class Roundings:
         return (self.gradient, self.weight_gradient, self.matmul) != (None, None, None)
 
     @property
-    def for_input(self) -> Hadamard | None:
+    def input_rotation(self) -> Hadamard | None:
         """The rotation of the operands of dx."""
         return self.rotation if self.rotation is not None and self.rotation.products == "both" else None
 
@@ -159,7 +159,7 @@ def _anew_left(how: Roundings) -> bool:
 
 def takes_anew(how: Roundings) -> bool:
     """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
-    return how.gradient is not None and (how.codes or how.for_input is not None or not same_transposed(how.right))
+    return how.gradient is not None and (how.codes or how.input_rotation is not None or not same_transposed(how.right))
 
 
 @partial(
@@ -211,7 +211,7 @@ def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
     if how.codes and how.gradient is not None:
         return (*_backward_by_codes(product, how, kept, g), None, None)
     for_input, for_weight = product.for_input, product.for_weight
-    turn, turn_weight = how.for_input, how.rotation
+    turn, turn_weight = how.input_rotation, how.rotation
     g_input = round_in(for_input.left, g, how.gradient, keys.gradient_input, rotation=turn)
     w_input = w if full_w is None else round_in(for_input.right, full_w, how.right, keys.right_input, rotation=turn)
     left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
@@ -231,7 +231,7 @@ def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) 
     x, w, (full_x, full_w), (keys, extra, _) = kept
     for_input, for_weight = product.for_input, product.for_weight
     left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
-    turn, turn_weight = how.for_input, how.rotation
+    turn, turn_weight = how.input_rotation, how.rotation
     g_input = coded(for_input.left.lay(g, turn), how.gradient, keys.gradient_input)
     w_input = coded(for_input.right.lay(full_w, turn), how.right, keys.right_input)
     g_weight = coded(for_weight.right.lay(g, turn_weight), spec, keys.gradient_weight)

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jchop._checks import check_choice
+from jchop._decibels import decibels
 from jchop._products.rule import Rule
 from jchop._text import Part, Tables
 from jchop.formats import ElementFormat, ScaledFormat
@@ -189,4 +190,4 @@ def _ratio(exact: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
         return -math.inf
     noise = math.fsum(float(np.sum((y - z) ** 2)) for y, z in zip(exact, found, strict=True))
     signal = math.fsum(float(np.sum(y**2)) for y in exact)
-    return 10 * math.log10(signal / noise) if noise and signal else -math.inf if noise else math.inf
+    return decibels(signal, noise)

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jchop._checks import check_choice
+from jchop._decibels import decibels
 from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop._products.rule import Rule
 from jchop._text import Part, Tables
@@ -120,7 +121,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class _Layer:
-    """A layer and its calls on a batch."""
+    """A layer with weights of a product, and the number of its group."""
 
     path: str
     module: Any
@@ -256,7 +257,10 @@ def _checked_menu(menu: Any) -> list[Rule | None]:
     for i, value in enumerate(menu):
         if isinstance(value, Rule) and (value.path != "*" or value.weight is None):
             raise ValueError(f"menu[{i}]={value} must have the path '*' and a weight")
-        options.append(value if value is None or isinstance(value, Rule) else Rule(weight=value))
+        option = value if value is None or isinstance(value, Rule) else Rule(weight=value)
+        if option is not None and option.stochastic:
+            raise ValueError(f"menu[{i}]={value} rounds stochastically; tune needs deterministic roundings")
+        options.append(option)
     if len(set(map(_text, options))) < len(options):
         raise ValueError(f"menu={list(menu)!r} has a format twice")
     return options
@@ -386,7 +390,7 @@ def _fisher(
     options: Sequence[Rule | None],
 ) -> tuple[list[list[float]], list[list[tuple[float, float]]]]:
     """The scores of layers and formats, and the signal over error of inputs and results in dB."""
-    rounded = [None if option is None else _layers_under(model, found, replace(option)) for option in options]
+    rounded = [None if option is None else _layers_under(model, found, option) for option in options]
     without = [None if rule is None else _layers_under(model, found, rule) for rule in map(_inputs_only, options)]
     shape = (len(found), len(options))
     scores, noise, noise_of_inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -406,7 +410,7 @@ def _fisher(
                         error = inputs[layer.path](*args, **kwargs) - y
                         noise_of_inputs[i, j] += float(jnp.sum(jnp.square(error)))
     ratios = [
-        [(_decibels(power[i], noise_of_inputs[i, j]), _decibels(power[i], noise[i, j])) for j in range(len(options))]
+        [(decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j])) for j in range(len(options))]
         for i in range(len(found))
     ]
     return (scores / len(batches)).tolist(), ratios
@@ -428,7 +432,6 @@ def _calls(
 ) -> dict[str, list[tuple[Any, Any, Array, Array]]]:
     """Of each layer its calls: arguments, keywords, results, and the gradient of the loss by the results."""
     graph, state = nnx.split(model)
-    zeros: list[Array] | None = None
 
     def run(probes: list[Array] | None) -> tuple[Any, list[tuple[str, Any, Any, Any]]]:
         copy = nnx.merge(graph, state, copy=True)
@@ -475,15 +478,6 @@ def _watch(module: Any, path: str, calls: list[Any], probes: list[Array] | None)
     module.__class__ = type(base.__name__, (base,), {"__call__": __call__})
 
 
-# -- ratios ------------------------------------------------------------------------------------------------------------
-
-
-def _decibels(power: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(power / noise) if power > 0 else -math.inf
-
-
 def _weight_snr(layer: _Layer, option: Rule | None) -> float:
     """Signal over error of the weights of a layer."""
     if option is None:
@@ -494,4 +488,4 @@ def _weight_snr(layer: _Layer, option: Rule | None) -> float:
         if spec is not None:
             exact, low = (np.asarray(x, np.float64) for x in laid_and_rounded(layer.module, layer.kind, name, spec))
             power, noise = power + float(np.sum(exact**2)), noise + float(np.sum((low - exact) ** 2))
-    return _decibels(power, noise)
+    return decibels(power, noise)

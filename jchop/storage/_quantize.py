@@ -55,8 +55,7 @@ def quantize(
         key: a typed key, needed by the stochastic modes.
         scale: scales to use instead of the scales of the format's rule, in the form of `fit_scale`: finite numbers
             above zero, which are stored unchanged. Within jit their values are not known and not checked: NaN gives
-            NaN, a negative scale numbers of the other sign, and a scale of 0 gives 0 with meaningless codes. Default:
-            fitted to `x`.
+            NaN, and under a scale of 0 or below codes and numbers have no meaning. Default: fitted to `x`.
         zero_point: zero points, together with `scale`, for a format that has them: integers within the range of its
             codes, or finite floats.
         offset: as in `round_to_format`: the position of `x` in a larger array, for the random bits. Default 0.

@@ -16,6 +16,7 @@ import numpy as np
 
 from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
+from jchop._decibels import decibels
 from jchop._files import write_atomically
 from jchop._paths import matches_path, nearest_paths
 from jchop._round.round_to_format import round_to_format
@@ -63,9 +64,7 @@ class Report:
     @property
     def sqnr(self) -> float:
         """Signal-to-quantization-noise ratio in dB; infinite if no element changed."""
-        if self.error == 0:
-            return math.inf
-        return 10 * math.log10(self.square / self.error) if self.square else -math.inf
+        return decibels(self.square, self.error)
 
     def add(self, exact: np.ndarray, stored: np.ndarray) -> None:
         """Adds the errors of a chunk."""

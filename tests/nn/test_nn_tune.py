@@ -106,6 +106,7 @@ def test_groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
     [
         ({"menu": ["int4"]}, TypeError, "two formats"),
         ({"menu": ["int4", "int4"]}, ValueError, "twice"),
+        ({"menu": ["int4", "int8:stochastic"]}, ValueError, r"menu\[1\]=int8:stochastic rounds stochastically"),
         ({"menu": ["int4", jc.nn.Rule("head", weight="int8")]}, ValueError, r"menu\[1\]"),
         ({"bits": None}, ValueError, "give one of both"),
         ({"bytes": 10}, ValueError, "give one of both"),

@@ -230,7 +230,7 @@ def _outer(x: Array, side: int) -> Array:
     return x[:, None, :] if side else x[:, :, None]
 
 
-def _accumulator(c: Array, unit: Unit) -> tuple[Array, Array, Array]:
+def _accumulator(c: Array) -> tuple[Array, Array, Array]:
     """Whether c is negative, its significand as an integer, and its exponent."""
     sign, magnitude = _bits.split(c, _CARRIER)
     biased = magnitude >> _FRACTION
@@ -276,7 +276,7 @@ def fused_add(c: Array, x: Factors, y: Factors, unit: Unit, word: Array | None) 
     count = x.exponent.shape[0]
     exponents = [_outer(x.exponent[i], 0) + _outer(y.exponent[i], 1) for i in range(count)]
     floats = [_outer(x.significand[i], 0) * _outer(y.significand[i], 1) for i in range(count)]
-    negative, digits, own = _accumulator(c, unit)
+    negative, digits, own = _accumulator(c)
     special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
     add = _apart if unit.apart else _together
     v = add(x, y, exponents, floats, (negative, digits, own), unit)

@@ -1,0 +1,24 @@
+"""Signal over error in decibels."""
+
+import math
+
+import pytest
+
+from jchop._decibels import decibels
+
+
+@pytest.mark.parametrize(
+    ("signal", "error", "wanted"),
+    [
+        (100.0, 1.0, 20.0),
+        (1.0, 1000.0, -30.0),
+        (3.0, 0.0, math.inf),
+        (0.0, 0.0, math.inf),
+        (0.0, 2.0, -math.inf),
+        (1.0, math.inf, -math.inf),
+        (1.0, math.nan, -math.inf),
+        (math.inf, 1.0, math.inf),
+    ],
+)
+def test_values(signal: float, error: float, wanted: float) -> None:
+    assert decibels(signal, error) == pytest.approx(wanted, rel=1e-15)
