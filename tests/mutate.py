@@ -61,6 +61,7 @@ _BY_QUANTA = (
     "_core/scaled_float32/test_select.py::test_uniform",
 )
 _BY_TABLES = (
+    "_core/scaled_float32/test_select.py::test_ties_of_many_levels",
     "_core/scaled_float32/test_select.py::test_many_levels_that_take_the_exact_way",
     "_core/scaled_float32/test_select.py::test_many_levels_beside_rationals",
     "_core/scaled_float32/test_select.py::test_many_levels",
@@ -154,7 +155,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_round_stochastic.py::test_codebooks_given_the_words",
         *_SCALED,
     ),
-    "jchop/_core/scaled/groups.py": _GROUPED,
+    "jchop/_core/scaled/groups.py": (
+        "_core/scaled_float32/test_select.py::test_codes_are_packed_beside_their_groups",
+        *_GROUPED,
+    ),
     "jchop/_core/xla_cpu.py": ("_core/test_xla_cpu.py::test_maximum_in_steps", *_GROUPED),
     "jchop/_core/arithmetic/levels.py": ("_core/scaled_float32/test_select.py::test_levels", *_BY_TABLES, *_SCALED),
     "jchop/_core/scaled_float32/codebooks.py": _BY_TABLES,
@@ -162,15 +166,19 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_core/scaled_float32/integers.py": (*_BY_QUANTA, *_SCALED),
     "jchop/_core/scaled/elements.py": _SCALES,
     "jchop/_core/scaled/scales.py": _SCALES,
-    "jchop/_core/scaled/zero_points.py": (*_BY_QUANTA, *_GROUPED),
-    "jchop/_core/scaled_float32/thresholds.py": ("_core/scaled_float32/test_select.py::test_levels", *_SCALED),
+    "jchop/_core/scaled/zero_points.py": ("_core/scaled/test_scales.py", *_BY_QUANTA, *_GROUPED),
+    "jchop/_core/scaled_float32/thresholds.py": (
+        "_core/scaled_float32/test_select.py::test_the_largest_number_reaches_thresholds_beyond_it",
+        "_core/scaled_float32/test_select.py::test_levels",
+        *_SCALED,
+    ),
     "jchop/_core/scaled_float32/select.py": (
         "_core/scaled_float32/test_select.py",
         "_kernels/test_scaled_formats.py::test_against_exact_rationals",
         "_kernels/test_scaled_formats.py::test_asking_changes_no_bit",
     ),
     "jchop/_core/scaled_float32/products.py": ("_core/scaled_float32/test_select.py::test_minifloats", *_BY_TABLES),
-    "jchop/_core/scaled/fitting.py": _GROUPED,
+    "jchop/_core/scaled/fitting.py": ("_core/scaled/test_scales.py::test_a_percentile_counts_exactly", *_GROUPED),
     "jchop/_core/scaled_bodies.py": (*_SCALED, *_GROUPED),
     "jchop/_core/scaled/float_zero_points.py": ("_core/scaled/test_float_zero_points.py", *_GROUPED),
     "jchop/_core/scaled/power_of_two_scales.py": ("_kernels/test_scaled.py",),

@@ -63,3 +63,25 @@ def test_a_scale_of_two_levels_has_the_bits_that_a_divisor_leaves() -> None:
     assert plan_of("nvfp4(scale=e4m3)").compute.name == "float32"
     with pytest.raises(ValueError, match=r"scale=e4m4 has 5 significant bits, and float32 has room for 4"):
         plan_of("nvfp4(scale=e4m4)")
+
+
+def test_the_largest_scale_is_no_overflow() -> None:
+    """A NaN block needs a quotient that rounds beyond the largest scale, 448; 448 itself is a scale."""
+    spec, x = "int8(group=2,scale=float8_e4m3fn,nan_block=True)", np.float32([[448 * 127, 448], [480 * 127, 448]])
+    assert np.asarray(jc.round_to_format(x, spec))[0].tolist() == x[0].tolist()
+    assert np.isnan(jc.round_to_format(x, spec)[1]).all()
+
+
+def test_a_percentile_counts_exactly() -> None:
+    """Half of 202 numbers are at most 101."""
+    stored = jc.quantize(np.arange(1, 203, dtype=np.float32), "int8(group=tensor,rule=percentile(50))")
+    assert np.asarray(stored.scale).tolist() == [np.float32(101) / np.float32(127)]
+
+
+@pytest.mark.parametrize("kind", ["integer", "float"])
+@pytest.mark.parametrize("low", [2.0**-60, 255 * 2.0**-60])
+def test_a_range_just_above_a_tie_of_scales(kind: str, low: float) -> None:
+    """(max - min) / 255 is a tie of bfloat16 plus a remainder, or plus far bits."""
+    x = np.float32([255 * (1 + 2.0**-8), -low, 0, 0])
+    stored = jc.quantize(x, f"uint8(group=4,scale=bfloat16,zero_point={kind})")
+    assert np.asarray(stored.scale, np.float32).tolist() == [1 + 2.0**-7]

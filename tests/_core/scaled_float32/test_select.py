@@ -222,6 +222,22 @@ def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
     assert_same(got, expected, x, s[:, 0], "stochastic_c")
 
 
+@pytest.mark.smoke
+def test_products_are_rounded_once_to_a_narrow_carrier() -> None:
+    """Products of 31 bits just above the middle of two numbers of binary16, which binary32 would round to the middle."""
+    plan = plan_of(jc.IntegerFormat(8), "nearest_even", carrier="float16")
+    assert integers.applies(plan) and not integers.multiplies(plan)
+    middle, counts = 64 + Fraction(1, 1 << 5), np.array([3, 7, 11, 13, 19])
+    scales = np.nextafter((float(middle) / counts).astype(np.float32), np.float32(100))[:, None]
+    products = [Fraction(float(s)) * int(count) - middle for s, count in zip(scales.ravel(), counts, strict=True)]
+    assert any(0 < above < Fraction(1, 1 << 18) for above in products)
+    expected = [64.0625 if above > 0 else 64.0 for above in products]
+    x = jnp.full((len(counts), 1), 64, jnp.float32)
+    s = Scales(lax.bitcast_convert_type(jnp.asarray(scales), jnp.int32))
+    got = np.asarray(select.rounded(x, s, plan, None)).astype(np.float16)
+    assert got.ravel().tolist() == expected
+
+
 # -- floating-point elements -------------------------------------------------------------------------------------------
 
 
@@ -280,6 +296,16 @@ def test_levels_in_every_mode(mode: str) -> None:
     assert isinstance(nf4, jc.CodebookFormat)
     check_levels(nf4, mode, 10_000)
     check_levels(jc.CodebookFormat((-1, -0.5, 0, 0.25, 0.75)), mode, 2_000, "bfloat16")
+
+
+def test_the_largest_number_reaches_thresholds_beyond_it() -> None:
+    """The largest scale times a threshold below -1 is no number: the largest negative number is above it, -inf below."""
+    fmt, most = jc.CodebookFormat((-8, -6, -3, 0, 1)), np.finfo(np.float32).max
+    plan = plan_of(fmt, "nearest_even")
+    assert thresholds.applies(plan)
+    s = Scales(lax.bitcast_convert_type(jnp.full((1, 1), most), jnp.int32))
+    codes = thresholds.encode(jnp.asarray([[-most, most, -np.inf, np.inf]], jnp.float32), s, plan)
+    assert [fmt.levels[code] for code in np.asarray(codes)[0]] == [0, 1, -8, 1]
 
 
 def test_levels_with_too_many_bits_take_the_exact_way() -> None:
