@@ -224,7 +224,7 @@ def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
 
 @pytest.mark.smoke
 def test_products_are_rounded_once_to_a_narrow_carrier() -> None:
-    """Products of 31 bits just above the middle of two numbers of binary16, which binary32 would round to the middle."""
+    """Products of 31 bits next to the middle of two numbers of binary16; binary32 would round them to the middle."""
     plan = plan_of(jc.IntegerFormat(8), "nearest_even", carrier="float16")
     assert integers.applies(plan) and not integers.multiplies(plan)
     middle, counts = 64 + Fraction(1, 1 << 5), np.array([3, 7, 11, 13, 19])
@@ -299,7 +299,7 @@ def test_levels_in_every_mode(mode: str) -> None:
 
 
 def test_the_largest_number_reaches_thresholds_beyond_it() -> None:
-    """The largest scale times a threshold below -1 is no number: the largest negative number is above it, -inf below."""
+    """The largest scale times a threshold below -1 overflows: the largest negative number is above it, -inf below."""
     fmt, most = jc.CodebookFormat((-8, -6, -3, 0, 1)), np.finfo(np.float32).max
     plan = plan_of(fmt, "nearest_even")
     assert thresholds.applies(plan)
