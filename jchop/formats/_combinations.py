@@ -29,7 +29,7 @@ def _check_element(fmt: Any) -> None:
     if isinstance(fmt.element, TaperedFormat):
         raise ValueError(
             f"element={fmt.element} has its most bits next to 1, and scales would move numbers to its largest value, "
-            "which has none; round to it without a scale, or multiply by a power of two first"
+            "which has few or none; round to it without a scale, or multiply by a power of two first"
         )
 
 
