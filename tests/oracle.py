@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -172,6 +173,50 @@ class Strings:
         return 2 ** (self.n - 1) - 1
 
 
+@dataclass(frozen=True)
+class HiFloat8Set:
+    """HiF8 (arXiv 2409.16626, table 1): magnitudes in order, the binades going on above the largest finite value."""
+
+    inf: bool = True
+    has_nan: bool = True
+    signed: bool = True
+    p3109: bool = False
+
+    @functools.cache  # noqa: B019
+    def value(self, index: int) -> Fraction:
+        """Subnormals 2^(M - 23), then 2, 4, 8, 4 and 2 values of each binade from -15 on."""
+        if index < 8:
+            return pow2(index - 23) if index else ZERO
+        index, e = index - 8, -15
+        while index >= (count := 8 if abs(e) <= 3 else 4 if abs(e) <= 7 else 2):
+            index, e = index - count, e + 1
+        return (1 + Fraction(index, count)) * pow2(e)
+
+    def odd(self, index: Any) -> Any:
+        return index % 2 == 1
+
+    def top(self, negative: bool) -> int:
+        return 8 + 2 * 16 + 4 * 8 + 8 * 7 - 2  # without 2^15 * 1.5, the code of the infinity
+
+
+def hif8_value(code: int) -> Value:
+    """The value of a code of HiF8, by its fields."""
+    bits = f"{code:08b}"
+    if bits[1:] == "0000000":
+        return Special.NAN if bits[0] == "1" else ZERO
+    if bits[1:] == "1101111":
+        return Special.NEG_INF if bits[0] == "1" else Special.INF
+    sign = -1 if bits[0] == "1" else 1
+    dots = {"11": 4, "10": 3, "01": 2, "001": 1, "0001": 0, "0000": None}
+    dot, width = next((dot, width) for dot, width in dots.items() if bits[1:].startswith(dot))
+    rest = bits[1 + len(dot) :]
+    if width is None:
+        return sign * pow2(int(rest, 2) - 23)
+    exponent, fraction = rest[:width], rest[width:]
+    e = int("1" + exponent[1:], 2) * (-1 if exponent[0] == "1" else 1) if width else 0
+    return sign * (1 + Fraction(int(fraction, 2), 2 ** len(fraction))) * pow2(e)
+
+
 def string_value(kind: str, n: int, code: int) -> Fraction:
     """The value of any code but 10...0, by the formulas with a sign s.
 
@@ -197,7 +242,8 @@ def string_value(kind: str, n: int, code: int) -> Fraction:
     return ((1 - 3 * s) + f) * pow2((1 - 2 * s) * (count + s))
 
 
-Set = FloatSet | FixedSet | Levels
+Grid = FloatSet | FixedSet | HiFloat8Set
+Set = Grid | Levels
 
 
 def ieee(e: int, m: int, **changes: Any) -> FloatSet:
@@ -239,12 +285,14 @@ def describe(fmt: Any) -> Any:
         return fixed(fmt.int_bits, fmt.frac_bits, fmt.signed, fmt.symmetric)
     if hasattr(fmt, "levels"):
         return codebook(fmt.levels)
+    if hasattr(fmt, "narrows"):
+        return HiFloat8Set()
     if hasattr(fmt, "parts"):
         return Strings("posit" if "exponent" in fmt.parts else "takum", fmt.bits)
     return integer(fmt.bits, fmt.signed, fmt.narrow)
 
 
-def largest(fmt: FloatSet | FixedSet, negative: bool = False) -> Fraction:
+def largest(fmt: Grid, negative: bool = False) -> Fraction:
     return fmt.value(fmt.top(negative))
 
 
@@ -260,7 +308,7 @@ def values(fmt: Set) -> list[Fraction]:
 # --- the truth, one number at a time ------------------------------------------------------------------------------
 
 
-def neighbours(fmt: FloatSet | FixedSet, magnitude: Fraction) -> tuple[int, Fraction]:
+def neighbours(fmt: Grid, magnitude: Fraction) -> tuple[int, Fraction]:
     """The index of the largest grid point <= magnitude, and the discarded fraction of the gap above it."""
     if magnitude <= fmt.value(0):
         return 0, ZERO  # below the smallest value of a format without zero: that value
@@ -312,7 +360,7 @@ def moves_away(mode: str, nu: Fraction, low_is_odd: bool, negative: bool, n: int
     }[mode]
 
 
-def overflowed(fmt: FloatSet | FixedSet, negative: bool, mode: str, overflow: str, infinite: bool) -> Value:
+def overflowed(fmt: Grid, negative: bool, mode: str, overflow: str, infinite: bool) -> Value:
     """What takes the place of a magnitude above the largest finite one; `infinite`: the input was an infinity."""
     sign = -1 if negative else 1
     if isinstance(fmt, FixedSet):

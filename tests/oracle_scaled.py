@@ -78,7 +78,10 @@ ASKED: dict[str, Callable[[Blocks, list[Fraction], Fraction], Fraction]] = {
     "half_range": lambda b, x, t: _amax(x) / ((b.most - b.least) / 2),
     "no_clip": lambda b, x, t: max(min(*x, ZERO) / b.least, max(*x, ZERO) / b.most),
     "two_level": lambda b, x, t: _amax(x) / b.most / t,
+    "four_over_six": lambda b, x, t: _amax(x) / b.most / t,
 }
+#: The rules with a scale of the tensor.
+OF_TENSORS = ("two_level", "four_over_six")
 
 
 #: The rules that ask for powers of two, which are clamped to those of the scale format.
@@ -90,13 +93,16 @@ def _amax(x: list[Fraction]) -> Fraction:
 
 
 def tensor_scale(values: Sequence[Value], blocks: Blocks) -> Fraction:
-    """The float32 scale of a whole tensor, largest magnitude over (largest scale times largest element)."""
+    """The float32 scale of a whole tensor, largest magnitude over (largest scale times largest element).
+
+    For "four_over_six" the scale is the largest power of two instead.
+    """
     amax = max(map(abs, finite(values)), default=ZERO)
     if amax == 0:
         return Fraction(1)
-    t = oracle.round_exact(
-        oracle.ieee(8, 23), amax / (oracle.largest(blocks.scale) * blocks.most), "nearest_even", "saturate"
-    )
+    top = oracle.largest(blocks.scale)
+    top = pow2(floor_log2(top)) if blocks.rule == "four_over_six" else top
+    t = oracle.round_exact(oracle.ieee(8, 23), amax / (top * blocks.most), "nearest_even", "saturate")
     assert isinstance(t, Fraction)
     return max(t, pow2(-149))
 
@@ -110,6 +116,9 @@ def scale_of(values: Sequence[Value], blocks: Blocks, tensor: Fraction = Fractio
     if not any(numbers):
         return min(max(Fraction(1), smallest), largest)
     asked = ASKED[blocks.rule](blocks, numbers, tensor)
+    if blocks.rule == "four_over_six":
+        six, four = (_rounded_scale(blocks, asked * factor) for factor in (1, Fraction(3, 2)))
+        return four if squares(numbers, four * tensor, blocks) < squares(numbers, six * tensor, blocks) else six
     if blocks.rule in POWERS:
         highest = pow2(floor_log2(largest))
         return Special.NAN if blocks.nan_block and asked > highest else min(max(asked, smallest), highest)
@@ -117,8 +126,21 @@ def scale_of(values: Sequence[Value], blocks: Blocks, tensor: Fraction = Fractio
         rounded = oracle.round_exact(blocks.scale, asked, "nearest_even", "ieee")
         if not isinstance(rounded, Fraction):
             return Special.NAN
+    return _rounded_scale(blocks, asked)
+
+
+def _rounded_scale(blocks: Blocks, asked: Fraction) -> Fraction:
+    """A scale in the scale format, never zero."""
     rounded = oracle.round_exact(blocks.scale, asked, "nearest_even", "saturate")
-    return max(ZERO if isinstance(rounded, Special) else rounded, smallest)
+    return max(ZERO if isinstance(rounded, Special) else rounded, blocks.scale_range[0])
+
+
+def squares(numbers: list[Fraction], scale: Fraction, blocks: Blocks) -> Fraction:
+    """The sum of squared errors of a block under a scale, of numbers to nearest, ties to even, in binary32."""
+    nearest = replace(blocks, mode="nearest_even")
+    results = [back(element_of(x, scale, nearest), scale, oracle.CARRIERS["float32"]) for x in numbers]
+    errors = [result - x for x, result in zip(numbers, results, strict=True) if isinstance(result, Fraction)]
+    return sum((error * error for error in errors), ZERO)
 
 
 def element_of(x: Value, scale: Fraction, blocks: Blocks, n: int = 1, r: int = 0) -> Value:
@@ -212,7 +234,7 @@ def quantize_array(
 ) -> Result:
     """A whole array, `values` and `draws` in C order."""
     blocks, groups = scheme.blocks, scheme.members(shape)
-    tensor = tensor_scale(values, blocks) if blocks.rule == "two_level" else Fraction(1)
+    tensor = tensor_scale(values, blocks) if blocks.rule in OF_TENSORS else Fraction(1)
     scales: dict[tuple[int, ...], Value] = {}
     again = None
     for place, members in groups.items():

@@ -89,7 +89,7 @@ def _layout(fmt: ElementFormat) -> str:
     if isinstance(fmt, FloatFormat):
         fields = [("sign", int(fmt.signed)), ("exponent", fmt.exp_bits), ("fraction", fmt.frac_bits)]
     elif isinstance(fmt, TaperedFormat):
-        fields = [(f"two's complement: {fmt.parts}", fmt.bits)]
+        fields = [(fmt.parts, fmt.bits)]
     else:
         uniform = isinstance(fmt, UniformFormat)
         fields = [(("two's complement" if fmt.signed else "unsigned") if uniform else "index", fmt.bits)]

@@ -232,13 +232,16 @@ def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool
     if plan.rule.tensor_scale:
         whole = tensor_scale(elements.widen(x, plan.carrier), plan)
         tensor = lax.bitcast_convert_type(whole, jnp.int32)
-        scales = select.held(choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed))
+        if plan.rule.fit in fitting.FITTED:
+            scales = select.held(fitting.FITTED[plan.rule.fit](view, groups.axes, plan, tensor))
+        else:
+            scales = select.held(choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed))
         return _Fitted(scales, None, lambda: _held((groups.squeeze(store_scales(scales, plan)), whole), None))
     if fmt.zero_point:
         fit = float_zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
         scales, zero = fit(view, groups.axes, plan)
     elif plan.rule.fit in fitting.FITTED:
-        scales = fitting.FITTED[plan.rule.fit](view, groups.axes, plan)
+        scales = fitting.FITTED[plan.rule.fit](view, groups.axes, plan, None)
     else:
         scales = choose_scales(view, groups.axes, plan, maximum=maximum, branch_allowed=branch_allowed)
     scales, zero = select.held(scales), materialize_per_group(zero)

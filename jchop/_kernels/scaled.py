@@ -378,10 +378,10 @@ def quantize_scaled(
     Returns:
         ``(codes, scale, zero_point)``. The codes have `as_dtype`, and are packed along the last axis (a 0-d array as a
         row of one). The scales have the shape ``fmt.scale_shape(x.shape)``, and the dtype of their format if it is
-        float16, bfloat16, float32 or float64; otherwise they are codes (uint8, uint16). Under the rule "two_level",
-        `scale` is a pair of these scales and the float32 scale of the tensor. If scales are quantized again, `scale`
-        has their packed codes, and their scales (and zero points). Zero points have the same shape, and are int32, or
-        have the dtype of the scales if they are numbers; None for a format without zero points.
+        float16, bfloat16, float32 or float64; otherwise they are codes (uint8, uint16). Under a rule with a scale of
+        the tensor, `scale` is a pair of these scales and the float32 scale of the tensor. If scales are quantized
+        again, `scale` has their packed codes, and their scales (and zero points). Zero points have the same shape, and
+        are int32, or have the dtype of the scales if they are numbers; None for a format without zero points.
 
     Raises:
         ValueError: for an array, a scale or a zero point that does not fit the format.

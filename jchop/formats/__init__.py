@@ -49,7 +49,7 @@ from jchop.formats._scaled import (
     uint4,
     uint8,
 )
-from jchop.formats._tapered import PositFormat, TakumFormat, TaperedFormat
+from jchop.formats._tapered import HiFloat8Format, PositFormat, StringFormat, TakumFormat, TaperedFormat
 from jchop.formats.scale_rules import SCALE_RULES
 
 __all__ = [
@@ -61,9 +61,11 @@ __all__ = [
     "ElementFormat",
     "FixedFormat",
     "FloatFormat",
+    "HiFloat8Format",
     "IntegerFormat",
     "PositFormat",
     "ScaledFormat",
+    "StringFormat",
     "TakumFormat",
     "TaperedFormat",
     "UniformFormat",

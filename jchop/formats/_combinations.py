@@ -29,7 +29,7 @@ def _check_element(fmt: Any) -> None:
     if isinstance(fmt.element, TaperedFormat):
         raise ValueError(
             f"element={fmt.element} has its most bits next to 1, and scales would move numbers to its largest value, "
-            "which has none; round to it without a scale, or multiply by a power of two first"
+            "which has few or none; round to it without a scale, or multiply by a power of two first"
         )
 
 
@@ -84,13 +84,13 @@ def _check_scale(fmt: Any) -> None:
         or scale.scale_rule.tensor_scale
     ):
         raise ValueError(f"scale={scale} must have scales of its own that are numbers, without zero_point=integer, "
-                         "nan_block or rule='two_level'")  # fmt: skip
+                         "nan_block or a scale of the tensor")  # fmt: skip
     if scale.zero_point and scale.element.signed:
         raise ValueError(f"scale={scale}: scales are positive; with a zero point an unsigned element is for them")
     if scale.element.bits > 8:
         raise ValueError(f"scale={scale} has codes of {scale.element.bits} bits; at most 8 are stored")
     if fmt.nan_block or fmt.scale_rule.tensor_scale:
-        raise ValueError(f"scale={scale} is quantized again: nan_block and rule='two_level' do not go with that")
+        raise ValueError(f"scale={scale} is quantized again: nan_block and rule={fmt.rule!r} do not go with that")
     if fmt.scale_rule.carry is not None:
         raise ValueError(
             f"scale={scale} does not keep the powers of two that rule={fmt.rule!r} gives; use rule='absmax', or a "

@@ -1,4 +1,4 @@
-"""Tapered formats: posits and linear takums, whose exponents take more bits the farther a number is from 1."""
+"""Tapered formats: posits, linear takums and HiF8, whose exponents take more bits the farther a number is from 1."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import abc
 import bisect
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from jchop._checks import check_int
@@ -14,16 +14,7 @@ from jchop.formats._base import ElementFormat, Number, floor_log2, number
 
 
 class TaperedFormat(ElementFormat):
-    """Strings of n bits in the order of their values: the base class of posits and takums.
-
-    The code 0 is zero and 10...0 is NaR, "not a real", which is NaN here. The codes 1 to 2^(n-1) - 1 are the positive
-    numbers, in their order; a negative number has the two's complement of the code of its magnitude. There is no -0
-    and no infinity.
-
-    A number is rounded on its infinite string, which is cut to n bits. The modes compare the bits that are cut off,
-    so far from 1 the point between two neighbours is not their arithmetic mean. No number but 0 becomes 0: magnitudes
-    below the smallest value become that value, finite ones beyond the largest become the largest, in every mode.
-    """
+    """Formats whose values have fewer fraction bits the farther their exponent is from 0."""
 
     bits: int
     signed: bool = True
@@ -31,41 +22,22 @@ class TaperedFormat(ElementFormat):
     parts: ClassVar[str]
 
     @abc.abstractmethod
-    def magnitude_of(self, code: int) -> Fraction:
-        """The value of a positive code, 1 to 2^(n-1) - 1."""
-
-    @abc.abstractmethod
     def fraction_bits(self, exponent: int) -> int:
-        """Fraction bits of the values from 2^exponent to 2^(exponent + 1); 0 if the string ends before them."""
-
-    @property
-    def max_code(self) -> int:
-        """Code of the largest value."""
-        return (1 << self.bits - 1) - 1
-
-    @cached_property
-    def max(self) -> Number:
-        """Largest finite value."""
-        return number(self.magnitude_of(self.max_code))
+        """Fraction bits of the values from 2^exponent to 2^(exponent + 1); 0 if there is no value between them."""
 
     @property
     def min(self) -> Number:
         """Smallest (most negative) finite value."""
         return -self.max
 
-    @cached_property
-    def smallest(self) -> Number:
-        """Smallest positive value."""
-        return number(self.magnitude_of(1))
-
     @property
     def has_nan(self) -> bool:
-        """Whether F has a NaN code: NaR."""
+        """Whether F has a NaN code."""
         return True
 
     @property
     def saturates(self) -> bool:
-        """False: an infinity becomes NaR, unless the rule is "saturate". Finite numbers saturate under every rule."""
+        """False: F has a result for overflow, or for an infinity."""
         return False
 
     @property
@@ -81,8 +53,46 @@ class TaperedFormat(ElementFormat):
     @cached_property
     def last_place(self) -> int:
         """The exponent of the largest power of two of which every value is a multiple."""
+        assert self.smallest is not None
         least = floor_log2(Fraction(self.smallest))
         return min(exponent - self.fraction_bits(exponent) for exponent in range(least, self.emax + 1))
+
+
+class StringFormat(TaperedFormat):
+    """Strings of n bits in the order of their values: the base class of posits and takums.
+
+    The code 0 is zero and 10...0 is NaR, "not a real", which is NaN here. The codes 1 to 2^(n-1) - 1 are the positive
+    numbers, in their order; a negative number has the two's complement of the code of its magnitude. There is no -0
+    and no infinity.
+
+    A number is rounded on its infinite string, which is cut to n bits. The modes compare the bits that are cut off,
+    so far from 1 the point between two neighbours is not their arithmetic mean. No number but 0 becomes 0: magnitudes
+    below the smallest value become that value, finite ones beyond the largest become the largest, in every mode.
+    """
+
+    @abc.abstractmethod
+    def magnitude_of(self, code: int) -> Fraction:
+        """The value of a positive code, 1 to 2^(n-1) - 1."""
+
+    @property
+    def max_code(self) -> int:
+        """Code of the largest value."""
+        return (1 << self.bits - 1) - 1
+
+    @cached_property
+    def max(self) -> Number:
+        """Largest finite value."""
+        return number(self.magnitude_of(self.max_code))
+
+    @cached_property
+    def smallest(self) -> Number:
+        """Smallest positive value."""
+        return number(self.magnitude_of(1))
+
+    @property
+    def saturates(self) -> bool:
+        """False: an infinity becomes NaR, unless the rule is "saturate". Finite numbers saturate under every rule."""
+        return False
 
     def value_of(self, code: int) -> Number | None:
         """The exact value of one code; NaN for NaR."""
@@ -108,7 +118,7 @@ class TaperedFormat(ElementFormat):
 
 
 @dataclass(frozen=True)
-class PositFormat(TaperedFormat):
+class PositFormat(StringFormat):
     """A posit of the Standard for Posit Arithmetic (2022): two exponent bits at every width.
 
     After the sign a code has the regime, a run of k + 1 ones and a zero, or of -k zeros and a one; two exponent bits e;
@@ -130,7 +140,7 @@ class PositFormat(TaperedFormat):
     """
 
     bits: int
-    parts: ClassVar[str] = "sign, regime, exponent, fraction"
+    parts: ClassVar[str] = "two's complement: sign, regime, exponent, fraction"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", check_int("bits", self.bits, 2, 32))
@@ -156,7 +166,7 @@ class PositFormat(TaperedFormat):
 
 
 @dataclass(frozen=True)
-class TakumFormat(TaperedFormat):
+class TakumFormat(StringFormat):
     """A linear takum (L. Hunhold, arXiv 2404.18603 and 2412.20273; libtakum).
 
     After the sign a code has a bit D, three bits R, r bits C with r = R if D is 1 and 7 - R if it is 0, and the
@@ -178,7 +188,7 @@ class TakumFormat(TaperedFormat):
     """
 
     bits: int
-    parts: ClassVar[str] = "sign, direction, regime, characteristic, mantissa"
+    parts: ClassVar[str] = "two's complement: sign, direction, regime, characteristic, mantissa"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", check_int("bits", self.bits, 6, 32))
@@ -201,6 +211,75 @@ class TakumFormat(TaperedFormat):
     def text(self) -> str:
         """The format in the text grammar, as ``takum_linear16``."""
         return f"takum_linear{self.bits}"
+
+
+@dataclass(frozen=True)
+class HiFloat8Format(TaperedFormat):
+    """HiF8 (Luo et al., arXiv 2409.16626): eight bits with three, two or one fraction bits.
+
+    After the sign a code has a prefix, the dot: 11, 10, 01, 001 or 0001 for an exponent of D = 4, 3, 2, 1 or 0 bits.
+    The exponent is a sign and a magnitude, whose leading 1 is not written; the rest is the fraction. So exponents up to
+    3 either way have three fraction bits, up to 7 two, and up to 15 one. After the dot 0000, three bits M > 0 are the
+    number 2^(M - 23). The code 0x80 is NaN, and the largest magnitude of each sign, 0x6F and 0xEF, is an infinity.
+    There is no -0. The paper rounds to nearest, ties away from zero: ``"hif8:nearest_away"``.
+
+    Example:
+        >>> import jchop as jc
+        >>> fmt = jc.HiFloat8Format()
+        >>> str(fmt), fmt.max, fmt.smallest == 2.0**-22, hex(fmt.encode(-1.125))
+        ('hif8', 32768.0, True, '0x89')
+        >>> jc.round_to_format([1.0625, 17.0, 40960.0], "hif8:nearest_away").tolist()
+        [1.125, 18.0, inf]
+    """
+
+    bits: ClassVar[int] = 8  # pyright: ignore[reportIncompatibleVariableOverride]
+    parts: ClassVar[str] = "sign, dot, exponent, fraction"
+    #: Exponents k and -k from which on values have one fraction bit less than before; next to 1 they have three.
+    narrows: ClassVar[tuple[int, ...]] = (4, 8, 16)
+    max: ClassVar[Number] = 2.0**15  # pyright: ignore[reportIncompatibleMethodOverride]
+    smallest: ClassVar[Number] = 2.0**-22  # pyright: ignore[reportIncompatibleMethodOverride]
+    has_inf: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def fraction_bits(self, exponent: int) -> int:
+        """Fraction bits of the values from 2^exponent to 2^(exponent + 1); 0 if there is no value between them."""
+        return 3 - sum(abs(exponent) >= k for k in self.narrows)
+
+    def value_of(self, code: int) -> Number | None:
+        """The exact value of one code."""
+        size = code & 0x7F
+        if size == 0:
+            return float("nan") if code else 0.0
+        if size == _HIF8_INFINITY:
+            magnitude = float("inf")
+        elif size < 8:
+            magnitude = 2.0 ** (size - 23)
+        else:
+            width = sum(size >= start for start in _HIF8_STARTS)
+            fraction = self.fraction_bits(1 << width - 1 if width else 0)
+            field, rest = size >> fraction & (1 << width) - 1, size & (1 << fraction) - 1
+            half = 1 << width >> 1  # the place of the exponent's sign, and of its leading 1
+            exponent = -field if field & half else field + half
+            magnitude = (1 + rest / (1 << fraction)) * 2.0**exponent
+        return -magnitude if code > 0x7F else magnitude
+
+    def code_of(self, value: Number) -> int | None:
+        """The code of one exact value; None if it is not in F."""
+        return _hif8_codes().get(value) if value == value else 0x80
+
+    @property
+    def text(self) -> str:
+        """The format in the text grammar, ``hif8``."""
+        return "hif8"
+
+
+_HIF8_INFINITY = 0x6F
+#: The first codes with an exponent of one, two, three and four bits.
+_HIF8_STARTS = (16, 32, 64, 96)
+
+
+@lru_cache(maxsize=1)
+def _hif8_codes() -> dict[Number | None, int]:
+    return {HiFloat8Format().value_of(code): code for code in range(256) if code != 0x80}
 
 
 def _binary_fraction(digits: str) -> Fraction:

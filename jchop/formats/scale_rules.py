@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from jchop._checks import quoted
-from jchop.formats._base import ElementFormat
+from jchop.formats._base import ElementFormat, number
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import UniformFormat
 from jchop.formats._float import FloatFormat
@@ -32,6 +32,18 @@ def _half_range(element: ElementFormat) -> tuple[Fraction, ...]:
 
 def _both_ends(element: ElementFormat) -> tuple[Fraction, ...]:
     return Fraction(element.max), -Fraction(element.min)
+
+
+def _largest_and_two_thirds(element: ElementFormat) -> tuple[Fraction, ...]:
+    return Fraction(element.max), Fraction(element.max) * 2 / 3
+
+
+def _most(scale: FloatFormat) -> Fraction:
+    return Fraction(scale.max)
+
+
+def _largest_power(scale: FloatFormat) -> Fraction:
+    return Fraction(2) ** scale.emax
 
 
 def _half_of_last_place(element: ElementFormat, fraction: int, _: int) -> int:
@@ -53,6 +65,10 @@ def _has_fraction_bits(element: ElementFormat) -> bool:
     return not isinstance(element, CodebookFormat)
 
 
+def _has_two_thirds(element: ElementFormat) -> bool:
+    return element.code_of(number(Fraction(element.max) * 2 / 3)) is not None
+
+
 @dataclass(frozen=True)
 class ScaleRule:
     """How the scale of a group is chosen.
@@ -62,13 +78,14 @@ class ScaleRule:
         formula: the scale that the rule asks for. It is then rounded to the scale format, to nearest, ties to even, and
             clamped to the positive range of that format.
         divisors: of an element format, the number that a is divided by; or two, for the largest x and for minus the
-            least x, and the larger quotient is the scale.
+            least x, and the larger quotient is the scale; or two that are tried one after the other (`fit`).
         carry: for a rule whose scales are 2^(E - floor(log2 M)), E being the exponent of a: the number that is added to
             the bits of a first, so that E goes up by one for the fractions that ask for it. It is a function of the
             element format, the fraction bits of a, and the fraction of M in as many bits. None: another rule.
         tensor_scale: whether the scale is a product with a binary32 scale of the whole tensor.
+        top: of a scale format, the scale of the group with the largest number if the tensor has a scale too.
         fit: which numbers of a group count: its "ends" alone, the "range" of all x for a zero point, a "percentile", or
-            all of them, by least "squares".
+            all of them, by least "squares" of many scales, or of the scales of "either" divisor.
         percentile: the q of "percentile".
         fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
         takes: whether an element format may have this rule.
@@ -80,7 +97,8 @@ class ScaleRule:
     divisors: Callable[[ElementFormat], tuple[Fraction, ...]] = _largest
     carry: Callable[[ElementFormat, int, int], int] | None = None
     tensor_scale: bool = False
-    fit: Literal["ends", "range", "percentile", "squares"] = "ends"
+    top: Callable[[FloatFormat], Fraction] = _most
+    fit: Literal["ends", "range", "percentile", "squares", "either"] = "ends"
     percentile: Fraction | None = None
     fill: float = 0.0
     takes: Callable[[ElementFormat], bool] = _any
@@ -134,6 +152,17 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 "two_level",
                 "a / (M t), and the product of that and t is the scale, t being a binary32 scale of the tensor",
                 tensor_scale=True,
+            ),
+            ScaleRule(
+                "four_over_six",
+                "as two_level, or 3/2 of that before it is rounded, if the sum of squared errors is smaller, summed in "
+                "binary32; the largest scale is a power of two, to leave room",
+                _largest_and_two_thirds,
+                tensor_scale=True,
+                top=_largest_power,
+                fit="either",
+                takes=_has_two_thirds,
+                needs="two thirds of its largest value",
             ),
             ScaleRule(
                 "minmax",

@@ -178,6 +178,7 @@ SOME = [
     ("bfp8(group=4,axis=0)", (9, 4), "float32"),
     ("nvfp4(channel=0)", (12, 6), "float32"),
     ("nvfp4(group=4)", (6, 10), "bfloat16"),
+    ("nvfp4(group=8,rule=four_over_six)", (6, 20), "float32"),
     ("uint4(group=6,zero_point=integer)", (20, 13), "float32"),
     ("int8(channel=1,zero_point=integer)", (9, 12), "float16"),
     ("uint8(group=4,axis=0,zero_point=integer,scale=bfloat16)", (8, 9), "bfloat16"),
@@ -369,6 +370,27 @@ def test_least_squares_do_not_depend_on_the_size_of_the_numbers(power, rng):
     x = rng.standard_normal((4, 16)).astype(np.float32)
     small = np.asarray(fit_scaled(jnp.asarray(np.ldexp(x, power + 10)), spec=spec)[0])
     np.testing.assert_array_equal(small, np.ldexp(np.asarray(fit_scaled(jnp.asarray(x), spec=spec)[0]), power + 10))
+
+
+def test_four_over_six_takes_the_smaller_exact_error():
+    """A row of an array whose SQNR is published: its blocks, scales and numbers as exact sums of squares choose."""
+    x = (np.random.default_rng(0).standard_normal((512, 1024)) * 0.02).astype(np.float32)
+    spec = jc.parse("nvfp4(rule=four_over_six)")
+    codes, (scales, tensor) = jax.tree.map(np.asarray, quantize_scaled(jnp.asarray(x), spec=spec)[:2])
+    blocks = scheme_of(spec).blocks
+    whole = oracle_scaled.tensor_scale([Fraction(float(np.abs(x).max()))], blocks)
+    assert whole == Fraction(float(tensor))
+    rows = x[0].reshape(-1, 16)
+    expected = [oracle_scaled.quantize(values_of(row), blocks, CARRIERS["float32"], whole) for row in rows]
+    stored = spec.scaled.scale.decode(scales)  # type: ignore[union-attr]
+    assert [value_of(v) for v in stored[0]] == [block.scale for block in expected]
+    elements = jc.float4_e2m1fn.decode(np.asarray(unpack(jnp.asarray(codes[:1]), 4, 1024)))[0]
+    assert [value_of(v) for v in elements] == [e for block in expected for e in block.elements]
+    fours = np.abs(elements.reshape(-1, 16)).max(1) < 6
+    assert 10 < fours.sum() < 54
+    back = np.asarray(dequantize_scaled(codes, (scales, tensor), None, spec=spec, shape=x.shape, dtype="float32"))
+    error = (back.astype(np.float64) - x) ** 2
+    assert abs(10 * np.log10((x.astype(np.float64) ** 2).sum() / error.sum()) - 21.221) < 0.001
 
 
 # -- shapes, and what is refused ---------------------------------------------------------------------------------------

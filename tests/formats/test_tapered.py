@@ -1,4 +1,4 @@
-"""Posits and linear takums: every code against tables made from the definitions, and published values."""
+"""Posits, linear takums and HiF8: every code against tables made from the definitions, and published values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import oracle
 import pytest
 
 import jchop as jc
-from jchop.formats import TaperedFormat, parse_format
+from jchop.formats import StringFormat, parse_format
 
 FORMATS = {"posit": jc.PositFormat, "takum": jc.TakumFormat}
 SMALL = [("posit", 2), ("posit", 3), ("posit", 4), ("posit", 5), ("posit", 8), ("posit", 11), ("takum", 6),
@@ -79,7 +79,7 @@ PUBLISHED = [
 @pytest.mark.parametrize(("text", "value", "code"), PUBLISHED)
 def test_published_codes(text: str, value: float, code: int) -> None:
     fmt = parse_format(text)
-    assert isinstance(fmt, TaperedFormat)
+    assert isinstance(fmt, StringFormat)
     assert fmt.code_of(float(jc.round_to_format(value, text))) == code
     assert fmt.code_of(float(jc.round_to_format(-value, text))) == (1 << fmt.bits) - code
 
@@ -106,3 +106,29 @@ def test_what_is_refused() -> None:
         jc.round_to_format(np.float32(1), "takum_linear8")
     with pytest.raises(ValueError, match="float16, which cannot hold"):
         jc.round_to_format(np.float16(1), "posit8")
+
+
+def test_every_code_of_hif8() -> None:
+    """Against the fields of the code, and the list of magnitudes that the oracle of rounding has."""
+    fmt = jc.HiFloat8Format()
+    decoded = fmt.decode(range(256))
+    for code, value in enumerate(decoded):
+        wanted = oracle.hif8_value(code)
+        if isinstance(wanted, oracle.Special):
+            assert str(value) == wanted.value, code
+        else:
+            assert Fraction(value) == wanted, code
+    assert fmt.encode(decoded).tolist() == list(range(256))
+    magnitudes = [oracle.HiFloat8Set().value(i) for i in range(oracle.HiFloat8Set().top(False) + 1)]
+    assert [Fraction(v) for v in fmt.values()[126:]] == magnitudes
+    assert (fmt.max, fmt.min, fmt.smallest, fmt.emax, fmt.last_place) == (2.0**15, -(2.0**15), 2.0**-22, 15, -22)
+    assert [fmt.fraction_bits(e) for e in (0, 3, -3, 4, -7, 8, -15, -16)] == [3, 3, 3, 2, 2, 1, 1, 0]
+    assert (fmt.has_inf, fmt.has_nan, fmt.has_negative_zero, fmt.saturates) == (True, True, False, False)
+    assert jc.parse("hifloat8").format == fmt == jc.parse(str(fmt)).format and jc.finfo("hif8").max == 2.0**15
+
+
+def test_what_hif8_refuses() -> None:
+    with pytest.raises(ValueError, match="element=hif8 has its most bits next to 1"):
+        jc.ScaledFormat("hif8", group=16)
+    with pytest.raises(ValueError, match="float16, which cannot hold"):
+        jc.round_to_format(np.float16(1), "hif8")

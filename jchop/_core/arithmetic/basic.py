@@ -36,7 +36,7 @@ from jchop._core.arithmetic.ranges import (
 from jchop._core.arithmetic.round_with_error import error_of_sum, has_constant_drop, round_with_error
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.modes import NEAREST
-from jchop.formats import FloatFormat, TaperedFormat, binary32
+from jchop.formats import FloatFormat, StringFormat, binary32
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -162,7 +162,7 @@ def _ends_agree(result: Range, spec: Spec | None, carrier: Carrier) -> bool:
     inexact = result.bits > carrier.fraction + 1  # may be rounded up to 2^top
     if result.top + inexact <= carrier.bias + 1:
         return True
-    if spec is None or isinstance(spec.format, TaperedFormat):  # an infinity becomes NaR, a large number does not
+    if spec is None or isinstance(spec.format, StringFormat):  # an infinity becomes NaR, a large number does not
         return False
     return spec.rounding in NEAREST and spec.overflow in (Overflow.IEEE, Overflow.SATURATE)
 

@@ -163,7 +163,7 @@ def _cut_depth(v: Exact, grid: Grid) -> Array | int:
 
     Multiples of T lie only in gaps of the format's full precision.
     """
-    if v.quantum is not None and grid.drop and v.quantum >= grid.tiny_exponent:
+    if v.quantum is not None and grid.drop and not grid.narrows and v.quantum >= grid.tiny_exponent:
         return grid.drop
     depth, _ = modes.dropped_bits(v.magnitude, grid)
     if not grid.tiny_bits:

@@ -19,8 +19,8 @@ from jchop import _bits
 from jchop._bits import Carrier
 from jchop._core.rounding import codebooks
 from jchop._core.rounding.bins import take
-from jchop._core.rounding.tapered import decode_tapered, encode_tapered
-from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, TaperedFormat, UniformFormat
+from jchop._core.rounding.tapered import decode_hif8, decode_tapered, encode_hif8, encode_tapered
+from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, HiFloat8Format, StringFormat, UniformFormat
 
 Array = jax.Array
 
@@ -39,8 +39,10 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
         codes = _encode_float(sign, magnitude, fmt, carrier)
     elif isinstance(fmt, UniformFormat):
         codes = _encode_uniform(sign, magnitude, fmt, carrier)
-    elif isinstance(fmt, TaperedFormat):
+    elif isinstance(fmt, StringFormat):
         codes = encode_tapered(sign, magnitude, fmt, carrier)
+    elif isinstance(fmt, HiFloat8Format):
+        codes = encode_hif8(sign, magnitude, fmt, carrier)
     else:
         assert isinstance(fmt, CodebookFormat)
         levels = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
@@ -62,8 +64,10 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array
         return _decode_float(codes, fmt, carrier)
     if isinstance(fmt, UniformFormat):
         return _decode_uniform(codes, fmt, carrier)
-    if isinstance(fmt, TaperedFormat):
+    if isinstance(fmt, StringFormat):
         return decode_tapered(codes, fmt, carrier)
+    if isinstance(fmt, HiFloat8Format):
+        return decode_hif8(codes, carrier)
     assert isinstance(fmt, CodebookFormat)
     ordered = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
     patterns = [abs(bits) | (carrier.sign_bit if bits < 0 else 0) for bits in ordered] + [carrier.nan]

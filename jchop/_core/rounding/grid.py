@@ -16,7 +16,15 @@ from fractions import Fraction
 from functools import lru_cache
 
 from jchop._bits import CARRIERS, Carrier
-from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, TaperedFormat, UniformFormat
+from jchop.formats import (
+    CodebookFormat,
+    ElementFormat,
+    FloatFormat,
+    HiFloat8Format,
+    StringFormat,
+    TaperedFormat,
+    UniformFormat,
+)
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -44,7 +52,8 @@ class Grid:
     negative_zero: bool
     saturates: bool
     p3109: bool
-    taper: TaperedFormat | None = None  # a format whose numbers are cut as strings, not on an even grid
+    taper: StringFormat | None = None  # a format whose numbers are cut as strings, not on an even grid
+    narrows: tuple[int, ...] = ()  # exponents k: from k and -k on, one bit more is dropped
 
 
 @lru_cache(maxsize=1024)
@@ -89,16 +98,17 @@ def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
 
 
 def _tapered(fmt: TaperedFormat, carrier: Carrier) -> Grid:
-    """The ends of a tapered format; the fields of an even grid are those of exact numbers."""
+    """The ends of a tapered format; the fields of an even grid are those of the most fraction bits, or of strings."""
+    of_strings = isinstance(fmt, StringFormat)
     top = _bits(Fraction(fmt.max), carrier)
     return Grid(
         carrier=carrier,
-        drop=0,
+        drop=0 if of_strings else carrier.fraction - fmt.most_fraction_bits,
         spacing=None,
         deep=False,
         deep_least=0,
         tiny_exponent=fmt.last_place,
-        tiny_bits=_bits(Fraction(fmt.smallest), carrier),
+        tiny_bits=_bits(Fraction(fmt.smallest or 0), carrier),
         parity=0,
         deep_parity=0,
         normal_bits=0,
@@ -106,12 +116,13 @@ def _tapered(fmt: TaperedFormat, carrier: Carrier) -> Grid:
         bottom_bits=top,
         zero=True,
         signed=True,
-        has_inf=False,
+        has_inf=fmt.has_inf,
         has_nan=True,
         negative_zero=False,
         saturates=False,
         p3109=False,
-        taper=fmt,
+        taper=fmt if of_strings else None,
+        narrows=fmt.narrows if isinstance(fmt, HiFloat8Format) else (),
     )
 
 
@@ -145,7 +156,7 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
     if isinstance(fmt, CodebookFormat):
         return all(carrier.magnitude_bits(Fraction(level)) is not None for level in fmt.levels)
     if isinstance(fmt, TaperedFormat):
-        ends = (Fraction(fmt.smallest), Fraction(fmt.max))
+        ends = (Fraction(fmt.smallest or 0), Fraction(fmt.max))
         return ends[0] >= Fraction(2) ** (1 - carrier.bias) and ends[1] <= carrier.max
     tiny = _tiny_exponent(fmt)  # type: ignore[arg-type]
     if Fraction(2) ** tiny > carrier.max or (not _zero(fmt) and tiny < carrier.tiny_exponent):

@@ -160,6 +160,11 @@ def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
     """The number d of low bits to drop, and the last bit of the lower neighbour."""
     fraction = grid.carrier.fraction
     exponent = magnitude >> fraction
+    if grid.narrows:
+        size = jnp.abs(exponent - grid.carrier.bias)
+        narrower = sum((size >= k).astype(magnitude.dtype) for k in grid.narrows)
+        depth = grid.drop + jnp.asarray(narrower)
+        return depth, magnitude >> depth & 1  # biases are odd: so is the last bit of the exponent of an odd code
     if grid.deep:
         return _deep_depth(magnitude, exponent, grid)
     depth: Array | int = grid.drop

@@ -1,4 +1,4 @@
-"""The strings of posits and takums on the bits of a carrier.
+"""The strings of posits and takums, and the codes of HiF8, on the bits of a carrier.
 
 With e the exponent of a number, its string has a lead, whose length depends on e alone, then r exponent bits, then the
 fraction. The exponent bits are the low r bits of e plus an offset, so the magnitude bits of a carrier, with that offset
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jchop import _bits
 from jchop._bits import Carrier
-from jchop.formats import PositFormat, TakumFormat, TaperedFormat
+from jchop.formats import HiFloat8Format, PositFormat, StringFormat, TakumFormat
 
 Array = jax.Array
 
@@ -33,7 +33,7 @@ class Laid:
     width: Array | int  # r
 
 
-def lay_out(magnitude: Array, fmt: TaperedFormat, carrier: Carrier) -> Laid:
+def lay_out(magnitude: Array, fmt: StringFormat, carrier: Carrier) -> Laid:
     """The strings of magnitude bits from the smallest to the largest value of `fmt`; others give words without use."""
     if isinstance(fmt, PositFormat):
         return _posit(magnitude, fmt, carrier)
@@ -67,7 +67,7 @@ def _takum(magnitude: Array, fmt: TakumFormat, carrier: Carrier) -> Laid:
     return Laid(word, offset.astype(magnitude.dtype), depth, word >> depth & 1, lead, 4, width)
 
 
-def encode_tapered(sign: Array, magnitude: Array, fmt: TaperedFormat, carrier: Carrier) -> Array:
+def encode_tapered(sign: Array, magnitude: Array, fmt: StringFormat, carrier: Carrier) -> Array:
     """The codes of values of `fmt`, as integers of the carrier's work dtype."""
     laid = lay_out(magnitude, fmt, carrier)
     kept = fmt.bits - 1 - laid.lead_bits
@@ -80,7 +80,7 @@ def encode_tapered(sign: Array, magnitude: Array, fmt: TaperedFormat, carrier: C
     return code & _bits.low_mask(fmt.bits) if fmt.bits < carrier.work_width else code
 
 
-def decode_tapered(codes: Array, fmt: TaperedFormat, carrier: Carrier) -> Array:
+def decode_tapered(codes: Array, fmt: StringFormat, carrier: Carrier) -> Array:
     """The values of codes in [0, 2^n), given in the work dtype of a carrier that holds every value."""
     spare = carrier.work_width - fmt.bits
     count = codes << spare >> spare  # two's complement
@@ -102,7 +102,7 @@ def _moved(word: Array, left: Array) -> Array:
     return word << jnp.maximum(left, 0)
 
 
-def _posit_exponent(string: Array, fmt: TaperedFormat, carrier: Carrier) -> tuple[Array, Array]:
+def _posit_exponent(string: Array, fmt: StringFormat, carrier: Carrier) -> tuple[Array, Array]:
     """Exponents, and the number of fraction bits, of positive strings of n - 1 bits."""
     size = fmt.bits - 1
     above = string >> size - 1 != 0
@@ -127,7 +127,7 @@ def _floor_log2(count: Array, carrier: Carrier) -> Array:
     return place + jnp.where(high > 0, 16, 0)
 
 
-def _takum_exponent(string: Array, fmt: TaperedFormat, carrier: Carrier) -> tuple[Array, Array]:
+def _takum_exponent(string: Array, fmt: StringFormat, carrier: Carrier) -> tuple[Array, Array]:
     after = fmt.bits - 5
     above, field = string >> fmt.bits - 2 != 0, string >> after & 7
     width = jnp.where(above, field, 7 - field)
@@ -136,3 +136,48 @@ def _takum_exponent(string: Array, fmt: TaperedFormat, carrier: Carrier) -> tupl
     count = rest >> fraction_bits << jnp.maximum(width - after, 0)
     one = jnp.ones_like(string)
     return jnp.where(above, (one << width) - 1, 1 - (one << width + 1)) + count, fraction_bits
+
+
+# -- HiF8 --------------------------------------------------------------------------------------------------------------
+
+#: The codes, without signs, from which on the exponent has one bit more, and the infinity.
+_WIDER, _INFINITY = (16, 32, 64, 96), 0x6F
+
+
+def encode_hif8(sign: Array, magnitude: Array, fmt: HiFloat8Format, carrier: Carrier) -> Array:
+    """The codes of values of HiF8, as integers of the carrier's work dtype."""
+    exponent = (magnitude >> carrier.fraction) - carrier.bias
+    size = jnp.abs(exponent)
+    fraction_bits = 3 - _count(size, fmt.narrows)
+    fraction = (magnitude & _bits.low_mask(carrier.fraction)) >> carrier.fraction - fraction_bits
+    # The exponent's sign takes the place of its leading 1, of value `half`.
+    width = _count(size, (1, 2, 4, 8))
+    half = jnp.ones_like(size) << width >> 1
+    field = jnp.where(exponent < 0, size, size - half)
+    start = jnp.where(width == 0, 8, jnp.where(width == 4, 96, 8 << width))
+    code = start + (field << fraction_bits) + fraction
+    code = jnp.where(exponent <= -fmt.narrows[-1], exponent + 23, code)
+    code = jnp.where(magnitude == 0, 0, jnp.where(magnitude == carrier.inf, _INFINITY, code))
+    return jnp.where(magnitude > carrier.inf, 0x80, jnp.where(sign != 0, code | 0x80, code))
+
+
+def decode_hif8(codes: Array, carrier: Carrier) -> Array:
+    """The values of codes in [0, 256), given in the work dtype of a carrier that holds every value."""
+    size = codes & 0x7F
+    width = _count(size, _WIDER)
+    fraction_bits = 3 - _count(size, _WIDER[2:])
+    half = jnp.ones_like(size) << width >> 1
+    field = size >> fraction_bits & _bits.low_mask(width)
+    exponent = jnp.where(field & half != 0, -field, field + half)
+    fraction = _moved(size & _bits.low_mask(fraction_bits), carrier.fraction - fraction_bits)
+    exponent, fraction = jnp.where(size < 8, size - 23, exponent), jnp.where(size < 8, 0, fraction)
+    magnitude = (exponent + carrier.bias << carrier.fraction) + fraction
+    magnitude = jnp.where(size == 0, jnp.where(codes == 0, 0, carrier.nan), magnitude)
+    magnitude = jnp.where(size == _INFINITY, carrier.inf, magnitude)
+    sign = jnp.where((codes > 0x7F) & (size != 0), jnp.full_like(magnitude, carrier.sign_bit), 0)
+    return _bits.join(sign, magnitude, carrier)
+
+
+def _count(x: Array, bounds: tuple[int, ...]) -> Array:
+    """How many of the bounds x has reached."""
+    return jnp.asarray(sum((x >= bound).astype(x.dtype) for bound in bounds))

@@ -14,7 +14,7 @@ from jax import lax
 from jchop import _bits
 from jchop._core.arithmetic.basic import multiply, range_of
 from jchop._core.scaled import elements
-from jchop._core.scaled.scales import Plan, Scales, largest_of, positive, quotients_by_scale
+from jchop._core.scaled.scales import Plan, Scales, largest_of, positive, quotients_by_scale, tensor_bits
 from jchop.formats import ElementFormat
 from jchop.rounding import Rounding
 
@@ -33,7 +33,7 @@ def smallest_of(fmt: ElementFormat) -> Fraction:
 # -- percentiles -------------------------------------------------------------------------------------------------------
 
 
-def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
+def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
     """The "absmax" scale for the rule's percentile of a group's finite magnitudes instead of the largest one.
 
     The percentile is the smallest magnitude that this share of the numbers does not exceed. If it is zero, the largest
@@ -44,6 +44,7 @@ def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
         x: numbers of the arithmetic's carrier; a group may be padded with NaN.
         axes: the axes of a group.
         plan: the plan.
+        tensor: None; the rule has no scale of the tensor.
     """
     compute = plan.compute
     magnitude = _bits.split(x, compute)[1]
@@ -74,40 +75,25 @@ def _rank(count: Array, share: Fraction) -> Array:
 # -- least squares -----------------------------------------------------------------------------------------------------
 
 
-def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
+def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
     """The first of the scales of `STEPS` with the least sum of squared errors.
-
-    The errors are scaled by the largest magnitude's power of two, and summed in the arithmetic's carrier, so that they
-    neither overflow nor vanish. Elements are rounded to nearest, ties to even.
 
     Args:
         x: numbers of the arithmetic's carrier; a group may be padded with zeros.
         axes: the axes of a group.
         plan: the plan.
+        tensor: None; the rule has no scale of the tensor.
     """
     compute = plan.compute
-    element = replace(plan.element, rounding=Rounding.NEAREST_EVEN, random_bits=None)
-    plan = replace(plan, element=element)
-    wide = replace(plan, carrier=compute)
-    magnitude = _bits.split(x, compute)[1]
-    largest = largest_of(magnitude, axes, compute)
-    lag = compute.bias - (largest >> compute.fraction)
-    plain = magnitude < compute.inf
+    largest = largest_of(_bits.split(x, compute)[1], axes, compute)
+    error_of = _errors(x, axes, largest, plan)
     whole = range_of(None, compute)
-
-    def near_one(values: Array) -> Array:
-        return elements.times_power(values, jnp.broadcast_to(lag, values.shape), compute)
-
-    target = near_one(_normal(x, plan))
 
     def attempt(i: Array) -> tuple[Array, Array]:
         factor = jnp.broadcast_to((STEPS - i).astype(compute.name) / STEPS, largest.shape)
         end = multiply(positive(largest, compute), factor, None, compute, None, whole, whole)
         value = quotients_by_scale((_bits.split(end, compute)[1],), None, plan)[0]
-        scales = Scales(value)
-        rounded = elements.multiply_back(elements.round_quotients(x, scales, plan, None), scales, wide)
-        error = jnp.where(plain, near_one(_normal(rounded, plan)) - target, 0)
-        return jnp.sum(error * error, axis=axes, keepdims=True), value
+        return error_of(Scales(value)), value
 
     def step(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
         error, value = attempt(i)
@@ -117,6 +103,51 @@ def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan) -> Scales:
     return Scales(lax.fori_loop(1, STEPS // 2 + 1, step, first)[1])
 
 
+def fit_either(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
+    """The scale of the rule's first divisor, or of its second one if that has the smaller sum of squared errors.
+
+    Args:
+        x: as for `fit_squares`.
+        axes: as for `fit_squares`.
+        plan: the plan.
+        tensor: for a rule with a scale of the tensor, its bits, int32.
+    """
+    compute = plan.compute
+    largest = largest_of(_bits.split(x, compute)[1], axes, compute)
+    whole = None if tensor is None else tensor_bits(tensor, largest, plan)
+    tried = [
+        Scales(quotients_by_scale((largest,), whole, plan, (divisor,))[0], None, whole) for divisor in plan.divisors
+    ]
+    first, second = map(_errors(x, axes, largest, plan), tried)
+    return replace(tried[0], value=jnp.where(second < first, tried[1].value, tried[0].value))
+
+
+def _errors(x: Array, axes: tuple[int, ...], largest: Array, plan: Plan) -> Callable[[Scales], Array]:
+    """The function that gives the sums of squared errors of a group under its scale.
+
+    The errors are scaled by the largest magnitude's power of two, and summed in the arithmetic's carrier, so that they
+    neither overflow nor vanish. Elements are rounded to nearest, ties to even.
+    """
+    compute = plan.compute
+    element = replace(plan.element, rounding=Rounding.NEAREST_EVEN, random_bits=None)
+    plan = replace(plan, element=element)
+    wide = replace(plan, carrier=compute)
+    lag = compute.bias - (largest >> compute.fraction)
+    plain = _bits.split(x, compute)[1] < compute.inf
+
+    def near_one(values: Array) -> Array:
+        return elements.times_power(values, jnp.broadcast_to(lag, values.shape), compute)
+
+    target = near_one(_normal(x, plan))
+
+    def error_of(scales: Scales) -> Array:
+        rounded = elements.multiply_back(elements.round_quotients(x, scales, plan, None), scales, wide)
+        error = jnp.where(plain, near_one(_normal(rounded, plan)) - target, 0)
+        return jnp.sum(error * error, axis=axes, keepdims=True)
+
+    return error_of
+
+
 def _normal(x: Array, plan: Plan) -> Array:
     """Numbers, with zeros in place of subnormal numbers."""
     sign, magnitude = _bits.split(x, plan.compute)
@@ -124,6 +155,6 @@ def _normal(x: Array, plan: Plan) -> Array:
 
 
 #: The functions that fit scales to all numbers of a group, by `ScaleRule.fit`.
-FITTED: Mapping[str, Callable[[Array, tuple[int, ...], Plan], Scales]] = MappingProxyType(
-    {"percentile": fit_percentile, "squares": fit_squares}
+FITTED: Mapping[str, Callable[[Array, tuple[int, ...], Plan, Array | None], Scales]] = MappingProxyType(
+    {"percentile": fit_percentile, "squares": fit_squares, "either": fit_either}
 )

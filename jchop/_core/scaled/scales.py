@@ -187,7 +187,7 @@ def _require_room(plan: Plan) -> None:
     room = divisor_bits(plan.compute) - (TENSOR_SCALE.frac_bits + 1)
     for name, bits in (
         (f"scale={plan.scale}", plan.scale.frac_bits + 1),
-        (f"the largest value of element={plan.element}", divisor_parts(*plan.divisors)[0].bit_length()),
+        (f"the largest value of element={plan.element}", divisor_parts(plan.divisors[0])[0].bit_length()),
     ):
         if bits > room:
             raise ValueError(
@@ -332,12 +332,22 @@ def lag(plan: Plan) -> int:
     return plan.largest_bits >> plan.compute.fraction
 
 
-def quotients_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan) -> tuple[Array, Array]:
-    """The larger of the ends' magnitudes over their divisors, in the scale format; and whether it overflowed."""
+def quotients_by_scale(
+    ends: tuple[Array, ...], tensor: Array | None, plan: Plan, divisors: tuple[Fraction, ...] | None = None
+) -> tuple[Array, Array]:
+    """The larger of the ends' magnitudes over their divisors, in the scale format; and whether it overflowed.
+
+    Args:
+        ends: magnitude bits, one array for each divisor.
+        tensor: magnitude bits of the tensor's scale, if the rule has one; then there is one divisor.
+        plan: the plan.
+        divisors: Default None: those of the rule.
+    """
+    pairs = zip(ends, plan.divisors if divisors is None else divisors, strict=True)
     if tensor is None:
-        rounded = [_over_constant(end, divisor, plan) for end, divisor in zip(ends, plan.divisors, strict=True)]
+        rounded = [_over_constant(end, divisor, plan) for end, divisor in pairs]
     else:
-        rounded = [_over_tensor(ends[0], tensor, plan)]
+        rounded = [_over_tensor(end, tensor, divisor, plan) for end, divisor in pairs]
     bits = rounded[0] if len(rounded) == 1 else jnp.maximum(*rounded)
     empty = (ends[0] == 0) if len(ends) == 1 else (ends[0] | ends[1]) == 0
     return settle(bits, empty, plan)
@@ -391,13 +401,13 @@ def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
     )
 
 
-def _over_tensor(largest: Array, tensor: Array, plan: Plan) -> Array:
+def _over_tensor(largest: Array, tensor: Array, divisor: Fraction, plan: Plan) -> Array:
     """Magnitudes divided by the divisor and the tensor's scale, rounded once."""
-    compute, (count, exponent) = plan.compute, divisor_parts(*plan.divisors)
+    compute, (count, exponent) = plan.compute, divisor_parts(divisor)
     whole = jnp.full_like(largest, count)
-    divisor = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
+    product = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
     ends = not _is_within_reach(plan.scale, compute)
-    odd = jnp.where(largest == 0, 0, odd_quotient(largest, divisor, compute, ends))
+    odd = jnp.where(largest == 0, 0, odd_quotient(largest, product, compute, ends))
     return _bits.split(round_elements(positive(odd, compute), scale_rounding(plan), compute), compute)[1]
 
 
@@ -407,8 +417,8 @@ def _over_tensor(largest: Array, tensor: Array, plan: Plan) -> Array:
 def tensor_scale(x: Array, plan: Plan) -> Array:
     """The float32 scale of a whole tensor under which its blocks' scales have their whole range.
 
-    The largest finite magnitude over the product of the largest scale and the largest element, rounded to nearest, ties
-    to even; 1 if there is no finite value other than zero.
+    The largest finite magnitude over the product of the rule's top scale, the largest one as a rule, and the largest
+    element, rounded to nearest, ties to even; 1 if there is no finite value other than zero.
 
     Args:
         x: numbers of the arithmetic's carrier.
@@ -419,7 +429,7 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
         return jnp.ones((), jnp.float32)
     magnitude = _bits.split(x, compute)[1]
     largest = largest_of(magnitude, tuple(range(x.ndim)), compute, xla_cpu.maximum).reshape(())
-    divisor = Fraction(plan.scale.max) * Fraction(plan.element.format.max)
+    divisor = plan.rule.top(plan.scale) * Fraction(plan.element.format.max)
     spec = Spec(TENSOR_SCALE, overflow=Overflow.SATURATE)
     bits = _short_quotient(largest, divisor, spec, compute)
     if bits is None:  # the carrier may not hold the divisor

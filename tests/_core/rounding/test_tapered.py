@@ -1,4 +1,4 @@
-"""Rounding to posits and takums: on the string, in every mode, in every carrier, and after exact operations."""
+"""Rounding to posits, takums and HiF8: on the string, in every mode, in every carrier, and after exact operations."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import jchop as jc
 from jchop._bits import CARRIERS, types_for
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_elements
-from jchop.formats import TaperedFormat, parse_format
+from jchop.formats import StringFormat, parse_format
 
 #: Formats, each with a carrier that holds its values.
 PAIRS = [("posit8", "float32"), ("posit16", "float64"), ("takum_linear8", "float64"), ("takum_linear16", "float64")]
 
 
-def tapered(text: str) -> TaperedFormat:
+def tapered(text: str) -> StringFormat:
     fmt = parse_format(text)
-    assert isinstance(fmt, TaperedFormat)
+    assert isinstance(fmt, StringFormat)
     return fmt
 
 
-def numbers(fmt: TaperedFormat, dtype: Any, count: int, rng: np.random.Generator) -> np.ndarray:
+def numbers(fmt: StringFormat, dtype: Any, count: int, rng: np.random.Generator) -> np.ndarray:
     """Numbers of all sizes, codes' values, the points between neighbours, the ends, and specials."""
     info = ml_dtypes.finfo(dtype)
     wide = jc.TakumFormat if isinstance(fmt, jc.TakumFormat) else jc.PositFormat
@@ -78,7 +78,7 @@ def test_every_point_between_neighbours(text: str) -> None:
     np.testing.assert_array_equal(jc.round_to_format(-x, fmt), -wanted)
 
 
-def _sampled(wide: TaperedFormat, fmt: TaperedFormat) -> np.ndarray:
+def _sampled(wide: StringFormat, fmt: StringFormat) -> np.ndarray:
     codes = np.random.default_rng(2).integers(1, fmt.max_code, 3000)
     return np.array([float(wide.magnitude_of(2 * int(code) + 1)) for code in codes])
 
@@ -116,7 +116,7 @@ def test_a_draw_compares_the_bits_that_are_cut(mode: str) -> None:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _both_ways(codes: Any, fmt: TaperedFormat, carrier: str) -> tuple[jax.Array, jax.Array]:
+def _both_ways(codes: Any, fmt: StringFormat, carrier: str) -> tuple[jax.Array, jax.Array]:
     values = decode_elements(jnp.asarray(codes), fmt, CARRIERS[carrier])
     return values, encode_elements(values, fmt, CARRIERS[carrier])
 
@@ -220,3 +220,70 @@ def test_derivatives_pass_through() -> None:
     grad = jax.grad(lambda x: jc.round_to_format(x, "posit8").sum())(jnp.array([0.3, 1e30]))
     clipped = jax.grad(lambda x: jc.round_to_format(x, "posit8:gradient=clipped").sum())(jnp.array([0.3, 1e30]))
     assert (grad.tolist(), clipped.tolist()) == ([1.0, 1.0], [1.0, 0.0])
+
+
+# -- HiF8 --------------------------------------------------------------------------------------------------------------
+
+
+def hif8_numbers(dtype: Any, rng: np.random.Generator) -> np.ndarray:
+    """All values, the middles between them and their neighbours, numbers of all sizes, the ends, and specials."""
+    values = jc.HiFloat8Format().values()[126:]
+    middles = (values[1:] + values[:-1]) / 2
+    ends = [2.0**-24, 40960.0, 36864.0, 1e30, 0.0, np.inf, np.nan, ml_dtypes.finfo(dtype).tiny / 4]
+    beside = [np.nextafter(middles.astype(dtype), dtype.type(end)).astype(np.float64) for end in (0, 1e30)]
+    x = np.concatenate([values, middles, *beside, ends, 2.0 ** rng.uniform(-26, 18, 40)]).astype(dtype)
+    return x * rng.choice([-1, 1], len(x)).astype(dtype)
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("carrier", ["bfloat16", "float32", "float64"])
+def test_every_mode_of_hif8(carrier: str) -> None:
+    fmt, c = jc.HiFloat8Format(), oracle.CARRIERS[carrier]
+    x = hif8_numbers(np.dtype(carrier), np.random.default_rng(1))
+    exact = [oracle.from_bits(word, c) for word in x.view(c.words)]
+    modes = [(mode, "ieee") for mode in oracle.DETERMINISTIC]
+    modes += [("nearest_away", "saturate"), ("up", "propagate")]
+    with types_for(x.dtype):
+        specs = [jc.Spec(fmt, *mode) for mode in modes]
+        results = jax.jit(lambda x: [round_elements(x, spec, CARRIERS[carrier]) for spec in specs])(x)
+    for mode, result in zip(modes, results, strict=True):
+        wanted = np.array([oracle.to_bits(oracle.round_exact(oracle.HiFloat8Set(), v, *mode), c) for v in exact])
+        got = np.asarray(result)
+        wanted = wanted.astype(c.words).view(got.dtype).astype(np.float64)
+        np.testing.assert_array_equal(got.astype(np.float64), wanted, str(mode))
+        np.testing.assert_array_equal(np.signbit(got[got == 0]), False)
+
+
+def test_a_draw_of_hif8_compares_the_bits_that_are_cut() -> None:
+    c = oracle.CARRIERS["float32"]
+    x = hif8_numbers(np.dtype("float32"), np.random.default_rng(2))
+    words = np.random.default_rng(5).integers(0, 1 << 32, len(x), np.uint32, endpoint=False)
+    modes = [(mode, 7) for mode in oracle.PROPORTIONAL] + [("stochastic_equal", None)]
+    specs = [jc.Spec("hif8", mode, random_bits=n) for mode, n in modes]
+    results = jax.jit(lambda x, word: [round_elements(x, spec, CARRIERS["float32"], word) for spec in specs])(x, words)
+    for (mode, n), result in zip(modes, results, strict=True):
+        for value, word, got in zip(x, words, np.asarray(result), strict=True):
+            exact, n = oracle.from_bits(value.view(c.words), c), n or 1
+            wanted = oracle.round_exact(oracle.HiFloat8Set(), exact, mode, n=n, r=int(word) >> 32 - n)
+            assert wanted == oracle.from_bits(got.view(c.words), c), (mode, value)
+
+
+def test_arrays_of_hif8_are_stored_and_sums_are_rounded_once() -> None:
+    fmt, rng = jc.HiFloat8Format(), np.random.default_rng(3)
+    codes = np.arange(256)
+    for carrier in ("float32", "float64"):
+        with types_for(carrier):
+            values, back = _both_ways(codes, fmt, carrier)  # type: ignore[arg-type]
+            np.testing.assert_array_equal(np.asarray(values), fmt.decode(codes).astype(carrier))
+            np.testing.assert_array_equal(np.asarray(back), codes)
+    x = (rng.standard_normal((3, 20)) * 2.0 ** rng.uniform(-24, 17, (3, 20))).astype(np.float32)
+    q = jc.quantize(x, "hif8:nearest_away")
+    assert (q.qvalue.nbytes, q.qvalue.dtype) == (60, np.uint8)
+    np.testing.assert_array_equal(jc.dequantize(q), jc.round_to_format(x, "hif8:nearest_away"))
+    a, b = (rng.choice(fmt.values(), 200).astype(np.float32) for _ in range(2))
+    sums = jax.jit(lambda a, b: [jc.math.add(a, b, "hif8"), jc.math.multiply(a, b, "hif8:nearest_away")])(a, b)
+    for mode, name, result in zip(("nearest_even", "nearest_away"), ("add", "multiply"), sums, strict=True):
+        for one, other, got in zip(a, b, np.asarray(result), strict=True):
+            exact = getattr(oracle_arithmetic, name)(Fraction(float(one)), Fraction(float(other)))
+            wanted = oracle.round_exact(oracle.HiFloat8Set(), exact, mode)
+            assert wanted == oracle.from_bits(got.view(np.uint32), oracle.CARRIERS["float32"]), (name, one, other)
