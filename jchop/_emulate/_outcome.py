@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jchop._bits import CARRIERS
-from jchop._core.arithmetic.aligned import require_aligned
+from jchop._core.arithmetic.aligned.unit import require_aligned
 from jchop._core.arithmetic.operations import check_operation, operation_carrier
 from jchop._core.arithmetic.ranges import require_operation
 from jchop._core.rounding.grid import require_carrier

@@ -21,7 +21,7 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
 from jchop._core.arithmetic import basic
-from jchop._core.arithmetic.aligned import require_aligned
+from jchop._core.arithmetic.aligned.unit import require_aligned
 from jchop._core.arithmetic.basic import Range, range_of, require_operation
 from jchop._core.arithmetic.exact import round_exact
 from jchop._core.arithmetic.ranges import carrier_range

@@ -17,7 +17,8 @@ from oracle_cores import Core, Target
 
 import jchop as jc
 from jchop import MatmulSpec
-from jchop._core.arithmetic.aligned import Unit, factors, fused_add
+from jchop._core.arithmetic.aligned import doubles, limbs
+from jchop._core.arithmetic.aligned.unit import Unit
 
 F16, BF16, E4M3, E5M2 = np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 TF32, F32 = "tf32", np.float32
@@ -139,25 +140,44 @@ def bits(x: Any) -> np.ndarray:
     return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32))
 
 
-def computed(row: Row, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    unit = Unit(row.spec, row.k)
+def computed(
+    row: Row, a: np.ndarray, b: np.ndarray, c: np.ndarray, spec: MatmulSpec | None = None
+) -> dict[str, np.ndarray]:
+    """A step in words of 32 bits, and in float64."""
+    unit = Unit(spec or row.spec, row.k)
 
     @jax.jit
-    def step(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        x, y = (factors(v.T[:, :, None], unit) for v in (a, b))
-        return fused_add(c[:, None, None], x, y, unit, None)[:, 0, 0]
+    def step(a: jax.Array, b: jax.Array, c: jax.Array) -> dict[str, jax.Array]:
+        pairs = [v.T[:, :, None] for v in (a, b)]
+        x, y = (limbs.factors(v, unit) for v in pairs)
+        u, v = (doubles.factors(v, unit) for v in pairs)
+        in_words = limbs.fused_add(c[:, None, None], x, y, unit, None)
+        in_doubles = doubles.fused_add(near_float64(c)[:, None, None], u, v, unit)
+        return {"limbs": in_words[:, 0, 0], "doubles": doubles.narrow(in_doubles)[:, 0, 0]}
 
-    return np.asarray(step(a, b, c))
+    with jax.enable_x64(True):
+        return {name: np.asarray(value) for name, value in step(a, b, c).items()}
+
+
+def near_float64(c: jax.Array) -> jax.Array:
+    """Float32 numbers in float64; XLA on a CPU would convert subnormal ones to zero."""
+    bits = jax.lax.bitcast_convert_type(c, jnp.int32)
+    magnitude = (bits & 0x7FFFFFFF).astype(jnp.int64)
+    normal = jax.lax.bitcast_convert_type((magnitude << 29) + (896 << 52), jnp.float64)
+    small = magnitude.astype(jnp.float64) * 2.0**-149
+    value = jnp.where(magnitude < 1 << 23, small, jnp.where(magnitude >= 0x7F800000, jnp.abs(c) * 1.0, normal))
+    return jnp.where(bits < 0, -value, value)
 
 
 def check(row: Row, count: int) -> None:
     a, b, c = problems(row, count)
-    got = bits(computed(row, a, b, c))
     core = row.core
     want = bits([core.step(*args) for args in zip(c.tolist(), a.tolist(), b.tolist(), strict=True)])
-    wrong = np.flatnonzero(got != want)
-    shown = [(c[i], a[i], b[i], hex(got[i]), hex(want[i])) for i in wrong[:3]]
-    assert not len(wrong), f"{row}: {len(wrong)} of {count} differ (c, a, b, got, expected): {shown}"
+    for name, value in computed(row, a, b, c).items():
+        got = bits(value)
+        wrong = np.flatnonzero(got != want)
+        shown = [(c[i], a[i], b[i], hex(got[i]), hex(want[i])) for i in wrong[:3]]
+        assert not len(wrong), f"{row}, {name}: {len(wrong)} of {count} differ (c, a, b, got, expected): {shown}"
     finite = np.isfinite(want.view(F32))
     assert 0.5 < finite.mean() < 1  # the problems are no others
 
@@ -239,14 +259,31 @@ def test_other_modes_round_the_exact_sum(overflow: str) -> None:
     halves = np.array([0.5, 1.5, 1.25])
     for mode in MODES:
         spec = MatmulSpec(None, accumulate=f"binary32:{mode}{overflow}", order="aligned(2, 40)")
-        got = np.asarray(jc.math.matmul(a, b, spec), np.float64)[:, 0]
-        down, even = np.floor(halves), np.array([0, 2, 1])
+        product = partial(jc.math.matmul, spec=spec)
+        even, down = np.array([0, 2, 1]), np.floor(halves)
         want = {"nearest_even": even, "nearest_away": [1, 2, 1], "nearest_zero": [0, 1, 1], "up": down + 1,
                 "down": down, "toward_zero": down, "odd": [1, 1, 1]}[mode]  # fmt: skip
-        np.testing.assert_array_equal(got[:3], 1 + np.asarray(want) * ulp, mode)
         away = mode in ("nearest_away", "down", "odd")
-        assert got[3] == -1 - away * ulp, mode
-        assert got[4] == 2**101.0
+        want = np.concatenate([1 + np.asarray(want) * ulp, [-1 - away * ulp, 2**101.0]])
+        in_doubles, in_limbs = product(a, b), jax.vmap(product, (0, None))(a[None], b)[0]
+        for got in (in_doubles, in_limbs):
+            np.testing.assert_array_equal(np.asarray(got, np.float64)[:, 0], want, mode)
+
+
+ACCUMULATORS = [
+    f"{fmt}:{mode}{end}"
+    for fmt in ("binary32", "e5m10", "e8m13")
+    for mode, end in (("nearest_even", ""), ("down", ":saturate"), ("up", ":propagate"), ("odd", ":flush"))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [Row("none", "fp32", F32, 4, 25), Row("cdna3", "fp16", F16, 8, 24)], ids=str)
+def test_float64_has_the_bits_of_two_words(row: Row) -> None:
+    a, b, c = problems(row, 2000)
+    for accumulate in ACCUMULATORS:
+        made = computed(row, a, b, c, replace(row.spec, accumulate=accumulate))
+        np.testing.assert_array_equal(bits(made["doubles"]), bits(made["limbs"]), accumulate)
 
 
 def test_sums_beyond_the_range_are_infinite_or_saturate() -> None:
@@ -280,7 +317,7 @@ def test_the_last_visible_bit(unit: str, dtype: str, last: int) -> None:
     a = np.exp2(-(j // 2))[None, :, None].repeat(4, 0).astype(F32)
     b = np.exp2(-(j - j // 2))[None, :, None].repeat(4, 0).astype(F32)
     wide = replace(unit_, spec=replace(spec, operands=None))  # 2^-j may be no number of the operands' format
-    step = jax.jit(lambda c, a, b: fused_add(c, factors(a, wide), factors(b, wide), wide, None))
+    step = jax.jit(lambda c, a, b: limbs.fused_add(c, limbs.factors(a, wide), limbs.factors(b, wide), wide, None))
     got = step(np.ones((len(j), 1, 1), F32), a, b)
     assert j[np.asarray(got)[:, 0, 0] > 1].max() == last
 
