@@ -181,15 +181,15 @@ _UNROLL = 2
 _LEAVES = 4
 
 
-def matmul_body(
-    a: Array, b: Array, seeds: Array | None = None, *, spec: MatmulSpec, tiling: Any = None, one_cpu: bool = False
-) -> Array:
+def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any = None, one_cpu: bool = False) -> Array:
     """The product of matrices, with the roundings and the order of sums of `spec`.
 
     Args:
-        a: shape (batch, m, k), float32 or float64, with values already rounded to ``spec.operands``.
+        a: shape (batch, m, k), float32 or float64, with values already rounded to ``spec.operands``; of a scaled format
+            the elements alone.
         b: shape (batch, k, n), of the same dtype, rounded too.
-        seeds: twelve uint32, the words of `seed_words` for the products and then for the sums, if either draws.
+        more: for a scaled format the scales of groups, (batch, m, groups) and (batch, groups, n), of the same dtype.
+            Then twelve uint32, the words of `seed_words` for the products and then for the sums, if either draws.
         spec: the arithmetic.
         tiling: for the kernels alone.
         one_cpu: whether the program is for one CPU: the same bits, and aligned sums may use float64. Default False.
@@ -202,9 +202,14 @@ def matmul_body(
     zero = _zero(a, b)
     if not plan.k:
         return zero
-    draw = None if seeds is None else make_draw(seeds, _flat_index(zero), plan.carrier)
+    scales, seeds = (more[:2], more[2:]) if spec.group else ((), more)
+    draw = make_draw(seeds[0], _flat_index(zero), plan.carrier) if seeds else None
+    x, y = jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 1, 0)
+    if scales:
+        over = [jnp.repeat(jnp.moveaxis(s, i, 0), spec.group, 0)[: plan.k] for s, i in zip(scales, (2, 1), strict=True)]
+        x, y = zip((x, y), over, strict=True)
     with types_for(jnp.float64 if one_cpu and spec.order.aligned else a.dtype):
-        return _BODIES[spec.order.kind](jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 1, 0), zero, plan, draw)
+        return _BODIES[spec.order.kind](x, y, zero, plan, draw)
 
 
 def _zero(a: Array, b: Array) -> Array:
@@ -343,13 +348,15 @@ def _blocked_pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | 
     return _in_chunks(add_block, zero, x, y, length)
 
 
-def _aligned(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) -> Array:
+def _aligned(x: Any, y: Any, zero: Array, plan: Plan, draw: Draw | None) -> Array:
+    """`x` and `y` are operands, or pairs of elements and the scales of each."""
     order = plan.spec.order
     block = order.block or plan.k
     unit = Unit(plan.spec, min(block, plan.k))
-    x, y, zero = (v.astype(jnp.float32) for v in (x, y, zero))
+    x, y, zero = jax.tree.map(lambda v: v.astype(jnp.float32), (x, y, zero))
     wide = plan.one_cpu and doubles.suits(unit)
-    left, right = ((doubles if wide else limbs).factors(v, unit) for v in (x, y))
+    find = (doubles if wide else limbs).factors
+    left, right = (find(v[0], unit, v[1]) if isinstance(v, tuple) else find(v, unit) for v in (x, y))
 
     def add_blocks(c: Array, x: Any, y: Any, first: Step) -> Array:
         def add_block(c: Array, x: Any, y: Any, index: Step) -> Array:
@@ -394,5 +401,7 @@ _BODIES = {
     "matrix_unit": _matrix_unit,
     "aligned": _aligned,
     "aligned_apart": _aligned,
+    "aligned_halves": _aligned,
+    "aligned_sums": _aligned,
     "blocked_pairwise": _blocked_pairwise,
 }

@@ -51,9 +51,9 @@ def suits(unit: Unit) -> bool:
     return exact and not unit.one_word and not (total is not None and total.rounding.stochastic)
 
 
-def factors(x: Array, unit: Unit) -> Factors:
-    """The parts of float32 operands."""
-    parts = limbs.factors(x, unit)
+def factors(x: Array, unit: Unit, scales: Array | None = None) -> Factors:
+    """The parts of float32 operands, or of elements and the scales of each."""
+    parts = limbs.factors(x, unit, scales)
     power = _power(jnp.maximum(parts.exponent, _LEAST))
     return Factors(parts.significand.astype(jnp.float64) * power, parts.exponent)
 
@@ -67,8 +67,9 @@ def fused_add(c: Array, x: Factors, y: Factors, unit: Unit) -> Array:
     """As `limbs.fused_add`, with accumulators in float64."""
     exponents = [limbs.outer(x.exponent[i], 0) + limbs.outer(y.exponent[i], 1) for i in range(x.exponent.shape[0])]
     values = [limbs.outer(x.value[i], 0) * limbs.outer(y.value[i], 1) for i in range(x.exponent.shape[0])]
+    values, exponents = limbs.merged(values, exponents, unit)
     magnitude = _bits.split(c, _CARRIER)[1]
-    own = jnp.maximum((magnitude >> _FRACTION).astype(jnp.int32) - _BIAS, 1 - _FLOAT.bias)
+    own = jnp.clip((magnitude >> _FRACTION).astype(jnp.int32) - _BIAS, 1 - _FLOAT.bias, _FLOAT.bias + 1)
     own = jnp.where(magnitude == 0, 1 - _FLOAT.bias, jnp.maximum(own, unit.sum_emin))
     total, exponent = (_apart if unit.apart else _together)(c, own, values, exponents, unit)
     zero = -0.0 if unit.spec.accumulate is not None and unit.spec.accumulate.rounding is Rounding.DOWN else 0.0
@@ -88,10 +89,17 @@ def _together(c: Array, own: Array, values: list[Array], exponents: list[Array],
 
 
 def _apart(c: Array, own: Array, values: list[Array], exponents: list[Array], unit: Unit) -> tuple[Array, Array]:
-    total, largest = _cut(values, exponents, jnp.full_like(own, LEAST_PRODUCT), unit)
+    turns = [slice(half, None, unit.halves) for half in range(unit.halves)]
+    parts = [_cut(values[i], exponents[i], jnp.full_like(own, LEAST_PRODUCT), unit) for i in turns]
+    largest = reduce(jnp.maximum, [most for _, most in parts])
+    total = parts[0][0]
+    if unit.halves > 1:
+        total = reduce(jnp.add, [jnp.floor(sums * _power(most - largest)) for sums, most in parts])
     both = jnp.maximum(largest, own)
     total = jnp.floor(total * _power(largest - both + MORE))
     more = jnp.floor(c * _power(unit.bits - both)) * 2.0**MORE
+    if unit.halves > 1:  # a far smaller c is dropped, also a negative one
+        more = jnp.where(both - own > unit.bits + 1, 0, more)
     return total + more, both - (unit.bits + MORE)
 
 

@@ -61,19 +61,37 @@ class Factors:
 jax.tree_util.register_dataclass(Factors, ["significand", "exponent", "count"], [])
 
 
-def factors(x: Array, unit: Unit) -> Factors:
-    """The parts of float32 operands."""
+def factors(x: Array, unit: Unit, scales: Array | None = None) -> Factors:
+    """The parts of float32 operands, or of elements and the scales of each."""
+    s, e = _parts(x, unit.operand_emin)
+    if scales is not None:
+        scale, power = _parts(scales, unit.scale_emin)
+        return Factors(x * scale, power, None) if unit.merged > 1 else Factors(s * scale, e + power, None)
+    count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**_FRACTION)).astype(jnp.int32)
+    return Factors(s, e, count)
+
+
+def _parts(x: Array, emin: int) -> tuple[Array, Array]:
+    """Significands, with their sign, and exponents that are `emin` or more."""
     sign, magnitude = _bits.split(x, _CARRIER)
     biased, fraction = magnitude >> _FRACTION, magnitude & _bits.low_mask(_FRACTION)
-    normal = lax.bitcast_convert_type(fraction | _BIAS << _FRACTION, jnp.float32)
-    s = jnp.where(biased > 0, normal, fraction.astype(jnp.float32) * np.float32(2.0**-_FRACTION))
-    e = jnp.maximum(biased, 1) - _BIAS
-    s = s * _power(jnp.minimum(e - unit.operand_emin, 0))
-    e = jnp.maximum(e, unit.operand_emin)
+    lead = jnp.where(biased > 0, _FRACTION, _bits.floor_log2(jnp.maximum(fraction, 1), _CARRIER))
+    fraction = (fraction << _FRACTION - lead) & _bits.low_mask(_FRACTION)
+    s = lax.bitcast_convert_type(fraction | _BIAS << _FRACTION, jnp.float32)
+    e = jnp.maximum(biased, 1) - _BIAS - (_FRACTION - lead)
+    s = jnp.where(magnitude == 0, np.float32(0), s * _power(jnp.minimum(e - emin, 0)))
     bits = lax.bitcast_convert_type(s, jnp.int32) | sign
     s = jnp.where(biased == 2 * _BIAS + 1, x, lax.bitcast_convert_type(bits, jnp.float32))
-    count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**_FRACTION)).astype(jnp.int32)
-    return Factors(s, jnp.where(magnitude == 0, _NONE, e), count)
+    return s, jnp.where(magnitude == 0, _NONE, jnp.maximum(e, emin))
+
+
+def merged(floats: list[Array], exponents: list[Array], unit: Unit) -> tuple[list[Array], list[Array]]:
+    """The terms that are aligned: products, or sums of several under one scale."""
+    if unit.merged == 1:
+        return floats, exponents
+    starts = range(0, len(floats), unit.merged)
+    sums = [reduce(jnp.add, floats[i : i + unit.merged]) for i in starts]
+    return sums, [jnp.where(v == 0, _NONE, exponents[i]) for v, i in zip(sums, starts, strict=True)]
 
 
 def _power(exponent: Array) -> Array:
@@ -190,6 +208,7 @@ def fused_add(c: Array, x: Factors, y: Factors, unit: Unit, word: Array | None) 
     count = x.exponent.shape[0]
     exponents = [outer(x.exponent[i], 0) + outer(y.exponent[i], 1) for i in range(count)]
     floats = [outer(x.significand[i], 0) * outer(y.significand[i], 1) for i in range(count)]
+    floats, exponents = merged(floats, exponents, unit)
     negative, digits, own = _accumulator(c)
     special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
     add = _apart if unit.apart else _together
@@ -214,13 +233,23 @@ def _together(x: Factors, y: Factors, exponents: list[Array], floats: list[Array
 
 def _apart(x: Factors, y: Factors, exponents: list[Array], floats: list[Array], c: _Digits, unit: Unit) -> Exact:
     negative, digits, own = c
-    largest = jnp.maximum(reduce(jnp.maximum, exponents), LEAST_PRODUCT)
-    high, low = _terms(x, y, exponents, largest, unit, floats)
+    parts = []
+    for half in range(unit.halves):
+        turns = slice(half, None, unit.halves)
+        some_x, some_y = (jax.tree.map(lambda v: v[turns], side) for side in (x, y))  # noqa: B023
+        most = reduce(jnp.maximum, exponents[turns], jnp.full_like(own, LEAST_PRODUCT))
+        parts.append((_terms(some_x, some_y, exponents[turns], most, unit, floats[turns]), most))
+    largest = reduce(jnp.maximum, [most for _, most in parts])
+    high, low = parts[0][0]
+    if unit.halves > 1:
+        high, low = _added([_shifted(v, w, jnp.minimum(largest - most, 55)) for (v, w), most in parts])
     both = jnp.maximum(largest, _exponent_of_sum(digits, own, unit))
     up = MORE
     high, low = high << up | low >> _LIMB - up, low << up & _MASK
     high, low = _shifted(high, low, jnp.minimum(both - largest, 55))
     more = _cut_sum(negative, digits, both - own, unit.bits, True)
+    if unit.halves > 1:  # a far smaller c is dropped, also a negative one
+        more = [jnp.where(both - _exponent_of_sum(digits, own, unit) > unit.bits + 1, 0, v) for v in more]
     more = more[0] << up | more[1] >> _LIMB - up, more[1] << up & _MASK
     return _exact(*_added([(high, low), more]), both - (unit.bits + up), unit)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jchop._bits import CARRIERS, Carrier
-from jchop._core.arithmetic.ranges import carrier_range, range_of, supports
-from jchop.accumulation import MatmulSpec
-from jchop.formats import FloatFormat
+from jchop._core.arithmetic.ranges import Range, carrier_range, range_of, supports
+from jchop.accumulation import MERGED, MatmulSpec
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 from jchop.rounding import Overflow
 from jchop.spec import Spec
 
@@ -38,22 +38,41 @@ class Unit:
     @property
     def apart(self) -> bool:
         """Whether the products are aligned without c."""
-        return self.spec.order.kind == "aligned_apart"
+        return self.spec.order.kind in ("aligned_apart", "aligned_halves")
+
+    @property
+    def halves(self) -> int:
+        """Into how many parts, each aligned by itself, products go in turn."""
+        return 2 if self.spec.order.kind == "aligned_halves" else 1
+
+    @property
+    def merged(self) -> int:
+        """How many products are summed before they are aligned, by their scales alone."""
+        return MERGED if self.spec.order.kind == "aligned_sums" else 1
 
     @cached_property
     def operand_emin(self) -> int:
         """The least exponent of an operand."""
-        return _least_exponent(self.spec.operands)
+        return 1 - _BIAS if self.spec.operands is None else _least_exponent(self.spec.operands.element)
+
+    @property
+    def scale_emin(self) -> int:
+        """The least exponent of a scale."""
+        assert self.spec.operands is not None and self.spec.operands.scaled is not None
+        return self.spec.operands.scaled.scale_format.emin
 
     @cached_property
     def sum_emin(self) -> int:
         """The least exponent of an accumulator that is not zero."""
-        return _least_exponent(self.spec.accumulate)
+        return 1 - _BIAS if self.spec.accumulate is None else _least_exponent(self.spec.accumulate.format)
 
     @cached_property
     def exact_floats(self) -> bool:
         """Whether the product of two significands is exact in float32."""
-        return 2 * range_of(self.spec.operands, _CARRIER).bits <= _FRACTION + 1
+        operands = self.spec.operands
+        return (operands is not None and operands.scaled is not None) or (
+            2 * range_of(operands, _CARRIER).bits <= _FRACTION + 1
+        )
 
     @cached_property
     def one_word(self) -> bool:
@@ -63,7 +82,13 @@ class Unit:
     @property
     def most_units(self) -> int:
         """More than the sum of the magnitudes of all terms, in units of the grid of the sum."""
-        return (4 * self.length + 2) << self.bits + MORE * self.apart
+        largest = 4 if self.merged == 1 else 4 << 2 * self._element.top
+        return (largest * self.length + 2) << self.bits + MORE * self.apart
+
+    @property
+    def _element(self) -> Range:
+        assert self.spec.operands is not None
+        return range_of(Spec(self.spec.operands.element), _CARRIER)
 
     @property
     def group(self) -> int:
@@ -71,10 +96,8 @@ class Unit:
         return 1 << max(28 - self.bits, 0)
 
 
-def _least_exponent(spec: Spec | None) -> int:
-    least = 1 - _BIAS
-    fmt = None if spec is None else spec.format
-    return max(fmt.emin, least) if isinstance(fmt, FloatFormat) else least
+def _least_exponent(fmt: ElementFormat | ScaledFormat) -> int:
+    return max(fmt.emin, 1 - _BIAS) if isinstance(fmt, FloatFormat) else 1 - _BIAS
 
 
 def require_aligned(spec: MatmulSpec, carrier: Carrier) -> None:
@@ -83,7 +106,8 @@ def require_aligned(spec: MatmulSpec, carrier: Carrier) -> None:
     Raises:
         ValueError: names the field.
     """
-    own, held = range_of(spec.operands, carrier), carrier_range(_CARRIER)
+    scaled = spec.operands is not None and spec.operands.scaled is not None
+    own, held = carrier_range(carrier) if scaled else range_of(spec.operands, carrier), carrier_range(_CARRIER)
     if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
         raise ValueError(
             f"operands={None if spec.operands is None else str(spec.operands)!r} of {carrier.name} may not be numbers "
