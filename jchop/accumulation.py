@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from jchop._checks import check_bool, check_choice, check_int, check_text, quoted
-from jchop.formats import ElementFormat
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 from jchop.spec import Gradient, Spec, as_spec
 
-__all__ = ["MatmulSpec", "Order", "SumSpecLike", "as_matmul_spec"]
+__all__ = ["MERGED", "MatmulSpec", "Order", "SumSpecLike", "as_matmul_spec"]
 
 #: The sequential orders of multiply-adds, which can be fused.
 _STEPWISE = ("sequential", "blocked")
@@ -29,11 +29,17 @@ _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "matrix_unit": ("block",),
         "aligned": ("block", "bits"),
         "aligned_apart": ("block", "bits"),
+        "aligned_halves": ("block", "bits"),
+        "aligned_sums": ("block", "bits"),
         "blocked_pairwise": ("block",),
     }
 )
 #: The orders whose blocks are summed exactly on one grid.
-_ALIGNED = ("aligned", "aligned_apart")
+_ALIGNED = ("aligned", "aligned_apart", "aligned_halves", "aligned_sums")
+#: The orders that take operands of a scaled format.
+_OF_SCALED = ("aligned", "aligned_sums")
+#: Products in one of the sums of ``aligned_sums``.
+MERGED = 16
 _KINDS = tuple(_PARTS)
 _BLOCKED = tuple(kind for kind, parts in _PARTS.items() if "block" in parts)
 #: Why an order has no rounded products.
@@ -63,12 +69,16 @@ class Order:
     * ``aligned_apart(b, f)``: the same in two stages. The b products are aligned with each other, toward zero, and
       summed exactly. Then this sum loses the bits below 2^(N - f - 7), and c those below 2^(N - f), downward. N is the
       larger of M and the exponent of c.
+    * ``aligned_halves(b, f)``: as ``aligned_apart``, but the products of even and of odd index are first summed apart,
+      each on its own grid. Then both sums lose the bits below 2^(M - f), downward, with M the larger of their largest
+      exponents. If the exponent of c is less than N - f - 1, c counts as zero.
+    * ``aligned_sums(b, f)``: as ``aligned``, with operands of a scaled format. 16 products of elements at a time are
+      summed exactly; the exponent of such a sum times its two scales is the sum of the exponents of the scales.
     * ``blocked_pairwise(b)``: c <- A(c + d), with d the pairwise sum of a block of b products.
 
     The last block may be smaller. Aligned orders are computed in float32. A sum of 2^128 and more is infinite unless A
-    saturates, a sum of zero is +0, and an infinite or NaN product is added as in IEEE 754. The definitions of
-    ``aligned`` and ``aligned_apart`` are those of MMA-Sim (arXiv 2511.10909); `jchop.tensor_core` has the numbers of
-    each unit.
+    saturates, a sum of zero is +0, and an infinite or NaN product is added as in IEEE 754. The definitions of the
+    aligned orders are those of MMA-Sim (arXiv 2511.10909); `jchop.tensor_core` has the numbers of each unit.
 
     Args:
         kind: one of the names above.
@@ -153,7 +163,8 @@ _TEXT = re.compile(
 )
 _ORDERS = (
     "'sequential', 'blocked(b)', 'pairwise', 'matrix_unit(b)', 'blocked_pairwise(b)' with a block length b >= 1, and "
-    "'aligned(b, f)', 'aligned_apart(b, f)' with f fraction bits, also 'aligned(b, f, promote_every=n)'"
+    "'aligned(b, f)', 'aligned_apart(b, f)', 'aligned_halves(b, f)', 'aligned_sums(b, f)' with f fraction bits, also "
+    "'aligned(b, f, promote_every=n)'"
 )
 
 
@@ -166,13 +177,16 @@ class MatmulSpec:
     ties to even), and an operand is not rounded.
 
     Args:
-        operands: the rounding of both operands before the product: a `Spec`, a format, or text; default None.
+        operands: the rounding of both operands before the product: a `Spec`, a format, or text; default None. For
+            `jchop.math.matmul` with the order ``aligned`` it may be a scaled format whose scales are powers of two, and
+            with ``aligned_sums`` one with groups of a multiple of 16 along the summed axis: elements are multiplied,
+            and the exponents of the scales count for the alignment.
         product: P, the rounding of every product a_k b_k; default None. Not with ``fused``, ``matrix_unit`` or the
             aligned orders, which have no separate product.
         accumulate: A, the rounding of every sum; default None, **the carrier** (such as float32), not the operands'
             format.
         order: an `Order`, or its text: ``"sequential"`` (the default), ``"blocked(b)"``, ``"pairwise"``,
-            ``"matrix_unit(b)"``, ``"aligned(b, f)"``, ``"aligned_apart(b, f)"``, ``"blocked_pairwise(b)"``.
+            ``"matrix_unit(b)"``, ``"aligned(b, f)"``, ``"aligned_apart(b, f)"``, ``"blocked_pairwise(b)"``, and so on.
         fused: c <- A(c + a_k b_k), with the exact product (fused multiply-add); for the orders ``sequential`` and
             ``blocked``. Default False.
 
@@ -206,9 +220,11 @@ class MatmulSpec:
     def __post_init__(self) -> None:
         for name in _ROUNDINGS:
             value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else as_spec(value, name))
+            spec = None if value is None else as_spec(value, name, scaled=name == "operands")
+            object.__setattr__(self, name, spec)
         object.__setattr__(self, "order", _as_order(self.order))
         check_bool("fused", self.fused)
+        self._check_scaled()
         self._check_product()
         self._check_gradients()
 
@@ -218,6 +234,30 @@ class MatmulSpec:
         why = "fused=True adds the exact product" if self.fused else _EXACT.get(self.order.kind)
         if why is not None and self.product is not None:
             raise ValueError(f"product={str(self.product)!r} is never used, since {why}; leave product=None")
+
+    def _check_scaled(self) -> None:
+        fmt, merged = None if self.operands is None else self.operands.scaled, self.order.kind == "aligned_sums"
+        if fmt is None:
+            if merged:
+                raise ValueError(f"order={str(self.order)!r} needs operands of a scaled format, such as 'nvfp4'")
+            return
+        if self.order.kind not in _OF_SCALED:
+            as_spec(self.operands, "operands")  # refuses it
+        along = isinstance(fmt.group, int) and fmt.axis == -1 and fmt.zero_point is None
+        floats = isinstance(fmt.element, FloatFormat) and isinstance(fmt.scale, FloatFormat)
+        if not along or not floats or self.operands.rounding.stochastic:  # type: ignore[union-attr]
+            raise ValueError(f"operands={str(self.operands)!r}: order={str(self.order)!r} takes elements and scales "
+                             "that are floats, in groups along the last axis, rounded to a neighbour")  # fmt: skip
+        fits = _fits_sums(fmt, self.order) if merged else not fmt.scale_format.frac_bits
+        if not fits:
+            need = f"groups of a multiple of {MERGED}, elements and scales of few bits" if merged else "powers of two"
+            raise ValueError(f"operands={str(self.operands)!r}: order={str(self.order)!r} needs {need}")
+
+    @property
+    def group(self) -> int:
+        """The number of elements under one scale; 0 if operands have no scales."""
+        fmt = None if self.operands is None else self.operands.scaled
+        return 0 if fmt is None else fmt.group  # type: ignore[return-value]
 
     def _check_gradients(self) -> None:
         for name in ("product", "accumulate"):
@@ -241,6 +281,15 @@ class MatmulSpec:
 
 
 _ROUNDINGS = ("operands", "product", "accumulate")
+
+
+def _fits_sums(fmt: ScaledFormat, order: Order) -> bool:
+    """Whether a sum of products times its scales is exact in float32, and that of a block in two words of 24 bits."""
+    element, block = fmt.element, order.block or 0
+    assert isinstance(element, FloatFormat) and isinstance(fmt.group, int) and order.bits is not None
+    bits = element.emax + 1 - (element.emin - element.frac_bits) + fmt.scale_format.frac_bits + 1
+    units = 4 << 2 * (element.emax + 1) + order.bits
+    return fmt.group % MERGED == block % MERGED == 0 and 2 * bits + 4 <= 24 and units * block <= 1 << 54
 
 
 def _as_order(value: object) -> Order:

@@ -36,6 +36,7 @@ class TensorCore:
 
 _SIM = "MMA-Sim (github.com/microsoft/MMA-Sim, c785138; arXiv 2511.10909)"
 _FASI = "Fasi, Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330, 2021; " + _SIM
+_LATER = "MMA-Sim (github.com/microsoft/MMA-Sim, 0cb7846, arithmetic/fdpa.py; arXiv 2511.10909)"
 _OLD_AMD = _SIM + "; later revisions of MMA-Sim sum four products of CDNA1 and c exactly"
 _TPU = (
     "cloud.google.com/tpu/docs/bfloat16: bfloat16 products, float32 sums; the order of the sums and their rounding "
@@ -52,6 +53,14 @@ def _aligned(operands: str, block: int, bits: int, source: str = _SIM, narrow: b
 
 def _apart(operands: str, block: int) -> TensorCore:
     return TensorCore(MatmulSpec(operands, accumulate="binary32", order=f"aligned_apart({block}, 24)"), _SIM)
+
+
+def _halves(operands: str) -> TensorCore:
+    return TensorCore(MatmulSpec(operands, accumulate="binary32", order="aligned_halves(16, 24)"), _LATER)
+
+
+def _scaled(operands: str, order: str) -> TensorCore:
+    return TensorCore(MatmulSpec(operands, accumulate="binary32:toward_zero", order=order), _LATER)
 
 
 def _pairs(operands: str, block: int, source: str, flush: bool = False) -> TensorCore:
@@ -75,6 +84,12 @@ def _fp8(block: int, bits: int) -> dict[str, TensorCore]:
     }
 
 
+#: Types that a unit has, but of which no model is published.
+_UNPUBLISHED = {
+    "blackwell": ("fp6_e3m2", "fp6_e2m3", "fp4", "mxfp6_e3m2", "mxfp6_e2m3"),
+    "tpu": ("fp8", "fp8_e5m2", "int8", "int4"),
+}
+
 #: The units by name, and the types of operands of each.
 TENSOR_CORES: Mapping[str, Mapping[str, TensorCore]] = MappingProxyType(
     {
@@ -85,13 +100,22 @@ TENSOR_CORES: Mapping[str, Mapping[str, TensorCore]] = MappingProxyType(
             "ampere": _nvidia(8, 24, _FASI),
             "ada": {**_nvidia(8, 24), **_fp8(16, 13)},
             "hopper": {**_nvidia(16, 25), **_fp8(32, 13)},
-            "blackwell": {**_nvidia(16, 25), **_fp8(32, 25)},
+            "blackwell": {
+                **_nvidia(16, 25),
+                **_fp8(32, 25),
+                "mxfp8": _scaled("mxfp8_e4m3", "aligned(32, 25)"),
+                "mxfp8_e5m2": _scaled("mxfp8_e5m2", "aligned(32, 25)"),
+                "mxfp4": _scaled("mxfp4", "aligned_sums(64, 35)"),
+                "nvfp4": _scaled("nvfp4", "aligned_sums(64, 35)"),
+            },
             "cdna1": {"fp16": _pairs("binary16", 4, _OLD_AMD), "bf16": _pairs("bfloat16", 2, _OLD_AMD)},
             "cdna2": {"fp16": _pairs("binary16", 4, _SIM, True), "bf16": _pairs("bfloat16", 4, _SIM, True)},
             "cdna3": {
                 "fp16": _apart("binary16", 8),
                 "bf16": _apart("bfloat16", 8),
                 "tf32": _apart(_TRUNCATED, 4),
+                "fp8": _halves("float8_e4m3fnuz"),
+                "fp8_e5m2": _halves("float8_e5m2fnuz"),
             },
             "tpu": {"bf16": TensorCore(MatmulSpec("bfloat16", order="matrix_unit(128)"), _TPU)},
         }.items()
@@ -104,20 +128,23 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
 
     NVIDIA's units add k products and the accumulator exactly on one grid of f fraction bits, ``aligned(k, f)``, and cut
     the sum to float32; fp8 on Ada and Hopper to 13 fraction bits. Hopper and later units need no other order than k
-    ascending. The AMD units and the TPU follow other orders of `Order`. CDNA3's fp8 and the block-scaled types of
-    Blackwell (mxfp8, mxfp4, nvfp4) are not in the table: revisions of the source disagree about the first, and the
-    others need the scales of the blocks apart from the elements. A product of CDNA3 that exceeds float32 is added as
-    any other.
+    ascending. The AMD units and the TPU follow other orders of `Order`. A product of CDNA3 that exceeds float32 is
+    added as any other.
 
-    The operands are rounded to their type first. In a `jchop.Rule` the rule rounds them, so take
-    ``dataclasses.replace(spec, operands=None)``; then subnormal operands are aligned as if they were normal, and scales
-    are part of the operands.
+    The operands are rounded to their type first. Of a block-scaled type (mxfp8, mxfp4, nvfp4) the elements are
+    multiplied, and the scales of the blocks take part in the alignment; `jchop.math.matmul` alone takes such a spec.
+    After the sums the result is multiplied by the product of both tensors' scales, if the format has them, each product
+    rounded to nearest float32.
+
+    In a `jchop.Rule` the rule rounds them, so take ``dataclasses.replace(spec, operands=None)`` of a type without
+    scales; then subnormal operands are aligned as if they were normal, and scales are part of the operands.
 
     Args:
         unit: ``"volta"``, ``"turing"``, ``"ampere"``, ``"ada"``, ``"hopper"``, ``"blackwell"`` (datacenter, tcgen05),
             ``"cdna1"``, ``"cdna2"``, ``"cdna3"`` or ``"tpu"``.
-        dtype: ``"fp16"``, ``"bf16"``, ``"tf32"`` (operands cut to 10 fraction bits), ``"fp8"`` (e4m3) or
-            ``"fp8_e5m2"``, if the unit has it. `TENSOR_CORES` has all rows, with the source of each.
+        dtype: ``"fp16"``, ``"bf16"``, ``"tf32"`` (operands cut to 10 fraction bits), ``"fp8"`` (e4m3; e4m3fnuz on
+            CDNA3), ``"fp8_e5m2"``, or on Blackwell ``"mxfp8"`` (e4m3), ``"mxfp8_e5m2"``, ``"mxfp4"`` and ``"nvfp4"``,
+            if the unit has it. `TENSOR_CORES` has all rows, with the source of each.
         out: the accumulator: ``"binary32"`` (default), or ``"binary16"``, rounded to nearest, for fp16 and fp8 on
             NVIDIA's units.
         promote_every: a multiple of k: sums of so many products are added to a float32 total, as DeepSeek-V3 does with
@@ -125,7 +152,7 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
 
     Raises:
         TypeError, ValueError: for a unit, type or accumulator that is not in the table; the message names the ones that
-            are.
+            are. For a type whose sums are not published, such as mxfp6 on Blackwell, the message says so.
 
     Example:
         >>> import jchop as jc
@@ -134,7 +161,10 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
         >>> str(jc.tensor_core("hopper", "fp8", promote_every=128).order)
         'aligned(32, 13, promote_every=128)'
     """
-    row = _row(_row(TENSOR_CORES, "unit", unit), "dtype", dtype, f" of {unit}")
+    types = _row(TENSOR_CORES, "unit", unit)
+    if dtype in _UNPUBLISHED.get(unit, ()):
+        raise ValueError(f"dtype={dtype!r}: how {unit} adds {dtype} is not published; known: {', '.join(types)}")
+    row = _row(types, "dtype", dtype, f" of {unit}")
     check_choice("out", out, ("binary32", "binary16"))
     spec = row.spec
     if out == "binary16":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 INF, NAN = math.inf, math.nan
 #: An exponent below every other.
@@ -40,6 +41,10 @@ def parts(x: float, emin: int) -> Term:
         return 0, 0, NOTHING
     q = 1 - d.bit_length()
     return n, q, max(n.bit_length() - 1 + q if n > 0 else (-n).bit_length() - 1 + q, emin)
+
+
+def product(factors: Sequence[Term]) -> Term:
+    return math.prod(n for n, _, _ in factors), sum(q for _, q, _ in factors), sum(e for _, _, e in factors)
 
 
 def cut(term: Term, unit: int) -> int:
@@ -74,16 +79,16 @@ def rounded(n: int, q: int, to: Target) -> float:
     return math.copysign(math.ldexp(kept, exponent), n)
 
 
-def special(c: float, products: Sequence[tuple[float, float]]) -> float | None:
+def special(c: float, products: Sequence[Sequence[float]]) -> float | None:
     """The sum if a term is infinite or NaN, else None."""
     total, finite = 0.0, True
-    for x, y in ((c, 1.0), *products):
-        if math.isfinite(x) and math.isfinite(y):
+    for factors in ((c,), *products):
+        if all(map(math.isfinite, factors)):
             continue
         finite = False
-        if math.isnan(x) or math.isnan(y) or x == 0 or y == 0:
+        if any(math.isnan(x) or x == 0 for x in factors):
             return NAN
-        total += math.copysign(INF, x) * math.copysign(1, y)  # inf - inf is NaN
+        total += math.prod(math.copysign(1, x) for x in factors) * INF  # inf - inf is NaN
     return None if finite else total
 
 
@@ -96,18 +101,51 @@ class Core:
     emin: int
     target: Target
     apart: bool = False
+    halves: bool = False
+    scale_emin: int | None = None  # if elements have scales
+    merged: int = 0  # products that are summed first, under one scale
 
-    def step(self, c: float, a: Sequence[float], b: Sequence[float]) -> float:
-        """c plus the products of a block."""
-        odd = special(c, list(zip(a, b, strict=True)))
+    def step(self, c: float, a: Sequence[float], b: Sequence[float], *scales: Sequence[float]) -> float:
+        """c plus the products of a block; `scales` of each element of a, and of b."""
+        odd = special(c, list(zip(a, b, *scales, strict=True)))
         if odd is not None:
             return odd
-        terms = []
-        for x, y in zip(a, b, strict=True):
-            (n, q, e), (m, p, f) = parts(x, self.emin), parts(y, self.emin)
-            if n and m:
-                terms.append((n * m, q + p, e + f))
+        if self.merged:
+            return self.step_together(c, self.sums(a, b, *scales))
+        factors = [[parts(x, self.emin) for x in v] for v in (a, b)]
+        factors += [[parts(x, self.scale_emin or 0) for x in v] for v in scales]
+        terms = [product(each) for each in zip(*factors, strict=True)]
+        if self.halves:
+            return self.step_halves(c, terms[::2], terms[1::2])
+        terms = [term for term in terms if term[0]]
         return (self.step_apart if self.apart else self.step_together)(c, terms)
+
+    def sums(self, a: Sequence[float], b: Sequence[float], *scales: Sequence[float]) -> list[Term]:
+        """Exact sums of some products, times their scales, whose exponents alone count."""
+        terms = []
+        for i in range(0, len(a), self.merged):
+            pairs = zip(a[i : i + self.merged], b[i : i + self.merged], strict=True)
+            total = sum((Fraction(x) * Fraction(y) for x, y in pairs), Fraction(0))
+            n, q, e = product([parts(v[i], self.scale_emin or 0) for v in scales])
+            if total and n:
+                terms.append((n * total.numerator, q + 1 - total.denominator.bit_length(), e))
+        return terms
+
+    def step_halves(self, c: float, *halves: list[Term]) -> float:
+        """The products of even and odd index are cut apart, then both sums are moved to one grid, downward."""
+        cuts = []
+        for half in halves:
+            half = [term for term in half if term[0]]
+            largest = max((e for _, _, e in half), default=NOTHING)
+            cuts.append((sum(cut(term, largest - self.bits) for term in half), largest))
+        largest = max(e for _, e in cuts)
+        total = sum(floor(n, e - self.bits, largest - self.bits) for n, e in cuts if n)
+        n, q, e = parts(c, self.target.emin) if c else (0, 0, -126)
+        both = max(largest, e)
+        unit = both - self.bits - 7
+        first = floor(total, largest - self.bits, unit) if total else 0
+        second = 0 if e < both - self.bits - 1 else floor(n, q, both - self.bits) << 7
+        return rounded(first + second, unit, self.target)
 
     def step_together(self, c: float, terms: list[Term]) -> float:
         own = parts(c, self.target.emin) if c else (0, 0, -126)

@@ -27,6 +27,11 @@ NVIDIA = {
     **{("hopper", dtype): (32, 13, 13) for dtype in ("fp8", "fp8_e5m2")},
     **{("blackwell", dtype): (32, 25, 23) for dtype in ("fp8", "fp8_e5m2")},
 }
+#: Products of even and odd index are aligned apart, then moved to one grid, downward.
+HALVES = {("cdna3", dtype): 16 for dtype in ("fp8", "fp8_e5m2")}
+SCALED = {("blackwell", dtype): 32 for dtype in ("mxfp8", "mxfp8_e5m2")}
+#: Operands of 4 bits under one scale hold no large number beside a small one, so no probe sees their sums.
+UNSEEN = {("blackwell", "mxfp4"), ("blackwell", "nvfp4")}
 AMD = {("cdna1", "fp16"): 4, ("cdna1", "bf16"): 2, ("cdna2", "fp16"): 4, ("cdna2", "bf16"): 4}
 LATE = {("cdna3", "fp16"): 8, ("cdna3", "bf16"): 8, ("cdna3", "tf32"): 4}
 #: In the default run: the four published probes are 23, 24, 25 and 13.
@@ -70,9 +75,27 @@ def test_units_of_pairs(unit: str, dtype: str, k: int) -> None:
     assert (p.order, p.k, p.bits, p.out_bits, p.rounding) == ("blocked_pairwise", k, None, 23, "nearest_even")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("unit", "dtype"), HALVES)
+def test_units_of_two_halves(unit: str, dtype: str) -> None:
+    p = jc.probe(compiled(jc.tensor_core(unit, dtype)), length=80)
+    assert (p.order, p.k, p.bits, p.sum_bits, p.out_bits) == ("aligned", 16, 24, 24, 23)
+    assert (p.cut, p.sum_cut, p.rounding) == ("down", "down", "nearest_even")
+    assert (p.operand_bits, p.operand_emin) == {"fp8": (3, -7), "fp8_e5m2": (2, -15)}[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("unit", "dtype"), SCALED)
+def test_units_of_scaled_operands(unit: str, dtype: str) -> None:
+    p = jc.probe(compiled(jc.tensor_core(unit, dtype)), length=80)
+    assert (p.order, p.k, p.bits, p.sum_bits, p.out_bits) == ("aligned", 32, 25, 25, 23)
+    assert {p.cut, p.sum_cut, p.rounding} == {"toward_zero"}
+    assert p.operand_bits == OPERANDS[dtype.removeprefix("mx")][0]
+
+
 def test_every_unit_is_probed() -> None:
     table = {(unit, dtype) for unit, types in jc.TENSOR_CORES.items() for dtype in types}
-    assert table == {*NVIDIA, *AMD, *LATE, ("tpu", "bf16")}
+    assert table == {*NVIDIA, *AMD, *LATE, *HALVES, *SCALED, *UNSEEN, ("tpu", "bf16")}
 
 
 @pytest.mark.slow

@@ -9,14 +9,14 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jchop._bits import CARRIERS
-from jchop._core.arithmetic.aligned import require_aligned
+from jchop._core.arithmetic.aligned.unit import require_aligned
 from jchop._core.arithmetic.operations import check_operation, operation_carrier
 from jchop._core.arithmetic.ranges import require_operation
 from jchop._core.rounding.grid import require_carrier
 from jchop._emulate._known import CARRIER_DTYPES, Known, common, holds_all, is_complex, is_float, is_number, within
 from jchop._emulate._step import Step
 from jchop.formats import bfloat16, binary16, binary32, binary64
-from jchop.spec import Spec
+from jchop.spec import Spec, as_spec
 
 __all__ = ["OUTCOMES"]
 
@@ -62,7 +62,7 @@ def _accumulating(step: Step) -> Step:
         for name in ("product", "accumulate"):
             require_operation(getattr(how, name), carrier, f"accumulate: {name}")
     if how.operands is not None:
-        require_carrier(how.operands, carrier)
+        require_carrier(as_spec(how.operands, "operands"), carrier)
     return replace(step, out=_results(step, spec or how.accumulate))
 
 

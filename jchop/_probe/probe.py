@@ -22,7 +22,7 @@ __all__ = ["Probe", "probe"]
 _Product = tuple[int, float, float]
 
 #: The exponent of M: M is a number of float16, and a product of two numbers of float8_e4m3.
-_LARGE = 15
+_LARGE = 14
 #: The least exponent of a product of two numbers of float8_e4m3.
 _SMALL = -18
 _MOST_LENGTH = 4096
@@ -109,7 +109,7 @@ def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
     hold.
 
     The order is that of the first `length` products in one element of the result; a library may choose another for
-    other shapes. Alignment is probed up to 33 bits.
+    other shapes. Alignment is probed up to 32 bits.
 
     Args:
         matmul: a function of two square float32 NumPy arrays, with a result of their shape that `numpy.asarray` takes.
@@ -175,12 +175,13 @@ class _Unit:
 
     def _lost(self) -> np.ndarray:
         """The number of products that are lost with M first and -M at each other place, M and -M included."""
-        high, low = 2.0 ** (_LARGE - 8), 2.0 ** (_SMALL // 2)
+        high, low = 2.0 ** (_LARGE - 7), 2.0 ** (_SMALL // 2)
         sums = []
         for place in range(1, self.length):
             rest: list[_Product] = [(i, low, low) for i in range(1, self.length) if i != place]
-            sums.append([(0, high, 256.0), (place, -high, 256.0), *rest])
-        return self.length - np.rint(self.results(sums) / 2.0**_SMALL).astype(int)
+            sums.append([(0, high, 128.0), (place, -high, 128.0), *rest])
+        left = np.nan_to_num(self.results(sums), nan=0, posinf=0, neginf=0)  # of operands that hold no 128
+        return self.length - np.rint(left / 2.0**_SMALL).astype(int)
 
     def _find_blocks(self, lost: np.ndarray, places: np.ndarray) -> None:
         """A block length for which the products lost within the first 64 places are explained."""
@@ -202,8 +203,8 @@ class _Unit:
 
     def _around(self, k: int, x: float, y: float) -> list[_Product]:
         """The accumulator x y, then a block with M and -M."""
-        high = 2.0 ** (_LARGE - 8)
-        return [(0, x, y), (k, high, 256.0), (k + 1, -high, 256.0)]
+        high = 2.0 ** (_LARGE - 7)
+        return [(0, x, y), (k, high, 128.0), (k + 1, -high, 128.0)]
 
     def _promoted(self, lost: np.ndarray, places: np.ndarray) -> int | None:
         odd = np.flatnonzero(lost != np.minimum(self.k * -(-(places + 1) // self.k), self.length))
@@ -224,11 +225,11 @@ class _Unit:
 
     def _beside(self, x: float, y: float) -> list[_Product]:
         """The accumulator M, then a block with -M and x y."""
-        high = 2.0 ** (_LARGE - 8)
-        return [(0, high, 256.0), (self.k, -high, 256.0), (self.k + 1, x, y)]
+        high = 2.0 ** (_LARGE - 7)
+        return [(0, high, 128.0), (self.k, -high, 128.0), (self.k + 1, x, y)]
 
     def _cut(self, sum_of: Callable[[float, float], list[_Product]]) -> tuple[int | None, str | None]:
-        """The place of the last bit beside 2^15, and how 1.5 of its units are rounded, positive and negative."""
+        """The place of the last bit beside 2^14, and how 1.5 of its units are rounded, positive and negative."""
         exponents = range(_LARGE - 1, _SMALL - 1, -1)
         seen = self.results([sum_of(*_factors(e)) for e in exponents]) != 0
         if seen.all() or not seen.any():
@@ -240,18 +241,18 @@ class _Unit:
         return _LARGE - last, _DIRECTED.get(away, "nearest")
 
     def _out_bits(self) -> int | None:
-        """The largest j for which 2^15 + 2^(15 - j) is a sum."""
+        """The largest j for which 2^14 + 2^(14 - j) is a sum."""
         if self.kind == "other":
             return None
-        high = 2.0 ** (_LARGE - 8)
+        high = 2.0 ** (_LARGE - 7)
         exponents = range(_LARGE - 1, _SMALL - 1, -1)
         place = self.k
-        sums = [[(0, high, 256.0), (place, *_factors(e))] for e in exponents]
+        sums = [[(0, high, 128.0), (place, *_factors(e))] for e in exponents]
         seen = self.results(sums) != 2.0**_LARGE
         return _LARGE - exponents[int(np.flatnonzero(seen).max())] if seen.any() else None
 
     def _rounding(self, bits: int) -> str:
-        """From sums of 2^15 and parts of a unit; in aligned orders four terms of 2^13 leave two bits for the parts."""
+        """From sums of 2^14 and parts of a unit; in aligned orders four terms of 2^12 leave two bits for the parts."""
         x, y = _factors(_LARGE - bits - 2)  # a quarter of a unit
         sums = [self._sum_and(sign, count * x, y) for sign, count in ((1, 3), (-1, 3), (1, 2), (1, 6))]
         out = (np.abs(self.results(sums)) - 2.0**_LARGE) / 2.0 ** (_LARGE - bits)
@@ -260,8 +261,8 @@ class _Unit:
 
     def _sum_and(self, sign: int, x: float, y: float) -> list[_Product]:
         if self.kind != "aligned" or self.k < 4:
-            return [(0, sign * 2.0 ** (_LARGE - 8), 256.0), (self.k, sign * x, y)]
-        quarter = (sign * 64.0, 128.0)
+            return [(0, sign * 2.0 ** (_LARGE - 7), 128.0), (self.k, sign * x, y)]
+        quarter = (sign * 64.0, 64.0)
         return [(0, *quarter), *((self.k + i, *quarter) for i in range(3)), (self.k + 3, sign * x, y)]
 
     # -- operands ------------------------------------------------------------------------------------------------------

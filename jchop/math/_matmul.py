@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jchop._arguments import as_operands, checked_key, run
+from jchop._bits import CARRIERS
 from jchop._checks import check_choice
+from jchop._core.arithmetic.basic import carrier_range, multiply
 from jchop._core.arithmetic.matmul import Plan
 from jchop._core.arithmetic.operations import check_matmul, operation_carrier
+from jchop._core.rounding.codes import decode_elements
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.products.matmul import matmul_op
@@ -24,6 +28,8 @@ from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.gradients import CustomJvp
 from jchop.spec import Spec
+from jchop.storage import quantize
+from jchop.storage._codes import decode_plain
 
 Array = jax.Array
 
@@ -84,7 +90,7 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
     check_choice("impl", impl, IMPLEMENTATIONS)
     x, y = as_operands("ab", (a, b))
     carrier = operation_carrier(x.dtype)
-    check_matmul(spec, x.dtype)
+    check_matmul(spec, x.dtype, scaled=True)
     check_shapes(x.shape, y.shape)
     key = checked_key(key, spec.stochastic, spec)
     if key is not None:
@@ -98,19 +104,20 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
 @partial(compiled, static_argnames=("spec", "impl"), inline=True)
 def _matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
     keys = None if key is None else split(key, 4)
-    x, y = (_operand(v, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((a, b)))
-    x, y = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
+    x, y = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     seeds = None if keys is None else _seeds(keys, spec)
+    left, right = (_operand(v, i, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((x, y)))
 
-    def product(x: Array, y: Array) -> Array:
-        return _product(spec, impl, a.dtype, x, y, seeds)
+    def product(left: Sequence[Array], right: Sequence[Array]) -> Array:
+        coded = tuple(v for pair in zip(left[1:], right[1:], strict=True) for v in pair)
+        return _product(spec, impl, a.dtype, left[0], right[0], seeds, coded)
 
     if y.ndim == 2:  # one matrix for all rows of x
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        out = jnp.squeeze(product(rows[None], y[None]), 0)
+        rows = [v.reshape(1, math.prod(v.shape[:-1]), v.shape[-1]) for v in left]
+        out = jnp.squeeze(product(rows, [v[None] for v in right]), 0)
     else:
         batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-        out = product(_one_batch(x, batch), _one_batch(y, batch))
+        out = product([_one_batch(v, batch) for v in left], [_one_batch(v, batch) for v in right])
     return out.reshape(_shape(a, b))
 
 
@@ -125,9 +132,23 @@ def _seeds(keys: Array, spec: MatmulSpec) -> Array | None:
     return jnp.stack([*seed_words(keys[2]), *seed_words(keys[3])]) if draws else None
 
 
-def _operand(x: Array, spec: Spec | None, key: Array | None) -> Array:
+def _operand(x: Array, side: int, spec: Spec | None, key: Array | None) -> tuple[Array, ...]:
+    """The rounded numbers; of a scaled format also the elements, the scales of groups, and a scale of each row.
+
+    The groups lie along the summed axis. Derivatives use the numbers alone.
+    """
     wide = x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
-    return wide if spec is None else round_to_format(wide, spec, key)
+    if spec is None or spec.scaled is None:
+        return (wide if spec is None else round_to_format(wide, spec, key),)
+    rows = wide if side == 0 else wide.swapaxes(-1, -2)
+    coded = quantize(rows, spec)
+    elements = decode_plain(coded.qvalue, spec.scaled.element, rows.shape[-1], CARRIERS["float32"])
+    scales, *whole = coded.scale if isinstance(coded.scale, tuple) else (coded.scale,)
+    if not jnp.issubdtype(scales.dtype, jnp.floating):
+        scales = decode_elements(scales, spec.scaled.scale_format, CARRIERS["float32"])
+    tensor = jnp.broadcast_to(whole[0], (*rows.shape[:-1], 1)) if whole else None
+    parts = [round_to_format(rows, spec), elements, scales.astype(jnp.float32), *[tensor] * bool(whole)]
+    return tuple(v if side == 0 else v.swapaxes(-1, -2) for v in parts)
 
 
 def _one_batch(x: Array, batch: tuple[int, ...]) -> Array:
@@ -138,14 +159,30 @@ def product_of_matrices(x: Array, y: Array, spec: MatmulSpec, dtype: Any, keys: 
     """The product of rounded arrays of a wide dtype, (batch, m, k) and (batch, k, n), with the keys of `matmul`."""
     if keys[2] is not None:
         _check_counts(x, y, Plan(spec, operation_carrier(x.dtype), x.shape[-1]))
-    return _product(spec, "auto", jnp.dtype(dtype), x, y, None if keys[2] is None else _seeds(keys, spec))
+    return _product(spec, "auto", jnp.dtype(dtype), x, y, None if keys[2] is None else _seeds(keys, spec), ())
 
 
 @partial(CustomJvp, nondiff_argnums=(0, 1, 2))
-def _product(spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None) -> Array:
-    """The product of rounded arrays of shapes (batch, m, k) and (batch, k, n)."""
-    result = matmul_op(x, y, *(() if seeds is None else (seeds,)), impl=impl, spec=spec)
+def _product(
+    spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None, coded: tuple[Array, ...]
+) -> Array:
+    """The product of rounded arrays of shapes (batch, m, k) and (batch, k, n).
+
+    If they have a scaled format, `coded` has the elements, the scales and the scales of rows and columns, of each side.
+    """
+    a, b, *scales = coded[:4] or (x, y)
+    result = matmul_op(a, b, *scales, *(() if seeds is None else (seeds,)), impl=impl, spec=spec)
+    if coded[4:]:
+        result = _times(result, _times(coded[4], coded[5]))
     return to_dtype(result, spec, dtype)
+
+
+def _times(x: Array, y: Array) -> Array:
+    """The float32 product, to nearest."""
+    carrier = CARRIERS["float32"]
+    held = carrier_range(carrier)
+    x, y = jnp.broadcast_arrays(x, y)
+    return multiply(x, y, None, carrier, None, held, held)
 
 
 def to_dtype(result: Array, spec: MatmulSpec, dtype: Any) -> Array:
@@ -162,8 +199,8 @@ _OF_DTYPE = {"float16": "binary16", "bfloat16": "bfloat16"}
 
 @partial(_product.defjvp, symbolic_zeros=True)
 def _jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
-    x, y, _ = primals
-    dx, dy, _ = tangents
+    x, y = primals[:2]
+    dx, dy = tangents[:2]
     out = _product(spec, impl, dtype, *primals)
     exact = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     terms = [

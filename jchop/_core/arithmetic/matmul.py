@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._bits import CARRIERS, Carrier
-from jchop._core.arithmetic.aligned import Unit, factors, fused_add
+from jchop._bits import CARRIERS, Carrier, types_for
+from jchop._core.arithmetic.aligned import doubles, limbs
+from jchop._core.arithmetic.aligned.unit import Unit
 from jchop._core.arithmetic.basic import Range, add, carrier_range, multiply, multiply_add, product_range, range_of
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.random_bits import SEEDS, random_words
@@ -32,11 +33,15 @@ Draw = Callable[[str, Step], Array]
 
 @dataclass(frozen=True)
 class Plan:
-    """The static data of a sum of `k` products on `carrier`; the operands are already rounded."""
+    """The static data of a sum of `k` products on `carrier`; the operands are already rounded.
+
+    With `one_cpu` the program is for one CPU, and may use float64.
+    """
 
     spec: MatmulSpec
     carrier: Carrier
     k: int
+    one_cpu: bool = False
 
     @property
     def draws(self) -> bool:
@@ -176,26 +181,35 @@ _UNROLL = 2
 _LEAVES = 4
 
 
-def matmul_body(a: Array, b: Array, seeds: Array | None = None, *, spec: MatmulSpec, tiling: Any = None) -> Array:
+def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any = None, one_cpu: bool = False) -> Array:
     """The product of matrices, with the roundings and the order of sums of `spec`.
 
     Args:
-        a: shape (batch, m, k), float32 or float64, with values already rounded to ``spec.operands``.
+        a: shape (batch, m, k), float32 or float64, with values already rounded to ``spec.operands``; of a scaled format
+            the elements alone.
         b: shape (batch, k, n), of the same dtype, rounded too.
-        seeds: twelve uint32, the words of `seed_words` for the products and then for the sums, if either draws.
+        more: for a scaled format the scales of groups, (batch, m, groups) and (batch, groups, n), of the same dtype.
+            Then twelve uint32, the words of `seed_words` for the products and then for the sums, if either draws.
         spec: the arithmetic.
         tiling: for the kernels alone.
+        one_cpu: whether the program is for one CPU: the same bits, and aligned sums may use float64. Default False.
 
     Returns:
         Shape (batch, m, n), the dtype of `a`.
     """
     del tiling
-    plan = Plan(spec, CARRIERS[a.dtype.name], a.shape[2])
+    plan = Plan(spec, CARRIERS[a.dtype.name], a.shape[2], one_cpu)
     zero = _zero(a, b)
     if not plan.k:
         return zero
-    draw = None if seeds is None else make_draw(seeds, _flat_index(zero), plan.carrier)
-    return _BODIES[spec.order.kind](jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 1, 0), zero, plan, draw)
+    scales, seeds = (more[:2], more[2:]) if spec.group else ((), more)
+    draw = make_draw(seeds[0], _flat_index(zero), plan.carrier) if seeds else None
+    x, y = jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 1, 0)
+    if scales:
+        over = [jnp.repeat(jnp.moveaxis(s, i, 0), spec.group, 0)[: plan.k] for s, i in zip(scales, (2, 1), strict=True)]
+        x, y = zip((x, y), over, strict=True)
+    with types_for(jnp.float64 if one_cpu and spec.order.aligned else a.dtype):
+        return _BODIES[spec.order.kind](x, y, zero, plan, draw)
 
 
 def _zero(a: Array, b: Array) -> Array:
@@ -334,22 +348,28 @@ def _blocked_pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | 
     return _in_chunks(add_block, zero, x, y, length)
 
 
-def _aligned(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) -> Array:
+def _aligned(x: Any, y: Any, zero: Array, plan: Plan, draw: Draw | None) -> Array:
+    """`x` and `y` are operands, or pairs of elements and the scales of each."""
     order = plan.spec.order
     block = order.block or plan.k
     unit = Unit(plan.spec, min(block, plan.k))
-    x, y, zero = (v.astype(jnp.float32) for v in (x, y, zero))
-    parts = factors(x, unit), factors(y, unit)
+    x, y, zero = jax.tree.map(lambda v: v.astype(jnp.float32), (x, y, zero))
+    wide = plan.one_cpu and doubles.suits(unit)
+    find = (doubles if wide else limbs).factors
+    left, right = (find(v[0], unit, v[1]) if isinstance(v, tuple) else find(v, unit) for v in (x, y))
 
     def add_blocks(c: Array, x: Any, y: Any, first: Step) -> Array:
         def add_block(c: Array, x: Any, y: Any, index: Step) -> Array:
+            if wide:
+                return doubles.fused_add(c, x, y, unit)
             number = _plus(index, first) if isinstance(first, int) else first + jnp.uint32(index)
-            return fused_add(c, x, y, unit, _word(plan.spec.accumulate, draw, "accumulate", number))
+            return limbs.fused_add(c, x, y, unit, _word(plan.spec.accumulate, draw, "accumulate", number))
 
-        return _in_chunks(add_block, c, x, y, block)
+        c = _in_chunks(add_block, c.astype(jnp.float64) if wide else c, x, y, block)
+        return doubles.narrow(c) if wide else c
 
     if order.promote_every is None:
-        return add_blocks(zero, *parts, 0).astype(plan.carrier.name)
+        return add_blocks(zero, left, right, 0).astype(plan.carrier.name)
     count = order.promote_every // block
     held = carrier_range(CARRIERS["float32"])
 
@@ -357,7 +377,7 @@ def _aligned(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) -> 
         c = add_blocks(zero, x, y, _times(part, count))
         return add(total, c, None, CARRIERS["float32"], None, held, held)
 
-    return _in_chunks(add_part, zero, *parts, order.promote_every).astype(plan.carrier.name)
+    return _in_chunks(add_part, zero, left, right, order.promote_every).astype(plan.carrier.name)
 
 
 def _tree(x: Array, y: Array, plan: Plan, draw: Draw | None, first: Step) -> Array:
@@ -381,5 +401,7 @@ _BODIES = {
     "matrix_unit": _matrix_unit,
     "aligned": _aligned,
     "aligned_apart": _aligned,
+    "aligned_halves": _aligned,
+    "aligned_sums": _aligned,
     "blocked_pairwise": _blocked_pairwise,
 }

@@ -21,7 +21,7 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
 from jchop._core.arithmetic import basic
-from jchop._core.arithmetic.aligned import require_aligned
+from jchop._core.arithmetic.aligned.unit import require_aligned
 from jchop._core.arithmetic.basic import Range, range_of, require_operation
 from jchop._core.arithmetic.exact import round_exact
 from jchop._core.arithmetic.ranges import carrier_range
@@ -33,7 +33,7 @@ from jchop._core.rounding.stream_offset import StreamOffset, words_like
 from jchop.accumulation import MatmulSpec
 from jchop.formats import FloatFormat
 from jchop.rounding import Overflow
-from jchop.spec import Spec
+from jchop.spec import Spec, as_spec
 
 __all__ = [
     "OPERANDS",
@@ -118,14 +118,19 @@ def _check_stored(spec: Spec | None, dtype: Any, argument: str) -> None:
             )
 
 
-def check_matmul(spec: MatmulSpec, dtype: Any) -> None:
+def check_matmul(spec: MatmulSpec, dtype: Any, scaled: bool = False) -> None:
     """Refuses roundings that are impossible for sums of products in `dtype`, or whose values it cannot hold.
+
+    Args:
+        spec: the arithmetic.
+        dtype: that of the operands.
+        scaled: whether the operands may have a scaled format. Default False.
 
     Raises:
         ValueError: names the field of `spec`, and a dtype that works.
     """
-    if spec.operands is not None:
-        require_carrier(spec.operands, operation_carrier(dtype))
+    if spec.operands is not None and not (scaled and spec.group):
+        require_carrier(as_spec(spec.operands, "operands"), operation_carrier(dtype))
     require_operation(spec.product, operation_carrier(dtype), "product")
     if spec.order.aligned:
         require_aligned(spec, operation_carrier(dtype))

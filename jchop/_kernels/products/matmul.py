@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,4 +61,10 @@ def _refuse_gpu(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec, tiling: Any 
     return _refuse(a, spec, tiling, MatmulGpuTiling)
 
 
-matmul_op = make_op("jchop_matmul", matmul_body, tpu=Kernel(_tpu, _refuse_tpu), gpu=Kernel(_gpu, _refuse_gpu))
+matmul_op = make_op(
+    "jchop_matmul",
+    matmul_body,
+    tpu=Kernel(_tpu, _refuse_tpu),
+    gpu=Kernel(_gpu, _refuse_gpu),
+    single_cpu=partial(matmul_body, one_cpu=True),
+)

@@ -17,12 +17,24 @@ from oracle_cores import Core, Target
 
 import jchop as jc
 from jchop import MatmulSpec
-from jchop._core.arithmetic.aligned import Unit, factors, fused_add
+from jchop._core.arithmetic.aligned import doubles, limbs
+from jchop._core.arithmetic.aligned.unit import Unit
 
 F16, BF16, E4M3, E5M2 = np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+E4M3Z, E5M2Z = ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz
+E2M1, E8M0 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu
 TF32, F32 = "tf32", np.float32
 #: The least exponent and the largest exponent of operands.
-ENDS = {F16: (-14, 15), BF16: (-126, 127), E4M3: (-6, 8), E5M2: (-14, 15), TF32: (-126, 127), F32: (-126, 127)}
+ENDS = {
+    E4M3Z: (-7, 7),
+    E5M2Z: (-15, 15),
+    F16: (-14, 15),
+    BF16: (-126, 127),
+    E4M3: (-6, 8),
+    E5M2: (-14, 15),
+    TF32: (-126, 127),
+    F32: (-126, 127),
+}
 CUT, CUT13 = oracle_cores.BINARY32, oracle_cores.E8M13
 
 
@@ -38,6 +50,7 @@ class Row:
     target: Target = CUT
     apart: bool = False
     out: str = "binary32"
+    halves: bool = False
 
     @property
     def spec(self) -> MatmulSpec:
@@ -47,7 +60,7 @@ class Row:
 
     @property
     def core(self) -> Core:
-        return Core(self.k, self.bits, ENDS[self.operands][0], self.target, self.apart)
+        return Core(self.k, self.bits, ENDS[self.operands][0], self.target, self.apart, self.halves)
 
     def __str__(self) -> str:
         return f"{self.unit}-{self.dtype}-{self.k}" + "-half" * (self.out == "binary16")
@@ -64,6 +77,7 @@ ROWS = [
     Row("hopper", "fp16", F16, 16, 25, **HALF),
     Row("hopper", "tf32", TF32, 8, 25),
     Row("cdna3", "fp16", F16, 8, 24, **NEAREST),
+    Row("cdna3", "fp8", E4M3Z, 16, 24, oracle_cores.NEAREST32, halves=True),
     Row("none", "fp32", F32, 4, 25),
 ]
 MORE = [
@@ -86,6 +100,7 @@ MORE = [
     Row("blackwell", "fp8_e5m2", E5M2, 32, 25),
     Row("cdna3", "bf16", BF16, 8, 24, **NEAREST),
     Row("cdna3", "tf32", TF32, 4, 24, **NEAREST),
+    Row("cdna3", "fp8_e5m2", E5M2Z, 16, 24, oracle_cores.NEAREST32, halves=True),
     Row("none", "fp32", F32, 8, 40),
 ]
 
@@ -139,25 +154,44 @@ def bits(x: Any) -> np.ndarray:
     return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32))
 
 
-def computed(row: Row, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    unit = Unit(row.spec, row.k)
+def computed(
+    row: Row, a: np.ndarray, b: np.ndarray, c: np.ndarray, spec: MatmulSpec | None = None
+) -> dict[str, np.ndarray]:
+    """A step in words of 32 bits, and in float64."""
+    unit = Unit(spec or row.spec, row.k)
 
     @jax.jit
-    def step(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        x, y = (factors(v.T[:, :, None], unit) for v in (a, b))
-        return fused_add(c[:, None, None], x, y, unit, None)[:, 0, 0]
+    def step(a: jax.Array, b: jax.Array, c: jax.Array) -> dict[str, jax.Array]:
+        pairs = [v.T[:, :, None] for v in (a, b)]
+        x, y = (limbs.factors(v, unit) for v in pairs)
+        u, v = (doubles.factors(v, unit) for v in pairs)
+        in_words = limbs.fused_add(c[:, None, None], x, y, unit, None)
+        in_doubles = doubles.fused_add(near_float64(c)[:, None, None], u, v, unit)
+        return {"limbs": in_words[:, 0, 0], "doubles": doubles.narrow(in_doubles)[:, 0, 0]}
 
-    return np.asarray(step(a, b, c))
+    with jax.enable_x64(True):
+        return {name: np.asarray(value) for name, value in step(a, b, c).items()}
+
+
+def near_float64(c: jax.Array) -> jax.Array:
+    """Float32 numbers in float64; XLA on a CPU would convert subnormal ones to zero."""
+    bits = jax.lax.bitcast_convert_type(c, jnp.int32)
+    magnitude = (bits & 0x7FFFFFFF).astype(jnp.int64)
+    normal = jax.lax.bitcast_convert_type((magnitude << 29) + (896 << 52), jnp.float64)
+    small = magnitude.astype(jnp.float64) * 2.0**-149
+    value = jnp.where(magnitude < 1 << 23, small, jnp.where(magnitude >= 0x7F800000, jnp.abs(c) * 1.0, normal))
+    return jnp.where(bits < 0, -value, value)
 
 
 def check(row: Row, count: int) -> None:
     a, b, c = problems(row, count)
-    got = bits(computed(row, a, b, c))
     core = row.core
     want = bits([core.step(*args) for args in zip(c.tolist(), a.tolist(), b.tolist(), strict=True)])
-    wrong = np.flatnonzero(got != want)
-    shown = [(c[i], a[i], b[i], hex(got[i]), hex(want[i])) for i in wrong[:3]]
-    assert not len(wrong), f"{row}: {len(wrong)} of {count} differ (c, a, b, got, expected): {shown}"
+    for name, value in computed(row, a, b, c).items():
+        got = bits(value)
+        wrong = np.flatnonzero(got != want)
+        shown = [(c[i], a[i], b[i], hex(got[i]), hex(want[i])) for i in wrong[:3]]
+        assert not len(wrong), f"{row}, {name}: {len(wrong)} of {count} differ (c, a, b, got, expected): {shown}"
     finite = np.isfinite(want.view(F32))
     assert 0.5 < finite.mean() < 1  # the problems are no others
 
@@ -175,8 +209,125 @@ def test_a_hundred_thousand_sums(row: Row) -> None:
 
 def test_every_row_of_the_table_has_a_test() -> None:
     tested = {(row.unit, row.dtype) for row in (*ROWS, *MORE)} | {("tpu", "bf16")}
+    tested |= {("blackwell", row.dtype) for row in SCALED}
     tested |= {(unit, dtype) for unit in ("cdna1", "cdna2") for dtype in ("fp16", "bf16")}
     assert tested - {("none", "fp32")} == {(unit, dtype) for unit in jc.TENSOR_CORES for dtype in jc.TENSOR_CORES[unit]}
+
+
+# -- elements with scales ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScaledRow:
+    """A type of Blackwell with block scales, and the numbers of the definition."""
+
+    dtype: str
+    elements: Any
+    scales: Any
+    group: int
+    core: Core
+
+    def __str__(self) -> str:
+        return self.dtype
+
+
+SCALED = [
+    ScaledRow("mxfp8", E4M3, E8M0, 32, Core(32, 25, -6, CUT, scale_emin=-127)),
+    ScaledRow("nvfp4", E2M1, E4M3, 16, Core(64, 35, 0, CUT, scale_emin=-6, merged=16)),
+    ScaledRow("mxfp8_e5m2", E5M2, E8M0, 32, Core(32, 25, -14, CUT, scale_emin=-127)),
+    ScaledRow("mxfp4", E2M1, E8M0, 32, Core(64, 35, 0, CUT, scale_emin=-127, merged=16)),
+]
+
+
+def scaled_problems(row: ScaledRow, count: int) -> list[np.ndarray]:
+    """Accumulators, and elements and scales of all codes; scales of E8M0 mostly near each other."""
+    rng = np.random.default_rng(row.core.k + row.group)
+    shape = (count, row.core.k)
+    codes = rng.integers(0, 16 if row.elements is E2M1 else 256, (2, *shape)).astype(np.uint8)
+    elements = codes.view(row.elements).astype(F32)
+    quiet = np.nan_to_num(elements, nan=1, posinf=1, neginf=-1)
+    elements = np.where(rng.random((2, count, 1)) < 0.1, elements, quiet)  # else few sums are finite
+    near_one = rng.integers(0 if row.scales is E4M3 else 120, 127 if row.scales is E4M3 else 135, (2, count, 4))
+    every = rng.integers(0, 128 if row.scales is E4M3 else 256, (2, count, 4))
+    scales = np.where(rng.random((2, count, 1)) < 0.7, near_one, every).astype(np.uint8).view(row.scales)
+    scales = np.repeat(scales.astype(F32), row.group, 2)[:, :, : row.core.k]
+    mirrored = rng.random(count) < 0.3
+    half = row.core.k // 2
+    quiet_pair = np.where(mirrored[:, None], -elements[0][:, :half], elements[0][:, half:])
+    elements[0][:, half:] = quiet_pair
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = elements.astype(np.float64) * scales
+        exact = np.sum(values[0] * values[1], 1)
+        spread = np.exp2(rng.integers(-20, 21, count)) * rng.normal(size=count)
+        c = np.where(rng.random(count) < 0.4, -exact, exact * spread).astype(F32)
+    c = np.where(rng.random(count) < 0.1, F32(0), c)
+    return [np.where(np.isfinite(c), c, F32(1)), *elements, *scales]
+
+
+def check_scaled(row: ScaledRow, count: int) -> None:
+    c, *operands = scaled_problems(row, count)
+    unit = Unit(jc.tensor_core("blackwell", row.dtype), row.core.k)
+
+    @jax.jit
+    def step(c: jax.Array, *operands: jax.Array) -> dict[str, jax.Array]:
+        a, b, sa, sb = (v.T[:, :, None] for v in operands)
+        x, y = (limbs.factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
+        u, v = (doubles.factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
+        in_words = limbs.fused_add(c[:, None, None], x, y, unit, None)
+        in_doubles = doubles.fused_add(near_float64(c)[:, None, None], u, v, unit)
+        return {"limbs": in_words[:, 0, 0], "doubles": doubles.narrow(in_doubles)[:, 0, 0]}
+
+    want = bits([row.core.step(*args) for args in zip(c.tolist(), *(v.tolist() for v in operands), strict=True)])
+    with jax.enable_x64(True):
+        for name, value in step(c, *operands).items():
+            wrong = np.flatnonzero(bits(value) != want)
+            assert not len(wrong), (name, len(wrong), [(c[i], *(v[i] for v in operands)) for i in wrong[:2]])
+    assert 0.5 < np.isfinite(want.view(F32)).mean() < 1
+
+
+@pytest.mark.parametrize("row", SCALED[:2], ids=str)
+def test_every_sum_of_scaled_elements_is_that_of_integers(row: ScaledRow) -> None:
+    check_scaled(row, 500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SCALED, ids=str)
+def test_a_hundred_thousand_sums_of_scaled_elements(row: ScaledRow) -> None:
+    check_scaled(row, 100_000)
+
+
+def decoded(x: np.ndarray, row: ScaledRow) -> tuple[np.ndarray, np.ndarray, F32]:
+    """Elements, the scale of each, and the scale of the tensor, from the codes of `x`."""
+    q = jc.quantize(x, jc.tensor_core("blackwell", row.dtype).operands)
+    codes = np.asarray(q.qvalue).view(np.uint8)
+    codes = codes if row.elements is not E2M1 else np.stack([codes & 15, codes >> 4], -1).reshape(len(x), -1)
+    scale, tensor = q.scale if isinstance(q.scale, tuple) else (q.scale, F32(1))
+    scale = np.asarray(scale).view(np.uint8)
+    if row.dtype == "nvfp4":  # its scales have no subnormal numbers
+        assert (scale >= 8).all()
+    each = np.repeat(scale.view(row.scales).astype(F32), row.group, 1)[:, : x.shape[1]]
+    return codes.view(row.elements).astype(F32)[:, : x.shape[1]], each, F32(tensor)
+
+
+@pytest.mark.parametrize("row", SCALED[:2], ids=str)
+def test_products_of_scaled_operands(row: ScaledRow) -> None:
+    """Three blocks, the last one shorter, as is its last group; then the scales of the tensors, if there are any."""
+    rng = np.random.default_rng(3)
+    a, b = (rng.normal(size=s).astype(F32) * np.exp2(rng.integers(-9, 9, s)).astype(F32) for s in ((2, 138), (138, 3)))
+    (x, sx, tx), (y, sy, ty) = decoded(a, row), decoded(b.T.copy(), row)
+    want = np.zeros((2, 3), F32)
+    for i, j in np.ndindex(2, 3):
+        c = 0.0
+        for k in range(0, 138, row.core.k):
+            c = row.core.step(c, *(v[n][k : k + row.core.k].tolist() for v, n in ((x, i), (y, j), (sx, i), (sy, j))))
+        want[i, j] = F32(c) * (tx * ty)
+    product = partial(jc.math.matmul, spec=jc.tensor_core("blackwell", row.dtype))
+    np.testing.assert_array_equal(bits(product(a, b)), bits(want))
+    batched = product(np.stack([a, a]), np.stack([b, b]))
+    np.testing.assert_array_equal(bits(batched[1]), bits(want))
+    gradient = jax.grad(lambda a: product(a, b).sum())(jnp.asarray(a))
+    rounded = (y * sy * ty).sum(0)
+    np.testing.assert_allclose(gradient, np.broadcast_to(rounded, a.shape), rtol=1e-5, atol=1e-6 * abs(rounded).max())
 
 
 # -- whole products ----------------------------------------------------------------------------------------------------
@@ -239,14 +390,31 @@ def test_other_modes_round_the_exact_sum(overflow: str) -> None:
     halves = np.array([0.5, 1.5, 1.25])
     for mode in MODES:
         spec = MatmulSpec(None, accumulate=f"binary32:{mode}{overflow}", order="aligned(2, 40)")
-        got = np.asarray(jc.math.matmul(a, b, spec), np.float64)[:, 0]
-        down, even = np.floor(halves), np.array([0, 2, 1])
+        product = partial(jc.math.matmul, spec=spec)
+        even, down = np.array([0, 2, 1]), np.floor(halves)
         want = {"nearest_even": even, "nearest_away": [1, 2, 1], "nearest_zero": [0, 1, 1], "up": down + 1,
                 "down": down, "toward_zero": down, "odd": [1, 1, 1]}[mode]  # fmt: skip
-        np.testing.assert_array_equal(got[:3], 1 + np.asarray(want) * ulp, mode)
         away = mode in ("nearest_away", "down", "odd")
-        assert got[3] == -1 - away * ulp, mode
-        assert got[4] == 2**101.0
+        want = np.concatenate([1 + np.asarray(want) * ulp, [-1 - away * ulp, 2**101.0]])
+        in_doubles, in_limbs = product(a, b), jax.vmap(product, (0, None))(a[None], b)[0]
+        for got in (in_doubles, in_limbs):
+            np.testing.assert_array_equal(np.asarray(got, np.float64)[:, 0], want, mode)
+
+
+ACCUMULATORS = [
+    f"{fmt}:{mode}{end}"
+    for fmt in ("binary32", "e5m10", "e8m13")
+    for mode, end in (("nearest_even", ""), ("down", ":saturate"), ("up", ":propagate"), ("odd", ":flush"))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [Row("none", "fp32", F32, 4, 25), Row("cdna3", "fp16", F16, 8, 24)], ids=str)
+def test_float64_has_the_bits_of_two_words(row: Row) -> None:
+    a, b, c = problems(row, 2000)
+    for accumulate in ACCUMULATORS:
+        made = computed(row, a, b, c, replace(row.spec, accumulate=accumulate))
+        np.testing.assert_array_equal(bits(made["doubles"]), bits(made["limbs"]), accumulate)
 
 
 def test_sums_beyond_the_range_are_infinite_or_saturate() -> None:
@@ -280,7 +448,7 @@ def test_the_last_visible_bit(unit: str, dtype: str, last: int) -> None:
     a = np.exp2(-(j // 2))[None, :, None].repeat(4, 0).astype(F32)
     b = np.exp2(-(j - j // 2))[None, :, None].repeat(4, 0).astype(F32)
     wide = replace(unit_, spec=replace(spec, operands=None))  # 2^-j may be no number of the operands' format
-    step = jax.jit(lambda c, a, b: fused_add(c, factors(a, wide), factors(b, wide), wide, None))
+    step = jax.jit(lambda c, a, b: limbs.fused_add(c, limbs.factors(a, wide), limbs.factors(b, wide), wide, None))
     got = step(np.ones((len(j), 1, 1), F32), a, b)
     assert j[np.asarray(got)[:, 0, 0] > 1].max() == last
 
@@ -317,6 +485,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "accumulate": (
         lambda: jc.math.matmul(SQUARE, SQUARE, MatmulSpec(accumulate="e8m22", order="aligned(4, 23)")),
         "accumulate='e8m22': order='aligned",
+    ),
+    "scaled order": (lambda: MatmulSpec("mxfp4", order="pairwise"), "operands='mxfp4' is a scaled format, and each"),
+    "plain sums": (lambda: MatmulSpec("e4m3", order="aligned_sums(64, 35)"), "needs operands of a scaled format"),
+    "sums of groups": (
+        lambda: MatmulSpec("mxfp4(group=24)", order="aligned_sums(64, 35)"),
+        "operands='mxfp4(group=24)': order='aligned_sums(64, 35)' needs groups of a multiple of 16",
+    ),
+    "scales": (lambda: MatmulSpec("nvfp4", order="aligned(32, 25)"), "order='aligned(32, 25)' needs powers of two"),
+    "whole": (lambda: MatmulSpec("mxfp8_e4m3(group=all)", order="aligned(32, 25)"), "in groups along the last axis"),
+    "scaled sum": (
+        lambda: jc.math.sum(SQUARE, jc.tensor_core("blackwell", "mxfp8")),
+        "operands='mxfp8_e4m3' is a scaled format, and each number has to be rounded by itself",
+    ),
+    "scaled emulate": (
+        lambda: jc.emulate(jnp.dot, "binary32", accumulate=jc.tensor_core("blackwell", "mxfp8"))(SQUARE, SQUARE),
+        "operands='mxfp8_e4m3' is a scaled format, and each number has to be rounded by itself",
+    ),
+    "unpublished": (
+        lambda: jc.tensor_core("blackwell", "mxfp6_e3m2"),
+        "how blackwell adds mxfp6_e3m2 is not published",
     ),
     "unit": (lambda: jc.tensor_core("hoper", "fp8"), "unit='hoper' is not known; close: hopper; known: 'volta'"),
     "dtype": (lambda: jc.tensor_core("volta", "fp8"), "dtype='fp8' is not known of volta; known: 'fp16'"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +20,16 @@ import numpy as np
 from jax import lax
 
 from jchop import _bits
-from jchop._bits import CARRIERS, Carrier
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.aligned.unit import LEAST_PRODUCT, MORE, Unit, is_own
 from jchop._core.arithmetic.exact import Exact, round_exact
-from jchop._core.arithmetic.ranges import carrier_range, range_of, supports
 from jchop._core.rounding import modes
 from jchop._core.rounding.modes import Draw, draw
-from jchop.accumulation import MatmulSpec
 from jchop.formats import FloatFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
-__all__ = ["Factors", "Unit", "factors", "fused_add", "require_aligned"]
+__all__ = ["Factors", "factors", "fused_add", "outer"]
 
 Array = jax.Array
 
@@ -40,92 +39,6 @@ _LIMB = 24
 _MASK = (1 << _LIMB) - 1
 #: The exponent of a zero factor: its products are never the largest.
 _NONE = -(1 << 14)
-#: What the sum of products keeps beyond the bits of c in ``aligned_apart``.
-_MORE = 7
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The static data of a tensor core that adds `length` products at a time."""
-
-    spec: MatmulSpec
-    length: int
-
-    @property
-    def bits(self) -> int:
-        """F, the fraction bits of the grid."""
-        assert self.spec.order.bits is not None
-        return self.spec.order.bits
-
-    @property
-    def apart(self) -> bool:
-        """Whether the products are aligned without c."""
-        return self.spec.order.kind == "aligned_apart"
-
-    @cached_property
-    def operand_emin(self) -> int:
-        """The least exponent of an operand."""
-        return _least_exponent(self.spec.operands)
-
-    @cached_property
-    def sum_emin(self) -> int:
-        """The least exponent of an accumulator that is not zero."""
-        return _least_exponent(self.spec.accumulate)
-
-    @cached_property
-    def exact_floats(self) -> bool:
-        """Whether the product of two significands is exact in float32."""
-        return 2 * range_of(self.spec.operands, _CARRIER).bits <= _FRACTION + 1
-
-    @cached_property
-    def one_word(self) -> bool:
-        """Whether the sum of all terms, and every term, has less than 31 bits."""
-        return self.exact_floats and not self.apart and (4 * self.length + 2) << self.bits < 1 << 30
-
-    @property
-    def group(self) -> int:
-        """The number of terms whose sum is below 2^30."""
-        return 1 << max(28 - self.bits, 0)
-
-
-def _least_exponent(spec: Spec | None) -> int:
-    least = 1 - _BIAS
-    fmt = None if spec is None else spec.format
-    return max(fmt.emin, least) if isinstance(fmt, FloatFormat) else least
-
-
-def require_aligned(spec: MatmulSpec, carrier: Carrier) -> None:
-    """Refuses the arithmetic if its operands are not float32 numbers, or its sums cannot be rounded once in float32.
-
-    Raises:
-        ValueError: names the field.
-    """
-    own, held = range_of(spec.operands, carrier), carrier_range(_CARRIER)
-    if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
-        raise ValueError(
-            f"operands={None if spec.operands is None else str(spec.operands)!r} of {carrier.name} may not be numbers "
-            f"of float32, in which order={str(spec.order)!r} is computed; cast the operands to float32"
-        )
-    total = spec.accumulate
-    if total is None or (total.overflow is not Overflow.WRAP and (_is_own(total) or supports(total, _CARRIER))):
-        return
-    raise ValueError(
-        f"accumulate={str(total)!r}: order={str(spec.order)!r} rounds to binary32, or to formats that have two bits "
-        "less than float32 everywhere, and does not wrap"
-    )
-
-
-def _is_own(spec: Spec) -> bool:
-    """Whether the format is float32's own grid."""
-    fmt = spec.format
-    return (
-        isinstance(fmt, FloatFormat)
-        and (fmt.frac_bits, fmt.emin, fmt.exact_max) == (_FRACTION, 1 - _BIAS, _CARRIER.max)
-        and fmt.subnormals
-        and fmt.zero
-        and fmt.has_inf
-        and not spec.flush
-    )
 
 
 # -- factors -----------------------------------------------------------------------------------------------------------
@@ -148,19 +61,37 @@ class Factors:
 jax.tree_util.register_dataclass(Factors, ["significand", "exponent", "count"], [])
 
 
-def factors(x: Array, unit: Unit) -> Factors:
-    """The parts of float32 operands."""
+def factors(x: Array, unit: Unit, scales: Array | None = None) -> Factors:
+    """The parts of float32 operands, or of elements and the scales of each."""
+    s, e = _parts(x, unit.operand_emin)
+    if scales is not None:
+        scale, power = _parts(scales, unit.scale_emin)
+        return Factors(x * scale, power, None) if unit.merged > 1 else Factors(s * scale, e + power, None)
+    count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**_FRACTION)).astype(jnp.int32)
+    return Factors(s, e, count)
+
+
+def _parts(x: Array, emin: int) -> tuple[Array, Array]:
+    """Significands, with their sign, and exponents that are `emin` or more."""
     sign, magnitude = _bits.split(x, _CARRIER)
     biased, fraction = magnitude >> _FRACTION, magnitude & _bits.low_mask(_FRACTION)
-    normal = lax.bitcast_convert_type(fraction | _BIAS << _FRACTION, jnp.float32)
-    s = jnp.where(biased > 0, normal, fraction.astype(jnp.float32) * np.float32(2.0**-_FRACTION))
-    e = jnp.maximum(biased, 1) - _BIAS
-    s = s * _power(jnp.minimum(e - unit.operand_emin, 0))
-    e = jnp.maximum(e, unit.operand_emin)
+    lead = jnp.where(biased > 0, _FRACTION, _bits.floor_log2(jnp.maximum(fraction, 1), _CARRIER))
+    fraction = (fraction << _FRACTION - lead) & _bits.low_mask(_FRACTION)
+    s = lax.bitcast_convert_type(fraction | _BIAS << _FRACTION, jnp.float32)
+    e = jnp.maximum(biased, 1) - _BIAS - (_FRACTION - lead)
+    s = jnp.where(magnitude == 0, np.float32(0), s * _power(jnp.minimum(e - emin, 0)))
     bits = lax.bitcast_convert_type(s, jnp.int32) | sign
     s = jnp.where(biased == 2 * _BIAS + 1, x, lax.bitcast_convert_type(bits, jnp.float32))
-    count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**_FRACTION)).astype(jnp.int32)
-    return Factors(s, jnp.where(magnitude == 0, _NONE, e), count)
+    return s, jnp.where(magnitude == 0, _NONE, jnp.maximum(e, emin))
+
+
+def merged(floats: list[Array], exponents: list[Array], unit: Unit) -> tuple[list[Array], list[Array]]:
+    """The terms that are aligned: products, or sums of several under one scale."""
+    if unit.merged == 1:
+        return floats, exponents
+    starts = range(0, len(floats), unit.merged)
+    sums = [reduce(jnp.add, floats[i : i + unit.merged]) for i in starts]
+    return sums, [jnp.where(v == 0, _NONE, exponents[i]) for v, i in zip(sums, starts, strict=True)]
 
 
 def _power(exponent: Array) -> Array:
@@ -217,7 +148,7 @@ def _terms(x: Factors, y: Factors, exponents: list[Array], largest: Array, unit:
 def _long(x: Factors, y: Factors, e: Array, largest: Array, unit: Unit, product: Array) -> _Limbs:
     """A product of two counts of 24 bits, cut to a multiple of 2^(M - F)."""
     assert x.count is not None and y.count is not None
-    (x1, x0), (y1, y0) = ((v >> 12, v & 0xFFF) for v in (_outer(x.count, 0), _outer(y.count, 1)))
+    (x1, x0), (y1, y0) = ((v >> 12, v & 0xFFF) for v in (outer(x.count, 0), outer(y.count, 1)))
     middle = x1 * y0 + x0 * y1
     high, low = _carried(x1 * y1 + (middle >> 12), x0 * y0 + ((middle & 0xFFF) << 12))
     shift = largest - e + (2 * _FRACTION - unit.bits)
@@ -226,7 +157,8 @@ def _long(x: Factors, y: Factors, e: Array, largest: Array, unit: Unit, product:
     return jnp.where(negative, -high, high), jnp.where(negative, -low, low)
 
 
-def _outer(x: Array, side: int) -> Array:
+def outer(x: Array, side: int) -> Array:
+    """Factors of one product of each sum: of the rows (side 0) or the columns (side 1)."""
     return x[:, None, :] if side else x[:, :, None]
 
 
@@ -274,8 +206,9 @@ def fused_add(c: Array, x: Factors, y: Factors, unit: Unit, word: Array | None) 
         word: random words, if the accumulator draws.
     """
     count = x.exponent.shape[0]
-    exponents = [_outer(x.exponent[i], 0) + _outer(y.exponent[i], 1) for i in range(count)]
-    floats = [_outer(x.significand[i], 0) * _outer(y.significand[i], 1) for i in range(count)]
+    exponents = [outer(x.exponent[i], 0) + outer(y.exponent[i], 1) for i in range(count)]
+    floats = [outer(x.significand[i], 0) * outer(y.significand[i], 1) for i in range(count)]
+    floats, exponents = merged(floats, exponents, unit)
     negative, digits, own = _accumulator(c)
     special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
     add = _apart if unit.apart else _together
@@ -300,13 +233,23 @@ def _together(x: Factors, y: Factors, exponents: list[Array], floats: list[Array
 
 def _apart(x: Factors, y: Factors, exponents: list[Array], floats: list[Array], c: _Digits, unit: Unit) -> Exact:
     negative, digits, own = c
-    largest = jnp.maximum(reduce(jnp.maximum, exponents), 4 * (1 - _BIAS))
-    high, low = _terms(x, y, exponents, largest, unit, floats)
-    both = jnp.maximum(largest, own)
-    up = _MORE
+    parts = []
+    for half in range(unit.halves):
+        turns = slice(half, None, unit.halves)
+        some_x, some_y = (jax.tree.map(lambda v: v[turns], side) for side in (x, y))  # noqa: B023
+        most = reduce(jnp.maximum, exponents[turns], jnp.full_like(own, LEAST_PRODUCT))
+        parts.append((_terms(some_x, some_y, exponents[turns], most, unit, floats[turns]), most))
+    largest = reduce(jnp.maximum, [most for _, most in parts])
+    high, low = parts[0][0]
+    if unit.halves > 1:
+        high, low = _added([_shifted(v, w, jnp.minimum(largest - most, 55)) for (v, w), most in parts])
+    both = jnp.maximum(largest, _exponent_of_sum(digits, own, unit))
+    up = MORE
     high, low = high << up | low >> _LIMB - up, low << up & _MASK
     high, low = _shifted(high, low, jnp.minimum(both - largest, 55))
     more = _cut_sum(negative, digits, both - own, unit.bits, True)
+    if unit.halves > 1:  # a far smaller c is dropped, also a negative one
+        more = [jnp.where(both - _exponent_of_sum(digits, own, unit) > unit.bits + 1, 0, v) for v in more]
     more = more[0] << up | more[1] >> _LIMB - up, more[1] << up & _MASK
     return _exact(*_added([(high, low), more]), both - (unit.bits + up), unit)
 
@@ -415,7 +358,7 @@ def _rounded(v: Exact, spec: Spec | None, word: Array | None) -> Array:
     """`v` rounded once; beyond float32 it is infinite, unless the spec saturates."""
     if spec is None:
         return round_exact(v, None, _CARRIER, None)
-    if _is_own(spec):
+    if is_own(spec):
         away = jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](_Below(v, draw(word, spec, _CARRIER))))
         magnitude = v.magnitude + away.astype(jnp.int32)
         if spec.overflow is not Overflow.IEEE:
