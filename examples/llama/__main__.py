@@ -130,9 +130,10 @@ def serve(model: Any, config: Config, whole: Any, tokens: int, cache: str, folde
             (folder / f"{name}.jax").write_bytes(data)
         server.load((folder / "prefill.jax").read_bytes(), (folder / "decode.jax").read_bytes())
     served = server.serve(prompt, tokens)
+    name = "served" if folder is None else "served, exported"
     print(
-        f"{'served' if folder is None else 'served, exported'}: {served.prefilled:.0f} and {served.decoded:.0f} tokens a "
-        f"second read and written, {served.weights:,} bytes of weights, {served.cache:,} of {cache} cache, logits "
+        f"{name}: {served.prefilled:.0f} and {served.decoded:.0f} tokens a second read and written, {served.weights:,} "
+        f"bytes of weights, {served.cache:,} of {cache} cache, logits "
         f"{decibels(served.logits, evaluate(model, whole)[1]):.1f} dB from those without a cache",
         flush=True,
     )

@@ -57,14 +57,14 @@ class Server:
 
         self.prefill, self.decode = jax.jit(run), jax.jit(decode, donate_argnums=1)
 
-    def exported(self, prompt: Array) -> tuple[bytes, bytes]:
-        """Both functions as bytes of `jax.export`, without weights, for prompts of this shape."""
+    def exported(self, prompt: Array) -> tuple[bytearray, bytearray]:
+        """Both functions as data of `jax.export`, without weights, for prompts of this shape."""
         start = jnp.zeros(len(prompt), jnp.int32)
         token = jnp.zeros(len(prompt), jnp.int32)
         prefill = export.export(self.prefill)(self.weights, self.caches, prompt, start)
         return prefill.serialize(), export.export(self.decode)(self.weights, self.caches, token, start).serialize()
 
-    def load(self, prefill: bytes, decode: bytes) -> None:
+    def load(self, prefill: bytes | bytearray, decode: bytes | bytearray) -> None:
         """Run exported functions in place of the live ones."""
         self.prefill = jax.jit(export.deserialize(bytearray(prefill)).call)
         self.decode = jax.jit(export.deserialize(bytearray(decode)).call, donate_argnums=1)
