@@ -359,3 +359,15 @@ LAYERS: dict[str, Layer] = {
     ),
     "Network": Layer(lambda r: Network(rngs=r), LinenNetwork(), network, (2, 6, 4, 2)),
 }
+
+
+def products_of_size(jaxpr: Any, sizes: set[int]) -> int:
+    """The number of products in a program, and in those within it, whose result has one of the sizes."""
+    count = 0
+    is_program = lambda value: hasattr(value, "jaxpr") or hasattr(value, "eqns")  # noqa: E731
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            count += sum(int(np.prod(out.aval.shape)) in sizes for out in equation.outvars)
+        inner = filter(is_program, jax.tree.leaves(list(equation.params.values()), is_leaf=is_program))
+        count += sum(products_of_size(getattr(program, "jaxpr", program), sizes) for program in inner)
+    return count

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from example_cases import EXAMPLES, load
+from example_cases import EXAMPLES, SCRIPTS, load
 
 
 class Said(Exception):
@@ -19,12 +19,12 @@ class Listener(io.StringIO):
 
 
 @pytest.mark.in_turn(12)
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_it_says_at_once_what_it_does(name, monkeypatch):
     """Within ten seconds, as "training 40 steps in float32"; run no further than that."""
     if name == "torch_training":
         pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(SCRIPTS[name].parent))
     example = load(name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small"])
     monkeypatch.setattr(sys, "stderr", Listener())
@@ -34,10 +34,10 @@ def test_it_says_at_once_what_it_does(name, monkeypatch):
     assert time.process_time() - start < 10
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_its_first_lines_name_the_command_and_small_is_documented(name):
-    source = (EXAMPLES / f"{name}.py").read_text()
-    assert f"python examples/{name}.py" in source.split('"""')[1]
+    source, place = SCRIPTS[name].read_text(), SCRIPTS[name].relative_to(EXAMPLES).as_posix()
+    assert f"python examples/{place.removesuffix('/__main__.py')} " in source.split('"""')[1].replace("\n", " ")
     assert '"--small"' in source
 
 

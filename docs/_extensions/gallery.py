@@ -36,7 +36,14 @@ class Example:
 
     @property
     def path(self) -> Path:
-        return EXAMPLES / f"{self.script}.py"
+        """The program: a file, or that of a folder."""
+        single = EXAMPLES / f"{self.script}.py"
+        return single if single.exists() else EXAMPLES / self.script / "__main__.py"
+
+    @property
+    def place(self) -> str:
+        """What Python is given to run it."""
+        return source_of(self.path).removesuffix("/__main__.py")
 
     @property
     def picture(self) -> Path:
@@ -44,7 +51,12 @@ class Example:
 
     @property
     def command(self) -> str:
-        return " ".join(["python", f"examples/{self.script}.py", *self.arguments])
+        return " ".join(["python", self.place, *self.arguments])
+
+
+def source_of(path: Path) -> str:
+    """The place of a program in the repository."""
+    return f"examples/{path.relative_to(EXAMPLES).as_posix()}"
 
 
 def examples(table: Path = DOCS / "gallery.toml") -> list[Example]:
@@ -53,21 +65,20 @@ def examples(table: Path = DOCS / "gallery.toml") -> list[Example]:
     return [Example(**{**block, "arguments": tuple(block.get("arguments", ("--small",)))}) for block in blocks]
 
 
-def needed(script: str) -> list[str]:
-    """A script and the other scripts that it imports, the imported ones first."""
-    tree = ast.parse((EXAMPLES / f"{script}.py").read_text(encoding="utf-8"))
+def needed(script: Path) -> list[Path]:
+    """A script and the others beside it that it imports, the imported ones first."""
+    tree = ast.parse(script.read_text(encoding="utf-8"))
     names = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     names += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
-    found = [each for name in names if (EXAMPLES / f"{name}.py").exists() for each in needed(name)]
-    return [*dict.fromkeys(found), script]
+    beside = [path for name in names if (path := script.parent / f"{name}.py").exists()]
+    return [*dict.fromkeys(each for path in beside for each in needed(path)), script]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 def stamp(example: Example) -> str:
     """A digest of all that the run depends on."""
     digest = hashlib.sha256(repr(example.arguments).encode())
-    scripts = [EXAMPLES / f"{name}.py" for name in needed(example.script)]
-    for path in [*scripts, *sorted(ROOT.glob("jchop/**/*.py"))]:
+    for path in [*needed(example.path), *sorted(ROOT.glob("jchop/**/*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -97,7 +108,9 @@ def said(example: Example) -> str:
 
 
 def page(example: Example, output: str) -> str:
-    name = example.script
+    name, place = example.script, source_of(example.path)
+    others = needed(example.path)[:-1] if place != example.place else []
+    beside = "".join(f"\n{_included(source_of(path))}" for path in others)
     return f"""# {example.title}
 
 **You learn:** {example.learn}
@@ -109,7 +122,7 @@ def page(example: Example, output: str) -> str:
 
 {said(example)}
 
-Download: {{download}}`the script <../../examples/{name}.py>`, {{download}}`a notebook <{name}.ipynb>`.
+Download: {{download}}`the script <../../{place}>`, {{download}}`a notebook <{name}.ipynb>`.
 
 ## Printed
 
@@ -120,7 +133,11 @@ The picture and these lines are from `{example.command}`, run while this page wa
 
 ## The program
 
-```{{literalinclude}} ../../examples/{name}.py
+{_included(place)}{beside}"""
+
+
+def _included(place: str) -> str:
+    return f"""```{{literalinclude}} ../../{place}
 :language: python
 ```
 """
@@ -147,8 +164,8 @@ def notebook(example: Example) -> dict[str, Any]:
     install = 'pip install "jchop[study]"  # from a clone: pip install ".[study]"'
     cells = [_markdown(f"# {example.title}\n\n**You learn:** {example.learn}\n\n{said(example)}")]
     cells.append(_markdown(f"Needs `{install.split('  #')[0]}`."))
-    for other in needed(example.script)[:-1]:
-        cells.append(_code(f"%%writefile {other}.py\n" + (EXAMPLES / f"{other}.py").read_text(encoding="utf-8")))
+    for other in needed(example.path)[:-1]:
+        cells.append(_code(f"%%writefile {other.name}\n" + other.read_text(encoding="utf-8")))
     cells += map(_code, parts(example.path.read_text(encoding="utf-8")))
     words = [f"{example.script}.py", *example.arguments, "--plot", f"{example.script}.png"]
     cells.append(_code(f"import sys\n\nsys.argv = {words!r}\nmain()"))

@@ -17,6 +17,7 @@ from jchop.nn._folding import Folded, fold_batch_norms
 from jchop.nn._lora_files import load_lora, save_lora
 from jchop.nn._lora_rule import LoraRule
 from jchop.nn._nnx.attach import QuantizedParam
+from jchop.nn._nnx.checkpoints import load_checkpoint, save_checkpoint
 from jchop.nn._nnx.data import quantize_with_data
 from jchop.nn._nnx.layers import (
     BatchNorm,
@@ -93,6 +94,7 @@ __all__ = [
     "fold_batch_norms",
     "linen",
     "load",
+    "load_checkpoint",
     "load_lora",
     "merge_lora",
     "quantize",
@@ -101,6 +103,7 @@ __all__ = [
     "recipe",
     "report",
     "save",
+    "save_checkpoint",
     "save_lora",
     "sensitivity",
     "shard",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -18,7 +21,7 @@ from jchop.nn._nnx.lora import Adapted, put, split_lora, weight_of
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.json import document, shown
 
-__all__ = ["load_lora", "save_lora"]
+__all__ = ["load_lora", "read_adapters", "save_lora", "write_adapters"]
 
 _TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _FRONT, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -51,7 +54,11 @@ def save_lora(folder: str | os.PathLike[str], model: nnx.Module) -> None:
         >>> bool((again(jnp.ones((1, 8))) == adapted(jnp.ones((1, 8)))).all())
         True
     """
-    _, adapters = split_lora(model)
+    write_adapters(folder, split_lora(model)[1])
+
+
+def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes the adapters that `split_lora` gives, by path."""
     tensors: dict[str, Any] = {}
     rules: dict[str, LoraRule] = {}
     for path, adapter in adapters.items():
@@ -98,38 +105,52 @@ def load_lora(folder: str | os.PathLike[str], model: nnx.Module, *, rngs: nnx.Rn
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model={model!r} must be a module of Flax NNX")
-    source = Path(folder)
-    config, tensors = _config(source / _CONFIG), load_safetensors(source / _TENSORS)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    layers = {path.replace("/", "."): placed.module for placed, _ in placed_layers(result) for path in placed.paths}
+    layers = {path: placed.module for placed, _ in placed_layers(result) for path in placed.paths}
+    linear = {path: layer for path, layer in layers.items() if hasattr(layer, "kernel")}
     made: dict[int, Adapted] = {}
-    ends = {name.removeprefix(_FRONT).removesuffix(_A).removesuffix(_B) for name in tensors}
-    for name in sorted(ends):
-        a, b = (tensors.get(f"{_FRONT}{name}{end}") for end in (_A, _B))
-        if a is None or b is None or name not in layers or not hasattr(layers[name], "kernel"):
-            raise ValueError(f"{source / _TENSORS}: {shown(name)} has no A and B, or is no linear layer of the model")
-        made[id(layers[name])] = _adapter(source, name, layers[name], jnp.asarray(a).T, jnp.asarray(b).T, config, rngs)
+    for path, (a, b, rule) in read_adapters(folder, linear, lambda path: weight_of(linear[path]).shape).items():
+        rule = rule if rngs is not None else replace(rule, dropout=0.0)
+        dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
+        made[id(linear[path])] = Adapted(linear[path], a, b, rule, dropout)
     return put(result, made)
 
 
-def _adapter(
-    source: Path, name: str, layer: Any, a: Any, b: Any, config: dict[str, Any], rngs: nnx.Rngs | None
-) -> Adapted:
-    weight = weight_of(layer)
-    if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1], a.shape[1]) != (*weight.shape, b.shape[0]):
+def read_adapters(
+    folder: str | os.PathLike[str], paths: Collection[str], shape_of: Callable[[str], tuple[int, ...]]
+) -> dict[str, tuple[jax.Array, jax.Array, LoraRule]]:
+    """A, B and the rule of each adapter in a folder, by the path of its layer.
+
+    Args:
+        folder: of `save_lora` or PEFT.
+        paths: of the layers that may have one.
+        shape_of: the shape of the weight of such a layer, (in, out).
+    """
+    source = Path(folder)
+    config, tensors = _config(source / _CONFIG), load_safetensors(source / _TENSORS)
+    known = {path.replace("/", "."): path for path in paths}
+    made = {}
+    for name in sorted({name.removeprefix(_FRONT).removesuffix(_A).removesuffix(_B) for name in tensors}):
+        a, b = (tensors.get(f"{_FRONT}{name}{end}") for end in (_A, _B))
+        if a is None or b is None or name not in known:
+            raise ValueError(f"{source / _TENSORS}: {shown(name)} has no A and B, or is no linear layer of the model")
+        a, b = jnp.asarray(a).T, jnp.asarray(b).T
+        made[known[name]] = a, b, _rule(source, name, shape_of(known[name]), a, b, config)
+    return made
+
+
+def _rule(source: Path, name: str, shape: tuple[int, ...], a: Any, b: Any, config: dict[str, Any]) -> LoraRule:
+    if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1], a.shape[1]) != (*shape, b.shape[0]):
         raise ValueError(
             f"{source / _TENSORS}: A and B of {shown(name)} have shapes {list(a.shape)} and {list(b.shape)} "
-            f"(transposed), and its weight {list(weight.shape)}"
+            f"(transposed), and its weight {list(shape)}"
         )
     patterns = config.get("alpha_pattern") or {}
     alpha = patterns.get(name, config.get("lora_alpha", a.shape[1])) if isinstance(patterns, dict) else None
     try:
-        rate = config.get("lora_dropout") or 0.0 if rngs is not None else 0.0
-        rule = LoraRule(name, a.shape[1], alpha, rate)
+        return LoraRule(name, a.shape[1], alpha, config.get("lora_dropout") or 0.0)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source / _CONFIG}: {error}") from None
-    dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
-    return Adapted(layer, a, b, rule, dropout)
 
 
 def _config(path: Path) -> dict[str, Any]:

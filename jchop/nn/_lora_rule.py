@@ -1,16 +1,22 @@
-"""`LoraRule`: which layers get adapters of low rank, and how they begin."""
+"""`LoraRule`: which layers get adapters of low rank; and the adapters that they begin with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jchop._checks import check_choice, check_int
-from jchop._paths import check_pattern
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-__all__ = ["INITS", "LoraRule"]
+from jchop._checks import check_choice, check_int
+from jchop._paths import check_pattern, nearest_paths
+
+Array = jax.Array
+
+__all__ = ["INITS", "LoraRule", "as_lora_rules", "check_used", "first_adapter", "merged_weight"]
 
 #: The first values of adapters: the name, and whether they need the weights before they were packed.
 INITS: Final = {"zeros": False, "loftq": True, "pissa": True}
@@ -63,3 +69,71 @@ def _check_number(name: str, value: Any, allowed: str, holds: Callable[[float], 
         raise TypeError(f"{name}={value!r} must be a number {allowed}")
     if not holds(value):
         raise ValueError(f"{name}={value!r} must be a number {allowed}")
+
+
+# -- adapters of any model ---------------------------------------------------------------------------------------------
+
+
+def as_lora_rules(rules: LoraRule | Iterable[LoraRule]) -> tuple[LoraRule, ...]:
+    """One or several rules, checked."""
+    given = (rules,) if isinstance(rules, LoraRule) else tuple(rules)
+    if not given or not all(isinstance(rule, LoraRule) for rule in given):
+        raise TypeError(f"rules={rules!r} must be a LoraRule, or several")
+    return given
+
+
+def check_used(rules: Sequence[LoraRule], used: Collection[int], paths: Sequence[str]) -> None:
+    """Refuse rules that no layer has taken."""
+    if idle := [rule for i, rule in enumerate(rules) if i not in used]:
+        near = nearest_paths([rule.path for rule in idle], paths)
+        raise ValueError(
+            f"{', '.join(map(str, idle))} matches no linear layer, or only such as an earlier rule matches{near}"
+        )
+
+
+def first_adapter(
+    rule: LoraRule, what: str, draw: Callable[[], Array], weight: Array, original: Any, packed: bool
+) -> tuple[Array, Array, Array | None]:
+    """A and B of a layer.
+
+    Args:
+        rule: its rule.
+        what: the layer, for errors.
+        draw: gives a key.
+        weight: (in, out), unpacked.
+        original: the weight before it was packed; None if that is not known.
+        packed: whether it is packed.
+
+    Returns:
+        A, B, and the weight that the layer is to have beside them, None for its own.
+    """
+    if weight.ndim != 2:
+        raise ValueError(f"{what}: its weight of shape {list(weight.shape)} is no matrix")
+    if not INITS[rule.init]:
+        a = jax.nn.initializers.he_uniform()(draw(), (weight.shape[0], rule.rank), weight.dtype)
+        return a, jnp.zeros((rule.rank, weight.shape[1]), weight.dtype), None
+    if rule.rank > min(weight.shape):
+        raise ValueError(f"{what}: the rank is above the sizes {list(weight.shape)} of the weight")
+    if packed and original is None:
+        raise ValueError(f"{what}: init={rule.init!r} needs original=, the model before it was packed")
+    exact = np.asarray(original if packed else weight, np.float64)
+    if exact.shape != weight.shape:
+        raise ValueError(f"{what}: original has a weight of shape {list(exact.shape)}, not {list(weight.shape)}")
+    whole = rule.init == "pissa"
+    a, b = (jnp.asarray(part, weight.dtype) for part in _best(exact if whole else exact - np.asarray(weight), rule))
+    if not whole:
+        return a, b, None
+    product = rule.factor * (np.asarray(a, np.float64) @ np.asarray(b, np.float64))
+    return a, b, jnp.asarray(exact - product, weight.dtype)
+
+
+def _best(matrix: np.ndarray, rule: LoraRule) -> tuple[np.ndarray, np.ndarray]:
+    """A and B with factor A B the closest matrix of the rank (Eckart and Young, 1936)."""
+    left, sizes, right = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
+    root = np.sqrt(sizes[: rule.rank] / rule.factor)
+    return left[:, : rule.rank] * root, root[:, None] * right[: rule.rank]
+
+
+def merged_weight(weight: Array, a: Array, b: Array, rule: LoraRule) -> Array:
+    """W + factor A B, in the dtype of W."""
+    return (weight + rule.factor * jnp.matmul(a, b, precision="highest")).astype(weight.dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._products.layout import Layout
-from jchop.nn.linen import Packed
+from jchop.nn._linen.quantized import Packed
 from jchop.storage import QArray, load_safetensors, save_safetensors
 from jchop.storage._files.json import read_object, shown, small
 from jchop.storage._files.safetensors import TensorFile, are_counts

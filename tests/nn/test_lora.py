@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from layer_references import products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, add_lora, load_lora, merge_lora, save_lora, split_lora
@@ -73,24 +74,10 @@ def test_first_output_and_gradients(packed: Any) -> None:
     assert sorted(leaf.shape for leaf in jax.tree.leaves(gradient)) == sorted(found.values())
     assert any(bool(leaf.any()) for leaf in jax.tree.leaves(gradient))
     sizes = {64 * 128, 128 * 128}
-    forward, backward = (_of_size(jax.make_jaxpr(f)(lora).jaxpr, sizes) for f in (loss, jax.grad(loss)))
-    assert forward["dot_general"] == backward["dot_general"] == 0  # no product has the shape of a weight
+    forward, backward = (products_of_size(jax.make_jaxpr(f)(lora).jaxpr, sizes) for f in (loss, jax.grad(loss)))
+    assert forward == backward == 0  # no product has the shape of a weight
     other = jax.grad(lambda kernel: ((jax.nn.relu(X @ kernel)) ** 2).mean())
-    assert _of_size(jax.make_jaxpr(other)(jnp.ones((64, 128))).jaxpr, sizes)["dot_general"] == 1  # as it would be
-
-
-def _of_size(jaxpr: Any, sizes: set[int]) -> dict[str, int]:
-    """The number of products whose result has the size of a weight."""
-    count = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            count += sum(int(np.prod(out.aval.shape)) in sizes for out in equation.outvars)
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "jaxpr") or hasattr(p, "eqns")
-        ):
-            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                count += _of_size(getattr(inner, "jaxpr", inner), sizes)["dot_general"]
-    return {"dot_general": count}
+    assert products_of_size(jax.make_jaxpr(other)(jnp.ones((64, 128))).jaxpr, sizes) == 1  # as it would be
 
 
 @pytest.mark.slow

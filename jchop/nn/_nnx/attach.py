@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,6 +34,7 @@ __all__ = [
     "fitted",
     "fork",
     "laid_and_rounded",
+    "layout_of",
     "pack",
     "packed_shape",
 ]
@@ -61,6 +64,7 @@ def attach(
     packed: bool,
     rngs: nnx.Rngs | None,
     before: Any = None,
+    stored: Mapping[str, QArray] = MappingProxyType({}),
 ) -> None:
     """Add the roundings of a rule to `layer`, which already has a class of jchop.
 
@@ -72,12 +76,13 @@ def attach(
         packed: whether parameters are stored packed, else rounded each time.
         rngs: for streams of keys.
         before: the previous site of the layer's product, whose scales are kept if they are of the same kind.
+        stored: parameters that are packed already, in their layout, by name.
     """
     place = StreamOffset(type(layer).__name__, path, rule)
     _check(layer, kind, rule, path)
     check_parameters(layer, kind, place)
     left, right = sources(layer, kind, rule, packed, before)
-    stored = _pack(layer, kind, rule, path, rngs, right) if packed else ()
+    held = _pack(layer, kind, rule, path, rngs, right, stored) if packed else ()
 
     def stream(*needed: bool) -> nnx.RngStream | None:
         return fork(rule, rngs, path) if any(needed) else None
@@ -96,9 +101,9 @@ def attach(
     if kind.slots:
         specs = tuple(_promoted(layer, kind, rule, packed))
         draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
-        if specs or stored:
+        if specs or held:
             codes = rule.product == "codes"
-            promote = Promote(layer.promote_dtype, kind.slots, specs, stored, draws, place, codes)
+            promote = Promote(layer.promote_dtype, kind.slots, specs, held, draws, place, codes)
             layer.promote_dtype = promote.as_attribute()
     if kind.caches:
         layer.cache = rule.cache
@@ -141,7 +146,7 @@ def sources(layer: Any, kind: Kind, rule: Rule, packed: bool, before: Any) -> tu
         return None, None
     if packed and isinstance(how, DelayedScaling):
         raise ValueError(f"{rule}: a history of scales is for training, mode='qat'; leave scale_from out to pack")
-    layout, stacked = _layout_of(layer, kind, "kernel")
+    layout, stacked = layout_of(layer, kind, "kernel")
     kernel = _in_use(layer, "kernel")
     stack = kernel.shape[:stacked]
     left = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
@@ -166,26 +171,29 @@ def fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
 
 
 def _pack(
-    layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None, right: Any
+    layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None, right: Any, stored: Mapping[str, QArray]
 ) -> tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...]:
-    """Store the parameters that the rule rounds as QArrays; how to get each back."""
-    stored = []
+    """Store the parameters that the rule rounds as QArrays, or those that are `stored`; how to get each back."""
+    made = []
     for name, role in kind.parameters.items():
         variable, spec = getattr(layer, name), kind.spec(rule, name)
         if variable is None or spec is None:
             continue
-        layout, stacked = _layout_of(layer, kind, name)
+        layout, stacked = layout_of(layer, kind, name)
         shape = tuple(variable.get_value().shape[stacked:])
-        check_finite(variable.get_value(), f"{name} of the {StreamOffset(type(layer).__name__, path, rule)}")
-        key = fork(rule, rngs, path)() if spec.rounding.stochastic else None
-        scale = right.scale[...] if right is not None and role == "weight" else None
-        codes, layout = pack(_in_use(layer, name), layout, stacked, spec, key, scale)
-        stored.append((name, codes.spec, layout, shape))
+        if name in stored:
+            codes, laid = _in_place(stored[name], layout, shape, stacked)
+        else:
+            check_finite(variable.get_value(), f"{name} of the {StreamOffset(type(layer).__name__, path, rule)}")
+            key = fork(rule, rngs, path)() if spec.rounding.stochastic else None
+            scale = right.scale[...] if right is not None and role == "weight" else None
+            codes, laid = pack(_in_use(layer, name), layout, stacked, spec, key, scale)
+        made.append((name, codes.spec, laid, shape))
         setattr(layer, name, QuantizedParam(codes))
-    return tuple(stored)
+    return tuple(made)
 
 
-def _layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
+def layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
     """How a parameter is laid out, and how many axes in front come of a stack of layers."""
     weight = kind.parameters[name] == "weight"
     axes = kind.axes(layer) if weight else _axes_of_bias(layer)
@@ -203,13 +211,13 @@ def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
     """The shapes of a packed parameter."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     shape = jax.ShapeDtypeStruct(getattr(layer, name).get_value().shape, getattr(layer, name).get_value().dtype)
-    how = _layout_of(layer, kind, name)
+    how = layout_of(layer, kind, name)
     return jax.eval_shape(lambda value, key: pack(value, *how, spec, key)[0], shape, key)
 
 
 def laid_and_rounded(layer: Any, kind: Kind, name: str, spec: Spec) -> tuple[Array, Array]:
     """A parameter in its layout, and the same rounded by a spec that draws nothing."""
-    layout, stacked = _layout_of(layer, kind, name)
+    layout, stacked = layout_of(layer, kind, name)
     value = getattr(layer, name).get_value()
     laid = over_stack(stacked, layout.lay, value)
     return laid, over_stack(stacked, lambda one: round_to_format(layout.lay(one), spec), value)
@@ -229,7 +237,12 @@ def pack(
         return quantize(layout.lay(both[0]), spec, key, scale=both[1])
 
     laid = over_stack(stacked, quantized, (value, scale), key)
-    own = in_own_shape(laid, layout, tuple(value.shape[stacked:]), stacked)
+    return _in_place(laid, layout, tuple(value.shape[stacked:]), stacked)
+
+
+def _in_place(laid: QArray, layout: Layout, shape: tuple[int, ...], stacked: int) -> tuple[QArray, Layout | None]:
+    """As `pack` returns it, of codes and scales in a layout."""
+    own = in_own_shape(laid, layout, shape, stacked)
     return (laid, layout) if own is None else (own, None)
 
 
@@ -251,7 +264,7 @@ def check_parameters(layer: Any, kind: Kind, place: StreamOffset) -> None:
     assert place.rule is not None
     for name, role in kind.parameters.items():
         if getattr(layer, name) is not None:
-            check_axes(role, kind.spec(place.rule, name), _layout_of(layer, kind, name)[0].ndim, place)
+            check_axes(role, kind.spec(place.rule, name), layout_of(layer, kind, name)[0].ndim, place)
 
 
 def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False) -> None:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Mutabl
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jchop._paths import matches_path, nearest_paths
-from jchop.nn._lora_rule import INITS, LoraRule
+from jchop._paths import matches_path
+from jchop.nn._lora_rule import LoraRule, as_lora_rules, check_used, first_adapter, merged_weight
 from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import attach
 from jchop.nn._nnx.kinds import KINDS
@@ -91,9 +89,7 @@ def add_lora(
         >>> bool((adapted(x) == packed(x)).all()), len(nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)))
         (True, 2)
     """
-    given = (rules,) if isinstance(rules, LoraRule) else tuple(rules)
-    if not given or not all(isinstance(rule, LoraRule) for rule in given):
-        raise TypeError(f"rules={rules!r} must be a LoraRule, or several")
+    given = as_lora_rules(rules)
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model={model!r} must be a module of Flax NNX")
     if not isinstance(rngs, nnx.Rngs):
@@ -111,11 +107,7 @@ def add_lora(
             continue
         used.add(number)
         made[id(layer)] = _adapted(layer, path, given[number], rngs, before.get(path))
-    if idle := [rule for i, rule in enumerate(given) if i not in used]:
-        near = nearest_paths([rule.path for rule in idle], paths)
-        raise ValueError(
-            f"{', '.join(map(str, idle))} matches no linear layer, or only such as an earlier rule matches{near}"
-        )
+    check_used(given, used, paths)
     return put(result, made)
 
 
@@ -154,9 +146,8 @@ def merge_lora(model: nnx.Module, *, requantize: bool = False) -> Any:
         if not isinstance(node, Adapted):
             return None
         layer: Any = node.base
-        weight = weight_of(layer)
-        added = node.rule.factor * jnp.matmul(node.lora_a[...], node.lora_b[...], precision="highest")
-        _set_weight(layer, (weight + added).astype(weight.dtype), requantize)
+        weight = merged_weight(weight_of(layer), node.lora_a[...], node.lora_b[...], node.rule)
+        _set_weight(layer, weight, requantize)
         return layer
 
     return _replaced(result, merged)
@@ -208,34 +199,13 @@ def _adapted(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: An
     what = f"{type(layer).__name__} at {path!r}, by {rule}"
     if base_class is not nnx.Linear:
         raise ValueError(f"{what}: adapters are for flax.nnx.Linear; exclude the layer with '!{path}'")
-    weight = weight_of(layer)
-    if weight.ndim != 2:
-        raise ValueError(f"{what}: its weight of shape {list(weight.shape)} is no matrix")
-    dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout else None
-    if not INITS[rule.init]:
-        a = nnx.initializers.he_uniform()(rngs.params(), (weight.shape[0], rule.rank), weight.dtype)
-        return Adapted(layer, a, jnp.zeros((rule.rank, weight.shape[1]), weight.dtype), rule, dropout)
-    if rule.rank > min(weight.shape):
-        raise ValueError(f"{what}: the rank is above the sizes {list(weight.shape)} of the weight")
     packed = isinstance(layer.kernel.get_value(), QArray)
-    if packed and original is None:
-        raise ValueError(f"{what}: init={rule.init!r} needs original=, the model before it was packed")
-    exact = np.asarray(weight_of(original) if packed else weight, np.float64)
-    if exact.shape != weight.shape:
-        raise ValueError(f"{what}: original has a weight of shape {list(exact.shape)}, not {list(weight.shape)}")
-    whole = rule.init == "pissa"
-    a, b = (jnp.asarray(part, weight.dtype) for part in _best(exact if whole else exact - np.asarray(weight), rule))
-    if whole:
-        product = rule.factor * (np.asarray(a, np.float64) @ np.asarray(b, np.float64))
-        _set_weight(layer, jnp.asarray(exact - product, weight.dtype), True)
+    exact = None if original is None else weight_of(original)
+    a, b, rest = first_adapter(rule, what, rngs.params, weight_of(layer), exact, packed)
+    if rest is not None:
+        _set_weight(layer, rest, True)
+    dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout else None
     return Adapted(layer, a, b, rule, dropout)
-
-
-def _best(matrix: np.ndarray, rule: LoraRule) -> tuple[np.ndarray, np.ndarray]:
-    """A and B with factor A B the closest matrix of the rank (Eckart and Young, 1936)."""
-    left, sizes, right = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
-    root = np.sqrt(sizes[: rule.rank] / rule.factor)
-    return left[:, : rule.rank] * root, root[:, None] * right[: rule.rank]
 
 
 def weight_of(layer: Any) -> Array:

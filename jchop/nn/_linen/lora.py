@@ -1,0 +1,351 @@
+"""Low-rank adapters (LoRA) beside the layers of a Linen module: a collection of variables, which trains alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jchop._arguments import check_key
+from jchop._checks import check_bool
+from jchop._paths import matches_path
+from jchop._products.rule import Rule
+from jchop._settings import split
+from jchop.nn._linen.layers import Path, held_by, layers_of, number_of, params_of, seen_in
+from jchop.nn._linen.quantized import Packed, Quantized, unpacked
+from jchop.nn._lora_files import read_adapters, write_adapters
+from jchop.nn._lora_rule import LoraRule, as_lora_rules, check_used, first_adapter, merged_weight
+
+Array = jax.Array
+
+__all__ = ["LORA", "Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"]
+
+#: The collection of adapters.
+LORA = "lora"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A module with adapters, ``y + factor * (x A B)`` for the result y of a layer; a result of `add_lora`.
+
+    Args:
+        module: a module of Linen, or a `Quantized` one.
+        rules: the rule of each adapter, by the path of its layer.
+    """
+
+    module: nn.Module | Quantized
+    rules: tuple[tuple[str, LoraRule], ...]
+
+    def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+        """The result of the module with its adapters, with the arguments of Linen's `apply`.
+
+        Args:
+            variables: as from `add_lora`; adapters are in the collection ``"lora"``.
+            args: arguments of the module.
+            rngs: streams of keys by name. With a stream ``"dropout"`` adapters have the dropout of their rules.
+            kwargs: of the module and of Linen's `apply`.
+
+        Raises:
+            ValueError: for variables without these adapters, or an adapter whose layer is no Dense; else as of the
+                module.
+        """
+        base, adapters = _parts(self, variables)
+        with nn.intercept_methods(_Beside(adapters)):
+            return self.module.apply(base, *args, rngs=rngs, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Beside:
+    """An interceptor for `flax.linen.intercept_methods` that adds what adapters give."""
+
+    adapters: Mapping[str, Mapping[str, Any]]
+
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        layer = context.module
+        adapter = self.adapters.get("/".join(layer.path))
+        y = call(*args, **kwargs)
+        if adapter is None or context.method_name != "__call__":
+            return y
+        if not isinstance(layer, nn.Dense):
+            raise ValueError(_no_dense(layer, "/".join(layer.path)))
+        rule, given = adapter["rule"], args[0] if args else kwargs["inputs"]
+        if rule.dropout and layer.has_rng("dropout"):
+            kept = jax.random.bernoulli(layer.make_rng("dropout"), 1 - rule.dropout, given.shape)
+            given = jnp.where(kept, given / (1 - rule.dropout), 0)
+        x, a, b = promote_dtype(given, adapter["lora_a"], adapter["lora_b"], dtype=layer.dtype)
+        return y + ((x @ a) @ b * rule.factor).astype(y.dtype)
+
+
+def add_lora(
+    module: nn.Module | Quantized,
+    variables: Any,
+    rules: LoraRule | Iterable[LoraRule],
+    *args: Any,
+    key: Array,
+    original: Any = None,
+    rngs: Any = None,
+    **kwargs: Any,
+) -> tuple[Adapted, Any]:
+    """Adapters beside the Dense layers of a module of Linen, whatever their weights are packed in.
+
+    Adapters are variables in the collection ``"lora"``. To train them alone, differentiate these:
+    ``jax.grad(lambda lora: loss(adapted.apply({**variables, "lora": lora}, x)))(variables["lora"])``.
+
+    Args:
+        module: a module of Linen, or a result of `quantize` without `program`.
+        variables: its variables, packed or not.
+        rules: a `LoraRule`, or several; the first that matches a layer's path applies.
+        args: example arguments of the module, of which only shapes are used.
+        key: a typed key for the first values of A.
+        original: the variables before they were packed, which "loftq" and "pissa" need for packed layers. Default None.
+        rngs: streams of keys of the module, by name.
+        kwargs: as of `apply`.
+
+    Returns:
+        The module with adapters, and the variables with theirs.
+
+    Raises:
+        TypeError: for rules or a module that are none.
+        ValueError: for a rule that matches no linear layer, a layer that is no Dense with a matrix, a rank above its
+            sizes with "loftq" or "pissa", a missing `original`, or variables that have adapters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> from flax import linen
+        >>> x = jnp.ones((3, 64))
+        >>> dense = jc.nn.linen.quantize(linen.Dense(8), jc.nn.Rule(weight="nf4"))
+        >>> packed = dense.pack(dense.init(jax.random.key(0), x), x)
+        >>> rule = jc.nn.LoraRule("*", rank=4, alpha=8)
+        >>> adapted, variables = jc.nn.linen.add_lora(dense, packed, rule, x, key=jax.random.key(1))
+        >>> bool((adapted.apply(variables, x) == dense.apply(packed, x)).all()), variables["lora"]["lora_a"].shape
+        (True, (64, 4))
+    """
+    given, core = as_lora_rules(rules), _core(module)
+    check_key("key", key)
+    if LORA in variables:
+        raise ValueError("variables have adapters already; merge_lora or split_lora takes them out")
+    shapes = jax.eval_shape(unpacked, variables)
+    seen = seen_in(core, shapes, args, rngs, kwargs)
+    params, before = dict(params_of(variables)), params_of({} if original is None else original)
+    made: dict[Path, Array] = {}
+    rests: dict[Path, Array] = {}
+    chosen: dict[str, LoraRule] = {}
+    used: set[int] = set()
+    for path, (layer, _) in sorted(seen.items()):
+        place = "/".join(path)
+        number = next((i for i, rule in enumerate(given) if matches_path(rule.path, place)), None)
+        kernel = params.get((*path, "kernel"))
+        if number is None or kernel is None:
+            continue
+        used.add(number)
+        rule, packed = given[number], isinstance(kernel, Packed)
+        if not isinstance(layer, nn.Dense):
+            raise ValueError(f"{_no_dense(layer, place)}; exclude the layer with '!{place}'")
+        key, mine = split(key)
+        exact = _numbers(before[*path, "kernel"]) if (*path, "kernel") in before else None
+        what = f"{type(layer).__name__} at {place!r}, by {rule}"
+        a, b, rest = first_adapter(rule, what, lambda mine=mine: mine, _numbers(kernel), exact, packed)
+        made |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
+        rests |= {} if rest is None else {path: rest}
+        chosen[place] = rule
+    check_used(given, used, ["/".join(path) for path in seen])
+    if rests:
+        found = layers_of(core, module.rules, shapes, args, rngs, kwargs) if isinstance(module, Quantized) else {}
+        params |= {
+            (*path, "kernel"): _put(params[*path, "kernel"], rest, found.get(path)) for path, rest in rests.items()
+        }
+    result = {**variables, "params": unflatten_dict(params), LORA: unflatten_dict(made)}
+    return Adapted(module, tuple(sorted(chosen.items()))), result
+
+
+def merge_lora(
+    adapted: Adapted, variables: Any, *args: Any, requantize: bool = False, rngs: Any = None, **kwargs: Any
+) -> tuple[nn.Module | Quantized, Any]:
+    """The module without adapters, and its variables with the adapters added to the weights, W + factor A B.
+
+    Args:
+        adapted: as from `add_lora`.
+        variables: those of it.
+        args: example arguments of the module, of which only shapes are used.
+        requantize: whether a packed weight is packed again by its rule, which rounds the sum. Default False: the weight
+            is in full precision, and the layer is one that no rule rounds.
+        rngs: streams of keys of the module, by name.
+        kwargs: as of `apply`.
+
+    Returns:
+        The module, a plain one if no rule is left that rounds, and the variables.
+
+    Raises:
+        ValueError: for variables without these adapters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> from flax import linen
+        >>> dense, x = linen.Dense(8), jnp.ones((3, 64))
+        >>> plain, rule = dense.init(jax.random.key(0), x), jc.nn.LoraRule("*", rank=4)
+        >>> adapted, variables = jc.nn.linen.add_lora(dense, plain, rule, x, key=jax.random.key(1))
+        >>> module, merged = jc.nn.linen.merge_lora(adapted, variables, x)
+        >>> type(module).__name__, bool((merged["params"]["kernel"] == plain["params"]["kernel"]).all())
+        ('Dense', True)
+    """
+    check_bool("requantize", requantize)
+    base, adapters = _parts(adapted, variables)
+    module, core, params = adapted.module, _core(adapted.module), dict(params_of(base))
+    shapes = jax.eval_shape(unpacked, base)
+    rules = module.rules if isinstance(module, Quantized) else ()
+    found = layers_of(core, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
+    for place, adapter in adapters.items():
+        path = tuple(place.split("/")) if place else ()
+        leaf = params[*path, "kernel"]
+        weight = merged_weight(_numbers(leaf), adapter["lora_a"], adapter["lora_b"], adapter["rule"])
+        params[*path, "kernel"] = _put(leaf, weight, found.get(path))
+    result = {**base, "params": unflatten_dict(params)}
+    if requantize or not rules:
+        return module, result
+    left = _left_alone(rules, list(adapters), seen_in(core, shapes, args, rngs, kwargs), shapes)
+    return (Quantized(core, left) if any(rule.rounds for rule in left) else core), result
+
+
+def split_lora(adapted: Adapted, variables: Any) -> tuple[nn.Module | Quantized, Any, dict[str, dict[str, Any]]]:
+    """The module without its adapters, its variables, and the adapters by path.
+
+    Args:
+        adapted: as from `add_lora`.
+        variables: those of it.
+
+    Returns:
+        The module; its variables; and for the path of each layer a dict of ``lora_a``, ``lora_b`` and the ``rule``.
+
+    Raises:
+        ValueError: for variables without these adapters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> from flax import linen
+        >>> dense, x = linen.Dense(8), jnp.ones((3, 64))
+        >>> plain, rule = dense.init(jax.random.key(0), x), jc.nn.LoraRule("*", rank=4)
+        >>> adapted, variables = jc.nn.linen.add_lora(dense, plain, rule, x, key=jax.random.key(1))
+        >>> module, base, adapters = jc.nn.linen.split_lora(adapted, variables)
+        >>> module is dense, list(base), adapters[""]["lora_b"].shape
+        (True, ['params'], (4, 8))
+    """
+    return adapted.module, *_parts(adapted, variables)
+
+
+def save_lora(folder: str | os.PathLike[str], adapted: Adapted, variables: Any) -> None:
+    """Writes the adapters alone to a folder, in the layout of PEFT, as `jchop.nn.save_lora` does.
+
+    Args:
+        folder: a folder, which is created.
+        adapted: as from `add_lora`.
+        variables: those of it.
+
+    Raises:
+        ValueError: for variables without these adapters, or several rates of dropout, which PEFT does not have.
+        OSError: if a file cannot be written.
+
+    Example:
+        >>> import tempfile, pathlib, jax, jax.numpy as jnp, jchop as jc
+        >>> from flax import linen
+        >>> net, x = linen.Sequential([linen.Dense(8), linen.relu]), jnp.ones((3, 64))
+        >>> plain, rule = net.init(jax.random.key(0), x), jc.nn.LoraRule("*", rank=4)
+        >>> adapted, variables = jc.nn.linen.add_lora(net, plain, rule, x, key=jax.random.key(1))
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> jc.nn.linen.save_lora(folder, adapted, variables)
+        >>> again, loaded = jc.nn.linen.load_lora(folder, net, plain)
+        >>> bool((again.apply(loaded, x) == adapted.apply(variables, x)).all())
+        True
+    """
+    write_adapters(folder, _parts(adapted, variables)[1])
+
+
+def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, variables: Any) -> tuple[Adapted, Any]:
+    """A module with the adapters of a folder of `save_lora` or PEFT.
+
+    Args:
+        folder: with ``adapter_model.safetensors`` and ``adapter_config.json``.
+        module: a module of Linen, or a result of `quantize` without `program`.
+        variables: its variables, packed or not, without adapters; names in the file are paths of its layers.
+
+    Returns:
+        The module with adapters, and the variables with theirs, as from `add_lora`.
+
+    Raises:
+        ValueError: for damaged files, names that are no layer with a kernel, or other shapes.
+        OSError: if a file cannot be read.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.nn.linen.load_lora("no folder", None, {})
+        Traceback (most recent call last):
+        TypeError: module=None must be a module of Flax Linen, or a result of jchop.nn.linen.quantize
+    """
+    _core(module)
+    kernels = {"/".join(path[:-1]): leaf for path, leaf in params_of(variables).items() if path[-1] == "kernel"}
+    made: dict[Path, Array] = {}
+    rules: dict[str, LoraRule] = {}
+    for place, (a, b, rule) in read_adapters(folder, kernels, lambda place: kernels[place].shape).items():
+        path = tuple(place.split("/")) if place else ()
+        made |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
+        rules[place] = rule
+    return Adapted(module, tuple(sorted(rules.items()))), {**variables, LORA: unflatten_dict(made)}
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _core(module: Any) -> nn.Module:
+    core = module.module if isinstance(module, Quantized) else module
+    if not isinstance(core, nn.Module):
+        raise TypeError(f"module={module!r} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize")
+    return core
+
+
+def _no_dense(layer: Any, place: str) -> str:
+    return f"{type(layer).__name__} at {place!r}: adapters are for flax.linen.Dense"
+
+
+def _parts(adapted: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The variables without adapters, and the adapters by path, as `split_lora` gives them."""
+    base = dict(variables)
+    found: Any = flatten_dict(dict(base.pop(LORA, {})), sep="/")
+    wanted = dict(_names(adapted))
+    if set(found) != set(wanted):
+        other = sorted(set(found) ^ set(wanted))
+        raise ValueError(f"variables['{LORA}'] and the adapters of the module differ in {other[0]!r}")
+    adapters: dict[str, dict[str, Any]] = {place: {"rule": rule} for place, rule in adapted.rules}
+    for name, (place, part) in wanted.items():
+        adapters[place][part] = found[name]
+    return base, adapters
+
+
+def _names(adapted: Adapted) -> Iterator[tuple[str, tuple[str, str]]]:
+    for place, _ in adapted.rules:
+        for part in ("lora_a", "lora_b"):
+            yield f"{place}/{part}".lstrip("/"), (place, part)
+
+
+def _numbers(leaf: Any) -> Array:
+    """The numbers of a parameter: packed, in a box, or as they are."""
+    return leaf.unpack() if isinstance(leaf, Packed) else jnp.asarray(nn.meta.unbox(leaf))
+
+
+def _put(leaf: Any, weight: Array, found: Any) -> Any:
+    """A new weight in the form of a parameter; a packed one is packed again if its layer is `found`."""
+    if not isinstance(leaf, Packed):
+        return nn.meta.replace_boxed(leaf, weight)
+    return weight if found is None else Packed(*found.packed("kernel", weight), weight.shape)
+
+
+def _left_alone(rules: tuple[Rule, ...], places: list[str], seen: Any, shapes: Any) -> tuple[Rule, ...]:
+    """Rules that leave some layers alone, without those that then match none."""
+    given = (Rule(" ".join(f"/{place}/" if place else "/" for place in places)), *rules)
+    numbers = {number_of(path, seen[path][0] if path in seen else None, given) for path in held_by(seen, shapes)}
+    return tuple(rule for number, rule in enumerate(given) if number in numbers)

@@ -1,0 +1,289 @@
+"""`Quantized`: a module of Linen with the rules of its layers; `Packed`: a parameter that is stored packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jchop._checks import check_choice
+from jchop._products.codes import Coded, codes_of
+from jchop._products.layout import Layout, check_finite, over_stack, round_in
+from jchop._products.rule import Rule, is_stochastic
+from jchop._products.scale_from import DelayedScaling
+from jchop._products.units import PLATFORMS
+from jchop._settings import split
+from jchop.nn._linen.cache import CACHE
+from jchop.nn._linen.call import Interceptor
+from jchop.nn._linen.layers import Found, Path, layers_of, params_of, seen_in
+from jchop.nn._linen.report import report_of
+from jchop.nn._linen.scales import begun, scale_name
+from jchop.nn._report import ModelReport
+from jchop.spec import Spec
+from jchop.storage import QArray, dequantize
+
+Array = jax.Array
+
+__all__ = ["Packed", "Quantized", "unpacked"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["layout", "shape"])
+@dataclass(frozen=True)
+class Packed:
+    """A packed parameter among the variables of a Linen module.
+
+    Args:
+        stored: the `jchop.QArray`, in the parameter's own shape; if groups run over several axes, laid out so that the
+            axes that a product sums over come last.
+        layout: how it is laid out; axes in front of those are of a stack of layers.
+        shape: shape of the parameter.
+    """
+
+    stored: QArray
+    layout: Layout
+    shape: tuple[int, ...]
+
+    def codes(self) -> Coded:
+        """The codes, in the form that the module expects."""
+        return codes_of(self.stored, self.layout, self.shape)
+
+    def unpack(self) -> Array:
+        """The parameter in the form that the module expects."""
+        stack = len(self.shape) - len(self.layout.kept) - len(self.layout.summed)
+        return over_stack(stack, lambda q: self.layout.back(dequantize(q), self.shape[stack:]), self.stored)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A module of Linen with the rules of its layers; a result of `quantize`.
+
+    Args:
+        module: the module.
+        rules: the rules.
+    """
+
+    module: nn.Module
+    rules: tuple[Rule, ...]
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The variables of the module and those of its rules.
+
+        Parameters are those of the module, bit for bit. With `scale_from` or `cache` in a rule, `start` adds the
+        variables of the rules, which runs the rounded module once more.
+
+        Args:
+            rngs: a key, or streams of keys by name, including those of stochastic rules.
+            args: arguments of the module. Pass data, because their range is the initial value of an activation's
+                learned scale.
+            kwargs: keyword arguments of the module and of Linen's `init`.
+        """
+        variables = self.module.init(rngs, *args, **kwargs)
+        if all(rule.scale_from is None and rule.cache is None for rule in self.rules):
+            return variables
+        more = {name: value for name, value in kwargs.items() if name not in ("mutable", "capture_intermediates")}
+        cache = {name: value for name, value in variables.items() if name == CACHE}
+        unfilled = {name: value for name, value in variables.items() if name != CACHE}
+        return {**cache, **self.start(unfilled, *args, rngs=rngs, **more)}
+
+    def start(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+        """Variables of the plain module, for example trained ones, extended by the variables of the rules.
+
+        Existing variables are kept. For each layer whose rule has `scale_from` there are:
+
+        * ``"params"``: with `LSQ` ``weight_scale``, by the format's rule for the kernel, and ``activation_scale``,
+          from the range of the layer's input in this call, in which such inputs are not rounded, like `calibrate` with
+          one batch;
+        * ``"scale_stats"``: with `MovingAverage` ``activation_range``, NaN until the first call that updates it; with
+          `DelayedScaling` ``activation_history`` and ``weight_history``, zeros.
+
+        Args:
+            variables: variables of the module, not packed. If they have no ``"cache"``, and layers that decode have a
+                rule with `cache`, an empty packed cache is added, for sequences as long as those in `args`.
+            args: arguments of the module.
+            rngs: streams of keys by name.
+            kwargs: as of the module.
+
+        Raises:
+            ValueError, NotImplementedError: as `apply`.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jchop as jc
+            >>> from flax import linen
+            >>> trained = linen.Dense(3).init(jax.random.key(0), jnp.ones((1, 8)))
+            >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.LSQ())
+            >>> variables = jc.nn.linen.quantize(linen.Dense(3), rule).start(trained, jnp.ones((1, 8)))
+            >>> {name: value.shape for name, value in sorted(variables["params"].items())}
+            {'bias': (3,), 'kernel': (8, 3), 'weight_scale': (3, 2)}
+        """
+        if any(isinstance(leaf, Packed) for leaf in params_of(variables).values()):
+            raise ValueError("variables are packed; start with those that are not")
+        # Layers decode only if there is a cache; without one they process whole sequences.
+        kwargs, given = {**kwargs, "mutable": True}, {name: v for name, v in variables.items() if name != CACHE}
+        layers = layers_of(self.module, self.rules, given, args, rngs, kwargs)
+        for name, new in begun(layers, params_of(variables)).items():
+            given[name] = unflatten_dict({**new, **flatten_dict(dict(given.get(name, {})))})
+        result = {**variables, **given}
+        if any(found.needs_run for found in layers.values()):
+            _, after = self._call(given, args, rngs, kwargs, starting=True)
+            result["params"] = unflatten_dict({**params_of(after), **params_of(given)})
+            result |= {CACHE: after[CACHE]} if CACHE in after and CACHE not in variables else {}
+        return result
+
+    def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+        """The result of the rounded module, with the arguments of Linen's `apply`.
+
+        A call with ``mutable=["scale_stats"]`` updates ranges and histories (`MovingAverage`, `DelayedScaling`) and
+        returns them, like training mode in NNX; a call without it does not change them, like evaluation mode. A packed
+        cache takes the new token with ``mutable=["cache"]``.
+
+        Args:
+            variables: variables of the module, packed or not, including those of the rules.
+            args: arguments of the module.
+            rngs: streams of keys by name, with that which a stochastic rule names.
+            kwargs: of the module and of Linen's `apply`.
+
+        Raises:
+            ValueError: for a rule that matches no layer or has no effect, a stochastic one without its stream, or
+                missing variables of the rules.
+            NotImplementedError: for a module with parameters that is no known layer, or a product out of reach.
+        """
+        return self._call(variables, args, rngs, kwargs)
+
+    def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+        """The variables with the rounded weights and biases stored packed, for `apply`.
+
+        The learned scale of a weight becomes a part of the packed weight. Ranges and learned scales of activations
+        stay.
+
+        Args:
+            variables: variables of the module, including those of the rules.
+            args: example arguments, of which only shapes are used.
+            rngs: streams of keys by name.
+            kwargs: as of `apply`.
+
+        Raises:
+            ValueError, NotImplementedError: as `apply`; and for a rule with a `DelayedScaling`, which is for training.
+        """
+        layers = layers_of(self.module, self.rules, unpacked(variables), args, rngs, kwargs)
+        keys, leaves = _Keys(rngs), dict(params_of(variables))
+        for path, found in layers.items():
+            if isinstance(found.rule.scale_from, DelayedScaling) and found.kind.keeps_scales:
+                raise ValueError(f"{found.rule}: a history of scales is for training; leave scale_from out to pack")
+            for name, role in found.kind.parameters.items():
+                spec, value = found.spec(name), leaves.get((*path, name))
+                if spec is None or value is None:
+                    continue
+                if isinstance(value, Packed):
+                    raise ValueError(f"{'/'.join((*path, name))!r} is packed already")
+                if isinstance(value, nn.meta.AxisMetadata):
+                    raise TypeError(
+                        f"variables['params'] hold {'/'.join((*path, name))!r} in a box ({type(value).__name__}): pass "
+                        "program=True to quantize, or unbox it by flax.linen.meta.unbox"
+                    )
+                scale = leaves.pop((*path, scale_name(role)), None) if role == "weight" else None
+                leaves[(*path, name)] = _packed(found, name, value, keys.of(found.rule, spec)[0], scale)
+        return {**variables, "params": unflatten_dict(leaves)}
+
+    def report(
+        self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
+    ) -> ModelReport:
+        """The effect of the rules on each layer, like `jchop.nn.report`, without quantizing.
+
+        Args:
+            variables: as those of the module, not packed.
+            args: example arguments, of which only shapes are used.
+            rngs: streams of keys by name.
+            platform: as of `jchop.nn.report`.
+            kwargs: as of `apply`.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jchop as jc
+            >>> from flax import linen
+            >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.nn.Rule(weight="e4m3"))
+            >>> print(dense.report(dense.init(jax.random.key(0), jnp.ones((1, 4))), jnp.ones((1, 4))))
+            path         layer  rounds              bytes  packed
+            (the model)  Dense  weight=float8_e4m3     40      16
+                                                       40      16
+            stays wide: bias (2,): Rule('*', weight=float8_e4m3) has no bias
+        """
+        if platform is not None:
+            check_choice("platform", platform, tuple(PLATFORMS))
+        return report_of(seen_in(self.module, variables, args, rngs, kwargs), self.rules, variables, platform)
+
+    def _call(self, variables: Any, args: Any, rngs: Any, kwargs: Any, *, starting: bool = False) -> Any:
+        plain = unpacked(variables)
+        layers = layers_of(self.module, self.rules, plain, args, rngs, kwargs)
+        packed = _packed_kernels(variables, layers)
+        keys = _Keys(rngs)
+        weights = dict(params_of(plain))
+        for path, found in layers.items():
+            for name, role in found.kind.parameters.items():
+                spec = found.spec(name)
+                inside = found.kind.hook is not None and role == "weight"  # the product rounds it
+                if spec is None or inside or path in packed or (*path, name) not in weights:
+                    continue
+                value, layout = weights[(*path, name)], found.layout(name)
+                weights[(*path, name)] = over_stack(
+                    found.stacked(name, value), partial(_round_in, layout, spec), value, *keys.of(found.rule, spec)
+                )
+        with nn.intercept_methods(Interceptor(self.rules, packed, starting)):
+            return self.module.apply({**variables, "params": unflatten_dict(weights)}, *args, rngs=rngs, **kwargs)
+
+
+def unpacked(variables: Any) -> Any:
+    """Variables as the module itself has them."""
+
+    def of(leaf: Any) -> Any:
+        return leaf.unpack() if isinstance(leaf, Packed) else dequantize(leaf) if isinstance(leaf, QArray) else leaf
+
+    return jax.tree.map(of, variables, is_leaf=lambda leaf: isinstance(leaf, Packed | QArray))
+
+
+def _round_in(layout: Layout | None, spec: Spec, x: Array, *keys: Array | None) -> Array:
+    return round_in(layout, x, spec, *keys)
+
+
+def _packed(found: Found, name: str, value: Array, key: Array | None, scale: Array | None) -> Packed:
+    check_finite(value, f"{name} of the {found.place}")
+    return Packed(*found.packed(name, value, key, scale), value.shape)
+
+
+def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, Packed | None]:
+    """The layers with packed parameters, and their packed kernels.
+
+    Raises:
+        ValueError: for a parameter that is packed as the rules do not say.
+    """
+    packed = {path: leaf for path, leaf in params_of(variables).items() if isinstance(leaf, Packed)}
+    for (*above, name), leaf in packed.items():
+        found = layers.get(tuple(above))
+        spec = None if found is None else found.packed_spec(name, leaf.shape, leaf.stored.dtype)
+        held = leaf.stored.spec
+        if held != spec:
+            raise ValueError(
+                f"variables['params'] hold {'/'.join((*above, name))!r} packed as {held}, and by the rules it is "
+                f"{'left as it is' if spec is None else f'packed as {spec}'}: it belongs to a module with other rules"
+            )
+    return {path[:-1]: packed.get((*path[:-1], "kernel")) for path in packed}
+
+
+class _Keys:
+    """Keys of parameters, one after the other, from the streams of a call."""
+
+    def __init__(self, rngs: Any) -> None:
+        self.rngs, self.count = rngs, 0
+
+    def of(self, rule: Rule, spec: Spec) -> tuple[Array | None, Array | None]:
+        if not is_stochastic(spec):
+            return None, None
+        name = rule.stochastic_stream
+        if not isinstance(self.rngs, Mapping) or name not in self.rngs:
+            raise ValueError(f"{rule} rounds stochastically: pass rngs={{{name!r}: a key}}")
+        self.count += 1
+        forward, backward = split(jax.random.fold_in(self.rngs[name], self.count))
+        return forward, backward

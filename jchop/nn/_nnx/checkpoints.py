@@ -1,0 +1,265 @@
+"""Models of NNX in checkpoints of other programs: names, the orientation of weights, packed layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jchop._checks import check_bool
+from jchop._paths import check_pattern, matches_path, nearest_paths
+from jchop._products.layout import Layout
+from jchop._products.placement import StoredAs
+from jchop._products.rule import Rule
+from jchop.nn._nnx import hooks
+from jchop.nn._nnx.attach import QuantizedParam, attach, layout_of
+from jchop.nn._nnx.kinds import KINDS, Kind
+from jchop.nn._nnx.layers import CLASSES, placed_layers
+from jchop.nn._nnx.lora import Adapted
+from jchop.nn._nnx.modules import Placed
+from jchop.storage import QArray
+from jchop.storage import save_checkpoint as save_tree
+from jchop.storage._checkpoints.folder import SHARD
+from jchop.storage._checkpoints.opened import Checkpoint, open_checkpoint
+
+Model = TypeVar("Model", bound=nnx.Module)
+Names = Callable[[str], str]
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+#: The parameters of Flax's layers that have another name in checkpoints. Those of other modules keep theirs.
+_TENSORS: Mapping[str, str] = {
+    "kernel": "weight", "embedding": "weight", "scale": "weight", "mean": "running_mean", "var": "running_var",
+}  # fmt: skip
+_VARIABLES = (nnx.Param, QuantizedParam, nnx.BatchStat)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nnx.Module,
+    layout: str,
+    *,
+    names: Names | None = None,
+    config: Mapping[str, Any] | None = None,
+    exact: bool = True,
+    shard_bytes: int = SHARD,
+) -> None:
+    """Writes the parameters of a model of Flax NNX, packed or not, as `jchop.storage.save_checkpoint` does.
+
+    A parameter is named by the path of its layer: that of ``model/layers/0/up`` is ``model.layers.0.up.weight``. The
+    kernel of a `flax.nnx.Linear`, (in, out), is written as (out, in). Embeddings and scales of norms are ``weight``,
+    too. A layer at several paths is written once, by its first.
+
+    Args:
+        path: a new folder, or a file, as of `jchop.storage.save_checkpoint`.
+        model: of Linear and Embed layers, norms, and parameters of your own modules, which are written as they are.
+        layout: as of `jchop.storage.save_checkpoint`, for example ``"plain"`` or ``"compressed-tensors"``.
+        names: a function that gives a tensor's name in the file for that by its path. Default: the same.
+        config: fields for ``config.json``. Default: none.
+        exact: as of `jchop.storage.save_checkpoint`.
+        shard_bytes: the bytes of arrays in one file of a folder. Default 256 MiB.
+
+    Raises:
+        TypeError: for another model.
+        ValueError: for a layer that has no form in checkpoints, adapters, or an array that the layout cannot hold.
+        OSError: if a file cannot be written.
+
+    Example:
+        >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "model"
+        >>> model = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)))
+        >>> packed = jc.nn.quantize(model, jc.nn.Rule("*", weight="int4(group=32,scale=float16)"), "ptq")
+        >>> jc.nn.save_checkpoint(folder, packed, "gptq")
+        >>> {name: value.shape for name, value in jc.storage.load_checkpoint(folder).items()}
+        {'layers.0.bias': (8,), 'layers.0.weight': (8, 64)}
+    """
+    tree: dict[str, Any] = {}
+    for tensor in _tensors(model, names):
+        if tensor.name in tree:
+            raise ValueError(f"names gives {tensor.name!r} to two parameters")
+        tree[tensor.name] = tensor.value()
+    save_tree(tree, path, layout, config=config, exact=exact, shard_bytes=shard_bytes)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    like: Model,
+    layout: str = "auto",
+    *,
+    names: Names | None = None,
+    ignore: str | None = None,
+    exact: bool = True,
+) -> Model:
+    """A model of Flax NNX with the weights of a checkpoint of another program, quantized or not.
+
+    A weight that is packed in the file stays packed: its layer becomes the one of `jchop.nn` that `jchop.nn.quantize`
+    makes with ``mode="ptq"``, under a rule with the spec of the file. So `jchop.nn.add_lora`, `jchop.nn.save` and
+    `jchop.nn.report` take it as any other. Names and orientations are those of `save_checkpoint`.
+
+    Args:
+        path: a folder or a file, as of `jchop.storage.load_checkpoint`.
+        like: a model with the structure, shapes and dtypes, not quantized; under `flax.nnx.eval_shape` its construction
+            allocates no arrays.
+        layout: as of `jchop.storage.load_checkpoint`.
+        names: as of `save_checkpoint`.
+        ignore: a pattern of names in the file that the model does not need, such as ``"rotary_emb"``. Default: none.
+        exact: as of `jchop.storage.load_checkpoint`.
+
+    Returns:
+        A new model.
+
+    Raises:
+        TypeError: for another model.
+        ValueError: for a damaged file, a parameter without a tensor or with one of another shape, a tensor without a
+            parameter, or numbers that the dtype of a parameter does not have.
+        OSError: if a file cannot be read.
+
+    Example:
+        >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> def model():
+        ...     return nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.relu)
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "model"
+        >>> packed = jc.nn.quantize(model(), jc.nn.Rule("*", weight="int4(group=32,scale=float16)"), "ptq")
+        >>> jc.nn.save_checkpoint(folder, packed, "compressed-tensors")
+        >>> loaded = jc.nn.load_checkpoint(folder, nnx.eval_shape(model))
+        >>> bool((loaded(jnp.ones((1, 64))) == packed(jnp.ones((1, 64)))).all()), loaded.layers[0].kernel[...].nbytes
+        (True, 288)
+    """
+    check_bool("exact", exact)
+    if ignore is not None:
+        check_pattern("ignore", ignore, "'rotary_emb'")
+    if not isinstance(like, nnx.Module):
+        raise TypeError(f"like={like!r} must be a module of Flax NNX")
+    result: Any = nnx.merge(*nnx.split(like), copy=True)
+    with open_checkpoint(Path(path), layout) as source:
+        tensors = list(_tensors(result, names, source.items))
+        _check_names(source, tensors, ignore)
+        for _, group in groupby(tensors, key=lambda tensor: id(tensor.placed)):
+            parts = list(group)
+            packed = {part.key: q for part in parts if (q := part.put(source.read(part.name, exact))) is not None}
+            if packed:
+                _attach(parts[0], packed)
+    for keys, value in nnx.to_flat_state(nnx.state(result)):
+        if isinstance(jax.tree.leaves(value)[0], jax.ShapeDtypeStruct):
+            raise ValueError(f"like has no value for {'/'.join(map(str, keys))!r}, and a checkpoint has none")
+    return result
+
+
+class _Tensor(NamedTuple):
+    """A parameter of a model, and its place in a checkpoint."""
+
+    name: str
+    key: str
+    variable: Any
+    placed: Placed
+    kind: Kind | None
+
+    @property
+    def _layout(self) -> Layout | None:
+        """The axes in a checkpoint: first those that stay, then those that a product sums over."""
+        layer, axes = self.placed.module, self.variable.get_value().ndim
+        if self.kind is None or self.key not in self.kind.parameters:
+            return None
+        layout, stack = layout_of(layer, self.kind, self.key)
+        if stack or (axes > 1 and layout.ndim != axes) or axes > 2:
+            raise ValueError(
+                f"{type(layer).__name__} at {self.placed.paths[0]!r}: {self.key} of shape "
+                f"{list(self.variable.get_value().shape)} has no form in checkpoints, which have matrices "
+                "of Linear and Embed; jchop.nn.save keeps it"
+            )
+        return layout
+
+    def value(self) -> Any:
+        """The array as a checkpoint has it."""
+        value, layout = self.variable.get_value(), self._layout
+        if isinstance(value, StoredAs):
+            return value.stored
+        if layout is None or (isinstance(value, QArray) and self._is_laid()):
+            return value
+        return value.transpose(*layout.kept, *layout.summed)
+
+    def _is_laid(self) -> bool:
+        """Whether a packed parameter is stored in its layout already."""
+        promote = hooks.site_in(self.placed.module, "promote_dtype")
+        packed = promote.packed if isinstance(promote, hooks.Promote) else ()
+        return any(name == self.key and layout is not None for name, _, layout, _ in packed)
+
+    def put(self, value: np.ndarray | QArray) -> QArray | None:
+        """Gives the model the array of a checkpoint; one that is packed comes back."""
+        layout, held = self._layout, self.variable.get_value()
+        order = range(held.ndim) if layout is None else (*layout.kept, *layout.summed)
+        shape = tuple(held.shape[axis] for axis in order)
+        if value.shape != shape:
+            raise ValueError(
+                f"{self.name!r} has shape {list(value.shape)}, and {self.placed.paths[0]!r} of the model {list(shape)}"
+            )
+        if isinstance(value, QArray):
+            dtype = getattr(self.placed.module, "dtype", None) or held.dtype
+            with jax.enable_x64(True):  # as `jchop.storage.load_checkpoint`
+                return replace(jax.tree.map(jnp.asarray, value), dtype=np.dtype(dtype))
+        with np.errstate(over="ignore"):
+            numbers = value.astype(held.dtype)
+        if not bool(((numbers.astype(value.dtype) == value) | (value != value)).all()):
+            raise ValueError(
+                f"{self.name!r} in {value.dtype} has numbers that {held.dtype} of the model has not: make the model "
+                f"with param_dtype={value.dtype}"
+            )
+        laid = jnp.asarray(numbers)
+        self.variable.set_value(laid if layout is None else layout.back(laid, held.shape))
+        return None
+
+
+def _attach(tensor: _Tensor, packed: Mapping[str, QArray]) -> None:
+    """Makes the layer of a tensor one that holds packed parameters."""
+    layer: Any = tensor.placed.module
+    path, kind = tensor.placed.paths[0], tensor.kind
+    if kind is None or type(layer) not in KINDS or not set(packed) <= set(kind.parameters):
+        raise ValueError(
+            f"{', '.join(packed)} of {type(layer).__name__} at {path!r} is packed in the checkpoint, and that is no "
+            "plain layer of Flax; `jchop convert --layout plain` unpacks it"
+        )
+    layer.__class__ = CLASSES[type(layer)]
+    fields: dict[str, Any] = {kind.parameters[key]: q.spec for key, q in packed.items()}
+    rule = Rule(path or "*", **fields)
+    attach(layer, kind, rule, path, packed=True, rngs=None, stored=packed)
+
+
+def _tensors(model: nnx.Module, names: Names | None, given: Any = ()) -> Iterator[_Tensor]:
+    """Every parameter of a model, by the name of the first of its paths that is `given`."""
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, Adapted):
+            raise ValueError(
+                "the model has adapters: jchop.nn.merge_lora adds them to the weights, and save_lora saves them"
+            )
+    for placed, kind in placed_layers(model):
+        for key, variable in placed.own.items():
+            if not isinstance(variable, _VARIABLES):
+                continue
+            last = key if kind is None else _TENSORS.get(key, key)
+            found = [f"{path}/{last}".strip("/").replace("/", ".") for path in placed.paths]
+            found = [names(name) for name in found] if names is not None else found
+            yield _Tensor(next((name for name in found if name in given), found[0]), key, variable, placed, kind)
+
+
+def _check_names(source: Checkpoint, tensors: list[_Tensor], ignore: str | None) -> None:
+    """Refuse parameters without a tensor, and tensors without a parameter."""
+    wanted = [tensor.name for tensor in tensors]
+    if missing := [name for name in wanted if name not in source.items]:
+        near = nearest_paths(missing[:1], [name for name in source.items if name not in wanted])
+        raise ValueError(f"the checkpoint has no {missing[0]!r}, and {len(missing)} are missing in all{near}")
+    left = [name for name in source.items if name not in wanted]
+    left = [name for name in left if ignore is None or not matches_path(ignore, name)]
+    if left:
+        raise ValueError(f"the model has no parameter for {left[0]!r} and {len(left) - 1} more; ignore= is for those")

@@ -1,0 +1,129 @@
+"""Models of NNX in checkpoints: names, orientations, packed layers, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jchop as jc
+from jchop.nn import LoraRule, Rule, load_checkpoint, save_checkpoint
+
+INT4 = "int4(group=16,scale=float16)"
+TOKENS = np.arange(6)
+
+
+class Net(nnx.Module):
+    """An embedding that is the head, too, a layer at two paths, a norm, and a parameter of its own."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: Any = jnp.float32) -> None:
+        self.embed = nnx.Embed(16, 32, param_dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(32, 32, param_dtype=dtype, rngs=rngs)])
+        self.again = self.layers[0]
+        self.norm = nnx.RMSNorm(32, rngs=rngs)
+        self.gain = nnx.Param(jnp.linspace(1, 2, 3 * 32).reshape(3, 32))
+
+    def __call__(self, x: Any) -> Any:
+        x = self.norm(self.again(self.layers[0](self.embed(x)))) * self.gain[...].sum(0)
+        return self.embed.attend(x)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return Net(nnx.Rngs(0))
+
+
+def like() -> Any:
+    return nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+
+
+def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "plain", model, "plain", config={"model_type": "net"})
+    tensors = jc.storage.load_checkpoint(tmp_path / "plain")
+    kernel, bias = model.layers[0].kernel[...], model.layers[0].bias
+    wanted = {
+        "embed.weight": model.embed.embedding[...], "again.weight": kernel.T, "again.bias": bias[...],
+        "norm.weight": model.norm.scale[...], "gain": model.gain[...],
+    }  # fmt: skip
+    assert sorted(tensors) == sorted(wanted)
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(tensors[name], value)
+    loaded = load_checkpoint(tmp_path / "plain", like())
+    assert type(loaded.again) is nnx.Linear and loaded.again is loaded.layers[0]
+    np.testing.assert_array_equal(loaded(TOKENS), model(TOKENS))
+    # A file may have any path of a layer, other names, and more than the model needs.
+    renamed = {name.replace("again", "layers.0"): value for name, value in tensors.items()} | {"freq": jnp.ones(3)}
+    jc.storage.save_checkpoint({f"m.{k}": v for k, v in renamed.items()}, tmp_path / "m", "plain")
+    other = load_checkpoint(tmp_path / "m", like(), names=lambda name: f"m.{name}", ignore="freq")
+    np.testing.assert_array_equal(other(TOKENS), model(TOKENS))
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq", "jchop"])
+def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
+    packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")
+    save_checkpoint(tmp_path / layout, packed, layout)
+    stored = jc.storage.load_checkpoint(tmp_path / layout)["again.weight"]
+    assert str(stored.spec) == "int4(group=16,scale=binary16)"  # groups along the inputs, the last axis
+    np.testing.assert_array_equal(jc.dequantize(stored), jc.dequantize(packed.again.kernel[...]).T)
+    loaded = load_checkpoint(tmp_path / layout, like())
+    assert isinstance(loaded.again.kernel, jc.nn.QuantizedParam) and loaded.again is loaded.layers[0]
+    np.testing.assert_array_equal(loaded(TOKENS), packed(TOKENS))
+    adapted = jc.nn.add_lora(loaded, LoraRule("layers", rank=2), rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(adapted(TOKENS), packed(TOKENS))
+    merged = jc.nn.merge_lora(adapted, requantize=True)  # the spec of the file is its rule
+    np.testing.assert_array_equal(jc.dequantize(merged.again.kernel[...]), jc.dequantize(packed.again.kernel[...]))
+
+
+@pytest.mark.slow
+def test_every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None:
+    """Also in the layout of a product, if scales have groups, too."""
+    double = "nf4(group=16,scale=uint8(group=256,zero_point=float))"
+    rules = [Rule("norm", weight="bfloat16"), Rule("again", weight=double, bias="bfloat16")]
+    packed = jc.nn.quantize(model, [*rules, Rule("embed", weight="int8(group=all)")], "ptq")
+    save_checkpoint(tmp_path / "own", packed, "jchop")
+    loaded = load_checkpoint(tmp_path / "own", like())
+    np.testing.assert_array_equal(loaded(TOKENS), packed(TOKENS))
+    assert isinstance(loaded.again.bias, jc.nn.QuantizedParam) and isinstance(loaded.norm.scale, jc.nn.QuantizedParam)
+
+
+@pytest.mark.slow
+def test_a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
+    rounded, _ = jc.nn.quantize_with_data(model, Rule("again", weight=INT4), [TOKENS])
+    save_checkpoint(tmp_path / "gptq", rounded, "compressed-tensors")
+    loaded = load_checkpoint(tmp_path / "gptq", like())
+    np.testing.assert_array_equal(jc.dequantize(loaded.again.kernel[...]), jc.dequantize(rounded.again.kernel[...]))
+
+
+def test_refusals(model: Any, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "plain", model, "plain")
+    conv = nnx.Sequential(nnx.Conv(3, 4, (2, 2), rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"Conv at 'layers/0': kernel of shape \[2, 2, 3, 4\] has no form"):
+        save_checkpoint(tmp_path / "conv", conv, "plain")
+    with pytest.raises(ValueError, match="model has adapters"):
+        save_checkpoint(tmp_path / "a", jc.nn.add_lora(model, LoraRule("again", rank=2), rngs=nnx.Rngs(0)), "plain")
+    with pytest.raises(ValueError, match="names gives 'x' to two"):
+        save_checkpoint(tmp_path / "x", model, "plain", names=lambda name: "x")
+    with pytest.raises(TypeError, match="model=None must be a module"):
+        save_checkpoint(tmp_path / "x", None, "plain")  # type: ignore[arg-type]
+    wide = nnx.Sequential(nnx.Linear(32, 8, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"has no 'layers\.0\.bias', and 2 are missing"):
+        load_checkpoint(tmp_path / "plain", wide)
+    names = {"layers.0.bias": "again.bias", "layers.0.kernel": "", "layers.0.weight": "again.weight"}
+    with pytest.raises(ValueError, match=r"no parameter for 'embed\.weight' and 2 more"):
+        load_checkpoint(tmp_path / "plain", wide, names=names.__getitem__)
+    with pytest.raises(ValueError, match=r"'again\.bias' has shape \[32\], and 'layers/0' of the model \[8\]"):
+        load_checkpoint(tmp_path / "plain", wide, names=names.__getitem__, ignore="{embed,norm,gain}")
+    with pytest.raises(ValueError, match=r"in float32 has numbers that bfloat16 .* param_dtype=float32"):
+        load_checkpoint(tmp_path / "plain", Net(nnx.Rngs(0), jnp.bfloat16))
+    tree = jc.storage.load_checkpoint(tmp_path / "plain")
+    tree["gain"] = jc.quantize(tree["gain"], "int8(group=all)")
+    jc.storage.save_checkpoint(tree, tmp_path / "own", "jchop")
+    with pytest.raises(ValueError, match="gain of Net at '' is packed in the checkpoint"):
+        load_checkpoint(tmp_path / "own", like())
+    with pytest.raises(TypeError, match="like=None must be"):
+        load_checkpoint(tmp_path / "plain", None)  # type: ignore[type-var]

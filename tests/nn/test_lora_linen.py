@@ -1,0 +1,170 @@
+"""Adapters of low rank on Linen: first output, gradients, initial values, merging, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from layer_references import products_of_size
+
+import jchop as jc
+from jchop.nn import LoraRule, Rule
+from jchop.nn.linen import add_lora, load_lora, merge_lora, save_lora, split_lora
+
+DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"
+X = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+KEY = jax.random.key(1)
+SIZES = {64 * 128, 128 * 32}
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.Dense(128, name="up")(x))
+        return nn.LayerNorm(name="norm")(nn.Dense(32, use_bias=False, name="down")(x))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return Net().init(jax.random.key(0), X)
+
+
+@pytest.fixture(scope="module")
+def low() -> Any:
+    return jc.nn.linen.quantize(Net(), [Rule("norm"), Rule(weight=DOUBLE)])
+
+
+@pytest.fixture(scope="module")
+def packed(plain: Any, low: Any) -> Any:
+    return low.pack(plain, X)
+
+
+def noised(variables: Any) -> Any:
+    """Adapters of small random numbers."""
+    keys = iter(jax.random.split(jax.random.key(2), 9))
+    lora = jax.tree.map(lambda v: 0.1 * jax.random.normal(next(keys), v.shape), variables["lora"])
+    return {**variables, "lora": lora}
+
+
+def test_first_output_and_gradients(low: Any, packed: Any) -> None:
+    rules = [LoraRule("up", rank=4, alpha=8), LoraRule("{up,down}", rank=2)]
+    adapted, variables = add_lora(low, packed, rules, X, key=KEY)
+    np.testing.assert_array_equal(adapted.apply(variables, X), low.apply(packed, X))
+    shapes = jax.tree.map(jnp.shape, variables["lora"])
+    assert shapes == {
+        "up": {"lora_a": (64, 4), "lora_b": (4, 128)}, "down": {"lora_a": (128, 2), "lora_b": (2, 32)}
+    }  # fmt: skip
+
+    def loss(lora: Any) -> Any:
+        return (adapted.apply({**packed, "lora": lora}, X) ** 2).mean()
+
+    gradient = jax.grad(loss)(variables["lora"])
+    assert jax.tree.map(jnp.shape, gradient) == shapes
+    assert bool(gradient["up"]["lora_b"].any()) and not bool(gradient["up"]["lora_a"].any())  # since B is zero
+    assert products_of_size(jax.make_jaxpr(jax.grad(loss))(variables["lora"]).jaxpr, SIZES) == 0
+    whole = jax.grad(lambda kernel: ((X @ kernel) ** 2).mean())
+    assert products_of_size(jax.make_jaxpr(whole)(jnp.ones((64, 128))).jaxpr, SIZES) == 1  # as it would be
+
+
+def test_the_sum_is_that_of_the_definition(plain: Any) -> None:
+    adapted, variables = add_lora(Net(), plain, LoraRule("{up,down}", rank=3, alpha=6), X, key=KEY)
+    variables = noised(variables)
+    p, lora = (jax.tree.map(lambda v: np.asarray(v, np.float64), variables[name]) for name in ("params", "lora"))
+    weights = {name: p[name]["kernel"] + 2 * lora[name]["lora_a"] @ lora[name]["lora_b"] for name in ("up", "down")}
+    y = np.maximum(X @ weights["up"] + p["up"]["bias"], 0) @ weights["down"]
+    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-6)
+    wanted = y * p["norm"]["scale"] + p["norm"]["bias"]
+    np.testing.assert_allclose(adapted.apply(variables, X), wanted, rtol=1e-3, atol=1e-4)
+    module, merged = merge_lora(adapted, variables, X)
+    assert module is adapted.module and "lora" not in merged
+    for name, weight in weights.items():  # one rounding of a sum of float32 numbers
+        np.testing.assert_allclose(merged["params"][name]["kernel"], weight, rtol=0, atol=2**-22 * abs(weight).max())
+
+
+def test_merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
+    adapted, variables = add_lora(low, packed, LoraRule("up", rank=3, alpha=6), X, key=KEY)
+    variables = noised(variables)
+    y = adapted.apply(variables, X)
+    module, merged = merge_lora(adapted, variables, X)
+    assert isinstance(merged["params"]["down"]["kernel"], jc.nn.linen.Packed)
+    assert isinstance(merged["params"]["up"]["kernel"], jax.Array)
+    np.testing.assert_allclose(module.apply(merged, X), y, rtol=1e-3, atol=1e-4)  # no rule rounds the sum
+    again, repacked = merge_lora(adapted, variables, X, requantize=True)
+    kernel = repacked["params"]["up"]["kernel"]
+    wanted = jc.quantize(merged["params"]["up"]["kernel"].T, DOUBLE)
+    assert again is low and kernel.stored.spec == packed["params"]["up"]["kernel"].stored.spec
+    np.testing.assert_array_equal(kernel.unpack(), jc.dequantize(wanted).T)
+
+    base, rest, adapters = split_lora(adapted, variables)
+    np.testing.assert_array_equal(base.apply(rest, X), low.apply(packed, X))
+    assert list(adapters) == ["up"] and adapters["up"]["rule"].rank == 3
+    save_lora(tmp_path, adapted, variables)
+    loaded, found = load_lora(tmp_path, low, packed)
+    np.testing.assert_array_equal(loaded.apply(found, X), y)
+    # A file of Linen is one of NNX, too: names are paths in both.
+    twin = nnx.Dict(up=nnx.Linear(64, 128, rngs=nnx.Rngs(0)))
+    np.testing.assert_array_equal(jc.nn.load_lora(tmp_path, twin)["up"].lora_a[...], adapters["up"]["lora_a"])
+
+
+def test_all_merged_is_a_plain_module(low: Any, packed: Any) -> None:
+    adapted, variables = add_lora(low, packed, LoraRule("{up,down}", rank=2), X, key=KEY)
+    module, merged = merge_lora(adapted, variables, X)
+    assert type(module) is Net
+    np.testing.assert_allclose(module.apply(merged, X), low.apply(packed, X), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("init", ["loftq", "pissa"])
+def test_best_approximations(low: Any, plain: Any, packed: Any, init: str) -> None:
+    rule = LoraRule("up", rank=5, alpha=2.5, init=init)
+    _, variables = add_lora(low, packed, rule, X, key=KEY, original=plain)
+    w = np.asarray(plain["params"]["up"]["kernel"], np.float64)
+    a, b = (np.asarray(variables["lora"]["up"][name], np.float64) for name in ("lora_a", "lora_b"))
+    kernel = variables["params"]["up"]["kernel"]
+    held = np.asarray(kernel.unpack(), np.float64)
+    error = w - held if init == "loftq" else w
+    tail = np.linalg.svd(error, compute_uv=False)[5:]
+    assert np.linalg.norm(error - 0.5 * a @ b) == pytest.approx(np.linalg.norm(tail), rel=1e-5)
+    rest = jnp.asarray(w - 0.5 * a @ b, jnp.float32) if init == "pissa" else plain["params"]["up"]["kernel"]
+    np.testing.assert_array_equal(held, jc.dequantize(jc.quantize(rest.T, DOUBLE)).T)
+
+
+@pytest.mark.slow
+def test_dropout_in_expectation(plain: Any) -> None:
+    adapted, variables = add_lora(Net(), plain, LoraRule("up", rank=4, dropout=0.5), X, key=KEY)
+    variables = noised(variables)
+    up = lambda rngs: adapted.apply(variables, X, rngs=rngs, capture_intermediates=True)[1]  # noqa: E731
+    of = lambda found: found["intermediates"]["up"]["__call__"][0]  # noqa: E731
+    still = of(up(None))
+    many = jax.vmap(lambda key: of(up({"dropout": key})))(jax.random.split(KEY, 4000))
+    spread = many.std(0) / np.sqrt(4000)
+    assert bool((spread > 0).all()) and bool((abs(many.mean(0) - still) < 5 * spread).all())
+
+
+def test_errors(low: Any, plain: Any, packed: Any) -> None:
+    add = lambda *rules, **more: add_lora(low, packed, rules, X, **{"key": KEY, **more})  # noqa: E731
+    with pytest.raises(ValueError, match="matches no linear layer"):
+        add(LoraRule("side", rank=2))
+    with pytest.raises(ValueError, match="needs original="):
+        add(LoraRule("up", rank=2, init="loftq"))
+    with pytest.raises(ValueError, match="rank is above the sizes"):
+        add(LoraRule("up", rank=65, init="loftq"), original=plain)
+    with pytest.raises(TypeError, match="key=0 must be a typed key"):
+        add(LoraRule("up", rank=2), key=0)
+    with pytest.raises(TypeError, match="module=3 must be a module of Flax Linen"):
+        add_lora(3, packed, LoraRule("up", rank=2), X, key=KEY)  # type: ignore[arg-type]
+    conv = nn.Conv(4, (2, 2))
+    image = jnp.ones((1, 4, 4, 3))
+    with pytest.raises(ValueError, match=r"Conv at ''.*flax\.linen\.Dense"):
+        add_lora(conv, conv.init(KEY, image), LoraRule("*", rank=2), image, key=KEY)
+    adapted, variables = add(LoraRule("up", rank=2))
+    with pytest.raises(ValueError, match="variables have adapters already"):
+        add_lora(low, variables, LoraRule("up", rank=2), X, key=KEY)
+    with pytest.raises(ValueError, match=r"differ in 'up/lora_a'"):
+        adapted.apply(packed, X)
