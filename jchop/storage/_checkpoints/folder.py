@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jchop._files import open_regular, write_atomically
+from jchop._files import open_regular, remove_parts, write_atomically
 from jchop.storage._checkpoints.written import Job, Record, config_of, metadata_of, tensors_of
 from jchop.storage._files.safetensors import Entry, TensorWriter, lay_out
 from jchop.storage._files.shards import CONFIG, INDEX, SINGLE
@@ -31,6 +32,7 @@ def write_folder(
     exact: bool,
     shard_bytes: int,
     run: str,
+    others: Sequence[Path] = (),
     progress: Progress,
 ) -> bool:
     """Writes arrays to a folder, its index and its configuration.
@@ -43,6 +45,7 @@ def write_folder(
         exact: whether every number must stay the same.
         shard_bytes: bytes of arrays in one file.
         run: a text that differs if the arrays do.
+        others: files that are copied into the folder, unless it has one of that name.
         progress: function of a name, the bytes that are done, and the total.
 
     Returns:
@@ -55,11 +58,12 @@ def write_folder(
     digest = hashlib.sha256(
         json.dumps([run, layout, exact, [[job.name for job in part] for part in plan]]).encode()
     ).hexdigest()
+    names = [SINGLE] if len(plan) == 1 else [_shard(number, len(plan)) for number in range(len(plan))]
     done = _begin(target, digest)
+    remove_parts(target, [*names, JOURNAL, INDEX, CONFIG, *(path.name for path in others)])
     kept, finished, total = bool(done), 0, sum(job.nbytes for job in jobs)
     record, homes, size = Record(), {}, 0
-    for number, part in enumerate(plan):
-        name = SINGLE if len(plan) == 1 else f"model-{number + 1:05}-of-{len(plan):05}.safetensors"
+    for number, (name, part) in enumerate(zip(names, plan, strict=True)):
         if number == len(done):
             done.append(_write(target / name, part, layout, exact, _after(progress, finished, total)))
             _write_json(target / JOURNAL, {"run": digest, "done": done})
@@ -74,8 +78,20 @@ def write_folder(
         _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
     if written:
         _write_json(target / CONFIG, written)
-    (target / JOURNAL).unlink()
+    _copy(others, target)
+    (target / JOURNAL).unlink()  # the last step: without it the same call goes on
     return kept
+
+
+def _shard(number: int, count: int) -> str:
+    return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _copy(others: Sequence[Path], target: Path) -> None:
+    for path in others:
+        if not (target / path.name).exists():
+            with open_regular(path) as file:
+                write_atomically(target / path.name, lambda out, file=file: shutil.copyfileobj(file, out))
 
 
 def write_file(jobs: Sequence[Job], target: Path, layout: str, *, exact: bool, progress: Progress) -> None:
