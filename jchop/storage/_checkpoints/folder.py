@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from jchop.storage._files.shards import CONFIG, INDEX, SINGLE
 
 #: The record of a run that is not finished.
 JOURNAL = ".jchop-unfinished.json"
-#: Bytes of the source that make one file. The arrays of a file are in memory together.
+#: Bytes of arrays that make one file, and the most that are in memory together, except for a larger array.
 SHARD = 1 << 28
 Progress = Callable[[str, int, int], None]
 
@@ -65,7 +66,7 @@ def write_folder(
     record, homes, size = Record(), {}, 0
     for number, (name, part) in enumerate(zip(names, plan, strict=True)):
         if number == len(done):
-            done.append(_write(target / name, part, layout, exact, _after(progress, finished, total)))
+            done.append(_write(target / name, part, layout, exact, shard_bytes, _after(progress, finished, total)))
             _write_json(target / JOURNAL, {"run": digest, "done": done})
         finished += sum(job.nbytes for job in part)
         progress(name, finished, total)
@@ -96,7 +97,7 @@ def _copy(others: Sequence[Path], target: Path) -> None:
 
 def write_file(jobs: Sequence[Job], target: Path, layout: str, *, exact: bool, progress: Progress) -> None:
     """Writes arrays to one file, in one step."""
-    _write(target, jobs, layout, exact, _after(progress, 0, sum(job.nbytes for job in jobs)))
+    _write(target, jobs, layout, exact, SHARD, _after(progress, 0, sum(job.nbytes for job in jobs)))
 
 
 def _plan(jobs: Sequence[Job], shard_bytes: int) -> list[list[Job]]:
@@ -137,28 +138,57 @@ def _after(progress: Progress, before: int, total: int) -> Callable[[str, int], 
 
 
 def _write(
-    path: Path, jobs: Sequence[Job], layout: str, exact: bool, progress: Callable[[str, int], None]
+    path: Path, jobs: Sequence[Job], layout: str, exact: bool, most: int, progress: Callable[[str, int], None]
 ) -> dict[str, Any]:
-    """Writes one file; the record of it."""
-    record, tensors, done = Record(), {}, 0
-    for job in jobs:
-        made = tensors_of(layout, job.name, job.make(), exact, record)
-        if twice := sorted(set(made) & set(tensors)):
-            raise ValueError(f"two arrays have a tensor of the name {twice[0]!r}")
-        tensors |= made
-        done += job.nbytes
-        progress(job.name, done)
-    entries = lay_out({name: Entry(array.dtype, tuple(array.shape)) for name, array in tensors.items()})
+    """Writes one file, with at most so many bytes of tensors in memory; the record of it."""
+    record, done = Record(), 0
+    with tempfile.TemporaryFile(dir=path.parent) as file:
+        tensors = _Tensors(file, most)
+        for job in jobs:
+            for name, array in tensors_of(layout, job.name, job.make(), exact, record).items():
+                tensors.add(name, array)
+            done += job.nbytes
+            progress(job.name, done)
+        entries = lay_out(tensors.entries)
 
-    def write(file: Any) -> None:
-        writer = TensorWriter(file, entries, metadata_of(layout, record))
-        for name in entries:
-            writer.write(name, np.asarray(tensors[name]))
-        writer.finish()
+        def write(file: Any) -> None:
+            writer = TensorWriter(file, entries, metadata_of(layout, record))
+            for name in entries:
+                writer.write(name, tensors.read(name))
+            writer.finish()
 
-    write_atomically(path, write)
+        write_atomically(path, write)
     size = sum(entry.nbytes for entry in entries.values())
     return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
+
+
+class _Tensors:
+    """Tensors that are kept until the header of their file is known: some in memory, the others in a file."""
+
+    def __init__(self, file: IO[bytes], most: int) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._file, self._left = file, most
+        self._kept: dict[str, np.ndarray] = {}
+        self._starts: dict[str, int] = {}
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        if name in self.entries:
+            raise ValueError(f"two arrays have a tensor of the name {name!r}")
+        self.entries[name] = Entry(array.dtype, tuple(array.shape))
+        if array.nbytes <= self._left:
+            self._kept[name] = np.asarray(array)
+            self._left -= array.nbytes
+        else:
+            self._starts[name] = self._file.tell()
+            self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, or its numbers in one axis."""
+        if name in self._kept:
+            return self._kept[name]
+        self._file.seek(self._starts[name])
+        entry = self.entries[name]
+        return np.frombuffer(self._file.read(entry.nbytes), np.uint8).view(entry.dtype)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -17,7 +17,7 @@ from jchop.storage._array import QArray
 from jchop.storage._checkpoints.folder import SHARD, Progress, write_file, write_folder
 from jchop.storage._checkpoints.ggufs import write_gguf
 from jchop.storage._checkpoints.opened import GGUF, NAMES, Checkpoint, open_checkpoint
-from jchop.storage._checkpoints.written import Job
+from jchop.storage._checkpoints.written import Job, written_bytes
 from jchop.storage._files.shards import CONFIG, INDEX
 from jchop.storage._save import named_leaves
 
@@ -104,7 +104,8 @@ def save_checkpoint(
     for name, _, leaf in named_leaves(tree):
         if not isinstance(leaf, QArray | jax.Array | np.ndarray | np.generic):
             raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
-        jobs.append(Job(name, leaf.nbytes, lambda leaf=leaf: jax.tree.map(np.asarray, leaf)))
+        nbytes = written_bytes(layout, leaf.nbytes, leaf.shape, isinstance(leaf, QArray))
+        jobs.append(Job(name, nbytes, lambda leaf=leaf: jax.tree.map(np.asarray, leaf)))
     write_jobs(jobs, Path(path), layout, config=dict(config or {}), exact=exact, shard_bytes=shard_bytes)
 
 
@@ -170,7 +171,10 @@ def convert(
     if source.resolve() == target.resolve():
         raise ValueError(f"{target} is the checkpoint that is read; write to another place")
     with open_checkpoint(source, read_as) as opened:
-        jobs = [Job(name, item.nbytes, _maker(opened, name, exact, change)) for name, item in opened.items.items()]
+        jobs = []
+        for name, item in opened.items.items():
+            nbytes = written_bytes(layout, item.nbytes, item.shape, item.quantized)
+            jobs.append(Job(name, nbytes, _maker(opened, name, exact, change)))
         run = f"{_state(source)} {options}"
         how: dict[str, Any] = {"config": opened.config, "exact": exact, "shard_bytes": shard_bytes, "run": run}
         return write_jobs(jobs, target, layout, others=_others(source), progress=progress, **how)
