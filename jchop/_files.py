@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
@@ -56,7 +57,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     old = path.stat().st_mode if path.exists() else None
     if old is not None and not stat.S_ISREG(old):
         raise ValueError(f"{path} is not a regular file, and cannot be replaced by one")
-    part = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.part")  # a name has at most 255 bytes
+    part = path.with_name(f"{_part_stem(path.name)}{secrets.token_hex(8)}.part")
     fresh = os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
     try:
         # The umask can be read without changing it for other threads only by creating a file. The file is empty as long
@@ -75,6 +76,22 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def remove_parts(folder: Path, names: Iterable[str]) -> None:
+    """Removes the files that killed processes left behind in `write_atomically` of these names in a folder."""
+    stems = {_part_stem(name) for name in names}
+    for path in folder.iterdir():
+        if (found := _PART.fullmatch(path.name)) and found[1] in stems:
+            path.unlink(missing_ok=True)
+
+
+_PART = re.compile(r"(\..+\.)[0-9a-f]{16}\.part", re.DOTALL)
+
+
+def _part_stem(name: str) -> str:
+    """The beginning of the names of unfinished files; a name has at most 255 bytes."""
+    return f".{name[:40]}."
 
 
 def _flags(*names: str) -> int:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,7 @@ import numpy as np
 import pytest
 from checkpoint_layouts import CASES, write_folder
 from test_cli import error
-from test_cli_quantize import run
+from test_cli_quantize import ROOT, run
 
 import jchop as jc
 from jchop.storage import load_checkpoint, save_checkpoint
@@ -95,3 +100,58 @@ def test_quantize_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert found["norm"].dtype == np.float32 and found["norm"].qvalue.dtype == "bfloat16"
     said = error(capsys, "quantize", str(source), str(tmp_path / "c"), "--rule", "kernel=int8")
     assert "no tensor is quantized by 'kernel=int8" in said
+
+
+CHILD = """
+import sys
+from hostile_files import memory
+from jchop.__main__ import main
+
+command, small, source, target, *options = sys.argv[1:]
+assert main([command, small, target + "-small", *options]) == 0  # modules and compiled programs are there before
+before = memory("VmHWM")
+code = main([command, source, target, *options])
+print(memory("VmHWM") - before)
+sys.exit(code)
+"""
+
+
+def child(target: Path, *argv: Any, kill_at: int | None = None) -> int:
+    """The memory that a run takes, in bytes; one that is killed when its folder has so many files returns -1."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", CHILD, *map(str, argv)]
+    shutil.rmtree(f"{target}-small", ignore_errors=True)
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+    while kill_at is not None and run.poll() is None:
+        if target.is_dir() and len(list(target.iterdir())) >= kill_at:
+            run.kill()
+    out, said = run.communicate()
+    if kill_at is not None:
+        assert run.returncode == -signal.SIGKILL, said
+        return -1
+    assert run.returncode == 0, said
+    return int(out.split()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc of Linux")
+@pytest.mark.parametrize("layout", ["plain", "gptq"])
+def test_a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Path, layout: str) -> None:
+    """64 MiB as float32, 9 MiB as int4: in memory are tensors of 8 MiB, and one array with copies of it."""
+    rng, mebibyte = np.random.default_rng(0), 1 << 20
+    tree: Any = {
+        f"l{i}.weight": jc.quantize(rng.standard_normal((512, 512)).astype(np.float32), "int4(group=32,scale=float16)")
+        for i in range(64)
+    }
+    target, whole = tmp_path / "out", tmp_path / "whole"
+    for name, part in (("small", {"l.weight": tree["l0.weight"]}), ("in", tree)):
+        save_checkpoint(part, tmp_path / name, "awq", shard_bytes=8 * mebibyte)
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    argv = ("convert", tmp_path / "small", tmp_path / "in")
+    options = ("--layout", layout, "--shard", "8")
+    assert child(whole, *argv, whole, *options) < 40 * mebibyte
+    files = contents(whole)
+    for kill_at in (1, 2, len(files) - 1, len(files)):
+        child(target, *argv, target, *options, kill_at=kill_at)
+    assert child(target, *argv, target, *options) < 40 * mebibyte
+    assert contents(target) == files

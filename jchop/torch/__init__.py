@@ -10,18 +10,24 @@ require_extra("jchop.torch", "torch", ("torch",))
 from jchop.torch._bridge import as_jax, as_tensor  # noqa: E402
 from jchop.torch._matmul import matmul  # noqa: E402
 from jchop.torch._optim import OptimLP  # noqa: E402
-from jchop.torch._quantize import dequantize, quantize  # noqa: E402
+from jchop.torch._packed import PackedTensor, dequantize  # noqa: E402
+from jchop.torch._quantize import quantize  # noqa: E402
 from jchop.torch._quantizer import Quantizer  # noqa: E402
+from jchop.torch._report import ModuleReport, ParameterRow, report  # noqa: E402
 from jchop.torch._round import round_to_format, round_to_format_  # noqa: E402
 
 __all__ = [
+    "ModuleReport",
     "OptimLP",
+    "PackedTensor",
+    "ParameterRow",
     "Quantizer",
     "as_jax",
     "as_tensor",
     "dequantize",
     "matmul",
     "quantize",
+    "report",
     "round_to_format",
     "round_to_format_",
 ]

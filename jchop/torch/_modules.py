@@ -4,35 +4,46 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from jchop._checks import check_choice
 from jchop._paths import nearest_paths
-from jchop.torch._quantizer import Quantizer
+from jchop.spec import Spec
+from jchop.torch._packed import PackedTensor, codes_of, pack_parameter, packed_in
+from jchop.torch._plan import plan_of
+from jchop.torch._quantizer import Quantizer, first_words
 from jchop.torch._rules import Roundings, as_rules, first_match
 
-__all__ = ["quantize_module"]
+__all__ = ["Mode", "layers_of", "own_parameters", "quantize_module"]
 
+Mode = Literal["qat", "ptq", "weight_only"]
+_MODES = ("qat", "ptq", "weight_only")
 #: Names of the submodules that round the inputs and outputs of a layer.
 INPUT, OUTPUT = "jchop_input", "jchop_output"
 _PASSING = ("activation", "output", "gradient")
 
 
-def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], seed: int) -> nn.Module:
+def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], seed: int, mode: str) -> nn.Module:
     """A copy of `module` that rounds by rules; see `jchop.torch.quantize`."""
+    check_choice("mode", mode, _MODES)
     checked = as_rules(rules)
+    for pattern, roundings in checked.items() if mode == "weight_only" else ():
+        if passing := [name for name in _PASSING if getattr(roundings, name) is not None]:
+            raise ValueError(f"rules[{pattern!r}] has {passing[0]}, and mode='weight_only' does not; use mode='ptq'")
     result = copy.deepcopy(module)
-    layers = list(_layers(result))
+    layers = list(layers_of(result))
     used: dict[str, set[str]] = {}
+    shared: _Shared | None = None if mode == "qat" else {}
     for number, (path, layer, opaque) in enumerate(layers):
         pattern = first_match(path, checked)
         if pattern is not None:
             _check_layer(layer, path, checked[pattern], opaque)
-            used.setdefault(pattern, set()).update(_equip(layer, checked[pattern], (seed, number)))
+            used.setdefault(pattern, set()).update(_equip(layer, path, checked[pattern], (seed, number), shared))
     for pattern, roundings in checked.items():
         if pattern not in used:
             near = nearest_paths([pattern], [path for path, _, _ in layers])
@@ -43,17 +54,22 @@ def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
     return result
 
 
-def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+#: The packed form of each parameter and spec, so that tied parameters share it. It keeps the parameters alive.
+_Shared = dict[tuple[nn.Parameter, Spec], PackedTensor]
+
+
+def layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """The modules with their own parameters, their paths, and whether an enclosing function computes them."""
     opaque: tuple[str, ...] = ()
     for path, layer in module.named_modules():
         if isinstance(layer, nn.MultiheadAttention):
             opaque += (f"{path}." if path else "",)
-        if _own_parameters(layer) and not isinstance(layer, parametrize.ParametrizationList):
+        own = own_parameters(layer) or packed_in(layer)
+        if own and not isinstance(layer, parametrize.ParametrizationList):
             yield path, layer, f"{path}.".startswith(opaque)
 
 
-def _own_parameters(layer: nn.Module) -> list[str]:
+def own_parameters(layer: nn.Module) -> list[str]:
     """The names of a layer's parameters, including parametrized ones."""
     names = [name for name, _ in layer.named_parameters(recurse=False)]
     return [*names, *getattr(layer, "parametrizations", ())]
@@ -72,21 +88,27 @@ def _check_layer(layer: nn.Module, path: str, roundings: Roundings, opaque: bool
     if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
         raise ValueError(f"{what} has no weights yet: run it once first")
     parametrizations = getattr(layer, "parametrizations", {})
-    if hasattr(layer, INPUT) or any(
-        isinstance(p, Quantizer) for name in parametrizations for p in parametrizations[name]
+    if (
+        packed_in(layer)
+        or hasattr(layer, INPUT)
+        or any(isinstance(p, Quantizer) for name in parametrizations for p in parametrizations[name])
     ):
         raise ValueError(f"{what} is quantized already; quantize the original module")
 
 
-def _equip(layer: nn.Module, roundings: Roundings, seed: tuple[int, ...]) -> set[str]:
+def _equip(
+    layer: nn.Module, path: str, roundings: Roundings, seed: tuple[int, ...], shared: _Shared | None
+) -> set[str]:
     """Add roundings to a layer, and return the kinds of its parameters."""
     seen = set()
-    for place, name in enumerate(_own_parameters(layer)):
+    for place, name in enumerate(own_parameters(layer)):
         field = "bias" if name.endswith("bias") else "weight"
         seen.add(field)
         spec = getattr(roundings, field)
-        if spec is not None:
+        if spec is not None and shared is None:
             parametrize.register_parametrization(layer, name, Quantizer(spec, seed=(*seed, 2 + place)))
+        elif spec is not None and shared is not None:
+            _pack(layer, path, name, spec, (*seed, 2 + place), shared)
     if roundings.activation is not None:
         layer.add_module(INPUT, Quantizer(roundings.activation, seed=(*seed, 0)))
         layer.register_forward_pre_hook(_round_inputs, with_kwargs=True)
@@ -94,6 +116,19 @@ def _equip(layer: nn.Module, roundings: Roundings, seed: tuple[int, ...]) -> set
         layer.add_module(OUTPUT, Quantizer(roundings.output, roundings.gradient, seed=(*seed, 1)))
         layer.register_forward_hook(_round_outputs)
     return seen
+
+
+def _pack(layer: nn.Module, path: str, name: str, spec: Spec, seed: tuple[int, ...], shared: _Shared) -> None:
+    """Replace a parameter of a layer by its codes and scales."""
+    parameter = getattr(layer, name)
+    if (parameter, spec) not in shared:
+        plan = plan_of(spec)
+        try:
+            q = codes_of(parameter, plan.spec, first_words(seed, plan.draws), copy=True)
+            shared[parameter, spec] = PackedTensor(q)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} of the layer {path!r} ({type(layer).__name__}): {error}") from None
+    pack_parameter(layer, name, shared[parameter, spec])
 
 
 # Hooks look up their module on the layer, so that a copy of the layer uses its own module.

@@ -1,25 +1,21 @@
-"""`quantize` and `dequantize` for tensors, and `quantize` for modules."""
+"""`quantize` for tensors and for modules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, overload
 
-import jax
-import jax.numpy as jnp
 import torch
 from torch import nn
 
-from jchop import storage
-from jchop._bits import types_for
 from jchop.storage import QArray
-from jchop.torch._bridge import as_jax, as_tensor
-from jchop.torch._library import CARRIERS, check_carrier, imported_words, key_of
-from jchop.torch._modules import quantize_module
+from jchop.torch._library import check_carrier
+from jchop.torch._modules import Mode, quantize_module
+from jchop.torch._packed import codes_of
 from jchop.torch._plan import SpecLike, plan_of
 from jchop.torch._words import drawn_words
 
-__all__ = ["dequantize", "quantize"]
+__all__ = ["quantize"]
 
 Tensor = torch.Tensor
 Rules = Mapping[str, Mapping[str, Any]]
@@ -37,13 +33,14 @@ def quantize(
 
 
 @overload
-def quantize(x: nn.Module, how: Rules, *, seed: int | None = ...) -> nn.Module: ...
+def quantize(x: nn.Module, how: Rules, *, mode: Mode = ..., seed: int | None = ...) -> nn.Module: ...
 
 
 def quantize(
     x: Tensor | nn.Module,
     how: SpecLike | Rules,
     *,
+    mode: Mode = "qat",
     seed: int | None = None,
     generator: torch.Generator | None = None,
     copy: bool = False,
@@ -68,9 +65,16 @@ def quantize(
     linear layer, and a convolution has its channels on axis 1. Gradients pass straight through the roundings. The
     layers' seeds are ``seed`` with the number of the layer and of the rounding in the layer folded in.
 
+    ``mode`` says how parameters are kept. ``"qat"`` trains them in full precision and rounds them at each use.
+    ``"ptq"`` rounds them once and stores them packed: in place of the parameter ``weight`` the layer has a submodule
+    ``weight_packed``, a `PackedTensor`, whose buffers are the codes and scales. ``layer.weight`` returns the numbers,
+    which are unpacked at each use and equal those of "qat", bit for bit; a stochastic rounding draws once, the bits of
+    call 0 of the `Quantizer` of "qat". ``"weight_only"`` is "ptq" with rules for ``weight`` and ``bias`` alone.
+
     Args:
         x: a float tensor as in `round_to_format`, but not complex; or a module.
         how: for a tensor, a `jchop.Spec`, a format, a scaled format, or text; for a module, the rules.
+        mode: ``"qat"``, ``"ptq"`` or ``"weight_only"``, for modules. Default ``"qat"``.
         seed: an integer from 0 to 2^64 - 1. The stochastic modes need it for a tensor; for a module the default is 0.
         generator: a generator in place of the seed, for tensors.
         copy: whether a tensor may be copied if JAX cannot read it in place. Default False: such a tensor is an error.
@@ -93,48 +97,17 @@ def quantize(
         >>> low = jc.torch.quantize(model, {"2": {}, "*": dict(weight="int4(group=all)", gradient="float8_e5m2")})
         >>> low[0].weight.unique().numel() <= 15 * 4, low[2].weight is low[2].weight
         (True, True)
+        >>> small = jc.torch.quantize(model, {"*": dict(weight="int4(group=4)")}, mode="weight_only")
+        >>> [f"{name} {part.dtype}" for name, part in small.state_dict().items() if name.startswith("0")]
+        ['0.bias torch.float32', '0.weight_packed.qvalue torch.uint8', '0.weight_packed.scale torch.float32',
+         '0.weight_packed._extra_state torch.uint8']
     """
     if isinstance(x, nn.Module):
         if generator is not None or copy:
             raise ValueError("generator= and copy= are for tensors; the roundings of a module are seeded by seed=")
-        return quantize_module(x, how, 0 if seed is None else seed)  # type: ignore[arg-type]
+        return quantize_module(x, how, 0 if seed is None else seed, mode)  # type: ignore[arg-type]
+    if mode != "qat":
+        raise ValueError(f"mode={mode!r} is for modules; a tensor becomes a QArray")
     check_carrier("x", x, complex_too=False)
     plan = plan_of(how)  # type: ignore[arg-type]
-    key = key_of(imported_words(drawn_words(plan.spec, plan.draws, seed, generator)))
-    q = storage.quantize(as_jax(x, copy=copy), plan.spec, key)
-    return q if x.is_cuda else jax.block_until_ready(q)
-
-
-def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
-    """The numbers of a `jchop.QArray` as a tensor.
-
-    Args:
-        q: the stored array, of JAX or NumPy arrays.
-        dtype: float16, bfloat16, float32 or float64. Default: the dtype of the quantized tensor.
-
-    Returns:
-        A new tensor, on the device of the codes.
-
-    Raises:
-        TypeError: if `q` is not a QArray, or `dtype` not a carrier.
-
-    Example:
-        >>> import torch, jchop as jc
-        >>> q = jc.torch.quantize(torch.tensor([0.1, 0.2, -0.4]), "int4(group=3)")
-        >>> jc.torch.dequantize(q, torch.bfloat16)
-        tensor([ 0.1143,  0.2285, -0.4004], dtype=torch.bfloat16)
-    """
-    if dtype is not None and dtype not in CARRIERS:
-        raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(map(str, CARRIERS))}")
-    numbers = storage.dequantize(q, None if dtype is None else CARRIERS[dtype])
-    with types_for(numbers.dtype):
-        return as_tensor(jnp.array(numbers, copy=True) if _is_stored(numbers, q) else numbers)
-
-
-def _is_stored(numbers: Any, q: QArray) -> bool:
-    """Whether the numbers are a NumPy array, or an array of `q` itself, which a tensor could overwrite."""
-    return not isinstance(numbers, jax.Array) or (
-        isinstance(q.qvalue, jax.Array)
-        and numbers.size > 0
-        and numbers.unsafe_buffer_pointer() == q.qvalue.unsafe_buffer_pointer()
-    )
+    return codes_of(x, plan.spec, drawn_words(plan.spec, plan.draws, seed, generator), copy=copy)

@@ -11,7 +11,7 @@ from jchop.torch._plan import Plan, SpecLike, plan_of
 from jchop.torch._round import round_gradient, through
 from jchop.torch._words import key_words
 
-__all__ = ["Quantizer"]
+__all__ = ["Quantizer", "first_words"]
 
 Tensor = torch.Tensor
 _FORWARD, _BACKWARD = 0, 1
@@ -106,6 +106,11 @@ class Quantizer(nn.Module):
             return key_words(())
         last = torch.full((1,), place, dtype=torch.int32, device=call.device)
         return torch.cat([key_words(self.words).to(call.device), call.reshape(1), last])
+
+
+def first_words(seed: tuple[int, ...], draws: bool) -> Tensor:
+    """The words of the forward rounding in the first call of a `Quantizer` with this seed; none without draws."""
+    return key_words((*_seed_numbers(seed), 0, _FORWARD) if draws else ())
 
 
 def _plan_of_gradient(backward: SpecLike) -> Plan:

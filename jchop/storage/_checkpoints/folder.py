@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from jchop._files import open_regular, write_atomically
+from jchop._files import open_regular, remove_parts, write_atomically
 from jchop.storage._checkpoints.written import Job, Record, config_of, metadata_of, tensors_of
 from jchop.storage._files.safetensors import Entry, TensorWriter, lay_out
 from jchop.storage._files.shards import CONFIG, INDEX, SINGLE
 
 #: The record of a run that is not finished.
 JOURNAL = ".jchop-unfinished.json"
-#: Bytes of the source that make one file. The arrays of a file are in memory together.
+#: Bytes of arrays that make one file, and the most that are in memory together, except for a larger array.
 SHARD = 1 << 28
 Progress = Callable[[str, int, int], None]
 
@@ -31,6 +33,7 @@ def write_folder(
     exact: bool,
     shard_bytes: int,
     run: str,
+    others: Sequence[Path] = (),
     progress: Progress,
 ) -> bool:
     """Writes arrays to a folder, its index and its configuration.
@@ -43,6 +46,7 @@ def write_folder(
         exact: whether every number must stay the same.
         shard_bytes: bytes of arrays in one file.
         run: a text that differs if the arrays do.
+        others: files that are copied into the folder, unless it has one of that name.
         progress: function of a name, the bytes that are done, and the total.
 
     Returns:
@@ -55,13 +59,14 @@ def write_folder(
     digest = hashlib.sha256(
         json.dumps([run, layout, exact, [[job.name for job in part] for part in plan]]).encode()
     ).hexdigest()
+    names = [SINGLE] if len(plan) == 1 else [_shard(number, len(plan)) for number in range(len(plan))]
     done = _begin(target, digest)
+    remove_parts(target, [*names, JOURNAL, INDEX, CONFIG, *(path.name for path in others)])
     kept, finished, total = bool(done), 0, sum(job.nbytes for job in jobs)
     record, homes, size = Record(), {}, 0
-    for number, part in enumerate(plan):
-        name = SINGLE if len(plan) == 1 else f"model-{number + 1:05}-of-{len(plan):05}.safetensors"
+    for number, (name, part) in enumerate(zip(names, plan, strict=True)):
         if number == len(done):
-            done.append(_write(target / name, part, layout, exact, _after(progress, finished, total)))
+            done.append(_write(target / name, part, layout, exact, shard_bytes, _after(progress, finished, total)))
             _write_json(target / JOURNAL, {"run": digest, "done": done})
         finished += sum(job.nbytes for job in part)
         progress(name, finished, total)
@@ -74,13 +79,25 @@ def write_folder(
         _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
     if written:
         _write_json(target / CONFIG, written)
-    (target / JOURNAL).unlink()
+    _copy(others, target)
+    (target / JOURNAL).unlink()  # the last step: without it the same call goes on
     return kept
+
+
+def _shard(number: int, count: int) -> str:
+    return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _copy(others: Sequence[Path], target: Path) -> None:
+    for path in others:
+        if not (target / path.name).exists():
+            with open_regular(path) as file:
+                write_atomically(target / path.name, lambda out, file=file: shutil.copyfileobj(file, out))
 
 
 def write_file(jobs: Sequence[Job], target: Path, layout: str, *, exact: bool, progress: Progress) -> None:
     """Writes arrays to one file, in one step."""
-    _write(target, jobs, layout, exact, _after(progress, 0, sum(job.nbytes for job in jobs)))
+    _write(target, jobs, layout, exact, SHARD, _after(progress, 0, sum(job.nbytes for job in jobs)))
 
 
 def _plan(jobs: Sequence[Job], shard_bytes: int) -> list[list[Job]]:
@@ -121,28 +138,57 @@ def _after(progress: Progress, before: int, total: int) -> Callable[[str, int], 
 
 
 def _write(
-    path: Path, jobs: Sequence[Job], layout: str, exact: bool, progress: Callable[[str, int], None]
+    path: Path, jobs: Sequence[Job], layout: str, exact: bool, most: int, progress: Callable[[str, int], None]
 ) -> dict[str, Any]:
-    """Writes one file; the record of it."""
-    record, tensors, done = Record(), {}, 0
-    for job in jobs:
-        made = tensors_of(layout, job.name, job.make(), exact, record)
-        if twice := sorted(set(made) & set(tensors)):
-            raise ValueError(f"two arrays have a tensor of the name {twice[0]!r}")
-        tensors |= made
-        done += job.nbytes
-        progress(job.name, done)
-    entries = lay_out({name: Entry(array.dtype, tuple(array.shape)) for name, array in tensors.items()})
+    """Writes one file, with at most so many bytes of tensors in memory; the record of it."""
+    record, done = Record(), 0
+    with tempfile.TemporaryFile(dir=path.parent) as file:
+        tensors = _Tensors(file, most)
+        for job in jobs:
+            for name, array in tensors_of(layout, job.name, job.make(), exact, record).items():
+                tensors.add(name, array)
+            done += job.nbytes
+            progress(job.name, done)
+        entries = lay_out(tensors.entries)
 
-    def write(file: Any) -> None:
-        writer = TensorWriter(file, entries, metadata_of(layout, record))
-        for name in entries:
-            writer.write(name, np.asarray(tensors[name]))
-        writer.finish()
+        def write(file: Any) -> None:
+            writer = TensorWriter(file, entries, metadata_of(layout, record))
+            for name in entries:
+                writer.write(name, tensors.read(name))
+            writer.finish()
 
-    write_atomically(path, write)
+        write_atomically(path, write)
     size = sum(entry.nbytes for entry in entries.values())
     return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
+
+
+class _Tensors:
+    """Tensors that are kept until the header of their file is known: some in memory, the others in a file."""
+
+    def __init__(self, file: IO[bytes], most: int) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._file, self._left = file, most
+        self._kept: dict[str, np.ndarray] = {}
+        self._starts: dict[str, int] = {}
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        if name in self.entries:
+            raise ValueError(f"two arrays have a tensor of the name {name!r}")
+        self.entries[name] = Entry(array.dtype, tuple(array.shape))
+        if array.nbytes <= self._left:
+            self._kept[name] = np.asarray(array)
+            self._left -= array.nbytes
+        else:
+            self._starts[name] = self._file.tell()
+            self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, or its numbers in one axis."""
+        if name in self._kept:
+            return self._kept[name]
+        self._file.seek(self._starts[name])
+        entry = self.entries[name]
+        return np.frombuffer(self._file.read(entry.nbytes), np.uint8).view(entry.dtype)
 
 
 def _write_json(path: Path, value: Any) -> None:

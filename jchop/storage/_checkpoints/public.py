@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import numpy as np
 
 from jchop._arguments import has_tracer
 from jchop._checks import check_bool, check_int
-from jchop._files import write_atomically
 from jchop.storage._array import QArray
 from jchop.storage._checkpoints.folder import SHARD, Progress, write_file, write_folder
 from jchop.storage._checkpoints.ggufs import write_gguf
 from jchop.storage._checkpoints.opened import GGUF, NAMES, Checkpoint, open_checkpoint
-from jchop.storage._checkpoints.written import Job
+from jchop.storage._checkpoints.written import Job, written_bytes
 from jchop.storage._files.shards import CONFIG, INDEX
 from jchop.storage._save import named_leaves
 
@@ -106,7 +104,8 @@ def save_checkpoint(
     for name, _, leaf in named_leaves(tree):
         if not isinstance(leaf, QArray | jax.Array | np.ndarray | np.generic):
             raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
-        jobs.append(Job(name, leaf.nbytes, lambda leaf=leaf: jax.tree.map(np.asarray, leaf)))
+        nbytes = written_bytes(layout, leaf.nbytes, leaf.shape, isinstance(leaf, QArray))
+        jobs.append(Job(name, nbytes, lambda leaf=leaf: jax.tree.map(np.asarray, leaf)))
     write_jobs(jobs, Path(path), layout, config=dict(config or {}), exact=exact, shard_bytes=shard_bytes)
 
 
@@ -119,6 +118,7 @@ def write_jobs(
     exact: bool = True,
     shard_bytes: int = SHARD,
     run: str = "",
+    others: Sequence[Path] = (),
     progress: Progress = lambda name, done, total: None,
 ) -> bool:
     """Writes arrays to a folder or a file by its ending; whether an unfinished run was continued."""
@@ -133,8 +133,8 @@ def write_jobs(
     elif target.suffix.lower() == ".safetensors":
         write_file(jobs, target, layout, exact=exact, progress=progress)
     else:
-        how = {"config": config, "exact": exact, "shard_bytes": shard_bytes, "run": run, "progress": progress}
-        return write_folder(jobs, target, layout, **how)
+        how: dict[str, Any] = {"config": config, "exact": exact, "shard_bytes": shard_bytes, "run": run}
+        return write_folder(jobs, target, layout, others=others, progress=progress, **how)
     return False
 
 
@@ -171,13 +171,13 @@ def convert(
     if source.resolve() == target.resolve():
         raise ValueError(f"{target} is the checkpoint that is read; write to another place")
     with open_checkpoint(source, read_as) as opened:
-        jobs = [Job(name, item.nbytes, _maker(opened, name, exact, change)) for name, item in opened.items.items()]
+        jobs = []
+        for name, item in opened.items.items():
+            nbytes = written_bytes(layout, item.nbytes, item.shape, item.quantized)
+            jobs.append(Job(name, nbytes, _maker(opened, name, exact, change)))
         run = f"{_state(source)} {options}"
         how: dict[str, Any] = {"config": opened.config, "exact": exact, "shard_bytes": shard_bytes, "run": run}
-        kept = write_jobs(jobs, target, layout, progress=progress, **how)
-    if source.is_dir() and target.is_dir():
-        _copy_others(source, target)
-    return kept
+        return write_jobs(jobs, target, layout, others=_others(source), progress=progress, **how)
 
 
 def _maker(source: Checkpoint, name: str, exact: bool, change: Change) -> Callable[[], QArray | np.ndarray]:
@@ -195,9 +195,9 @@ def _state(path: Path) -> str:
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def _copy_others(source: Path, target: Path) -> None:
-    for path in sorted(source.iterdir()):
-        other = path.is_file() and path.suffix not in _WEIGHTS and path.name not in (INDEX, CONFIG)
-        if other and not path.name.startswith(".") and not (target / path.name).exists():
-            with path.open("rb") as file:
-                write_atomically(target / path.name, lambda out, file=file: shutil.copyfileobj(file, out))
+def _others(source: Path) -> list[Path]:
+    """The other files of a folder, such as the tokenizer."""
+    if not source.is_dir():
+        return []
+    files = [path for path in sorted(source.iterdir()) if path.is_file() and path.suffix not in _WEIGHTS]
+    return [path for path in files if not path.name.startswith(".") and path.name not in (INDEX, CONFIG)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +26,18 @@ class Job:
 
     Args:
         name: of the array.
-        nbytes: its bytes in the source, by which files are divided.
+        nbytes: its bytes, by which files are divided.
         make: gives the array, with NumPy leaves.
     """
 
     name: str
     nbytes: int
     make: Callable[[], Made]
+
+
+def written_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: bool) -> int:
+    """The bytes of an array in a layout, as far as its bytes and its shape show them."""
+    return 4 * math.prod(shape) if quantized and layout == PLAIN else nbytes
 
 
 @dataclass

@@ -1,0 +1,305 @@
+"""`PackedTensor`: codes and scales as buffers of a module, and layers with such weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from jchop import storage
+from jchop._bits import types_for
+from jchop.storage import QArray
+from jchop.storage._decode import check_parts, shape_of
+from jchop.storage._save import description, joined, parts_of
+from jchop.torch._bridge import as_jax, as_tensor
+from jchop.torch._library import CARRIERS, check_carrier, imported_words, key_of
+
+__all__ = ["PACKED", "PackedTensor", "codes_of", "dequantize", "pack_parameter", "packed_in"]
+
+Tensor = torch.Tensor
+
+#: The end of the name of the submodule that holds a packed parameter.
+PACKED = "_packed"
+#: The name of the text in a state dict that describes the parts.
+_TEXT = "_extra_state"
+_NUMBERS = {name: dtype for dtype, name in CARRIERS.items() if not dtype.is_complex}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def codes_of(x: Tensor, spec: str, words: Tensor, *, copy: bool) -> QArray:
+    """A tensor as codes and scales of JAX, with the random bits of words.
+
+    Raises:
+        TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied.
+    """
+    check_carrier("x", x, complex_too=False)
+    q = storage.quantize(as_jax(x, copy=copy), spec, key_of(imported_words(words)))
+    return q if x.is_cuda else jax.block_until_ready(q)
+
+
+def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
+    """The numbers of a `jchop.QArray` as a tensor.
+
+    Args:
+        q: the stored array, of JAX or NumPy arrays.
+        dtype: float16, bfloat16, float32 or float64. Default: the dtype of the quantized tensor.
+
+    Returns:
+        A new tensor, on the device of the codes.
+
+    Raises:
+        TypeError: if `q` is not a QArray, or `dtype` not a carrier.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> q = jc.torch.quantize(torch.tensor([0.1, 0.2, -0.4]), "int4(group=3)")
+        >>> jc.torch.dequantize(q, torch.bfloat16)
+        tensor([ 0.1143,  0.2285, -0.4004], dtype=torch.bfloat16)
+    """
+    if dtype is not None and dtype not in CARRIERS:
+        raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(map(str, CARRIERS))}")
+    numbers = storage.dequantize(q, None if dtype is None else CARRIERS[dtype])
+    with types_for(numbers.dtype):
+        return as_tensor(jnp.array(numbers, copy=True) if _is_stored(numbers, q) else numbers)
+
+
+def _is_stored(numbers: Any, q: QArray) -> bool:
+    """Whether the numbers are a NumPy array, or an array of `q` itself, which a tensor could overwrite."""
+    return not isinstance(numbers, jax.Array) or (
+        isinstance(q.qvalue, jax.Array)
+        and numbers.size > 0
+        and numbers.unsafe_buffer_pointer() == q.qvalue.unsafe_buffer_pointer()
+    )
+
+
+@torch.library.custom_op("jchop::numbers", mutates_args=(), schema="(Tensor[] parts, str text, str dtype) -> Tensor")
+def numbers_op(parts: list[Tensor], text: str, dtype: str) -> Tensor:
+    """The numbers of the parts of a QArray: an operator, so that torch.compile does not involve JAX."""
+    return dequantize(_joined(parts, text, True), _NUMBERS[dtype])
+
+
+@numbers_op.register_fake
+def _(parts: list[Tensor], text: str, dtype: str) -> Tensor:
+    return parts[0].new_empty(shape_of(parts[0], json.loads(text)["size"]), dtype=_NUMBERS[dtype])
+
+
+def _joined(parts: list[Tensor], text: str, copy: bool) -> QArray:
+    return joined([as_jax(part, copy=copy) for part in parts], json.loads(text))
+
+
+class PackedTensor(nn.Module):
+    """A tensor stored as codes and scales. A call returns its numbers.
+
+    The codes, scales and zero points are buffers with the names that `jchop.save_safetensors` gives them: ``qvalue``,
+    ``scale``, and, if the format has them, ``zero_point``, ``tensor_scale``, ``scale_scale``, ``scale_zero_point``.
+    They have no gradient. `load_state_dict` replaces them, and refuses parts of another spec, shape or dtype.
+
+    ``.to(dtype)``, ``.half()`` and similar methods change the dtype of the numbers, never the codes and scales.
+    ``.to(device)`` moves the buffers.
+
+    Args:
+        q: the stored array, of JAX arrays, whose memory the buffers share.
+
+    Attributes:
+        dtype: dtype of the numbers, at first the dtype of `q`.
+
+    Raises:
+        TypeError: if `q` is not a QArray of JAX arrays.
+        ValueError: if its parts do not fit each other.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> packed = jc.torch.PackedTensor(jc.torch.quantize(torch.tensor([[1.0, 0.3, -7.5, 100.0]]), "mxfp4(group=2)"))
+        >>> packed()
+        tensor([[ 1.0000,  0.2500, -8.0000, 96.0000]])
+        >>> {name: part.tolist() for name, part in packed.named_buffers()}
+        {'qvalue': [[38, 121]], 'scale': [[125, 131]]}
+        >>> packed.as_qarray().shape, packed.half()().dtype
+        ((1, 4), torch.float16)
+    """
+
+    def __init__(self, q: QArray) -> None:
+        super().__init__()
+        if not isinstance(q, QArray):
+            raise TypeError(f"q={q!r} must be a jchop.QArray, as returned by jchop.torch.quantize of a tensor")
+        check_parts(q)
+        for name, part in parts_of("", q).items():
+            self.register_buffer(name.removeprefix("."), as_tensor(part))
+        self.text = json.dumps(description(q))
+        self.dtype = _NUMBERS[q.dtype.name]
+
+    def forward(self) -> Tensor:
+        """The numbers, in a new tensor."""
+        return numbers_op(list(self._buffers.values()), self.text, CARRIERS[self.dtype])
+
+    def as_qarray(self, *, copy: bool = False) -> QArray:
+        """The stored array in JAX.
+
+        Args:
+            copy: whether a part may be copied if JAX cannot read it in place, as in `as_jax`. Default False.
+
+        Returns:
+            A `jchop.QArray` that shares the memory of the buffers.
+
+        Raises:
+            ValueError: for a part that would have to be copied.
+        """
+        return _joined([part for part in self._buffers.values() if part is not None], self.text, copy)
+
+    @property
+    def spec(self) -> str:
+        """The spec of the codes, as text."""
+        return json.loads(self.text)["spec"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers."""
+        return shape_of(self._buffers["qvalue"], json.loads(self.text)["size"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(part.nbytes for part in self.buffers())
+
+    def extra_repr(self) -> str:
+        """Spec, shape and dtype, in the representation of the module."""
+        return f"{self.spec!r}, shape={self.shape}, dtype={self.dtype}"
+
+    # -- torch's protocols ---------------------------------------------------------------------------------------------
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedTensor:
+        del recurse
+        device = self._buffers["qvalue"].device  # type: ignore[union-attr]
+        dtype = fn(torch.empty(1, dtype=self.dtype, device=device)).dtype
+        if dtype not in _NUMBERS.values():
+            raise TypeError(f"the numbers of a PackedTensor cannot be {dtype}; allowed: {', '.join(_NUMBERS)}")
+        moved = {}
+        for name, part in self._buffers.items():
+            assert part is not None
+            bits = part.view(_INTEGERS[part.element_size()])  # a cast of floats must not reach codes and scales
+            moved[name] = fn(bits)
+            if moved[name].dtype != bits.dtype:
+                raise TypeError(f"{name} holds codes or scales, which have no other dtype; use .to({dtype})")
+        for name, bits in moved.items():
+            self._buffers[name] = bits.view(self._buffers[name].dtype)  # type: ignore[union-attr]
+        self.dtype = dtype
+        return self
+
+    def get_extra_state(self) -> Tensor:
+        """The description of the parts, UTF-8 text in a uint8 tensor."""
+        return torch.tensor(list(self.text.encode()), dtype=torch.uint8)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = (*self._buffers, _TEXT)
+        found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        missing_keys += [prefix + name for name in names if name not in found]
+        own = (key for key in state_dict if key.startswith(prefix))
+        unexpected_keys += [key for key in own if key.removeprefix(prefix) not in names]
+        fault = self._fault(found) if found else None
+        if fault is not None:
+            error_msgs.append(f"{prefix.removesuffix('.')}: {fault}")
+        if fault is not None or not found:
+            return
+        keep = local_metadata.get("assign_to_params_buffers", False)
+        for name, part in self._buffers.items():
+            assert part is not None
+            given = found[name].detach()
+            # A new tensor, since JAX arrays may share the memory of the old one.
+            device = given.device if part.is_meta else part.device
+            self._buffers[name] = given if keep else given.to(device, copy=True)
+
+    def _fault(self, found: Mapping[str, Any]) -> str | None:
+        """The reason why parts of a state dict cannot be loaded; None if they can."""
+        if lacking := [name for name in self._buffers if name not in found]:
+            return f"the state has {', '.join(found)}, but not {', '.join(lacking)}"
+        wanted = json.loads(self.text)
+        if _TEXT in found:
+            try:
+                stated = json.loads(bytes(found[_TEXT].tolist()))
+                stated = {key: stated[key] for key in ("spec", "size")}
+            except (AttributeError, KeyError, TypeError, ValueError):
+                return f"{_TEXT} is not the description of a PackedTensor"
+            if stated != {key: wanted[key] for key in stated}:
+                return (
+                    f"the state has spec={stated['spec']!r} with a last axis of {stated['size']}, and the module "
+                    f"has spec={wanted['spec']!r} with one of {wanted['size']}"
+                )
+        for name, part in self._buffers.items():
+            given = found[name]
+            if not isinstance(given, Tensor) or (given.dtype, given.shape) != (part.dtype, part.shape):  # type: ignore[union-attr]
+                return f"{name} is {_facts(given)} in the state, and {_facts(part)} in the module"
+        return None
+
+
+def _facts(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def packed_in(layer: nn.Module) -> dict[str, PackedTensor]:
+    """The packed parameters of a layer by name."""
+    children = layer.named_children()
+    return {
+        name.removesuffix(PACKED): child
+        for name, child in children
+        if isinstance(child, PackedTensor) and name.endswith(PACKED)
+    }
+
+
+def pack_parameter(layer: nn.Module, name: str, packed: PackedTensor) -> None:
+    """Replaces a parameter of a layer by a submodule; reading it gives the numbers of that module."""
+    before, base = tuple(packed_in(layer)), type(layer)
+    if before:
+        base = base.__bases__[0]
+    if parametrize.is_parametrized(layer, name):
+        # parametrize.remove_parametrizations changes the class, which the layer shares with those it was copied from.
+        del layer.parametrizations[name]  # type: ignore[operator]
+        if not layer.parametrizations:
+            del layer.parametrizations
+            base = base.__bases__[0]
+    else:
+        delattr(layer, name)
+    layer.add_module(name + PACKED, packed)
+    layer.__class__ = _packed_class(base, (*before, name))
+
+
+@lru_cache(maxsize=256)
+def _packed_class(base: type, names: tuple[str, ...]) -> type:
+    """A layer's class with properties in place of parameters."""
+
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        if name in names:
+            raise AttributeError(f"{name} is packed: set {name}{PACKED} to a jchop.torch.PackedTensor instead")
+        nn.Module.__setattr__(self, name, value)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple:
+        return _unpickled, (base, names), self.__dict__  # the class has no place from which pickle could import it
+
+    more = {name: _numbers_of(name) for name in names}
+    own = {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__, "__module__": __name__}
+    return type(f"Packed{base.__name__}", (base,), more | own)
+
+
+def _numbers_of(name: str) -> property:
+    return property(lambda layer: getattr(layer, name + PACKED)())
+
+
+def _unpickled(base: type, names: tuple[str, ...]) -> nn.Module:
+    return object.__new__(_packed_class(base, names))
