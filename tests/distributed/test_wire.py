@@ -127,6 +127,7 @@ def test_other_chips_send_the_same(target: str, pytestconfig: pytest.Config) -> 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     size, found = json.loads(done.stdout.splitlines()[-1])
-    for spec, share in (("int8", 0.26), ("int4", 0.135)):
+    for spec, share, codes, bits in (("int8", 0.26, "s8", 8), ("int4", 0.135, "u8", 4)):
         assert set(found[spec]) <= {"s8", "u8", "u16", "u32"}, found  # XLA moves a few scales as pairs
-        assert 0 < sum(found[spec].values()) <= share * 2 * 4 * size * 3 / 4
+        assert found[spec][codes] == 2 * size * 3 / 4 * bits / 8
+        assert sum(found[spec].values()) <= share * 2 * 4 * size * 3 / 4
