@@ -121,7 +121,8 @@ SCRIPT = Path(__file__).with_name("other_chips.py")
 @pytest.mark.parametrize("target", ["v5e", "h200"])
 def test_other_chips_send_the_same(target: str, pytestconfig: pytest.Config) -> None:
     require_compiler(target, pytestconfig)
-    environment = os.environ | compiling.ENVIRONMENT | {"PYTHONPATH": str(Path(jc.__file__).parents[1])}
+    paths = [str(Path(jc.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | compiling.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), target], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
