@@ -41,18 +41,30 @@ def parameters(key: jax.Array) -> dict[str, jax.Array]:
     return {name: jax.random.normal(k, shapes[name]) * WIDTH**-0.5 for k, name in zip(keys, shapes, strict=True)}
 
 
-def loss(params: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """Of a transformer block that learns to repeat the token before; 30 % of the targets are drawn."""
+def batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tokens, and their targets: to repeat the token before; 30 % of them are drawn."""
     tokens, other = jax.random.randint(key, (2, BATCH, LENGTH), 0, VOCABULARY)
     drawn = jax.random.bernoulli(jax.random.fold_in(key, 1), 0.3, tokens.shape)
-    target = jnp.where(drawn, other, jnp.roll(tokens, 1, -1))[:, 1:, None]
-    x = params["embed"][tokens] + params["place"]
+    return tokens, jnp.where(drawn, other, jnp.roll(tokens, 1, -1))
+
+
+def block(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Of a transformer: attention to earlier places, and two layers."""
     q, k, v = jnp.split(x @ params["qkv"], 3, -1)
     scores = q @ k.swapaxes(-1, -2) * WIDTH**-0.5 + jnp.where(jnp.tri(LENGTH), 0, -1e9)
     x = x + jax.nn.softmax(scores) @ v
-    x = x + jax.nn.relu(x @ params["up"]) @ params["down"]
+    return x + jax.nn.relu(x @ params["up"]) @ params["down"]
+
+
+def surprise(params: dict[str, jax.Array], x: jax.Array, target: jax.Array) -> jax.Array:
+    """The mean of -log p of the targets; the first place has none."""
     logits = jax.nn.log_softmax(x @ params["embed"].T)
-    return -jnp.take_along_axis(logits[:, 1:], target, -1).mean()
+    return -jnp.take_along_axis(logits[:, 1:], target[:, 1:, None], -1).mean()
+
+
+def loss(params: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+    tokens, target = batch(key)
+    return surprise(params, block(params, params["embed"][tokens] + params["place"]), target)
 
 
 def train(name: str, summed: Callable[[Any], Any], steps: int) -> float:
