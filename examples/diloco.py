@@ -27,7 +27,7 @@ import jchop as jc
 
 RANKS, EVERY, GROUP = 4, 8, 64
 #: The formats of the exchanges, with the bytes of a number; None: floats.
-FORMATS = {None: 4.0, f"int8(group={GROUP},scale=bfloat16)": 1 + 2 / GROUP, f"int4(group={GROUP},scale=bfloat16)": 0.5 + 2 / GROUP}  # fmt: skip
+FORMATS = {None: 4.0} | {f"int{bits}(group={GROUP},scale=bfloat16)": bits / 8 + 2 / GROUP for bits in (8, 4)}
 
 
 def summed(spec: str | None) -> Any:

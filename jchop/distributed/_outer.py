@@ -36,9 +36,9 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
 
     At an exchange, `outer` gets the parameters of the last exchange minus the rank's own, as if that were a gradient,
     and sums it over ranks: its first link is `psum_with_feedback`, or a sum without memory such as
-    ``optax.stateless(lambda u, _: jchop.distributed.psum(u, "data", spec))``. DiLoCo's outer optimizer follows, with the
-    mean over n ranks: ``optax.scale(1 / n), optax.sgd(0.7, momentum=0.9, nesterov=True)``. Between exchanges nothing
-    moves. `update` runs inside `jax.shard_map`.
+    ``optax.stateless(lambda u, _: jchop.distributed.psum(u, "data", spec))``. DiLoCo's outer optimizer follows, with
+    the mean over n ranks: ``optax.scale(1 / n), optax.sgd(0.7, momentum=0.9, nesterov=True)``. Between exchanges
+    nothing moves. `update` runs inside `jax.shard_map`.
 
     The anchor in the state has the same bits on every rank. The parameters that `optax.apply_updates` gives differ from
     it by a rounding of the addition at most; the next exchange corrects that. Save and evaluate the anchor.
@@ -49,8 +49,8 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
         every: the number of steps of `inner` to an exchange, from 1 on.
 
     Returns:
-        The functions ``init(params)`` and ``update(updates, state, params)``, as an Optax transformation. The state is a
-        `DilocoState`; with errors that are kept, it differs between ranks, as in `psum_with_feedback`.
+        The functions ``init(params)`` and ``update(updates, state, params)``, as an Optax transformation. The state is
+        a `DilocoState`; it differs between ranks.
 
     Raises:
         TypeError: for a value that is not a transformation.

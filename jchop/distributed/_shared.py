@@ -17,7 +17,6 @@ from jchop._settings import own_settings
 from jchop.distributed._algorithms import TWO_SHOT
 from jchop.distributed._axes import Axes, AxisName, vary
 from jchop.distributed._collectives import checked
-from jchop.distributed._messages import fold
 from jchop.distributed._pieces import check_whole_groups
 from jchop.distributed._trees import each
 from jchop.formats import ElementFormat, ScaledFormat
