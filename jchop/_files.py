@@ -7,7 +7,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
@@ -54,10 +55,22 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         OSError: if the file cannot be written.
         ValueError: if `path` is a folder, a FIFO, a device or a socket.
     """
+    with new_file(path) as file:
+        write(file)
+
+
+@contextmanager
+def new_file(path: Path, token: str | None = None) -> Iterator[IO[bytes]]:
+    """The new file of `write_atomically`, which replaces `path` when the context ends without an error.
+
+    Args:
+        path: path of the file.
+        token: of the name of the new file, which `part_of` has. Default: random.
+    """
     old = path.stat().st_mode if path.exists() else None
     if old is not None and not stat.S_ISREG(old):
         raise ValueError(f"{path} is not a regular file, and cannot be replaced by one")
-    part = path.with_name(f"{_part_stem(path.name)}{secrets.token_hex(8)}.part")
+    part = part_of(path, secrets.token_hex(8) if token is None else token)
     fresh = os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
     try:
         # The umask can be read without changing it for other threads only by creating a file. The file is empty as long
@@ -69,13 +82,18 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         with os.fdopen(descriptor, "w+b") as file:
             mode = os.fstat(descriptor).st_mode if old is None else old
             _set_mode(descriptor, 0o600)
-            write(file)
+            yield file
             file.flush()
             _set_mode(descriptor, mode & 0o777)
             os.fsync(descriptor)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def part_of(path: Path, token: str) -> Path:
+    """The path of the new file of `new_file`."""
+    return path.with_name(f"{_part_stem(path.name)}{token}.part")
 
 
 def remove_parts(folder: Path, names: Iterable[str]) -> None:

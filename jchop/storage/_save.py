@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jchop._arguments import has_tracer
 from jchop._bits import CARRIERS
@@ -21,6 +22,7 @@ from jchop.spec import parse
 from jchop.storage._array import QArray
 from jchop.storage._decode import check_parts
 from jchop.storage._files.json import read_object, shown, small
+from jchop.storage._files.parts import read_placed, spans_processes, write_together
 from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._nested import TREE, nest, paths_in, tree_metadata
 
@@ -39,16 +41,20 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     also ``NAME.tensor_scale`` (rule "two_level"), or ``NAME.scale_scale`` and possibly ``NAME.scale_zero_point``
     (scales that are quantized again). An existing file is replaced in one step. No further package is needed.
 
+    If an array spans several processes (`jax.distributed`), all processes call this with the same path, of a folder that
+    all of them see, and write one file together: each the parts of its own devices, the first one all other arrays. The
+    file does not depend on the number of processes. If a process fails, all raise an error, and an old file stays; so
+    it does if one is killed.
+
     Args:
         path: path of the file. A symbolic link is replaced; its target stays.
-        tree: a container (dict, list, NNX state ...) of JAX and NumPy arrays and QArrays. The data of each array must
-            be in this process.
+        tree: a container (dict, list, NNX state ...) of JAX and NumPy arrays and QArrays.
         metadata: texts for the header of the file. Default: none.
 
     Raises:
         TypeError: for a leaf that is not an array, a dtype that the file format lacks, and metadata that is not text.
-        ValueError: for two leaves of one name, metadata with a key of jchop, or an array that spans several processes.
-        OSError: if the file cannot be written.
+        ValueError: for two leaves of one name, or metadata with a key of jchop.
+        OSError: if the file cannot be written, by this process or another one.
 
     Example:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
@@ -76,6 +82,9 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
         tensors |= parts
     entries = lay_out({name: _entry(name, array) for name, array in tensors.items()})
     texts |= qarray_metadata(described) | tree_metadata({name: path for name, path, _ in leaves})
+    if any(map(spans_processes, tensors.values())):
+        write_together(Path(path), tensors, entries, texts)
+        return
 
     def write(file: Any) -> None:
         writer = TensorWriter(file, entries, texts)
@@ -93,7 +102,9 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
         path: path of the file.
         like: a pytree with the structure of the result. Its arrays, QArrays and `jax.ShapeDtypeStruct` (as from
             `jax.eval_shape`) must have the shapes, dtypes and specs of the file. A leaf without a shape and a dtype,
-            such as 0, stands for any array. Default: none.
+            such as 0, stands for any array. An array or a `jax.ShapeDtypeStruct` with a `jax.sharding.NamedSharding`
+            says where the array is placed; every process reads the parts of its own devices, array by array.
+            Default: none.
         nested: whether to return the saved dicts and lists, from the record of `save_safetensors`. Default: False.
 
     Returns:
@@ -124,23 +135,50 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
         described = described_in(file)
         owners = {part for name, fields in described.items() for part in part_names(name, fields)}
         paths = paths_in(file, {*described, *file.entries} - owners) if nested else {}
-        found: dict[str, Any] = {name: jnp.asarray(file.read(name)) for name in file.entries if name not in owners}
+        wanted = {} if like is None else {name: leaf for name, _, leaf in named_leaves(like)}
+        if like is not None:
+            _check_like(path, wanted, _stored(file, described, owners))
+        placed = _placed(wanted)
+
+        def read(name: str) -> jax.Array:
+            return read_placed(file, name, placed[name]) if name in placed else jnp.asarray(file.read(name))
+
+        found: dict[str, Any] = {name: read(name) for name in file.entries if name not in owners}
         for name, fields in described.items():
-            found[name] = joined([jnp.asarray(file.read(part)) for part in part_names(name, fields)], fields)
+            found[name] = joined([read(part) for part in part_names(name, fields)], fields)
     if nested:
         return nest([(paths[name], found[name]) for name in found])
     if like is None:
         return found
-    wanted = {name: leaf for name, _, leaf in named_leaves(like)}
-    if set(wanted) != set(found):
-        lacking, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
-        raise ValueError(f"{path} and like= differ: not in the file {lacking}, only in the file {more}")
-    _check_like(path, wanted, found)
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [found[name] for name in wanted])
 
 
+def _stored(file: TensorFile, described: Mapping[str, Any], owners: set[str]) -> dict[str, Any]:
+    """The arrays and QArrays of a file by name, without their data."""
+
+    def empty(name: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
+
+    found: dict[str, Any] = {name: empty(name) for name in file.entries if name not in owners}
+    return found | {
+        n: joined([empty(part) for part in part_names(n, fields)], fields) for n, fields in described.items()
+    }
+
+
+def _placed(wanted: Mapping[str, Any]) -> dict[str, NamedSharding]:
+    """The shardings of tensors, by the arrays of `like` that have one."""
+    tensors: dict[str, Any] = {}
+    for name, leaf in wanted.items():
+        tensors |= parts_of(name, leaf) if _is_qarray(leaf) else {name: leaf}
+    shardings = {name: getattr(leaf, "sharding", None) for name, leaf in tensors.items()}
+    return {name: sharding for name, sharding in shardings.items() if isinstance(sharding, NamedSharding)}
+
+
 def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Checks that arrays match the arrays of `like`."""
+    """Checks that a file has the arrays of `like`, and no others."""
+    if set(wanted) != set(found):
+        lacking, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+        raise ValueError(f"{path} and like= differ: not in the file {lacking}, only in the file {more}")
     pairs = {name: (_facts(found[name]), _facts(leaf)) for name, leaf in wanted.items()}
     other = [f"{name!r} is {got}, and {want} in like" for name, (got, want) in pairs.items() if want not in (None, got)]
     if other:
@@ -271,11 +309,6 @@ def _entry(name: str, leaf: Any) -> Entry:
         raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise TypeError(f"leaf {name!r} is a typed key; save jax.random.key_data of it")
-    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-        raise ValueError(
-            f"leaf {name!r} spans several processes, but one process writes a file: gather the tree in all of "
-            "them with jax.experimental.multihost_utils.process_allgather(tree, tiled=True), and save it in one"
-        )
     entry = Entry(np.dtype(leaf.dtype), tuple(leaf.shape))
     try:
         entry.dtype_name  # noqa: B018

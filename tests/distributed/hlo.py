@@ -27,7 +27,7 @@ def _bytes(text: str) -> list[tuple[str, float]]:
 
 def _sent(kind: str, asynchronous: bool, result: str, ranks: int) -> list[tuple[str, float]]:
     arrays = _bytes(result)
-    if asynchronous and kind in ("all-gather", "collective-permute"):  # (operands, results, contexts)
+    if asynchronous and kind in ("all-gather", "collective-permute", "all-to-all"):  # (operands, results, contexts)
         arrays = [array for array in arrays if array[1] > 4]
         arrays = arrays[len(arrays) // 2 :]
     share = (ranks - 1) / ranks

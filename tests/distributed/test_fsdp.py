@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from distributed.hlo import wire_bytes
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
@@ -87,6 +87,48 @@ def test_codes_are_gathered(kind: AxisType, rng: np.random.Generator) -> None:
     stored_bytes = sum(q.nbytes for q in weights.values())
     assert moved.get("f32", 0) <= 32 * 128 / 16 * 4 * 2  # scales; a weight has 4096 numbers
     assert sum(moved.values()) <= stored_bytes * (RANKS - 1) / RANKS * 1.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "counts_codes"),
+    [
+        ("int4(group=128,scale=bfloat16)", False),
+        ("int4(group=32,scale=bfloat16)", True),
+        ("int8(channel=0)", True),
+        ("mxfp4", True),
+    ],
+)
+def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
+    """100 million parameters on 8 devices: at most 1.2 times a part of all codes and one layer of numbers.
+
+    With `counts_codes` a layer is its numbers and its gathered codes, which exist together before they are decoded.
+    """
+    ranks, layers, width = 8, 6, 4096
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("fsdp",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("fsdp"))
+    one = jax.eval_shape(lambda: jc.quantize(jnp.zeros((width, width)), spec))
+    where = jc.storage.shardings(one, rows)
+
+    def stacked(leaf: Any, place: NamedSharding) -> Any:
+        sharding = NamedSharding(mesh, P(None, *place.spec))
+        return jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype, sharding=sharding)
+
+    def model(weights: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return jax.nn.relu(x @ jc.dequantize(jc.distributed.unshard(w))), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    x = jax.ShapeDtypeStruct((64, width), jnp.float32, sharding=rows)
+    with jax.set_mesh(mesh):
+        memory = jax.jit(model).lower(jax.tree.map(stacked, one, where), x).compile().memory_analysis()
+    assert memory is not None
+    codes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one))
+    allowed = layers * codes / ranks + 4 * width**2 + counts_codes * codes
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    print(f"{spec}: {peak / 1e6:.1f} MB, {peak / allowed:.3f} of the parts and a layer")
+    assert peak <= 1.2 * allowed
 
 
 def test_a_module_is_placed() -> None:

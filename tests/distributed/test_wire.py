@@ -121,12 +121,14 @@ SCRIPT = Path(__file__).with_name("other_chips.py")
 @pytest.mark.parametrize("target", ["v5e", "h200"])
 def test_other_chips_send_the_same(target: str, pytestconfig: pytest.Config) -> None:
     require_compiler(target, pytestconfig)
-    environment = os.environ | compiling.ENVIRONMENT | {"PYTHONPATH": str(Path(jc.__file__).parents[1])}
+    paths = [str(Path(jc.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | compiling.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), target], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     size, found = json.loads(done.stdout.splitlines()[-1])
-    for spec, share in (("int8", 0.26), ("int4", 0.135)):
+    for spec, share, codes, bits in (("int8", 0.26, "s8", 8), ("int4", 0.135, "u8", 4)):
         assert set(found[spec]) <= {"s8", "u8", "u16", "u32"}, found  # XLA moves a few scales as pairs
-        assert 0 < sum(found[spec].values()) <= share * 2 * 4 * size * 3 / 4
+        assert found[spec][codes] == 2 * size * 3 / 4 * bits / 8
+        assert sum(found[spec].values()) <= share * 2 * 4 * size * 3 / 4

@@ -208,6 +208,27 @@ def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
     return placed
 
 
+def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file before its tensors; arguments and errors are those of `TensorWriter`."""
+    if _METADATA in entries:
+        raise ValueError(f"no tensor can have the name {_METADATA!r}")
+    fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    for name, entry in entries.items():
+        fields[name] = {
+            "dtype": entry.dtype_name,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.start + entry.nbytes],
+        }
+    header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    header += b" " * (-len(header) % 8)
+    if len(header) > _LONGEST or max(len(entries), len(metadata)) > MOST_ENTRIES:
+        raise ValueError(
+            f"{len(entries)} tensors and {len(metadata)} metadata make a header of {len(header)} bytes; a file has "
+            f"at most {MOST_ENTRIES} of each and a header of {_LONGEST}"
+        )
+    return len(header).to_bytes(8, "little") + header
+
+
 class TensorWriter:
     """Writes the header of a safetensors file, then chunks of tensors in any order.
 
@@ -222,25 +243,10 @@ class TensorWriter:
     """
 
     def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
-        if _METADATA in entries:
-            raise ValueError(f"no tensor can have the name {_METADATA!r}")
-        fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-        for name, entry in entries.items():
-            fields[name] = {
-                "dtype": entry.dtype_name,
-                "shape": list(entry.shape),
-                "data_offsets": [entry.start, entry.start + entry.nbytes],
-            }
-        header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-        header += b" " * (-len(header) % 8)
-        if len(header) > _LONGEST or max(len(entries), len(metadata)) > MOST_ENTRIES:
-            raise ValueError(
-                f"{len(entries)} tensors and {len(metadata)} metadata make a header of {len(header)} bytes; a file has "
-                f"at most {MOST_ENTRIES} of each and a header of {_LONGEST}"
-            )
-        self._file, self._entries, self._data = file, entries, 8 + len(header)
+        start = header_of(entries, metadata)
+        self._file, self._entries, self._data = file, entries, len(start)
         self._written = dict.fromkeys(entries, 0)
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(start)
 
     def write(self, name: str, chunk: np.ndarray) -> None:
         """Writes the next bytes of a tensor, in C order, at their position."""

@@ -1,0 +1,84 @@
+"""Packed states in parts on eight devices: the bits of one device, for every optimizer with a packed state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices"),
+]
+
+#: With these rates and decays every product is exact, so that no compiler's contraction can change a bit.
+RATE, DECAY = 2.0**-7, 2.0**-6
+KEY = jax.random.key(4)
+OPTIMIZERS = {
+    "adamw8bit": jc.optim.adamw8bit(RATE, 0.5, 0.5, weight_decay=DECAY, min_size=1024),
+    "adamw4bit": jc.optim.adamw4bit(RATE, 0.5, 0.5, weight_decay=DECAY, min_size=1024),
+    "adamw_fp8": jc.optim.adamw_fp8(RATE, 0.5, 0.5, weight_decay=DECAY, min_size=1024),
+    "adam8bit": jc.optim.adam8bit(RATE, 0.5, 0.5, min_size=1024),
+    "lion8bit": jc.optim.lion8bit(RATE, 0.5, 0.5, weight_decay=DECAY, min_size=1024),
+    "sgd8bit": jc.optim.sgd8bit(RATE, 0.5, min_size=1024),
+    "stochastic": jc.optim.quantize_state(optax.sgd(RATE, 0.5), "int4(group=64):stochastic", KEY, min_size=1024),
+}
+#: Whole groups in every part; groups that are cut; axes that are joined; an array that stays unpacked.
+SHAPES = {"whole": (16, 512), "cut": (8, 256), "joined": (8, 4, 64), "small": (64,)}
+PLACES = {"whole": P("a", "b"), "cut": P(None, "b"), "joined": P("a"), "small": P("b")}
+
+
+def steps(tx: Any, state: Any, grads: Any, params: Any) -> Any:
+    for _ in range(2):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state._replace(key=None)  # NumPy has no typed keys
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sharded_states_are_unsharded(name: str, rng: np.random.Generator) -> None:
+    tx = OPTIMIZERS[name]
+    params = {leaf: rng.standard_normal(shape).astype(np.float32) for leaf, shape in SHAPES.items()}
+    grads = {
+        leaf: rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32) for leaf, shape in SHAPES.items()
+    }
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    where = {leaf: NamedSharding(mesh, place) for leaf, place in PLACES.items()}
+    wanted = jax.jit(lambda g, p: steps(tx, tx.init(p), g, p))(grads, params)
+
+    placed, placed_grads = (jax.device_put(tree, where) for tree in (params, grads))
+    of_state = jc.optim.state_shardings(tx, placed)
+    state = jax.jit(tx.init, out_shardings=of_state)(placed)
+    run = jax.jit(lambda s, g, p: steps(tx, s, g, p))
+    got = run(state, placed_grads, placed)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_states_in_parts_beside_whole_parameters(rng: np.random.Generator) -> None:
+    """ZeRO: parameters and gradients are on every device, states in parts; a step gathers the updates.
+
+    Lion has no quotient: XLA rewrites Adam's (a / b) / c in some programs, which changes the last bit of updates.
+    """
+    tx, shape = OPTIMIZERS["lion8bit"], SHAPES["whole"]
+    params, grads = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32) for _ in range(2))
+    mesh = jax.make_mesh((8,), ("a",))
+    rows, everywhere = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
+    of_state = jc.optim.state_shardings(tx, jax.ShapeDtypeStruct(shape, np.float32, sharding=rows))
+    whole, whole_grads = (jax.device_put(x, everywhere) for x in (params, grads))
+    state = jax.jit(tx.init, out_shardings=of_state)(whole)
+    run = jax.jit(lambda s, g, p: steps(tx, s, g, p), out_shardings=(everywhere, of_state))
+    got = run(state, whole_grads, whole)
+    wanted = jax.jit(lambda g, p: steps(tx, tx.init(p), g, p))(grads, params)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    parts = [leaf for leaf in jax.tree.leaves(got[1].arrays) if leaf.shape == shape]
+    assert len(parts) == 1
+    for leaf in parts:
+        assert leaf.dtype == np.uint8 and leaf.addressable_shards[0].data.size * 8 == leaf.size
