@@ -59,3 +59,42 @@ def test_harmonic_stops_where_nearest_must_and_goes_on_stochastically():
     exact = np.cumsum(1 / np.arange(1, 3001))
     assert sums["binary16:stochastic"][-1] == pytest.approx(exact[-1], abs=0.3)
     assert sums["bfloat16:stochastic"][-1] == pytest.approx(exact[-1], abs=1.0)
+
+
+@pytest.mark.slow
+def test_the_tuned_solver_has_cheap_factors_and_dear_residuals(monkeypatch, capsys, tmp_path):
+    rows = printed("tuned_solver", monkeypatch, capsys, tmp_path)
+    shares = {row[0]: float(row[2][:-1]) for row in rows if len(row) == 3 and row[2].endswith("%")}
+    assert shares["residual"] + shares["arguments"] > 90 and abs(shares["factor"]) < 5
+    formats = {row[0]: row[1] for row in rows if len(row) == 6}
+    assert formats["residual"] == formats["update"] == "carrier" and formats["factor"] == "bfloat16"
+    last = {row[0]: float(row[-1]) for row in rows if len(row) == 8}
+    assert last["tuned"] <= 1e-6 < 1e-4 < last["binary16"]
+
+
+@pytest.mark.slow
+def test_each_bit_moves_the_horizon_of_lorenz(monkeypatch, capsys, tmp_path):
+    rows = printed("lorenz_horizon", monkeypatch, capsys, tmp_path)
+    horizons = {int(row[0]): float(row[1]) for row in rows if len(row) == 2 and row[0].isdigit()}
+    assert (horizons[24] - horizons[8]) / 16 == pytest.approx(np.log(2) / 0.906, rel=0.15)
+    bits = {row[0]: int(row[2]) for row in rows if len(row) == 6 and row[1].startswith("e8m")}
+    assert bits["slopes"] < bits["state"]
+
+
+@pytest.mark.slow
+def test_a_mix_of_layers_beats_eight_bits_at_both_ends(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("optax"), pytest.importorskip("sklearn")
+    rows = printed("tuned_classifier", monkeypatch, capsys, tmp_path)
+    mixes = {float(row[1]): float(row[2]) for row in rows if row[:1] == ["jc.nn.tune"]}
+    ends = next(row for row in rows if row[:1] == ["int8,"])
+    single = next(float(row[3]) for row in rows if row[:3] == ["one", "format", "4.00"])
+    assert mixes[min(mixes)] < min(single, float(ends[-1])) and min(mixes) <= 4.5 < float(ends[-2])
+
+
+def printed(name, monkeypatch, capsys, tmp_path):
+    """The words of each line of a small run, which also draws."""
+    picture = tmp_path / f"{name}.png"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small", "--plot", str(picture)])
+    load(name).main()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
