@@ -146,9 +146,7 @@ def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any
     if other:
         more = f"; and {len(other) - _MOST_TOLD} more" if len(other) > _MOST_TOLD else ""
         told = f"{path} and like= differ: {'; '.join(other[:_MOST_TOLD])}{more}"
-        raise ValueError(
-            f"{told}. Pass a tree or model quantized by the same rules; it may be abstract (jax.eval_shape)"
-        )
+        raise ValueError(f"{told}. Pass a tree or model quantized by the same rules, which may be abstract")
 
 
 def _facts(leaf: Any) -> str | None:
