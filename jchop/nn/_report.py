@@ -21,6 +21,7 @@ from jchop.nn._nnx.kinds import Kind
 from jchop.nn._nnx.layers import own_parameters, placed_layers, rules_for
 from jchop.nn._nnx.modules import Placed
 from jchop.nn._nnx.programs import Inputs, report_program
+from jchop.storage import QArray
 
 __all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
 
@@ -216,7 +217,8 @@ def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...], platform: s
         why = why_wide(name, kind is not None, rule, None if kind is None else kind.parameters.get(key))
         if why is not None and isinstance(value, nnx.Param):
             wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
-    stored = tuple((key, str(value[...].spec)) for key, value in own.items() if isinstance(value, QuantizedParam))
+    packed = {key: value.get_value() for key, value in own.items() if isinstance(value, QuantizedParam)}
+    stored = tuple((key, str(q.spec)) for key, q in packed.items() if isinstance(q, QArray))
     more: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": stored}
     if kind is None or rule is None:
         return LayerRow(path, name, shown, (), before, before, kind is not None, **more)
