@@ -13,7 +13,7 @@ release = _version("jchop")
 version = ".".join(release.split(".")[:2])
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "every_name", "gallery", "pictures"]
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True}
@@ -29,4 +29,10 @@ html_title = f"jchop {release}"
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["jchop.css"]
-exclude_patterns = ["_build", "_extensions"]
+html_js_files = ["versions.js"]
+templates_path = ["_templates"]
+sidebar = ["brand", "versions", "search", "scroll-start", "navigation", "scroll-end"]
+html_sidebars = {"**": [f"sidebar/{part}.html" for part in sidebar]}
+# With `-D html_theme_options.source_repository=URL`, as in CI, every page has a link to edit it.
+html_theme_options = {"source_branch": "main", "source_directory": "docs/"}
+exclude_patterns = ["_build", "_extensions", "_templates"]

@@ -39,7 +39,7 @@ def errors(lengths: Sequence[int], positive: bool) -> dict[str, list[float]]:
     """By unit: the error for each length, as a root mean square over that of the exact results."""
     table: dict[str, list[float]] = {name: [] for name in UNITS}
     for k in lengths:
-        print(f"{len(UNITS)} units, {k} products", file=sys.stderr, flush=True)
+        print(f"adding {k} products on {len(UNITS)} units", file=sys.stderr, flush=True)
         a, b = operands(k, positive)
         exact = a.astype(np.float64) @ b.astype(np.float64)
         for name, spec in UNITS.items():

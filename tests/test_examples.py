@@ -98,3 +98,18 @@ def printed(name, monkeypatch, capsys, tmp_path):
     load(name).main()
     assert picture.read_bytes().startswith(b"\x89PNG")
     return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.slow
+def test_posits_keep_as_many_digits_as_their_fraction_has_bits(monkeypatch, capsys, tmp_path):
+    posits = load("posits")
+    # The error of a fraction of f bits is uniform: from 2^e to 2^(e+1) another bit is another log10(2) digits.
+    bits = {"binary16": [10, 10], "bfloat16": [7, 7], "posit16": [11, 8], "takum_linear16": [11, 8]}
+    kept = {spec: posits.digits(spec, np.array([0, 12]), 4001) for spec in bits}
+    for spec, (near, far) in bits.items():
+        more = (kept[spec] - kept["bfloat16"]) / np.log10(2)
+        np.testing.assert_allclose(more, [near - 7, far - 7], atol=0.01)
+    picture = tmp_path / "posits.png"
+    monkeypatch.setattr(sys, "argv", ["posits.py", "--small", "--plot", str(picture)])
+    posits.main()
+    assert len(capsys.readouterr().out.splitlines()) == 2 * 10 + 1 and picture.read_bytes().startswith(b"\x89PNG")

@@ -23,7 +23,7 @@ PAGES = sorted(
     if "```python\n" in page.read_text(encoding="utf-8")
 )
 #: Pages whose code needs a package that is no part of the test environment.
-NEEDS = {"docs/torch.md": "torch", "docs/programs.md": "equinox"}
+NEEDS = {"docs/torch.md": "torch", "docs/tasks/torch_user.md": "torch", "docs/programs.md": "equinox"}
 #: Pages that a newcomer does not begin with, which are for the slow run.
 LONG = {page for page in PAGES if page not in ("README.md", "docs/index.md", "docs/formats.md")}
 SMALL_STUDY = ["--epochs", "1", "--seeds", "1", "--modes", "nearest_even,stochastic"]
@@ -71,9 +71,10 @@ def run_python(block: str, namespace: dict[str, Any], where: str) -> None:
 
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in PAGES])
-def test_python_blocks_run_and_show_what_they_give(page: str) -> None:
+def test_python_blocks_run_and_show_what_they_give(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])
+    monkeypatch.chdir(tmp_path)  # for files that a page writes
     namespace: dict[str, Any] = {}
     for line, block in blocks(page, "python"):
         run_python(block, namespace, f"{page}:{line}")

@@ -228,7 +228,14 @@ def build(chosen: list[Example]) -> None:
     write(FOLDER / "index.md", index(chosen))
 
 
+def not_edited(app: Any, name: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """No link to edit a page that a build writes."""
+    if name.startswith(f"{FOLDER.name}/"):
+        context["page_source_suffix"] = ""
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("builder-inited", lambda app: build(examples()))
+    app.connect("html-page-context", not_edited)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -15,12 +15,13 @@ from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules
 from jchop._products.traced.report import ProgramReport
 from jchop._products.units import PLATFORMS, operands_on
 from jchop._text import Part, Tables
-from jchop.nn._nnx.attach import check_parameters, packed_shape
+from jchop.nn._nnx.attach import QuantizedParam, check_parameters, packed_shape
 from jchop.nn._nnx.hooks import Convolution
 from jchop.nn._nnx.kinds import Kind
 from jchop.nn._nnx.layers import own_parameters, placed_layers, rules_for
 from jchop.nn._nnx.modules import Placed
 from jchop.nn._nnx.programs import Inputs, report_program
+from jchop.storage import QArray
 
 __all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
 
@@ -44,6 +45,7 @@ class LayerRow:
         wide: (path, shape, reason) of each of its own parameters that stays in full precision.
         operands: the types of the operands that reach the units of the platform in its forward product; empty without a
             platform or a product.
+        stored: (name, spec as text) of each of its own parameters that is packed already.
     """
 
     path: str
@@ -56,6 +58,7 @@ class LayerRow:
     also: tuple[str, ...] = ()
     wide: tuple[Wide, ...] = ()
     operands: str = ""
+    stored: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class ModelReport(Tables):
 def _described(row: LayerRow) -> str:
     if not row.supported:
         return "cannot be quantized" if row.rule else "nothing, and cannot be quantized"
-    return ", ".join(f"{name}={spec}" for name, spec in row.specs) or "nothing"
+    packed = ", ".join(f"{name} is {spec}" for name, spec in row.stored)
+    return ", ".join(f"{name}={spec}" for name, spec in row.specs) or packed or "nothing"
 
 
 @overload
@@ -146,8 +150,9 @@ def report(
         several methods, one for each, by name.
 
         Without, a `ModelReport`, whose text is a table: path, layer, roundings, and the bytes of parameters before and
-        after packing. It includes layers without a rule. Under rules, a line follows for each parameter that stays in
-        full precision, with its shape and the reason. Products in the model's own code are not listed.
+        after packing. It includes layers without a rule; of parameters that are packed already it names the format.
+        Under rules, a line follows for each parameter that stays in full precision, with its shape and the reason.
+        Products in the model's own code are not listed.
 
     Raises:
         TypeError, ValueError: for invalid rules, rules that disagree about one module, and specs in which a parameter
@@ -212,7 +217,9 @@ def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...], platform: s
         why = why_wide(name, kind is not None, rule, None if kind is None else kind.parameters.get(key))
         if why is not None and isinstance(value, nnx.Param):
             wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
-    more: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide)}
+    packed = {key: value.get_value() for key, value in own.items() if isinstance(value, QuantizedParam)}
+    stored = tuple((key, str(q.spec)) for key, q in packed.items() if isinstance(q, QArray))
+    more: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": stored}
     if kind is None or rule is None:
         return LayerRow(path, name, shown, (), before, before, kind is not None, **more)
     fields = kind.fields(layer)

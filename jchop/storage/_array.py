@@ -283,7 +283,7 @@ class QArray:
         if isinstance(scale, QArray):
             assert scale.spec.scaled is not None
             codes, zero = raw(scale.qvalue, scale._element), scale.zero_point
-            fmt = replace(fmt, scale=scale.spec.scaled)
+            fmt = fmt(scale=scale.spec.scaled)
             scale = (codes, scale.scale) if zero is None else (codes, scale.scale, zero)
         spec = replace(self.spec, format=with_kinds(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from jchop.formats import ScaledFormat
@@ -43,12 +42,12 @@ def from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
     kinds_of(fmt, ndim)
     if isinstance(fmt.scale, ScaledFormat):
         inner = from_end(fmt.scale, ndim)
-        fmt = fmt if inner == fmt.scale else replace(fmt, scale=inner)
+        fmt = fmt if inner == fmt.scale else fmt(scale=inner)
     axes = tuple(axis for axis, _ in _named(fmt))
     if all(axis < 0 for axis in axes):
         return fmt
     moved = _single(tuple(axis % ndim - ndim for axis in axes))
-    return replace(fmt, channel=moved) if fmt.channel is not None else replace(fmt, axis=moved)
+    return fmt(channel=moved) if fmt.channel is not None else fmt(axis=moved)
 
 
 def with_kinds(fmt: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
@@ -59,9 +58,9 @@ def with_kinds(fmt: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
     shared = tuple(i - ndim for i, kind in enumerate(kinds) if kind != OWN)
     sizes = tuple("all" if kind == WHOLE else kind for kind in kinds if kind != OWN)
     if any(isinstance(kind, int) for kind in kinds) or (fmt.group is not None and len(shared) == 1):
-        return replace(fmt, group=_single(sizes), axis=_single(shared), channel=None)
+        return fmt(group=_single(sizes), axis=_single(shared))
     own = tuple(i - ndim for i, kind in enumerate(kinds) if kind == OWN)
-    return replace(fmt, group=None, axis=-1, channel=_single(own) if own else None)
+    return fmt(group=None, axis=-1, channel=_single(own) if own else None)
 
 
 def scale_shape(kinds: Sequence[Kind], shape: Sequence[int]) -> tuple[int, ...]:

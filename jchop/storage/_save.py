@@ -183,7 +183,8 @@ def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any
     other = [f"{name!r} is {got}, and {want} in like" for name, (got, want) in pairs.items() if want not in (None, got)]
     if other:
         more = f"; and {len(other) - _MOST_TOLD} more" if len(other) > _MOST_TOLD else ""
-        raise ValueError(f"{path} and like= differ: {'; '.join(other[:_MOST_TOLD])}{more}")
+        told = f"{path} and like= differ: {'; '.join(other[:_MOST_TOLD])}{more}"
+        raise ValueError(f"{told}. Pass a tree or model quantized by the same rules, which may be abstract")
 
 
 def _facts(leaf: Any) -> str | None:

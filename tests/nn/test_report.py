@@ -98,3 +98,12 @@ def test_the_report_of_linen_names_the_same() -> None:
 )  # fmt: skip
 def test_a_slash_at_the_end_is_for_one_module(pattern: str, path: str, matches: bool) -> None:
     assert jc.nn.Rule(pattern).matches(path) == matches
+
+
+def test_the_report_of_a_packed_model_names_the_formats_that_it_holds() -> None:
+    rules = jc.nn.Rule("dense", weight="nf4(group=2)")
+    report = jc.nn.report(jc.nn.quantize(Patches(rngs=nnx.Rngs(0)), [jc.nn.Rule("/"), rules], mode="weight_only"))
+    assert {row.path: row.stored for row in report.rows if row.stored} == {
+        "dense": (("kernel", "nf4(group=2,axis=-2)"),)
+    }
+    assert "kernel is nf4(group=2,axis=-2)" in str(report) and report.bytes_before == report.bytes_after
