@@ -20,7 +20,7 @@ from jchop.storage._files.safetensors import TensorFile
 from jchop.storage._nested import TREE
 
 #: The steps that ``--method`` may name.
-_STEPS = ("smooth", "awq", "rotate", "correct_error", "sparse", "clip", "gptq", "sign_round", "correct_biases")
+_STEPS = ("smooth", "awq", "rotate", "correct_error", "sparse", "clip", "hqq", "gptq", "sign_round", "correct_biases")
 _NEAREST = "nearest"
 
 

@@ -13,8 +13,8 @@ from jax import lax
 
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._products.codes import Coded, block_of, check_codes, coded, codes_of, in_own_shape, parts_of
-from jchop._products.layout import check_axes, round_in, same_transposed
-from jchop._products.product import Conv, Dot, Flipped, Product
+from jchop._products.layout import check_axes, round_in, same_transposed, turned
+from jchop._products.product import Conv, Dot, Flipped, Product, Ragged
 from jchop._products.rotation import Hadamard
 from jchop._products.rule import NOWHERE, StreamOffset, is_stochastic
 from jchop._settings import split
@@ -29,7 +29,10 @@ __all__ = ["Roundings", "contract", "conv_general_dilated", "dot_general", "eins
 
 @dataclass(frozen=True)
 class Roundings:
-    """The roundings of a product: the fields of a rule by operand, its location, and whether codes are multiplied."""
+    """The roundings of a product: the fields of a rule by operand, its location, and whether codes are multiplied.
+
+    `turned`: whether a right operand that is rounded already was rotated before, if there is a rotation of the product.
+    """
 
     left: Spec | None = None
     right: Spec | None = None
@@ -39,6 +42,7 @@ class Roundings:
     rotation: Hadamard | None = None
     place: StreamOffset = NOWHERE
     codes: bool = False
+    turned: bool = False
 
     @property
     def stochastic(self) -> bool:
@@ -55,6 +59,16 @@ class Roundings:
     def backward(self) -> bool:
         """Whether the backward products differ from those of the rounded operands in the carrier."""
         return (self.gradient, self.weight_gradient, self.matmul) != (None, None, None)
+
+    @property
+    def forward_rotation(self) -> Hadamard | None:
+        """The rotation of the operands of the product itself."""
+        return self.rotation if self.rotation is not None and self.rotation.forward else None
+
+    @property
+    def weight_rotation(self) -> Hadamard | None:
+        """The rotation of the operands of dw."""
+        return None if self.forward_rotation is not None else self.rotation
 
     @property
     def input_rotation(self) -> Hadamard | None:
@@ -91,6 +105,11 @@ def contract(
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
     """
     check_operands(product, how)
+    if how.forward_rotation is not None:
+        x = turned(product.forward.left, x, how.forward_rotation)
+        if not how.turned:
+            w = turned(product.forward.right, w, how.forward_rotation)
+            rounded = None if rounded is None else turned(product.forward.right, rounded, how.forward_rotation)
     keys = _Keys.of(key if how.stochastic else None)
     left = round_in(product.forward.left, x, how.left, keys.left, keys.left_gradient)
     right = rounded
@@ -136,10 +155,11 @@ def check_operands(product: Product, how: Roundings) -> None:
     else:
         left = how.left if _anew_left(how) else None
         operands += [("activation", left, for_weight.left), ("gradient", how.gradient, for_weight.right)]
-    if how.rotation is not None and not isinstance(product.product if isinstance(product, Flipped) else product, Dot):
+    rotates = Dot if how.forward_rotation is None else Dot | Ragged
+    if how.rotation is not None and not isinstance(_inner(product), rotates):
         raise NotImplementedError(
-            f"rotation={how.rotation} of the {how.place}: the rows of a convolution or of experts are not independent; "
-            "put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
+            f"rotation={how.rotation} of the {how.place}: the rows of a convolution or, backward, of experts are not "
+            "independent; put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
         )
     for field, spec, layout in operands:
         check_axes(field, spec, layout.ndim, how.place)
@@ -152,7 +172,7 @@ def _anew_left(how: Roundings) -> bool:
     return (
         (how.codes and how.gradient is not None)
         or how.weight_gradient is not None
-        or how.rotation is not None
+        or how.weight_rotation is not None
         or (how.gradient is not None and not same_transposed(how.left))
     )
 
@@ -211,7 +231,7 @@ def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
     if how.codes and how.gradient is not None:
         return (*_backward_by_codes(product, how, kept, g), None, None)
     for_input, for_weight = product.for_input, product.for_weight
-    turn, turn_weight = how.input_rotation, how.rotation
+    turn, turn_weight = how.input_rotation, how.weight_rotation
     g_input = round_in(for_input.left, g, how.gradient, keys.gradient_input, rotation=turn)
     w_input = w if full_w is None else round_in(for_input.right, full_w, how.right, keys.right_input, rotation=turn)
     left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
@@ -231,7 +251,7 @@ def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) 
     x, w, (full_x, full_w), (keys, extra, _) = kept
     for_input, for_weight = product.for_input, product.for_weight
     left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
-    turn, turn_weight = how.input_rotation, how.rotation
+    turn, turn_weight = how.input_rotation, how.weight_rotation
     g_input = coded(for_input.left.lay(g, turn), how.gradient, keys.gradient_input)
     w_input = coded(for_input.right.lay(full_w, turn), how.right, keys.right_input)
     g_weight = coded(for_weight.right.lay(g, turn_weight), spec, keys.gradient_weight)
@@ -242,9 +262,12 @@ def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) 
         return own_results((dx, product.weight_by_codes(x_weight, g_weight, shapes, w.dtype, *extra)))
 
 
+def _inner(product: Product) -> Any:
+    return product.product if isinstance(product, Flipped) else product
+
+
 def _result_dtype(product: Product, x: Array, w: Array) -> Any:
-    inner = product.product if isinstance(product, Flipped) else product
-    preferred = inner.preferred_element_type
+    preferred = _inner(product).preferred_element_type
     return jnp.result_type(x, w) if preferred is None else preferred
 
 

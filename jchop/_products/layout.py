@@ -30,6 +30,7 @@ __all__ = [
     "over_stack",
     "round_in",
     "same_transposed",
+    "turned",
     "with_nan",
 ]
 
@@ -115,7 +116,7 @@ def round_in(
 ) -> Array:
     """`x` rotated and rounded in a layout (None: as it lies); its own dtype, shape and order of axes come back."""
     if layout is not None and rotation is not None:
-        x = layout.back(layout.lay(jnp.asarray(x), rotation), x.shape)
+        x = turned(layout, x, rotation)
     if spec is None:
         return x
     if layout is None or not layout.concerns(spec):
@@ -125,6 +126,11 @@ def round_in(
     else:
         y = layout.back(round_to_format(layout.lay(jnp.asarray(x)), spec, key, gradient_key=gradient_key), x.shape)
     return with_nan(x, y, spec)
+
+
+def turned(layout: Layout, x: Array, rotation: Hadamard) -> Array:
+    """`x` rotated along the axes that a product sums over."""
+    return layout.back(layout.lay(jnp.asarray(x), rotation), x.shape)
 
 
 def with_nan(x: Array, y: Array, spec: Spec) -> Array:

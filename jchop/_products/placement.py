@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jchop._products.layout import over_stack, with_nan
+from jchop._products.matrices import Laid, Turn
 from jchop._products.scale_from import LSQ, ScaleFrom
 from jchop._products.scales.formulas import round_within
 from jchop._products.scales.learned import round_learned
@@ -22,20 +23,7 @@ from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds
 
 Array = jax.Array
 
-__all__ = ["Kept", "Laid", "Placement", "StoredAs", "blocks_fit", "place", "stack_of"]
-
-
-@dataclass(frozen=True)
-class Laid:
-    """The axes of a parameter as a product takes them: those that are kept, in order, and those that are summed over.
-
-    Args:
-        kept: the parts of each axis of the operand that is kept.
-        summed: the parts that are summed over, the last one moving fastest.
-    """
-
-    kept: tuple[Axis, ...]
-    summed: Axis
+__all__ = ["Kept", "Placement", "StoredAs", "blocks_fit", "place", "stack_of"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +35,18 @@ class Placement:
         shape: of the rounded array, without the axes of a stack; it has the parameter's numbers in their order.
         ndim: how many axes the parameter has, without those of a stack in front. Each array of a stack is rounded by
             itself.
+        turn: the rotation of the parameter before it is rounded (`turned`), which `round` and `pack` leave to the
+            caller; None for none.
     """
 
     spec: Spec
     shape: tuple[int, ...]
     ndim: int
+    turn: Turn | None = None
+
+    def turned(self, x: Array) -> Array:
+        """A parameter, or a stack, in full precision, as it is before it is rounded."""
+        return x if self.turn is None else over_stack(x.ndim - self.ndim, self.turn.parameter, x)
 
     def round(self, x: Array, key: Array | None = None) -> Array:
         """A parameter, or one of a stack, rounded; straight-through."""
@@ -78,12 +73,18 @@ class Placement:
         stack = x.ndim - self.ndim
         return over_stack(stack, lambda v: fit_scale(v, self.spec)[0], x.reshape(x.shape[:stack] + self.shape))
 
-    def pack(self, x: Array, key: Array | None = None, scale: Array | None = None) -> QArray | StoredAs:
-        """A parameter as codes and scales, in its own shape; under a given scale, if it has a learned one."""
+    def pack(
+        self, x: Array, key: Array | None = None, scale: Array | None = None, zero_point: Array | None = None
+    ) -> QArray | StoredAs:
+        """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has such."""
         stack = x.ndim - self.ndim
         core = tuple(x.shape[stack:])
         laid = x.reshape(x.shape[:stack] + self.shape)
-        packed = over_stack(stack, lambda v, key: quantize(v[0], self.spec, key, scale=v[1]), (laid, scale), key)
+
+        def one(given: tuple[Array, Array | None, Array | None], key: Array | None) -> QArray:
+            return quantize(given[0], self.spec, key, scale=given[1], zero_point=given[2])
+
+        packed = over_stack(stack, one, (laid, scale, zero_point), key)
         return packed if core == self.shape else StoredAs(packed, core, len(self.shape))
 
 

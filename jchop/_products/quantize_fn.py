@@ -300,7 +300,7 @@ class QuantizedFunction:
                     )
                 scale = entry_of(scales, name, placement.fitted, value)
             check_finite(value, f"params: {program.paths[i]!r}")
-            leaves[call.places[i]] = placement.pack(jnp.asarray(value), drawn, scale)
+            leaves[call.places[i]] = placement.pack(placement.turned(jnp.asarray(value)), drawn, scale)
         return jax.tree.unflatten(call.tree, leaves)[0][0]
 
     def report(self, params: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> ProgramReport:

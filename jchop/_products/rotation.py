@@ -1,4 +1,4 @@
-"""Hadamard rotations of the operands of backward products, along their sums."""
+"""Hadamard rotations of the operands of products, along their sums."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jchop._checks import check_choice, check_int
+from jchop._products.hadamard import Blocks, paley
 from jchop._settings import compiled
 
 Array = jax.Array
@@ -20,7 +23,6 @@ __all__ = ["Hadamard"]
 
 #: The signs of NVIDIA's Transformer Engine for its NVFP4 recipe, which torchao has too.
 _PUBLISHED = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-_SIZES = (4, 16, 64, 256)
 
 
 def _published(size: int) -> tuple[int, ...]:
@@ -29,21 +31,26 @@ def _published(size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Hadamard:
-    """A rotation of both operands of a backward product along its sum, by blocks, before they are rounded.
+    """A rotation of both operands of a product along its sum, by blocks, before they are rounded.
 
-    Each block of `size` numbers v becomes ``H (signs * v) / sqrt(size)``, H Sylvester's matrix of ones and minus ones.
-    The matrix is orthogonal and its elements are powers of two, so the sum of a product stays the same but for
-    rounding. An outlier is spread over its block. Numbers after the last whole block stay as they are.
+    Each block of `size` numbers v becomes ``H (signs * v) / sqrt(size)``, H a matrix of ones and minus ones with
+    orthogonal rows: Sylvester's if `size` is a power of two, else its product with one of Paley's. So the sum of a
+    product stays the same but for rounding, and an outlier is spread over its block. Numbers after the last whole block
+    stay as they are. If `size` is a power of four, the elements of the matrix are powers of two.
 
     A `jchop.Rule` takes it as ``rotation=``. See NVIDIA, arXiv 2509.25149 (section 4.2), and Tseng et al.,
-    arXiv 2502.20586, for its use in training.
+    arXiv 2502.20586, for its use in training; Ashkboos et al., "QuaRot", arXiv 2404.00456, for its use in inference.
 
     Args:
-        size: the numbers of a block: 4, 16, 64 or 256. Default 16.
+        size: the numbers of a block: a power of two, or a power of two times the size of a matrix of Paley's (12, 20,
+            24, 28, 44, ...). ``"all"``: those of the sum; if there is no such matrix, as few blocks as there can be.
+            Default 16.
         signs: 1 or -1 for each number of a block. Default None: those that NVIDIA's Transformer Engine publishes for 16
             numbers, repeated or cut to `size`.
         products: ``"weight"``: the product dw = x g alone, along its rows (tokens); ``"both"``: dx = g w too, along the
-            outputs of the layer. The weight of dx is then rounded anew. Default ``"weight"``.
+            outputs of the layer, with the weight of dx rounded anew; ``"forward"``: the product y = x w, along its
+            inputs: x is rotated when the program runs, and w before it is rounded, so that it is stored rotated.
+            Default ``"weight"``.
 
     Raises:
         TypeError, ValueError: for an invalid argument.
@@ -56,15 +63,22 @@ class Hadamard:
         [0.5, 0.5, 0.5, -0.5]
     """
 
-    size: int = 16
+    size: int | Literal["all"] = 16
     signs: Sequence[int] | None = None
     products: str = "weight"
 
     def __post_init__(self) -> None:
-        check_int("size", self.size)
-        if self.size not in _SIZES:
-            raise ValueError(f"size={self.size} must be one of {', '.join(map(str, _SIZES))}")
-        check_choice("products", self.products, ("weight", "both"))
+        check_choice("products", self.products, ("weight", "both", "forward"))
+        if self.size == "all":
+            if self.signs is not None:
+                raise ValueError(f"signs={self.signs!r} with size='all', which is another number in each product")
+            return
+        check_int("size", self.size, 2)
+        if Blocks.of(self.size, None).blocks > 1:
+            raise ValueError(
+                f"size={self.size} must be 'all', a power of two, or a power of two times 12, 20, 28, 44 or another "
+                "size of Paley's matrices"
+            )
         signs = _published(self.size) if self.signs is None else tuple(self.signs)
         if len(signs) != self.size or not set(signs) <= {1, -1}:
             raise ValueError(f"signs={self.signs!r} must be {self.size} numbers, each 1 or -1")
@@ -72,20 +86,31 @@ class Hadamard:
 
     def __repr__(self) -> str:
         more = "" if self.products == "weight" else f", products={self.products!r}"
-        own = "" if self.signs == _published(self.size) else f", signs={self.signs}"
-        return f"Hadamard({self.size}{own}{more})"
+        usual = self.size == "all" or self.signs == _published(self.size)
+        own = "" if usual else f", signs={self.signs}"
+        return f"Hadamard({self.size!r}{own}{more})"
+
+    @property
+    def forward(self) -> bool:
+        """Whether it is of forward products."""
+        return self.products == "forward"
 
     @property
     def matrix(self) -> np.ndarray:
-        """The matrix R of a block, float64: rotated = R v. Each element is 1 or -1, over the root of `size`."""
-        rows = np.arange(self.size)
-        ones = np.array([[(row & column).bit_count() for column in rows.tolist()] for row in rows.tolist()])
-        return (1 - 2 * (ones % 2)) * np.asarray(self.signs) / math.isqrt(self.size)
+        """The matrix R of a block, float64: rotated = R v. Each element is 1 or -1, over the root of `size`.
+
+        Raises:
+            ValueError: for ``size="all"``, which has no one matrix.
+        """
+        if self.size == "all":
+            raise ValueError("size='all' has another matrix in each product")
+        return Blocks.of(self.size, None).apply(np.diag(np.asarray(self.signs, np.float64))).T
 
     def rotate(self, laid: Array) -> Array:
         """Rotate the last axis of an array by blocks.
 
-        Sums are in pairs, in float32 for narrower types, so that every device gives the same bits.
+        Sums are in float32 for narrower types. If `size` is a power of two they are in pairs, so that all devices give
+        the same bits.
 
         Args:
             laid: of any shape and a carrier's dtype.
@@ -105,15 +130,19 @@ class Hadamard:
 @partial(compiled, static_argnums=1)
 def _rotated(laid: Array, rotation: Hadamard) -> Array:
     """A call that products of one shape share."""
-    size = rotation.size
-    whole = laid.shape[-1] // size * size
-    if not whole or not laid.size:
+    width = laid.shape[-1]
+    by = Blocks.of(width if rotation.size == "all" else rotation.size, None) if laid.size else None
+    if by is None or width < by.size or by.block == 1:
         return laid
+    whole, signs = width // by.size * by.size, rotation.signs or _published(by.size)
     wide = jnp.promote_types(laid.dtype, jnp.float32)
-    blocks = laid[..., :whole].astype(wide).reshape(*laid.shape[:-1], -1, size) * jnp.asarray(rotation.signs, wide)
-    for step in range(size.bit_length() - 1):
-        pairs = blocks.reshape(*blocks.shape[:-1], -1, 2, 2**step)
+    turned = laid[..., :whole].astype(wide).reshape(*laid.shape[:-1], -1, by.size) * jnp.asarray(signs, wide)
+    for step in range(by.power.bit_length() - 1):
+        pairs = turned.reshape(*turned.shape[:-1], -1, 2, 2**step)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
-        blocks = jnp.stack([first + second, first - second], -2).reshape(blocks.shape)
-    rotated = (blocks * (1 / math.isqrt(size))).astype(laid.dtype)
-    return jnp.concatenate([rotated.reshape(*laid.shape[:-1], whole), laid[..., whole:]], -1)
+        turned = jnp.stack([first + second, first - second], -2).reshape(turned.shape)
+    if by.paley > 1:
+        parts = turned.reshape(-1, by.paley, by.power)
+        turned = jnp.einsum("bpk,pq->bqk", parts, jnp.asarray(paley(by.paley), wide), precision=lax.Precision.HIGHEST)
+    turned = (turned * (1 / math.sqrt(by.block))).astype(laid.dtype)
+    return jnp.concatenate([turned.reshape(*laid.shape[:-1], whole), laid[..., whole:]], -1)

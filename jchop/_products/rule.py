@@ -17,7 +17,7 @@ from jchop.spec import Spec, as_spec
 
 __all__ = [
     "FIELDS", "NOWHERE", "OPERATIONS", "SPECS", "Rule", "StreamOffset", "as_rules", "check_rows", "is_stochastic",
-    "left_alone", "refuse_codes", "rule_of", "rule_of_parameter", "rules_of",
+    "left_alone", "refuse_codes", "refuse_turn", "rule_of", "rule_of_parameter", "rules_of",
 ]  # fmt: skip
 
 #: The fields of a rule that are specs.
@@ -72,7 +72,8 @@ class Rule:
             ``"binary32"`` keeps it in float32.
         rotation: a `Hadamard`: both operands of the product dw, or of both backward products, are rotated along the sum
             before they are rounded, from full precision. It needs a `gradient` or a `weight_gradient`, and products
-            whose rows are independent: of matrices, not convolutions or experts.
+            whose rows are independent: of matrices, not convolutions or experts. One with ``products="forward"`` is of
+            the forward product instead: of matrices and experts, in programs (`jchop.quantize_fn`), not in layers.
         cache: the spec of the keys and values that MultiHeadAttention stores for decoding, packed: a plain format, or
             one with scales for each token and head, such as ``"int8(group=all)"``.
         matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products forward and
@@ -171,12 +172,15 @@ class Rule:
     def _check_rotation(self, rotation: Any) -> None:
         if not isinstance(rotation, Hadamard):
             raise TypeError(f"rotation={rotation!r} must be a jchop.Hadamard, such as Hadamard(16)")
-        if self.gradient is None and (self.weight_gradient is None or rotation.products == "both"):
+        if rotation.forward:
+            if self.weight is None and self.activation is None:
+                raise ValueError(f"rotation={rotation} needs a weight= or an activation=: nothing is rounded")
+        elif self.gradient is None and (self.weight_gradient is None or rotation.products == "both"):
             raise ValueError(f"rotation={rotation} needs a gradient=: the backward products have nothing rounded")
         if self.scale_from is not None:
             raise ValueError(
                 f"rotation={rotation} with scale_from={self.scale_from!r}: operands under such a scale are rounded "
-                "once, for all three products"
+                "once, for all three products, and as they are"
             )
 
     def matches(self, path: str, *, layer: str = "", operation: str = "") -> bool:
@@ -202,6 +206,11 @@ class Rule:
             pattern is None or (bool(name) and matches_path(pattern, name))
             for pattern, name in ((self.layer, layer), (self.operation, operation))
         )
+
+    @property
+    def forward_rotation(self) -> Hadamard | None:
+        """The rotation of the operands of forward products."""
+        return self.rotation if self.rotation is not None and self.rotation.forward else None
 
     @property
     def rounds(self) -> bool:
@@ -238,6 +247,20 @@ def refuse_codes(rule: Rule, what: str, why: str) -> None:
         raise NotImplementedError(
             f"{what}: product='codes' of {rule}: {why}; quantize the program, by jc.nn.quantize(model, rules, "
             "inputs=...), jc.nn.linen.quantize(module, rules, program=True) or jc.quantize_fn"
+        )
+
+
+def refuse_turn(rule: Rule, what: str) -> None:
+    """Refuse a rotation of forward products for a layer.
+
+    Raises:
+        NotImplementedError: that names the functions that take it.
+    """
+    if rule.forward_rotation is not None:
+        raise NotImplementedError(
+            f"{what}: rotation={rule.rotation} of {rule} is of programs; quantize the program, by "
+            "jc.nn.quantize(model, rules, inputs=...), jc.nn.linen.quantize(module, rules, program=True) or "
+            "jc.quantize_fn"
         )
 
 

@@ -62,7 +62,7 @@ class Held:
         else:
             drawn = self.placement.spec.rounding.stochastic
             key = keys.turn(_LEAVES, self.leaf).key if drawn and keys else None
-            full = self.value
+            full = self.placement.turned(self.value)
             low = (
                 self.placement.round(full, key)
                 if self.kept is None

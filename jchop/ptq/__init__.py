@@ -4,7 +4,7 @@ from jchop.ptq._maps.steps import awq, rotate, smooth
 from jchop.ptq._quantize import quantize
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._statistics import InputStatistics, Statistics, statistics
-from jchop.ptq._steps import clip, correct_biases, correct_error, gptq, sign_round, sparse
+from jchop.ptq._steps import clip, correct_biases, correct_error, gptq, hqq, sign_round, sparse
 
 __all__ = [
     "InputStatistics",
@@ -16,6 +16,7 @@ __all__ = [
     "correct_biases",
     "correct_error",
     "gptq",
+    "hqq",
     "quantize",
     "rotate",
     "sign_round",

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._products.placement import Laid, stack_of
+from jchop._products.matrices import Laid, MatrixLayout
+from jchop._products.placement import stack_of
 from jchop._products.product import Conv, Dot
 from jchop._products.traced.origins import Axis, Origin, moved
 from jchop._program.step import Plan, carry_count
 from jchop._settings import compiled
-from jchop.ptq._columns import MatrixLayout
 from jchop.ptq._sites import ENTERED, Sites
 
 Array = jax.Array

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop._products.matrices import MatrixLayout
 from jchop._products.placement import Placement, StoredAs
-from jchop.ptq._columns import MatrixLayout, element_scales, one_each, round_column, stored_of
+from jchop.ptq._columns import element_scales, one_each, round_column, stored_of
 from jchop.ptq._steps import Clip
 from jchop.rounding import Rounding
 from jchop.storage import QArray

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._products.contraction import Roundings
-from jchop._products.layout import round_in
+from jchop._products.layout import Layout, round_in, turned
 from jchop._products.product import Conv, Flipped, Ragged
 from jchop._products.rule import is_stochastic
 from jchop._program.bind import bind
@@ -244,8 +244,8 @@ class Collector(Runner):
         inputs = [args[1 - side] for args in by_lane]
         how = self.roundings.get(id(step))
         left = None if how is None else how[0].left
-        if left is not None and not is_stochastic(left):
-            inputs[-1] = round_in(product.forward.left, _as_float(inputs[-1]), left)
+        if how is not None and left is not None and not is_stochastic(left):
+            inputs[-1] = _rounded(product.forward.left, _as_float(inputs[-1]), how[0])
         extra = by_lane[-1][2:]
         kernel = by_lane[-1][side].shape
         x, *y = [_rows(product, site, _as_float(v), kernel) for v in (inputs[-1], *inputs[:-1])]
@@ -263,6 +263,16 @@ def _zeros(shape: Any) -> Array:
 def _as_float(x: Any) -> Array:
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+
+
+def _rounded(layout: Layout, x: Array, how: Roundings) -> Array:
+    """An input of a product as it is rounded; one that is rotated before, rotated back, since sums are of inputs."""
+    rotation = how.forward_rotation
+    low = round_in(layout, x, how.left, rotation=rotation)
+    if rotation is None:
+        return low
+    (back,) = jax.linear_transpose(lambda v: turned(layout, v, rotation), x)(low)
+    return back
 
 
 def _rows(product: Any, site: Site, x: Array, kernel: Sequence[int]) -> Array:

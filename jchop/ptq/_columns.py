@@ -1,4 +1,4 @@
-"""A parameter as matrices, and a packed one with a scale for each element.
+"""A packed parameter with a scale for each element.
 
 The scales of groups are chosen before any element is rounded, by the rule of the format. Then every element can be
 rounded by itself, in any order, whatever the shape of a group is.
@@ -6,7 +6,6 @@ rounded by itself, in any order, whatever the shape of a group is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._products.placement import Laid, StoredAs
-from jchop._products.traced.origins import Part
+from jchop._products.placement import StoredAs
 from jchop.formats import ScaledFormat, binary32
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, quantize
@@ -26,80 +24,7 @@ from jchop.storage._layout import OWN, kinds_of, with_kinds
 
 Array = jax.Array
 
-__all__ = ["ElementScales", "MatrixLayout", "element_scales", "one_each", "round_column", "stored_of", "with_entries"]
-
-
-@dataclass(frozen=True)
-class MatrixLayout:
-    """The axes of a parameter as matrices (batch, summed, kept).
-
-    Args:
-        shape: of the parameter, without axes of a stack.
-        sizes: of the parts of its axes, in their order.
-        batch: the parts over which the product is batched, each index of which has a matrix of its own.
-        summed: the parts that the product sums over, the last one moving fastest.
-        kept: all others.
-    """
-
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    batch: tuple[int, ...]
-    summed: tuple[int, ...]
-    kept: tuple[int, ...]
-
-    @staticmethod
-    def of(shape: Sequence[int], stack: int, laid: Laid, batch: int) -> MatrixLayout | None:
-        """The layout of a parameter.
-
-        Args:
-            shape: of the parameter, with the axes of a stack.
-            stack: how many of these there are.
-            laid: how a product takes the parameter.
-            batch: how many of the kept axes, the first ones, are axes of a batch.
-
-        Returns:
-            None if the product sums, or is batched, over a part of an axis of which the rest is elsewhere.
-        """
-        own_batch = tuple(part for parts in laid.kept[:batch] for part in parts)
-        matters = {*own_batch, *laid.summed}
-        named = {*matters, *(part for parts in laid.kept for part in parts)}
-        parts: list[Part] = []
-        for axis in range(stack, len(shape)):
-            own = sorted((part for part in named if part.axis == axis), key=lambda part: -part.inner)
-            ends = [*(part.inner * part.size for part in own[1:]), 1]
-            whole = own and own[0].inner * own[0].size == shape[axis] and [part.inner for part in own] == ends
-            if not whole and any(part in matters for part in own):
-                return None
-            parts += own if whole else [Part(axis, shape[axis])]
-        number = {part: i for i, part in enumerate(parts)}
-        first, along = (tuple(number[part] for part in some) for some in (own_batch, laid.summed))
-        rest = tuple(i for i in range(len(parts)) if i not in {*first, *along})
-        return MatrixLayout(tuple(shape[stack:]), tuple(part.size for part in parts), first, along, rest)
-
-    @property
-    def matrices(self) -> tuple[int, int, int]:
-        """The shape of the matrices."""
-        batch, summed, kept = (math.prod(self.sizes[i] for i in some) for some in (self.batch, self.summed, self.kept))
-        return batch, summed, kept
-
-    def lay(self, x: Array) -> Array:
-        """A parameter, or what has its shape or another with its numbers in their order, as matrices."""
-        return x.reshape(self.sizes).transpose(*self._order).reshape(self.matrices)
-
-    def back(self, matrices: Array) -> Array:
-        """The inverse of `lay`."""
-        parts = matrices.reshape([self.sizes[i] for i in self._order])
-        return parts.transpose(*np.argsort(self._order)).reshape(self.shape)
-
-    def results(self, x: Any) -> Any:
-        """An array in the shape of the parameter, the same along the axes summed over, as (batch, kept)."""
-        parts = x.reshape(self.sizes).transpose(*self.batch, *self.kept, *self.summed)
-        first = parts[(..., *(0,) * len(self.summed))]
-        return first.reshape(self.matrices[0], self.matrices[2])
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        return (*self.batch, *self.summed, *self.kept)
+__all__ = ["ElementScales", "element_scales", "one_each", "round_column", "stored_of", "with_entries"]
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from jchop.ptq._resume import Journal, Kept, check_resume, fingerprint
 from jchop.ptq._round import Outcome, round_parameter
 from jchop.ptq._run import Data, as_bytes, check_batches, parts_of, turn_bytes
 from jchop.ptq._sites import Site, Sites, Stage
-from jchop.ptq._steps import Step, Steps, as_steps, gptq
+from jchop.ptq._steps import HalfQuadratic, Step, Steps, as_steps, gptq
 from jchop.ptq._sums import Sums, value
 from jchop.spec import Spec
+from jchop.storage._half_quadratic import check_moves_zero_points
 
 Array = jax.Array
 
@@ -60,8 +61,8 @@ def quantize(
         params: the parameters in full precision.
         batches: arguments after the parameters: tuples, or the only argument.
         steps: one, or a list of them in this order: the mappings `smooth`, `awq` and `rotate`, each of which runs the
-            data once; `correct_error`; `sparse`; `clip`; `gptq` or `sign_round`; `correct_biases`. None of them,
-            ``[]``: every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+            data once; `correct_error`; `sparse`; `clip` or `hqq`; `gptq` or `sign_round`; `correct_biases`. None of
+            them, ``[]``: every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
             far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
@@ -285,12 +286,11 @@ class _Job:
         self.wanted = {
             i: site for i, site in self.sites.by_leaf.items() if i in rounded and self._in_first_product(i, site)
         }
-        if self.steps.pruning is not None:
-            for i in self.wanted:
-                _check_zero(str(self.steps.pruning), self.program.paths[i], self.program.placements[i][0].spec)
+        for i in self.wanted:
+            _check_spec(self.steps, self.program.paths[i], self.program.placements[i][0].spec)
         self.low_leaves: dict[int, Any] = {i: rounded[i] for i in self.wanted}
         self.numbers = {i: numbers_of(v) for i, v in rounded.items() if i not in self.wanted}
-        self.numbers |= {i: jnp.asarray(self.call.values[i]) for i in self.wanted}
+        self.numbers |= {i: self.program.placements[i][0].turned(jnp.asarray(self.call.values[i])) for i in self.wanted}
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
         self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
@@ -333,8 +333,13 @@ class _Job:
                 drawn = jax.random.fold_in(drawn, number)
         path = self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
         check_finite(weight, f"params: {path!r}")
-        layout = self.wanted[leaf].layout
+        layout, mean = self.wanted[leaf].layout, value(inputs.total) / divisor
+        shift = None if inputs.shift is None else value(inputs.shift) / divisor
         with types_for(weight.dtype):
+            if placement.turn is not None:  # the statistics are of inputs that are not rotated
+                both, one = placement.turn.gram, placement.turn.inputs
+                weight, gram, mean = placement.turned(weight), both(gram), one(mean)
+                cross, shift = None if cross is None else both(cross), None if shift is None else one(shift)
             out = round_parameter(weight, gram, cross, drawn, placement=placement, layout=layout, steps=self.steps)
         if bool(out.failed.any()):
             raise ValueError(
@@ -344,8 +349,6 @@ class _Job:
         self._keep(leaf, turn, out.packed)
         self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.packed)))
         if self.steps.biases is not None:
-            mean = value(inputs.total) / divisor
-            shift = None if inputs.shift is None else value(inputs.shift) / divisor
             out, why = self._correct_bias(leaf, turn, weight, out, mean, shift, rows)
             note = "; ".join(text for text in (note, why) if text)
         self.rows.append(self._of_mapping(leaf, turn, self._row(leaf, path, weight.shape, out, rows, note)))
@@ -432,11 +435,16 @@ def _turn(sums: Mapping[int, Sums], stage: Stage, window: tuple[int, int] | None
 _BY_THEMSELVES = {"rows": "rows of it are looked up", "sum": "it is added"}
 
 
-def _check_zero(step: str, path: str, spec: Spec) -> None:
-    """Refuse to prune a weight whose format has no zero."""
+def _check_spec(steps: Steps, path: str, spec: Spec) -> None:
+    """Refuse to prune a weight whose format has no zero, and to search zero points that it has not."""
     fmt = spec.scaled
-    if spec.element.code_of(0) is None or (fmt is not None and fmt.zero_point == "float"):
-        raise ValueError(f"{step} makes numbers of {path!r} zero, which {str(spec)!r} does not have")
+    if steps.pruning is not None and (spec.element.code_of(0) is None or (fmt and fmt.zero_point == "float")):
+        raise ValueError(f"{steps.pruning} makes numbers of {path!r} zero, which {str(spec)!r} does not have")
+    if isinstance(steps.scales, HalfQuadratic):
+        try:
+            check_moves_zero_points(spec)
+        except ValueError as error:
+            raise ValueError(f"{steps.scales} of {path!r}: {error}") from None
 
 
 def _size(shape: Sequence[int]) -> int:

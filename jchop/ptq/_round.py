@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._products.matrices import MatrixLayout
 from jchop._products.placement import Placement, StoredAs
 from jchop._products.weights import numbers_of
 from jchop._settings import compiled
 from jchop.ptq._clip import clipped, rounded_under
-from jchop.ptq._columns import ElementScales, MatrixLayout, element_scales, one_each, stored_of, with_entries
+from jchop.ptq._columns import ElementScales, element_scales, one_each, stored_of, with_entries
 from jchop.ptq._sign import sign_rounded
-from jchop.ptq._steps import Correction, SignDescent, Sparse, Steps, Sweep
+from jchop.ptq._steps import Correction, HalfQuadratic, SignDescent, Sparse, Steps, Sweep
 from jchop.ptq._sweep import factor, order_of, sweep
 from jchop.sparsity._masks import leading
-from jchop.storage import QArray
+from jchop.storage import QArray, fit_half_quadratic
 
 Array = jax.Array
 
@@ -89,10 +90,14 @@ def round_parameter(
     if steps.pruning is not None and steps.pruning.by != "loss":
         kept = _each(partial(_kept, steps.pruning), laid_target, gram)
         target = jnp.where(layout.back(kept), target, 0)
-    if steps.clip is None:
+    if steps.scales is None:
         packed = placement.pack(target, key)
+    elif isinstance(steps.scales, HalfQuadratic):
+        packed = placement.pack(
+            target, key, *fit_half_quadratic(target.reshape(placement.shape), placement.spec, **vars(steps.scales))
+        )
     else:
-        packed = placement.pack(clipped(steps.clip, target, gram, placement=placement, layout=layout), key)
+        packed = placement.pack(clipped(steps.scales, target, gram, placement=placement, layout=layout), key)
         if steps.sweep is None:
             packed = with_entries(packed, rounded_under(packed, target, layout, key)[0])
     none = jnp.zeros(layout.matrices[0], work)

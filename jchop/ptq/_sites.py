@@ -9,11 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jchop._products.placement import Laid, stack_of
+from jchop._products.matrices import Laid, MatrixLayout
+from jchop._products.placement import stack_of
 from jchop._products.product import Conv, Dot, Ragged
 from jchop._products.traced.analysis import ProductStep, Use
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Plan, carry_count
-from jchop.ptq._columns import MatrixLayout
 
 __all__ = ["ENTERED", "Site", "Sites", "Stage", "find_sites"]
 

@@ -10,11 +10,13 @@ from typing import Any, Literal
 from jchop._checks import check_choice, check_int
 from jchop.ptq._maps.steps import Mapping
 from jchop.sparsity._masks import check_pattern
+from jchop.storage._half_quadratic import check_search
 
 __all__ = [
     "BiasCorrection",
     "Clip",
     "Correction",
+    "HalfQuadratic",
     "SignDescent",
     "Sparse",
     "Steps",
@@ -24,6 +26,7 @@ __all__ = [
     "correct_biases",
     "correct_error",
     "gptq",
+    "hqq",
     "sign_round",
     "sparse",
 ]
@@ -88,6 +91,20 @@ class Clip:
 
 
 @dataclass(frozen=True)
+class HalfQuadratic:
+    """Zero points by half-quadratic quantization; `hqq` makes it."""
+
+    iterations: int
+    norm: float
+    weight: float
+    growth: float
+    whole_start: bool
+
+    def __str__(self) -> str:
+        return f"hqq({self.iterations}, norm={self.norm:g}, weight={self.weight:g}, growth={self.growth:g})"
+
+
+@dataclass(frozen=True)
 class BiasCorrection:
     """A correction of biases after weights are rounded; `correct_biases` makes it."""
 
@@ -95,7 +112,7 @@ class BiasCorrection:
         return "correct_biases()"
 
 
-Step = Mapping | Correction | Sparse | Clip | Sweep | SignDescent | BiasCorrection
+Step = Mapping | Correction | Sparse | Clip | HalfQuadratic | Sweep | SignDescent | BiasCorrection
 
 
 @dataclass(frozen=True)
@@ -105,14 +122,14 @@ class Steps:
     mappings: tuple[Mapping, ...] = ()
     correction: Correction | None = None
     pruning: Sparse | None = None
-    clip: Clip | None = None
+    scales: Clip | HalfQuadratic | None = None
     sweep: Sweep | SignDescent | None = None
     biases: BiasCorrection | None = None
 
     @property
     def names(self) -> str:
         """The steps that round a weight, for a report."""
-        steps = (self.correction, self.pruning, self.clip, self.sweep)
+        steps = (self.correction, self.pruning, self.scales, self.sweep)
         taken = [str(step).partition("(")[0] for step in steps if step is not None]
         return ", ".join(taken) or "nearest"
 
@@ -121,7 +138,8 @@ class Steps:
 _FIELDS: dict[type, str] = {
     Correction: "correction",
     Sparse: "pruning",
-    Clip: "clip",
+    Clip: "scales",
+    HalfQuadratic: "scales",
     Sweep: "sweep",
     SignDescent: "sweep",
     BiasCorrection: "biases",
@@ -283,6 +301,39 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
     return Clip(check_int("points", points, 1), float(least))
 
 
+def hqq(
+    iterations: int = 20, *, norm: float = 0.7, weight: float = 10.0, growth: float = 1.01, whole_start: bool = False
+) -> HalfQuadratic:
+    """HQQ: zero points that make the p-th powers of the errors of a weight least, so that outliers have little weight.
+
+    The search is `jchop.storage.fit_half_quadratic`, of each weight by itself; it needs no data. A step after this one
+    rounds under its scales and zero points; without one numbers are rounded to nearest. The format of each weight must
+    have zero points that are numbers, as ``"uint4(group=64,zero_point=float)"``.
+
+    Args:
+        iterations: as there. Default 20.
+        norm: p. Default 0.7.
+        weight: as there. Default 10.
+        growth: as there. Default 1.01.
+        whole_start: as there. Default False.
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> x, w = (jax.random.normal(jax.random.key(i), (64, 64)) for i in (0, 1))
+        >>> dense, rule = lambda p, x: x @ p, jc.Rule(weight="uint3(group=all,zero_point=float)")
+        >>> _, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.hqq(), jc.ptq.gptq()])
+        >>> report.weights[0].method
+        'hqq, gptq'
+    """
+    check_search(iterations, norm, weight, growth, whole_start)
+    return HalfQuadratic(iterations, float(norm), float(weight), float(growth), whole_start)
+
+
 def correct_biases() -> BiasCorrection:
     """After a weight is rounded, the mean error of its product goes into the bias that the program adds to it.
 
@@ -331,7 +382,7 @@ def as_steps(steps: Any) -> Steps:
     if fields != [name for name in dict.fromkeys(_FIELDS.values()) if name in fields]:
         raise ValueError(
             f"steps=[{', '.join(map(str, given))}] may have smooth, awq and rotate, then one correct_error, then one "
-            "sparse, then one clip, then one gptq or sign_round, then correct_biases"
+            "sparse, then one clip or hqq, then one gptq or sign_round, then correct_biases"
         )
     found: dict[str, Any] = {str(name): step for name, step in zip(fields, rest, strict=True)}
     made = Steps(mappings=tuple(mappings), **found)

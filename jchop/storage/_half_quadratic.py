@@ -75,6 +75,26 @@ def fit_half_quadratic(
         ([[1.0]], 0.34)
     """
     spec = as_spec(spec, scaled=True)
+    fmt = check_moves_zero_points(spec)
+    settings = check_search(iterations, norm, weight, growth, whole_start)
+    array = as_array("x", x)
+    nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # the search has no key
+    spec = replace(spec, format=from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
+    scale, zero_point = fit_scale(array, spec)
+    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
+        if whole_start:
+            zero_point = ((zero_point / scale).round() * scale).astype(scale.dtype)
+        if array.size:
+            zero_point = _search(jnp.asarray(array), scale, zero_point, settings, spec=spec, iterations=iterations)
+        return scale, zero_point if isinstance(x, Array) else np.asarray(zero_point)
+
+
+def check_moves_zero_points(spec: Spec) -> ScaledFormat:
+    """The format of a spec, whose zero points the search can move.
+
+    Raises:
+        ValueError: for another one.
+    """
     fmt = spec.scaled
     if fmt is None or fmt.zero_point != "float":
         raise ValueError(
@@ -86,23 +106,18 @@ def fit_half_quadratic(
             f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "
             "float16, bfloat16, float32 and float64"
         )
+    return fmt
+
+
+def check_search(iterations: Any, norm: Any, weight: Any, growth: Any, whole_start: Any) -> tuple[float, ...]:
+    """The numbers of a search.
+
+    Raises:
+        TypeError, ValueError: for one out of range.
+    """
     check_int("iterations", iterations, 1)
     check_bool("whole_start", whole_start)
-    settings = (
-        _between("norm", norm, 1.0),
-        _between("weight", weight, math.inf),
-        _between("growth", growth, math.inf),
-    )
-    array = as_array("x", x)
-    nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # the search has no key
-    spec = replace(spec, format=from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
-    scale, zero_point = fit_scale(array, spec)
-    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
-        if whole_start:
-            zero_point = ((zero_point / scale).round() * scale).astype(scale.dtype)
-        if array.size:
-            zero_point = _search(jnp.asarray(array), scale, zero_point, settings, spec=spec, iterations=iterations)
-        return scale, zero_point if isinstance(x, Array) else np.asarray(zero_point)
+    return _between("norm", norm, 1.0), _between("weight", weight, math.inf), _between("growth", growth, math.inf)
 
 
 def _between(name: str, value: Any, most: float) -> float:

@@ -1,4 +1,4 @@
-"""Rotations of backward products, against matrices in NumPy."""
+"""Rotations of the operands of products, against matrices in NumPy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_matrix_is_orthogonal_and_exact(size: int) -> None:
 
 def turned(x: np.ndarray, rotation: jc.Hadamard) -> np.ndarray:
     """The last axis times the matrix, by blocks; what is left over stays."""
-    out, size = np.array(x), rotation.size
+    out, size = np.array(x), len(rotation.matrix)
     for start in range(0, x.shape[-1] // size * size, size):
         out[..., start : start + size] = x[..., start : start + size] @ rotation.matrix.T
     return out
@@ -123,12 +123,18 @@ def test_nvfp4_gradients_are_right_on_average() -> None:
 
 def test_refused() -> None:
     for arguments, message in (
-        ({"size": 8}, "size=8 must be one of 4, 16, 64, 256"),
+        ({"size": 52}, "size=52 must be 'all', a power of two, or"),
+        ({"size": "some"}, "size='some' must be"),
+        ({"size": "all", "signs": (1, 1)}, "another number in each product"),
         ({"size": 4, "signs": (1, 1, 1)}, r"signs=\(1, 1, 1\) must be 4 numbers"),
-        ({"products": "forward"}, "products='forward'"),
+        ({"products": "backward"}, "products='backward'"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             jc.Hadamard(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has another matrix in each product"):
+        _ = jc.Hadamard("all").matrix
+    with pytest.raises(ValueError, match="needs a weight= or an activation="):
+        jc.Rule(gradient="e5m2", rotation=FORWARD)
     turn = jc.Hadamard()
     with pytest.raises(TypeError, match=r"rotation=16 must be a jchop\.Hadamard"):
         jc.Rule(weight="e4m3", gradient="e5m2", rotation=16)  # type: ignore[arg-type]
@@ -142,3 +148,114 @@ def test_refused() -> None:
     conv = jc.quantize_fn(lambda w, x: jax.lax.conv(x, w, (1, 1), "SAME"), rule)
     with pytest.raises(NotImplementedError, match=r"rotation=Hadamard\(16\).*operation='conv'"):
         conv(jnp.ones((2, 1, 3, 3)), jnp.ones((1, 1, 4, 4)))
+
+
+# -- forward products --------------------------------------------------------------------------------------------------
+
+FORWARD = jc.Hadamard("all", products="forward")
+
+
+@pytest.mark.parametrize("size", [2, 12, 96])
+def test_other_sizes(size: int) -> None:
+    """The definition of Hadamard matrices, and the product with one."""
+    rotation = jc.Hadamard(size)
+    np.testing.assert_allclose(rotation.matrix @ rotation.matrix.T, np.eye(size), atol=1e-14)
+    np.testing.assert_allclose(np.abs(rotation.matrix), size**-0.5, rtol=1e-14)
+    x = normal(3, 2 * size + 1, seed=0).astype(np.float32)
+    np.testing.assert_allclose(rotation.rotate(jnp.asarray(x)), turned(x, rotation), atol=1e-5)
+    whole = jc.Hadamard("all").rotate(jnp.asarray(x[:, :size]))
+    np.testing.assert_array_equal(whole, rotation.rotate(jnp.asarray(x[:, :size])))
+
+
+def block(p: Any, x: Any) -> Any:
+    """Scores of turned queries and keys, experts, a stack in a scan, and a product after relu."""
+    q, k = (x @ p[name] for name in ("q", "k"))
+    with jax.named_scope("scores"):
+        scores = jax.nn.softmax(jnp.einsum("td,sd->ts", jnp.cos(q), jnp.sin(k)))
+    experts = jax.lax.ragged_dot(scores @ x, p["experts"], jnp.array([3, 5]))
+    turns = jax.lax.scan(lambda h, w: (jax.nn.relu(h) @ w, None), experts, p["stack"])[0]
+    heads = jax.nn.relu(turns).reshape(8, 3, 4)
+    return jnp.einsum("thd,hdn->tn", heads, p["heads"].transpose(1, 2, 0))
+
+
+SHAPES = {"q": (12, 8), "k": (12, 8), "experts": (2, 12, 12), "stack": (2, 12, 12), "heads": (5, 3, 4)}
+
+
+@pytest.mark.usefixtures("x64")
+def test_without_rounding_the_function_stays_what_it_is() -> None:
+    params = {name: jnp.asarray(normal(*shape, seed=i)) for i, (name, shape) in enumerate(SHAPES.items())}
+    x = jnp.asarray(normal(8, 12, seed=9))
+    wide: Any = {"weight": "binary64", "activation": "binary64"}
+    rules = [jc.Rule("scores", activation="binary64", rotation=jc.Hadamard(4, products="forward"))]
+    low = jc.quantize_fn(block, [*rules, jc.Rule(**wide, rotation=FORWARD)])
+    alone = jc.quantize_fn(block, [*rules, jc.Rule(activation="binary64", rotation=FORWARD)])  # no weight is stored
+    packed = low.pack(params, x)
+    y, *found = jax.jit(lambda p, q: (block(p, x), low(p, x), low(q, x), alone(p, x)))(params, packed)
+    for own in found:
+        np.testing.assert_allclose(own, y, rtol=0, atol=1e-12)
+    for name, axis in (("q", 0), ("experts", 1), ("stack", 1)):
+        expected = np.moveaxis(np.moveaxis(np.asarray(params[name]), axis, -1) @ jc.Hadamard(12).matrix.T, -1, axis)
+        np.testing.assert_allclose(jc.dequantize(packed[name]), expected, atol=1e-14)
+
+
+@pytest.mark.parametrize("product", ["float", pytest.param("codes", marks=pytest.mark.slow)])
+def test_forward_operands_are_rounded_after_they_are_turned(product: Any) -> None:
+    """Of whole numbers, whose sums are exact, against the definition; derivatives are those of the rounded weight."""
+    rng, rotation = np.random.default_rng(2), jc.Hadamard(4, products="forward")
+    w, x, g = (rng.integers(-9, 10, shape).astype(np.float32) for shape in ((6, 8), (10, 6), (10, 8)))
+    spec = "int4(group=4,scale=e8m0fnu,rule=rceil)"
+    rule = jc.Rule(weight=spec, activation=spec, rotation=rotation, product=product)
+    low = jc.quantize_fn(lambda w, x: x @ w, rule)
+    y, dw, dx = pulled(rule, jnp.asarray(w), jnp.asarray(x), jnp.asarray(g))
+
+    def both(a: np.ndarray) -> np.ndarray:
+        return np.asarray(jc.round_to_format(turned(a, rotation).astype(np.float32), spec), np.float64)
+
+    def back(a: np.ndarray) -> np.ndarray:  # the inverse
+        out = a.copy()
+        out[:, :4] = a[:, :4] @ rotation.matrix
+        return out
+
+    np.testing.assert_array_equal(y, both(x) @ both(w.T).T)
+    np.testing.assert_array_equal(low(low.pack(jnp.asarray(w), jnp.asarray(x)), x), y)
+    np.testing.assert_array_equal(dx, back(g @ both(w.T)))
+    np.testing.assert_array_equal(dw, back(g.T @ both(x)).T)
+
+
+def test_parameters_that_are_needed_as_they_are() -> None:
+    """A weight that is stored rotated has no other uses, and all of its products rotate their inputs."""
+    rule = jc.Rule(weight="int8(group=all)", rotation=FORWARD)
+    table, x, index = jnp.ones((6, 8)), jnp.ones((3, 8)), jnp.array([1])
+    refused: dict[str, tuple[Any, Any, Any]] = {
+        "gather at .* takes it as it is": (lambda w, x: (x @ w.T, w[index]), rule, table),
+        "dot_general at .* sums over other axes": (lambda w, x: x @ w.T @ w, rule, table),
+        "computed with before dot_general": (lambda w, x: x @ (w.T * jnp.arange(8.0)[:, None]), rule, table),
+        "the function returns it": (lambda w, x: (x @ w.T, w), rule, table),
+        "the inputs of dot_general .* not rotated in the same way": (
+            lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1).T, rule,
+            {"a": table[:, :4], "b": table[:, 4:]},
+        ),
+        "rotation=.* of the parameter 'a': the inputs": (
+            lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 0).T, [jc.Rule("b", weight="int8(group=all)"), rule],
+            {"a": table, "b": table},
+        ),
+        "7 numbers, which is odd": (lambda w, x: x[:, :7] @ w, rule, jnp.ones((7, 2))),
+    }  # fmt: skip
+    for message, (fun, rules, params) in refused.items():
+        with pytest.raises(ValueError, match=message):
+            jc.quantize_fn(fun, rules).report(params, x)
+    with pytest.raises(NotImplementedError, match=r"rotation=Hadamard\('all', products='forward'\).*convolution"):
+        jc.quantize_fn(lambda w, x: jax.lax.conv(x, w, (1, 1), "SAME"), rule).report(
+            jnp.ones((2, 1, 3, 3)), jnp.ones((1, 1, 4, 4))
+        )
+
+
+def test_layers_refuse_rotations_of_programs() -> None:
+    from flax import linen, nnx
+
+    rule = jc.Rule(weight="int8(group=all)", rotation=FORWARD)
+    with pytest.raises(NotImplementedError, match=r"Linear at .*quantize the program"):
+        jc.nn.quantize(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), rule)
+    module = jc.nn.linen.quantize(linen.Dense(2), rule)
+    with pytest.raises(NotImplementedError, match=r"Dense at .*quantize the program"):
+        module.apply({"params": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}}, jnp.ones((1, 4)))

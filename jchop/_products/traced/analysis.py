@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jchop._products.layout import Layout
-from jchop._products.placement import Laid
+from jchop._products.matrices import Laid
 from jchop._products.product import Conv, Dot, Ragged
 from jchop._products.traced.origins import DATA, MOVES, NOTHING, Fact, Origin, joined, moved, stacked, unstacked
 from jchop._program import planner, step

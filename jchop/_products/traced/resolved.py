@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jchop._products.scales.sites import HISTORY, SCALE, Site, sites_of
 from jchop._products.traced.analysis import Analyst, ProductStep, Use
 from jchop._products.traced.call import Call
 from jchop._products.traced.report import ParameterRow, ProductRow, ProgramReport
+from jchop._products.traced.turned import turn_of, turned
 from jchop._products.units import PLATFORMS, operands_on
 from jchop._program.step import Plan
 from jchop.spec import Spec
@@ -175,13 +176,16 @@ def resolve(
         rule_of_parameter(path, rules, classes.get(path, ""), _operation(_first(uses.get(leaf, ()))))
         for leaf, path in enumerate(call.paths)
     )
-    placements = _placements(rules, call.paths, shapes, numbers, uses)
+    results = frozenset(o.leaf for fact in plan.out if fact is not None for o in fact.origins)
+    placements = _placements(rules, call.paths, shapes, numbers, uses, results)
     products = tuple(_products(plan, rules, numbers))
     _check_matches(rules, call.paths, numbers, uses, products)
     chosen = {id(step): rule for step, rule in products if rule is not None}
+    by_leaf = {leaf: rules[n] for leaf in placements if (n := numbers[leaf]) is not None}
     roundings = {}
     for step, rule in products:
         how = None if rule is None else _roundings(step, rule)
+        how = turned(step, how, placements, call.paths, by_leaf)
         if rule is not None and how is not None:
             roundings[id(step)] = how
             if how[0].codes:
@@ -211,6 +215,7 @@ def _placements(
     shapes: Sequence[tuple[int, ...]],
     numbers: Sequence[int | None],
     uses: Mapping[int, Sequence[Use]],
+    results: frozenset[int],
 ) -> dict[int, tuple[Placement, Use]]:
     found = {}
     for leaf, number in enumerate(numbers):
@@ -222,13 +227,15 @@ def _placements(
         if spec is None:
             continue
         try:
-            found[leaf] = place(shapes[leaf], use.laid, spec), use
+            placement = place(shapes[leaf], use.laid, spec)
         except ValueError as error:
             field = "bias" if use.kind == "sum" else "weight"
             raise ValueError(
                 f"{field}={str(spec)!r} of the parameter {paths[leaf]!r}, of shape {shapes[leaf]}, in "
                 f"{use.primitive} at {use.source or 'an unknown line'}, by {rule}: {error}"
             ) from None
+        turn = turn_of(rule, paths[leaf], shapes[leaf], uses[leaf], leaf in results)
+        found[leaf] = placement if turn is None else replace(placement, turn=turn), use
     return found
 
 
@@ -263,7 +270,8 @@ def _roundings(step: ProductStep, rule: Rule) -> tuple[Roundings, int] | None:
     how = Roundings(
         rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, rule.rotation, place, codes
     )
-    if (how.left is None and not how.backward and not how.codes) or _scales_complex(step, how):
+    idle = how.left is None and not how.backward and not how.codes and how.forward_rotation is None
+    if idle or _scales_complex(step, how):
         return None
     check_operands(Flipped(step.product) if weight == 0 else step.product, how)
     return how, weight
@@ -281,7 +289,7 @@ def _check_codes(
         found = placements.get(use.leaf)
         if found is None or use.laid is None or rule.weight is None:
             continue
-        same = place(shapes[use.leaf], use.laid, rule.weight) == found[0]
+        same = place(shapes[use.leaf], use.laid, rule.weight) == replace(found[0], turn=None)
         if not (same and blocks_fit(use.laid, block_of(rule.weight, len(use.laid.kept) + 1))):
             raise ValueError(
                 f"product='codes': the groups of the parameter {paths[use.leaf]!r} follow its first product, at "

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from jchop._paths import nearest_paths
 from jchop._products.layout import Layout, check_axes
-from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, refuse_codes, rule_of
+from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, refuse_codes, refuse_turn, rule_of
 from jchop._products.scale_from import LSQ
 from jchop.nn._linen.kinds import KINDS, Kind
 from jchop.nn._nnx.attach import pack
@@ -229,6 +229,7 @@ def _check(path: Path, found: Found) -> None:
             f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, or leave it: "
             f"{left_alone(['/'.join(path)], rule)}"
         )
+    refuse_turn(rule, what)
     if set(kind.refuses) & set(PRODUCT_FIELDS):
         refuse_codes(rule, what, "Flax gives no access to its product")
     wrong = [name for name in kind.refuses if getattr(rule, name) is not None]

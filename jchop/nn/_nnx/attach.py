@@ -14,7 +14,7 @@ from flax.nnx.nn import dtypes
 from jchop._products.codes import in_own_shape
 from jchop._products.contraction import Roundings
 from jchop._products.layout import Layout, check_axes, check_finite, over_stack
-from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone, refuse_codes
+from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone, refuse_codes, refuse_turn
 from jchop._products.scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop._round.round_to_format import round_to_format
 from jchop.nn._nnx.emulation import EmulatedAttention, Emulation
@@ -271,6 +271,7 @@ def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False
     what = f"{type(layer).__name__} at {path!r}"
     if kind.slots and layer.promote_dtype is not dtypes.promote_dtype:
         raise ValueError(f"{what} has a promote_dtype of its own, in whose place the rounding would stand")
+    refuse_turn(rule, what)
     if kind.product is not None:
         attribute, _, usual = kind.product
         own = getattr(layer, attribute, None)

@@ -13,10 +13,11 @@ import numpy as np
 from jax import lax
 
 from jchop._bits import types_for
+from jchop._products.matrices import MatrixLayout
 from jchop._products.placement import Placement
 from jchop._products.weights import numbers_of
 from jchop._settings import compiled
-from jchop.ptq._columns import MatrixLayout, element_scales, stored_of
+from jchop.ptq._columns import element_scales, stored_of
 from jchop.ptq._maps.steps import Awq, Smooth
 from jchop.ptq._statistics import means
 from jchop.ptq._sums import Sums

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._bits import types_for
+from jchop._products.hadamard import Blocks
 from jchop._products.placement import Placement
 from jchop._products.weights import is_packed
 from jchop.ptq._maps.factors import Member, awq_factors, smooth_factors
 from jchop.ptq._maps.graph import Graph, Place, graph_of
-from jchop.ptq._maps.hadamard import Hadamard
 from jchop.ptq._maps.labels import Label, RefusedError, is_flat
 from jchop.ptq._maps.search import Fold, channels_of, fold_of
 from jchop.ptq._maps.steps import Awq, Mapping, Rotate
@@ -73,6 +73,9 @@ def map_parameters(data: Data, steps: Sequence[Mapping]) -> Mapped:
             for leaf, site in sites.by_leaf.items()
             if leaf in sums and leaf in program.placements and program.placements[leaf][1].laid == site.laid
         }
+        for leaf in [leaf for leaf in wanted if program.placements[leaf][0].turn is not None]:
+            del wanted[leaf]
+            mapped.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
         graphs = [graph_of(*found) for found in data.programs if found[0] is not program]
         job = _Job(step, program, call, graph_of(program, sites), graphs, sums, wanted, mapped)
         job.run()
@@ -193,7 +196,7 @@ class _Job:
 
     def _map(self, place: Place, fold: Fold, places: dict[int, Place]) -> None:
         if isinstance(self.step, Rotate):
-            by = Hadamard.of(fold.channels.free, self.step.seed)
+            by = Blocks.of(fold.channels.free, self.step.seed)
             self._report(fold, places, f"{self.step.name} by {by}")
             for leaf, label in _by_leaf(fold).items():
                 self._change(leaf, partial(rotated, label=label, by=by))
@@ -295,7 +298,7 @@ def multiplied(parameter: Any, label: Label, factors: np.ndarray) -> Any:
     return np.asarray(after) if isinstance(parameter, np.ndarray) else after
 
 
-def rotated(parameter: Any, label: Label, by: Hadamard) -> Any:
+def rotated(parameter: Any, label: Label, by: Blocks) -> Any:
     """A parameter times a matrix along the channels that are not tied, in float64, rounded once to its own type."""
     axes = [axis or ((1, 0),) for axis in label.axes]
     runs = [(size, 0 if is_flat(axis) else stride) for axis in axes for size, stride in axis]

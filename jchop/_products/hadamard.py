@@ -9,11 +9,11 @@ from functools import lru_cache
 import jax
 import numpy as np
 
-__all__ = ["Hadamard"]
+__all__ = ["Blocks", "paley"]
 
 
 @dataclass(frozen=True)
-class Hadamard:
+class Blocks:
     """A matrix of blocks on the diagonal, each a Hadamard matrix over the root of its size, after random signs.
 
     Args:
@@ -29,7 +29,7 @@ class Hadamard:
     seed: int | None
 
     @staticmethod
-    def of(size: int, seed: int | None) -> Hadamard:
+    def of(size: int, seed: int | None) -> Blocks:
         """The matrix of a size with the fewest blocks: one if a product of Paley's and Sylvester's matrices has it.
 
         Source: Paley, "On orthogonal matrices", Journal of Mathematics and Physics 12, 1933.
@@ -37,12 +37,12 @@ class Hadamard:
         power = size & -size
         order, odd = 4 * (size // power), size // power
         if odd == 1:
-            return Hadamard(1, 1, size, seed)
+            return Blocks(1, 1, size, seed)
         while order <= odd * power:
             if _prime_of(order):
-                return Hadamard(1, order, size // order, seed)
+                return Blocks(1, order, size // order, seed)
             order *= 2
-        return Hadamard(odd, 1, power, seed)
+        return Blocks(odd, 1, power, seed)
 
     @property
     def size(self) -> int:
@@ -72,7 +72,7 @@ class Hadamard:
             x = np.stack([first + second, first - second], 3).reshape(-1, self.paley, self.power)
             half *= 2
         if self.paley > 1:
-            x = np.einsum("bpk,pq->bqk", x, _paley(self.paley), optimize=True)
+            x = np.einsum("bpk,pq->bqk", x, paley(self.paley), optimize=True)
         return x.reshape(shape) / math.sqrt(self.block)
 
 
@@ -85,7 +85,7 @@ def _prime_of(order: int) -> int:
 
 
 @lru_cache(maxsize=32)
-def _paley(order: int) -> np.ndarray:
+def paley(order: int) -> np.ndarray:
     """Paley's matrix, by the squares modulo a prime."""
     q = _prime_of(order)
     squares = {a * a % q for a in range(1, q)}

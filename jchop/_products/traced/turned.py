@@ -1,0 +1,104 @@
+"""Parameters that are stored rotated, for rotations of forward products; and why others cannot be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jchop._products.contraction import Roundings
+from jchop._products.matrices import MatrixLayout, Turn
+from jchop._products.placement import Placement, stack_of
+from jchop._products.rule import Rule
+from jchop._products.traced.analysis import ProductStep, Use
+
+__all__ = ["turn_of", "turned"]
+
+
+def turn_of(rule: Rule, path: str, shape: Sequence[int], uses: Sequence[Use], is_result: bool) -> Turn | None:
+    """The rotation of a parameter that a rule rounds, along the sum of its products; None if there is none.
+
+    Args:
+        rule: the rule.
+        path: of the parameter.
+        shape: of it.
+        uses: all of them.
+        is_result: whether the function returns it, too.
+
+    Raises:
+        ValueError: if anything needs the parameter as it is.
+    """
+    first = next((use for use in uses if use.kind == "product"), None)
+    if rule.forward_rotation is None or first is None:
+        return None
+    assert first.laid is not None
+    for use in uses:
+        if use.kind != "product":
+            raise _refused(rule, path, f"{use.primitive} at {use.source or 'an unknown line'} takes it as it is")
+        if use.laid is None or use.laid.summed != first.laid.summed:
+            raise _refused(rule, path, f"{use.primitive} at {use.source or 'an unknown line'} sums over other axes")
+        if not use.moved:
+            where = use.source or "an unknown line"
+            raise _refused(rule, path, f"its numbers are computed with before {use.primitive} at {where}")
+    if is_result:
+        raise _refused(rule, path, "the function returns it")
+    layout = MatrixLayout.of(shape, stack_of(shape, first.laid), first.laid, 0)
+    if layout is None:
+        raise _refused(rule, path, f"{first.primitive} at {first.source or 'an unknown line'} takes a part of an axis")
+    return Turn(rule.forward_rotation, layout)
+
+
+def turned(
+    step: ProductStep,
+    how: tuple[Roundings, int] | None,
+    placements: Mapping[int, tuple[Placement, Use]],
+    paths: Sequence[str],
+    rules: Mapping[int, Rule],
+) -> tuple[Roundings, int] | None:
+    """The roundings of a product whose weight may be stored rotated.
+
+    Args:
+        step: the product.
+        how: its roundings, and which operand the weight is; None if nothing is rounded.
+        placements: of the parameters that are rounded.
+        paths: of the parameters.
+        rules: of the parameters that are rounded.
+
+    Raises:
+        ValueError: if the product does not rotate its inputs as its weight is.
+    """
+    uses = [use for some in step.uses for use in some]
+    turns = {use.leaf: placements[use.leaf][0].turn if use.leaf in placements else None for use in uses}
+    if how is not None and (rotation := how[0].forward_rotation) is not None and step.product is not None:
+        width = _sum_of(step)
+        if rotation.size == "all" and width % 2:
+            raise ValueError(
+                f"rotation={rotation} of the {how[0].place}: its sum has {width} numbers, which is odd, so there is no "
+                "Hadamard matrix; put a rule without a rotation before it"
+            )
+    if not any(turns.values()):
+        return how
+    for use in uses:
+        turn = turns[use.leaf] or next(filter(None, turns.values()))
+        own = None if how is None else how[0].forward_rotation
+        whole = use.laid is not None and math.prod(part.size for part in use.laid.summed) == _sum_of(step)
+        if turns[use.leaf] is None or own != turn.rotation or not whole:
+            where = step.source or "an unknown line"
+            why = f"the inputs of {step.name} at {where} are not rotated in the same way"
+            leaf = next(leaf for leaf, own in turns.items() if own is not None)
+            raise _refused(rules[leaf], paths[leaf], why)
+    assert how is not None
+    return replace(how[0], turned=True), how[1]
+
+
+def _sum_of(step: ProductStep) -> int:
+    """How many products are summed for each result."""
+    assert step.product is not None
+    return math.prod(step.eqn.invars[0].aval.shape[axis] for axis in step.product.forward.left.summed)
+
+
+def _refused(rule: Rule, path: str, why: str) -> ValueError:
+    return ValueError(
+        f"rotation={rule.rotation} of the parameter {path!r}: {why}; put Rule({path!r}, ...) without a rotation before "
+        f"{rule}"
+    )

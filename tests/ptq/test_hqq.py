@@ -1,0 +1,66 @@
+"""Half-quadratic quantization as a step: the numbers of `fit_half_quadratic`, a sweep under them, and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from tests.ptq.test_quantize import decibels, dense, outliers
+
+
+@pytest.mark.slow
+def test_the_zero_points_are_those_of_the_search() -> None:
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_t(3, size=shape), jnp.float32) for shape in ((16, 6), (32, 16)))
+    rule = jc.Rule(weight="uint3(group=8,zero_point=float)")
+    packed, report = jc.ptq.quantize(dense, rule, {"w": w}, [x], jc.ptq.hqq(5, norm=0.6))
+    scale, zero = jc.storage.fit_half_quadratic(w, packed["w"].spec, iterations=5, norm=0.6)
+    expected = jc.quantize(w, packed["w"].spec, scale=scale, zero_point=zero)
+    for found, own in zip(jax.tree.leaves(packed["w"]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(found, own)
+    assert (packed["w"].zero_point != jc.storage.fit_scale(w, packed["w"].spec)[1]).any()
+    assert report.weights[0].method == "hqq"
+
+
+@pytest.mark.slow
+def test_a_sweep_rounds_under_them() -> None:
+    """Patches of a convolution, stored in another shape, and gains on fresh data."""
+
+    def conv(p: Any, x: Any) -> Any:
+        return jax.lax.conv(x, p["w"], (2, 2), "VALID")
+
+    rng, fmt = np.random.default_rng(0), "uint4(group=all,zero_point=float)"
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, 3, 2, 2), (8, 3, 6, 6)))
+    alone, both = (
+        jc.ptq.quantize(conv, jc.Rule(weight=fmt), {"w": w}, [x], steps)[0]["w"].stored
+        for steps in ([jc.ptq.hqq()], [jc.ptq.hqq(), jc.ptq.gptq()])
+    )
+    np.testing.assert_array_equal(alone.zero_point, both.zero_point)
+    assert (alone.qvalue != both.qvalue).any()
+    params, x, fresh = outliers()
+    y, rule = fresh @ params["w"], jc.Rule(weight="uint4(group=64,zero_point=float)")
+    low, found = jc.quantize_fn(dense, rule), {}
+    for steps in ([], [jc.ptq.hqq()], [jc.ptq.hqq(), jc.ptq.gptq()]):
+        packed, report = jc.ptq.quantize(dense, rule, params, [x], steps)
+        found[report.weights[0].method] = decibels(y, low(packed, fresh) - y)
+    assert found["hqq"] > found["nearest"] + 0.3 and found["hqq, gptq"] > found["nearest"] + 7.5
+
+
+def test_refused() -> None:
+    w, x = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))
+    for fmt, message in (
+        ("int4(group=all)", r"hqq\(20, .* of 'w': .*has zero_point=None"),
+        ("uint4(group=4,zero_point=float,scale=float8_e5m2)", "the search needs one of float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jc.ptq.quantize(dense, jc.Rule(weight=fmt), w, [x], jc.ptq.hqq())
+    with pytest.raises(ValueError, match="then one clip or hqq, then"):
+        jc.ptq.quantize(dense, jc.Rule(weight="int4"), w, [x], [jc.ptq.clip(), jc.ptq.hqq()])
+    for arguments, message in (({"iterations": 0}, "iterations=0"), ({"norm": 1.0}, "norm=1.0 must be a number")):
+        with pytest.raises(ValueError, match=message):
+            jc.ptq.hqq(**arguments)
