@@ -145,6 +145,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *_ROUNDED,
     ),
     "jchop/_core/rounding/tapered.py": ("_core/rounding/test_tapered.py", "formats/test_tapered.py"),
+    "jchop/_core/arithmetic/aligned/unit.py": ("_core/arithmetic/test_aligned.py",),
     "jchop/_core/arithmetic/aligned/limbs.py": ("_core/arithmetic/test_aligned.py",),
     "jchop/_core/arithmetic/aligned/doubles.py": ("_core/arithmetic/test_aligned.py",),
     "jchop/_core/rounding/bins.py": ("_core/rounding/test_bins.py", "_core/scaled_float32/test_select.py"),
