@@ -39,7 +39,8 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``). The leaves of a QArray are
     plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``. If a scale has several parts, there are
     also ``NAME.tensor_scale`` (a rule with a scale of the tensor), or ``NAME.scale_scale`` and possibly
-    ``NAME.scale_zero_point`` (scales that are quantized again). An existing file is replaced in one step. No further package is needed.
+    ``NAME.scale_zero_point`` (scales that are quantized again). An existing file is replaced in one step. No further
+    package is needed.
 
     If an array spans several processes (`jax.distributed`), all processes call this with the same path, in a folder
     that all of them see, and write one file together: each the parts of its own devices, the first one all other

@@ -341,7 +341,10 @@ def _put(leaf: Any, weight: Array, found: Any) -> Any:
     """A new weight in the form of a parameter; a packed one is packed again if its layer is `found`."""
     if not isinstance(leaf, Packed):
         return nn.meta.replace_boxed(leaf, weight)
-    return weight if found is None else Packed(*found.packed("kernel", weight), weight.shape)
+    if found is None:
+        return weight
+    codes, layout = found.packed("kernel", weight)
+    return Packed(codes, layout, weight.shape)
 
 
 def _left_alone(rules: tuple[Rule, ...], places: list[str], seen: Any, shapes: Any) -> tuple[Rule, ...]:
