@@ -70,7 +70,7 @@ class Layout:
 
     def _check_others(self, entries: Iterable[str], anchors: set[str]) -> None:
         """Refuse tensors of other layouts, which would be read as if they were not quantized."""
-        others = {anchor: name for anchor, name in _OWNERS.items() if anchor not in anchors}
+        others = {anchor: name for anchor, name in (_OWNERS | _FOREIGN).items() if anchor not in anchors}
         for name in entries:
             other = next((others[anchor] for anchor in others if ends(name, "", anchor)), None)
             if other is not None:
@@ -128,6 +128,17 @@ _KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gptq": {"checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")},
     "gptq_v2": {"checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")},
     "awq": {"version": ("gemm",)},
+    "fp8": {"fmt": ("e4m3", "float8_e4m3fn")},
+    "bitsandbytes": {"bnb_4bit_quant_type": ("nf4",), "load_in_8bit": ("false",)},
+}
+#: Ends of names of tensors in layouts that are not read, and a name for these.
+_FOREIGN = {
+    "SCB": "LLM.int8 of bitsandbytes",
+    "weight.quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
+    "weight.bitmask": "sparse compressed-tensors",
+    "weight_scale_2": "modelopt's NVFP4",
+    "W_q": "HQQ",
+    "q_weight": "ExLlamaV2",
 }
 #: Formats of compressed-tensors whose weights are not those of the table.
 _REFUSED = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp6-pack-quantized")
@@ -135,15 +146,16 @@ _REFUSED = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp6-pack-quan
 
 def _check_config(layout: str, config: Facts) -> None:
     groups = field(config, "config_groups", dict, {}).values()
-    named = [config.get("format"), *(group.get("format") for group in groups if isinstance(group, dict))]
+    sparsity = field(config, "sparsity_config", dict, {}).get("format")
+    named = [config.get("format"), sparsity, *(group.get("format") for group in groups if isinstance(group, dict))]
     wrong = [name for name in named if name in _REFUSED]
     if wrong:
         raise ValueError(
             f"{CONFIG} has the format {wrong[0]!r}, which is not read; convert the model to another one first"
         )
     for name, values in _KNOWN.get(layout, {}).items():
-        found = field(config, name, str, values[0])
-        if found.lower() not in values:
+        found = config.get(name)
+        if found is not None and str(found).lower() not in values:
             raise ValueError(f"{CONFIG} has {name}={shown(found)}, and read are {', '.join(values)}; {_WAY_OUT}")
 
 
@@ -152,7 +164,7 @@ def beside_weights(config: Facts) -> list[str]:
     found = field(config, CONFIG, dict, {})
     groups = [group for group in field(found, "config_groups", dict, {}).values() if isinstance(group, dict)]
     said = [name for name in ("input_activations", "output_activations") if any(group.get(name) for group in groups)]
-    said += ["kv_cache_scheme"] if found.get("kv_cache_scheme") else []
+    said += [name for name in ("kv_cache_scheme", "transform_config") if found.get(name)]
     return said + (["activation_scheme"] if found.get("activation_scheme") == "static" else [])
 
 
@@ -266,7 +278,10 @@ def named_in(source: Shards) -> str | None:
 
 def _by_names(entries: Iterable[str]) -> str | None:
     """The layout whose anchors are among the names of tensors."""
-    found = {_OWNERS[anchor] for name in entries for anchor in _OWNERS if ends(name, "", anchor)}
+    owners = _OWNERS | _FOREIGN
+    found = {owners[anchor] for name in entries for anchor in owners if ends(name, "", anchor)}
+    if foreign := found & set(_FOREIGN.values()):
+        raise ValueError(f"the tensors are of {min(foreign)}, which is not read; {_WAY_OUT}")
     if found == {"gptq"}:
         raise ValueError(
             "tensors named qweight are of AutoGPTQ or AutoAWQ, which no configuration tells apart here: pass "
