@@ -20,6 +20,7 @@ from jchop.storage import QArray, quantize
 from jchop.storage._checkpoints.folder import SHARD
 from jchop.storage._checkpoints.opened import NAMES, OWN, PLAIN, Checkpoint, open_checkpoint
 from jchop.storage._checkpoints.public import convert
+from jchop.storage._checkpoints.table import beside_weights
 from jchop.storage._stream import Rule
 
 
@@ -42,6 +43,7 @@ def run_convert(options: argparse.Namespace) -> None:
         progress=Percents("convert"),
     )
     _say_kept(kept)
+    _say_left(options.source, options.source_layout)
     with open_checkpoint(options.target, options.layout) as written:
         _show(written, options.target, options.json)
 
@@ -113,6 +115,14 @@ def contents(source: Checkpoint, as_json: bool) -> str:
 def _say_kept(kept: bool) -> None:
     if kept and sys.stderr is not None:
         print("an unfinished run was continued: its files were kept", file=sys.stderr)
+
+
+def _say_left(source: Path, layout: str) -> None:
+    """Says which facts of a configuration are not in the new one."""
+    with open_checkpoint(source, layout) as opened:
+        left = beside_weights(opened.config)
+    if left and sys.stderr is not None:
+        print(f"note: the new configuration describes weights alone, without {', '.join(left)}", file=sys.stderr)
 
 
 def _bytes(text: str) -> int:

@@ -294,3 +294,93 @@ def test_arguments(tmp_path: Path) -> None:
         load_checkpoint(path)
     assert load_checkpoint(path, "gptq")["w.weight"].shape == (32, 64)
     assert np.dtype(F8).itemsize == 1
+
+
+def folder_of(path: Path, name: str, config: dict[str, Any] | None, **more: np.ndarray) -> dict[str, np.ndarray]:
+    """Writes a folder with the weight of a case, another configuration, and other tensors; its tensors."""
+    case = CASES[name]
+    tensors = case.make(np.random.default_rng(0))
+    write_folder(path, tensors | {key.replace("_", ".", 1): value for key, value in more.items()}, case)
+    (path / "config.json").write_text(json.dumps({} if config is None else {"quantization_config": config}))
+    return tensors
+
+
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "config", "more"),
+    [
+        (r"'v.weight_packed' is of the layout compressed-tensors, not gptq", "gptq", GPTQ, "weight_packed"),
+        (r"of several layouts: compressed-tensors, gptq; layout='plain'", "gptq", None, "weight_packed"),
+        (r"'v.SCB' is of the layout LLM.int8", "int4 symmetric", {"quant_method": "compressed-tensors"}, "SCB"),
+        (r"are of HQQ, which is not read; layout='plain' reads every", "int4 symmetric", None, "W_q"),
+        (r"has checkpoint_format='marlin', and read are gptq", "gptq", GPTQ | {"checkpoint_format": "marlin"}, ""),
+        (r"has version='gemv', and read are gemm", "awq", {"quant_method": "awq", "version": "gemv"}, ""),
+        (r"has load_in_8bit=True", "nf4", {"quant_method": "bitsandbytes", "load_in_8bit": True}, ""),
+        (r"sparse-24-bitmask", "int4 symmetric", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ""),
+    ],
+)
+def test_what_would_be_misread_is_refused(tmp_path: Path, said: str, name: str, config: Any, more: str) -> None:
+    others = {f"v_{more}": np.zeros((2, 2), np.int32)} if more else {}
+    if config is not None and "sparsity_config" in config:
+        config = CASES[name].config | config
+    folder_of(tmp_path, name, config, **others)
+    with pytest.raises(ValueError, match=said) as error:
+        load_checkpoint(tmp_path)
+    assert "\n" not in str(error.value)
+    assert "v." + more in {*load_checkpoint(tmp_path, "plain"), "v."}
+
+
+def test_modules_with_their_own_bits_and_one_scale(tmp_path: Path) -> None:
+    """Configurations whose facts about all modules do not hold for the one that is read."""
+    tensors = folder_of(tmp_path, "gptq", GPTQ | {"bits": 8, "dynamic": {"+:w": {"bits": 4}}})
+    same(numbers(load_checkpoint(tmp_path)["w.weight"]), CASES["gptq"].values(tensors))
+    codes = np.arange(24).reshape(4, 6) % 8
+    words = np.array([[sum(int(c) << 3 * i for i, c in enumerate(row))] for row in codes], np.int32)
+    packed = {"a.weight_packed": words, "a.weight_scale": np.ones((4, 1), np.float16)}
+    packed["a.weight_shape"] = np.array([4, 6], np.int64)
+    groups = {str(bits): {"targets": [name], "weights": {"num_bits": bits}} for bits, name in ((4, "b"), (3, "a"))}
+    for targets, wanted in (("a", codes - 4.0), ("Linear", None)):
+        groups["3"]["targets"] = [targets]
+        (tmp_path / "model.safetensors").write_bytes(pack_file(packed, {}))
+        config = {"quant_method": "compressed-tensors", "config_groups": groups}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+        if wanted is None:
+            with pytest.raises(ValueError, match="a group with the module's name in its targets says which"):
+                load_checkpoint(tmp_path)
+        else:
+            same(numbers(load_checkpoint(tmp_path)["a.weight"]), wanted.astype(np.float32))
+    weight = np.arange(32, dtype=np.float32).reshape(4, 8).astype(F8)
+    for name in ("weight_scale", "weight_scale_inv"):
+        whole = {"a.weight": weight, f"a.{name}": np.array(0.5, np.float32), "a.input_scale": np.array(1, np.float32)}
+        (tmp_path / "model.safetensors").write_bytes(pack_file(whole, {}))
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+        same(numbers(load_checkpoint(tmp_path)["a.weight"]), weight.astype(np.float32) * np.float32(0.5))
+
+
+def test_folders_with_files_that_are_missing(tmp_path: Path) -> None:
+    files = [f"x-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for number, name in enumerate(files):
+        (tmp_path / name).write_bytes(pack_file({f"a{number}": np.full(2, number, np.float32)}, {}))
+    assert set(load_checkpoint(tmp_path)) == {"a0", "a1"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a0": files[0], "a1": files[1], "tied": files[0]}}))
+    with pytest.raises(ValueError, match="if it is tied to another, remove its line"):
+        load_checkpoint(tmp_path)
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(FileNotFoundError, match=r"which model.safetensors.index.json names; is the download complete"):
+        load_checkpoint(tmp_path)
+    index.unlink()
+    for said, name in (
+        ("not all of 2 numbered files are there, number 2 first", "none"),
+        ("of an unfinished run of jchop: repeat its command", ".jchop-unfinished.json"),
+        ("pass the path of one of its files: 'b.safetensors'", "b.safetensors"),
+        ("'pytorch_model.bin' is a pickle of torch", "pytorch_model.bin"),
+    ):
+        (tmp_path / name).touch()
+        with pytest.raises(FileNotFoundError, match=said):
+            load_checkpoint(tmp_path)
+        (tmp_path / name).unlink()
+        if name == ".jchop-unfinished.json":
+            (tmp_path / files[0]).unlink()

@@ -81,14 +81,16 @@ def _shape(stored: np.ndarray) -> tuple[int, int]:
 
 
 def _bits(words: int, columns: int, facts: Facts) -> int:
-    """The width of the codes: of the facts, if they have one alone, else the widest that the words hold."""
-    groups = field(facts, "config_groups", dict, {})
-    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    """The width of the codes that fits the words, and the groups of the module if several do."""
+    groups = [group for group in field(facts, "config_groups", dict, {}).values() if isinstance(group, dict)]
+    own = [group for group in groups if facts.get("module") in field(group, "targets", list, [])]
+    weights = [group.get("weights") for group in own or groups]
     named = {field(weight, "num_bits", int, 0) for weight in weights if isinstance(weight, dict)}
     fitting = [bits for bits in _WIDTHS if words_of(columns, bits) == words]
     check(bool(fitting), f"{words} words for {columns} columns are no codes of 2 to 8 bits")
     chosen = [bits for bits in fitting if bits in named]
-    check(len(chosen) == 1 or len(fitting) == 1, f"{words} words for {columns} columns may be codes of {fitting} bits")
+    said = f"{words} words for {columns} columns may be codes of {fitting} bits"
+    check(len(chosen) == 1 or len(fitting) == 1, f"{said}; a group with the module's name in its targets says which")
     return chosen[0] if len(chosen) == 1 else fitting[0]
 
 

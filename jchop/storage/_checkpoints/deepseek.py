@@ -6,6 +6,7 @@ Definition: https://github.com/deepseek-ai/DeepSeek-V3, `inference/kernel.py` (`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +15,7 @@ import numpy as np
 from jchop.formats import float8_e4m3fn
 from jchop.storage._array import QArray
 from jchop.storage._checkpoints.arrays import float_scales, in_dtype, pieces
-from jchop.storage._checkpoints.compressed import float8_array
+from jchop.storage._checkpoints.compressed import FLOAT, float8_array
 from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, field, matrix
 
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -30,6 +31,8 @@ def _read(parts: Parts, facts: Facts) -> QArray:
     ok = len(block) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in block)
     check(ok, f"weight_block_size={block} must be two integers above zero")
     weight, scale = parts["weight"], parts["weight_scale_inv"]
+    if scale.size == 1 and facts.get("weight_block_size") is None:
+        return float8_array(weight, scale, None)
     wanted = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
     ok = tuple(scale.shape) == wanted
     check(ok, f"weight_scale_inv has shape {list(scale.shape)}, and tiles of {block} have {list(wanted)}")
@@ -53,3 +56,11 @@ ROW = Row(
     _write,
     "float8_e4m3fn(group=(128,128))",
 )
+
+
+def _refuse(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    raise ValueError("weights with one scale are only read; compressed-tensors has them")
+
+
+#: A scale for the whole weight, ``weight_scale``, as the same method has it without blocks.
+WHOLE = replace(FLOAT, name="fp8 with one scale", write=_refuse, fits=ROW.fits)

@@ -15,10 +15,8 @@ import numpy as np
 from jchop._files import open_regular, remove_parts, write_atomically
 from jchop.storage._checkpoints.written import Job, Record, config_of, metadata_of, tensors_of
 from jchop.storage._files.safetensors import Entry, TensorWriter, lay_out
-from jchop.storage._files.shards import CONFIG, INDEX, SINGLE
+from jchop.storage._files.shards import CONFIG, INDEX, JOURNAL, SINGLE
 
-#: The record of a run that is not finished.
-JOURNAL = ".jchop-unfinished.json"
 #: Bytes of arrays that make one file, and the most that are in memory together, except for a larger array.
 SHARD = 1 << 28
 Progress = Callable[[str, int, int], None]

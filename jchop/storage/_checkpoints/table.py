@@ -58,6 +58,7 @@ class Layout:
         entries, config = source.entries, quantization(source)
         _check_config(self.name, config)
         anchors = {row.anchor for row in self.rows}
+        self._check_others(entries, anchors)
         ended = ((name, anchor) for name in entries for anchor in anchors if ends(name, self.stem(""), anchor))
         modules = dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in ended)
         found = {}
@@ -66,6 +67,14 @@ class Layout:
             weight = self._weight(module, entries, facts)
             found[f"{module}.{WEIGHT}" if module else WEIGHT] = _with_shape(weight, source, entries)
         return found
+
+    def _check_others(self, entries: Iterable[str], anchors: set[str]) -> None:
+        """Refuse tensors of other layouts, which would be read as if they were not quantized."""
+        others = {anchor: name for anchor, name in (_OWNERS | _FOREIGN).items() if anchor not in anchors}
+        for name in entries:
+            other = next((others[anchor] for anchor in others if ends(name, "", anchor)), None)
+            if other is not None:
+                raise ValueError(f"tensor {shown(name)} is of the layout {other}, not {self.name}; {_WAY_OUT}")
 
     def _weight(self, module: str, entries: Mapping[str, Entry], facts: Facts) -> Weight:
         stem = self.stem(module)
@@ -80,7 +89,7 @@ class Layout:
                 return Weight(row, names, facts.get("_data", {}) if self.records else facts, shape)
         near = sorted(name for name in entries if name.startswith(stem))[:5]
         texts = ", ".join(f"{name} {entries[name].dtype}{list(entries[name].shape)}" for name in near)
-        raise ValueError(f"the tensors {texts} form no weight of the layout {self.name}")
+        raise ValueError(f"the tensors {texts} form no weight of the layout {self.name}; {_WAY_OUT}")
 
 
 #: The longest tensor that is read for a shape, in bytes.
@@ -112,18 +121,51 @@ def quantization(source: Shards) -> dict[str, Any]:
     return field(source.config, CONFIG, dict, {})
 
 
+#: The end of errors about tensors that are not understood.
+_WAY_OUT = "layout='plain' reads every tensor as it is"
+#: The values of fields of the configuration that say how tensors are laid out; others are laid out in another way.
+_KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "gptq": {"checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")},
+    "gptq_v2": {"checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")},
+    "awq": {"version": ("gemm",)},
+    "fp8": {"fmt": ("e4m3", "float8_e4m3fn")},
+    "bitsandbytes": {"bnb_4bit_quant_type": ("nf4",), "load_in_8bit": ("false",)},
+}
+#: Ends of names of tensors in layouts that are not read, and a name for these.
+_FOREIGN = {
+    "SCB": "LLM.int8 of bitsandbytes",
+    "weight.quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
+    "weight.bitmask": "sparse compressed-tensors",
+    "weight_scale_2": "modelopt's NVFP4",
+    "W_q": "HQQ",
+    "q_weight": "ExLlamaV2",
+}
 #: Formats of compressed-tensors whose weights are not those of the table.
 _REFUSED = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp6-pack-quantized")
 
 
 def _check_config(layout: str, config: Facts) -> None:
     groups = field(config, "config_groups", dict, {}).values()
-    named = [config.get("format"), *(group.get("format") for group in groups if isinstance(group, dict))]
+    sparsity = field(config, "sparsity_config", dict, {}).get("format")
+    named = [config.get("format"), sparsity, *(group.get("format") for group in groups if isinstance(group, dict))]
     wrong = [name for name in named if name in _REFUSED]
     if wrong:
         raise ValueError(
             f"{CONFIG} has the format {wrong[0]!r}, which is not read; convert the model to another one first"
         )
+    for name, values in _KNOWN.get(layout, {}).items():
+        found = config.get(name)
+        if found is not None and str(found).lower() not in values:
+            raise ValueError(f"{CONFIG} has {name}={shown(found)}, and read are {', '.join(values)}; {_WAY_OUT}")
+
+
+def beside_weights(config: Facts) -> list[str]:
+    """The fields of a configuration that say more than how weights are stored, and that no layout writes."""
+    found = field(config, CONFIG, dict, {})
+    groups = [group for group in field(found, "config_groups", dict, {}).values() if isinstance(group, dict)]
+    said = [name for name in ("input_activations", "output_activations") if any(group.get(name) for group in groups)]
+    said += [name for name in ("kv_cache_scheme", "transform_config") if found.get(name)]
+    return said + (["activation_scheme"] if found.get("activation_scheme") == "static" else [])
 
 
 def _record(source: Shards, module: str) -> dict[str, Any]:
@@ -200,11 +242,16 @@ LAYOUTS = {
         Layout("gptq", (transposed.GPTQ,), _same("gptq", checkpoint_format="gptq")),
         Layout("gptq_v2", (transposed.GPTQ_V2,), _same("gptq", checkpoint_format="gptq_v2")),
         Layout("awq", (transposed.AWQ,), _same("awq")),
-        Layout("fp8", (deepseek.ROW,), _same("fp8", fmt="e4m3", activation_scheme="dynamic")),
+        Layout("fp8", (deepseek.ROW, deepseek.WHOLE), _same("fp8", fmt="e4m3", activation_scheme="dynamic")),
         Layout("bitsandbytes", (bitsandbytes.ROW,), _bitsandbytes),
         Layout("torchao", tuple(torchao.ROWS.values()), _recorded, records=True),
     )
 }
+#: The first layout with each anchor.
+_OWNERS: dict[str, str] = {}
+for _layout in LAYOUTS.values():
+    for _row in () if _layout.records else _layout.rows:
+        _OWNERS.setdefault(_row.anchor, _layout.name)
 
 
 def named_in(source: Shards) -> str | None:
@@ -222,7 +269,7 @@ def named_in(source: Shards) -> str | None:
         if method == "gptq" and "gptq_v2" in (config.get("checkpoint_format"), config.get("format")):
             name = "gptq_v2"
         if not isinstance(name, str) or name not in LAYOUTS:
-            raise ValueError(f"{CONFIG} has quant_method={shown(method)}; known are {', '.join(LAYOUTS)}")
+            raise ValueError(f"{CONFIG} has quant_method={shown(method)}; known are {', '.join(LAYOUTS)}; {_WAY_OUT}")
         return name
     if "tensor_names" in source.metadata:
         return "torchao"
@@ -231,18 +278,15 @@ def named_in(source: Shards) -> str | None:
 
 def _by_names(entries: Iterable[str]) -> str | None:
     """The layout whose anchors are among the names of tensors."""
-    found = {
-        layout.name for layout in LAYOUTS.values() if not layout.records for name in entries if _anchors(layout, name)
-    }
-    if found == {"gptq", "gptq_v2", "awq"}:
+    owners = _OWNERS | _FOREIGN
+    found = {owners[anchor] for name in entries for anchor in owners if ends(name, "", anchor)}
+    if foreign := found & set(_FOREIGN.values()):
+        raise ValueError(f"the tensors are of {min(foreign)}, which is not read; {_WAY_OUT}")
+    if found == {"gptq"}:
         raise ValueError(
             "tensors named qweight are of AutoGPTQ or AutoAWQ, which no configuration tells apart here: pass "
             "layout='gptq', 'gptq_v2' or 'awq'"
         )
     if len(found) > 1:
-        raise ValueError(f"the tensors are of several layouts: {', '.join(sorted(found))}; pass layout=")
+        raise ValueError(f"the tensors are of several layouts: {', '.join(sorted(found))}; {_WAY_OUT}")
     return found.pop() if found else None
-
-
-def _anchors(layout: Layout, name: str) -> bool:
-    return any(ends(name, layout.stem(""), row.anchor) for row in layout.rows)

@@ -53,7 +53,8 @@ def _look_gptq(entries: Entries) -> tuple[int, ...] | None:
 
 def _read_gptq(parts: Parts, facts: Facts, *, added: int) -> QArray:
     words, zeros = parts["qweight"], parts["qzeros"]
-    found = _words(parts, field(facts, "bits", int))  # type: ignore[arg-type]
+    named = None if field(facts, "dynamic", dict) else field(facts, "bits", int)  # modules may have their own bits
+    found = _words(parts, named)  # type: ignore[arg-type]
     check(
         found is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,15 +16,19 @@ from jchop.storage._files.json import document, read_object, shown, small, strin
 from jchop.storage._files.safetensors import Entry, TensorFile
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+#: The record of a folder that `convert` has not finished.
+JOURNAL = ".jchop-unfinished.json"
 #: The longest configuration and index, in bytes, and the most files of a folder.
 _LONGEST_CONFIG, _LONGEST_INDEX, _MOST_FILES = 1 << 20, 1 << 24, 4096
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors", re.DOTALL)
 
 
 class Shards:
     """The tensors of a file or of a folder, by name.
 
     Args:
-        path: a safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+        path: a safetensors file, or a folder with ``model.safetensors``, ``model.safetensors.index.json``, or all files
+            ``NAME-00001-of-0000N.safetensors`` of one name.
 
     Raises:
         OSError: if it cannot be read.
@@ -53,17 +59,23 @@ class Shards:
         if not path.is_dir():
             return [path]
         if not (path / INDEX).exists():
-            return [path / SINGLE]
+            return [path / SINGLE] if (path / SINGLE).exists() else _without_index(path)
         self._index = _index(path / INDEX)
         names = sorted(set(self._index.values()))
         if len(names) > _MOST_FILES:
             raise ValueError(f"{path / INDEX} names {len(names)} files, and at most {_MOST_FILES} are read")
+        for name in names:
+            if not (path / name).exists():
+                raise _no_file(path / name, f"which {INDEX} names; is the download complete?")
         return [path / name for name in names]
 
     def _check_index(self) -> None:
         for name, file in self._index.items():
             if name not in self._homes or self._homes[name].path.name != file:
-                raise ValueError(f"{self.path / INDEX}: tensor {shown(name)} is not in {shown(file)}")
+                raise ValueError(
+                    f"{self.path / INDEX}: tensor {shown(name)} is not in {shown(file)}; if it is tied to another, "
+                    "remove its line from the index"
+                )
 
     @property
     def files(self) -> list[TensorFile]:
@@ -92,6 +104,37 @@ class Shards:
     def close(self) -> None:
         """Closes the files."""
         self._stack.close()
+
+
+def _without_index(folder: Path) -> list[Path]:
+    """The files of a folder that are numbered from 1 to their number.
+
+    Raises:
+        FileNotFoundError: if there are none, or some are missing; the message has a way out.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    if JOURNAL in names:
+        raise _no_file(folder / SINGLE, "the folder is of an unfinished run of jchop: repeat its command")
+    files = [name for name in names if name.endswith(".safetensors")]
+    found = [_SHARD.fullmatch(name) for name in files]
+    kinds = {(one[1], one[3]) for one in found if one}
+    if len(kinds) == 1 and None not in found:
+        ((_, count),) = kinds
+        lacking = set(range(1, min(int(count), _MOST_FILES) + 1)) - {int(one[2]) for one in found if one}
+        if not lacking and len(files) == int(count):
+            return [folder / name for name in files]
+        first = f", number {min(lacking)} first" if lacking else ""
+        raise _no_file(folder / INDEX, f"and not all of {int(count)} numbered files are there{first}")
+    gguf = [name for name in names if name.lower().endswith(".gguf")]
+    if files or gguf:
+        raise _no_file(folder / SINGLE, f"nor {INDEX}; pass the path of one of its files: {shown((files or gguf)[0])}")
+    others = [name for name in names if name.endswith((".bin", ".pt", ".pth"))][:1]
+    why = f"; {shown(others[0])} is a pickle of torch, which is not read: save it as safetensors" if others else ""
+    raise _no_file(folder / SINGLE, f"nor {INDEX}{why}")
+
+
+def _no_file(path: Path, why: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, f"No such file, {why}", str(path))
 
 
 def _text(path: Path, most: int) -> str:
