@@ -43,7 +43,7 @@ def test_rules_that_give_powers_of_two():
 
 def test_what_is_fitted_and_how():
     assert [name for name, rule in SCALE_RULES.items() if not rule.by_ends] == [
-        "four_over_six", "minmax", "mse", "percentile(q)",
+        "four_over_six", "levels", "minmax", "mse", "percentile(q)",
     ]  # fmt: skip
     of_tensors = {name: rule.top(jc.float8_e4m3fn) for name, rule in SCALE_RULES.items() if rule.tensor_scale}
     assert of_tensors == {"two_level": 448, "four_over_six": 256}
