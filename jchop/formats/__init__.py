@@ -25,6 +25,7 @@ from jchop.formats._catalogue import (
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat, UniformFormat
 from jchop.formats._float import FloatFormat
+from jchop.formats._log_takum import LogTakumFormat
 from jchop.formats._scaled import (
     SCALED_CATALOGUE,
     ScaledFormat,
@@ -64,6 +65,7 @@ __all__ = [
     "FloatFormat",
     "HiFloat8Format",
     "IntegerFormat",
+    "LogTakumFormat",
     "PositFormat",
     "ScaledFormat",
     "StringFormat",
