@@ -224,8 +224,8 @@ class HiFloat8Format(TaperedFormat):
         >>> fmt = jc.HiFloat8Format()
         >>> str(fmt), fmt.max, fmt.smallest == 2.0**-22, hex(fmt.encode(-1.125))
         ('hif8', 32768.0, True, '0x89')
-        >>> jc.round_to_format([1.0625, 17.0, 40960.0], "hif8:nearest_away").tolist()
-        [1.125, 18.0, inf]
+        >>> jc.round_to_format([1.0625, 18.0, 40960.0], "hif8:nearest_away").tolist()
+        [1.125, 20.0, inf]
     """
 
     bits: ClassVar[int] = 8  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -26,6 +26,10 @@ def _largest(element: ElementFormat) -> tuple[Fraction, ...]:
     return (Fraction(element.max),)
 
 
+def _one(_: ElementFormat) -> tuple[Fraction, ...]:
+    return (Fraction(1),)
+
+
 def _half_range(element: ElementFormat) -> tuple[Fraction, ...]:
     return ((Fraction(element.max) - Fraction(element.min)) / 2,)
 
@@ -141,6 +145,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 carry=lambda element, fraction, of_most: (1 << fraction) - 1 - of_most,
             ),
             ScaleRule("absmax", "a / M"),
+            ScaleRule("max_abs", "a", _one),
             ScaleRule("half_range", "a / ((M - m) / 2)", _half_range, takes=_has_negative, needs="negative values"),
             ScaleRule(
                 "no_clip",

@@ -18,6 +18,7 @@ from jchop.formats.scale_rules import rule_of
         ("e2m3fn", "absmax", (Fraction(15, 2),)),
         ("fixed2.6(symmetric=true)", "mse", (Fraction(127, 64),)),
         ("e2m1fn", "four_over_six", (6, 4)),
+        ("binary8p3se", "max_abs", (1,)),
         ("integer4", "half_range", (Fraction(15, 2),)),
         ("integer4", "no_clip", (7, 8)),
         ("uinteger4", "minmax", (15,)),
