@@ -75,6 +75,7 @@ ASKED: dict[str, Callable[[Blocks, list[Fraction], Fraction], Fraction]] = {
     "even": lambda b, x, t: pow2(floor_log2(_half_up(_amax(x), b.fraction_bits)) - floor_log2(b.most)),
     "rceil": lambda b, x, t: pow2(ceil_log2(_amax(x) / b.most)),
     "absmax": lambda b, x, t: _amax(x) / b.most,
+    "max_abs": lambda b, x, t: _amax(x),
     "half_range": lambda b, x, t: _amax(x) / ((b.most - b.least) / 2),
     "no_clip": lambda b, x, t: max(min(*x, ZERO) / b.least, max(*x, ZERO) / b.most),
     "two_level": lambda b, x, t: _amax(x) / b.most / t,

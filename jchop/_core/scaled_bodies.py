@@ -20,7 +20,8 @@ from jchop._core.rounding.codes import encode_elements, pack, unpack
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset, words_like
 from jchop._core.scaled import elements, fitting, float_zero_points, zero_points
 from jchop._core.scaled.groups import Groups
-from jchop._core.scaled.scales import Plan, Scales, choose_scales, load_scales, store_scales, tensor_scale
+from jchop._core.scaled.levels import fit_levels
+from jchop._core.scaled.scales import Plan, Scales, choose_scales, largest_of, load_scales, store_scales, tensor_scale
 from jchop._core.scaled_float32 import integers, select
 from jchop._core.xla_cpu import materialize_per_group, maximum
 from jchop.formats import IntegerFormat, ScaledFormat
@@ -242,6 +243,9 @@ def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool
         scales, zero = fit(view, groups.axes, plan)
     elif plan.rule.fit in fitting.FITTED:
         scales = fitting.FITTED[plan.rule.fit](view, groups.axes, plan, None)
+    elif plan.rule.fit == "levels":
+        largest = largest_of(_bits.split(view, plan.compute)[1], groups.axes, plan.compute, maximum)
+        scales = Scales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
         scales = choose_scales(view, groups.axes, plan, maximum=maximum, branch_allowed=branch_allowed)
     scales, zero = select.held(scales), materialize_per_group(zero)

@@ -299,7 +299,7 @@ def stored_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, Stored, Any]:
     zero_point = jax.ShapeDtypeStruct(counts, own if fmt.zero_point == "float" else jnp.int32)
     if isinstance(fmt.scale, ScaledFormat):
         codes_of_scales, *more = stored_shapes(Spec(fmt.scale), counts)
-        scale: Stored = (codes_of_scales, *(part for part in more if part is not None))
+        scale: Stored = (codes_of_scales, *jax.tree.leaves(more))
     else:
         scale = jax.ShapeDtypeStruct(counts, own)
         if fmt.scale_rule.tensor_scale:

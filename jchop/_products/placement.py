@@ -334,4 +334,6 @@ def _with_inner(fmt: ScaledFormat, given: ScaledFormat, kinds: Sequence[Kind]) -
     if not isinstance(given.scale, ScaledFormat) or given.scale.group is None or given.scale.axis != -1:
         return fmt
     blocks = [i - len(kinds) for i, kind in enumerate(kinds) if isinstance(kind, int)]
-    return fmt(scale=given.scale(axis=blocks[-1])) if blocks else fmt
+    if not blocks:
+        return fmt
+    return replace(fmt, scale=_with_inner(replace(given.scale, axis=blocks[-1]), given.scale, kinds))

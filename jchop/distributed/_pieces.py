@@ -22,7 +22,9 @@ def is_flat(spec: Spec) -> bool:
     fmt = spec.scaled
     if fmt is None:
         return True
-    parts = [fmt, *([fmt.scale] if isinstance(fmt.scale, ScaledFormat) else [])]
+    parts = [fmt]
+    while isinstance(parts[-1].scale, ScaledFormat):
+        parts.append(parts[-1].scale)
     return all(part.channel is None and (part.group is None or part.axis == -1) for part in parts)
 
 

@@ -25,12 +25,14 @@ from jchop.formats._catalogue import (
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat, UniformFormat
 from jchop.formats._float import FloatFormat
+from jchop.formats._log_takum import LogTakumFormat
 from jchop.formats._scaled import (
     SCALED_CATALOGUE,
     ScaledFormat,
     bfp,
     dynamic4,
     dynamic8,
+    hif4,
     int2,
     int3,
     int4,
@@ -63,6 +65,7 @@ __all__ = [
     "FloatFormat",
     "HiFloat8Format",
     "IntegerFormat",
+    "LogTakumFormat",
     "PositFormat",
     "ScaledFormat",
     "StringFormat",
@@ -87,6 +90,7 @@ __all__ = [
     "float8_e5m2",
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
+    "hif4",
     "int2",
     "int3",
     "int4",

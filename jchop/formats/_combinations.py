@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._tapered import TaperedFormat
@@ -67,6 +68,18 @@ def _check_rule(fmt: Any) -> None:
         raise ValueError(f"rule={fmt.rule!r} needs an element format with {rule.needs}, not element={element}")
 
 
+def _check_levels(scale: Any) -> None:
+    """Refuse other scales than levels 1 and 2, once or twice, over a format of codes."""
+    within = scale
+    while hasattr(within, "element") and within.element == CodebookFormat((1.0, 2.0)) and within.rule == "absmax":
+        within = within.scale
+    if within is scale or hasattr(within, "element") or within.bits > 8:
+        raise ValueError(
+            "rule='levels' needs scales that are quantized again to codebook(1,2), once or twice, under scales of at "
+            f"most 8 bits, not scale={scale}"
+        )
+
+
 def _check_scale(fmt: Any) -> None:
     scale = fmt.scale
     if isinstance(scale, FloatFormat):
@@ -76,9 +89,12 @@ def _check_scale(fmt: Any) -> None:
             raise ValueError(f"nan_block=True needs a scale format with a NaN, not scale={scale}")
         if fmt.nan_block and not fmt.scale_rule.by_ends:
             raise ValueError(f"nan_block=True does not go with rule={fmt.rule!r}")
+        if fmt.scale_rule.fit == "levels":
+            _check_levels(scale)
         return
+    nested = fmt.scale_rule.fit == "levels"
     if (
-        not isinstance(scale.scale, FloatFormat)
+        not (isinstance(scale.scale, FloatFormat) or (nested and not scale.zero_point))
         or scale.zero_point == "integer"
         or scale.nan_block
         or scale.scale_rule.tensor_scale
@@ -89,6 +105,8 @@ def _check_scale(fmt: Any) -> None:
         raise ValueError(f"scale={scale}: scales are positive; with a zero point an unsigned element is for them")
     if scale.element.bits > 8:
         raise ValueError(f"scale={scale} has codes of {scale.element.bits} bits; at most 8 are stored")
+    if nested:
+        _check_levels(scale)
     if fmt.nan_block or fmt.scale_rule.tensor_scale:
         raise ValueError(f"scale={scale} is quantized again: nan_block and rule={fmt.rule!r} do not go with that")
     if fmt.scale_rule.carry is not None:

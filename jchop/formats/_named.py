@@ -16,6 +16,7 @@ from jchop.formats._catalogue import (
     float8_e5m2,
     float8_e8m0fnu,
 )
+from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._tables import dynamic_levels, nf4_levels
@@ -26,6 +27,10 @@ def _mx(element: ElementFormat) -> dict[str, Any]:
     return {"element": element, "group": 32, "scale": float8_e8m0fnu, "rule": "floor"}
 
 
+#: The element of scales that double.
+_ONE_OR_TWO = CodebookFormat((1.0, 2.0))
+
+#: The fields; those of a scaled format of scales in turn are a mapping.
 NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "mxfp8_e4m3": _mx(float8_e4m3fn),
@@ -48,6 +53,22 @@ NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "group": 16,
             "scale": FloatFormat(5, 3, infinities=False, nans="top", signed=False),
             "rule": "absmax",
+        },
+        # HiF4 (arXiv 2602.11287): e1m2 in groups of 64, whose scale doubles for each 8 and again for each 4 if they are
+        # large. The scales are 2^-48 to 1.5 2^15.
+        "hif4": {
+            "element": FloatFormat(1, 2, bias=1, infinities=False, nans="none"),
+            "group": 4,
+            "scale": {
+                "element": _ONE_OR_TWO,
+                "group": 2,
+                "scale": {
+                    "element": _ONE_OR_TWO,
+                    "group": 8,
+                    "scale": FloatFormat(6, 2, bias=48, infinities=False, nans="top", signed=False, zero=False),
+                },
+            },
+            "rule": "levels",
         },
         # NormalFloat4 in groups of 64 (Dettmers et al., arXiv 2305.14314).
         "nf4": {"element": nf4_levels(), "group": 64},

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -51,7 +51,8 @@ class ScaledFormat:
         axis: of `group`, an axis or one for each group. Default -1, and for n groups the last n axes.
         channel: an axis, or several, each index of which has its own scale, shared over all other axes.
         scale: format of the scales, or its text. Default binary32. A ScaledFormat quantizes the scales again: the
-            scale is rounded to binary32, quantized under it to nearest and never to zero.
+            scale is rounded to binary32, quantized under it to nearest and never to zero. Only under the rule "levels"
+            may the scales of scales be quantized once more.
         rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` takes up to two decimals. Default "absmax", and "minmax" with
             `zero_point`.
         zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that are not
@@ -135,9 +136,19 @@ class ScaledFormat:
             changes["axis"] = -1
         if changes.get("zero_point", self.zero_point) != self.zero_point and "rule" not in given:
             changes["rule"] = None
-        result = dataclasses.replace(self, **changes)
+        if "axis" in changes and "scale" not in given:
+            changes["scale"] = self._scale_along(changes["axis"])
+        result = replace(self, **changes)
         object.__setattr__(result, "base", None if "element" in given else self.base)
         return result
+
+    def _scale_along(self, axis: Any) -> FloatFormat | ScaledFormat:
+        """The format of scales with its levels along another axis, as the rule "levels" wants them."""
+        if self.scale_rule.fit == "levels" and isinstance(self.scale, ScaledFormat) and isinstance(axis, int):
+            levels = self.scale
+            within = replace(levels.scale, axis=axis) if isinstance(levels.scale, ScaledFormat) else levels.scale
+            return replace(levels, axis=axis, scale=within)
+        return self.scale
 
     # -- groups --------------------------------------------------------------------------------------------------------
     def group_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -206,7 +217,8 @@ class ScaledFormat:
         if self.scale_rule.tensor_scale:
             return ("scale", "tensor_scale")
         if isinstance(self.scale, ScaledFormat):
-            return ("scale", "scale_scale", *(("scale_zero_point",) if self.scale.zero_point else ()))
+            within = (*self.scale.scale_parts, *(("zero_point",) if self.scale.zero_point else ()))
+            return ("scale", *(f"scale_{part}" for part in within))
         return ("scale",)
 
     def bits_per_element(self, shape: Sequence[int] | None = None) -> float:
@@ -250,6 +262,8 @@ class ScaledFormat:
         rule = base.rule if self.zero_point == base.zero_point else as_rule(None, self.zero_point)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         changed = {name: value for name, value in fields.items() if value != getattr(base, name)}
+        if self.scale == base._scale_along(self.axis):
+            changed.pop("scale", None)
         if self.rule == rule:
             changed.pop("rule", None)
         if self.channel is not None:
@@ -286,15 +300,22 @@ def _as_format(name: str, value: object, kinds: Any) -> Any:
 # -- formats in use ----------------------------------------------------------------------------------------------------
 
 
+def _of(fields: Mapping[str, Any]) -> ScaledFormat:
+    built: dict[str, Any] = {
+        name: _of(value) if isinstance(value, Mapping) else value for name, value in fields.items()
+    }
+    return ScaledFormat(**built)
+
+
 #: The named scaled formats of the text grammar, without ``int8`` and the like, which match a pattern.
 SCALED_CATALOGUE: Mapping[str, ScaledFormat] = MappingProxyType(
-    {name: ScaledFormat(**fields).named(name) for name, fields in NAMED.items()}
+    {name: _of(fields).named(name) for name, fields in NAMED.items()}
 )
 mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, mxint8 = map(
     SCALED_CATALOGUE.__getitem__, ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
 )
-nvfp4, nvfp4_e5m3, nf4, dynamic8, dynamic4, udynamic8 = map(
-    SCALED_CATALOGUE.__getitem__, ("nvfp4", "nvfp4_e5m3", "nf4", "dynamic8", "dynamic4", "udynamic8")
+nvfp4, nvfp4_e5m3, hif4, nf4, dynamic8, dynamic4, udynamic8 = map(
+    SCALED_CATALOGUE.__getitem__, ("nvfp4", "nvfp4_e5m3", "hif4", "nf4", "dynamic8", "dynamic4", "udynamic8")
 )
 #: Integers under one binary32 scale of the whole tensor, until a call says otherwise.
 int2, int3, int4, int8 = (ScaledFormat(IntegerFormat(bits)) for bits in (2, 3, 4, 8))

@@ -195,12 +195,8 @@ class TakumFormat(StringFormat):
 
     def magnitude_of(self, code: int) -> Fraction:
         """The value of a positive code, 1 to 2^(n-1) - 1."""
-        string = f"{code:0{self.bits - 1}b}"
-        above, field, rest = string[0] == "1", int(string[1:4], 2), string[4:]
-        width = field if above else 7 - field
-        count = int("0" + rest[:width].ljust(width, "0"), 2)
-        exponent = (1 << width) - 1 + count if above else count + 1 - (2 << width)
-        return (1 + _binary_fraction(rest[width:])) * Fraction(2) ** exponent
+        exponent, fraction = takum_fields(f"{code:0{self.bits - 1}b}")
+        return (1 + fraction) * Fraction(2) ** exponent
 
     def fraction_bits(self, exponent: int) -> int:
         """Fraction bits of the values from 2^exponent to 2^(exponent + 1); 0 if the string ends before them."""
@@ -228,8 +224,8 @@ class HiFloat8Format(TaperedFormat):
         >>> fmt = jc.HiFloat8Format()
         >>> str(fmt), fmt.max, fmt.smallest == 2.0**-22, hex(fmt.encode(-1.125))
         ('hif8', 32768.0, True, '0x89')
-        >>> jc.round_to_format([1.0625, 17.0, 40960.0], "hif8:nearest_away").tolist()
-        [1.125, 18.0, inf]
+        >>> jc.round_to_format([1.0625, 18.0, 40960.0], "hif8:nearest_away").tolist()
+        [1.125, 20.0, inf]
     """
 
     bits: ClassVar[int] = 8  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -280,6 +276,15 @@ _HIF8_STARTS = (16, 32, 64, 96)
 @lru_cache(maxsize=1)
 def _hif8_codes() -> dict[Number | None, int]:
     return {HiFloat8Format().value_of(code): code for code in range(256) if code != 0x80}
+
+
+def takum_fields(string: str) -> tuple[int, Fraction]:
+    """The exponent and the fraction of a positive takum's string, without the sign."""
+    above, field, rest = string[0] == "1", int(string[1:4], 2), string[4:]
+    width = field if above else 7 - field
+    count = int("0" + rest[:width].ljust(width, "0"), 2)
+    exponent = (1 << width) - 1 + count if above else count + 1 - (2 << width)
+    return exponent, _binary_fraction(rest[width:])
 
 
 def _binary_fraction(digits: str) -> Fraction:

@@ -13,6 +13,7 @@ from jchop.formats._catalogue import ALIASES, CATALOGUE, p3109
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
+from jchop.formats._log_takum import LogTakumFormat
 from jchop.formats._tapered import HiFloat8Format, PositFormat, TakumFormat
 from jchop.rounding import Overflow, Rounding
 
@@ -112,6 +113,7 @@ _PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (
     (r"(u?)fixed(-?[0-9]{1,4})\.(-?[0-9]{1,4})", _fixed, {"symmetric": truth_of}),
     (r"(u?)int(?:eger)?([0-9]{1,2})", _integer, {"narrow": truth_of}),
     (r"posit([0-9]{1,2})", lambda bits: PositFormat(int(bits)), {}),
+    (r"takum([0-9]{1,2})", lambda bits: LogTakumFormat(int(bits)), {}),
     (r"takum_linear([0-9]{1,2})", lambda bits: TakumFormat(int(bits)), {}),
     (r"hif(?:loat)?8", HiFloat8Format, {}),
 )
@@ -160,5 +162,5 @@ def unknown(text: str, more: Iterable[str] = ()) -> ValueError:
     return ValueError(
         f"format text {quoted(text)} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or "
         "a pattern e5m10, e5m3fn, ue5m3, fixed4.4, ufixed4.4, integer8, int8, uint4, binary8p3se, posit16, "
-        "takum_linear16, hif8, codebook(-1,0,1)"
+        "takum16, takum_linear16, hif8, codebook(-1,0,1)"
     )

@@ -26,6 +26,10 @@ def _largest(element: ElementFormat) -> tuple[Fraction, ...]:
     return (Fraction(element.max),)
 
 
+def _one(_: ElementFormat) -> tuple[Fraction, ...]:
+    return (Fraction(1),)
+
+
 def _half_range(element: ElementFormat) -> tuple[Fraction, ...]:
     return ((Fraction(element.max) - Fraction(element.min)) / 2,)
 
@@ -85,7 +89,8 @@ class ScaleRule:
         tensor_scale: whether the scale is a product with a binary32 scale of the whole tensor.
         top: of a scale format, the scale of the group with the largest number if the tensor has a scale too.
         fit: which numbers of a group count: its "ends" alone, the "range" of all x for a zero point, a "percentile", or
-            all of them, by least "squares" of many scales, or of the scales of "either" divisor.
+            all of them, by least "squares" of many scales, or of the scales of "either" divisor; "levels" are the ends
+            of groups within groups, one for each time that the scales are quantized again.
         percentile: the q of "percentile".
         fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
         takes: whether an element format may have this rule.
@@ -98,7 +103,7 @@ class ScaleRule:
     carry: Callable[[ElementFormat, int, int], int] | None = None
     tensor_scale: bool = False
     top: Callable[[FloatFormat], Fraction] = _most
-    fit: Literal["ends", "range", "percentile", "squares", "either"] = "ends"
+    fit: Literal["ends", "range", "percentile", "squares", "either", "levels"] = "ends"
     percentile: Fraction | None = None
     fill: float = 0.0
     takes: Callable[[ElementFormat], bool] = _any
@@ -140,6 +145,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 carry=lambda element, fraction, of_most: (1 << fraction) - 1 - of_most,
             ),
             ScaleRule("absmax", "a / M"),
+            ScaleRule("max_abs", "a", _one),
             ScaleRule("half_range", "a / ((M - m) / 2)", _half_range, takes=_has_negative, needs="negative values"),
             ScaleRule(
                 "no_clip",
@@ -163,6 +169,12 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 fit="either",
                 takes=_has_two_thirds,
                 needs="two thirds of its largest value",
+            ),
+            ScaleRule(
+                "levels",
+                "c, or 2 c if the group's largest number is at least 2^k c, with c the scale of the group around it "
+                "and k the number of levels from this one on; the outermost scale is a / (2^n M) for n levels",
+                fit="levels",
             ),
             ScaleRule(
                 "minmax",

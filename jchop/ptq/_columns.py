@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._core.scaled_bodies import unflat
 from jchop._products.placement import StoredAs
 from jchop.formats import ScaledFormat, binary32
 from jchop.spec import Spec
@@ -70,9 +71,10 @@ def element_scales(q: QArray) -> ElementScales:
 
     if isinstance(fmt.scale, ScaledFormat):
         counts = fmt.scale_shape(q.shape)
-        codes, inner, *zero = q.scale
+        codes, *rest = q.scale
+        inner, zero = unflat(rest, fmt.scale)
         size = counts[-1] if counts else None
-        again = QArray(codes, inner, zero[0] if zero else None, Spec(fmt.scale), size, np.dtype(np.float32))
+        again = QArray(codes, inner, zero, Spec(fmt.scale), size, np.dtype(np.float32))
         finite = jnp.clip(dequantize(again), np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max)
         scale: tuple[Array, ...] = (spread_out(finite),)
     elif isinstance(q.scale, tuple):
@@ -88,7 +90,9 @@ def one_each(spec: Spec) -> Spec:
     if fmt is None:
         return spec
     alone = with_kinds(fmt, (OWN,))
-    return replace(spec, format=replace(alone, scale=binary32) if isinstance(fmt.scale, ScaledFormat) else alone)
+    if isinstance(fmt.scale, ScaledFormat):
+        alone = replace(alone, scale=binary32, rule=None)  # the scales are given
+    return replace(spec, format=alone)
 
 
 def round_column(

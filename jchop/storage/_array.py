@@ -16,6 +16,7 @@ import numpy as np
 from jax import export
 
 from jchop._checks import check_int
+from jchop._core.scaled_bodies import flat, unflat
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec, parse
 from jchop.storage import _show
@@ -271,9 +272,10 @@ class QArray:
     def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
         """Quantized scales as a QArray."""
         shape = fmt.scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
-        codes = hold(self.scale[0], inner.element)
-        zero_point = self.scale[2] if inner.zero_point else None
-        return QArray(codes, self.scale[1], zero_point, Spec(inner), shape[-1] if shape else None, np.dtype(np.float32))
+        codes, *rest = self.scale
+        scale, zero_point = unflat(rest, inner)
+        size = shape[-1] if shape else None
+        return QArray(hold(codes, inner.element), scale, zero_point, Spec(inner), size, np.dtype(np.float32))
 
     def _with(self, qvalue: Any, size: int | None, kinds: Sequence[Kind], scale: Scale, zero_point: Any) -> QArray:
         """A QArray of other parts, grouped by `kinds`."""
@@ -282,9 +284,8 @@ class QArray:
             return QArray(qvalue, None, None, self.spec, size, self.dtype)
         if isinstance(scale, QArray):
             assert scale.spec.scaled is not None
-            codes, zero = raw(scale.qvalue, scale._element), scale.zero_point
-            fmt = fmt(scale=scale.spec.scaled)
-            scale = (codes, scale.scale) if zero is None else (codes, scale.scale, zero)
+            fmt = replace(fmt, scale=scale.spec.scaled)
+            scale = (raw(scale.qvalue, scale._element), *flat(scale.scale, scale.zero_point))
         spec = replace(self.spec, format=with_kinds(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)
 

@@ -87,9 +87,12 @@ def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[
     units = [kind if isinstance(kind, int) else 1 for kind in kinds]
     torn = [False] * ndim
     if fmt is not None and isinstance(fmt.scale, ScaledFormat):
-        inner = kinds_of(fmt.scale, ndim)
-        units = [unit * (kind if isinstance(kind, int) else 1) for unit, kind in zip(units, inner, strict=True)]
-        torn = [WHOLE in pair for pair in zip(kinds, inner, strict=True)]
+        torn, scale = [kind == WHOLE for kind in kinds], fmt.scale
+        while isinstance(scale, ScaledFormat):
+            inner = kinds_of(scale, ndim)
+            units = [unit * (kind if isinstance(kind, int) else 1) for unit, kind in zip(units, inner, strict=True)]
+            torn = [whole or kind == WHOLE for whole, kind in zip(torn, inner, strict=True)]
+            scale = scale.scale
     elif fmt is not None and (fmt.scale_rule.tensor_scale or not fmt.scale_rule.by_extremes):
         torn = [kind == WHOLE for kind in kinds]
     units[-1] *= _BYTES

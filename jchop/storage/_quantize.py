@@ -18,6 +18,7 @@ from jchop._bits import CARRIERS, types_for
 from jchop._checks import check_choice
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset
+from jchop._core.scaled_bodies import flat, unflat
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import fit_scaled, quantize_scaled, stored_shapes
 from jchop._round.round_to_format import round_to_format
@@ -243,16 +244,16 @@ def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
         return
     fmt = spec.scaled
     assert fmt is not None
-    values = list(scale) if isinstance(scale, tuple) else [scale]
-    if isinstance(fmt.scale, ScaledFormat):
-        codes, inner = scale[:2]
-        zero = scale[2] if fmt.scale.zero_point else None
-        counts = fmt.scale_shape(shape)
-        size = counts[-1] if counts else None
-        stored = QArray(hold(codes, fmt.scale.element), inner, zero, Spec(fmt.scale), size, np.dtype("f4"))
-        values = [dequantize(stored), inner]
+    values = []
+    while isinstance(fmt.scale, ScaledFormat):
+        codes, *rest = scale
+        scale, zero = unflat(rest, fmt.scale)
+        shape = fmt.scale_shape(shape)
+        size = shape[-1] if shape else None
+        stored = QArray(hold(codes, fmt.scale.element), scale, zero, Spec(fmt.scale), size, np.dtype("f4"))
+        values.append(dequantize(stored))
         fmt = fmt.scale
-    for kept in values:
+    for kept in [*values, *flat(scale, None)]:
         assert isinstance(fmt.scale, ElementFormat)
         numbers = _values(kept, fmt.scale)
         wrong = numbers[~(np.isfinite(numbers) & (numbers > 0))]

@@ -179,6 +179,7 @@ SOME = [
     ("nvfp4(channel=0)", (12, 6), "float32"),
     ("nvfp4(group=4)", (6, 10), "bfloat16"),
     ("nvfp4(group=8,rule=four_over_six)", (6, 20), "float32"),
+    ("binary8p3se(group=4,scale=binary8p1uf,rule=max_abs)", (24, 10), "float32"),
     ("uint4(group=6,zero_point=integer)", (20, 13), "float32"),
     ("int8(channel=1,zero_point=integer)", (9, 12), "float16"),
     ("uint8(group=4,axis=0,zero_point=integer,scale=bfloat16)", (8, 9), "bfloat16"),
@@ -218,7 +219,8 @@ GROUPINGS = {
     "group=(3,all),axis=(3,1)": (2, 3, 2, 4),
     "group=4": (3, 2, 2, 9),
 }
-RULES = ("floor", "ceil", "even", "rceil", "absmax", "half_range", "no_clip", "two_level", "percentile(70.5)")
+RULES = ("floor", "ceil", "even", "rceil", "absmax", "half_range", "no_clip", "two_level", "percentile(70.5)",
+         "max_abs")  # fmt: skip
 MODES = (
     "nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd",
     "stochastic", "stochastic_b", "stochastic_c", "stochastic_equal", "stochastic:random_bits=3",

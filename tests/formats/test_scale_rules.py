@@ -18,6 +18,7 @@ from jchop.formats.scale_rules import rule_of
         ("e2m3fn", "absmax", (Fraction(15, 2),)),
         ("fixed2.6(symmetric=true)", "mse", (Fraction(127, 64),)),
         ("e2m1fn", "four_over_six", (6, 4)),
+        ("binary8p3se", "max_abs", (1,)),
         ("integer4", "half_range", (Fraction(15, 2),)),
         ("integer4", "no_clip", (7, 8)),
         ("uinteger4", "minmax", (15,)),
@@ -43,7 +44,7 @@ def test_rules_that_give_powers_of_two():
 
 def test_what_is_fitted_and_how():
     assert [name for name, rule in SCALE_RULES.items() if not rule.by_ends] == [
-        "four_over_six", "minmax", "mse", "percentile(q)",
+        "four_over_six", "levels", "minmax", "mse", "percentile(q)",
     ]  # fmt: skip
     of_tensors = {name: rule.top(jc.float8_e4m3fn) for name, rule in SCALE_RULES.items() if rule.tensor_scale}
     assert of_tensors == {"two_level": 448, "four_over_six": 256}

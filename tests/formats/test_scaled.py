@@ -324,6 +324,7 @@ def test_block_floating_point_is_as_it_is_defined():
         ("int8", ("scale",)),
         ("nvfp4", ("scale", "tensor_scale")),
         ("nvfp4_e5m3", ("scale",)),
+        ("hif4", ("scale", "scale_scale", "scale_scale_scale")),
         ("nf4(group=8,scale=int8(group=2))", ("scale", "scale_scale")),
         ("nf4(group=8,scale=uint8(group=2,zero_point=float))", ("scale", "scale_scale", "scale_zero_point")),
     ],

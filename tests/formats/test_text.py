@@ -10,7 +10,16 @@ import pytest
 from hypothesis import assume, given, settings
 
 import jchop as jc
-from jchop import CodebookFormat, FixedFormat, FloatFormat, HiFloat8Format, IntegerFormat, PositFormat, TakumFormat
+from jchop import (
+    CodebookFormat,
+    FixedFormat,
+    FloatFormat,
+    HiFloat8Format,
+    IntegerFormat,
+    LogTakumFormat,
+    PositFormat,
+    TakumFormat,
+)
 from jchop.formats import ALIASES, CATALOGUE, ElementFormat, parse_format
 
 
@@ -55,7 +64,12 @@ def integers(draw: st.DrawFn) -> IntegerFormat:
 LEVELS = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8, unique=True)
 CODEBOOKS = LEVELS.map(lambda levels: CodebookFormat(tuple(sorted({level + 0.0 for level in levels}))))
 NAMED = st.sampled_from([*CATALOGUE.values(), jc.p3109(8, 3), jc.p3109(16, 16, False, False), jc.p3109(3, 1)])
-TAPERED = st.integers(2, 32).map(PositFormat) | st.integers(6, 32).map(TakumFormat) | st.just(HiFloat8Format())
+TAPERED = (
+    st.integers(2, 32).map(PositFormat)
+    | st.integers(6, 32).map(TakumFormat)
+    | st.just(HiFloat8Format())
+    | st.integers(6, 16).map(LogTakumFormat)
+)
 FORMATS = st.one_of(floats(), fixed(), integers(), CODEBOOKS, NAMED, TAPERED)
 
 
@@ -97,6 +111,7 @@ def test_what_is_printed_reads_back(fmt: ElementFormat):
         ("posit16", PositFormat(16)),
         ("takum_linear16", TakumFormat(16)),
         ("hif8", HiFloat8Format()),
+        ("takum16", LogTakumFormat(16)),
         ("Binary8p3uf", jc.p3109(8, 3, signed=False, extended=False)),
         ("codebook(-1,0,0.5)", CodebookFormat((-1.0, 0.0, 0.5))),
         ("codebook( -1e-3, 2.5e+10 )", CodebookFormat((-1e-3, 2.5e10))),

@@ -19,8 +19,17 @@ from jchop import _bits
 from jchop._bits import Carrier
 from jchop._core.rounding import codebooks
 from jchop._core.rounding.bins import take
+from jchop._core.rounding.log_takum import decode_log, encode_log
 from jchop._core.rounding.tapered import decode_hif8, decode_tapered, encode_hif8, encode_tapered
-from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, HiFloat8Format, StringFormat, UniformFormat
+from jchop.formats import (
+    CodebookFormat,
+    ElementFormat,
+    FloatFormat,
+    HiFloat8Format,
+    LogTakumFormat,
+    StringFormat,
+    UniformFormat,
+)
 
 Array = jax.Array
 
@@ -39,6 +48,8 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
         codes = _encode_float(sign, magnitude, fmt, carrier)
     elif isinstance(fmt, UniformFormat):
         codes = _encode_uniform(sign, magnitude, fmt, carrier)
+    elif isinstance(fmt, LogTakumFormat):
+        codes = encode_log(sign, magnitude, fmt, carrier)
     elif isinstance(fmt, StringFormat):
         codes = encode_tapered(sign, magnitude, fmt, carrier)
     elif isinstance(fmt, HiFloat8Format):
@@ -64,6 +75,8 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array
         return _decode_float(codes, fmt, carrier)
     if isinstance(fmt, UniformFormat):
         return _decode_uniform(codes, fmt, carrier)
+    if isinstance(fmt, LogTakumFormat):
+        return decode_log(codes, fmt, carrier)
     if isinstance(fmt, StringFormat):
         return decode_tapered(codes, fmt, carrier)
     if isinstance(fmt, HiFloat8Format):

@@ -15,8 +15,9 @@ from jchop import _bits
 from jchop._bits import Carrier
 from jchop._core.rounding.codebooks import round_codebook
 from jchop._core.rounding.grid import Grid, make_grid
+from jchop._core.rounding.log_takum import round_log
 from jchop._core.rounding.modes import INWARD, TO_SMALLEST, round_magnitude
-from jchop.formats import CodebookFormat, UniformFormat
+from jchop.formats import CodebookFormat, LogTakumFormat, UniformFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -38,7 +39,7 @@ def round_elements(x: Array, spec: Spec, carrier: Carrier, word: Array | None = 
         return round_codebook(sign, magnitude, word, spec, carrier)
     grid = make_grid(fmt, carrier)
     negative = sign != 0
-    result = round_magnitude(magnitude, negative, word, spec, grid)
+    result = _rounded(magnitude, negative, word, spec, grid)
     if spec.overflow is Overflow.WRAP:
         assert isinstance(fmt, UniformFormat)
         sign, result = _wrap(sign, result, fmt, carrier)
@@ -54,6 +55,13 @@ def round_elements(x: Array, spec: Spec, carrier: Carrier, word: Array | None = 
     return _bits.join(sign, jnp.where(is_nan, magnitude, result), carrier)
 
 
+def _rounded(magnitude: Array, negative: Array, word: Array | None, spec: Spec, grid: Grid) -> Array:
+    """|x| rounded without an upper end, as magnitude bits."""
+    if isinstance(grid.taper, LogTakumFormat):
+        return round_log(magnitude, negative, spec.rounding, grid.taper)
+    return round_magnitude(magnitude, negative, word, spec, grid)
+
+
 def overflowed(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None) -> Array:
     """Whether the rounded value is beyond the ends of the format, with the arguments of `round_elements`.
 
@@ -67,7 +75,7 @@ def overflowed(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None
         beyond = (value < low) | (value > high)
     else:
         grid = make_grid(fmt, carrier)
-        rounded, negative = round_magnitude(magnitude, sign != 0, word, spec, grid), sign != 0
+        rounded, negative = _rounded(magnitude, sign != 0, word, spec, grid), sign != 0
         beyond = rounded > (_limit(negative, grid) if grid.signed else grid.top_bits)
         if not grid.signed:
             beyond = beyond | _below(magnitude, rounded, negative, grid)

@@ -21,6 +21,7 @@ from jchop.formats import (
     ElementFormat,
     FloatFormat,
     HiFloat8Format,
+    LogTakumFormat,
     StringFormat,
     TaperedFormat,
     UniformFormat,
@@ -178,6 +179,11 @@ def require_carrier(spec: Spec, carrier: Carrier) -> None:
         raise ValueError(
             f"random_bits={spec.random_bits} of spec={str(spec)!r} is more than the {most} that there are for "
             f"an element of x, of dtype {carrier.name}"
+        )
+    if isinstance(spec.format, LogTakumFormat) and spec.rounding.stochastic:
+        raise ValueError(
+            f"rounding={spec.rounding.value!r} compares the bits that are cut off, and those of {spec.format} are the "
+            "bits of a logarithm, which are not computed; a deterministic mode is needed"
         )
     if holds(spec, carrier):
         return
