@@ -19,7 +19,6 @@ OTHERS = {
     "ptq_transformer",
     "serving",
     "torch_training",
-    "transformer_training",
 }
 
 
