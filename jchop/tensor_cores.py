@@ -128,8 +128,7 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
 
     NVIDIA's units add k products and the accumulator exactly on one grid of f fraction bits, ``aligned(k, f)``, and cut
     the sum to float32; fp8 on Ada and Hopper to 13 fraction bits. Hopper and later units need no other order than k
-    ascending. The AMD units and the TPU follow other orders of `Order`. A product of CDNA3 that exceeds float32 is
-    added as any other.
+    ascending. The AMD units and the TPU follow other orders of `Order`.
 
     The operands are rounded to their type first. Of a block-scaled type (mxfp8, mxfp4, nvfp4) the elements are
     multiplied, and the scales of the blocks take part in the alignment; `jchop.math.matmul` alone takes such a spec.

@@ -107,7 +107,10 @@ class Core:
 
     def step(self, c: float, a: Sequence[float], b: Sequence[float], *scales: Sequence[float]) -> float:
         """c plus the products of a block; `scales` of each element of a, and of b."""
-        odd = special(c, list(zip(a, b, *scales, strict=True)))
+        products = list(zip(a, b, *scales, strict=True))
+        if self.apart:  # a product beyond float32 is infinite
+            products = [(math.copysign(INF, x * y), 1.0) if abs(x * y) >= 2.0**128 else (x, y) for x, y in products]
+        odd = special(c, products)
         if odd is not None:
             return odd
         if self.merged:

@@ -20,7 +20,6 @@ OTHERS = {
     "ptq_transformer",
     "serving",
     "torch_training",
-    "transformer_training",
 }
 
 

@@ -336,4 +336,4 @@ def _with_inner(fmt: ScaledFormat, given: ScaledFormat, kinds: Sequence[Kind]) -
     blocks = [i - len(kinds) for i, kind in enumerate(kinds) if isinstance(kind, int)]
     if not blocks:
         return fmt
-    return replace(fmt, scale=_with_inner(replace(given.scale, axis=blocks[-1]), given.scale, kinds))
+    return fmt(scale=_with_inner(given.scale(axis=blocks[-1]), given.scale, kinds))

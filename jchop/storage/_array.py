@@ -284,7 +284,7 @@ class QArray:
             return QArray(qvalue, None, None, self.spec, size, self.dtype)
         if isinstance(scale, QArray):
             assert scale.spec.scaled is not None
-            fmt = replace(fmt, scale=scale.spec.scaled)
+            fmt = fmt(scale=scale.spec.scaled)
             scale = (raw(scale.qvalue, scale._element), *flat(scale.scale, scale.zero_point))
         spec = replace(self.spec, format=with_kinds(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)

@@ -68,6 +68,8 @@ def fused_add(c: Array, x: Factors, y: Factors, unit: Unit) -> Array:
     exponents = [limbs.outer(x.exponent[i], 0) + limbs.outer(y.exponent[i], 1) for i in range(x.exponent.shape[0])]
     values = [limbs.outer(x.value[i], 0) * limbs.outer(y.value[i], 1) for i in range(x.exponent.shape[0])]
     values, exponents = limbs.merged(values, exponents, unit)
+    if unit.overflows:
+        values = [jnp.where(jnp.abs(v) >= 2.0 ** (_FLOAT.bias + 1), v * jnp.inf, v) for v in values]
     magnitude = _bits.split(c, _CARRIER)[1]
     own = jnp.clip((magnitude >> _FRACTION).astype(jnp.int32) - _BIAS, 1 - _FLOAT.bias, _FLOAT.bias + 1)
     own = jnp.where(magnitude == 0, 1 - _FLOAT.bias, jnp.maximum(own, unit.sum_emin))

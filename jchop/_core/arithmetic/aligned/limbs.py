@@ -209,6 +209,9 @@ def fused_add(c: Array, x: Factors, y: Factors, unit: Unit, word: Array | None) 
     exponents = [outer(x.exponent[i], 0) + outer(y.exponent[i], 1) for i in range(count)]
     floats = [outer(x.significand[i], 0) * outer(y.significand[i], 1) for i in range(count)]
     floats, exponents = merged(floats, exponents, unit)
+    if unit.overflows:
+        beyond = [jnp.where(jnp.abs(p) >= 2, e + 1, e) > _BIAS for p, e in zip(floats, exponents, strict=True)]
+        floats = [jnp.where(over, p * np.float32(np.inf), p) for p, over in zip(floats, beyond, strict=True)]
     negative, digits, own = _accumulator(c)
     special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
     add = _apart if unit.apart else _together

@@ -46,6 +46,11 @@ class Unit:
         return 2 if self.spec.order.kind == "aligned_halves" else 1
 
     @property
+    def overflows(self) -> bool:
+        """Whether a finite product may be 2^128 or more, and is then infinite."""
+        return self.spec.order.kind == "aligned_apart" and 2 * range_of(self.spec.operands, _CARRIER).top > _BIAS + 1
+
+    @property
     def merged(self) -> int:
         """How many products are summed before they are aligned, by their scales alone."""
         return MERGED if self.spec.order.kind == "aligned_sums" else 1
