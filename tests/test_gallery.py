@@ -15,8 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Examples that are not in the gallery: another package, minutes of work, or nothing to draw.
 OTHERS = {
     "accumulators",
-    "data_parallel",
+    "diloco",
+    "fsdp",
     "packages",
+    "pipeline",
     "ptq_transformer",
     "serving",
     "torch_training",

@@ -44,8 +44,8 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
 
     If an array spans several processes (`jax.distributed`), all processes call this with the same path, in a folder
     that all of them see, and write one file together: each the parts of its own devices, the first one all other
-    arrays. The file does not depend on the number of processes. If a process fails, all raise an error, and an old file
-    stays. It also stays if one is killed.
+    arrays. The file does not depend on the number of processes. If a process fails, all raise an error. Then, and if a
+    process is killed, an old file stays.
 
     Args:
         path: path of the file. A symbolic link is replaced; its target stays.

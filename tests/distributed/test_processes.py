@@ -18,14 +18,27 @@ import jchop
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def run_processes(script: Path, processes: int, *arguments: str, timeout: float = 120) -> None:
-    """Starts a script in several processes: with a free port, their number, and the number of each."""
+def run_processes(script: Path, processes: int, *arguments: str, timeout: float = 240) -> list[str]:
+    """What several processes of a script print: it gets a free port, their number, and the number of each."""
+    started = start_processes(script, processes, *arguments)
+    try:
+        said = [each.communicate(timeout=timeout)[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    for each, text in zip(started, said, strict=True):
+        assert each.returncode == 0, text[-3000:]
+    return said
+
+
+def start_processes(script: Path, processes: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """The processes of `run_processes`, which run on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     paths = os.pathsep.join([str(Path(jchop.__file__).parents[1]), str(TESTS)])
     environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    started = [
+    return [
         subprocess.Popen(
             [sys.executable, str(script), port, str(processes), str(number), *arguments],
             stdout=subprocess.PIPE,
@@ -35,13 +48,6 @@ def run_processes(script: Path, processes: int, *arguments: str, timeout: float 
         )
         for number in range(processes)
     ]
-    try:
-        said = [each.communicate(timeout=timeout)[0] for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    for each, text in zip(started, said, strict=True):
-        assert each.returncode == 0, text[-3000:]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -236,60 +233,6 @@ def test_metadata_must_be_texts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="make a header of"):
         jc.save_safetensors(path, {"x": jnp.ones(1)}, metadata={"long": "x" * (1 << 24)})
     assert not path.exists()
-
-
-PROCESSES = """
-import sys
-from pathlib import Path
-import jax, numpy as np, jchop as jc
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec as P
-
-port, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{port}", 2, rank)
-mesh = jax.make_mesh((2,), ("a",))
-x = np.arange(8, dtype=np.float32).reshape(2, 4)
-put = lambda *names: jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(*names)), lambda index: x[index])
-tree = {"whole": put(), "layers": [{"kernel": put("a")}]}
-try:
-    jc.save_safetensors(folder / f"bad{rank}", tree)
-    raise SystemExit("it was saved")
-except ValueError as error:
-    assert "leaf 'layers.0.kernel' spans several processes" in str(error), error
-gathered = multihost_utils.process_allgather(tree, tiled=True)
-if rank == 0:
-    jc.save_safetensors(folder / "gathered", gathered)
-    loaded = jc.load_safetensors(folder / "gathered")
-    assert (loaded["layers.0.kernel"] == x).all() and (loaded["whole"] == x).all()
-multihost_utils.sync_global_devices("saved")
-"""
-
-
-@pytest.mark.slow
-def test_arrays_spread_over_processes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESSES, port, str(rank), str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [run.communicate(timeout=180)[0] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [0, 0], said
-    assert [path.name for path in tmp_path.iterdir()] == ["gathered"]
 
 
 def test_the_writer_counts_bytes(tmp_path: Path) -> None:

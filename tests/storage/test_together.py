@@ -1,0 +1,106 @@
+"""Files that several processes write together: the bytes of one process, restored by other numbers of processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from distributed.test_processes import run_processes, start_processes
+from jax.sharding import AxisType, Mesh
+from storage import together
+
+import jchop as jc
+from jchop.storage._files.parts import runs
+from jchop.storage._files.safetensors import TensorFile
+
+SCRIPT = Path(together.__file__)
+
+
+def mesh_of(rows: int, columns: int) -> Mesh:
+    devices = np.array(jax.devices()[: rows * columns]).reshape(rows, columns)
+    return Mesh(devices, ("process", "device"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_runs_are_the_part(rng: np.random.Generator) -> None:
+    for shape in ((), (5,), (3, 4), (2, 3, 4), (4, 0, 2), (1, 6)):
+        numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        for _ in range(8):
+            ends = [sorted(map(int, rng.integers(0, n + 1, 2))) for n in shape]
+            index = tuple(slice(*each) for each in ends)
+            found = [at for start, count in runs(shape, index) for at in range(start, start + count)]
+            assert found == numbers[index].reshape(-1).tolist()
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+def test_a_file_is_restored_on_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device gets its part, and no more than one part is read at a time."""
+    path = tmp_path / "tree.safetensors"
+    jc.save_safetensors(path, together.whole())
+    read, most = TensorFile.read, []
+
+    def counted(self: TensorFile, name: str, *more: int) -> np.ndarray:
+        found = read(self, name, *more)
+        most.append((name, found.nbytes))
+        return found
+
+    monkeypatch.setattr(TensorFile, "read", counted)
+    for rows, columns in ((2, 4), (8, 1)):
+        wanted = together.like(mesh_of(rows, columns))
+        together.check(jc.load_safetensors(path, like=wanted), wanted)
+    largest = max(size for name, size in most if name in ("rows", "columns"))
+    assert largest == 4 * np.prod(together.SHAPE) // 8
+    wrong = wanted | {"rows": jax.ShapeDtypeStruct((8, 64), np.float32, sharding=wanted["rows"].sharding)}
+    with pytest.raises(ValueError, match="'rows' is float32"):
+        jc.load_safetensors(path, like=wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices", "others"), [(2, 2, (4, 1)), (4, 1, (2, 2))])
+def test_processes_write_the_file_of_one(processes: int, devices: int, others: tuple[int, int], tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    folder = str(tmp_path)
+    run_processes(SCRIPT, processes, str(devices), folder, "save,load,fail,orbax_save,orbax_load")
+    jc.save_safetensors(tmp_path / "one.safetensors", together.whole(), metadata={"by": "all"})
+    assert (tmp_path / "tree.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+    assert not list(tmp_path.glob(".*.part"))
+    wanted = together.like(mesh_of(1, 8))
+    together.check(jc.load_safetensors(tmp_path / "tree.safetensors", like=wanted), wanted)
+    run_processes(SCRIPT, others[0], str(others[1]), folder, "load,orbax_load")
+    run_processes(SCRIPT, 1, "8", folder, "load,orbax_load")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+def test_a_process_needs_less_memory_than_the_tree(tmp_path: Path) -> None:
+    said = run_processes(SCRIPT, 4, "1", str(tmp_path), "large")
+    for text in said:
+        peak, size = text.split("PEAK")[1].split()[:2]
+        print(f"peak {int(peak) / int(size):.2f} of the tree")
+        assert int(peak) < int(size) * 3 / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_lost_process_leaves_the_last_file(killed: int, tmp_path: Path) -> None:
+    path = tmp_path / "tree.safetensors"
+    for turn in range(2):
+        path.unlink(missing_ok=True)
+        started = start_processes(SCRIPT, 2, "2", str(tmp_path), "forever")
+        try:
+            while not path.exists():
+                assert all(each.poll() is None for each in started)
+                time.sleep(0.01)
+            time.sleep(0.1 + 0.037 * turn)  # in another part of a save
+            started[killed].kill()
+            started[killed].wait()
+            time.sleep(0.3)
+            with TensorFile(path) as file:
+                found = {float(number) for name in file.entries for number in np.unique(file.read(name))}
+            assert len(found) == 1, f"the file is torn: {found}"
+        finally:
+            for each in started:
+                each.kill()
+                each.communicate()
