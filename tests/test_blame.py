@@ -249,6 +249,18 @@ def test_an_overflow_has_no_parts(output: Any) -> None:
         jc.blame(jc.emulate(lambda x: x * 200, "e4m3"), jnp.array([1.0, 2.0]), output=output)
 
 
+def test_infinities_inside_have_no_parts_but_those_that_do_not_count() -> None:
+    """As the bias correction of Adam in bfloat16: 1 - 0.999 is 0 there, and the update is 0."""
+    x = jnp.array([1.5, 2.5])
+    with pytest.raises(ValueError, match=r"result of div \(.*test_blame.py:\d+\) is not finite although the output is"):
+        jc.blame(jc.emulate(lambda x: jnp.sum(x / (x / (1 - 0.999 * x / x))), "bfloat16"), x)
+    found = jc.blame(jc.emulate(lambda x: jnp.sum(jnp.where(x > 2, jnp.log(x - x), x / 3)[:1]), "bfloat16"), x)
+    assert found.error == pytest.approx(0, abs=0.01) and np.isfinite(found.unexplained)
+    want = jnp.sin(x)
+    with pytest.raises(ValueError, match=r"output=.* has no finite derivative at both results"):
+        jc.blame(jc.emulate(jnp.sin, "bfloat16"), x, output=lambda y: jnp.linalg.norm(y - want))
+
+
 # -- long programs -----------------------------------------------------------------------------------------------------
 
 
