@@ -106,6 +106,54 @@ def test_formats_as_arguments_give_the_bits_of_emulate_in_many_programs(fun, by:
     assert_same_bits(fun, by, ["bfloat16", "e4m3", "e5m10", "tf32", "e5m2:saturate"], 4)
 
 
+SUMS = [
+    "bfloat16",
+    ("bfloat16", jc.MatmulSpec(accumulate="e5m4")),
+    ("e5m4", jc.MatmulSpec(product="e5m10", accumulate="bfloat16", order="pairwise")),
+    (None, jc.MatmulSpec(accumulate="e5m10", order="blocked(2)", fused=True)),
+    None,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fun", "by"), [(sums, "scope"), (sums, "equation"), (network, "equation")])
+def test_rules_of_sums_as_arguments_give_the_bits_of_emulate(fun, by: str) -> None:
+    assert_same_bits(fun, by, SUMS, 3)
+
+
+def two_sums(x: jax.Array, y: jax.Array) -> jax.Array:
+    with jax.named_scope("long"):
+        long = jnp.dot(x, y)
+    with jax.named_scope("short"):
+        return jnp.stack([long, jnp.dot(x[:4], y[:4])])
+
+
+@pytest.mark.slow
+def test_a_long_sum_needs_the_accumulator_that_a_short_one_does_not() -> None:
+    """A sum of ones in bfloat16 stops at 256: 257 is a tie, and goes to the even neighbour."""
+    args = (jnp.ones(300), jnp.ones(300))
+    low, high = (("bfloat16", jc.MatmulSpec(accumulate=text)) for text in ("bfloat16", "e8m15"))
+    found = jc.tune(two_sums, [args], 1e-2, [low, high], metric="largest")
+    accumulators = [row.spec.partition("accumulate=")[2].partition(",")[0] for row in found.rows]
+    assert accumulators == ["e8m15", "bfloat16"] and found.errors == (0.0,)
+    assert found.compiled and found.cost == ((16 + 24) / 2 + (16 + 16) / 2) / 2
+    assert {point.error for point in found.front} == {0.0, 44.0}
+    assert jc.emulate(two_sums, None, rules=found.rules)(*args).tolist() == [300, 4]
+
+
+def steps_of_orders(specs: Any) -> float:
+    return sum(1.0 + (sums.order.kind == "pairwise") for _, sums in specs.values())
+
+
+@pytest.mark.slow
+def test_orders_are_chosen_too() -> None:
+    args = (jnp.ones(256 + 64), jnp.ones(256 + 64))
+    menu = [("bfloat16", jc.MatmulSpec(accumulate="bfloat16", order=order)) for order in ("sequential", "pairwise")]
+    found = jc.tune(two_sums, [args], 1e-2, menu, metric="largest", cost=steps_of_orders)
+    assert [row.spec.rpartition("=")[2] for row in found.rows] == ["pairwise", "sequential"]
+    assert found.cost == 3 and found.error == 0
+
+
 # -- the search --------------------------------------------------------------------------------------------------------
 
 OPERATIONS = ("mul", "add", "sub", "div", "root", "sin")
@@ -329,6 +377,8 @@ def test_a_loop_that_does_not_end_is_no_solution() -> None:
         ({"menu": ["bfloat16"]}, ValueError, "two formats"),
         ({"menu": ["bfloat16", "bfloat16"]}, ValueError, "twice"),
         ({"menu": ["e4m3", "bfloat16:stochastic"]}, ValueError, "stochastically"),
+        ({"menu": ["e4m3", ("e4m3", jc.MatmulSpec(accumulate="e4m3:stochastic"))]}, ValueError, r"menu\[1\]=.*stoch"),
+        ({"menu": ["e4m3", ("e4m3", "bfloat16")]}, TypeError, r"menu\[1\]=.*a pair of a format and a MatmulSpec"),
         ({"menu": ["e4m3", "mxfp4"]}, ValueError, "scaled"),
         ({"by": "line"}, ValueError, "by='line'"),
         ({"cost": "time"}, ValueError, "cost='time'"),

@@ -14,11 +14,12 @@ import numpy as np
 
 from jchop._emulate._emulate import Emulated
 from jchop._emulate._known import CARRIER_DTYPES
-from jchop._emulate._rules import Settings, make_settings
+from jchop._emulate._rules import Choice, Settings, make_settings
 from jchop._emulate._trace import Program, Programs
 from jchop._tune._metrics import Metric, error_of
 from jchop._tune._sites import Site, check_rules, make_rules, sites_of
 from jchop._tune._traced import is_plan_traceable, run_traced
+from jchop.accumulation import MatmulSpec
 from jchop.spec import Spec
 
 __all__ = ["Case", "Problem", "make_problem"]
@@ -40,7 +41,7 @@ class Problem:
 
     Args:
         fun: the function.
-        menu: the formats, from few bits to many.
+        menu: the formats, from few bits to many, with the rules of sums.
         sites: the sites.
         others: scopes and primitives without a site.
         cases: the inputs.
@@ -50,7 +51,7 @@ class Problem:
     """
 
     fun: Callable[..., Any]
-    menu: tuple[Spec | None, ...]
+    menu: tuple[Choice, ...]
     sites: list[Site]
     others: set[tuple[str, str]]
     cases: list[Case]
@@ -61,7 +62,7 @@ class Problem:
     def __post_init__(self) -> None:
         self._runs: dict[int, Callable[..., list[Any]]] = {}
 
-    def rules(self, assignment: Sequence[int]) -> dict[str, Spec | None]:
+    def rules(self, assignment: Sequence[int]) -> dict[str, Spec | MatmulSpec | None]:
         """The rules of `emulate` for an assignment."""
         return make_rules(self.sites, self.others, [self.menu[level] for level in assignment])
 
@@ -99,12 +100,12 @@ class Problem:
 
     def check(self) -> None:
         """Refuses sites that rules do not tell apart."""
-        marks = [Spec("e8m1"), Spec("e8m2")]
+        marks = [Choice(Spec("e8m1"), None), Choice(Spec("e8m2"), None)]
         for turn in range(max(len(self.sites).bit_length(), 1)):
-            formats = [marks[number >> turn & 1] for number in range(len(self.sites))]
-            settings = make_settings(None, make_rules(self.sites, self.others, formats), None, "raise")
+            choices = [marks[number >> turn & 1] for number in range(len(self.sites))]
+            settings = make_settings(None, make_rules(self.sites, self.others, choices), None, "raise")
             for case in self.cases:
-                check_rules(settings, case.program.plan, case.sites, formats)
+                check_rules(settings, case.program.plan, case.sites, choices)
 
 
 def errors_of(low: Emulated, cases: Sequence[Case], metric: str | Metric) -> list[float]:
@@ -131,7 +132,7 @@ def make_problem(
     fun: Callable[..., Any],
     inputs: Sequence[tuple[Any, ...]],
     held_out: Sequence[tuple[Any, ...]],
-    menu: tuple[Spec | None, ...],
+    menu: tuple[Choice, ...],
     by: str,
     metric: str | Metric,
     most: int,
@@ -141,7 +142,7 @@ def make_problem(
     Raises:
         ValueError: for a function without operations that make errors, or whose operations depend on the input.
     """
-    mark = next(spec for spec in menu if spec is not None)
+    mark = next(choice.spec for choice in menu if choice.spec is not None)
     programs = Programs(fun, Settings(mark, (), None, "raise", most))
     first: list[Site] | None = None
     others: set[tuple[str, str]] = set()

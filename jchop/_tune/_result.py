@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jchop._text import Part, Tables
+from jchop.accumulation import MatmulSpec
 from jchop.spec import Spec
 
 __all__ = ["TunedSite", "Tuning", "TuningPoint"]
@@ -19,7 +20,7 @@ class TunedSite:
 
     Args:
         path: their scope, and by equation the primitive; ``"/"`` is the scope outside of all.
-        spec: their rounding as text; ``"carrier"`` for none.
+        spec: their rounding as text; ``"carrier"`` for none. The rule of sums follows, if there is one.
         bits: the bits of a result.
         equations: their number.
         results: the count of their results, those of all turns of scans.
@@ -54,7 +55,8 @@ class Tuning(Tables):
     """The result of `jchop.tune`; its ``str`` is a table.
 
     Args:
-        rules: for ``jchop.emulate(fun, None, rules=rules)``: a pattern for each site, with its spec or None.
+        rules: for ``jchop.emulate(fun, None, rules=rules)``: a pattern for each site, with its spec or None,
+            and for sums with a rule their `MatmulSpec`.
         rows: the sites, in the order of the program.
         tolerance: the largest error allowed.
         errors: the error on each input, of the function from `emulate` with these rules.
@@ -78,7 +80,7 @@ class Tuning(Tables):
         ([('root', 'bfloat16'), ('/', 'float8_e4m3')], True)
     """
 
-    rules: dict[str, Spec | None]
+    rules: dict[str, Spec | MatmulSpec | None]
     rows: tuple[TunedSite, ...]
     tolerance: float
     errors: tuple[float, ...]
@@ -130,6 +132,6 @@ def _plain(value: Any) -> Any:
         return [_plain(x) for x in value]
     if isinstance(value, TunedSite | TuningPoint):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Spec):
+    if isinstance(value, Spec | MatmulSpec):
         return str(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

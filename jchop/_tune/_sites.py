@@ -10,9 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from jchop._emulate._reports.beside import SILENT
-from jchop._emulate._rules import Settings
+from jchop._emulate._rules import Choice, Settings
 from jchop._emulate._step import Step
 from jchop._program.step import Plan
+from jchop.accumulation import MatmulSpec
 from jchop.spec import Spec
 
 __all__ = ["GRANULARITIES", "Site", "check_rules", "is_real", "make_rules", "sites_of"]
@@ -37,6 +38,7 @@ class Site:
         results: the count of results, those of all turns of scans.
         bits: the bits of a result in the carrier.
         pairs: their scopes and primitives.
+        sums: those of sums.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Site:
     results: int = 0
     bits: int = 0
     pairs: set[Pair] = field(default_factory=set)
+    sums: set[Pair] = field(default_factory=set)
 
 
 def sites_of(plan: Plan, by: str) -> tuple[list[Site], dict[int, int], set[Pair]]:
@@ -61,6 +64,8 @@ def sites_of(plan: Plan, by: str) -> tuple[list[Site], dict[int, int], set[Pair]
         site = sites.setdefault(path, Site(path, pattern))
         place[id(step)] = path
         site.pairs.add((step.scope, step.name))
+        if step.kind == "accumulating":
+            site.sums.add((step.scope, step.name))
         numbers = [v.aval for v in step.eqn.outvars if is_real(v.aval)]
         site.equations += bool(numbers)
         site.results += turns * sum(math.prod(aval.shape) for aval in numbers)
@@ -103,35 +108,43 @@ def _literal(text: str) -> str:
     return "".join("?" if char in "*?[]{}!, \\" else char for char in text)
 
 
-def make_rules(sites: Sequence[Site], others: set[Pair], formats: Sequence[Spec | None]) -> dict[str, Spec | None]:
+def make_rules(
+    sites: Sequence[Site], others: set[Pair], choices: Sequence[Choice]
+) -> dict[str, Spec | MatmulSpec | None]:
     """The rules of `emulate` for an assignment, with the carrier for all else."""
     scopes = {scope for site in sites if site.pattern.endswith("/*/") for scope, _ in site.pairs}
     inside = {(scope, name) for scope, name in others if scope in scopes}
     used = {name for site in sites for _, name in site.pairs}
     names = sorted({name for _, name in inside} - used)
-    rules: dict[str, Spec | None] = {}
+    # The rules of sums come first: None, the carrier, would end them.
+    rules: dict[str, Spec | MatmulSpec | None] = {
+        f"{_pattern(scope, None).removesuffix('*/')}{{{_literal(name)}}}/": choice.accumulate
+        for site, choice in zip(sites, choices, strict=True)
+        for scope, name in sorted(site.sums)
+        if choice.accumulate is not None
+    }
     if names:
         rules["{" + ",".join(map(_literal, names)) + "}/" if len(names) > 1 else f"{_literal(names[0])}/"] = None
     for scope, name in sorted(inside):
         if name in used:
             rules[_pattern(scope, name)] = None
-    return rules | {site.pattern: spec for site, spec in zip(sites, formats, strict=True)}
+    return rules | {site.pattern: choice.spec for site, choice in zip(sites, choices, strict=True)}
 
 
-def check_rules(settings: Settings, plan: Plan, sites: dict[int, int], formats: Sequence[Spec | None]) -> None:
+def check_rules(settings: Settings, plan: Plan, sites: dict[int, int], choices: Sequence[Choice]) -> None:
     """Refuses sites that rules do not tell apart.
 
     Args:
         settings: with the rules.
         plan: of the program, of any settings.
         sites: the number of the site of each step of the plan, by its id.
-        formats: of the sites.
+        choices: of the sites.
     """
     for step in plan.walk():
         if step.kind == "own":
             continue
         number = sites.get(id(step))
-        if settings.choose(step.name, step.scope).spec != (None if number is None else formats[number]):
+        if settings.choose(step.name, step.scope).spec != (None if number is None else choices[number].spec):
             raise ValueError(
                 f"scope {step.scope!r}: no rule of emulate tells its {step.name!r} from other operations; give the "
                 "scope another name by jax.named_scope"

@@ -8,6 +8,7 @@ Operations that `emulate` leaves to the carrier take and give numbers of the car
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop._emulate._accumulate import accumulated
 from jchop._emulate._known import CARRIER_DTYPES
 from jchop._emulate._linear import by_matrix
+from jchop._emulate._rules import Choice
 from jchop._emulate._step import Step
 from jchop._kernels.elementary import rounds
 from jchop._program.bind import bind
@@ -55,9 +58,9 @@ _OPERATIONS: dict[str, Callable[..., Array]] = {
 }
 
 
-def is_plan_traceable(plan: Plan, menu: Iterable[Spec | None]) -> bool:
+def is_plan_traceable(plan: Plan, menu: Iterable[Choice]) -> bool:
     """Whether `run_traced` has a rule for every equation and every format."""
-    return all(map(is_traceable, menu)) and all(map(_is_step_traceable, plan.walk()))
+    return all(is_traceable(choice.spec) for choice in menu) and all(map(_is_step_traceable, plan.walk()))
 
 
 def _is_step_traceable(step: Step) -> bool:
@@ -76,7 +79,7 @@ def _is_step_traceable(step: Step) -> bool:
 def run_traced(
     plan: Plan,
     sites: dict[int, int],
-    menu: Sequence[Spec | None],
+    menu: Sequence[Choice],
     most: int,
     chosen: Array,
     values: Sequence[Any],
@@ -87,7 +90,7 @@ def run_traced(
     Args:
         plan: a plan with kinds of equations.
         sites: the number of the site of each step, by its id.
-        menu: the formats; None is the carrier.
+        menu: the formats and rules of sums.
         most: the most turns of a `while` loop. The results of a loop that does not end by then are NaN.
         chosen: the number in the menu of each site, an integer array.
         values: the arguments, in float64 if they are real.
@@ -99,7 +102,9 @@ def run_traced(
         for v in (*step.eqn.invars, *step.eqn.outvars)
         if hasattr(v.aval, "dtype") and v.aval.dtype.name in CARRIER_DTYPES
     }
-    rows = {name: jnp.asarray(np.stack([_row(spec, name) for spec in menu]))[chosen] for name in sorted(dtypes)}
+    rows = {
+        name: jnp.asarray(np.stack([_row(choice.spec, name) for choice in menu]))[chosen] for name in sorted(dtypes)
+    }
     return interpret(_Traced(sites, menu, most, chosen, rows), plan, None, values, consts)
 
 
@@ -111,7 +116,7 @@ class _Traced(Runner):
     """Runs one plan. It knows the results that are already in the format of a site."""
 
     def __init__(
-        self, sites: dict[int, int], menu: Sequence[Spec | None], most: int, chosen: Array, rows: dict[str, Array]
+        self, sites: dict[int, int], menu: Sequence[Choice], most: int, chosen: Array, rows: dict[str, Array]
     ) -> None:
         self.sites, self.menu, self.most, self.chosen, self.rows = sites, menu, most, chosen, rows
         self.held: dict[int, tuple[Any, tuple[int, str]]] = {}  # keeps the value and its id
@@ -268,7 +273,7 @@ def _power(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
 
 def _elementary(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
     """The exact value to 44 digits for the formats in which `emulate` rounds it, else the carrier's."""
-    exactly = [spec is not None and rounds(step.name, spec) for spec in run.menu]
+    exactly = [choice.spec is not None and rounds(step.name, choice.spec) for choice in run.menu]
     found = []
     if any(exactly):
         found.append(cleaned(bind(step.eqn.primitive, step.eqn.params, *args)[0]))
@@ -280,8 +285,23 @@ def _elementary(run: _Traced, step: Step, site: int, args: list[Any]) -> list[An
 
 
 def _accumulating(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
+    """The carrier's sum, or that of the site's rule of sums."""
     high = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-    return _narrowly(step, args, **({"precision": high} if "precision" in step.eqn.params else {}))
+    params = {"precision": high} if "precision" in step.eqn.params else {}
+    rules = [choice.accumulate for choice in run.menu]
+    if not any(rules):
+        return _narrowly(step, args, **params)
+    ways = [
+        partial(_narrowly, step, **params) if choice.accumulate is None else partial(_in_order, step, choice)
+        for choice in run.menu
+    ]
+    return lax.switch(run.chosen[site], ways, args)
+
+
+def _in_order(step: Step, choice: Choice, args: Sequence[Any]) -> list[Any]:
+    narrow = [x.astype(v.aval.dtype) if _is_number(v.aval) else x for x, v in zip(args, step.eqn.invars, strict=True)]
+    known = (choice.spec,) * len(narrow)
+    return [_wide(x) for x in accumulated(replace(step, choice=choice, known=known), None, narrow)]
 
 
 def _converted(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:

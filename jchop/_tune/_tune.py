@@ -13,11 +13,13 @@ import numpy as np
 
 from jchop._checks import check_choice, check_int
 from jchop._emulate._emulate import Emulated
+from jchop._emulate._rules import Choice
 from jchop._tune._measure import Problem, make_problem
 from jchop._tune._metrics import METRICS, Metric
 from jchop._tune._result import TunedSite, Tuning, TuningPoint
 from jchop._tune._search import Found, Search
 from jchop._tune._sites import GRANULARITIES
+from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat, FloatFormat
 from jchop.spec import Spec, as_spec
 
@@ -28,14 +30,16 @@ _MOST_CERTIFIED = 64
 _COSTS = ("bits", "bytes")
 _UNITS = {"bits": "mean bits of a site", "bytes": "bytes of all results"}
 
-Cost = Callable[[Mapping[str, Spec | None]], float]
+#: A format, or one with a rule of sums.
+Option = Spec | ElementFormat | str | tuple[Spec | ElementFormat | str | None, MatmulSpec] | None
+Cost = Callable[[Mapping[str, Any]], float]
 
 
 def tune(
     fun: Callable[..., Any],
     inputs: Sequence[tuple[Any, ...]],
     tolerance: float,
-    menu: Sequence[Spec | ElementFormat | str | None],
+    menu: Sequence[Option],
     *,
     cost: Literal["bits", "bytes"] | Cost = "bits",
     by: Literal["scope", "equation"] = "scope",
@@ -69,8 +73,11 @@ def tune(
         inputs: its arguments: a list of tuples. Few shapes are best, since each compiles a program.
         tolerance: the largest error allowed, as `metric` gives it.
         menu: two formats or more: `Spec`, format or text; None is the carrier, without rounding. No stochastic ones.
+            A pair ``(format, MatmulSpec)`` also has a rule for sums and matrix products: their accumulator and order.
         cost: ``"bits"``, the mean of the sites' bits; ``"bytes"``, the bytes of the results of all sites; or a function
-            of a mapping from the path of each site to its spec. Default ``"bits"``.
+            of a mapping from the path of each site to its spec, or its pair of the menu. Default ``"bits"``. If the
+            menu has rules of sums, the bits of a site with sums are the mean of its format's and its accumulator's;
+            the carrier is the accumulator without a rule. Accumulators are not stored, so bytes do not count them.
         by: ``"scope"``: a site is a path of `jax.named_scope` and `jax.jit` names; ``"equation"``: a primitive within
             such a path. Default ``"scope"``.
         metric: ``"relative"``, the Euclidean norm of the error of all numbers of the result over that of the result in
@@ -157,52 +164,81 @@ def _positive(name: str, value: Any, *, zero: bool = False) -> float:
     return float(value)
 
 
-def _checked_menu(menu: Any) -> tuple[Spec | None, ...]:
+def _checked_menu(menu: Any) -> tuple[Choice, ...]:
     """The formats from few bits to many."""
     if isinstance(menu, str) or not isinstance(menu, Sequence):
         raise TypeError(f"menu={menu!r} must be a list of formats, as ['bfloat16', 'e5m10', None]")
-    specs = [None if value is None else as_spec(value, f"menu[{i}]") for i, value in enumerate(menu)]
-    for i, spec in enumerate(specs):
-        if spec is not None and spec.rounding.stochastic:
-            raise ValueError(f"menu[{i}]={str(spec)!r} rounds stochastically; tune needs deterministic roundings")
-    if len(set(specs)) != len(specs):
+    choices = [_checked_option(value, f"menu[{i}]") for i, value in enumerate(menu)]
+    if len(set(choices)) != len(choices):
         raise ValueError(f"menu={list(menu)!r} has a format twice")
-    if len([spec for spec in specs if spec is not None]) < 1 or len(specs) < 2:
+    if all(choice.spec is None for choice in choices) or len(choices) < 2:
         raise ValueError(f"menu={list(menu)!r} must have two formats or more, None for the carrier among them or not")
-    return tuple(sorted(specs, key=lambda spec: (math.inf, 0) if spec is None else (_bits(spec), _digits(spec))))
+    return tuple(sorted(choices, key=lambda choice: (*_size(choice.spec), *_size(_accumulator(choice)))))
 
 
-def _bits(spec: Spec) -> int:
-    return spec.format.bits
+def _checked_option(value: Any, name: str) -> Choice:
+    sums = None
+    if isinstance(value, tuple):
+        if len(value) != 2 or not isinstance(value[1], MatmulSpec):
+            raise TypeError(f"{name}={value!r} must be a format, or a pair of a format and a MatmulSpec")
+        value, sums = value
+    spec = None if value is None else as_spec(value, name)
+    for one, stochastic in ((spec, spec is not None and spec.rounding.stochastic), (sums, sums and sums.stochastic)):
+        if stochastic:
+            raise ValueError(f"{name}={str(one)!r} rounds stochastically; tune needs deterministic roundings")
+    return Choice(spec, sums)
 
 
-def _digits(spec: Spec) -> int:
-    return spec.format.precision if isinstance(spec.format, FloatFormat) else 0
+def _accumulator(choice: Choice) -> Spec | None:
+    return None if choice.accumulate is None else choice.accumulate.accumulate
 
 
-def _bits_at(problem: Problem, site: int, level: int) -> int:
-    spec = problem.menu[level]
-    return problem.sites[site].bits if spec is None else _bits(spec)
+def _size(spec: Spec | None) -> tuple[float, int]:
+    """The bits and the precision of a format; the carrier is last."""
+    if spec is None:
+        return math.inf, 0
+    return spec.format.bits, spec.format.precision if isinstance(spec.format, FloatFormat) else 0
+
+
+def _text(choice: Choice) -> str:
+    name = "carrier" if choice.spec is None else str(choice.spec)
+    return name if choice.accumulate is None else f"{name}, sums {choice.accumulate}"
+
+
+def _bits_at(problem: Problem, site: int, spec: Spec | None) -> int:
+    return problem.sites[site].bits if spec is None else spec.format.bits
+
+
+def _priced(problem: Problem, site: int, level: int) -> float:
+    """The bits of a site: those of its format, or their mean with those of its accumulator."""
+    choice = problem.menu[level]
+    own = _bits_at(problem, site, choice.spec)
+    if not problem.sites[site].sums or not any(one.accumulate for one in problem.menu):
+        return own
+    return (own + _bits_at(problem, site, _accumulator(choice))) / 2
 
 
 def _cost_of(problem: Problem, cost: str | Cost) -> Callable[[tuple[int, ...]], float]:
     if callable(cost):
 
         def own(assignment: tuple[int, ...]) -> float:
-            specs = [problem.menu[level] for level in assignment]
-            number = float(cost({site.path: spec for site, spec in zip(problem.sites, specs, strict=True)}))
+            choices = [problem.menu[level] for level in assignment]
+            values = [one.spec if one.accumulate is None else (one.spec, one.accumulate) for one in choices]
+            number = float(cost({site.path: value for site, value in zip(problem.sites, values, strict=True)}))
             if not math.isfinite(number):
                 raise ValueError(f"cost={cost!r} gave {number}; a cost must be finite")
             return number
 
         return own
-    weights = [site.results if cost == "bytes" else 1 for site in problem.sites]
-    unit = 8 if cost == "bytes" else len(problem.sites)
+
+    def stored(assignment: tuple[int, ...]) -> float:
+        specs = [problem.menu[level].spec for level in assignment]
+        return sum(site.results * _bits_at(problem, i, specs[i]) for i, site in enumerate(problem.sites)) / 8
 
     def bits(assignment: tuple[int, ...]) -> float:
-        return sum(weights[i] * _bits_at(problem, i, level) for i, level in enumerate(assignment)) / unit
+        return sum(_priced(problem, i, level) for i, level in enumerate(assignment)) / len(assignment)
 
-    return bits
+    return stored if cost == "bytes" else bits
 
 
 def _certified(problem: Problem, search: Search) -> tuple[Found, list[float], int]:
@@ -245,8 +281,7 @@ def _result(
     notes: tuple[str, ...],
 ) -> Tuning:
     def text(level: int) -> str:
-        spec = problem.menu[level]
-        return "carrier" if spec is None else str(spec)
+        return _text(problem.menu[level])
 
     uniform = [search.seen.get((level,) * search.sites) for level in range(search.levels)]
     known = [one for one in uniform if one is not None]
@@ -257,7 +292,8 @@ def _result(
     for i, (site, level) in enumerate(zip(problem.sites, found.assignment, strict=True)):
         alone = search.seen.get(tuple(level if j == i else finest for j in range(search.sites)))
         error = math.nan if alone is None else alone.error
-        rows.append(TunedSite(site.path, text(level), _bits_at(problem, i, level), site.equations, site.results, error))
+        bits = _bits_at(problem, i, problem.menu[level].spec)
+        rows.append(TunedSite(site.path, text(level), bits, site.equations, site.results, error))
     front = tuple(
         TuningPoint(one.cost, one.error, tuple(text(level) for level in one.assignment)) for one in search.front()
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import jax
@@ -21,6 +22,7 @@ from jchop.nn._nnx.kinds import Kind
 from jchop.nn._nnx.layers import own_parameters, placed_layers, rules_for
 from jchop.nn._nnx.modules import Placed
 from jchop.nn._nnx.programs import Inputs, report_program
+from jchop.nn._ratios import Ratios, ratios_of
 from jchop.storage import QArray
 
 __all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
@@ -46,6 +48,10 @@ class LayerRow:
         operands: the types of the operands that reach the units of the platform in its forward product; empty without a
             platform or a product.
         stored: (name, spec as text) of each of its own parameters that is packed already.
+        weight_snr: signal over error of its weights in dB, with batches; infinite if they are exact, None without
+            a rule.
+        activation_snr: the same of its results with its inputs alone rounded.
+        output_snr: the same of its results with all its roundings, on the inputs that the model without rules gives it.
     """
 
     path: str
@@ -59,6 +65,9 @@ class LayerRow:
     wide: tuple[Wide, ...] = ()
     operands: str = ""
     stored: tuple[tuple[str, str], ...] = ()
+    weight_snr: float | None = None
+    activation_snr: float | None = None
+    output_snr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,10 +95,17 @@ class ModelReport(Tables):
         """The path, the shape and the reason of each parameter that stays in full precision."""
         return tuple(wide for row in self.rows for wide in row.wide)
 
-    _align = "<<<>>"
+    @property
+    def _align(self) -> str:
+        return "<<<>>" + ">>>" * self._measured
+
+    @property
+    def _measured(self) -> bool:
+        return any(row.output_snr is not None for row in self.rows)
 
     def _parts(self) -> list[Part]:
-        head = ("path", "layer", "rounds", "bytes", "packed")
+        more = ("weights dB", "inputs dB", "results dB") if self._measured else ()
+        head = ("path", "layer", "rounds", "bytes", "packed", *more)
         body = [
             (
                 ", ".join([row.path or "(the model)", *row.also]),
@@ -97,13 +113,18 @@ class ModelReport(Tables):
                 _described(row),
                 str(row.bytes_before),
                 str(row.bytes_after),
+                *(map(_decibels, (row.weight_snr, row.activation_snr, row.output_snr)) if more else ()),
             )
             for row in self.rows
         ]
-        total = ("", "", "", str(self.bytes_before), str(self.bytes_after))
+        total = ("", "", "", str(self.bytes_before), str(self.bytes_after), *("" for _ in more))
         named = [row for row in self.rows if row.operands]
         lines = [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in named]
         return [[head, *body, total], *lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)]
+
+
+def _decibels(value: float | None) -> str:
+    return "" if value is None else "exact" if value == math.inf else f"{value:.1f}"
 
 
 def _described(row: LayerRow) -> str:
@@ -115,7 +136,12 @@ def _described(row: LayerRow) -> str:
 
 @overload
 def report(
-    model: nnx.Module, rules: Rule | Iterable[Rule] | None = ..., *, inputs: None = ..., platform: str | None = ...
+    model: nnx.Module,
+    rules: Rule | Iterable[Rule] | None = ...,
+    *,
+    inputs: None = ...,
+    platform: str | None = ...,
+    batches: Iterable[Any] | None = ...,
 ) -> ModelReport: ...
 @overload
 def report(
@@ -135,6 +161,7 @@ def report(
     *,
     inputs: Inputs | None = None,
     platform: str | None = None,
+    batches: Iterable[Any] | None = None,
 ) -> ModelReport | ProgramReport | dict[str, ProgramReport]:
     """The effect of rules on a model, without quantizing it: on each layer, or with `inputs` on its program.
 
@@ -144,6 +171,9 @@ def report(
         inputs: as in `quantize`: example arguments of the model's call, or of several methods. Default None.
         platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``. The report
             then says which types of operands reach its units in each forward product under a rule. Default None.
+        batches: inputs of the model. The table then has the signal over error of the weights of each layer under a
+            rule, of its inputs and of its results, in dB: 10 log10(Σ y² / Σ (y - z)²) with y without roundings. Each
+            layer is run on the inputs that it has in the model without rules. Not with `inputs`. Default None.
 
     Returns:
         With `inputs` the report of `jchop.quantize_fn`, which has a row for every parameter and every product; of
@@ -156,7 +186,8 @@ def report(
 
     Raises:
         TypeError, ValueError: for invalid rules, rules that disagree about one module, and specs in which a parameter
-            cannot be packed.
+            cannot be packed; for `batches` without rules, without one, with `inputs`, or with a rule that rounds
+            stochastically.
 
     Example:
         >>> import jchop as jc
@@ -178,12 +209,32 @@ def report(
         )
     if platform is not None:
         check_choice("platform", platform, tuple(PLATFORMS))
+    if batches is not None:
+        for name, wrong in (("inputs", inputs is not None), ("no rules", not given)):
+            if wrong:
+                raise ValueError(f"batches: ratios of layers need rules, and no `inputs`; there are {name}")
+        if any(rule.stochastic for rule in given):
+            raise ValueError("batches: a rule rounds stochastically; ratios need deterministic roundings")
     if inputs is not None:
         if not given:
             raise ValueError("rules=None: a report of a program needs rules")
         found = report_program(model, given, inputs, platform)
         return found if isinstance(inputs, Mapping) else found["__call__"]
-    return ModelReport(tuple(_row(placed, kind, given, platform) for placed, kind in placed_layers(model)))
+    every = list(placed_layers(model))
+    rows = [_row(placed, kind, given, platform) for placed, kind in every]
+    if batches is None:
+        return ModelReport(tuple(rows))
+    chosen = {
+        row.path: given[rules_for(placed, kind, given)[0]]
+        for row, (placed, kind) in zip(rows, every, strict=True)
+        if row.specs
+    }
+    found = ratios_of(model, given, chosen, batches)
+    return ModelReport(tuple(_measured(row, found[row.path]) if row.path in found else row for row in rows))
+
+
+def _measured(row: LayerRow, ratios: Ratios) -> LayerRow:
+    return replace(row, weight_snr=ratios.weights, activation_snr=ratios.inputs, output_snr=ratios.results)
 
 
 def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -> str | None:

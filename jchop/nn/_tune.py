@@ -19,10 +19,11 @@ from jchop._products.rule import Rule
 from jchop._text import Part, Tables
 from jchop._tune._knapsack import front_of, within
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.nn._nnx.attach import laid_and_rounded, packed_shape
+from jchop.nn._nnx.attach import packed_shape
 from jchop.nn._nnx.kinds import Kind
 from jchop.nn._nnx.layers import layers_of
 from jchop.nn._nnx.surgery import quantize
+from jchop.nn._ratios import calls_of, weight_ratio, weights_of
 from jchop.nn._report import bytes_of
 from jchop.spec import Spec
 
@@ -228,7 +229,7 @@ def tune(
             _count(layer),
             8 * costs[i][j] / _count(layer),
             scores[i][j],
-            _weight_snr(layer, options[j]),
+            weight_ratio(layer.module, layer.kind, options[j]),
             *ratios[i][j],
         )
         for i, (layer, j) in enumerate(zip(found, chosen, strict=True))
@@ -289,7 +290,7 @@ def _layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> list[_Laye
     every = [
         _Layer(path, module, kind)
         for path, module, kind in layers_of(model)
-        if kind is not None and kind.product is not None and _weights(module, kind)
+        if kind is not None and kind.product is not None and weights_of(module, kind)
     ]
     found = [layer for layer in every if matches_path(layers, layer.path)]
     if not found:
@@ -306,18 +307,14 @@ def _layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> list[_Laye
     return found
 
 
-def _weights(module: Any, kind: Kind) -> list[str]:
-    return [name for name, role in kind.parameters.items() if role == "weight" and getattr(module, name) is not None]
-
-
 def _count(layer: _Layer) -> int:
-    return sum(getattr(layer.module, name).get_value().size for name in _weights(layer.module, layer.kind))
+    return sum(getattr(layer.module, name).get_value().size for name in weights_of(layer.module, layer.kind))
 
 
 def _bytes(layer: _Layer, option: Rule | None) -> int:
     """The bytes of the weights of a layer, packed."""
     total = 0
-    for name in _weights(layer.module, layer.kind):
+    for name in weights_of(layer.module, layer.kind):
         spec = None if option is None else layer.kind.spec(option, name)
         value = getattr(layer.module, name).get_value()
         total += bytes_of(value if spec is None else packed_shape(layer.module, layer.kind, name, spec))
@@ -431,16 +428,10 @@ def _calls(
     model: nnx.Module, loss: Loss, batch: tuple[Any, ...], found: Sequence[_Layer]
 ) -> dict[str, list[tuple[Any, Any, Array, Array]]]:
     """Of each layer its calls: arguments, keywords, results, and the gradient of the loss by the results."""
-    graph, state = nnx.split(model)
+    paths = [layer.path for layer in found]
 
     def run(probes: list[Array] | None) -> tuple[Any, list[tuple[str, Any, Any, Any]]]:
-        copy = nnx.merge(graph, state, copy=True)
-        calls: list[tuple[str, Any, Any, Any]] = []
-        wanted = {layer.path for layer in found}
-        for path, module, _ in list(layers_of(copy)):
-            if path in wanted:
-                _watch(module, path, calls, probes)
-        return loss(copy, *batch), calls
+        return calls_of(model, lambda copy: loss(copy, *batch), paths, probes)
 
     shapes: list[Any] = []
 
@@ -451,41 +442,15 @@ def _calls(
 
     jax.eval_shape(outline)
     zeros = [jnp.zeros(*shape) for shape in shapes]
-    paths: list[str] = []
+    called: list[str] = []
 
     def whole(probes: list[Array]) -> Any:
         out, calls = run(probes)
-        paths[:] = [path for path, *_ in calls]
+        called[:] = [path for path, *_ in calls]
         return out, [call[1:] for call in calls]
 
     gradients, calls = jax.grad(whole, has_aux=True)(zeros)
     seen: dict[str, list[tuple[Any, Any, Array, Array]]] = {layer.path: [] for layer in found}
-    for path, (args, kwargs, y), gradient in zip(paths, calls, gradients, strict=True):
+    for path, (args, kwargs, y), gradient in zip(called, calls, gradients, strict=True):
         seen[path].append((args, kwargs, y, gradient))
     return seen
-
-
-def _watch(module: Any, path: str, calls: list[Any], probes: list[Array] | None) -> None:
-    """Has a layer note its calls, and add the next probe to each result."""
-    base = type(module)
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        y = base.__call__(self, *args, **kwargs)
-        number = len(calls)
-        calls.append((path, args, kwargs, y))
-        return y if probes is None else y + probes[number]
-
-    module.__class__ = type(base.__name__, (base,), {"__call__": __call__})
-
-
-def _weight_snr(layer: _Layer, option: Rule | None) -> float:
-    """Signal over error of the weights of a layer."""
-    if option is None:
-        return math.inf
-    power = noise = 0.0
-    for name in _weights(layer.module, layer.kind):
-        spec = layer.kind.spec(option, name)
-        if spec is not None:
-            exact, low = (np.asarray(x, np.float64) for x in laid_and_rounded(layer.module, layer.kind, name, spec))
-            power, noise = power + float(np.sum(exact**2)), noise + float(np.sum((low - exact) ** 2))
-    return decibels(power, noise)

@@ -107,3 +107,28 @@ def test_the_report_of_a_packed_model_names_the_formats_that_it_holds() -> None:
         "dense": (("kernel", "nf4(group=2,axis=-2)"),)
     }
     assert "kernel is nf4(group=2,axis=-2)" in str(report) and report.bytes_before == report.bytes_after
+
+
+def test_ratios_of_layers_are_those_of_the_definition() -> None:
+    """Against NumPy: the layers by hand, each on the inputs that the model without rules gives it."""
+    model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(8, 3, rngs=nnx.Rngs(1)))
+    rules = [jc.nn.Rule("layers/0", weight="e4m3"), jc.nn.Rule("layers/2", weight="e5m2", activation="e4m3")]
+    found = jc.nn.report(model, rules, batches=[X, X + 1])
+    given = np.concatenate([X, X + 1]).astype(np.float64)
+    for row, layer, rounded in ((found.rows[0], 0, False), (found.rows[-1], 2, True)):
+        first, own = (np.asarray(model.layers[i].kernel[...], np.float64) for i in (0, layer))
+        x = np.tanh(given @ first) if rounded else given
+        low = np.asarray(jc.round_to_format(model.layers[layer].kernel[...], rules[layer // 2].weight), np.float64)
+        z = np.asarray(jc.round_to_format(jnp.asarray(x, jnp.float32), "e4m3"), np.float64) if rounded else x
+
+        def ratio(y: Any, error: Any) -> Any:
+            return pytest.approx(10 * np.log10(np.sum(y**2) / np.sum(error**2)), abs=1e-3)
+
+        assert row.weight_snr == ratio(own, low - own) and row.output_snr == ratio(x @ own, z @ low - x @ own)
+        assert row.activation_snr == (ratio(x @ own, (z - x) @ own) if rounded else np.inf)
+    assert str(found).splitlines()[0].split()[-2:] == ["results", "dB"] and "exact" in str(found)
+    for changes, text in ({"batches": []}, "at least one"), ({"rules": None}, "no rules"), ({"inputs": (X,)}, "inputs"):
+        with pytest.raises(ValueError, match=text):
+            jc.nn.report(**{"model": model, "rules": rules, "batches": [X], **changes})
+    with pytest.raises(ValueError, match="stochastically"):
+        jc.nn.report(model, jc.nn.Rule(weight="e4m3:stochastic"), batches=[X])

@@ -162,7 +162,8 @@ def blame(
 
     Raises:
         TypeError: for a function that `emulate` did not make, traced arguments, or an `output` that gives no number.
-        ValueError: if the output of either program is not finite, or no number depends on the arguments.
+        ValueError: if the output of either program, its derivative, or an error on the way to it is not finite, or no
+            number depends on the arguments.
         NotImplementedError: for an equation without a derivative on the way to the output, or a `shard_map`.
 
     Example:
@@ -253,6 +254,11 @@ def _of_output(
     cotangents: list[Any] = [None] * len(low)
     for i, x, y in zip(numbers, first, second, strict=True):
         cotangents[i] = (x + y) / 2
+        if not bool(jnp.all(jnp.isfinite(cotangents[i]))):
+            raise ValueError(
+                f"output={output!r} has no finite derivative at both results; the norm of an error has none at zero, "
+                "and output=None gives the parts of that norm"
+            )
     return float(one) - float(two), float(one), float(two), cotangents
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,7 +151,7 @@ class Tape(Beside):
                 pair.add(cotangent)
         found: dict[Any, Share] = {}
         for entry in reversed(self.entries):
-            key = id(entry.step) if isinstance(entry.step, Step) else entry.step
+            key = _key(entry)
             for node in entry.results:
                 if node.made is not None:
                     _add(found.setdefault(key, Share()), node, entry.turn)
@@ -161,7 +162,19 @@ class Tape(Beside):
                         pair.add(cotangent)
             for node in entry.results:
                 node.cotangent = None  # read; each node is the result of one entry
+        self._check_finite(found)
         return found
+
+    def _check_finite(self, found: dict[Any, Share]) -> None:
+        """Refuses infinite errors inside of a program with a finite output, as of x / 0 in a sum under a quotient."""
+        lost = [entry for entry in self.entries if not math.isfinite(found.get(_key(entry), Share()).contribution)]
+        if lost:
+            step = next(filter(_overflows, self.entries), lost[0]).step
+            name = f"{step.name} ({_place(step)})" if isinstance(step, Step) else step
+            raise ValueError(
+                f"the result of {name} is not finite although the output is, so the error of the output has no parts; "
+                "take a format with more range or digits there, as rules={...: None} of jchop.emulate"
+            )
 
     def _pulled(self, step: Step, args: list[Pair], out: list[Node], cotangents: list[Any]) -> list[Any]:
         moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not isinstance(v, Literal)]
@@ -209,9 +222,21 @@ def _pull_of(step: Step, moved: list[int], numbers: list[int]) -> Callable[..., 
             far = jnp.abs(x - y) > _FAR * jnp.maximum(jnp.abs(x), jnp.abs(y))
             slope = (out[0] - reference[0]) / jnp.where(far, x - y, 1)
             mean = [jnp.where(far, (slope * cotangents[0]).astype(mean[0].dtype), mean[0])]
+        if step.kind in ELEMENTWISE:  # a result that does not count has operands that do not, at infinite slopes too
+            mean = [jnp.where(cotangents[0] == 0, 0, x) if x.shape == cotangents[0].shape else x for x in mean]
         return mean
 
     return pull
+
+
+def _key(entry: _Entry) -> Any:
+    return id(entry.step) if isinstance(entry.step, Step) else entry.step
+
+
+def _overflows(entry: _Entry) -> bool:
+    """Whether a number is infinite or NaN in the emulated program alone."""
+    numbers = [node for node in entry.results if is_number(jax.typeof(node[0]))]
+    return any(bool(jnp.any(~jnp.isfinite(node[0]) & jnp.isfinite(node[1]))) for node in numbers)
 
 
 def _add(share: Share, node: Node, turn: tuple[int, ...]) -> None:
@@ -220,7 +245,9 @@ def _add(share: Share, node: Node, turn: tuple[int, ...]) -> None:
     share.count += made.size
     if node.cotangent is None:
         return
-    part = float(np.real(np.sum(np.asarray(node.cotangent).astype(made.dtype) * made)))
+    adjoint = np.asarray(node.cotangent).astype(made.dtype)
+    with np.errstate(invalid="ignore"):
+        part = float(np.real(np.sum(np.where(adjoint == 0, 0, adjoint * made))))
     share.contribution += part
     if turn:
         share.turns[turn[0]] = share.turns.get(turn[0], 0.0) + part
@@ -230,7 +257,10 @@ def _difference(low: Any, same: Any) -> np.ndarray:
     """Their difference in float64, which holds that of two numbers of float32 almost always, to half a unit else."""
     low, same = np.asarray(low), np.asarray(same)
     wide = np.complex128 if np.iscomplexobj(low) else np.float64
-    return low.astype(wide) - same.astype(wide)
+    low, same = low.astype(wide), same.astype(wide)
+    alike = (low == same) | (np.isnan(low) & np.isnan(same))
+    with np.errstate(invalid="ignore"):
+        return np.where(alike, 0, low - same)
 
 
 def _place(step: Step) -> str:
