@@ -105,6 +105,13 @@ def kernels_of_heads(p: Any, x: Any) -> Any:
     return jnp.einsum("thk,hkd->td", jnp.tanh(x @ x.T)[:, :, None, None].mean(1) * v, p["o"])
 
 
+def sorted_rows(p: Any, x: Any) -> Any:
+    """Rows of a product and of a table, taken and put in another order."""
+    order = jnp.argsort(x[:, 0])
+    h = (jax.nn.relu(x @ p["a"]) + p["t"][order])[order]
+    return jnp.zeros((7, 6)).at[order].add(h) @ p["b"]
+
+
 #: The function, the shapes of its parameters and of its argument, and for each weight the parameters that take factors.
 FOLDED: dict[str, tuple[Callable[..., Any], Shapes, tuple[int, ...], dict[str, str]]] = {
     "RMSNorm, gated": (gated, MLP, (5, 8), {"gate": "gate scale up", "up": "gate scale up", "down": "down up"}),
@@ -135,6 +142,13 @@ FOLDED: dict[str, tuple[Callable[..., Any], Shapes, tuple[int, ...], dict[str, s
         {"b": "a b"}),
     "branches": (branches, {"a": (8, 6), "b": (8, 6), "c": (6, 3)}, (5, 8), {"c": "a b c"}),
     "experts": (experts, {"a": (2, 8, 6), "b": (2, 6, 3)}, (4, 8), {"b": "a b"}),
+    "rows in another order": (sorted_rows, {"a": (8, 6), "t": (5, 6), "b": (6, 3)}, (5, 8), {"b": "a b t"}),
+    "masks of experts": (
+        lambda p, x: jnp.einsum(
+            "etn,enk->tk", jnp.einsum("te,tn->etn", jax.nn.softmax(x[:, :2]), x * p["s"]), p["w"]
+        ),
+        {"s": (8,), "w": (2, 8, 3)}, (5, 8), {"w": "s w"},
+    ),
     "tied alike": (tied_norm, {"scale": (8,), "a": (8, 8), "b": (8, 3)}, (5, 8), {"a": "a b scale", "b": "a b scale"}),
     "a mask": (
         lambda p, x: jnp.where(x[:, :1] > 0, -jnp.maximum(x @ p["a"], x @ p["b"]), 0) / 3 @ p["c"],
@@ -185,7 +199,20 @@ REFUSED: dict[str, tuple[Callable[..., Any], Shapes, str, str]] = {
     ),
     "tied": (lambda p, x: jax.nn.relu(x @ p["w"]) @ p["w"], {"w": (8, 8)}, "w", "disagree at dot_general"),
     "tied to a table": (
-        lambda p, x: rms(p["w"][x[:, 0].astype(jnp.int32)], p["a"]) @ p["w"].T, {"a": (8,), "w": (9, 8)}, "w", "gather",
+        lambda p, x: rms(p["w"][x[:, 0].astype(jnp.int32)], p["a"]) @ p["w"].T, {"a": (8,), "w": (9, 8)}, "w",
+        "reduces its channels",
+    ),
+    "parts of rows": (
+        lambda p, x: lax.dynamic_slice(x @ p["a"], (x[0, 0].astype(jnp.int32), 2), (3, 4))[jnp.array([1])] @ p["w"],
+        {"a": (8, 6), "w": (4, 3)}, "w", "takes some channels",
+    ),
+    "columns": (
+        lambda p, x: jnp.zeros((5, 6)).at[:, jnp.array([0, 1])].add(x @ p["a"]) @ p["w"], {"a": (8, 2), "w": (6, 3)},
+        "w", "scatter-add .* takes some of its channels",
+    ),
+    "a table of indexes": (
+        lambda p, x: x[jnp.round(x @ p["a"]).astype(jnp.int32)[0]] @ p["w"], {"a": (8, 5), "w": (8, 3)}, "w",
+        "an argument",
     ),
     "split": (halves, {"a": (8, 12), "w": (6, 3)}, "w", "split .* takes its channels apart"),
     "from turn to turn": (

@@ -86,6 +86,10 @@ FOLDED: dict[str, tuple[Callable[..., Any], Any, tuple[int, ...], dict[str, str]
         lambda p, x: lax.cond(x[0, 0] > 0, lambda h: h @ p["a"], lambda h: h @ p["b"], x) @ p["w"],
         {"a": (8, 4), "b": (8, 4), "w": (4, 3)}, (5, 8), {"w": "Hadamard 4 folded into a, b"},
     ),
+    "rows in another order": (
+        lambda p, x: jnp.zeros((7, 8)).at[x[:, 0].argsort()].set((x @ p["a"])[::2].repeat(2, 0)) @ p["w"],
+        {"a": (8, 8), "w": (8, 3)}, (4, 8), {"w": "Hadamard 8 folded into a"},
+    ),
     "experts": (
         lambda p, x: jnp.einsum("etn,enk->etk", jnp.einsum("tk,ekn->etn", x, p["a"]), p["w"]),
         {"a": (2, 8, 4), "w": (2, 4, 3)}, (5, 8), {"w": "Hadamard 4 folded into a"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -279,6 +279,44 @@ def _expand(seen: Seen) -> Ways:
     yield _pair(seen, seen.on(axes))
 
 
+def _gather(seen: Seen) -> Ways:
+    """Whole rows that are looked up."""
+    table, numbers = seen.node.ins[0], seen.node.params["dimension_numbers"]
+    sizes, single = seen.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
+    whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
+    if not seen.made and seen.place:
+        raise RefusedError(f"{seen.node} takes it as indexes")
+    there = {out: axis for axis, out in whole} if seen.made else dict(whole)
+    yield _pair(seen, _moved(seen, there, table if seen.made else seen.node.outs[0]))
+
+
+def _scatter(seen: Seen) -> Ways:
+    """Whole rows that are put, or added, to others."""
+    (rows, _, updates), numbers = seen.node.ins, seen.node.params["dimension_numbers"]
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = zip((i for i in range(len(rows.shape)) if i not in single), numbers.update_window_dims, strict=True)
+    whole = {axis: own for axis, own in windows if rows.shape[axis] == updates.shape[own]}
+    if not seen.made and seen.place == 1:
+        raise RefusedError(f"{seen.node} takes it as indexes")
+    if seen.made or not seen.place:
+        yield [seen.label, None, _moved(seen, whole, updates)], [seen.label]
+    else:
+        found = _moved(seen, {own: axis for axis, own in whole.items()}, rows)
+        yield [found, None, seen.label], [found]
+
+
+def _moved(seen: Seen, there: Mapping[int, int], other: Value) -> Label:
+    """The factors of another value, whose axes are those of this one by number."""
+    axes = [_flat(n) for n in other.shape]
+    for i, runs in enumerate(seen.own):
+        if i in there:
+            axes[there[i]] = runs
+        elif not is_flat(runs):
+            raise RefusedError(f"{seen.node} takes some of its channels")
+    return seen.on(axes)
+
+
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +509,8 @@ _RULES: dict[str, Callable[[Seen], Ways]] = {
     "concatenate": _parts("dimension", "joins its channels with others"),
     "split": _parts("axis", "takes its channels apart"),
     "pad": _pad,
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add"), _scatter),
     "mul": _mul,
     "div": _div,
     "square": _power(lambda params: Fraction(2)),
