@@ -68,8 +68,15 @@ def relu_layer(p: Any, x: Any) -> Any:
     return jax.nn.relu(layer_norm(x, p["scale"], p["bias"]) @ p["a"] + p["b"]) @ p["c"]
 
 
-def conv(x: Any, w: Any) -> Any:
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def conv(x: Any, w: Any, groups: int = 1) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+
+
+def by_data(p: Any, x: Any) -> Any:
+    """A depthwise convolution with a kernel that is no parameter."""
+    kernel = jnp.exp(x[:1, :2, :2, :1] + jnp.ones(4)).transpose(1, 2, 0, 3)
+    return conv(conv(jax.nn.relu(conv(x, p["a"])), kernel, 4), p["c"])
 
 
 def scanned(p: Any, x: Any) -> Any:
@@ -142,6 +149,15 @@ FOLDED: dict[str, tuple[Callable[..., Any], Shapes, tuple[int, ...], dict[str, s
         {"b": "a b"}),
     "branches": (branches, {"a": (8, 6), "b": (8, 6), "c": (6, 3)}, (5, 8), {"c": "a b c"}),
     "experts": (experts, {"a": (2, 8, 6), "b": (2, 6, 3)}, (4, 8), {"b": "a b"}),
+    "a depthwise convolution": (
+        lambda p, x: conv(jax.nn.relu(conv(conv(x, p["a"]), p["d"], 4) + p["b"]), p["c"]),
+        {"a": (3, 3, 2, 4), "d": (2, 2, 1, 4), "b": (4,), "c": (2, 2, 4, 3)}, (2, 6, 6, 2), {"c": "b c d"},
+    ),
+    "beside a depthwise convolution": (
+        lambda p, x: conv(h := jax.nn.relu(conv(x, p["a"])), p["c"]) + conv(h, p["d"], 4).mean(-1, keepdims=True),
+        {"a": (3, 3, 2, 4), "d": (2, 2, 1, 4), "c": (2, 2, 4, 3)}, (2, 6, 6, 2), {"c": "a c d"},
+    ),
+    "a depthwise convolution by data": (by_data, {"a": (3, 3, 2, 4), "c": (2, 2, 4, 3)}, (2, 6, 6, 2), {"c": "a c"}),
     "rows in another order": (sorted_rows, {"a": (8, 6), "t": (5, 6), "b": (6, 3)}, (5, 8), {"b": "a b t"}),
     "masks of experts": (
         lambda p, x: jnp.einsum(
@@ -205,6 +221,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], Shapes, str, str]] = {
     "parts of rows": (
         lambda p, x: lax.dynamic_slice(x @ p["a"], (x[0, 0].astype(jnp.int32), 2), (3, 4))[jnp.array([1])] @ p["w"],
         {"a": (8, 6), "w": (4, 3)}, "w", "takes some channels",
+    ),
+    "a convolution in groups": (
+        lambda p, x: conv(conv(x.reshape(5, 2, 2, 2), p["a"], 2), p["w"]), {"a": (1, 1, 1, 4), "w": (1, 1, 4, 3)}, "w",
+        "feature_group_count=2",
     ),
     "columns": (
         lambda p, x: jnp.zeros((5, 6)).at[:, jnp.array([0, 1])].add(x @ p["a"]) @ p["w"], {"a": (8, 2), "w": (6, 3)},

@@ -150,6 +150,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], Shapes, str]] = {
     "a root": (
         lambda p, x: jnp.sqrt((x @ p["a"]) ** 2) @ p["w"], {"a": (8, 8), "w": (8, 3)}, "sqrt at",
     ),
+    "a depthwise convolution": (
+        lambda p, x: conv(conv(conv(x.reshape(5, 2, 2, 2), p["a"]), p["d"], 4), p["w"]),
+        {"a": (1, 1, 2, 4), "d": (1, 1, 1, 4), "w": (1, 1, 4, 3)}, "conv_general_dilated",
+    ),
     "squares in a product": (
         lambda p, x: (y := x @ p["a"]) @ p["w"] + jnp.square(y) @ p["b"], {"a": (8, 8), "w": (8, 3), "b": (8, 3)},
         "dot_general at",

@@ -443,13 +443,20 @@ def _dot_back(seen: Seen, dot: Dot, free: Sequence[Sequence[int]], ndims: Sequen
 
 def _conv(seen: Seen) -> Ways:
     conv: Conv = seen.node.product
-    if conv.feature_groups != 1:
-        raise RefusedError(f"{seen.node} has feature_group_count={conv.feature_groups}")
     image, kernel, out = conv.numbers.lhs_spec, conv.numbers.rhs_spec, conv.numbers.out_spec
 
     def label(value: Any, axis: int, runs: Axis) -> Label:
         return seen.on([runs if i == axis else _flat(n) for i, n in enumerate(value.shape)])
 
+    if conv.feature_groups != 1:
+        axes = image[1], kernel[0], out[1]
+        values = [*seen.node.ins[:2], *seen.node.outs]
+        if {value.shape[axis] for value, axis in zip(values, axes, strict=True)} != {conv.feature_groups}:
+            raise RefusedError(f"{seen.node} has feature_group_count={conv.feature_groups}")
+        own = axes[2 if seen.made else seen.place]
+        seen.flat_on([i for i in range(len(seen.own)) if i != own], "does not keep its channels apart")
+        yield from _depthwise(seen, [label(v, axis, seen.own[own]) for v, axis in zip(values, axes, strict=True)])
+        return
     if seen.made or (seen.place == 1 and not is_flat(seen.own[kernel[0]])):
         axis = out[1] if seen.made else kernel[0]
         seen.flat_on([i for i in range(len(seen.own)) if i != axis], "does not keep its channels apart")
@@ -460,6 +467,18 @@ def _conv(seen: Seen) -> Ways:
     seen.flat_on([i for i in range(len(seen.own)) if i != axis], "does not keep its channels apart")
     both = [label(value, (image, kernel)[i][1], seen.own[axis]) for i, value in enumerate(seen.node.ins)]
     yield [own.raised(1 if i == seen.place else -1) for i, own in enumerate(both)], [None]
+
+
+def _depthwise(seen: Seen, labels: Sequence[Label]) -> Ways:
+    """Each channel of an image times one of a kernel: two of image, kernel and result have factors."""
+    pairs = [(1, 2), (0, 2)] if seen.made else [(0, 1), (0, 2)] if seen.place == 0 else [(1, 2), (0, 1)]
+    for pair in pairs:
+        inverse = pair == (0, 1)
+        first = seen.place if not seen.made else 2
+        found = [
+            None if i not in pair else own.raised(-1) if inverse and i != first else own for i, own in enumerate(labels)
+        ]
+        yield found[:2], found[2:]
 
 
 def _ragged(seen: Seen) -> Ways:

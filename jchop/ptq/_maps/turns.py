@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jchop._products.product import Dot
+from jchop._products.product import Conv, Dot
 from jchop.ptq._maps.graph import CARRIED, OVER_TURNS, SAME, Node, Place, Value
 from jchop.ptq._maps.labels import Label, RefusedError, is_flat
 from jchop.ptq._maps.rules import Seen, Tie, Ways, ways_of
@@ -77,6 +77,8 @@ class _Turns:
             raise _refused(seen)
         if isinstance(node.product, Dot):
             return _dot(seen)
+        if isinstance(node.product, Conv) and node.product.feature_groups != 1:
+            raise _refused(seen)
         if rule is not None:
             return rule(self, seen)
         if node.product is None and node.name not in _LINEAR:
