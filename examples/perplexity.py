@@ -28,6 +28,8 @@ METHODS: dict[str, list[Any]] = {
     "correct_error, gptq": [jc.ptq.correct_error(), jc.ptq.gptq()],
 }
 LOW_FORMATS = ("int4(group=all)", "int4(group=32)", "nvfp4")  # of weights and activations
+#: Inputs that are rotated when the network runs: of the heads together, and after gelu.
+ONLINE = jc.Hadamard("all", products="forward")
 LOW_METHODS: dict[str, list[Any]] = {  # weights one after the other, by inputs that are rounded
     "nearest": [],
     "gptq": [jc.ptq.gptq()],
@@ -78,14 +80,7 @@ def block(x: Any, p: dict[str, Any]) -> Any:
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
     x = x + mixed @ p["out"]
     hidden = jax.nn.gelu(norm(x, p["between"]) @ p["up"] + p["up_bias"])
-    turned = hidden @ p["turn"] if "turn" in p else hidden
-    return x + turned @ p["down"]
-
-
-def with_turns(p: dict[str, Any]) -> dict[str, Any]:
-    """Parameters with a product between gelu and the last weight, which can take a rotation; it does nothing yet."""
-    turn = jnp.tile(jnp.eye(p["blocks"]["down"].shape[1]), (DEPTH, 1, 1))
-    return p | {"blocks": p["blocks"] | {"turn": turn}}
+    return x + hidden @ p["down"]
 
 
 def network(p: dict[str, Any], letters: Any) -> Any:
@@ -145,17 +140,17 @@ def run(
     data = [pieces(text, some)[:, :-1] for some in starts]
     table = {"float32": {"nearest": perplexity(params, kept)}}
     for fmt in formats:
-        rules = [jc.Rule("blocks", weight=fmt, activation=fmt if low else None)]
-        given = with_turns(params) if low else params
-        function = jc.quantize_fn(network, [jc.Rule("blocks/turn"), *rules] if low else rules)
         table[fmt] = {}
         for name, steps in methods.items():
             print(f"rounding to {fmt}: {name}", file=sys.stderr, flush=True)
+            how: dict[str, Any] = {"weight": fmt, "activation": fmt if low else None}
+            online = [jc.Rule("blocks/{out,down}", **how, rotation=ONLINE)] if jc.ptq.rotate() in steps else []
+            function = jc.quantize_fn(network, [*online, jc.Rule("blocks", **how)])
             if steps:
                 order = True if low and steps[-1] == jc.ptq.gptq() else None
-                packed, _ = jc.ptq.quantize(network, function.rules, given, data, steps, sequential=order)
+                packed, _ = jc.ptq.quantize(network, function.rules, params, data, steps, sequential=order)
             else:
-                packed = function.pack(given, data[0])
+                packed = function.pack(params, data[0])
             table[fmt][name] = perplexity(packed, kept, function)
     return table
 

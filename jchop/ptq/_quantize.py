@@ -75,8 +75,8 @@ def quantize(
         memory: the most memory that statistics may need at a time, in bytes, or text such as ``"4GiB"`` (KiB, MiB, GiB,
             TiB): two float32 matrices of the square of the inputs for each weight and each turn of its loop, and as
             many of one batch. The data, which must be iterable more than once, are run as often as that takes, and the
-            report has the number of passes. Not with mappings, which look at all weights at once. Default None: one
-            pass, or one for each stage.
+            report has the number of passes. A mapping looks at all turns, and at the weights that share an input, at
+            once. Default None: one pass, or one for each stage, and one for each mapping.
 
     Returns:
         The packed parameters, as `jchop.QuantizedFunction.pack` gives them, and a `PtqReport`.
@@ -127,10 +127,6 @@ def calibrated(
     in_order = bool(sequential) or plan.correction is not None
     check_resume(resume)
     most = as_bytes(memory)
-    if most is not None and plan.mappings:
-        raise ValueError(
-            f"memory={memory!r}, but {plan.mappings[0]} needs the statistics of all weights at once; leave memory out"
-        )
     check_batches(batches, again=in_order or bool(plan.mappings) or resume is not None or most is not None)
     if key is not None:
         check_key("key", key)
@@ -138,7 +134,7 @@ def calibrated(
     if resume is not None:
         journal = Journal(resume, fingerprint(low, params, batches, plan, in_order, key, most))
     data = Data(low, params, batches, key, progress)
-    mapped = map_parameters(data, plan.mappings)
+    mapped = map_parameters(data, plan.mappings, most)
     job = _Job(low, data, plan, key, mapped, journal, tell, most)
     job.in_order() if in_order else job.at_once() if most is None else job.in_parts()
     return job.result()
@@ -155,7 +151,7 @@ class _Job:
         self.low, self.params, self.data, self.steps, self.key = low, data.params, data, steps, key
         self.mapped, self.journal, self.tell, self.memory = mapped, journal, tell, memory
         self.rows: list[WeightRow] = []
-        self.passes = len(steps.mappings)
+        self.passes = mapped.passes
         self.packed: Any = None
 
     def at_once(self) -> None:

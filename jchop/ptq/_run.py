@@ -22,7 +22,7 @@ from jchop.ptq._sums import Sums, added, of_rows
 
 Array = jax.Array
 
-__all__ = ["Data", "Part", "as_bytes", "changed_batches", "check_batches", "parts_of", "turn_bytes"]
+__all__ = ["Data", "Looked", "Part", "as_bytes", "changed_batches", "check_batches", "parts_of", "turn_bytes"]
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -190,6 +190,10 @@ class Data:
         _, batch = next(numbered(self.batches))
         return self.program(batch)
 
+    def last(self) -> tuple[Any, Any, Sites]:
+        """The program of the last batch, as `first`; those of the others are traced, too."""
+        return [self.program(batch) for _, batch in numbered(self.batches)][-1]
+
     def program(self, batch: Any) -> tuple[Any, Any, Sites]:
         """The program of a batch, its arguments taken apart, and its sites."""
         program, call = self.low.traced(self.params, *arguments_of(batch))
@@ -269,6 +273,56 @@ class Data:
             self._compiled[given] = jax.jit(run)
         with jax.disable_jit(False):
             return self._compiled[given]
+
+
+class Looked:
+    """The sums of the inputs of parameters, as they are asked for: as many in one pass as there is memory for.
+
+    Args:
+        data: the batches.
+        sites: of the parameters that may be asked for, by their indexes, in the order of the program.
+        found: the program, its arguments and its sites.
+        memory: in bytes.
+        held: the sums that are known, if all are.
+    """
+
+    def __init__(
+        self, data: Data, sites: Mapping[int, Site], found: tuple[Any, Any, Sites], memory: int,
+        held: dict[int, Sums] | None = None,
+    ) -> None:  # fmt: skip
+        self.data, self.sites, self.found, self.memory = data, sites, found, memory
+        self.held, self.passes = held or {}, 0 if held is None else 1
+
+    def of(self, leaves: Sequence[int], step: object) -> dict[int, Sums]:
+        """The sums of some parameters at once.
+
+        Raises:
+            ValueError: if they need more memory than there is; `step` is that which needs them.
+        """
+        if not self.held.keys() >= set(leaves):
+            if not self.fits(leaves):
+                paths = ", ".join(repr(self.found[0].paths[i]) for i in leaves)
+                raise ValueError(
+                    f"memory={self.memory} bytes is less than the {sum(map(self._bytes, leaves))} bytes that the "
+                    f"statistics of {paths} need, all of which {step} looks at together"
+                )
+            some, order = list(leaves), list(self.sites)
+            for leaf in order[order.index(leaves[0]) :]:  # and of those after them
+                if leaf not in some and self.fits([*some, leaf]):
+                    some.append(leaf)
+            self.held = {}
+            self.held = self.data.sums(wanted=some)[0]
+            self.passes += 1
+        return {leaf: self.held[leaf] for leaf in leaves}
+
+    def fits(self, leaves: Iterable[int]) -> bool:
+        """Whether the sums of some parameters may be held at once."""
+        return sum(map(self._bytes, leaves)) <= self.memory
+
+    def _bytes(self, leaf: int) -> int:
+        site, given = self.sites[leaf], self.found[1].values[leaf]
+        dtype = jnp.promote_types(given.dtype, jnp.float32)
+        return turn_bytes(site, dtype, False) * math.prod(given.shape[: site.turns])
 
 
 _added = jax.jit(added, donate_argnums=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -40,24 +41,26 @@ def plain(p: Any, x: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_all_faces_give_the_same_numbers() -> None:
+@pytest.mark.parametrize("rotation", [None, jc.Hadamard("all", products="forward")])
+def test_all_faces_give_the_same_numbers(rotation: jc.Hadamard | None) -> None:
+    rule = replace(RULE, rotation=rotation)
     rng = np.random.default_rng(0)
     w = [jnp.asarray(rng.normal(size=shape) / 5, jnp.float32) for shape in ((32, 24), (24, 8))]
     b = [jnp.asarray(rng.normal(size=n), jnp.float32) for n in (24, 8)]
     x = jnp.asarray(rng.normal(size=(300, 32)) @ rng.normal(size=(32, 32)) / 5, jnp.float32)
     params = {name: {"kernel": w[i], "bias": b[i]} for i, name in enumerate(("first", "second"))}
-    own, report = jc.ptq.quantize(plain, RULE, params, [x[:100], x[100:]], STEPS)
+    own, report = jc.ptq.quantize(plain, rule, params, [x[:100], x[100:]], STEPS)
     assert all(row.after > row.before + 0.5 for row in report.weights)
 
-    program = jc.nn.linen.quantize(Linen(), RULE, program=True)
+    program = jc.nn.linen.quantize(Linen(), rule, program=True)
     variables, of_linen = program.quantize_with_data({"params": params}, [x[:100], x[100:]], STEPS)
-    model, of_nnx = jc.nn.quantize_with_data(Module(w, b), RULE, [x[:100], x[100:]], STEPS)
+    model, of_nnx = jc.nn.quantize_with_data(Module(w, b), rule, [x[:100], x[100:]], STEPS)
     for name in ("first", "second"):
         expected = jax.tree.leaves(own[name]["kernel"])
         for found in (variables["params"][name]["kernel"], getattr(model, name).kernel.get_value()):
             for one, other in zip(expected, jax.tree.leaves(found), strict=True):
                 np.testing.assert_array_equal(one, other)
-    y = jc.quantize_fn(plain, RULE)(own, x)
+    y = jc.quantize_fn(plain, rule)(own, x)
     np.testing.assert_array_equal(model(x), y)
     np.testing.assert_array_equal(program.apply(variables, x), y)
     for other in (of_linen, of_nnx):

@@ -68,8 +68,15 @@ def relu_layer(p: Any, x: Any) -> Any:
     return jax.nn.relu(layer_norm(x, p["scale"], p["bias"]) @ p["a"] + p["b"]) @ p["c"]
 
 
-def conv(x: Any, w: Any) -> Any:
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def conv(x: Any, w: Any, groups: int = 1) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+
+
+def by_data(p: Any, x: Any) -> Any:
+    """A depthwise convolution with a kernel that is no parameter."""
+    kernel = jnp.exp(x[:1, :2, :2, :1] + jnp.ones(4)).transpose(1, 2, 0, 3)
+    return conv(conv(jax.nn.relu(conv(x, p["a"])), kernel, 4), p["c"])
 
 
 def scanned(p: Any, x: Any) -> Any:
@@ -105,6 +112,13 @@ def kernels_of_heads(p: Any, x: Any) -> Any:
     return jnp.einsum("thk,hkd->td", jnp.tanh(x @ x.T)[:, :, None, None].mean(1) * v, p["o"])
 
 
+def sorted_rows(p: Any, x: Any) -> Any:
+    """Rows of a product and of a table, taken and put in another order."""
+    order = jnp.argsort(x[:, 0])
+    h = (jax.nn.relu(x @ p["a"]) + p["t"][order])[order]
+    return jnp.zeros((7, 6)).at[order].add(h) @ p["b"]
+
+
 #: The function, the shapes of its parameters and of its argument, and for each weight the parameters that take factors.
 FOLDED: dict[str, tuple[Callable[..., Any], Shapes, tuple[int, ...], dict[str, str]]] = {
     "RMSNorm, gated": (gated, MLP, (5, 8), {"gate": "gate scale up", "up": "gate scale up", "down": "down up"}),
@@ -135,6 +149,22 @@ FOLDED: dict[str, tuple[Callable[..., Any], Shapes, tuple[int, ...], dict[str, s
         {"b": "a b"}),
     "branches": (branches, {"a": (8, 6), "b": (8, 6), "c": (6, 3)}, (5, 8), {"c": "a b c"}),
     "experts": (experts, {"a": (2, 8, 6), "b": (2, 6, 3)}, (4, 8), {"b": "a b"}),
+    "a depthwise convolution": (
+        lambda p, x: conv(jax.nn.relu(conv(conv(x, p["a"]), p["d"], 4) + p["b"]), p["c"]),
+        {"a": (3, 3, 2, 4), "d": (2, 2, 1, 4), "b": (4,), "c": (2, 2, 4, 3)}, (2, 6, 6, 2), {"c": "b c d"},
+    ),
+    "beside a depthwise convolution": (
+        lambda p, x: conv(h := jax.nn.relu(conv(x, p["a"])), p["c"]) + conv(h, p["d"], 4).mean(-1, keepdims=True),
+        {"a": (3, 3, 2, 4), "d": (2, 2, 1, 4), "c": (2, 2, 4, 3)}, (2, 6, 6, 2), {"c": "a c d"},
+    ),
+    "a depthwise convolution by data": (by_data, {"a": (3, 3, 2, 4), "c": (2, 2, 4, 3)}, (2, 6, 6, 2), {"c": "a c"}),
+    "rows in another order": (sorted_rows, {"a": (8, 6), "t": (5, 6), "b": (6, 3)}, (5, 8), {"b": "a b t"}),
+    "masks of experts": (
+        lambda p, x: jnp.einsum(
+            "etn,enk->tk", jnp.einsum("te,tn->etn", jax.nn.softmax(x[:, :2]), x * p["s"]), p["w"]
+        ),
+        {"s": (8,), "w": (2, 8, 3)}, (5, 8), {"w": "s w"},
+    ),
     "tied alike": (tied_norm, {"scale": (8,), "a": (8, 8), "b": (8, 3)}, (5, 8), {"a": "a b scale", "b": "a b scale"}),
     "a mask": (
         lambda p, x: jnp.where(x[:, :1] > 0, -jnp.maximum(x @ p["a"], x @ p["b"]), 0) / 3 @ p["c"],
@@ -185,7 +215,24 @@ REFUSED: dict[str, tuple[Callable[..., Any], Shapes, str, str]] = {
     ),
     "tied": (lambda p, x: jax.nn.relu(x @ p["w"]) @ p["w"], {"w": (8, 8)}, "w", "disagree at dot_general"),
     "tied to a table": (
-        lambda p, x: rms(p["w"][x[:, 0].astype(jnp.int32)], p["a"]) @ p["w"].T, {"a": (8,), "w": (9, 8)}, "w", "gather",
+        lambda p, x: rms(p["w"][x[:, 0].astype(jnp.int32)], p["a"]) @ p["w"].T, {"a": (8,), "w": (9, 8)}, "w",
+        "reduces its channels",
+    ),
+    "parts of rows": (
+        lambda p, x: lax.dynamic_slice(x @ p["a"], (x[0, 0].astype(jnp.int32), 2), (3, 4))[jnp.array([1])] @ p["w"],
+        {"a": (8, 6), "w": (4, 3)}, "w", "takes some channels",
+    ),
+    "a convolution in groups": (
+        lambda p, x: conv(conv(x.reshape(5, 2, 2, 2), p["a"], 2), p["w"]), {"a": (1, 1, 1, 4), "w": (1, 1, 4, 3)}, "w",
+        "feature_group_count=2",
+    ),
+    "columns": (
+        lambda p, x: jnp.zeros((5, 6)).at[:, jnp.array([0, 1])].add(x @ p["a"]) @ p["w"], {"a": (8, 2), "w": (6, 3)},
+        "w", "scatter-add .* takes some of its channels",
+    ),
+    "a table of indexes": (
+        lambda p, x: x[jnp.round(x @ p["a"]).astype(jnp.int32)[0]] @ p["w"], {"a": (8, 5), "w": (8, 3)}, "w",
+        "an argument",
     ),
     "split": (halves, {"a": (8, 12), "w": (6, 3)}, "w", "split .* takes its channels apart"),
     "from turn to turn": (

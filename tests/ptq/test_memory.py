@@ -91,6 +91,29 @@ def test_windows_of_nested_loops_and_of_weights_that_share_an_input() -> None:
     assert report.passes == 4  # a turn of the outer loop at a time, and the weight that all turns share
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sequential", [False, True])
+def test_mappings_look_at_weights_that_share_an_input(sequential: bool, monkeypatch: Any) -> None:
+    def fun(p: Any, x: Any) -> Any:
+        h = (x * p["scale"]) @ p["q"] * jax.nn.sigmoid((x * p["scale"]) @ p["k"])
+        return jax.nn.relu(h @ p["v"]) @ p["o"]
+
+    rng = np.random.default_rng(0)
+    shapes = {"q": (16, 12), "k": (16, 12), "v": (12, 8), "o": (8, 4)}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    params["scale"] = jnp.asarray(rng.uniform(0.5, 8, 16), jnp.float32)
+    batches = [jnp.asarray(rng.normal(size=(40, 16)), jnp.float32) for _ in range(2)]
+    steps = [jc.ptq.smooth(), jc.ptq.awq(3), jc.ptq.gptq()]
+    whole, one = jc.ptq.quantize(fun, RULE, params, batches, steps, sequential=sequential)
+    found = held_bytes(monkeypatch)
+    parts, several = jc.ptq.quantize(fun, RULE, params, batches, steps, sequential=sequential, memory=9600)
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    assert sorted(several.weights, key=str) == sorted(one.weights, key=str)
+    assert several.passes == len(found) > one.passes and 2 * max(found) <= 9600
+    with pytest.raises(ValueError, match=r"memory=9000 bytes is less than .* of 'q', 'k' need, all of which smooth"):
+        jc.ptq.quantize(fun, RULE, params, batches, steps, memory=9000)
+
+
 def test_stages_are_cut_by_their_bytes() -> None:
     def cut(stages: Sequence[Stage], sizes: Any, memory: int) -> list[Any]:
         found = parts_of(stages, sizes, memory, "abcd".__getitem__)
@@ -120,8 +143,6 @@ def test_bad_arguments() -> None:
     ):
         with pytest.raises(kind, match=r"memory=.* must be a number of bytes above 0, or text such as '4GiB'"):
             jc.ptq.quantize(network, RULE, params, batches, memory=memory)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"but smooth\(0\.5\) needs the statistics of all weights at once"):
-        jc.ptq.quantize(network, RULE, params, batches, [jc.ptq.smooth()], memory="4GiB")
     with pytest.raises(TypeError, match="can be run through once"):
         jc.ptq.quantize(network, RULE, params, iter(batches), memory="4GiB")
     with pytest.raises(

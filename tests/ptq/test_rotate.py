@@ -86,6 +86,10 @@ FOLDED: dict[str, tuple[Callable[..., Any], Any, tuple[int, ...], dict[str, str]
         lambda p, x: lax.cond(x[0, 0] > 0, lambda h: h @ p["a"], lambda h: h @ p["b"], x) @ p["w"],
         {"a": (8, 4), "b": (8, 4), "w": (4, 3)}, (5, 8), {"w": "Hadamard 4 folded into a, b"},
     ),
+    "rows in another order": (
+        lambda p, x: jnp.zeros((7, 8)).at[x[:, 0].argsort()].set((x @ p["a"])[::2].repeat(2, 0)) @ p["w"],
+        {"a": (8, 8), "w": (8, 3)}, (4, 8), {"w": "Hadamard 8 folded into a"},
+    ),
     "experts": (
         lambda p, x: jnp.einsum("etn,enk->etk", jnp.einsum("tk,ekn->etn", x, p["a"]), p["w"]),
         {"a": (2, 8, 4), "w": (2, 4, 3)}, (5, 8), {"w": "Hadamard 4 folded into a"},
@@ -145,6 +149,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], Shapes, str]] = {
     ),
     "a root": (
         lambda p, x: jnp.sqrt((x @ p["a"]) ** 2) @ p["w"], {"a": (8, 8), "w": (8, 3)}, "sqrt at",
+    ),
+    "a depthwise convolution": (
+        lambda p, x: conv(conv(conv(x.reshape(5, 2, 2, 2), p["a"]), p["d"], 4), p["w"]),
+        {"a": (1, 1, 2, 4), "d": (1, 1, 1, 4), "w": (1, 1, 4, 3)}, "conv_general_dilated",
     ),
     "squares in a product": (
         lambda p, x: (y := x @ p["a"]) @ p["w"] + jnp.square(y) @ p["b"], {"a": (8, 8), "w": (8, 3), "b": (8, 3)},

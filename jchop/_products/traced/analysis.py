@@ -16,7 +16,7 @@ from jchop._program import planner, step
 from jchop._program.source import source_of
 from jchop._program.step import CONTROL, Plan, is_own
 
-__all__ = ["Analyst", "ProductStep", "Use"]
+__all__ = ["Analyst", "ProductStep", "Use", "dot_of"]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ def _is_sum_of_floats(eqn: Any) -> bool:
     return sums and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
 
 
-def _dot(eqn: Any) -> Dot:
+def dot_of(eqn: Any) -> Dot:
+    """The product that an equation ``dot_general`` is, also one that sums over no axis."""
     (contracting, batch), params = eqn.params["dimension_numbers"], eqn.params
     return Dot(
         tuple(map(tuple, contracting)),  # type: ignore[arg-type]
@@ -209,7 +210,7 @@ def _ragged(eqn: Any) -> Ragged | str:
     return Ragged(tuple(sorted(eqn.params.items())))
 
 
-_PRODUCTS = {"dot_general": _dot, "conv_general_dilated": _conv, "ragged_dot_general": _ragged}
+_PRODUCTS = {"dot_general": dot_of, "conv_general_dilated": _conv, "ragged_dot_general": _ragged}
 _SUMS = frozenset({"add", "add_any", "sub"})
 #: Operands that only choose among the numbers of the others.
 _CHOOSING: dict[str, tuple[int, ...]] = {

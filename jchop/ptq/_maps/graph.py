@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jchop._products.traced.analysis import dot_of
 from jchop._program.step import Plan, carry_count
 from jchop.ptq._sites import ENTERED, Site, Sites
 
@@ -171,7 +172,10 @@ class _Builder:
         outs = [self._new(v, loops) for v in step.eqn.outvars]
         function = step.scope.rpartition("/")[2]
         where = " ".join(text for text in (function and f"of {function}", step.source and f"at {step.source}") if text)
-        node = Node(step.name, dict(step.eqn.params), tuple(ins), tuple(outs), where, step.product)
+        product = step.product
+        if step.name == "dot_general" and all(value.real for value in (*ins, *outs)):
+            product = dot_of(step.eqn)  # one that sums over no axis is none of those that are rounded
+        node = Node(step.name, dict(step.eqn.params), tuple(ins), tuple(outs), where, product)
         if step.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
             outs[0].zero = ins[0].zero
         own = any(value.is_parameter for value in ins) and all(v.is_parameter or v.is_constant for v in ins)

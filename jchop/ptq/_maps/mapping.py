@@ -22,7 +22,7 @@ from jchop.ptq._maps.search import Fold, channels_of, fold_of
 from jchop.ptq._maps.steps import Awq, Mapping, Rotate
 from jchop.ptq._maps.turns import GainError, turn_of
 from jchop.ptq._round import round_parameter
-from jchop.ptq._run import Data
+from jchop.ptq._run import Data, Looked
 from jchop.ptq._sites import Site
 from jchop.ptq._statistics import means
 from jchop.ptq._steps import Steps
@@ -43,11 +43,13 @@ class Mapped:
         notes: of a weight, or of a layer of a stack of them: its index, and the turn or ``()``.
         before: signal over error of the product of a weight before it was changed, each element rounded to nearest: the
             mean squares of the outputs and of their errors.
+        passes: how often the data were run.
     """
 
     methods: dict[int, list[str]] = field(default_factory=dict)
     notes: dict[tuple[int, tuple[int, ...]], list[str]] = field(default_factory=dict)
     before: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
+    passes: int = 0
 
     def note(self, leaf: int, turn: tuple[int, ...]) -> str:
         """What there is to say of a weight."""
@@ -59,27 +61,33 @@ class Mapped:
         self.notes.setdefault((leaf, turn), []).append(text)
 
 
-def map_parameters(data: Data, steps: Sequence[Mapping]) -> Mapped:
-    """Map the parameters of `data`, one step after the other; each runs the data once.
+def map_parameters(data: Data, steps: Sequence[Mapping], memory: int | None = None) -> Mapped:
+    """Map the parameters of `data`, one step after the other.
+
+    Each runs the data once, or, if there is a bound of `memory` in bytes, as often as that takes.
 
     Raises:
-        ValueError: as a run of the data; for a parameter that overflows its dtype.
+        ValueError: as a run of the data; for a parameter that overflows its dtype; for less memory than the weights
+            need that share an input.
     """
     mapped = Mapped()
     for step in steps:
-        sums, (program, call, sites) = data.sums()
+        sums, found = (None, data.last()) if memory is not None else data.sums()
+        program, call, sites = found
         wanted = {
             leaf: site
             for leaf, site in sites.by_leaf.items()
-            if leaf in sums and leaf in program.placements and program.placements[leaf][1].laid == site.laid
+            if leaf in program.placements and program.placements[leaf][1].laid == site.laid
         }
         for leaf in [leaf for leaf in wanted if program.placements[leaf][0].turn is not None]:
             del wanted[leaf]
             mapped.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
-        graphs = [graph_of(*found) for found in data.programs if found[0] is not program]
-        job = _Job(step, program, call, graph_of(program, sites), graphs, sums, wanted, mapped)
+        graphs = [graph_of(*some) for some in data.programs if some[0] is not program]
+        looked = Looked(data, wanted, found, memory or 0, sums)
+        job = _Job(step, program, call, graph_of(program, sites), graphs, looked, wanted, mapped)
         job.run()
         data.params = job.result(data.params)
+        mapped.passes += looked.passes
     return mapped
 
 
@@ -92,17 +100,17 @@ class _Job:
         call: its arguments.
         graph: the program as a graph.
         others: programs of batches of other shapes.
-        sums: of the inputs.
+        looked: the statistics of the inputs.
         wanted: the sites of the weights that are rounded, by their indexes.
         mapped: what is reported.
     """
 
     def __init__(
-        self, step: Mapping, program: Any, call: Any, graph: Graph, others: Sequence[Graph], sums: dict[int, Sums],
+        self, step: Mapping, program: Any, call: Any, graph: Graph, others: Sequence[Graph], looked: Looked,
         wanted: dict[int, Site], mapped: Mapped,
     ) -> None:  # fmt: skip
         self.step, self.program, self.call, self.graph, self.others = step, program, call, graph, others
-        self.sums, self.wanted, self.mapped = sums, wanted, mapped
+        self.looked, self.wanted, self.mapped = looked, wanted, mapped
         self.changed: dict[int, Any] = {}
 
     def run(self) -> None:
@@ -195,13 +203,17 @@ class _Job:
         return found
 
     def _map(self, place: Place, fold: Fold, places: dict[int, Place]) -> None:
+        more = [leaf for leaf in _by_leaf(fold) if self._unseen(leaf)]
+        if self.looked.fits({*places, *more}):
+            self.looked.of([*dict.fromkeys([*places, *more])], self.step)
         if isinstance(self.step, Rotate):
             by = Blocks.of(fold.channels.free, self.step.seed)
             self._report(fold, places, f"{self.step.name} by {by}")
             for leaf, label in _by_leaf(fold).items():
                 self._change(leaf, partial(rotated, label=label, by=by))
             return
-        members = [self._member(fold, own) for own in places.values()]
+        sums = self.looked.of([*places], self.step)
+        members = [self._member(fold, own, sums[leaf]) for leaf, own in places.items()]
         count = fold.channels.count
         if isinstance(self.step, Awq):
             units = self._units(place, members, count)
@@ -232,16 +244,14 @@ class _Job:
     def _value(self, leaf: int) -> Any:
         return self.changed.get(leaf, self.call.values[leaf])
 
-    def _member(self, fold: Fold, place: Place) -> Member:
+    def _member(self, fold: Fold, place: Place, sums: Sums) -> Member:
         site, node = place.site, place.node
         label = fold.labels[node.ins[place.side]]
         _, shape, axes = channels_of(place)
         own = Label(label.power, tuple(label.axes[axis] for axis, _ in axes)).indexes()
         channels = np.broadcast_to(own, [shape[axis] for axis, _ in axes]).reshape(-1)
         placement = _to_nearest(self.program.placements[site.leaf][0])
-        return Member(
-            self._value(site.leaf), site.stack, site.turns, placement, site.layout, self.sums[site.leaf], channels
-        )
+        return Member(self._value(site.leaf), site.stack, site.turns, placement, site.layout, sums, channels)
 
     def _units(self, place: Place, members: Sequence[Member], count: int) -> int:
         """How many parts of the channels belong to turns of loops, each with the matrices of its own turn."""
@@ -256,12 +266,16 @@ class _Job:
                 return 1
         return turns
 
+    def _unseen(self, leaf: int) -> bool:
+        """Whether the errors of a weight before any step are needed, and not known."""
+        return leaf in self.wanted and not any(own == leaf for own, _ in self.mapped.before)
+
     def _remember(self, leaf: int) -> None:
         """The errors of a weight that is rounded as it was before any step."""
-        site = self.wanted.get(leaf)
-        if site is None or any(own == leaf for own, _ in self.mapped.before):
+        if not self._unseen(leaf):
             return
-        placement, sums = _to_nearest(self.program.placements[leaf][0]), self.sums[leaf]
+        site, sums = self.wanted[leaf], self.looked.of([leaf], self.step)[leaf]
+        placement = _to_nearest(self.program.placements[leaf][0])
         weights = jnp.asarray(self._value(leaf))
         for place in np.ndindex(*weights.shape[: site.stack]):
             inputs, weight = means(jax.tree.map(lambda v, turn=place[: site.turns]: v[turn], sums)), weights[place]

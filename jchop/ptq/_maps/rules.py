@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -279,6 +279,44 @@ def _expand(seen: Seen) -> Ways:
     yield _pair(seen, seen.on(axes))
 
 
+def _gather(seen: Seen) -> Ways:
+    """Whole rows that are looked up."""
+    table, numbers = seen.node.ins[0], seen.node.params["dimension_numbers"]
+    sizes, single = seen.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
+    whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
+    if not seen.made and seen.place:
+        raise RefusedError(f"{seen.node} takes it as indexes")
+    there = {out: axis for axis, out in whole} if seen.made else dict(whole)
+    yield _pair(seen, _moved(seen, there, table if seen.made else seen.node.outs[0]))
+
+
+def _scatter(seen: Seen) -> Ways:
+    """Whole rows that are put, or added, to others."""
+    (rows, _, updates), numbers = seen.node.ins, seen.node.params["dimension_numbers"]
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = zip((i for i in range(len(rows.shape)) if i not in single), numbers.update_window_dims, strict=True)
+    whole = {axis: own for axis, own in windows if rows.shape[axis] == updates.shape[own]}
+    if not seen.made and seen.place == 1:
+        raise RefusedError(f"{seen.node} takes it as indexes")
+    if seen.made or not seen.place:
+        yield [seen.label, None, _moved(seen, whole, updates)], [seen.label]
+    else:
+        found = _moved(seen, {own: axis for axis, own in whole.items()}, rows)
+        yield [found, None, seen.label], [found]
+
+
+def _moved(seen: Seen, there: Mapping[int, int], other: Value) -> Label:
+    """The factors of another value, whose axes are those of this one by number."""
+    axes = [_flat(n) for n in other.shape]
+    for i, runs in enumerate(seen.own):
+        if i in there:
+            axes[there[i]] = runs
+        elif not is_flat(runs):
+            raise RefusedError(f"{seen.node} takes some of its channels")
+    return seen.on(axes)
+
+
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
@@ -405,13 +443,20 @@ def _dot_back(seen: Seen, dot: Dot, free: Sequence[Sequence[int]], ndims: Sequen
 
 def _conv(seen: Seen) -> Ways:
     conv: Conv = seen.node.product
-    if conv.feature_groups != 1:
-        raise RefusedError(f"{seen.node} has feature_group_count={conv.feature_groups}")
     image, kernel, out = conv.numbers.lhs_spec, conv.numbers.rhs_spec, conv.numbers.out_spec
 
     def label(value: Any, axis: int, runs: Axis) -> Label:
         return seen.on([runs if i == axis else _flat(n) for i, n in enumerate(value.shape)])
 
+    if conv.feature_groups != 1:
+        axes = image[1], kernel[0], out[1]
+        values = [*seen.node.ins[:2], *seen.node.outs]
+        if {value.shape[axis] for value, axis in zip(values, axes, strict=True)} != {conv.feature_groups}:
+            raise RefusedError(f"{seen.node} has feature_group_count={conv.feature_groups}")
+        own = axes[2 if seen.made else seen.place]
+        seen.flat_on([i for i in range(len(seen.own)) if i != own], "does not keep its channels apart")
+        yield from _depthwise(seen, [label(v, axis, seen.own[own]) for v, axis in zip(values, axes, strict=True)])
+        return
     if seen.made or (seen.place == 1 and not is_flat(seen.own[kernel[0]])):
         axis = out[1] if seen.made else kernel[0]
         seen.flat_on([i for i in range(len(seen.own)) if i != axis], "does not keep its channels apart")
@@ -422,6 +467,18 @@ def _conv(seen: Seen) -> Ways:
     seen.flat_on([i for i in range(len(seen.own)) if i != axis], "does not keep its channels apart")
     both = [label(value, (image, kernel)[i][1], seen.own[axis]) for i, value in enumerate(seen.node.ins)]
     yield [own.raised(1 if i == seen.place else -1) for i, own in enumerate(both)], [None]
+
+
+def _depthwise(seen: Seen, labels: Sequence[Label]) -> Ways:
+    """Each channel of an image times one of a kernel: two of image, kernel and result have factors."""
+    pairs = [(1, 2), (0, 2)] if seen.made else [(0, 1), (0, 2)] if seen.place == 0 else [(1, 2), (0, 1)]
+    for pair in pairs:
+        inverse = pair == (0, 1)
+        first = seen.place if not seen.made else 2
+        found = [
+            None if i not in pair else own.raised(-1) if inverse and i != first else own for i, own in enumerate(labels)
+        ]
+        yield found[:2], found[2:]
 
 
 def _ragged(seen: Seen) -> Ways:
@@ -471,6 +528,8 @@ _RULES: dict[str, Callable[[Seen], Ways]] = {
     "concatenate": _parts("dimension", "joins its channels with others"),
     "split": _parts("axis", "takes its channels apart"),
     "pad": _pad,
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add"), _scatter),
     "mul": _mul,
     "div": _div,
     "square": _power(lambda params: Fraction(2)),

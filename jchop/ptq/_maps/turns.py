@@ -13,9 +13,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jchop._products.product import Dot
+from jchop._products.product import Conv, Dot
 from jchop.ptq._maps.graph import CARRIED, OVER_TURNS, SAME, Node, Place, Value
-from jchop.ptq._maps.labels import Axis, Label, RefusedError, is_flat
+from jchop.ptq._maps.labels import Label, RefusedError, is_flat
 from jchop.ptq._maps.rules import Seen, Tie, Ways, ways_of
 from jchop.ptq._maps.search import Fold, fold_of
 
@@ -77,6 +77,8 @@ class _Turns:
             raise _refused(seen)
         if isinstance(node.product, Dot):
             return _dot(seen)
+        if isinstance(node.product, Conv) and node.product.feature_groups != 1:
+            raise _refused(seen)
         if rule is not None:
             return rule(self, seen)
         if node.product is None and node.name not in _LINEAR:
@@ -208,24 +210,6 @@ def _select(turns: _Turns, seen: Seen) -> Ways:
     yield from ways_of(seen.node, seen.label, seen.place, seen.made)
 
 
-def _gather(_: _Turns, seen: Seen) -> Ways:
-    """Whole rows that are looked up."""
-    table, numbers = seen.node.ins[0], seen.node.params["dimension_numbers"]
-    sizes, single = seen.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
-    whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
-    there = {out: axis for axis, out in whole} if seen.made else dict(whole)
-    if (not seen.made and seen.place) or not there.keys() >= set(_turned(seen)):
-        raise _refused(seen)
-    other = table if seen.made else seen.node.outs[0]
-    axes: list[Axis] = [() if n == 1 else ((n, 0),) for n in other.shape]
-    for i in _turned(seen):
-        axes[there[i]] = seen.own[i]
-    found = seen.on(axes)
-    before, after = (found, seen.label) if seen.made else (seen.label, found)
-    yield [before, *[None] * (len(seen.node.ins) - 1)], [after]
-
-
 def _dot(seen: Seen) -> Iterator[Any]:
     """A product sums over all of the channels, or none; those of its batch are not mixed."""
     dot: Any = seen.node.product
@@ -244,13 +228,12 @@ _RULES: dict[str, Callable[[_Turns, Seen], Ways]] = {
     "integer_pow": _square,
     "reduce_sum": _sum,
     "select_n": _select,
-    "gather": _gather,
 }
 #: Those of which the rules of factors hold for rotations.
 _LINEAR_NAMES = """
     add add_any sub neg copy copy_p name stop_gradient sharding_constraint reshard device_put optimization_barrier slice
     dynamic_slice convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims rev cumsum concatenate
-    split pad
+    split pad gather scatter scatter-add
 """
 _LINEAR = frozenset((*_LINEAR_NAMES.split(), SAME, OVER_TURNS, CARRIED))
 _OF_SQUARES = frozenset(("mul", "div", "square", "integer_pow", "reduce_sum", "convert_element_type", "reshape"))
