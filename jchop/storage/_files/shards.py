@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +54,8 @@ class Shards:
         if not path.is_dir():
             return [path]
         if not (path / INDEX).exists():
+            if not (path / SINGLE).exists():
+                raise FileNotFoundError(errno.ENOENT, f"the folder has no {SINGLE} and no {INDEX}", str(path))
             return [path / SINGLE]
         self._index = _index(path / INDEX)
         names = sorted(set(self._index.values()))
