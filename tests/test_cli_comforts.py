@@ -25,6 +25,11 @@ def test_every_command_has_json() -> None:
     assert [name for name, options in commands_of(_parser()).items() if "--json" not in options] == ["completion"]
 
 
+def test_the_page_names_every_command() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
+    assert [name for name in commands_of(_parser()) if f"`jchop {name}" not in page] == []
+
+
 def test_formats_and_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "formats", "--json")
     assert isinstance(rows, list) and {row["name"] for row in rows} >= {"bfloat16", "float8_e4m3fn"}
