@@ -102,21 +102,25 @@ def _shield(argument: str) -> str:
 class _Parser(argparse.ArgumentParser):
     """A parser that raises exceptions for errors, so that all of them are reported in one place."""
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Arguments that no command knows are an error of the command before them."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = next(name for name in args if name in commands_of(self))
+            near = close_to(unknown[0].split("=")[0], filter(None, commands_of(self)[name]))
+            raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{near} (see {self.prog} {name} --help)")
+        return options
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}{self._near(message)} (see {self.prog} --help)")
 
     def _near(self, message: str) -> str:
-        """The names that the first unknown option or choice of a message is close to."""
-        unknown = re.search(r"unrecognized arguments: (-\S*)", message)
+        """The names that the first unknown choice of a message is close to."""
         choice = re.search(r"argument (\S+): invalid choice: '([^']*)'", message)
-        if unknown:
-            used = [words for name, words in commands_of(self).items() if name in sys.argv or len(sys.argv) < 2]
-            names = {word for words in used or commands_of(self).values() for word in words}
-            return close_to(unknown[1].split("=")[0], sorted(names))
-        if choice:
-            names = next((a.choices for a in self._actions if choice[1] in (*a.option_strings, str(a.metavar))), None)
-            return close_to(choice[2], map(str, names or ()))
-        return ""
+        if choice is None:
+            return ""
+        named = (a for a in self._actions if choice[1] in (*a.option_strings, str(a.metavar), a.dest))
+        return close_to(choice[2], map(str, next((a.choices for a in named), None) or ()))
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Writes help or version; argparse ignores an output that cannot be written."""

@@ -15,11 +15,11 @@ __all__ = ["TENSOR_CORES", "TensorCore", "tensor_core"]
 
 @dataclass(frozen=True)
 class TensorCore:
-    """One unit and type of operands: its arithmetic with a float32 accumulator, and where it is published.
+    """One unit and type of operands: its arithmetic with a float32 accumulator, and the source.
 
     Args:
         spec: the arithmetic.
-        source: where it comes from.
+        source: the publication that says so.
         narrow: whether the unit has a float16 accumulator too.
 
     Example:

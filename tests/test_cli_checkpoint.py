@@ -54,7 +54,7 @@ def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "is the checkpoint that is read" in error(capsys, "convert", str(source), str(source), "--layout", "jchop")
     assert "has tensors already" in _again(capsys, source, tmp_path / "b")
     (tmp_path / "empty").mkdir()
-    assert "No such file" in error(capsys, "inspect", str(tmp_path / "empty"))
+    assert "the folder has no model.safetensors" in error(capsys, "inspect", str(tmp_path / "empty"))
 
 
 def _again(capsys: pytest.CaptureFixture[str], source: Path, target: Path) -> str:
@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path
         convert(source, target, "gptq", shard_bytes=3000, progress=kill)
     kept = {name: (target / name).stat().st_mtime_ns for name in contents(target) if name.endswith(".safetensors")}
     assert kept and ".jchop-unfinished.json" in contents(target)
-    assert "no such file" in error(capsys, "inspect", str(target)).lower()  # nothing that reads as a checkpoint
+    assert "has no model.safetensors" in error(capsys, "inspect", str(target))  # nothing that reads as a checkpoint
     with pytest.raises(ValueError, match="unfinished run of other arrays"):
         convert(source, target, "awq", shard_bytes=3000)
     assert convert(source, target, "gptq", shard_bytes=3000)

@@ -25,6 +25,11 @@ def test_every_command_has_json() -> None:
     assert [name for name, options in commands_of(_parser()).items() if "--json" not in options] == ["completion"]
 
 
+def test_the_page_names_every_command() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
+    assert [name for name in commands_of(_parser()) if f"`jchop {name}" not in page] == []
+
+
 def test_formats_and_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "formats", "--json")
     assert isinstance(rows, list) and {row["name"] for row in rows} >= {"bfloat16", "float8_e4m3fn"}
@@ -66,12 +71,23 @@ def test_quantize_and_inspect_as_json(capsys: pytest.CaptureFixture[str], tmp_pa
         (["round", "1", "--to", "e5m2", "--rounding", "nearest_evn"], "close: nearest_even"),
         (["round", "1", "--to", "bfloat61"], "close: bfloat16"),
         (["compare", "x.npy", "--scale", "fitt"], "close: fit"),
+        (["formats", "--bits", "8"], "unrecognized arguments: --bits 8 (see jchop formats --help)"),
+        (["completion", "bsh"], "close: bash"),
+        (["info", "int4(group=32"], "not as many closing as opening parentheses"),
+        (["study", "fine.py:fun", "--data", "x.npz"], "as 'model:apply' for a function of model.py"),
+        (["study", "broken:fun", "--data", "x.npz"], "broken.py, line 1: '(' was never closed"),
+        (["study", "fine:fum", "--data", "x.npz"], "close: fun"),
+        (["study", "fne:fun", "--data", "x.npz"], "close: fine"),
+        (["study", "fine:fun", "--data", "x.npz", "--formats", "int8"], "integers without a scale are 'integer8'"),
     ],
 )
-def test_a_misspelt_word_has_neighbours(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], near: str
+def test_a_wrong_word_gets_its_neighbours_or_the_way_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str], near: str
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["jchop", *argv])
+    monkeypatch.chdir(tmp_path)
+    Path("fine.py").write_text("def fun(x):\n    return x\n")
+    Path("broken.py").write_text("def fun(x:\n")
+    np.savez("x.npz", x=np.ones(3))
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert near in error and error.count("\n") == 1

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from jchop._checks import close_to
+
 
 @contextlib.contextmanager
 def imports_from_here() -> Iterator[None]:
@@ -36,13 +38,19 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
     Raises:
         ValueError: for a text of another form, a name that cannot be imported, or an object that is no function.
     """
-    if ":" not in text:
-        raise ValueError(f"{argument} {text!r} must be MODULE:FUNCTION, as 'model:apply'")
+    module, colon, name = text.partition(":")
+    if not (colon and name) or not all(part.isidentifier() for part in module.split(".")) or module.endswith(".py"):
+        raise ValueError(f"{argument} {text!r} must be MODULE:FUNCTION, as 'model:apply' for a function of model.py")
     try:
         with imports_from_here():
             found = pkgutil.resolve_name(text)
+    except SyntaxError as error:
+        told = f"{error.filename}, line {error.lineno}: {error.msg}"
+        raise ValueError(f"{argument} {text!r} cannot be loaded: {told}") from None
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{argument} {text!r} cannot be loaded: {error}") from None
+        files = (path.stem for path in Path().glob("*.py"))
+        near = close_to(name, vars(sys.modules[module])) if module in sys.modules else close_to(module, files)
+        raise ValueError(f"{argument} {text!r} cannot be loaded: {error}{near}") from None
     if not callable(found):
         raise ValueError(f"{argument} {text!r} is {type(found).__name__}, and no function")
     return found

@@ -101,14 +101,14 @@ def _shown(value: object) -> str:
 
 
 def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
-    """What a matrix product computes: the order of its sums, the bits it keeps, and its roundings, found from results.
+    """The arithmetic of a matrix product, from its results: the order of sums, the bits that it keeps, the roundings.
 
     The product may be a device's, a library's or an emulated one's. It is called about a dozen times with float32
     matrices of `length` rows and columns, and may convert them to its own type of operands first. All numbers in the
     probes of sums are powers of two, or 1.5 and 3 times one, between 2^-9 and 2^8, which float8_e4m3 and wider formats
     hold.
 
-    The order is that of the first `length` products in one element of the result; a library may choose another for
+    The order is found for the first `length` products in one element of the result; a library may choose another for
     other shapes. Alignment is probed up to 32 bits.
 
     Args:

@@ -23,7 +23,7 @@ class TunedSite:
         spec: their rounding as text; ``"carrier"`` for none. The rule of sums follows, if there is one.
         bits: the bits of a result.
         equations: their number.
-        results: the count of their results, those of all turns of scans.
+        results: the count of their results, in all turns of scans.
         alone: the error if every other site has the most exact format of the menu; NaN if it was not measured.
     """
 

@@ -80,8 +80,8 @@ def tune(
             the carrier is the accumulator without a rule. Accumulators are not stored, so bytes do not count them.
         by: ``"scope"``: a site is a path of `jax.named_scope` and `jax.jit` names; ``"equation"``: a primitive within
             such a path. Default ``"scope"``.
-        metric: ``"relative"``, the Euclidean norm of the error of all numbers of the result over that of the result in
-            the carrier; ``"absolute"``, the norm of the error; ``"largest"``, the largest magnitude of an error; or a
+        metric: ``"relative"``, the Euclidean norm of the error of all numbers over the norm of the carrier's
+            result; ``"absolute"``, the norm of the error; ``"largest"``, the largest magnitude of an error; or a
             function of the result and of the carrier's result to a number. Default ``"relative"``.
         held_out: further inputs, whose errors are reported and do not count. Default: none.
         evaluations: the most assignments measured. Default 2000.

@@ -52,7 +52,7 @@ def psum(
     tiles) an array keeps its shape and is cut between groups, along the axis that leaves the fewest numbers to be
     added.
 
-    The derivative is that of `jax.lax.psum`: the cotangent is passed to every rank. Under ``check_vma=False`` it is
+    The derivative is as in `jax.lax.psum`: the cotangent is passed to every rank. Under ``check_vma=False`` it is
     summed over the ranks, in the codes of the spec's gradient if that is a spec, else as floats.
 
     Args:

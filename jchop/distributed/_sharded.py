@@ -40,7 +40,7 @@ def sharded_psum(
         axis_name: as in `psum`.
         spec: as in `psum`.
         key: as in `psum`.
-        mesh: the mesh. Default None: that of `jax.set_mesh`, else that of the first array with a `NamedSharding`.
+        mesh: the mesh. Default None: the one of `jax.set_mesh`, else of the first array with a `NamedSharding`.
         algorithm: as in `psum`.
         accumulate: as in `psum`.
         bucket: as in `psum`.

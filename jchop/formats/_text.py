@@ -155,7 +155,9 @@ def unknown(text: str, more: Iterable[str] = ()) -> ValueError:
     """The error for a text that is not a format."""
     stem = text.partition("(")[0]
     modes = [member.value for member in (*Rounding, *Overflow)]
-    if stem in modes:
+    if text.count("(") != text.count(")"):
+        hint = "; it has not as many closing as opening parentheses"
+    elif stem in modes:
         hint = f"; {stem} belongs after a format, as in e5m2:{stem}"
     else:
         hint = close_to(stem, [*CATALOGUE, *ALIASES, *more]) or close_to(stem, modes)

@@ -32,7 +32,7 @@ _LONGEST = 1 << 20
 def save_lora(folder: str | os.PathLike[str], model: nnx.Module) -> None:
     """Writes the adapters of a model alone to a folder: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    The layout is that of PEFT: ``base_model.model.PATH.lora_A.weight`` has the shape (rank, in), ``lora_B``
+    The layout is PEFT's: ``base_model.model.PATH.lora_A.weight`` has the shape (rank, in), ``lora_B``
     (out, rank), and ``adapter_config.json`` has ranks, alphas and the rate of dropout.
 
     Args:

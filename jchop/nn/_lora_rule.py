@@ -31,9 +31,9 @@ class LoraRule:
         rank: the number of columns of A and rows of B.
         alpha: the numerator of the factor. Default: `rank`, so that the factor is 1.
         dropout: the rate of dropout of x on its way to A, from 0 up to 1. Default 0.
-        init: ``"zeros"``: A is random and B zero, so the first output is that of the base. ``"loftq"``: A B is the best
+        init: ``"zeros"``: A is random and B zero, so the first output equals the base's. ``"loftq"``: A B is the best
             approximation of this rank of the error of the packed weight (Li et al., arXiv 2310.08659, one step).
-            ``"pissa"``: A B is that of the weight itself, and the base is the rest, packed again (Meng et al., arXiv
+            ``"pissa"``: A B approximates the weight itself, and the base is the rest, packed again (Meng et al., arXiv
             2404.02948). Default ``"zeros"``.
 
     Raises:

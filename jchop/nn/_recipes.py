@@ -79,8 +79,8 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     other. The published runs keep the first and the last blocks, the embeddings and the last layer in high precision:
     put ``Rule("blocks/{0,11}")`` and ``Rule("{embed,head}")`` before the recipe. Four over six is an option of NVIDIA's
     recipe: ``recipe("nvfp4", activation="nvfp4(rule=four_over_six)")``, and so for the weight, in tiles, and the
-    gradient. Two things of Tseng et al. are otherwise in ``"mxfp4"``: scales are rounded up, so that nothing is clipped,
-    in place of a factor of 3/4, and the forward product is in MXFP4 too.
+    gradient. Two things of Tseng et al. are otherwise in ``"mxfp4"``: scales are rounded up, so that nothing is
+    clipped, in place of a factor of 3/4, and the forward product is in MXFP4 too.
 
     ``"int8"``, ``"int8_stochastic"`` and ``"deepseek_fp8"`` multiply codes. So do the others of float8, ``"mxfp8"``,
     ``"mxfp4"`` and ``"nvfp4"`` with ``product="codes"``, except ``"float8_delayed"``, whose scales have a source of

@@ -147,7 +147,7 @@ def tune(
     The Fisher score of a layer in a format is the sum of (∂L/∂y)²·(ŷ − y)² over its results y on the data, with ŷ the
     results of the rounded layer of the same inputs: the second-order change of a loss whose curvature is the square
     of its gradient. The scores of the layers add up, and a dynamic program finds the best sum under the budget exactly.
-    The loss of the model under the rules is then measured, and that of each single format. A note names the single
+    The loss of the model is then measured under the rules, and in each single format. A note names the single
     formats within the budget that have a lower loss. Near a minimum of the loss a gradient says little: use labels that
     the model itself draws, with which the square of the gradient is the curvature of the divergence from the model.
 

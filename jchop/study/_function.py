@@ -24,7 +24,7 @@ from jchop._files import require_extra, write_atomically
 from jchop._text import Part, Tables, html
 from jchop.formats import ElementFormat
 from jchop.rounding import Rounding
-from jchop.spec import Spec
+from jchop.spec import Spec, as_spec
 from jchop.study._run import Progress, specs_of, versions_of
 
 if TYPE_CHECKING:
@@ -242,13 +242,12 @@ def run_function(
         raise ValueError(f"budget_seconds={budget_seconds!r} must be positive, or None")
     specs = specs_of(formats, modes)
     for _, spec in specs:
-        if spec.scaled is not None:
-            raise ValueError(f"formats: {spec.format} is a scaled format; every operation has to round by itself")
+        as_spec(spec, "formats")
     start = time.perf_counter()
     name = getattr(fun, "__name__", type(fun).__name__)
     reference = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(fun(*args)))]
-    if not reference:
-        raise ValueError(f"fun={name} returns no arrays")
+    if not reference or any(leaf.dtype.kind in "OSU" for leaf in reference):
+        raise ValueError(f"fun={name} returns no arrays of numbers")
     keys = list(jax.random.split(jax.random.key(seed), seeds))
     rows = []
     for done, (names, spec) in enumerate(specs, start=1):

@@ -285,7 +285,7 @@ def test_arguments(tmp_path: Path) -> None:
         save_checkpoint({"w.weight": q}, tmp_path / "m", "auto")
     with pytest.raises(ValueError, match="has quantized arrays named"):
         save_checkpoint({"kernel": q}, tmp_path / "m2", "compressed-tensors")
-    with pytest.raises(ValueError, match="is one file that ends in"):
+    with pytest.raises(ValueError, match="and only these, have the layout"):
         save_checkpoint({"w": q}, tmp_path / "m3", "gguf")
     with pytest.raises(TypeError, match="only arrays"):
         save_checkpoint({"w": "text"}, tmp_path / "m4", "plain")

@@ -100,7 +100,7 @@ def test_the_page_has_all_in_it(found: study.FunctionStudy, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"formats": ["nvfp4"]}, "nvfp4 is a scaled format"),
+        ({"formats": ["nvfp4"]}, "formats='nvfp4' is a scaled format"),
         ({"formats": []}, "at least one"),
         ({"formats": ["e5m2:up"]}, "names a rounding"),
         ({"seeds": 0}, "seeds=0"),

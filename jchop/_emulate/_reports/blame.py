@@ -42,7 +42,7 @@ class BlameRow:
         primitive: its name; ``"argument [0]['w']"`` and ``"constant"`` for values that are rounded on entry.
         spec: the rounding of the results, as text.
         equations: their number in the program.
-        results: the count of results, those of all turns of loops.
+        results: the count of results, in all turns of loops.
         rms: the root of the mean square of the rounding errors made, in units of the results.
         contribution: their part in the error of the output, with its sign, in units of the output.
         share: the contribution over the error of the output; NaN if that is zero.
@@ -83,7 +83,7 @@ class Blame(Tables):
 
     Args:
         rows: the rows, the largest contribution first. ``rows`` and ``unexplained`` add up to ``error``.
-        error: the output of the emulated program minus that of the program in the carrier.
+        error: the output of the emulated program minus the output of the program in the carrier.
         value: the output of the emulated program; NaN for arrays without ``output=``.
         reference: the output of the program in the carrier; NaN for arrays without ``output=``.
         unexplained: the part of the error that no row has.
@@ -145,7 +145,7 @@ def blame(
     rest. A bound such as Σ|aᵢ||δᵢ| has no signs and is often a hundred times too large.
 
     Loops and branches follow the emulated program; a row adds up all turns, and ``turns`` has each. An equation that
-    only moves values makes no error. Values are kept, so the memory is that of all operations together. It runs
+    only moves values makes no error. The values of all operations are kept in memory. It runs
     operation by operation, outside of `jax.jit`.
 
     Args:

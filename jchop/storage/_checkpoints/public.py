@@ -127,7 +127,9 @@ def write_jobs(
     if layout not in NAMES:
         raise ValueError(f"layout={layout!r} must be one of {', '.join(map(repr, NAMES))}")
     if (target.suffix.lower() == ".gguf") != (layout == GGUF):
-        raise ValueError(f"{target}: the layout 'gguf' is one file that ends in .gguf, and other layouts are not")
+        raise ValueError(
+            f"{target}: layout={layout!r}, but files that end in .gguf, and only these, have the layout 'gguf'"
+        )
     if layout == GGUF:
         write_gguf(jobs, target, progress=progress)
     elif target.suffix.lower() == ".safetensors":
