@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,8 @@ Array = jax.Array
 
 __all__ = ["LORA", "Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"]
 
-#: The collection of adapters.
-LORA = "lora"
+#: The collection of adapters, and the arrays of each.
+LORA, _PARTS = "lora", ("lora_a", "lora_b")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def merge_lora(
         variables: those of it.
         args: example arguments of the module, of which only shapes are used.
         requantize: whether a packed weight is packed again by its rule, which rounds the sum. Default False: the weight
-            is in full precision, and the layer is one that no rule rounds.
+            is in full precision, and its rule has no effect any more.
         rngs: streams of keys of the module, by name.
         kwargs: as of `apply`.
 
@@ -201,15 +201,17 @@ def merge_lora(
     shapes = jax.eval_shape(unpacked, base)
     rules = module.rules if isinstance(module, Quantized) else ()
     found = layers_of(core, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
+    alone = []
     for place, adapter in adapters.items():
-        path = tuple(place.split("/")) if place else ()
+        path = _path(place)
         leaf = params[*path, "kernel"]
+        alone += [place] if isinstance(leaf, Packed) else []
         weight = merged_weight(_numbers(leaf), adapter["lora_a"], adapter["lora_b"], adapter["rule"])
         params[*path, "kernel"] = _put(leaf, weight, found.get(path))
     result = {**base, "params": unflatten_dict(params)}
-    if requantize or not rules:
+    if requantize or not alone:
         return module, result
-    left = _left_alone(rules, list(adapters), seen_in(core, shapes, args, rngs, kwargs), shapes)
+    left = _left_alone(rules, alone, seen_in(core, shapes, args, rngs, kwargs), shapes)
     return (Quantized(core, left) if any(rule.rounds for rule in left) else core), result
 
 
@@ -289,13 +291,12 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
     """
     _core(module)
     kernels = {"/".join(path[:-1]): leaf for path, leaf in params_of(variables).items() if path[-1] == "kernel"}
-    made: dict[Path, Array] = {}
-    rules: dict[str, LoraRule] = {}
-    for place, (a, b, rule) in read_adapters(folder, kernels, lambda place: kernels[place].shape).items():
-        path = tuple(place.split("/")) if place else ()
-        made |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
-        rules[place] = rule
-    return Adapted(module, tuple(sorted(rules.items()))), {**variables, LORA: unflatten_dict(made)}
+    found = read_adapters(folder, kernels, lambda place: kernels[place].shape)
+    made = {
+        (*_path(place), name): part for place, new in found.items() for name, part in zip(_PARTS, new, strict=False)
+    }
+    rules = tuple((place, found[place][2]) for place in sorted(found))
+    return Adapted(module, rules), {**variables, LORA: unflatten_dict(made)}
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -303,9 +304,13 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
 
 def _core(module: Any) -> nn.Module:
     core = module.module if isinstance(module, Quantized) else module
-    if not isinstance(core, nn.Module):
-        raise TypeError(f"module={module!r} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize")
-    return core
+    if isinstance(core, nn.Module):
+        return core
+    raise TypeError(f"module={module!r} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize")
+
+
+def _path(place: str) -> Path:
+    return tuple(place.split("/")) if place else ()
 
 
 def _no_dense(layer: Any, place: str) -> str:
@@ -315,21 +320,14 @@ def _no_dense(layer: Any, place: str) -> str:
 def _parts(adapted: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The variables without adapters, and the adapters by path, as `split_lora` gives them."""
     base = dict(variables)
-    found: Any = flatten_dict(dict(base.pop(LORA, {})), sep="/")
-    wanted = dict(_names(adapted))
-    if set(found) != set(wanted):
-        other = sorted(set(found) ^ set(wanted))
-        raise ValueError(f"variables['{LORA}'] and the adapters of the module differ in {other[0]!r}")
+    found: Any = flatten_dict(dict(base.pop(LORA, {})))
+    wanted = {(*_path(place), part): (place, part) for place, _ in adapted.rules for part in _PARTS}
+    if other := set(found) ^ set(wanted):
+        raise ValueError(f"variables['{LORA}'] and the adapters of the module differ in {'/'.join(min(other))!r}")
     adapters: dict[str, dict[str, Any]] = {place: {"rule": rule} for place, rule in adapted.rules}
-    for name, (place, part) in wanted.items():
-        adapters[place][part] = found[name]
+    for keys, (place, part) in wanted.items():
+        adapters[place][part] = found[keys]
     return base, adapters
-
-
-def _names(adapted: Adapted) -> Iterator[tuple[str, tuple[str, str]]]:
-    for place, _ in adapted.rules:
-        for part in ("lora_a", "lora_b"):
-            yield f"{place}/{part}".lstrip("/"), (place, part)
 
 
 def _numbers(leaf: Any) -> Array:
