@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from jchop._files import open_regular, write_atomically
+from jchop._files import open_regular, remove_parts, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 posix = pytest.mark.skipif(os.name != "posix", reason="permissions, links and FIFOs of POSIX")
@@ -158,3 +158,13 @@ def test_two_hundred_kills_damage_nothing(tmp_path: Path) -> None:
     run = subprocess.run(argv, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.stdout.split() == ["200", "0"]
     assert all(path.name.endswith(".part") for path in tmp_path.iterdir() if path.name != "x")
+
+
+def test_unfinished_files_of_some_names_are_removed(tmp_path: Path) -> None:
+    long = "model-" + "x" * 60 + ".safetensors"
+    mine = [f".{long[:40]}.{'0a' * 8}.part", f".config.json.{'ff' * 8}.part"]
+    others = [f".other.json.{'0a' * 8}.part", ".config.json.12.part", "config.json", f"config.json.{'0a' * 8}.part"]
+    for name in (*mine, *others):
+        (tmp_path / name).touch()
+    remove_parts(tmp_path, [long, "config.json", "absent"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
