@@ -13,7 +13,7 @@ from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.random_bits import SEEDS
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset, words_like
 from jchop._kernels.primitive import Kernel, make_op
-from jchop.formats import CodebookFormat
+from jchop.formats import CodebookFormat, LogTakumFormat
 from jchop.spec import Spec
 
 __all__ = ["round_op", "round_with_hardware_bits_op"]
@@ -67,6 +67,8 @@ def _refuse(
 ) -> str | None:
     if isinstance(spec.format, CodebookFormat) and len(spec.format.levels) > COMPARE_ALL:
         return f"{spec.format} has more than {COMPARE_ALL} levels, which are gathered from a table"
+    if isinstance(spec.format, LogTakumFormat):
+        return f"{spec.format} has values and points between them that are gathered from tables"
     if place.whole is not None:
         return "the random words of a tile of a larger array (offset of starts and shape, or complex x) have no kernel"
     if x.size >= 1 << 31:

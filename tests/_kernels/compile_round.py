@@ -19,7 +19,7 @@ from jchop.rounding import Rounding
 KINDS = (
     "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e8m0fnu", "float4_e2m1fn", "binary8p1ue", "bfloat16",
     "e5m2(subnormals=false)", "fixed4.4", "ufixed0.8", "integer8", "integer4(narrow=true)",
-    "codebook(-1,-0.5,0,0.25,1)",
+    "codebook(-1,-0.5,0,0.25,1)", "hif8", "posit16",
 )  # fmt: skip
 MODES = tuple(mode.value for mode in Rounding)
 #: What else a specification may say; the last has subnormals of the carrier as normal values.
