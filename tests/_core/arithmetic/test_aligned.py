@@ -309,7 +309,7 @@ def decoded(x: np.ndarray, row: ScaledRow) -> tuple[np.ndarray, np.ndarray, F32]
     return codes.view(row.elements).astype(F32)[:, : x.shape[1]], each, F32(tensor)
 
 
-@pytest.mark.parametrize("row", SCALED[:2], ids=str)
+@pytest.mark.parametrize("row", [SCALED[1], pytest.param(SCALED[0], marks=pytest.mark.slow)], ids=str)
 def test_products_of_scaled_operands(row: ScaledRow) -> None:
     """Three blocks, the last one shorter, as is its last group; then the scales of the tensors, if there are any."""
     rng = np.random.default_rng(3)

@@ -16,7 +16,7 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.aligned import limbs
-from jchop._core.arithmetic.aligned.unit import LEAST_PRODUCT, MORE, Unit
+from jchop._core.arithmetic.aligned.unit import LEAST_PRODUCT, MORE, WORD, Unit
 from jchop._core.rounding.elements import round_elements
 from jchop.formats import FloatFormat, binary32
 from jchop.rounding import Overflow, Rounding
@@ -48,7 +48,8 @@ def suits(unit: Unit) -> bool:
     """Whether float64 holds every sum, and is faster than words of 32 bits."""
     exact = unit.most_units <= 1 << _FRACTION + 1
     total = unit.spec.accumulate
-    return exact and not unit.one_word and not (total is not None and total.rounding.stochastic)
+    slow = unit.apart or not unit.exact_floats or unit.bits > WORD
+    return exact and slow and not (total is not None and total.rounding.stochastic)
 
 
 def factors(x: Array, unit: Unit, scales: Array | None = None) -> Factors:

@@ -21,7 +21,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS
-from jchop._core.arithmetic.aligned.unit import LEAST_PRODUCT, MORE, Unit, is_own
+from jchop._core.arithmetic.aligned.unit import LEAST_PRODUCT, MORE, WORD, Unit, is_own
 from jchop._core.arithmetic.exact import Exact, round_exact
 from jchop._core.rounding import modes
 from jchop._core.rounding.modes import Draw, draw
@@ -135,7 +135,7 @@ def _terms(x: Factors, y: Factors, exponents: list[Array], largest: Array, unit:
         pairs = enumerate(zip(exponents, floats, strict=True))
         return _added([_long(x.at(i), y.at(i), e, largest, unit, p) for i, (e, p) in pairs])
     scaled = [p * _power(e - (largest - unit.bits)) for p, e in zip(floats, exponents, strict=True)]
-    if unit.bits > 28:
+    if unit.bits > WORD:
         high = [(v * np.float32(2.0**-_LIMB)).astype(jnp.int32) for v in scaled]
         pairs = zip(scaled, high, strict=True)
         low = [(v - h.astype(jnp.float32) * np.float32(2.0**_LIMB)).astype(jnp.int32) for v, h in pairs]

@@ -12,10 +12,12 @@ from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 from jchop.rounding import Overflow
 from jchop.spec import Spec
 
-__all__ = ["LEAST_PRODUCT", "MORE", "Unit", "is_own", "require_aligned"]
+__all__ = ["LEAST_PRODUCT", "MORE", "WORD", "Unit", "is_own", "require_aligned"]
 
 _CARRIER = CARRIERS["float32"]
 _FRACTION, _BIAS = _CARRIER.fraction, _CARRIER.bias
+#: The most fraction bits for which a product is cut to one word.
+WORD = 28
 #: What the sum of products keeps beyond the bits of c in ``aligned_apart``.
 MORE = 7
 #: The exponent by which products that are all zero are aligned without c; below that of every other product.
@@ -98,7 +100,7 @@ class Unit:
     @property
     def group(self) -> int:
         """The number of terms whose sum is below 2^30."""
-        return 1 << max(28 - self.bits, 0)
+        return 1 << max(WORD - self.bits, 0)
 
 
 def _least_exponent(fmt: ElementFormat | ScaledFormat) -> int:
