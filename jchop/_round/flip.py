@@ -116,6 +116,7 @@ def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
         short = fmt.frac_bits > carrier.fraction
         ends = (fmt.exact_max, Fraction(2) ** (fmt.emin - (fmt.frac_bits if fmt.subnormals else 0)))
     elif isinstance(fmt, TaperedFormat):
+        assert fmt.smallest is not None
         short = fmt.most_fraction_bits > carrier.fraction
         ends = (Fraction(fmt.smallest), Fraction(fmt.max))
     elif isinstance(fmt, UniformFormat):
