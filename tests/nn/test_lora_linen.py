@@ -1,5 +1,7 @@
 """Adapters of low rank on Linen: first output, gradients, initial values, merging, files."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from pathlib import Path

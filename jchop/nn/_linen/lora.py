@@ -53,8 +53,7 @@ class Adapted:
             kwargs: of the module and of Linen's `apply`.
 
         Raises:
-            ValueError: for variables without these adapters, or an adapter whose layer is no Dense; else as of the
-                module.
+            ValueError: for variables without these adapters, or an adapter of a layer that is no Dense.
         """
         base, adapters = _parts(self, variables)
         with nn.intercept_methods(_Beside(adapters)):
@@ -201,11 +200,9 @@ def merge_lora(
     shapes = jax.eval_shape(unpacked, base)
     rules = module.rules if isinstance(module, Quantized) else ()
     found = layers_of(core, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
-    alone = []
+    alone = [place for place in adapters if isinstance(params[*_path(place), "kernel"], Packed)]
     for place, adapter in adapters.items():
-        path = _path(place)
-        leaf = params[*path, "kernel"]
-        alone += [place] if isinstance(leaf, Packed) else []
+        leaf = params[*(path := _path(place)), "kernel"]
         weight = merged_weight(_numbers(leaf), adapter["lora_a"], adapter["lora_b"], adapter["rule"])
         params[*path, "kernel"] = _put(leaf, weight, found.get(path))
     result = {**base, "params": unflatten_dict(params)}
@@ -341,8 +338,8 @@ def _put(leaf: Any, weight: Array, found: Any) -> Any:
         return nn.meta.replace_boxed(leaf, weight)
     if found is None:
         return weight
-    codes, layout = found.packed("kernel", weight)
-    return Packed(codes, layout, weight.shape)
+    stored, layout = found.packed("kernel", weight)
+    return Packed(stored, layout, weight.shape)
 
 
 def _left_alone(rules: tuple[Rule, ...], places: list[str], seen: Any, shapes: Any) -> tuple[Rule, ...]:
