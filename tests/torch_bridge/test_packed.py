@@ -111,6 +111,7 @@ def test_jax_has_the_memory_of_the_buffers() -> None:
             jc.torch.PackedTensor(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_layer_of_flax_has_the_same_numbers() -> None:
     """With integers every sum is exact, so the outputs are equal, too."""
     nnx = pytest.importorskip("flax.nnx")
@@ -183,6 +184,7 @@ def test_other_layers_compiled_exported_and_in_safetensors(tmp_path: Any) -> Non
     assert torch.equal(torch.export.export(low, (ids,)).module()(ids), low(ids))
 
 
+@pytest.mark.slow
 def test_draws_tied_weights_and_rounded_activations() -> None:
     q = packed("e5m1:stochastic", seed=3)[0].weight_packed.as_qarray()
     key = jax.random.key(3)
