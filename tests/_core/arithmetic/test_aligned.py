@@ -298,7 +298,9 @@ def test_a_hundred_thousand_sums_of_scaled_elements(row: ScaledRow) -> None:
 
 def decoded(x: np.ndarray, row: ScaledRow) -> tuple[np.ndarray, np.ndarray, F32]:
     """Elements, the scale of each, and the scale of the tensor, from the codes of `x`."""
-    q = jc.quantize(x, jc.tensor_core("blackwell", row.dtype).operands)
+    spec = jc.tensor_core("blackwell", row.dtype).operands
+    assert spec is not None
+    q = jc.quantize(x, spec)
     codes = np.asarray(q.qvalue).view(np.uint8)
     codes = codes if row.elements is not E2M1 else np.stack([codes & 15, codes >> 4], -1).reshape(len(x), -1)
     scale, tensor = q.scale if isinstance(q.scale, tuple) else (q.scale, F32(1))
