@@ -51,7 +51,7 @@ def read_placed(file: TensorFile, name: str, sharding: Any) -> Array:
     entry = file.entries[name]
     known: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         bounds = tuple(each.indices(n)[:2] for each, n in zip(index, entry.shape, strict=True))
         if bounds not in known:
             known.clear()  # devices with the same part are neighbours, mostly
