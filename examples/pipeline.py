@@ -59,9 +59,11 @@ def train(spec: str | None, steps: int) -> float:
     print(f"training {steps} steps with {spec or 'floats'} between the stages", file=sys.stderr, flush=True)
     devices = np.array(jax.devices()[: STAGES * COPIES]).reshape(STAGES, COPIES)
     mesh = Mesh(devices, ("stage", "copy"), axis_types=(AxisType.Auto,) * 2)
-    loss = jax.shard_map(
-        lambda *given: local_loss(*given, spec), mesh=mesh, in_specs=(P("stage"), P(), P("copy")), out_specs=P()
-    )
+
+    def local(blocks: Any, shared: Any, keys: jax.Array) -> jax.Array:
+        return local_loss(blocks, shared, keys, spec)
+
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(P("stage"), P(), P("copy")), out_specs=P())
     optimizer = optax.adam(3e-3)
     first, second = (data_parallel.parameters(jax.random.key(number)) for number in range(STAGES))
     shared = {name: array for name, array in first.items() if name not in BLOCK}
@@ -70,7 +72,7 @@ def train(spec: str | None, steps: int) -> float:
     def step(carry: Any, at: jax.Array) -> Any:
         params, state = carry
         keys = jax.random.split(jax.random.fold_in(jax.random.key(9), at), (COPIES, PARTS))
-        value, gradient = jax.value_and_grad(lambda both: loss(*both, keys))(params)
+        value, gradient = jax.value_and_grad(lambda both: loss(both[0], both[1], keys))(params)
         updates, state = optimizer.update(gradient, state)
         return (optax.apply_updates(params, updates), state), value
 
