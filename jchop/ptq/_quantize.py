@@ -276,14 +276,14 @@ class _Job:
     def _start(self, found: tuple[Any, Any, Sites]) -> None:
         """Everything rounded by itself; weights that are calibrated still count in full precision."""
         self.program, self.call, self.sites = found
+        placements = self.program.placements
+        wanted = {i: v for i, v in self.sites.by_leaf.items() if i in placements and self._in_first_product(i, v)}
+        for i in wanted:
+            _check_spec(self.steps, self.program.paths[i], placements[i][0].spec)
         packed = self.low.pack(self.params, *self.call_args(), key=self.key)
         self.leaves, self.tree = jax.tree.flatten(packed, is_leaf=is_packed)
         rounded = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
-        self.wanted = {
-            i: site for i, site in self.sites.by_leaf.items() if i in rounded and self._in_first_product(i, site)
-        }
-        for i in self.wanted:
-            _check_spec(self.steps, self.program.paths[i], self.program.placements[i][0].spec)
+        self.wanted = wanted
         self.low_leaves: dict[int, Any] = {i: rounded[i] for i in self.wanted}
         self.numbers = {i: numbers_of(v) for i, v in rounded.items() if i not in self.wanted}
         self.numbers |= {i: self.program.placements[i][0].turned(jnp.asarray(self.call.values[i])) for i in self.wanted}
