@@ -76,11 +76,11 @@ def save_checkpoint(
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
         >>> folder = pathlib.Path(tempfile.mkdtemp()) / "model"
-        >>> model = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)))
+        >>> model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
         >>> packed = jc.nn.quantize(model, jc.nn.Rule("*", weight="int4(group=32,scale=float16)"), "ptq")
         >>> jc.nn.save_checkpoint(folder, packed, "gptq")
         >>> {name: value.shape for name, value in jc.storage.load_checkpoint(folder).items()}
-        {'layers.0.bias': (8,), 'layers.0.weight': (8, 64)}
+        {'layers.0.weight': (32, 64), 'layers.0.bias': (32,)}
     """
     tree: dict[str, Any] = {}
     for tensor in _tensors(model, names):
