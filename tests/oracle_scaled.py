@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import oracle
-from oracle import ZERO, Carrier, FloatSet, Levels, Set, Special, Value, pow2
+from oracle import ZERO, Carrier, FixedSet, FloatSet, Levels, Set, Special, Value, pow2
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Blocks:
         """Bits after the leading one in the binade of the largest value."""
         if isinstance(self.element, FloatSet):
             return self.element.m
-        assert not isinstance(self.element, Levels)
+        assert isinstance(self.element, FixedSet)
         return self.element.bits - 1 - self.element.signed
 
     @property

@@ -118,7 +118,7 @@ def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
     elif isinstance(fmt, TaperedFormat):
         assert fmt.smallest is not None
         short = fmt.most_fraction_bits > carrier.fraction
-        ends = (Fraction(fmt.smallest), Fraction(fmt.max))
+        ends = (Fraction(fmt.smallest or 0), Fraction(fmt.max))
     elif isinstance(fmt, UniformFormat):
         short = fmt.bits - fmt.signed > carrier.fraction + 1
         ends = (fmt.quantum, 2 ** (fmt.bits - 1) * fmt.quantum)

@@ -68,6 +68,7 @@ def test_every_number_and_every_code() -> None:
             assert [Fraction(float(e)) * s for e, s in zip(elements[i, at : at + 64], code, strict=True)] == got
 
 
+@pytest.mark.slow
 def test_the_published_array() -> None:
     """21.619 dB, with the products by bfloat16 reciprocals of the paper too; 4.5 bits a number."""
     x = (np.random.default_rng(0).standard_normal((512, 1024)) * 0.02).astype(np.float32)
