@@ -99,7 +99,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(28)
 @pytest.mark.parametrize(("spec", "most"), [("bfloat16", 0.01), ("tf32", 0.01), ("e4m3:saturate", 0.05)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parts_add_up(name: str, spec: str, most: float) -> None:
@@ -262,6 +262,7 @@ def test_an_overflow_has_no_parts(output: Any) -> None:
         jc.blame(jc.emulate(lambda x: x * 200, "e4m3"), jnp.array([1.0, 2.0]), output=output)
 
 
+@pytest.mark.slow
 def test_infinities_inside_have_no_parts_but_those_that_do_not_count() -> None:
     """As the bias correction of Adam in bfloat16: 1 - 0.999 is 0 there, and the update is 0."""
     x = jnp.array([1.5, 2.5])

@@ -409,6 +409,7 @@ def test_a_missing_extra_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_python_names_a_missing_extra_in_one_line() -> None:
     cases = {
         "jc.nn": ("flax", "flax"),
@@ -480,6 +481,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str], option: str) -> None:
         ("-V", ">/dev/full", b"No space left on device"),
     ],
 )
+@pytest.mark.slow
 def test_an_output_that_cannot_be_written_is_one_line(command: str, redirection: str, said: bytes) -> None:
     if redirection.endswith("full") and not Path("/dev/full").exists():
         pytest.skip("no /dev/full")

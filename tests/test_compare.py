@@ -30,6 +30,7 @@ def exact(x: np.ndarray, y: np.ndarray) -> tuple[float, Fraction, Fraction]:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_rounded_array() -> None:
     formats = ["bfloat16", "float8_e4m3fn:saturate", "int4(group=32)", "nvfp4"]
     seen = jc.compare(X, formats)
@@ -56,6 +57,7 @@ def test_overflow_and_clipping_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("zero_point", ["", ",zero_point=integer", ",zero_point=float"])
+@pytest.mark.in_turn(3)
 def test_clipping_under_scales(zero_point: str) -> None:
     """A percentile leaves the largest number beyond the range; the largest magnitude does not."""
     x = np.linspace(-1, 1, 64, dtype=np.float32)
@@ -152,6 +154,7 @@ def test_a_traced_array_is_refused() -> None:
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_the_command_shows_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "x.npy"
     np.save(file, X)

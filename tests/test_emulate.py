@@ -192,6 +192,7 @@ def test_products_of_matrices_are_those_of_math() -> None:
         (1, 1, {}),
     ],
 )
+@pytest.mark.slow
 def test_convolutions(features: int, batches: int, options: dict[str, Any]) -> None:
     """In the carrier they are the carrier's but for the order; of small integers exactly so."""
     image = jnp.round(4 * low((4, 7, 6, 4), 0))

@@ -303,7 +303,7 @@ def _grown(c: Any) -> Any:
     return c * 1.2 + 0.7
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("spec", ["bfloat16", "e4m3:stochastic"])
 @pytest.mark.parametrize("fun", [unrolled, layers, turned])
 def test_a_second_call_is_quick(fun: Callable[..., Any], spec: str) -> None:

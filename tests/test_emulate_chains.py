@@ -156,6 +156,7 @@ def test_derivatives_are_those_of_the_operations(never: Callable[[], None]) -> N
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 @pytest.mark.parametrize("text", ["bfloat16", pytest.param("bfloat16:stochastic", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_partitioned_programs_do_not_try(text: str) -> None:
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
     x, y = numbers("wild", 1), numbers("plain", 2)

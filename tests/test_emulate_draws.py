@@ -74,6 +74,7 @@ def test_draws_by_loops_are_the_carriers_rounded_once(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "below_one", "above"), [("bfloat16", 1 - 2**-8, 1 + 2**-7), ("e4m3", 1 - 2**-4, 1.125)]
 )
+@pytest.mark.slow
 def test_ends_that_are_excluded(spec: str, below_one: float, above: float) -> None:
     """What would be an end is the value next to it; all else is what rounding gives."""
     n = (20000,)
@@ -132,6 +133,7 @@ def test_keys_of_every_kind_and_rules() -> None:
     assert (row.scope, row.spec, row.results) == ("_uniform", "float8_e4m3", 40)
 
 
+@pytest.mark.slow
 def test_arguments_and_results_of_draws_are_rounded() -> None:
     """So are those of a draw from a draw, and of a function that JAX traced within a draw before."""
     scale = jnp.float32(0.3)
@@ -145,6 +147,7 @@ def test_arguments_and_results_of_draws_are_rounded() -> None:
     np.testing.assert_array_equal(got[0], random.categorical(KEY, jc.round_to_format(logits, "e4m3"), shape=N))
 
 
+@pytest.mark.slow
 def test_the_derivative_of_a_draw_is_the_carriers() -> None:
     fun = lambda scale: random.rayleigh(KEY, scale, (4,)).sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(jc.emulate(fun, "bfloat16"))(1.5), jax.grad(fun)(1.5), rtol=1e-6)
@@ -166,7 +169,7 @@ def test_generators_of_the_device() -> None:
     np.testing.assert_array_equal(jc.emulate(bits, "e4m3")()[1], bits()[1])
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("spec", ["e4m3", "float8_e4m3fn:saturate", "e5m2:stochastic"])
 def test_neighbours_are_those_of_the_format(spec: str) -> None:
     values = np.asarray(jc.parse(spec).format.values(), np.float64)

@@ -172,7 +172,7 @@ def test_every_public_function_has_a_row(place: str) -> None:
     assert set(rows) == {name for name in module.__all__ if not isinstance(getattr(module, name), others)} - MAKERS
 
 
-@pytest.mark.in_turn(25)
+@pytest.mark.in_turn(175)
 @pytest.mark.parametrize(("place", "name"), CASES)
 def test_within_an_emulated_function(place: str, name: str) -> None:
     case = TABLES[place][1][name]
@@ -186,7 +186,7 @@ def test_within_an_emulated_function(place: str, name: str) -> None:
     same(low(*case.args), rounded(want) if case.rounded else want)
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize(
     "spec", [SCALED, "nf4(channel=0)", "mxfp4", "nvfp4", "uint4(group=4,zero_point=float)", "e5m2"]
 )
@@ -207,6 +207,7 @@ def test_an_operation_rounds_what_it_takes_of_a_function() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_an_arithmetic_within_another_is_one_operation() -> None:
     """Also where one function takes the result of another, or calls others, and within loops and inner emulations."""
     twice = lambda x: math.exp(math.sin(x, OWN), OWN)  # noqa: E731
@@ -222,6 +223,7 @@ def test_an_arithmetic_within_another_is_one_operation() -> None:
     assert float(jc.emulate(lambda x: math.divide(x, 3.0, "e4m3"), "bfloat16")(jnp.float32(1))) == 0.34375
 
 
+@pytest.mark.slow
 def test_derivatives_and_transformations() -> None:
     low = jc.emulate(lambda x: math.exp(x, OWN), AROUND)
     want = rounded(math.exp(rounded(X), OWN))

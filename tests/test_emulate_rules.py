@@ -154,6 +154,7 @@ def test_constants_are_rounded_everywhere() -> None:
     assert [np.asarray(v).tolist() for v in compared] == [[True, False], [False, True], [True] * 2, [1, 2], 3]
 
 
+@pytest.mark.slow
 def test_batches_of_loops_end_one_by_one() -> None:
     def loop(x: jax.Array) -> Any:
         return lax.while_loop(lambda c: c[0] < 3.0, lambda c: (c[0] * 1.3, c[1] + 1), (x, 0))
@@ -354,6 +355,7 @@ def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
 
 
 @pytest.mark.parametrize("name", ["add", "mul", "max", "rem", "pow", "atan2", "nextafter"])
+@pytest.mark.in_turn(7)
 def test_axes_of_size_one_are_stretched_as_by_the_primitive(name: str) -> None:
     """JAX binds its primitives of two operands to shapes such as (4, 1) and (1, 3), in `jax.numpy.vander` too."""
     x, y = jnp.linspace(0.25, 2.0, 4)[:, None], jnp.linspace(0.5, 3.0, 3)[None]

@@ -18,6 +18,7 @@ from jchop._program.seeds import Seeds
 # -- derivatives and transformations -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_derivative_of_an_emulation_is_the_carriers() -> None:
     fun = lambda x: jnp.sum(jnp.tanh(x) * x**3)  # noqa: E731
     outside = jax.grad(jc.emulate(fun, "e5m2"))(X)

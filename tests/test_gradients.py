@@ -220,7 +220,7 @@ STEPS = {
 }
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("name", STEPS)
 def test_second_derivatives_of_loops(name):
     """JAX takes a loop apart for a derivative by reverse mode; the rules of the functions in it have to stay."""

@@ -30,6 +30,7 @@ def test_the_files_exist(mutate):
     assert not missing
 
 
+@pytest.mark.slow
 def test_the_tests_exist(mutate):
     named = {name for names in mutate.TESTS.values() for name in names}
     assert named

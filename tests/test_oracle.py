@@ -254,7 +254,7 @@ BATCH_FORMATS = {
 }
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(90)
 @pytest.mark.parametrize(
     ("name", "carrier"),
     [(name, c) for name, fmt in BATCH_FORMATS.items() for c in CARRIERS if oracle.held(fmt, CARRIERS[c])],

@@ -148,6 +148,7 @@ def test_value_grid_refuses_what_it_cannot_draw(text: str, said: str) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_pyplot_stays_out() -> None:
     code = "import sys; from jchop import plot; plot.value_grid('e2m1fn'); print('matplotlib.pyplot' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])

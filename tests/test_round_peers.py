@@ -177,7 +177,7 @@ ML_DTYPES = [
 ]
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(15)
 @pytest.mark.parametrize("name", [*ML_DTYPES, "binary16"])
 def test_ml_dtypes(name):
     """Every value, every middle between neighbours, their float32 neighbours, and hard values, to nearest even."""

@@ -123,6 +123,7 @@ def test_every_axis_is_the_last_one_of_the_array_turned(shape):
 
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("text", "mode"), list(itertools.product(TEXTS, [":stochastic", ""])))
+@pytest.mark.slow
 def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
     x = jnp.asarray(numbers((3, 4, 20)))
     keys = jax.random.split(KEY, 3)
@@ -136,6 +137,7 @@ def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
     np.testing.assert_array_equal(jnp.moveaxis(moved, 1, 0), loop)
 
 
+@pytest.mark.slow
 def test_stochastic_words_are_those_of_plain_formats():
     x = np.clip(numbers((6, 16)), -127, 127)
     x[:, 0] = 127
@@ -306,6 +308,7 @@ def test_monotone_within_a_group(text, rows):
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(PROPERTIES), ROWS, st.permutations(range(4)))
+@pytest.mark.slow
 def test_groups_do_not_see_each_other(text, rows, order):
     x = np.array(rows, np.float32).reshape(4, 4)
     shuffled = apply(text, x[order].reshape(2, 8)).reshape(4, 4)
@@ -331,6 +334,7 @@ def test_an_absmax_scale_is_kept_by_the_result(rows):
 
 
 @pytest.mark.parametrize("kind", ["integer", "float"])
+@pytest.mark.slow
 def test_odd_leaves_whole_numbers(kind: str) -> None:
     """Even ones too: only what lies between two whole numbers goes to the odd one."""
     x = np.arange(16, dtype=np.float32)

@@ -223,6 +223,7 @@ def test_vmap_over_offsets():
     same(tile(x, jnp.arange(6)), whole)
 
 
+@pytest.mark.slow
 def test_offsets_give_the_draws_of_the_whole():
     x = jnp.asarray(numbers(np.float32, (6, 35)))
     whole = rounded(x, "e4m3:stochastic")

@@ -95,7 +95,7 @@ def once(overflows: tuple[str, ...], seed: str, turn: int = 0) -> list[tuple[str
     return [(mode, overflows[(start + k) % len(overflows)]) for k, mode in enumerate(DETERMINISTIC)]
 
 
-@pytest.mark.in_turn(10)
+@pytest.mark.in_turn(60)
 @pytest.mark.parametrize("text", [*cases.NAMED, *cases.CUSTOM, *cases.P3109, *cases.WIDE, *cases.DOUBLE, *cases.FIXED])
 def test_formats_are_the_documented_sets(text):
     table = cases.NAMED | cases.CUSTOM | cases.P3109 | cases.WIDE | cases.DOUBLE | cases.FIXED
@@ -160,6 +160,7 @@ UNSIGNED = [
     ("text", "smallest", "has_nan", "kind"),
     [(*row, kind) for kind in ("numpy", "jax") for row in UNSIGNED],
 )
+@pytest.mark.slow
 def test_unsigned_formats_below_zero(text, smallest, has_nan, kind):
     """A mode that points to a value takes it; NaN is what the others give under IEEE, and no other rule does."""
     x = np.array([-INF, -3.0e38, -1.0], np.float32)
@@ -279,7 +280,7 @@ def hard_values(fmt: oracle.Set, carrier: str, text: str, n: int) -> np.ndarray:
     return cases.adversarial(fmt, carrier, n, np.random.default_rng(sum(map(ord, carrier + text))))
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(27)
 @pytest.mark.parametrize(("carrier", "text"), WIDE_CASES[::4])  # all of them below, in the slow run
 def test_adversarial_values(carrier, text):
     subnormals = SUBNORMALS[sum(map(ord, text)) % 3] if FLOAT64[text].zero else "kept"

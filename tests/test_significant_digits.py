@@ -183,6 +183,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize(("fun", "x"), PROGRAMS)
+@pytest.mark.in_turn(7)
 def test_samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> None:
     """Bit for bit, also if the samples take other branches and other numbers of turns."""
     low = jc.emulate(fun, "bfloat16:stochastic")

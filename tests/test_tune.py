@@ -27,6 +27,7 @@ GRIDS = ("e5m2", "e4m3fn", "bfloat16", "e5m2:saturate", "e4m3:propagate", "e2m1f
 
 
 @pytest.mark.parametrize("text", GRIDS)
+@pytest.mark.in_turn(7)
 def test_a_row_of_integers_rounds_as_the_oracle_does(text: str) -> None:
     spec = as_spec(text)
     fmt: Any = spec.format
@@ -225,6 +226,7 @@ def compare_with_all(seed: int, tolerances: tuple[float, ...]) -> list[float]:
     return ratios
 
 
+@pytest.mark.slow
 def test_the_search_is_near_the_best_of_all_assignments() -> None:
     assert max(compare_with_all(0, (1e-2,))) <= 1.16
 

@@ -58,7 +58,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.in_turn(14)
+@pytest.mark.in_turn(42)
 @pytest.mark.parametrize(("row", "platform"), list(itertools.product(EXACT, KERNELS)), ids=str)
 def test_bit_equal_to_the_body_where_sums_are_exact(platform, row, rng):
     name, dtype, shape = row
@@ -76,6 +76,7 @@ TPU_TILINGS = [
 
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("shape", "tiling"), TPU_TILINGS, ids=str)
+@pytest.mark.slow
 def test_tpu_tilings(shape, tiling, rng):
     check_exact("tpu", "int4", shape, "bfloat16", rng, scale_dtype="bfloat16", tiling=tiling)
 
@@ -88,7 +89,7 @@ GPU_TILINGS = [
 ]
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(("shape", "tiling"), GPU_TILINGS, ids=str)
 def test_gpu_tilings(shape, tiling, rng):
     check_exact("gpu", "int4", shape, "bfloat16", rng, tiling=tiling)
@@ -114,6 +115,7 @@ def test_infinite_and_nan_codes_stay_in_their_columns(platform):
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.slow
 def test_vmap(platform, rng):
     both = [exact_data(rng, "int4", (3, 70, 9, 32)) for _ in range(2)]
     x, codes, scales, exact = (np.stack(two) for two in zip(*both, strict=True))

@@ -98,7 +98,7 @@ def arithmetic(order: str, product: str | None, accumulate: str | None) -> Matmu
     return MatmulSpec("e4m3", None if unit else product, accumulate, order)
 
 
-@pytest.mark.in_turn(10)
+@pytest.mark.in_turn(40)
 @pytest.mark.parametrize(("rounding", "order", "kernel"), list(itertools.product(ROUNDINGS, ORDERS, KERNELS)))
 def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str | None, str | None]) -> None:
     product, accumulate = rounding
@@ -109,7 +109,7 @@ def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str |
 SHAPES: tuple[Shape, ...] = ((1, 1, 1, 1), (3, 7, 5, 3), (1, 16, 16, 33), (1, 129, 65, 37))
 
 
-@pytest.mark.in_turn(10)
+@pytest.mark.in_turn(40)
 @pytest.mark.parametrize(("shape", "order", "kernel"), list(itertools.product(SHAPES, ORDERS, KERNELS)))
 def test_shapes(kernel: str, order: str, shape: Shape) -> None:
     assert_equal_to_body(kernel, arithmetic(order, None, "e5m5"), shape)
@@ -209,6 +209,7 @@ DOUBLE = (
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("spec", DOUBLE, ids=str)
+@pytest.mark.slow
 def test_float64_on_gpus(spec: MatmulSpec) -> None:
     with jax.enable_x64(True):
         assert_equal_to_body("gpu", spec, (2, 9, 21, 17), np.float64, SMALL["gpu"])
@@ -217,6 +218,7 @@ def test_float64_on_gpus(spec: MatmulSpec) -> None:
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("order", ORDERS[::2])
+@pytest.mark.slow
 def test_x64_changes_nothing(kernel: str, order: str) -> None:
     spec = arithmetic(order, "e5m7:stochastic", "e5m5:stochastic")
     with jax.enable_x64(True):
@@ -263,6 +265,7 @@ def test_inexact_sums_of_units_stay_within_their_bound(kernel: str, form: str | 
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.slow
 def test_vmap_over_operands_and_seeds(kernel: str) -> None:
     spec = arithmetic("sequential", "e5m7:stochastic", "e5m5:stochastic")
     a, b = operands(spec, (3, 9, 6, 5))

@@ -429,6 +429,7 @@ def test_a_sharded_result_like_the_first_array_keeps_its_sharding(kind):
 
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "int8(channel=0)", "int8(channel=0,zero_point=integer)"])
 @pytest.mark.parametrize("function", [jc.quantize, jc.round_to_format])
+@pytest.mark.in_turn(6)
 def test_a_branch_is_given_the_numbers_and_nothing_as_large(function, name):
     """XLA writes the operands of a branch to memory: each side computes the bits of the numbers itself."""
     x = jnp.ones((128, 256))

@@ -120,7 +120,7 @@ both = pytest.mark.parametrize("kernel", KERNELS)
 PAIRS = [(kernel, dtype) for kernel, (_, dtypes) in KERNELS.items() for dtype in dtypes]
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(40)
 @pytest.mark.parametrize(("kind", "kernel"), list(itertools.product(KINDS, KERNELS)))
 def test_every_kind(kernel: str, kind: str) -> None:
     number = KINDS.index(kind)
@@ -182,7 +182,7 @@ TILINGS: dict[tuple[str, tuple[int, ...]], list[Any]] = {
 }
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("kernel", "shape"), TILINGS, ids=str)
 @pytest.mark.parametrize("dtype", TPU_DTYPES)
 def test_the_tiling_does_not_matter(kernel: str, shape: tuple[int, ...], dtype: str) -> None:
@@ -237,7 +237,7 @@ MAPPED: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
 }
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(16)
 @both
 @pytest.mark.parametrize("name", MAPPED)
 def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:

@@ -126,7 +126,7 @@ def refused(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[
     return refuse(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), plan=plan_of(spec, dtype))
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(32)
 @pytest.mark.parametrize(("platform", "operation", "name", "axis", "dtype", "shape"), TABLE, ids=str)
 def test_equals_the_body(platform, operation, name, axis, dtype, shape):
     spec = along(SCALINGS[name], axis)
@@ -146,7 +146,7 @@ EVERY_MODE = [
 MODES_IN_TURN = [row for number, row in enumerate(EVERY_MODE) if number % 3 == 0]
 
 
-@pytest.mark.in_turn(40)
+@pytest.mark.in_turn(80)
 @pytest.mark.parametrize(("name", "mode", "platform", "operation", "axis", "dtype", "shape"), MODES_IN_TURN, ids=str)
 def test_every_mode(name, mode, platform, operation, axis, dtype, shape):
     spec = along(SCALINGS[name], axis)
@@ -194,6 +194,7 @@ def test_all_equal_the_body(platform, operation, name, shape):
         for dtype in dtypes[:2]
     ],
 )
+@pytest.mark.slow
 def test_two_levels_of_wide_scales(platform, dtype, scale, element):
     """The product of the two scales is no number of float32; numbers of every magnitude, to the ends of the carrier."""
     spec = Spec(ScaledFormat(element, group=16, scale=scale, rule="two_level"))
@@ -211,7 +212,7 @@ def test_blocks_of_other_lengths(platform):
     check(platform, "quantize_blocks", mx("e3m2fn", block=lengths[1], axis=-3), "float32", (40, 3, 8))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 32)], ids=str)
 def test_empty_arrays(platform, shape):
@@ -266,7 +267,7 @@ def ties(plan: Plan, rng: np.random.Generator) -> np.ndarray:
     return np.where(np.abs(x) > np.abs(x[:, :1]), x[:, :1], x)
 
 
-@pytest.mark.in_turn(7)
+@pytest.mark.in_turn(21)
 @pytest.mark.parametrize("spec", SHORT, ids=str)
 def test_the_short_way_gives_the_same_bits(spec, rng):
     """Each block by itself, so that each takes the way that it may: against the general way on ties."""
@@ -396,7 +397,7 @@ JOINED = [
 ]
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize(("text", "shape"), JOINED)
 def test_joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:
     """Operations in a program for one CPU, whose axes are joined, against their bodies with the axes as they are."""

@@ -203,7 +203,7 @@ SOME = [
 ]
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(40)
 @pytest.mark.parametrize(("text", "shape", "dtype"), SOME)
 def test_against_exact_rationals(text, shape, dtype):
     check(text, shape, dtype)
@@ -260,7 +260,7 @@ def extremes() -> list[Any]:
     ]
 
 
-@pytest.mark.in_turn(27)
+@pytest.mark.in_turn(54)
 @pytest.mark.parametrize(("rule", "scale", "turn"), extremes())
 def test_products_with_scales_of_extreme_groups(rule, scale, turn):
     """Neither a product of two scales nor that of a scale and an element need be a number of the carrier."""
@@ -320,6 +320,7 @@ def test_zero_points_that_are_numbers_in_every_mode(element, mode, dtype):
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("kind", "mode"), [("integer", "down"), ("integer", "stochastic_c"), ("float", "odd")])
+@pytest.mark.slow
 def test_zero_points_in_other_modes(kind, mode):
     check(f"int4(group=6,zero_point={kind}):{mode}", (30, 6), "float32", 3)
 
@@ -347,6 +348,7 @@ def test_fitted_scales_give_what_quantize_chooses(text):
 # -- least squares -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_least_squares_is_the_least_of_its_candidates(rng):
     """Against every candidate, tried as a given scale, with errors summed in float64."""
     spec = jc.parse("int4(channel=0,rule=mse)")
@@ -374,6 +376,7 @@ def test_least_squares_do_not_depend_on_the_size_of_the_numbers(power, rng):
     np.testing.assert_array_equal(small, np.ldexp(np.asarray(fit_scaled(jnp.asarray(x), spec=spec)[0]), power + 10))
 
 
+@pytest.mark.slow
 def test_four_over_six_takes_the_smaller_exact_error():
     """A row of an array whose SQNR is published: its blocks, scales and numbers as exact sums of squares choose."""
     x = (np.random.default_rng(0).standard_normal((512, 1024)) * 0.02).astype(np.float32)

@@ -74,6 +74,7 @@ def drawn(rng: Any, rows: int, count: int, block: int, zeros: bool, low: int = -
     [(1, 1, 1, (False, False)), (37, 37, 37, (False, True)), (37, 37, 8, (False, False)), (40, 8, 16, (True, True)),
      (37, 5, 5, (True, True)), (1025, 1025, 1025, (False, False)), (2100, 2100, 1050, (True, False))],
 )  # fmt: skip
+@pytest.mark.in_turn(7)
 def test_integers_are_summed_exactly_and_scaled_in_order(
     count: int, left: int, right: int, zeros: tuple[bool, bool]
 ) -> None:
@@ -90,6 +91,7 @@ def test_integers_are_summed_exactly_and_scaled_in_order(
 
 
 @pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.slow
 def test_long_sums_do_not_wrap(zeros: bool) -> None:
     """200,000 products of the largest codes are beyond int32."""
     count = 200_000
@@ -211,6 +213,7 @@ def test_codes_train_and_serve_the_same_numbers(name: str) -> None:
         assert dict(row.roundings).get("product") == ("codes" if rounds else None)
 
 
+@pytest.mark.slow
 def test_backward_products_of_codes() -> None:
     """dx and dw are sums of codes, too, if a rule has a gradient: of g and w, of x and g, each along its own sum."""
     rule = jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes")
@@ -273,6 +276,7 @@ def test_a_model_of_flax() -> None:
     np.testing.assert_array_equal(jc.emulate(low, "bfloat16")(w, x), want)
 
 
+@pytest.mark.slow
 def test_codes_in_loops_of_unknown_length() -> None:
     """What the turns of a `while` share keeps its codes, also what they carry unchanged; what changes does not."""
 
@@ -308,6 +312,7 @@ def test_codes_in_loops_of_unknown_length() -> None:
     ],
     ids=["weights alone", "all"],
 )
+@pytest.mark.slow
 def test_codes_of_stacks_in_loops_within_loops(rule: jc.Rule) -> None:
     """As text is generated: a loop over tokens, and in it one over layers."""
 
@@ -333,6 +338,7 @@ def test_codes_of_stacks_in_loops_within_loops(rule: jc.Rule) -> None:
     assert bool(jnp.isfinite(gradient).all()) and bool((gradient != 0).any((1, 2)).all())
 
 
+@pytest.mark.slow
 def test_codes_refuse() -> None:
     w, x = normal(32, 4), normal(3, 32, seed=1)
     with pytest.raises(ValueError, match="product='native'"):

@@ -56,6 +56,7 @@ def test_a_range_follows_in_updates_and_stays_in_calls() -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
+@pytest.mark.in_turn(3)
 def test_layers_keep_the_same_scales(source: Any) -> None:
     """A Linear of `jchop.nn` and its program: results, gradients and state of two steps."""
     nnx = pytest.importorskip("flax.nnx")
@@ -114,6 +115,7 @@ def test_a_recipe_with_a_history() -> None:
 
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
+@pytest.mark.slow
 def test_layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
     w = normal(3, 8, 8)
 
@@ -148,6 +150,7 @@ def test_layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
                 np.testing.assert_allclose(value, stacked, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_product_in_every_turn_of_a_loop_keeps_one_range() -> None:
     w, xs = normal(8, 8) / 3, jnp.stack(X)
 
@@ -182,7 +185,7 @@ def test_a_branch_that_is_not_taken_keeps_its_range() -> None:
     assert list(found.stats) == ["a_activation_range"]
 
 
-@pytest.mark.in_turn(66)
+@pytest.mark.in_turn(198)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("name", CASES)
 def test_models_keep_scales(name: str, source: Any) -> None:
@@ -208,6 +211,7 @@ def test_models_keep_scales(name: str, source: Any) -> None:
     chex.assert_trees_all_equal_shapes_and_dtypes(scales.learned, gradient)
 
 
+@pytest.mark.slow
 def test_packed_parameters_have_learned_scales() -> None:
     low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=2)", activation=TENSOR, scale_from=jc.LSQ()))
     scales = low.start(PARAMS, X[0])

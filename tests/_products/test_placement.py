@@ -65,7 +65,7 @@ SPECS = [
 PLAIN = ["int8", "e4m3", "bfloat16"]
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(84)
 @pytest.mark.parametrize("spec", [*SPECS, *PLAIN])
 @pytest.mark.parametrize("name", CASES)
 def test_groups_lie_along_the_sum(name: str, spec: str) -> None:
@@ -79,7 +79,7 @@ def test_groups_lie_along_the_sum(name: str, spec: str) -> None:
     np.testing.assert_array_equal(low(packed, x), expected)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("spec", ["int8", "int4(group=16)", "nvfp4"])
 @pytest.mark.parametrize("taken", ["scan", "index"])
 def test_each_of_a_stack_is_rounded_by_itself(taken: str, spec: str) -> None:
@@ -101,7 +101,7 @@ def test_each_of_a_stack_is_rounded_by_itself(taken: str, spec: str) -> None:
     np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("spec", "found"),
     [

@@ -80,6 +80,7 @@ def rounded(x: Any, spec: str) -> Any:
     return jc.round_to_format(x, spec)
 
 
+@pytest.mark.slow
 def test_operands_are_rounded_along_the_sum() -> None:
     low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)", activation="int8(group=all)", bias="bfloat16"))
     hidden = rounded(X, "int8(group=all)") @ rounded(PARAMS["up"].T, "int4(group=16)").T
@@ -90,6 +91,7 @@ def test_operands_are_rounded_along_the_sum() -> None:
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.slow
 def test_backward_products_have_roundings_of_their_own(side: str) -> None:
     """As the layers of Flax have them: each product in its own layout, from full precision."""
     w, x, g = normal(32, 16), normal(8, 32, seed=1), normal(8, 16, seed=2)
@@ -138,6 +140,7 @@ def test_experts_are_rounded_along_the_sum() -> None:
     np.testing.assert_allclose(dw[2], x[3:].T @ low_g[3:], rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_emulated_sums() -> None:
     how = jc.MatmulSpec(accumulate="e5m10")
     w, x = normal(16, 4), normal(2, 16, seed=1)
@@ -161,6 +164,7 @@ def test_under_transformations() -> None:
     np.testing.assert_allclose(reverse[0, 0, :, 0], rounded(hidden, "e4m3")[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_draws_follow_the_key() -> None:
     low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16):stochastic", activation="e4m3:stochastic"))
     with pytest.raises(ValueError, match="key=None"):
@@ -295,6 +299,7 @@ def test_the_report_is_a_table() -> None:
 # -- products that are none, and operands that are no floats -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_integers_in_a_product_become_floats() -> None:
     """As the product itself takes them; a mask of integers times data, which sums over nothing, is left alone."""
     table, tokens = normal(6, 4), jnp.array([[1, 0, 3, 0, 0, 1], [0, 2, 0, 0, 127, 0]], jnp.int8)
@@ -314,6 +319,7 @@ def test_integers_in_a_product_become_floats() -> None:
     np.testing.assert_array_equal(low(table, x, mask), jc.quantize_fn(lambda w, x: x @ w, rule)(table, x) * mask)
 
 
+@pytest.mark.slow
 def test_complex_numbers() -> None:
     """Real and imaginary parts that are parameters are rounded. Complex operands have no scales; the report says so."""
 
@@ -351,6 +357,7 @@ def test_a_product_that_cannot_be_rounded_is_left_and_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["int8(channel=0)", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_program_that_computes_with_a_parameter_gives_the_same_bits_packed(text: str) -> None:
     """A norm of the weight: a sum of squares, fused with whatever makes the numbers (`sums_ordered_by_fusion`)."""
 

@@ -75,6 +75,7 @@ def test_without_rounding_dw_is_that_of_the_product() -> None:
 
 
 @pytest.mark.parametrize("product", ["float", pytest.param("codes", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_operands_are_rounded_after_they_are_turned(product: Any) -> None:
     """Of whole numbers, whose sums are exact, against the definition with matrices."""
     rng, rotation = np.random.default_rng(2), jc.Hadamard(4, products="both")
@@ -182,6 +183,7 @@ SHAPES = {"q": (12, 8), "k": (12, 8), "experts": (2, 12, 12), "stack": (2, 12, 1
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.slow
 def test_without_rounding_the_function_stays_what_it_is() -> None:
     params = {name: jnp.asarray(normal(*shape, seed=i)) for i, (name, shape) in enumerate(SHAPES.items())}
     x = jnp.asarray(normal(8, 12, seed=9))

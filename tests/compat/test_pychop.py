@@ -129,6 +129,7 @@ def test_integers_by_earlier_names() -> None:
         Chopi(num_bits=16)
 
 
+@pytest.mark.slow
 def test_integers_by_channel_and_calibrated() -> None:
     x = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32) * [[1], [10], [100]]
     x = x.astype(np.float32)
@@ -144,6 +145,7 @@ def test_integers_by_channel_and_calibrated() -> None:
         Chopi().dequantize(codes)
 
 
+@pytest.mark.slow
 def test_functions() -> None:
     ch = Chop(5, 2)
     x = np.linspace(-3, 3, 25)

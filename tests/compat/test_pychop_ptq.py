@@ -25,6 +25,7 @@ def ends(method: str, chop: Any, data: Any, **options: Any) -> list[float]:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_ranges() -> None:
     x = np.random.default_rng(0).standard_normal((2, 4000)).astype(np.float32)
     x[:, :3] = [8.0, -9.5, 0.0]

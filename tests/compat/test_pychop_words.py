@@ -54,6 +54,7 @@ def test_integers_round_the_output_too() -> None:
     assert torch.equal(once(x), Chopi(3, symmetric=True)(x))
 
 
+@pytest.mark.slow
 def test_bits_after_the_sizes() -> None:
     """Where torch has arguments in these places, ``rmode=`` says that they are bits."""
     image, line, volume = torch.rand(2, 3, 6, 6), torch.rand(2, 3, 6), torch.rand(2, 3, 4, 4, 4)

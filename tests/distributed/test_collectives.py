@@ -58,12 +58,14 @@ def test_two_shot(ranks: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
 def test_ring(ranks: int, rng: np.random.Generator) -> None:
     x = rng.standard_normal((ranks, 150)).astype(np.float32)
     found = over(mesh_of(ranks), lambda x: jc.distributed.psum(x, "d", STOCHASTIC, KEY, algorithm="ring"), x)
     same(found, np.stack([replay.psum(list(x), KEY, replay.ring)] * ranks))
 
 
+@pytest.mark.slow
 def test_hierarchical(rng: np.random.Generator) -> None:
     x = rng.standard_normal((8, 150)).astype(np.float32)
     algorithm = jc.distributed.hierarchical("d", "outer")
@@ -80,6 +82,7 @@ def test_a_process_with_one_device_replays_with_vmap(rng: np.random.Generator) -
     same(found, np.stack([replay.psum(list(x), KEY)] * 4))
 
 
+@pytest.mark.slow
 def test_accumulators_in_rank_order(rng: np.random.Generator) -> None:
     def rounded(c: np.ndarray, x: np.ndarray) -> np.ndarray:
         return (c.astype(np.float64) + x).astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -145,6 +148,7 @@ MORE = ["mxfp4", "nf4(group=16,scale=uint8(group=4,zero_point=float))", "int8", 
 
 
 @pytest.mark.parametrize("specs", [FORMATS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["default", "more"])
+@pytest.mark.slow
 def test_every_kind_of_format_moves(specs: list[str], rng: np.random.Generator) -> None:
     """Messages of QArrays: the sum over ranks of one piece is that of the dequantized messages."""
     x = rng.standard_normal((2, 2, 8, 16)).astype(np.float32)
@@ -171,6 +175,7 @@ def test_psum_of_channels_and_tiles_keeps_shapes(rng: np.random.Generator) -> No
         same(each, np.stack([np.concatenate(sums, axis)[:6]] * 4))
 
 
+@pytest.mark.slow
 def test_trees_are_joined(rng: np.random.Generator) -> None:
     tree = {"a": rng.standard_normal((2, 5)), "b": rng.standard_normal((2, 40)), "c": rng.standard_normal((2,)),
             "d": rng.standard_normal((2, 0)), "e": rng.standard_normal((2, 3))}  # fmt: skip
@@ -185,6 +190,7 @@ def test_trees_are_joined(rng: np.random.Generator) -> None:
         same(found[name][1], wanted)
 
 
+@pytest.mark.slow
 def test_sums_of_short_floats_are_float32(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 64)).astype(ml_dtypes.bfloat16)
     found = over(mesh_of(4), lambda x: jc.distributed.psum(x, "d", NEAREST), x)
@@ -201,6 +207,7 @@ def test_nonfinite_numbers_stay_in_their_group(rng: np.random.Generator) -> None
     assert (np.isnan(found) == wrong).all()
 
 
+@pytest.mark.slow
 def test_scan_and_vmap(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 3, 24)).astype(np.float32)
 
@@ -214,6 +221,7 @@ def test_scan_and_vmap(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_derivatives(checked: bool, rng: np.random.Generator) -> None:
     """psum and a broadcast, all_gather and psum_scatter, all_to_all and ppermute and their inverses."""
     x = rng.standard_normal((4, 4, 8)).astype(np.float32)

@@ -55,6 +55,7 @@ RULES = {f"/{name}/".replace(" ", "?"): P(*[None] * axis, "fsdp") for name, (_, 
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_codes_are_gathered(kind: AxisType, rng: np.random.Generator) -> None:
     weights = stored(rng)
     x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
@@ -131,6 +132,7 @@ def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
     assert peak <= 1.2 * allowed
 
 
+@pytest.mark.slow
 def test_a_module_is_placed() -> None:
     model = jc.nn.quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=16)"), "ptq")
     placed = jc.nn.shard(model, mesh_of(AxisType.Auto), {"kernel": P(None, "fsdp")})

@@ -65,6 +65,7 @@ def test_the_counter_counts() -> None:
     ("spec", "algorithm"),
     [pytest.param(*gate, marks=[] if gate == (INT4, "two_shot") else pytest.mark.slow) for gate in GATES],
 )
+@pytest.mark.slow
 def test_codes_and_scales_alone_are_sent(spec: str, algorithm: str, rng: np.random.Generator) -> None:
     program = compiled(spec, algorithm)
     found = wire_bytes(program.as_text() or "", RANKS)

@@ -167,6 +167,7 @@ def test_interpolation_in_float64_is_compiled_in_seconds() -> None:
     assert time.process_time() - start < 60
 
 
+@pytest.mark.slow
 def test_interpolation_at_the_ends_and_between_equal_nodes() -> None:
     x = f32([-1, 0, 0.5, 1, 3, np.nan, np.inf])
     xp, fp = f32([0, 1, 1.01, 2]), f32([1, 2, 5, 3])
@@ -208,6 +209,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.slow
 def test_transforms_and_derivatives(name: str) -> None:
     function, exact = FUNCTIONS[name]
     x, keys = jnp.asarray(some(3, 3)) * 0.6, jax.random.split(KEY, 3)

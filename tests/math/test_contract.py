@@ -69,7 +69,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_are_those_of_lax(name: str) -> None:
     how = CONVOLUTIONS[name]

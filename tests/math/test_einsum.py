@@ -92,6 +92,7 @@ def test_three_arrays_are_contracted_from_left_to_right(text: str) -> None:
     np.testing.assert_array_equal(jc.math.einsum("ij,jk,kl->il", a, b, c, spec=SPECS[text]), want)
 
 
+@pytest.mark.slow
 def test_another_order_of_contractions_is_another_result() -> None:
     a, b, c = rounded(2, 3), rounded(3, 4, seed=1), rounded(4, 1, seed=2)
     right = jc.math.einsum("ij,jl->il", a, jc.math.einsum("jk,kl->jl", b, c, spec="e5m5"), spec="e5m5")
@@ -115,7 +116,7 @@ MANY = {
 }
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(27)
 @pytest.mark.parametrize(("subscripts", "optimize"), list(itertools.product(MANY, [False, True, "greedy"])))
 def test_many_arrays_give_what_numpy_gives(subscripts: str, optimize: Any) -> None:
     operands = [integers(*shape, seed=i) for i, shape in enumerate(MANY[subscripts])]
@@ -123,6 +124,7 @@ def test_many_arrays_give_what_numpy_gives(subscripts: str, optimize: Any) -> No
     np.testing.assert_array_equal(got, np.einsum(subscripts, *operands))
 
 
+@pytest.mark.slow
 def test_each_contraction_has_a_key_of_its_own() -> None:
     a, b, c = normal(2, 3), normal(3, 4, seed=1), normal(4, 2, seed=2)
     text = "e5m3:stochastic"
@@ -166,6 +168,7 @@ def test_inner_is_that_of_numpy(left: tuple[int, ...], right: tuple[int, ...]) -
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
     a, b = rounded(4, 5), rounded(5, 4, seed=1)
     text = list(HOWS)[2]

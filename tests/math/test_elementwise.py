@@ -66,7 +66,7 @@ def operands(text: str, count: int) -> list[np.ndarray]:
     return [np.asarray(jc.round_to_format(x, f"{text.split(':')[0]}:{how.overflow}")) for x in columns]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(60)
 @pytest.mark.parametrize(("name", "text"), list(itertools.product(oracle_math.EXACT, HOWS)))
 def test_the_exact_result_is_rounded_once(name: str, text: str) -> None:
     function = getattr(jc.math, name)
@@ -237,7 +237,7 @@ def arguments(name: str, n: int = 40) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(40)
 @pytest.mark.parametrize("name", ELEMENTARY)
 def test_elementary_functions_are_rounded_to_the_neighbour_of_the_true_value(name: str) -> None:
     """Rounding is monotone: the result lies between those of the ends of an interval around the true value, and where
@@ -344,6 +344,7 @@ def transformed(part: int) -> dict[str, tuple[Any, Any, Any, Any]]:
 
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.slow
 def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
     function, given = getattr(jc.math, name), example(name)
     whole, each, _, _ = transformed(NAMES.index(name) % PARTS)[name]
@@ -372,7 +373,7 @@ def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str
     np.testing.assert_allclose(push, np.real(slope), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", ["frexp", "modf", "ldexp", "diff"])
 def test_transforms_of_the_others(name: str) -> None:
     x = jnp.asarray(np.random.default_rng(1).uniform(1.1, 5, (4, 3)), jnp.float32)
@@ -426,6 +427,7 @@ def test_operands_are_promoted_as_in_jax_numpy(name: str) -> None:
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_what_is_no_float_becomes_one() -> None:
     for x in (np.arange(4), np.arange(4) > 1, 3, True, [1, 2, 3], jnp.arange(4), jnp.int8(3)):
         want = jc.math.sqrt(np.asarray(x, np.float32), "e5m2:up")

@@ -70,6 +70,7 @@ def test_the_place_is_the_first_of_equal_elements() -> None:
         assert getattr(jc.math, name)(x, "e5m2", axis=0, keepdims=True).shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_draws_and_transforms() -> None:
     x, text = jnp.asarray(some(4, 5)), "e4m2:stochastic"
     keys = jax.random.split(KEY)

@@ -261,6 +261,7 @@ def test_cholesky(text: str) -> None:
 
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", HOWS)
+@pytest.mark.slow
 def test_reflections(text: str) -> None:
     a = some(5, 3, text)
     q, r = linalg.qr(a, text)
@@ -279,6 +280,7 @@ def test_conjugate_gradients() -> None:
     same(squares, oracle_math.array(want_squares))
 
 
+@pytest.mark.slow
 def test_the_generalized_minimal_residual() -> None:
     text = "e6m9:toward_zero"
     a, b, machine = some(4, 4, text), some(4, 1, text, 1)[:, 0], Machine(HOWS[text])
@@ -412,6 +414,7 @@ def test_an_operator_is_its_images(name: str) -> None:
     same(solve(partial_, COLUMNS[:, 0], text, M=m, **SHORT)[0], want[0][:, 0])
 
 
+@pytest.mark.slow
 def test_the_image_of_an_operator_is_rounded() -> None:
     """In two steps of exact numbers but for the images, which are not of the format."""
     b = np.array([1.0, 2.0], np.float32)

@@ -123,6 +123,7 @@ def test_a_sum_from_plus_zero_is_never_minus_zero(order: str, k: int) -> None:
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.slow
 def test_16_bit_operands_are_summed_in_float32(dtype: Any) -> None:
     a, b = normal((3, 40)).astype(dtype), normal((40, 5), 1).astype(dtype)
     wide = a.astype(np.float32), b.astype(np.float32)
@@ -174,6 +175,7 @@ def test_numpy_operands_are_constants_of_a_trace() -> None:
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.slow
 def test_draws_are_those_of_the_split_key(batched: bool) -> None:
     """Operands by the first two keys; products and sums by the others, at step 2^32 + element."""
     k = 5
@@ -260,6 +262,7 @@ def cotangent(shape: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(normal(shape, 3))
 
 
+@pytest.mark.slow
 def test_derivatives_are_those_of_the_product_of_the_rounded_operands() -> None:
     a, b = jnp.asarray(normal((2, 3, 9))), jnp.asarray(normal((9, 4), 1))
     x, y = jc.round_to_format(a, "e5m10"), jc.round_to_format(b, "e5m10")

@@ -48,6 +48,7 @@ def error(c: Any, wanted: np.ndarray, over: np.ndarray, low: Any = None) -> floa
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_each_slice_gains_seven_bits(few: bool) -> None:
     """Two, three and eight slices by default, and those between in the slow run."""
     a, b = matrices(0.5)
@@ -74,6 +75,7 @@ def test_rows_that_span_many_orders_of_magnitude() -> None:
     assert error(c, wanted, over) <= 1.2 * 1.7e-16
 
 
+@pytest.mark.slow
 def test_pairs_of_float32_numbers() -> None:
     """No float64 is computed, so that devices without it give the same; the error is 2^-46 of the sums or so."""
     a, b = matrices(0.5, n=8)
@@ -130,6 +132,7 @@ def test_ends_of_the_range() -> None:
     assert jc.math.matmul_double(top, np.ones((1, 1))).item() == top.item()
 
 
+@pytest.mark.slow
 def test_transforms() -> None:
     rng = np.random.default_rng(2)
     with jax.enable_x64(True):

@@ -78,7 +78,7 @@ class Row:
         return [rounded(total, self.accumulate, F32, 0)]
 
 
-@pytest.mark.in_turn(11)
+@pytest.mark.in_turn(22)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_operations_are_rounded_one_by_one(name: str, masked: bool) -> None:
@@ -145,6 +145,7 @@ def test_draws_are_those_of_the_split_key() -> None:
 
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", ["softmax", "logsumexp"])
+@pytest.mark.slow
 def test_jit_vmap_and_derivatives(name: str) -> None:
     function: Callable[..., Any] = getattr(jc.math, name)
     x, keys = jnp.asarray(some(3, 4)), jax.random.split(KEY, 3)

@@ -118,6 +118,7 @@ def sum_spec(spec: MatmulSpec) -> MatmulSpec:
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("order", SPECS)
+@pytest.mark.slow
 def test_reductions_are_exact_operations_rounded_one_by_one(order: str) -> None:
     spec, scalar = SPECS[order]
     x = normal(3, 11) * 3 + 1
@@ -209,6 +210,7 @@ def test_the_range_of_what_a_product_runs_through_holds_its_start() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_a_sum_stops_where_the_next_number_is_too_far() -> None:
     ones = np.ones(100, np.float32)
     assert jc.math.sum(ones, "e5m2") == 8
@@ -260,7 +262,7 @@ MASK = np.random.default_rng(7).random((3, 11)) < 0.6
 MASK[2] = False
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("order", SPECS)
 def test_elements_that_are_left_out_and_a_first_one(order: str) -> None:
     """An element that is left out is zero in its place, which shows in the order; the initial one comes first."""
@@ -380,6 +382,7 @@ NAMES = ["sum", "std", "norm", "prod", "cumsum", "cumprod"]  # mean and var are 
 
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_jit_vmap_and_derivatives(name: str) -> None:
     function = getattr(jc.math, name)
     real = np.linalg.norm if name == "norm" else getattr(np, name)

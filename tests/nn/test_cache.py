@@ -61,6 +61,7 @@ def test_a_packed_cache_is_one_rounded_by_hand(spec: str, per_number: float) -> 
     np.testing.assert_allclose(keys, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_without_decoding_nothing_changes() -> None:
     plain = attention()
     layer = jc.nn.quantize(plain, jc.nn.Rule(cache="int8(group=all)"))

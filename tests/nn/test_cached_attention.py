@@ -120,6 +120,7 @@ def bytes_of(compiled: Any) -> int:
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 @pytest.mark.parametrize("spec", ["int8(group=all)", "float8_e4m3fn"])
+@pytest.mark.slow
 def test_the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
     shape = (2, 4096, 2, 64)
     more = {"keys": spec, "values": spec}
@@ -142,6 +143,7 @@ def test_the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
     assert max(numbers) <= max(2 * 128 * 2 * 64, np.prod(shape) // 64)  # a block, or the scales of all tokens
 
 
+@pytest.mark.slow
 def test_a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
     window, chunk, tokens = 4, 2, 14
     rolling = jc.KVCache.rolling((3, window, HEADS, SIZE), chunk=chunk)
@@ -192,6 +194,7 @@ def test_derivatives_forward() -> None:
         jax.grad(lambda q: jc.dot_product_attention(q, cache).sum())(q)
 
 
+@pytest.mark.slow
 def test_emulate_rounds_the_result_once() -> None:
     cache, q = filled("full", "int8(group=all)"), normal(5, 1, HEADS * GROUP)
     y = jc.emulate(lambda q: jc.dot_product_attention(q, cache), "e4m3")(q)

@@ -62,7 +62,7 @@ def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) 
     np.testing.assert_array_equal(other(TOKENS), model(TOKENS))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq", "jchop"])
 def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
     packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")
@@ -99,6 +99,7 @@ def test_a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(jc.dequantize(loaded.again.kernel[...]), jc.dequantize(rounded.again.kernel[...]))
 
 
+@pytest.mark.slow
 def test_refusals(model: Any, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", model, "plain")
     conv = nnx.Sequential(nnx.Conv(3, 4, (2, 2), rngs=nnx.Rngs(0)))

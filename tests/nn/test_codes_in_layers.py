@@ -96,6 +96,7 @@ def test_modules_of_linen() -> None:
     np.testing.assert_allclose(y, jax.jit(floats.apply)(variables, X), rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_report_says_which_operands_reach_the_units() -> None:
     model = nnx.Sequential(layers("Linear"), layers("Conv"))
 

@@ -52,6 +52,7 @@ def products(how: Roundings, x: Any = X, w: Any = W, g: Any = G) -> Any:
     return y, *pull(g)
 
 
+@pytest.mark.slow
 def test_every_product_has_its_blocks_along_its_own_sum() -> None:
     rounded = how(left=BLOCKS, right=BLOCKS, gradient=GRADIENT)
     y, dx, dw = jax.jit(partial(products, rounded))()
@@ -78,6 +79,7 @@ def test_the_weight_gradient_has_a_format_of_its_own() -> None:
     np.testing.assert_array_equal(dw, last(X, "e5m3").T @ last(G, "e5m3"))
 
 
+@pytest.mark.slow
 def test_the_accumulator_is_emulated_in_all_three_products() -> None:
     sums = jc.MatmulSpec(accumulate="e5m2", order="matrix_unit(3)")
     rounded = how(left="e4m3", right="e4m3", gradient="e5m2", matmul=sums)

@@ -199,6 +199,7 @@ def test_eager(name: str, family: str) -> None:
             np.testing.assert_array_equal(call(model.params, x), wanted, err_msg=f"{key}, {call.__name__}")
 
 
+@pytest.mark.slow
 def test_einsum_packs_in_the_order_of_the_sum() -> None:
     layer = nnx.Einsum("nab,bac->nc", (3, 2, 4), rngs=nnx.Rngs(0))  # a before b, but b before a in the kernel
     rule = jc.nn.Rule(weight="int8(group=4)")

@@ -97,6 +97,7 @@ def test_tokens_are_where_they_belong(kind: str) -> None:
 @pytest.mark.in_turn(54)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.slow
 def test_the_numbers_are_those_of_round_to_format(spec: Any, dtype: str) -> None:
     cache = of_kind("paged", 8, keys=spec, values=spec, dtype=dtype)
     k, v = normal(1, 5).astype(dtype), normal(2, 5).astype(dtype)
@@ -108,6 +109,7 @@ def test_the_numbers_are_those_of_round_to_format(spec: Any, dtype: str) -> None
         assert not stored[:, 5:].any()
 
 
+@pytest.mark.slow
 def test_pages_are_given_and_returned() -> None:
     cache = jc.KVCache.paged((3, 16, HEADS, SIZE), pages=5, page_size=4, **EIGHT)
     positions = np.where(np.arange(9) < np.asarray([[9], [3], [0]]), np.arange(9), -1)
@@ -132,6 +134,7 @@ def test_pages_are_given_and_returned() -> None:
 
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", ["full", "paged"])
+@pytest.mark.slow
 def test_what_does_not_fit_is_an_error_or_marks_its_sequence(kind: str) -> None:
     cache = of_kind(kind, 8, **EIGHT)
     with pytest.raises(ValueError, match="9 tokens, and the cache 8 slots"):
@@ -187,6 +190,7 @@ def test_a_donated_cache_is_written_where_it_lies(kind: str, spec: Any) -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+@pytest.mark.slow
 def test_sequences_and_heads_are_sharded() -> None:
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]

@@ -59,6 +59,7 @@ def test_a_packed_cache_is_that_of_the_twin() -> None:
         jax.tree.map(np.testing.assert_array_equal, kept[name], getattr(twin, name).get_value())
 
 
+@pytest.mark.slow
 def test_a_cache_is_begun_and_checked() -> None:
     variables, usual = begun()
     params = {"params": usual["params"]}

@@ -161,6 +161,7 @@ def test_training_and_evaluation_are_those_of_the_twin() -> None:
     }
 
 
+@pytest.mark.slow
 def test_start_keeps_what_is_there_and_begins_the_rest() -> None:
     x = jnp.asarray([[1.0, -4.0, 0.5, 2.0]])
     dense = linen.Dense(3)

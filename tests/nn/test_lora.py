@@ -177,6 +177,7 @@ def test_training_with_8_bit_moments(packed: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, codes, jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam)))
 
 
+@pytest.mark.slow
 def test_errors(model: Any, packed: Any) -> None:
     for said, rules, more in (
         ("matches no linear layer", LoraRule("down", rank=2), {}),

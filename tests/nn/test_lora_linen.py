@@ -74,6 +74,7 @@ def test_first_output_and_gradients(low: Any, packed: Any) -> None:
     assert products_of_size(jax.make_jaxpr(whole)(jnp.ones((64, 128))).jaxpr, SIZES) == 1  # as it would be
 
 
+@pytest.mark.slow
 def test_the_sum_is_that_of_the_definition(plain: Any) -> None:
     adapted, variables = add_lora(Net(), plain, LoraRule("{up,down}", rank=3, alpha=6), X, key=KEY)
     variables = noised(variables)

@@ -68,6 +68,7 @@ def test_an_axis_that_is_there_is_taken() -> None:
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("text", ["int8(group=all)", "nvfp4", "nf4"])
+@pytest.mark.slow
 def test_nan_stays_nan_in_training(text: str) -> None:
     layer = linear()
     layer.kernel[...] = layer.kernel[...].at[2, 1].set(jnp.nan)
@@ -171,6 +172,7 @@ def test_packed_weights_of_another_rule_are_refused(text: str) -> None:
     np.testing.assert_array_equal(model(X), packed("int4(group=4)", 1)(X))
 
 
+@pytest.mark.slow
 def test_packed_weights_of_another_shape_and_plain_ones_are_refused() -> None:
     def made(size: tuple[int, int]) -> Any:
         layer = nnx.Linear(*size, use_bias=False, rngs=nnx.Rngs(0))

@@ -57,6 +57,7 @@ def fisher(model: Any, data: Any, number: int, text: str) -> float:
     return total / len(data)
 
 
+@pytest.mark.slow
 def test_scores_and_choice_are_those_of_the_definition(problem: Any) -> None:
     model, data = problem
     found = jc.nn.tune(model, data, MENU, loss=squares, bits=4.7)

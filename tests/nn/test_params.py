@@ -69,6 +69,7 @@ class Mixed(nnx.Module):
         self.gain = nnx.Param(jnp.ones(8))
 
 
+@pytest.mark.slow
 def test_the_report_is_what_quantize_does() -> None:
     plain = Mixed(rngs=nnx.Rngs(0))
     rules = [

@@ -65,6 +65,7 @@ def test_state_follows_in_training_and_stays_in_evaluation() -> None:
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(packed, X), y)
 
 
+@pytest.mark.slow
 def test_histories_are_no_parameters() -> None:
     model = jc.nn.quantize(Heads(), jc.nn.recipe("float8_delayed", scale_from=jc.DelayedScaling(2)), inputs=(X,))
     _, gradient = step(model, X)

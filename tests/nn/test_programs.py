@@ -63,6 +63,7 @@ def low_by_hand(model: Own) -> Own:
     return low
 
 
+@pytest.mark.slow
 def test_every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None:
     model = own()
     expected = low_by_hand(model)(TOKENS)
@@ -75,6 +76,7 @@ def test_every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None
     assert (model(TOKENS)[0] != expected[0]).any()
 
 
+@pytest.mark.slow
 def test_packed_parameters_have_their_shapes_and_stay_shared() -> None:
     low = jc.nn.quantize(own(), RULE, "ptq", inputs=(TOKENS,))
     assert low.tied.embedding is low.table.embedding
@@ -288,6 +290,7 @@ def test_models_of_nnx_and_their_methods(name: str) -> None:
 
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "linen"])
+@pytest.mark.slow
 def test_modules_of_linen(name: str) -> None:
     case = CASES[name]
     params, args = case.build()

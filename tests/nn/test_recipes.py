@@ -130,6 +130,7 @@ def test_every_recipe_is_a_rule(name: str) -> None:
     assert rule.path == "blocks" and rule.weight is not None and rule.gradient is not None
 
 
+@pytest.mark.slow
 def test_int8_multiplies_codes() -> None:
     """The three products of int8 mixed precision, against its own operations in NumPy."""
     x, w, g = normal(3, 16, seed=0), normal(16, 4, seed=1), normal(3, 4, seed=2)

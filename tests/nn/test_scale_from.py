@@ -32,6 +32,7 @@ def run(model: Any, x: Any) -> Any:
     return model(x)
 
 
+@pytest.mark.slow
 def test_a_moving_average_follows_and_stays() -> None:
     model = layer(activation=TENSOR, scale_from=jc.nn.MovingAverage(0.75))
     span, spans = None, []
@@ -117,6 +118,7 @@ def lsq(v: np.ndarray, s: np.ndarray, g: np.ndarray, low: int, high: int) -> tup
     return np.where((ratio > low) & (ratio < high), g, 0), np.sum(g * slope, axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator) -> None:
     rule = {"weight": "int4(group=4)", "activation": "int4(group=tensor)", "scale_from": jc.nn.LSQ()}
     model = jc.nn.calibrate(layer(**rule), X[:1], method="percentile(90)")

@@ -40,6 +40,7 @@ def found() -> jc.nn.Sensitivity:
     return jc.nn.sensitivity(model(), [X[:8], X[8:]], ["e4m3fn", "integer8:saturate", "int4(group=all)"])
 
 
+@pytest.mark.slow
 def test_each_row_is_the_ratio_of_one_rounded_layer(found: jc.nn.Sensitivity) -> None:
     assert [(row.path, row.layer) for row in found.rows[::3]] == [
         ("layers/0", "Linear"),

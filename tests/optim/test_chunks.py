@@ -58,6 +58,7 @@ def test_a_step_in_chunks_is_that_of_whole_arrays(rng: np.random.Generator) -> N
     assert_same(*results)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_may_pass_in_chunks(rng: np.random.Generator) -> None:
     params = {name: params_of(rng)[name] for name in ("v", "b")}
     bad = jax.tree.map(jnp.ones_like, params)

@@ -40,6 +40,7 @@ LARGE = jnp.asarray(np.random.default_rng(3).standard_normal((128, 256)), "float
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("at", [(0, 3), (63, 200), (127, 255)])
+@pytest.mark.slow
 def test_one_nan_among_many_numbers_leaves_a_step_out(at: tuple[int, int], chunks: int) -> None:
     """XLA's CPU backend may lose a NaN on the way to the largest number of a large array."""
     tx = optim.adamw8bit(0.1, chunks=chunks)

@@ -41,6 +41,7 @@ def searched(x: np.ndarray, weights: list[np.ndarray], duo: bool, group: int, po
 
 
 @pytest.mark.parametrize("duo", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_search_is_that_over_outputs(duo: bool) -> None:
     def fun(p: Any, x: Any) -> Any:
         y = x * p["scale"]

@@ -57,6 +57,7 @@ SHAPES: dict[str, tuple[str, tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(2)) for n in SHAPES])
+@pytest.mark.slow
 def test_each_group_takes_the_best_share(name: str) -> None:
     text, group = SHAPES[name]
     w, x = problem(20, 6)

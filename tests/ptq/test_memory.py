@@ -55,6 +55,7 @@ def held_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pytest.param([jc.ptq.correct_error(), jc.ptq.gptq()], "40KiB", 7, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, monkeypatch: Any) -> None:
     params, batches = problem()
     whole, one = jc.ptq.quantize(network, RULE, params, batches, steps)

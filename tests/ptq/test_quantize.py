@@ -209,6 +209,7 @@ def test_a_loop_is_rounded_as_its_layers_are(steps: Any) -> None:
     np.testing.assert_allclose([r.after for r in one.weights], [r.after for r in two.weights], atol=0.1)
 
 
+@pytest.mark.slow
 def test_inputs_that_are_shared_are_one_stage() -> None:
     def attend(p: Any, x: Any) -> Any:
         q, k, v = (x @ p[name] for name in "qkv")
@@ -224,6 +225,7 @@ def test_inputs_that_are_shared_are_one_stage() -> None:
 # -- reports and errors ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_that_is_left_out_is_in_the_report() -> None:
     def fun(p: Any, x: Any, tokens: Any) -> Any:
         h = x @ p["w"] + p["bias"] + p["table"][tokens]
@@ -257,6 +259,7 @@ def test_all_that_is_left_out_is_in_the_report() -> None:
     assert packed["without"] is params["without"] and np.isfinite(low(packed, *batch)).all()
 
 
+@pytest.mark.slow
 def test_inputs_of_low_rank_are_damped() -> None:
     params, x, _ = outliers()
     few = x[:3]
@@ -274,6 +277,7 @@ def test_inputs_of_low_rank_are_damped() -> None:
             assert row.tries > 1 and row.damping > 0
 
 
+@pytest.mark.slow
 def test_dead_columns_are_counted() -> None:
     params, x, _ = outliers()
     _, report = jc.ptq.quantize(dense, jc.Rule(weight="nf4(group=32)"), params, [x.at[:, 5:12].set(0)])

@@ -80,6 +80,7 @@ def squares() -> tuple[Any, list[Any]]:
     return params | {"bias": jnp.ones(8)}, [jnp.asarray(rng.normal(size=(20, 8)), jnp.float32) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_one_pass_is_kept_and_other_runs_are_refused(tmp_path: Path) -> None:
     params, batches = squares()
     folder = tmp_path / "run"

@@ -23,6 +23,7 @@ from tests.ptq.test_smooth import arrays, mapped
 @pytest.mark.parametrize(
     "size, paley, blocks", [(64, 1, 1), (12, 12, 1), (28, 28, 1), (96, 12, 1), (6, 1, 3), (52, 1, 13), (74 * 2, 148, 1)]
 )
+@pytest.mark.in_turn(7)
 def test_the_matrix_is_hadamards(size: int, paley: int, blocks: int) -> None:
     """Of both of Paley's constructions, of Sylvester's, and of blocks where there is none of these."""
     found = Blocks.of(size, 3)
@@ -108,6 +109,7 @@ def drawn(shapes: Any, rng: np.random.Generator) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(6)) for n in FOLDED])
+@pytest.mark.slow
 def test_the_function_stays_what_it_is(name: str) -> None:
     fun, shapes, shape, expected = FOLDED[name]
     rng = np.random.default_rng(0)

@@ -87,6 +87,7 @@ def test_each_turn_has_factors_of_its_own() -> None:
     assert sorted(notes.methods.values()) == [["smooth"], ["smooth"]]
 
 
+@pytest.mark.slow
 def test_channels_without_inputs_or_weights() -> None:
     def fun(p: Any, x: Any) -> Any:
         return (x * p["scale"]) @ p["w"]

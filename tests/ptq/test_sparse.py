@@ -69,7 +69,7 @@ def grouped_order(gram: np.ndarray, m: int) -> np.ndarray:
     return np.concatenate(sorted(groups.tolist(), key=lambda group: -max(gram[i, i] for i in group)))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("order", ["activation", "plain"])
 @pytest.mark.parametrize(("n", "m", "weight"), [(2, 4, "binary64"), (1, 8, "binary64"), (2, 4, "int4")])
 def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, weight: str) -> None:
@@ -112,6 +112,7 @@ def test_the_gates_of_a_layer() -> None:
     assert bound < made["loss"] < 1.35 * bound
 
 
+@pytest.mark.slow
 def test_masks_of_magnitudes_and_of_inputs() -> None:
     w, x = layer(32, 12, 256)
     norms = np.sqrt((x**2).mean(0))
@@ -154,6 +155,7 @@ def test_scales_are_those_of_the_numbers_that_stay() -> None:
     assert float(packed.scale.max()) < 10 / 127
 
 
+@pytest.mark.slow
 def test_a_last_group_that_is_shorter_and_columns_without_inputs() -> None:
     w, x = layer(30, 12, 256)
     x[:, :6] = 0  # a whole group, and half of another

@@ -38,6 +38,7 @@ def test_means_are_over_rows_and_not_over_batches() -> None:
     assert found.count.tolist() == [43]
 
 
+@pytest.mark.slow
 def test_many_rows_are_summed_with_compensation() -> None:
     x = normal(300_000, 2) + 8
     found = only(lambda p, x: x @ p, normal(2, 2), x)

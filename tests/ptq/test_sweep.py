@@ -70,7 +70,7 @@ def error(w: np.ndarray, q: QArray, gram: np.ndarray) -> float:
     return float(np.einsum("ij,jk,ik->", rest, gram, rest))
 
 
-@pytest.mark.in_turn(16)
+@pytest.mark.in_turn(32)
 @pytest.mark.parametrize("text", FORMATS)
 def test_independent_inputs_are_rounded_to_nearest(text: str) -> None:
     w, gram = problem()
@@ -80,6 +80,7 @@ def test_independent_inputs_are_rounded_to_nearest(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, marks=pytest.mark.in_turn(4)) for text in FORMATS])
+@pytest.mark.in_turn(5)
 def test_every_format_gains(text: str) -> None:
     w, gram = problem()
     plain, swept, _, _ = rounded(w, gram, text, np.asarray(order_of(jnp.asarray(gram), True)))
@@ -165,6 +166,7 @@ def test_a_textbook_in_numpy_gives_the_same_codes() -> None:
     np.testing.assert_array_equal(np.rint(numbers(swept) / scale)[:, order], codes)
 
 
+@pytest.mark.slow
 def test_all_codes_of_small_matrices() -> None:
     rng = np.random.default_rng(0)
     mix = rng.normal(size=(8, 8))

@@ -20,6 +20,7 @@ def groups_of(x: np.ndarray, m: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8), (1, 2), (3, 5)])
 @pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.in_turn(15)
 def test_no_other_mask_of_a_group_keeps_more(n: int, m: int, axis: int) -> None:
     x = np.random.default_rng(0).normal(size=(11, 13, 10)).astype(np.float32)
     kept = jc.sparsity.mask(jnp.asarray(x), n, m, axis=axis)
@@ -73,6 +74,7 @@ def test_tiles_of_extreme_numbers_and_at_the_edges() -> None:
     assert jc.sparsity.mask(np.zeros((0, 4)), 2, 4, axis=(0, 1)).shape == (0, 4)
 
 
+@pytest.mark.slow
 def test_under_transformations() -> None:
     x = jax.random.normal(jax.random.key(0), (3, 8, 12), "bfloat16")
     for axis in (-1, (0, 1)):

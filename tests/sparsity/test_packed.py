@@ -24,6 +24,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("text", "n", "m", "axis"), [pytest.param(*c, marks=pytest.mark.in_turn(4)) for c in CASES], ids=str
 )
+@pytest.mark.in_turn(3)
 def test_the_array_is_given_back(text: str, n: int, m: int, axis: int) -> None:
     w = np.random.default_rng(0).normal(size=(22, 16)).astype(np.float32)
     q = jc.quantize(jnp.asarray(np.where(jc.sparsity.mask(w, n, m, axis=axis), w, 0)), text)
@@ -58,6 +59,7 @@ def test_it_stores_what_the_sweep_prunes() -> None:
     np.testing.assert_array_equal(packed.unpack().qvalue, found.qvalue)
 
 
+@pytest.mark.slow
 def test_what_is_refused() -> None:
     x = jnp.ones((4, 8)).at[1].set(-0.0)
     with pytest.raises(ValueError, match=r"q has 4 of 4 numbers along axis=1 that are not zero; n=2"):

@@ -55,7 +55,7 @@ def test_read_as_the_definition_has_it(tmp_path: Path, name: str) -> None:
 SHAPES = {"fp8": (130, 260), "bitsandbytes": (8, 128)}
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.writes])
 def test_written_and_read_by_the_definition(tmp_path: Path, name: str) -> None:
     case = CASES[name]

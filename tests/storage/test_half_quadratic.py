@@ -75,6 +75,7 @@ def test_refused() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_a_stochastic_rounding_is_one_to_nearest_in_the_search() -> None:
     x = np.random.default_rng(5).normal(size=(2, 8)).astype(np.float32)
     text = "int4(group=8,zero_point=float)"

@@ -164,7 +164,7 @@ def test_parts_that_cut_groups_or_do_not_exist(stored: Stored) -> None:
             q[index]
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("text", TEXTS)
 def test_axes_in_another_order(stored: Stored, text: str) -> None:
     q, values = stored[text]
@@ -179,6 +179,7 @@ def test_axes_in_another_order(stored: Stored, text: str) -> None:
         q.transpose(0, 1, 3)
 
 
+@pytest.mark.slow
 def test_shapes_that_leave_groups_whole(stored: Stored) -> None:
     for text, shapes in {
         GROUPS: [(24, 16), (2, 2, 6, 16), (4, 6, 2, 8), (-1, 2, 8), (4, 1, 6, 16)],
@@ -354,6 +355,7 @@ def test_export() -> None:
     same(again.call(q), jc.dequantize(q))
 
 
+@pytest.mark.slow
 def test_export_of_what_takes_and_returns_stored_arrays() -> None:
     pytest.importorskip("flatbuffers")
     q = jc.quantize(numbers((4, 16)), "uint4(group=8,zero_point=integer)")

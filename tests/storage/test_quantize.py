@@ -139,7 +139,7 @@ def test_odd_rows_waste_less_than_a_byte() -> None:
         assert q.qvalue.shape == (3, -(-37 * bits // 8)) and q.qvalue.nbytes == 3 * -(-37 * bits // 8)
 
 
-@pytest.mark.in_turn(15)
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("text", TEXTS)
 def test_dequantized_is_rounded(text: str) -> None:
     x = numbers()
@@ -161,6 +161,7 @@ def test_every_carrier(dtype: Any) -> None:
         same(jc.dequantize(q), jc.round_to_format(x, text))
 
 
+@pytest.mark.slow
 def test_stochastic_draws_are_those_of_rounding() -> None:
     x = numbers((4, 64))
     for text in ("int4(group=16):stochastic", "e3m2fn:stochastic"):
@@ -304,6 +305,7 @@ def test_adding() -> None:
     assert isinstance(jc.dequantize(jc.quantize(x, "mxfp4"), add_to=np.ones_like(x)), np.ndarray)
 
 
+@pytest.mark.slow
 def test_arrays_without_axes_or_elements() -> None:
     for text in ("int4(group=tensor)", "e3m2fn", "bfloat16"):
         for x in (np.float32(1.25), np.zeros((0, 3), np.float32), np.zeros((3, 0), np.float32)):

@@ -43,6 +43,7 @@ def tree() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_loaded_is_saved(tmp_path: Path) -> None:
     path, saved = tmp_path / "model.safetensors", tree()
     jc.save_safetensors(path, saved, metadata={"format": "pt"})

@@ -98,6 +98,7 @@ def test_every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]
     same(jax.jit(jc.dequantize, in_shardings=(places,))(placed), jc.dequantize(q))
 
 
+@pytest.mark.slow
 def test_shardings_of_stacks_and_what_is_refused() -> None:
     stack = jax.vmap(lambda x: jc.quantize(x, "nvfp4"))(numbers((8, 4, 32)))
     places = jc.storage.shardings(stack, NamedSharding(mesh(), P("a")))

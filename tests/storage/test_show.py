@@ -40,7 +40,7 @@ def pixels(text: str) -> np.ndarray:
     return lines[:, 1:].reshape(rows, columns, 3)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_page_says_what_the_array_is(spec: str) -> None:
     q = jc.quantize(X, spec)
@@ -142,6 +142,7 @@ def test_treescope_shows_facts_and_pictures_without_codes() -> None:
 
 
 @LISTS_NUMPY
+@pytest.mark.slow
 def test_within_a_module() -> None:
     treescope, nnx = pytest.importorskip("treescope"), pytest.importorskip("flax.nnx")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -151,6 +152,7 @@ def test_within_a_module() -> None:
     assert "value=<QArray nf4(group=8)" in treescope.render_to_text(packed)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_to_be_shown() -> None:
     code = "import sys, jchop as jc; jc.quantize([1.0], 'e5m2')._repr_html_(); print('treescope' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -53,6 +53,7 @@ def same(got: object, wanted: object) -> None:
         ("int4(channel=-1):stochastic", (12, 8)),
     ],
 )
+@pytest.mark.slow
 def test_chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:
     x, source, targets = numbers(*shape), tmp_path / "in.safetensors", []
     jc.save_safetensors(source, {"x": x})

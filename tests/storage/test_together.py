@@ -35,6 +35,7 @@ def test_runs_are_the_part(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+@pytest.mark.slow
 def test_a_file_is_restored_on_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device gets its part, and no more than one part is read at a time."""
     path = tmp_path / "tree.safetensors"

@@ -33,6 +33,7 @@ def found() -> study.FunctionStudy:
     )
 
 
+@pytest.mark.slow
 def test_the_errors_are_those_of_emulate(found: study.FunctionStudy) -> None:
     exact = model(X, 2 * X)
     for row in found.rows:

@@ -145,6 +145,7 @@ def test_the_picture_says_what_its_figures_are_of() -> None:
     assert entropy.images[0].norm.vmax == 10
 
 
+@pytest.mark.slow
 def test_groups_of_scaled_formats_lie_along_the_inputs() -> None:
     evaluator = Evaluator(*make_model(load("wine", 0), 0), load("wine", 0))
     numbers = jax.numpy.arange(evaluator.flat.size, dtype=np.float32)
@@ -266,6 +267,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = "study --dataset wine --epochs 2 --seeds 2 --modes rne,sr --formats q43 fp32, codebook(-1,0,1)"
     assert main([*words.split(), "--out", str(tmp_path / "out")]) == 0

@@ -52,6 +52,7 @@ def test_memory_is_shared_both_ways():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("spec", ["float8_e5m2", "float8_e5m2:stochastic"])
+@pytest.mark.slow
 def test_a_call_takes_memory_for_its_result_alone(spec: str, transposed: bool) -> None:
     """JAX shows no pointer of what it reads inside a jitted function; a copy would show in the peak of a process."""
     code = f"""

@@ -47,6 +47,7 @@ def weighted(x: torch.Tensor, g: torch.Tensor, spec: str) -> torch.Tensor:
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("spec", [*SPECS[:-1], pytest.param(SPECS[-1], marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_gradients_are_those_of_jax(spec):
     x, g = data()
     expected = expected_gradient(x, g, spec)
@@ -86,6 +87,7 @@ def test_second_derivatives_are_those_of_the_estimator():
         assert torch.equal(second, 6 * y.detach() * torch.tensor(mask))
 
 
+@pytest.mark.slow
 def test_rows_under_vmap_are_rounded_as_if_alone():
     x, _ = data()
     for spec in ("e5m2:stochastic", "int4(group=3)"):
@@ -186,6 +188,7 @@ def test_matmul_is_compiled_and_mapped():
     assert torch.equal(rows[1], jc.torch.matmul(a[1].clone(), b, spec, seed=3))
 
 
+@pytest.mark.slow
 def test_matmul_of_other_shapes_and_dtypes():
     ones = torch.ones(100)
     assert jc.torch.matmul(ones, ones, jc.MatmulSpec(accumulate="e5m2")).item() == 8

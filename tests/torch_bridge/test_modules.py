@@ -107,6 +107,7 @@ def test_the_first_pattern_that_matches_counts():
     assert found == {"0": "int4(group=all)", "2.0": str(jc.parse("e2m1")), "2.1": str(jc.parse("e3m2"))}
 
 
+@pytest.mark.slow
 def test_layers_draw_bits_of_their_own():
     low = jc.torch.quantize(model(), {"*": {"weight": "e5m1:stochastic", "gradient": "e5m1:stochastic"}}, seed=3)
     plain, layer = model(), low[0]  # type: ignore[index]

@@ -64,6 +64,7 @@ def parts_in(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "spec", [spec if spec in QUICK else pytest.param(spec, marks=pytest.mark.slow) for spec in SPECS]
 )
+@pytest.mark.in_turn(3)
 def test_every_format(spec: str) -> None:
     """Weights, outputs, state dicts and bytes, by JAX's results, by plain torch, and by the formula."""
     low, q = packed(spec), jc.quantize(jnp.asarray(WEIGHT.numpy()), spec)

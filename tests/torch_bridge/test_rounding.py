@@ -40,6 +40,7 @@ SCALED = ("mxfp4", "nvfp4", "int4(group=8)", "int8(channel=0)", "bfp8(group=16)"
 CODEBOOK = jc.CodebookFormat((-3.0, -1.0, -0.25, 0.0, 0.5, 8.0))
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_the_exact_oracle(rng):
     """Every kind of format on every dtype that holds it, the deterministic modes and overflow rules taking turns."""
     turns = itertools.cycle(itertools.product(DETERMINISTIC, cases.FLOAT_OVERFLOWS))
@@ -124,6 +125,7 @@ def test_shapes_and_strides_without_a_copy(rng):
         assert same_bits(rounded(torch.full(shape, 1.1), "e5m2"), np.full(shape, 1.0, np.float32))
 
 
+@pytest.mark.slow
 def test_results_can_be_rounded_again():
     """Small ones, which are copies, and large ones, which are not, lie where JAX can read them in place."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -158,6 +160,7 @@ def test_the_result_has_memory_of_its_own():
     assert got.tolist() == list(range(16))
 
 
+@pytest.mark.slow
 def test_in_place(rng):
     x = tensor(rng.normal(size=(3, 8)).astype(np.float32))
     for view in (x, x.t()):

@@ -197,6 +197,7 @@ def check(row: Row, count: int) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.in_turn(10)
 def test_every_sum_is_that_of_integers(row: Row) -> None:
     check(row, 500)
 
@@ -286,6 +287,7 @@ def check_scaled(row: ScaledRow, count: int) -> None:
 
 
 @pytest.mark.parametrize("row", SCALED[:2], ids=str)
+@pytest.mark.slow
 def test_every_sum_of_scaled_elements_is_that_of_integers(row: ScaledRow) -> None:
     check_scaled(row, 500)
 
@@ -312,6 +314,7 @@ def decoded(x: np.ndarray, row: ScaledRow) -> tuple[np.ndarray, np.ndarray, F32]
 
 
 @pytest.mark.parametrize("row", [SCALED[1], pytest.param(SCALED[0], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
 def test_products_of_scaled_operands(row: ScaledRow) -> None:
     """Three blocks, the last one shorter, as is its last group; then the scales of the tensors, if there are any."""
     rng = np.random.default_rng(3)
@@ -361,6 +364,7 @@ def chained(row: Row, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("promote", [pytest.param(None, marks=pytest.mark.slow), 32])
+@pytest.mark.slow
 def test_blocks_follow_each_other_and_are_promoted(promote: int | None) -> None:
     """With a rest that is no whole block, and no whole part."""
     row = Row("ada", "fp8", E4M3, 16, 13, CUT13)
@@ -370,6 +374,7 @@ def test_blocks_follow_each_other_and_are_promoted(promote: int | None) -> None:
 
 
 @pytest.mark.parametrize(("unit", "block", "flush"), [("cdna1", 2, False), ("cdna2", 4, True)])
+@pytest.mark.slow
 def test_pairwise_blocks(unit: str, block: int, flush: bool) -> None:
     """bfloat16 numbers around the smallest normal ones, whose products are subnormal."""
     rng = np.random.default_rng(1)
@@ -384,6 +389,7 @@ MODES = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "odd", "t
 
 
 @pytest.mark.parametrize("overflow", ["", pytest.param(":saturate", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_other_modes_round_the_exact_sum(overflow: str) -> None:
     """Two products on a wide grid: the sum is a fraction, rounded by hand to the neighbours in every mode."""
     a = np.array([[1, 2**-24], [1, 3 * 2**-24], [1, 5 * 2**-25], [-1, -(2**-24)], [2**100, 2**100]], F32)
@@ -458,6 +464,7 @@ def test_the_last_visible_bit(unit: str, dtype: str, last: int) -> None:
 # -- transforms and refusals -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_vmap_grad_and_float64() -> None:
     row = Row("volta", "fp16", F16, 4, 23)
     a, b = chained(row, 4)
@@ -525,6 +532,7 @@ def test_refusals(name: str) -> None:
 # -- every road to a sum -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_functions_sum_in_the_same_way() -> None:
     row = Row("ampere", "bf16", BF16, 8, 24)
     a, b = chained(row, 37)

@@ -139,6 +139,7 @@ def apply(
     ("text", "carrier"),
     [*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)],
 )
+@pytest.mark.slow
 def test_any_operands(text: str, carrier: str, rng: np.random.Generator) -> None:
     """Uncompiled: every primitive is compiled once for all formats and modes, and integers are integers."""
     fmt = (RESULTS | cases.DOUBLE)[text]
@@ -516,6 +517,7 @@ def one(operation: str, *operands: float, spec: str, word: int = 0) -> float:
     return float(out[0])
 
 
+@pytest.mark.slow
 def test_below_the_smallest_value_of_a_format_with_all_bits_of_the_carrier() -> None:
     """Products that differ from half the smallest value by less than the carrier's last place are no ties."""
     least = 2.0**-14

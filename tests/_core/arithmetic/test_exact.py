@@ -20,6 +20,7 @@ CARRIER, WIDTH = CARRIERS["float32"], 32
 
 
 @pytest.mark.parametrize("text", ["integer8", "e4m3"])
+@pytest.mark.slow
 def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None:
     """floor(nu 2^32) and whether bits are lost, for gaps from one to 2^70 units in the last place."""
     spec, (quantum, frac_bits) = jc.parse(text), {"integer8": (0, 7), "e4m3": (-9, 3)}[text]

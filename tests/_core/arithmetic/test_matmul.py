@@ -291,7 +291,7 @@ ROWS = rows(
 )
 
 
-@pytest.mark.in_turn(40)
+@pytest.mark.in_turn(80)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_every_element_is_the_exact_sum(row: Row) -> None:
     check(row)

@@ -282,6 +282,7 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
             np.testing.assert_array_equal(root.divide_narrow(x, y, spec, carrier, r, r), want)
 
 
+@pytest.mark.slow
 def test_narrow_quotients_to_nearest() -> None:
     """A half is seen: the bits that are kept are one more than those of the format."""
     x, y = (jnp.asarray(v.ravel(), jnp.float32) for v in np.meshgrid(np.arange(8, 16), np.arange(8, 16)))
@@ -314,6 +315,7 @@ def test_the_carriers_own_operations(name: str, want: float) -> None:
     assert operation(name, args, None) == np.float32(want)
 
 
+@pytest.mark.slow
 def test_odd_leaves_exact_sums() -> None:
     """To the carrier itself: exact sums stay, even ones too; others end in a one."""
     x, y = jnp.float32([2.0, 1.0, 1.0, -1.0]), jnp.float32([2.0, 2.0**-23, 2.0**-30, -(2.0**-30)])
@@ -342,6 +344,7 @@ def test_the_other_operations(name: str, rng: np.random.Generator) -> None:
     assert not np.any((got != plain(*args)) & ~(np.isnan(got) & np.isnan(plain(*args))))
 
 
+@pytest.mark.slow
 def test_signs_of_formats_that_are_not_symmetric() -> None:
     """Two's complement has no 128, float8_e4m3fnuz no -0, and unsigned numbers no negative ones."""
     least = jnp.array([-128.0, 5.0, 0.0])

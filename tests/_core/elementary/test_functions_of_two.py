@@ -66,13 +66,14 @@ def test_many_pairs_of_16_bit_formats(name: str, text: str) -> None:
     assert wrong(name, text, *pairs_of(text, 200_000, 1)) == NONE_WRONG
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", FUNCTIONS_OF_TWO)
 def test_some_pairs_of_16_bit_formats(name: str) -> None:
     assert wrong(name, "binary16", *pairs_of("binary16", 2000)) == NONE_WRONG
 
 
 @pytest.mark.parametrize("name", FUNCTIONS_OF_TWO)
+@pytest.mark.in_turn(4)
 def test_special_values(name: str) -> None:
     """Those of C, which NumPy has too, except that log(e^-0 + e^-inf) is +0."""
     ends = np.array([0, -0.0, 1, -1, 2, -2, 3, 0.5, -0.5, np.inf, -np.inf, np.nan], np.float32)
@@ -86,6 +87,7 @@ def test_special_values(name: str) -> None:
     np.testing.assert_array_equal(bits(got), bits(want))
 
 
+@pytest.mark.slow
 def test_exact_powers_and_roots_are_exact_in_every_mode() -> None:
     for mode in ("up", "down", "odd"):
         spec = f"binary16:{mode}"

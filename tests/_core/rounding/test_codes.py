@@ -55,6 +55,7 @@ def test_codes_are_those_of_the_formats(name):
             assert set(encoded[~used].tolist()) == set(fmt.encode([np.nan]).tolist()), f"{text} in {name}"
 
 
+@pytest.mark.slow
 def test_wide_formats():
     """A float32 number is its own code; narrower scales of float64 arithmetic have float32's."""
     x = np.array([0.0, -0.0, 1.0, -2.5, 3e38, 1e-45, 1e-38, np.inf, -np.inf], np.float32)
@@ -85,6 +86,7 @@ def test_extended_bits_have_a_leading_bit(name):
 
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("bits", list(range(1, 9)))
+@pytest.mark.slow
 def test_packing_is_a_little_endian_bit_stream(bits, rng):
     for count in (0, 1, 3, 8, 31, 64):
         codes = rng.integers(0, 1 << bits, (2, 3, count)).astype(np.uint8)

@@ -46,6 +46,7 @@ def numbers(fmt: StringFormat, dtype: Any, count: int, rng: np.random.Generator)
 
 
 @pytest.mark.parametrize(("text", "carrier"), [*PAIRS, ("posit5", "float16"), ("posit16", "float32")])
+@pytest.mark.in_turn(6)
 def test_every_deterministic_mode(text: str, carrier: str) -> None:
     fmt, c = tapered(text), oracle.CARRIERS[carrier]
     strings = oracle.describe(fmt)
@@ -65,6 +66,7 @@ def test_every_deterministic_mode(text: str, carrier: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["posit8", "posit16", "takum_linear8", "takum_linear16"])
+@pytest.mark.in_turn(4)
 def test_every_point_between_neighbours(text: str) -> None:
     """The point is the string of one bit more: it goes to the even code, and the numbers beside it to their side."""
     fmt = tapered(text)
@@ -96,6 +98,7 @@ def test_all_codes_are_fixed_and_order_is_kept(text: str) -> None:
 
 
 @pytest.mark.parametrize("mode", oracle.STOCHASTIC)
+@pytest.mark.in_turn(4)
 def test_a_draw_compares_the_bits_that_are_cut(mode: str) -> None:
     """Each element with its own word: in the fraction, in the exponent, in the regime and at the ends."""
     for text, carrier in PAIRS[:3]:
@@ -145,6 +148,7 @@ def test_codes_of_32_bits() -> None:
 
 
 @pytest.mark.parametrize("mode", ["nearest_even", "toward_zero", "up", "odd"])
+@pytest.mark.in_turn(4)
 def test_operations_are_rounded_once(mode: str) -> None:
     """Sums, products and quotients of values that are far apart, cancel, and leave the range on both sides."""
     rng, c = np.random.default_rng(7), oracle.CARRIERS["float32"]
@@ -204,6 +208,7 @@ def test_emulated_functions() -> None:
         jc.emulate(f, "posit32")(jnp.float32(1.5))
 
 
+@pytest.mark.slow
 def test_arrays_are_stored_and_bits_flip() -> None:
     x = np.random.default_rng(8).standard_normal((3, 20)) * 1e3
     for text, size in (("posit6", 45), ("posit16", 120), ("takum_linear12", 120)):
@@ -235,7 +240,7 @@ def hif8_numbers(dtype: Any, rng: np.random.Generator) -> np.ndarray:
     return x * rng.choice([-1, 1], len(x)).astype(dtype)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("carrier", ["bfloat16", "float32", "float64"])
 def test_every_mode_of_hif8(carrier: str) -> None:
     fmt, c = jc.HiFloat8Format(), oracle.CARRIERS[carrier]

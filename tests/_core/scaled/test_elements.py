@@ -218,7 +218,7 @@ MORE: list[Spec] = [
 ]
 
 
-@pytest.mark.in_turn(10)
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize(("spec", "dtype"), SOME, ids=lambda value: str(value))
 def test_against_exact_rationals(spec, dtype):
     check(spec, dtype, 30)
@@ -309,6 +309,7 @@ def products(spec: Spec, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.slow
 def test_every_code_under_every_scale(dtype):
     """mxfp4: each product rounded once, overflow and subnormal numbers included."""
     spec, carrier = mx("e2m1fn", block=16), CARRIERS[dtype]

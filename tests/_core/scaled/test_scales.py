@@ -80,6 +80,7 @@ def test_a_percentile_counts_exactly() -> None:
 
 @pytest.mark.parametrize("kind", ["integer", "float"])
 @pytest.mark.parametrize("low", [2.0**-60, 255 * 2.0**-60])
+@pytest.mark.in_turn(4)
 def test_a_range_just_above_a_tie_of_scales(kind: str, low: float) -> None:
     """(max - min) / 255 is a tie of bfloat16 plus a remainder, or plus far bits."""
     x = np.float32([255 * (1 + 2.0**-8), -low, 0, 0])

@@ -118,6 +118,7 @@ def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -
             assert_same(fast, exact, x, s, f"{element} {mode} {moderate=}")
 
 
+@pytest.mark.slow
 def test_zero_points() -> None:
     check_zero_points(8, ("nearest_even", "odd", "stochastic"), ROWS, 1)
 
@@ -258,6 +259,7 @@ MINIFLOATS: list[tuple[ScaledFormat, str, float | None]] = [
 @pytest.mark.parametrize(
     "cases", [MINIFLOATS[:2], pytest.param(MINIFLOATS[2:], marks=pytest.mark.slow)], ids=["some", "all"]
 )
+@pytest.mark.slow
 def test_minifloats(cases: list[tuple[ScaledFormat, str, float | None]]) -> None:
     for i, (fmt, carrier, tensor) in enumerate(cases):
         plan = make_plan(Spec(fmt), CARRIERS[carrier])

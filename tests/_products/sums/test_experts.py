@@ -26,7 +26,7 @@ def of_rows(one: Any) -> jax.Array:
 ZERO = "uint8(group=all,zero_point=integer)"
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("left", "right"),
     [

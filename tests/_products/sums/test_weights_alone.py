@@ -20,7 +20,7 @@ FORMATS = [
 ]  # fmt: skip
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(27)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_sums_of_panels(axis: int, text: str) -> None:
@@ -57,6 +57,7 @@ def test_weights_are_never_written_as_floats(text: str) -> None:
     assert sizes is not None and sizes.temp_size_in_bytes <= 0.05 * 4096 * 1024 * 4
 
 
+@pytest.mark.slow
 def test_training_and_packed_weights_alone_are_equal() -> None:
     """In both layouts, and with two axes that are kept."""
     x = jax.random.normal(jax.random.key(1), (3, 160))

@@ -48,6 +48,7 @@ def coded(rng: Any, shape: tuple[int, ...], zeros: tuple[int, ...]) -> tuple[Cod
 
 
 @pytest.mark.parametrize("given", GEOMETRIES)
+@pytest.mark.in_turn(3)
 def test_sums_are_those_of_integers(given: Any) -> None:
     """All three products, with zero points on both sides, outside of the image and in its gaps too."""
     padding, strides, image_gaps, kernel_gaps, groups = given
