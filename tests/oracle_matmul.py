@@ -57,7 +57,8 @@ def rounded(x: Value, how: How | None, carrier: Carrier, word: int) -> Value:
 def _round(x: Value, how: How, n: int, r: int) -> Value:
     """`oracle.round_exact`, and where nothing special can happen its rule without its search for the neighbours."""
     fmt = how.fmt
-    if isinstance(x, Fraction) and x != 0 and not how.flush and not isinstance(fmt, oracle.Levels) and fmt.signed:
+    grid = isinstance(fmt, oracle.FloatSet | oracle.FixedSet)
+    if grid and fmt.signed and isinstance(x, Fraction) and x != 0 and not how.flush:
         low, negative = _index_below(fmt, abs(x)), x < 0
         below, above = fmt.value(low), fmt.value(low + 1)
         assert below <= abs(x) < above

@@ -83,7 +83,8 @@ def test_each_bit_moves_the_horizon_of_lorenz(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.slow
 def test_a_mix_of_layers_beats_eight_bits_at_both_ends(monkeypatch, capsys, tmp_path):
-    pytest.importorskip("optax"), pytest.importorskip("sklearn")
+    for package in ("optax", "sklearn"):
+        pytest.importorskip(package)
     rows = printed("tuned_classifier", monkeypatch, capsys, tmp_path)
     mixes = {float(row[1]): float(row[2]) for row in rows if row[:1] == ["jc.nn.tune"]}
     ends = next(row for row in rows if row[:1] == ["int8,"])

@@ -116,6 +116,7 @@ def package_format(fmt: oracle.Set) -> Any:
         return jc.CodebookFormat(tuple(map(float, fmt.levels)))
     if isinstance(fmt, oracle.FixedSet):
         return jc.FixedFormat(fmt.bits - fmt.f, fmt.f, fmt.signed, fmt.symmetric)
+    assert isinstance(fmt, oracle.FloatSet)
     fields = {"infinities": fmt.inf, "nans": fmt.nan, "signed": fmt.signed, "zero": fmt.zero}
     return jc.FloatFormat(fmt.e, fmt.m, bias=fmt.bias, **fields)
 

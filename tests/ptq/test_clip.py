@@ -151,5 +151,5 @@ def test_bad_arguments() -> None:
             jc.ptq.clip(least=least)
     with pytest.raises(TypeError, match="least='a' must be"):
         jc.ptq.clip(least="a")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="then one sparse, then one clip, then one gptq"):
+    with pytest.raises(ValueError, match="then one sparse, then one clip or hqq, then one gptq"):
         jc.ptq.quantize(dense, jc.Rule(weight="int4"), {}, [], [jc.ptq.gptq(), jc.ptq.clip()])

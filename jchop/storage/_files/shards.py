@@ -114,7 +114,7 @@ def _without_index(folder: Path) -> list[Path]:
     """
     names = sorted(path.name for path in folder.iterdir())
     if JOURNAL in names:
-        raise _no_file(folder / SINGLE, "the folder is of an unfinished run of jchop: repeat its command")
+        raise _no_model(folder, "it is of an unfinished run of jchop: repeat its command")
     files = [name for name in names if name.endswith(".safetensors")]
     found = [_SHARD.fullmatch(name) for name in files]
     kinds = {(one[1], one[3]) for one in found if one}
@@ -127,10 +127,16 @@ def _without_index(folder: Path) -> list[Path]:
         raise _no_file(folder / INDEX, f"and not all of {int(count)} numbered files are there{first}")
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if files or gguf:
-        raise _no_file(folder / SINGLE, f"nor {INDEX}; pass the path of one of its files: {shown((files or gguf)[0])}")
+        raise _no_model(folder, f"pass the path of one of its files: {shown((files or gguf)[0])}")
     others = [name for name in names if name.endswith((".bin", ".pt", ".pth"))][:1]
-    why = f"; {shown(others[0])} is a pickle of torch, which is not read: save it as safetensors" if others else ""
-    raise _no_file(folder / SINGLE, f"nor {INDEX}{why}")
+    why = f"{shown(others[0])} is a pickle of torch, which is not read: save it as safetensors" if others else ""
+    raise _no_model(folder, why)
+
+
+def _no_model(folder: Path, why: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        errno.ENOENT, f"the folder has no {SINGLE} and no {INDEX}{'; ' if why else ''}{why}", str(folder)
+    )
 
 
 def _no_file(path: Path, why: str) -> FileNotFoundError:

@@ -67,7 +67,10 @@ def test_a_scale_of_two_levels_has_the_bits_that_a_divisor_leaves() -> None:
 
 def test_the_largest_scale_is_no_overflow() -> None:
     """A NaN block needs a quotient that rounds beyond the largest scale, 448; 448 itself is a scale."""
-    spec, x = "int8(group=2,scale=float8_e4m3fn,nan_block=True)", np.float32([[448 * 127, 448], [480 * 127, 448]])
+    spec, x = (
+        "int8(group=2,scale=float8_e4m3fn,nan_block=True)",
+        np.array([[448 * 127, 448], [480 * 127, 448]], np.float32),
+    )
     assert np.asarray(jc.round_to_format(x, spec))[0].tolist() == x[0].tolist()
     assert np.isnan(jc.round_to_format(x, spec)[1]).all()
 
@@ -83,6 +86,6 @@ def test_a_percentile_counts_exactly() -> None:
 @pytest.mark.in_turn(4)
 def test_a_range_just_above_a_tie_of_scales(kind: str, low: float) -> None:
     """(max - min) / 255 is a tie of bfloat16 plus a remainder, or plus far bits."""
-    x = np.float32([255 * (1 + 2.0**-8), -low, 0, 0])
+    x = np.array([255 * (1 + 2.0**-8), -low, 0, 0], np.float32)
     stored = jc.quantize(x, f"uint8(group=4,scale=bfloat16,zero_point={kind})")
     assert np.asarray(stored.scale, np.float32).tolist() == [1 + 2.0**-7]
