@@ -44,6 +44,7 @@ def part(found: jc.Blame, primitive: str) -> float:
 
 @pytest.mark.parametrize(("spec", "error"), [("bfloat16", 1.0), ("e8m16", 0.1)])
 @pytest.mark.usefixtures("x64")
+@pytest.mark.slow
 def test_a_difference_of_large_numbers_is_innocent(spec: str, error: float) -> None:
     """In float64 the parts of a quadratic program add up to the error to all digits, even if nothing is left."""
     x = jnp.asarray(100 + np.random.default_rng(0).standard_normal(256))
@@ -191,6 +192,7 @@ def test_scopes_and_lines() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_rule_moves_the_blame() -> None:
     x = normal(1, 32)
 

@@ -107,6 +107,7 @@ def counted(traces: list[int]) -> Callable[[Any], Any]:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_equal_shapes_trace_once() -> None:
     traces: list[int] = []
     low = jc.emulate(counted(traces), "e5m2")

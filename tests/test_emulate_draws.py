@@ -104,6 +104,7 @@ def test_ends_that_are_excluded(spec: str, below_one: float, above: float) -> No
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_moments() -> None:
     """Of dropout, and of rare events: a uniform number rounded to 0 or 1 would show."""
     rate = jax.jit(jc.emulate(lambda key: random.bernoulli(key, 0.001, (10**6,)), "bfloat16"))(KEY).mean()

@@ -121,6 +121,7 @@ def test_the_derivative_of_a_solution_is_the_carriers() -> None:
         ("tridiagonal", lambda a: lax.linalg.tridiagonal(a), (4, 4)),
     ],
 )
+@pytest.mark.in_turn(6)
 def test_what_has_no_algorithm_is_the_carriers(name: str, fun: Callable[..., Any], shape: tuple[int, int]) -> None:
     """Of the rounded matrix, each result rounded once; or left in the carrier, if a rule says so."""
     a = np.random.default_rng(3).normal(size=shape).astype(np.float32)
@@ -176,6 +177,7 @@ def test_complex_numbers_draw_and_differentiate() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_other_complex_operations_are_the_carriers_by_parts(rng: np.random.Generator) -> None:
     z, w = rng.normal(size=(2, 8, 2)).astype(np.float32).view(np.complex64)[..., 0]
     fun = lambda z, w: [z / w, jnp.abs(z), lax.exp(z), lax.sqrt(z), lax.fft(z, "FFT", (8,)), lax.pow(z, w), z, 0.1j]  # noqa: E731

@@ -134,6 +134,7 @@ def test_a_primitive_that_says_what_it_consists_of() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_constants_are_rounded_everywhere() -> None:
     """As results, carries, results of branches, arguments of calls, and operands of comparisons."""
     tenth = 0.1015625

@@ -52,6 +52,7 @@ def test_threads_under_one_name_never_damage_the_file(tmp_path: Path) -> None:
 @pytest.mark.in_turn(5)
 @posix
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+@pytest.mark.slow
 def test_permissions(tmp_path: Path, umask: int) -> None:
     code = f"""
 import os, pathlib, stat

@@ -121,6 +121,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.in_turn(2)
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be truncated")
 @pytest.mark.parametrize("order", "CF")
+@pytest.mark.slow
 def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path, order: Any) -> None:
     """Mapped memory would end the process with SIGBUS."""
     source, target = tmp_path / "in.npy", tmp_path / "out.npy"

@@ -199,6 +199,7 @@ def test_clipped_by_kind_of_element(text, x, expected):
     assert grad.tolist() == expected
 
 
+@pytest.mark.slow
 def test_cotangents_are_rounded_to_scaled_formats():
     x, g = jnp.asarray(numbers((4, 16))), jnp.asarray(numbers((4, 16), 1))
     for gradient in ("[mxfp4(group=8)]", "[int8(channel=0):stochastic]"):

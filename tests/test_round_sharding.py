@@ -119,7 +119,7 @@ def test_derivatives_through_shard_map(inside):
 # --- automatic partitioning ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("layout", ["rows", "columns", "tiles"])
 def test_automatic_partitioning_communicates_nothing(layout, name):
@@ -186,6 +186,7 @@ def test_derivatives_under_explicit_sharding():
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_vmap_over_a_sharded_axis_with_split_keys():
     x, keys = jnp.asarray(numbers(np.float32, (8, 33))), jax.random.split(OTHER, 8)
     placed = jax.device_put(x, NamedSharding(line(), P("a")))

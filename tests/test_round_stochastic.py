@@ -217,6 +217,7 @@ def test_every_number_of_bits_as_defined(carrier, mode, n):
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
+@pytest.mark.slow
 def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> None:
     """rne(nu 2^N) of mode C below the smallest value, where nu has more bits than a word.
 
@@ -238,6 +239,7 @@ def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> No
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("mode", PROPORTIONAL)
+@pytest.mark.slow
 def test_every_draw_of_a_few_bits(mode: str) -> None:
     """As many random bits as are dropped, more and fewer: each number meets every R, where one alone may decide."""
     fmt, n = oracle.ieee(4, 6), 5

@@ -140,7 +140,7 @@ def test_numpy_values_inside_a_trace_stay_constants(text):
 # --- 64-bit mode --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", ["e4m3:odd", "e5m2:stochastic", "integer8:stochastic_b:random_bits=5"])
 def test_the_x64_flag_changes_no_bit(text):
     x, wide = numbers(np.float32, (33,)), numbers(np.float64, (33,))

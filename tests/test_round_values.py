@@ -182,7 +182,7 @@ def test_what_rounds_to_zero_from_below_is_zero_in_an_unsigned_format(text):
     np.testing.assert_array_equal(jc.round_to_format(x, f"{text}:down"), [NAN, 0])
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(15)
 @pytest.mark.parametrize(
     ("text", "overflow", "beyond", "infinite"),
     [

@@ -56,6 +56,7 @@ def random_program(seed: int) -> tuple[Callable[..., Any], list[float]]:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_estimates_of_random_programs_are_true(count: int) -> None:
     """At most half a digit above the truth, in 95 of 100 of the programs whose exact value is a number."""
     above = programs = 0
@@ -90,6 +91,7 @@ def determinant(rows: list[list[Any]]) -> Any:
 @pytest.mark.parametrize(
     ("n", "low", "high"), [(4, 3.0, 5.0), (5, 1.5, 4.0), (6, 0.3, 2.7), (7, 0.0, 1.5), (8, 0.0, 1.0)]
 )
+@pytest.mark.in_turn(5)
 def test_determinants_of_hilbert_matrices_lose_their_digits(n: int, low: float, high: float) -> None:
     one = Fraction(1)
     exact = determinant([[one / (i + j + 1) for j in range(n)] for i in range(n)])

@@ -227,6 +227,7 @@ def test_x64_changes_nothing(kernel: str, order: str) -> None:
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.slow
 def test_special_values(kernel: str) -> None:
     """Infinities, NaN, zeros of both signs and subnormals of the carrier, beside ordinary numbers."""
     rng = np.random.default_rng(3)

@@ -131,6 +131,7 @@ def test_every_kind(kernel: str, kind: str) -> None:
 
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("kernel", "dtype"), PAIRS)
+@pytest.mark.slow
 def test_every_mode(kernel: str, dtype: str) -> None:
     check(kernel, [f"e4m3fn:{mode}" for mode in MODES], dtype, [(1025,)], start=2**32 - 7)
 
@@ -277,6 +278,7 @@ def test_64_bit_mode_changes_nothing(kernel: str) -> None:
 
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("dtype", "shape"), list(itertools.product(TPU_DTYPES, [(), (1025,), (3, 5, 257)])))
+@pytest.mark.slow
 def test_hardware_bits_decide(shape: tuple[int, ...], dtype: str) -> None:
     """The interpreter's generator gives zeros, so every proportional draw goes to the neighbour nearer to zero."""
     spec = jc.parse("e4m3fn:stochastic")

@@ -233,6 +233,7 @@ def test_a_fixed_range() -> None:
     assert (low(PARAMS, 9 * X[0], scales=fixed) != low(PARAMS, 9 * X[0])).any()
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said() -> None:
     moving = jc.Rule(**BOTH, scale_from=jc.MovingAverage())
     low, history = jc.quantize_fn(mlp, moving), jc.quantize_fn(mlp, jc.Rule(**BOTH, scale_from=jc.DelayedScaling(2)))

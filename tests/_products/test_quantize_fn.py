@@ -177,6 +177,7 @@ def test_draws_follow_the_key() -> None:
     assert jnp.abs(many - low(packed, X, key=KEY)).max() > 0
 
 
+@pytest.mark.slow
 def test_layers_of_a_stack_draw_anew() -> None:
     w, x = jnp.broadcast_to(normal(32, 32), (2, 32, 32)), normal(4, 32, seed=1)
     low = jc.quantize_fn(lambda w, x: [x @ w[0], x @ w[1]], jc.Rule(weight="int2(group=32):stochastic"), key=KEY)

@@ -201,6 +201,7 @@ def test_without_rounding_the_function_stays_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("product", ["float", pytest.param("codes", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_forward_operands_are_rounded_after_they_are_turned(product: Any) -> None:
     """Of whole numbers, whose sums are exact, against the definition; derivatives are those of the rounded weight."""
     rng, rotation = np.random.default_rng(2), jc.Hadamard(4, products="forward")

@@ -49,6 +49,7 @@ def test_there_and_back(name: str, dtype: Any) -> None:
     np.testing.assert_array_equal(back, np.array([rounds((c - zero) * exact(scale)) for c in wanted], dtype))
 
 
+@pytest.mark.slow
 def test_set_and_add() -> None:
     codes, out = np.array([[0, 1], [2, 255]], np.uint8), np.full((2, 2), 10, np.float32)
     given = piquant.dequantize(codes, scale=0.5, zero_point=1, reduce_op=ReduceOp.ADD, out=out)

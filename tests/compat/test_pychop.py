@@ -58,6 +58,7 @@ def test_floating_point() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_the_chop_of_the_paper() -> None:
     x = numbers()
     half = oracle.ieee(5, 10)

@@ -158,6 +158,7 @@ def test_every_kind_of_format_moves(specs: list[str], rng: np.random.Generator) 
         same(each, np.stack([a + b for a, b in own]))
 
 
+@pytest.mark.slow
 def test_psum_of_channels_and_tiles_keeps_shapes(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 6, 16)).astype(np.float32)
     specs = ["int8(channel=-1)", "int8(group=(2,8))", "int4(group=8,axis=0)"]

@@ -19,6 +19,7 @@ SIGNS = jc.ScaledFormat(jc.CodebookFormat((-1.0, 1.0)), group=GROUP, scale="bina
 
 
 @pytest.mark.parametrize("spec", [INT4, pytest.param(INT4 + ":stochastic", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_sums_of_100_steps_are_within_one_quantum(spec: str, rng: np.random.Generator) -> None:
     """The sum of what all ranks got differs from the true sum by the errors that are kept, and by no more."""
     ranks, size, steps = 8, 256, 100

@@ -47,7 +47,7 @@ def codes_of(fmt: jc.formats.ElementFormat) -> np.ndarray:
     return np.array([code for code, value in enumerate(values) if value is not None and value == value])
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize("fmt", SHAPES.values(), ids=SHAPES)
 def test_values_and_codes(fmt):
     """Sorted, unique, the set that the definition gives; closed under encode and decode over every code."""
@@ -64,7 +64,7 @@ def test_values_and_codes(fmt):
     assert fmt.encode(values).dtype == (np.uint8 if fmt.bits <= 8 else np.uint16)
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(15)
 @pytest.mark.parametrize("name", [name for name, fmt in CATALOGUE.items() if fmt.bits <= 16])
 def test_named_formats_are_closed(name):
     fmt = CATALOGUE[name]

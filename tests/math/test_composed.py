@@ -110,7 +110,7 @@ def test_cross_products_have_the_axes_of_numpy(axes: Any, left: tuple[int, ...],
     np.testing.assert_array_equal(untyped.cross(a, b, "e8m15", **axes), jnp.cross(a, b, **axes))
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("endpoint", [True, False])
 @pytest.mark.parametrize("text", HOWS)
 def test_evenly_spaced_numbers(text: str, endpoint: bool) -> None:

@@ -36,7 +36,7 @@ def in_order(a: np.ndarray, b: np.ndarray, text: str = "e5m5") -> float:
     return float(oracle_math.array([total.result()])[0])
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     ("left", "right"),
     [((3,), (3,)), ((2, 3), (3,)), ((2, 3), (4, 3, 5)), ((3,), (3, 4)), ((), (2, 3)), ((2,), ()), ((), ())],
@@ -89,6 +89,7 @@ def test_the_order_of_a_convolution_is_that_of_its_kernel() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_axpy_rounds_product_and_sum() -> None:
     a, x, y = (np.asarray(jc.round_to_format(normal(60, seed=i), "e5m5")) for i in range(3))
     product = jc.math.multiply(a, x, "e5m5")

@@ -81,7 +81,7 @@ def test_the_order_of_an_einsum_is_that_of_its_indices() -> None:
     assert jc.math.einsum("ji,ij->", b, a, spec="e5m5") == in_order(b.ravel(), a.T.ravel())
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", HOWS)
 def test_three_arrays_are_contracted_from_left_to_right(text: str) -> None:
     """Each pair as an einsum of its own, whose result is rounded to the operands again."""
@@ -184,6 +184,7 @@ def test_every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
     assert jc.math.trace(a, spec) == jc.math.add(first, second, "e5m5")
 
 
+@pytest.mark.slow
 def test_traces_have_the_axes_of_numpy() -> None:
     x = integers(3, 4, 5)
     many: list[dict[str, Any]] = [

@@ -268,6 +268,7 @@ def test_elementary_functions_are_rounded_to_the_neighbour_of_the_true_value(nam
     assert np.mean(low == high) > 0.9
 
 
+@pytest.mark.slow
 def test_nan_outside_the_domain() -> None:
     for value in (
         jc.math.log(-1.0, "bfloat16"),

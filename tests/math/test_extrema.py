@@ -38,6 +38,7 @@ def test_the_element_is_that_of_the_rounded_array(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.in_turn(3)
 def test_subnormal_numbers_zeros_infinities_and_nan(dtype: Any) -> None:
     least = np.finfo(dtype).smallest_subnormal
     x = np.array([[least, 0, -0.0], [-least, -0.0, -0.0], [-np.inf, 2, np.nan], [-np.inf, -1, np.inf]], dtype)

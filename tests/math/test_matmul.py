@@ -97,6 +97,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("left", "right"), SHAPES, ids=str)
+@pytest.mark.in_turn(12)
 def test_shapes_are_those_of_jnp_matmul(left: tuple[int, ...], right: tuple[int, ...]) -> None:
     a, b = integers(left), integers(right, seed=1)
     same(jc.math.matmul(a, b, UNIT), np.matmul(a, b))

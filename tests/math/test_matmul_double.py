@@ -110,6 +110,7 @@ def test_sums_of_more_products_than_int32_holds() -> None:
     assert jc.math.matmul_double(a, b, tolerance=tolerance_of(3)).item() == -k * (1 - 2.0**-8) ** 2
 
 
+@pytest.mark.slow
 def test_specials_are_those_of_a_product() -> None:
     rows = [[np.inf, 1, 0], [-np.inf, 2, np.inf], [np.nan, 0, 1], [1, 2, 3], [0, 0, 0], [1e300, 1e300, 1e300]]
     a = np.array(rows)

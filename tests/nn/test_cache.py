@@ -74,6 +74,7 @@ def test_without_decoding_nothing_changes() -> None:
     assert [r.specs for r in row if r.layer == "MultiHeadAttention"] == [(("cache", "int8(group=all)"),)]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_decoded_is_said() -> None:
     rule = jc.nn.Rule(cache="int8(group=all)")
     layer = jc.nn.quantize(attention(), rule)

@@ -41,6 +41,7 @@ def like() -> Any:
     return nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", model, "plain", config={"model_type": "net"})
     tensors = jc.storage.load_checkpoint(tmp_path / "plain")

@@ -140,6 +140,7 @@ def test_rows_become_one_axis_where_there_is_one_device(monkeypatch: pytest.Monk
         near(one, other)
 
 
+@pytest.mark.slow
 def test_convolutions_round_their_backward_products_too() -> None:
     x, w, g = normal(2, 5, 3), normal(3, 3, 4, seed=1), normal(2, 5, 4, seed=2)
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, ("NWC", "WIO", "NWC"))

@@ -103,6 +103,7 @@ def test_means_are_those_of_the_exact_model() -> None:
     np.testing.assert_allclose(corrected.blocks[0].bias[...], bias, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_corrected_is_said() -> None:
     model, x = Model(rngs=nnx.Rngs(0)), [jnp.ones((1, 4, 2))]
     rounded = jc.nn.quantize(model, RULE)

@@ -54,6 +54,7 @@ def noised(variables: Any) -> Any:
     return {**variables, "lora": lora}
 
 
+@pytest.mark.slow
 def test_first_output_and_gradients(low: Any, packed: Any) -> None:
     rules = [LoraRule("up", rank=4, alpha=8), LoraRule("{up,down}", rank=2)]
     adapted, variables = add_lora(low, packed, rules, X, key=KEY)

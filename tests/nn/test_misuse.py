@@ -158,7 +158,7 @@ def test_arguments_are_checked(name: str) -> None:
 # -- state of another model --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("text", ["int8(group=4)", "int4(group=8)", "int4(group=4,rule=half_range)"])
 def test_packed_weights_of_another_rule_are_refused(text: str) -> None:
     words = r"kernel of the Linear at '' by .* is .*, and this model holds it packed as int4\(group=4,axis=-2\)"

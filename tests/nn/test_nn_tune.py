@@ -91,6 +91,7 @@ def test_scores_and_choice_are_those_of_the_definition(problem: Any) -> None:
     assert "layers/0" in str(found) and json.loads(json.dumps(found.as_dict(), allow_nan=False))["bytes"] == found.bytes
 
 
+@pytest.mark.slow
 def test_groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
     model, data = problem
     menu = [jc.nn.Rule(weight="e2m1fn", activation="e4m3"), None]

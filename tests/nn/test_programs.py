@@ -96,6 +96,7 @@ def test_packed_parameters_have_their_shapes_and_stay_shared() -> None:
         jc.nn.quantize(low, RULE, "ptq", inputs=(TOKENS,))
 
 
+@pytest.mark.slow
 def test_a_submodule_that_is_called_from_outside_has_the_stored_numbers() -> None:
     model = own()
     low, by_hand = jc.nn.quantize(model, RULE, "ptq", inputs=(TOKENS,)), low_by_hand(model)
@@ -171,6 +172,7 @@ def test_files_of_packed_programs(tmp_path: Any) -> None:
     np.testing.assert_array_equal((other if loaded is None else loaded)(x), packed(x))
 
 
+@pytest.mark.slow
 def test_a_method_is_traced_once_for_equal_graphs_and_shapes() -> None:
     count = 0
 

@@ -62,6 +62,7 @@ def normal(*shape: int, seed: int) -> Any:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_wage_rounds_as_its_equations_say() -> None:
     x, w, g = normal(6, 10, seed=0), normal(10, 4, seed=1), normal(6, 4, seed=2)
     largest = np.array([1.2, 0.3 * 2.0**-9, 1.9, 1.45], np.float32)  # the last where the paper takes 2, and jchop 1

@@ -124,6 +124,7 @@ def test_variables_need_no_pattern(tmp_path: Path) -> None:
         jc.nn.load(path, other)
 
 
+@pytest.mark.slow
 def test_refused(tmp_path: Path) -> None:
     path, variables = tmp_path / "x.safetensors", packed()
     for value in (jnp.ones(3), [variables], None):

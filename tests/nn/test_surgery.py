@@ -73,6 +73,7 @@ def test_the_given_model_stays_and_shares_what_did_not_change() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(plain))
 
 
+@pytest.mark.slow
 def test_the_first_rule_that_matches_counts() -> None:
     plain = model()
     rules = [
@@ -136,6 +137,7 @@ def test_weight_only_rounds_no_more_than_weights() -> None:
         jc.nn.quantize(plain, BLOCKS, mode="weight_only")
 
 
+@pytest.mark.slow
 def test_sites_without_state_are_no_part_of_the_model() -> None:
     traced = []
 

@@ -105,6 +105,7 @@ def test_which_arrays_are_cut(rng: np.random.Generator) -> None:
     assert cut_leaves(params, "mxfp8_e4m3", 5) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
     params = params_of(rng)
     state = jax.jit(jc.optim.quantize_state(optax.adam(1e-3), "mxfp8_e4m3", min_size=32).init)(params)

@@ -84,6 +84,7 @@ CASES = {"sgd": (sgd, optax.sgd(LR, 0.875)), "adam": (adam, optax.adam(LR, 0.5, 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("fmt", SETS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_steps_are_those_of_exact_arithmetic(name: str, fmt: str) -> None:
     """Scalars, and operation by operation, so that no compiler joins two of Optax's operations into one."""
     exact, plain = CASES[name]

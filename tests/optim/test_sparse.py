@@ -36,6 +36,7 @@ def steps_of(tx: Any, params: Any, grads: Any) -> tuple[list[Any], Any]:
 
 @pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.in_turn(4)
 def test_masks_that_are_chosen_once(start: int, dtype: str, rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(12, 5)), dtype), "b": jnp.ones(5), "n": jnp.ones((4, 4), "int32")}
     grads = [
@@ -83,6 +84,7 @@ def test_tiles_are_sparse_both_ways(rng: np.random.Generator) -> None:
     assert state.dense.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_training_recovers_from_pruning(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(256, 16)) @ rng.normal(size=(16, 16)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)

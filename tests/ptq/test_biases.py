@@ -47,6 +47,7 @@ PLACES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(12)) for n in PLACES])
+@pytest.mark.slow
 def test_the_mean_error_vanishes(name: str) -> None:
     fun, shape, bias, axes = PLACES[name]
     params, x = (

@@ -147,6 +147,7 @@ def test_every_format_is_pruned_in_the_sweep(weight: str) -> None:
     assert (row.method, row.before > row.after) == ("sparse, gptq", True)
 
 
+@pytest.mark.slow
 def test_scales_are_those_of_the_numbers_that_stay() -> None:
     w, x = layer(32, 12, 256)
     x[:, 0] = 1e-3  # so the first input is pruned, whose weights are the largest

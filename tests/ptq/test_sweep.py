@@ -72,6 +72,7 @@ def error(w: np.ndarray, q: QArray, gram: np.ndarray) -> float:
 
 @pytest.mark.in_turn(32)
 @pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.slow
 def test_independent_inputs_are_rounded_to_nearest(text: str) -> None:
     w, gram = problem()
     plain, swept, _, _ = rounded(w, np.diag(np.diag(gram)), text, np.asarray(order_of(jnp.asarray(gram), True)))

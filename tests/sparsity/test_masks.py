@@ -44,6 +44,7 @@ def all_tiles(n: int, m: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("n", "m", "count"), [(2, 4, 90), (1, 4, 24), (3, 4, 24), (1, 3, 6), (1, 2, 2)])
+@pytest.mark.in_turn(5)
 def test_no_other_mask_of_a_tile_keeps_more(n: int, m: int, count: int) -> None:
     every = all_tiles(n, m)
     assert len(every) == count

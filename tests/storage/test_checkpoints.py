@@ -118,7 +118,7 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
     assert q.spec == close.spec
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("kind", "text"), [(2, "int4"), (8, "int8"), (12, None), (14, None)])
 def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
     rng = np.random.default_rng(kind)

@@ -46,7 +46,7 @@ def same(got: Any, wanted: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("text", TEXTS)
 @settings(deadline=None, max_examples=20)
 @given(ROWS, st.integers(-30, 30), st.permutations(range(4)))

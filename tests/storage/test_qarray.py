@@ -196,6 +196,7 @@ def test_shapes_that_leave_groups_whole(stored: Stored) -> None:
     assert stored[GROUPS][0].reshape(4, 6, 16) is stored[GROUPS][0]
 
 
+@pytest.mark.slow
 def test_shapes_that_tear_groups(stored: Stored) -> None:
     for text, shapes in {
         GROUPS: [(384,), (4, 6, 4, 4), (96, 4)],

@@ -249,7 +249,7 @@ def test_refused() -> None:
             call()
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
 def test_scales_that_no_fit_gives_are_refused(bad: float) -> None:
     x = numbers((2, 32))

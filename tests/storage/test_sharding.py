@@ -49,6 +49,7 @@ def collectives(compiled: Any) -> set[str]:
         ("nvfp4", P("a", None), {"all-reduce"}),
     ],
 )
+@pytest.mark.slow
 def test_sharded_is_unsharded(text: str, where: P, moves: set[str]) -> None:
     x, sharding = numbers(), NamedSharding(mesh(), where)
 
@@ -89,6 +90,7 @@ def test_each_leaf_is_placed() -> None:
         ("int4(group=8,scale=int8(channel=0))", P(("a", "b")), [P(("a", "b"), None)] * 2),
     ],
 )
+@pytest.mark.slow
 def test_every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]) -> None:
     q = jc.quantize(numbers(), text)
     places = jc.storage.shardings(q, NamedSharding(mesh(), where))

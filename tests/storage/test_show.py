@@ -116,6 +116,7 @@ def test_abstract_arrays_show_facts() -> None:
         assert "<img" not in page
 
 
+@pytest.mark.slow
 def test_a_large_array_shows_itself_in_time() -> None:
     q = jc.quantize(jnp.ones((1024, 1024)), "nvfp4")
     q._repr_html_()  # compiles

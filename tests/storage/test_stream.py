@@ -91,6 +91,7 @@ def test_cuts_keep_groups_and_bytes_whole() -> None:
         assert start == np.prod(shape) and not cut.needs_extremes
 
 
+@pytest.mark.slow
 def test_rules_by_name(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     x = numbers(4, 32)

@@ -87,6 +87,7 @@ def stored() -> Callable[[str], QArray]:
 
 @pytest.mark.in_turn(30)
 @pytest.mark.parametrize(("text", "of_w", "of_y"), RATIOS, ids=[row[0] for row in RATIOS])
+@pytest.mark.slow
 def test_ratios(stored: Callable[[str], QArray], text: str, of_w: float, of_y: float | None) -> None:
     got = jc.dequantize(stored(text))
     assert decibels(W, got) == pytest.approx(of_w, abs=0.05)

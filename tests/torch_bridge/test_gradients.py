@@ -206,6 +206,7 @@ def test_matmul_of_other_shapes_and_dtypes():
         jc.torch.matmul(wide, wide, "e5m2")
 
 
+@pytest.mark.slow
 def test_quantize_and_dequantize():
     x, _ = data()
     for spec in ("e5m2:stochastic", "binary32"):

@@ -54,6 +54,7 @@ def test_bits_are_those_of_the_exact_oracle(rng):
         cases.assert_bits(x, array(got), cases.batch(x).round(fmt, mode, overflow), f"{text} {mode} {overflow}")
 
 
+@pytest.mark.slow
 def test_stochastic_bits_are_those_of_the_seed(rng):
     """The exact oracle, given the words of `jax.random.key(seed)`; and seeds of more than 32 bits."""
     fmt = KINDS["float8_e4m3fn"]
@@ -113,6 +114,7 @@ def test_scaled_formats_and_codebooks_give_the_bits_of_jax(rng):
         assert same_bits(rounded(tensor(x), text), jc.round_to_format(x, text)), text
 
 
+@pytest.mark.slow
 def test_shapes_and_strides_without_a_copy(rng):
     """Memory without gaps is read as it lies: results have its strides, and the bits of the C order."""
     x = tensor(rng.normal(size=(2, 3, 4, 5)).astype(np.float32))

@@ -173,6 +173,7 @@ def exact_form(v: oracle.Value, carrier: oracle.Carrier, width: int) -> tuple[in
     return low, int(rest), more > 0, nu > 0, False
 
 
+@pytest.mark.slow
 def test_accepted_at_the_edge(rng: np.random.Generator) -> None:
     """Formats that leave just two bits, or none but the carrier's own, against the exact results."""
     for text in ACCEPTED["float32"][1:]:
@@ -536,6 +537,7 @@ def test_ties_of_one_bit_of_precision_take_the_even_code() -> None:
     assert out.tolist() == [2.0, 2.0]  # codes 15, 16 and 17 of 1, 2 and 4
 
 
+@pytest.mark.slow
 def test_the_root_of_zero_has_no_further_bits() -> None:
     """Which a draw would round away from zero."""
     found = square_root(jnp.array([0.0, -0.0], "float32"), CARRIERS["float32"], whole_rest=True)

@@ -186,6 +186,7 @@ def exact_root(v: Value, carrier: oracle.Carrier) -> tuple[Value, bool]:
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("text", "name"), [("e5m10", "float32"), ("bfloat16", "float32"), ("fixed8.8", "float32")])
+@pytest.mark.slow
 def test_roots_in_every_mode(text: str, name: str, rng: np.random.Generator) -> None:
     carrier, fmt = oracle.CARRIERS[name], FORMATS[text]
     x = np.concatenate([np.abs(members(fmt, name, COUNT, rng)), members(fmt, name, 50, rng)])
@@ -327,7 +328,7 @@ def test_odd_leaves_exact_sums() -> None:
 # -- the smaller ones --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", ["max", "min", "neg", "abs", "square", "sub"])
 def test_the_other_operations(name: str, rng: np.random.Generator) -> None:
     fmt, carrier = FORMATS["bfloat16"], oracle.CARRIERS["float32"]
@@ -367,6 +368,7 @@ def test_a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_operands_broadcast_and_16_bit_ones_stay_so() -> None:
     x = jnp.arange(6, dtype=jnp.float16).reshape(2, 3)
     got = operation("mul", [x, jnp.asarray(1.25, jnp.float16)], jc.parse("e5m2:up"))

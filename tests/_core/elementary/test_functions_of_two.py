@@ -112,6 +112,7 @@ def test_ends_of_the_range() -> None:
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["power", "arctan2"])
+@pytest.mark.slow
 def test_emulate_float64_and_the_functions_agree(name: str) -> None:
     x, y = (np.abs(v[:60]) for v in pairs_of("bfloat16", 240, 5))
     want = getattr(jc.math, name)(x, y, "bfloat16:up")

@@ -162,7 +162,7 @@ def test_traced_offsets(kind: type[np.integer], x64: bool) -> None:
             assert integers(traced(kind(offset))) == integers(random_bits(seeds, (3, 5), offset))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("whole", [(13, 9, 8), (5, 2**20, 2**12), (2**33, 4, 2**20), (9, 2**31, 2**31)])
 @pytest.mark.parametrize("x64", [False, True])
 def test_tiles_of_an_array(whole: tuple[int, ...], x64: bool) -> None:

@@ -125,6 +125,7 @@ def _both_ways(codes: Any, fmt: StringFormat, carrier: str) -> tuple[jax.Array, 
 
 
 @pytest.mark.parametrize("text", ["posit2", "posit5", "posit8", "posit16", "takum_linear6", "takum_linear16"])
+@pytest.mark.in_turn(6)
 def test_codes_of_arrays(text: str) -> None:
     fmt = tapered(text)
     codes = np.arange(1 << fmt.bits)

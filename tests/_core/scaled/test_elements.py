@@ -341,6 +341,7 @@ def along_last(x: np.ndarray, spec: Spec) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("shape", "axes"), [((2, 3, 1, 9), (1, 3)), ((3, 5, 19), (-1, -2, 0)), ((13,), (0,))])
+@pytest.mark.slow
 def test_axes_and_ragged_tails(shape, axes, rng):
     """Any axis is the last one of the array with that axis moved there, and a tail is a smaller block."""
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-9, 9, shape)).astype(np.float32)
