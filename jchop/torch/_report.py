@@ -105,7 +105,7 @@ def report(module: nn.Module) -> ModuleReport:
         0.bias    PackedLinear  float32  -       8          32     32
         1.weight  LayerNorm     float32  -       8          32     32
         1.bias    LayerNorm     float32  -       8          32     32
-        all                                                388   5.79
+        all                                                388  5.791
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={module!r} must be a torch.nn.Module")
