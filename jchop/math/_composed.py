@@ -180,12 +180,13 @@ def linspace(
 @partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
 def _linspace(spec: Spec, num: int, endpoint: bool, axis: int, a: Array, b: Array, key: Array | None) -> Array:
     keys = _keys(key, 6)
-    start, stop = jnp.broadcast_arrays(*map(widened, _rounded(spec, (a, b), keys)))
+    # Quirk `long_fusion_compiled_for_minutes`: each of these is read by several operations.
+    start, stop = jnp.broadcast_arrays(*(widened(settled(end)) for end in _rounded(spec, (a, b), keys)))
     carrier = CARRIERS[start.dtype.name]
     intervals = num - 1 if endpoint else num
     if intervals > 0:
-        span = exactly("sub", (stop, start), spec, keys[2])
-        step = exactly("div", (span, jnp.full_like(span, intervals)), spec, keys[3], anything(span))
+        span = settled(exactly("sub", (stop, start), spec, keys[2]))
+        step = settled(exactly("div", (span, jnp.full_like(span, intervals)), spec, keys[3], anything(span)))
         i = jnp.arange(num, dtype=start.dtype).reshape(-1, *(1,) * start.ndim)
         whole, own = carrier_range(carrier), range_of(spec, carrier)
         steps = exactly("mul", (i, step[None]), spec, keys[4], (whole, own))

@@ -168,6 +168,17 @@ def test_interpolation_in_float64_is_compiled_in_seconds() -> None:
 
 
 @pytest.mark.slow
+def test_evenly_spaced_rows_are_compiled_in_seconds() -> None:
+    """With its ends fused into all that reads them, XLA takes hours (`long_fusion_compiled_for_minutes`)."""
+    lowered = jax.jit(lambda x: jc.math.linspace(x, 1, "bfloat16:stochastic", KEY, num=3)).lower(
+        np.ones(32, np.float32)
+    )
+    start = time.process_time()
+    lowered.compile()
+    assert time.process_time() - start < 60
+
+
+@pytest.mark.slow
 def test_interpolation_at_the_ends_and_between_equal_nodes() -> None:
     x = f32([-1, 0, 0.5, 1, 3, np.nan, np.inf])
     xp, fp = f32([0, 1, 1.01, 2]), f32([1, 2, 5, 3])
