@@ -75,9 +75,9 @@ class Tuning(Tables):
         ...     with jax.named_scope("root"):
         ...         y = jnp.sqrt(x)
         ...     return y - 1.0
-        >>> found = jc.tune(f, [(jnp.float32(1.1),)], 0.03, ["bfloat16", "e4m3"])
-        >>> [(row.path, row.spec) for row in found.rows], found.error <= 0.03
-        ([('root', 'bfloat16'), ('/', 'float8_e4m3')], True)
+        >>> found = jc.tune(f, [(jnp.float32(1.1),)], 0.05, ["bfloat16", "e4m3"])
+        >>> [(row.path, row.spec) for row in found.rows], found.error <= 0.05
+        ([('root', 'bfloat16'), ('/', 'bfloat16')], True)
     """
 
     rules: dict[str, Spec | MatmulSpec | None]

@@ -107,7 +107,7 @@ def tune(
         >>> x = jnp.linspace(99.0, 101.0, 16)
         >>> found = jc.tune(variance, [(x,)], 1e-2, [jc.FloatFormat(8, 4), jc.FloatFormat(8, 7), jc.FloatFormat(8, 16)])
         >>> [(row.path, row.spec) for row in found.rows]
-        [('mean', 'e8m16'), ('squares', 'e8m16')]
+        [('mean', 'e8m4'), ('squares', 'e8m7')]
         >>> low = jc.emulate(variance, None, rules=found.rules)
         >>> float(abs(low(x) / variance(x) - 1)) <= 1e-2
         True

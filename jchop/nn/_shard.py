@@ -41,8 +41,8 @@ def shard(model: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
         >>> mesh = jax.make_mesh((1,), ("fsdp",))
         >>> params = {"kernel": jc.quantize(jnp.ones((64, 32)), "int4(group=16)"), "bias": jnp.zeros(32)}
         >>> placed = jc.nn.shard(params, mesh, {"kernel": P("fsdp")})
-        >>> placed["kernel"].qvalue.sharding.spec, placed["kernel"].scale.sharding.spec
-        (PartitionSpec('fsdp', None), PartitionSpec('fsdp', None))
+        >>> [tuple(part.sharding.spec) for part in (placed["kernel"].qvalue, placed["kernel"].scale)]
+        [('fsdp', None), ('fsdp', None)]
     """
     _check(mesh, rules)
     if isinstance(model, nnx.Module):
