@@ -2,7 +2,7 @@
 
 import math
 
-__all__ = ["decibels"]
+__all__ = ["decibels", "shown"]
 
 
 def decibels(signal: float, error: float) -> float:
@@ -18,3 +18,15 @@ def decibels(signal: float, error: float) -> float:
         return math.inf
     ratio = signal / error
     return 10 * math.log10(ratio) if ratio > 0 else -math.inf
+
+
+def shown(ratio: float) -> str:
+    """A result of `decibels` in a table: ``"exact"`` without an error, ``"lost"`` without a signal.
+
+    Example:
+        >>> shown(20.04), shown(math.inf), shown(-math.inf)
+        ('20.0', 'exact', 'lost')
+    """
+    if math.isinf(ratio):
+        return "exact" if ratio > 0 else "lost"
+    return f"{ratio:.1f}"

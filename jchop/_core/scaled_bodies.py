@@ -230,28 +230,23 @@ def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool
     are also materialized before they are stored, so that both uses share one computation.
     """
     fmt, zero = plan.fmt, None
-    if plan.rule.tensor_scale:
-        whole = tensor_scale(elements.widen(x, plan.carrier), plan)
-        tensor = lax.bitcast_convert_type(whole, jnp.int32)
-        if plan.rule.fit in fitting.FITTED:
-            scales = select.held(fitting.FITTED[plan.rule.fit](view, groups.axes, plan, tensor))
-        else:
-            scales = select.held(choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed))
-        return _Fitted(scales, None, lambda: _held((groups.squeeze(store_scales(scales, plan)), whole), None))
+    whole = tensor_scale(elements.widen(x, plan.carrier), plan) if plan.rule.tensor_scale else None
+    tensor = None if whole is None else lax.bitcast_convert_type(whole, jnp.int32)
     if fmt.zero_point:
         fit = float_zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
         scales, zero = fit(view, groups.axes, plan)
     elif plan.rule.fit in fitting.FITTED:
-        scales = fitting.FITTED[plan.rule.fit](view, groups.axes, plan, None)
+        scales = fitting.FITTED[plan.rule.fit](view, groups.axes, plan, tensor)
     elif plan.rule.fit == "levels":
         largest = largest_of(_bits.split(view, plan.compute)[1], groups.axes, plan.compute, maximum)
         scales = Scales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
-        scales = choose_scales(view, groups.axes, plan, maximum=maximum, branch_allowed=branch_allowed)
+        scales = choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed)
     scales, zero = select.held(scales), materialize_per_group(zero)
 
-    def stored() -> Array:
-        return groups.squeeze(store_scales(scales, plan))
+    def stored() -> Stored:
+        own = groups.squeeze(store_scales(scales, plan))
+        return own if whole is None else (own, whole)
 
     def stored_zero() -> Array | None:
         if zero is None:

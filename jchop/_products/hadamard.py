@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jax
 import numpy as np
 
-__all__ = ["Blocks", "paley"]
+__all__ = ["Blocks", "paley", "sylvester"]
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,26 @@ class Blocks:
         if self.seed is not None:
             bits = jax.random.bits(jax.random.key(self.seed, impl="threefry2x32"), (self.size,), np.uint32)
             x = x * np.where(np.asarray(bits) >> 31, -1.0, 1.0)
-        x = x.reshape(-1, self.paley, self.power)
-        half = 1
-        while half < self.power:  # Sylvester's matrix, as sums and differences
-            x = x.reshape(-1, self.paley, self.power // (2 * half), 2, half)
-            first, second = x[:, :, :, 0], x[:, :, :, 1]
-            x = np.stack([first + second, first - second], 3).reshape(-1, self.paley, self.power)
-            half *= 2
+        x = sylvester(x.reshape(-1, self.paley, self.power), self.power)
         if self.paley > 1:
             x = np.einsum("bpk,pq->bqk", x, paley(self.paley), optimize=True)
         return x.reshape(shape) / math.sqrt(self.block)
+
+
+def sylvester(x: Any, size: int, numpy: Any = np) -> Any:
+    """The products of Sylvester's matrix with blocks of `size` along the last axis, by sums and differences of pairs.
+
+    Args:
+        x: an array; its last axis is a multiple of `size`.
+        size: a power of two.
+        numpy: NumPy, or `jax.numpy` for an array of JAX.
+    """
+    shape = x.shape
+    for step in range(size.bit_length() - 1):
+        pairs = x.reshape(*shape[:-1], -1, 2, 2**step)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        x = numpy.stack([first + second, first - second], -2).reshape(shape)
+    return x
 
 
 def _prime_of(order: int) -> int:

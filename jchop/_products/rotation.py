@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jchop._checks import check_choice, check_int
-from jchop._products.hadamard import Blocks, paley
+from jchop._products.hadamard import Blocks, paley, sylvester
 from jchop._settings import compiled
 
 Array = jax.Array
@@ -137,10 +137,7 @@ def _rotated(laid: Array, rotation: Hadamard) -> Array:
     whole, signs = width // by.size * by.size, rotation.signs or _published(by.size)
     wide = jnp.promote_types(laid.dtype, jnp.float32)
     turned = laid[..., :whole].astype(wide).reshape(*laid.shape[:-1], -1, by.size) * jnp.asarray(signs, wide)
-    for step in range(by.power.bit_length() - 1):
-        pairs = turned.reshape(*turned.shape[:-1], -1, 2, 2**step)
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        turned = jnp.stack([first + second, first - second], -2).reshape(turned.shape)
+    turned = sylvester(turned, by.power, jnp)
     if by.paley > 1:
         parts = turned.reshape(-1, by.paley, by.power)
         turned = jnp.einsum("bpk,pq->bqk", parts, jnp.asarray(paley(by.paley), wide), precision=lax.Precision.HIGHEST)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._checks import check_choice
+from jchop._decibels import shown
 from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules
 from jchop._products.traced.report import ProgramReport
 from jchop._products.units import PLATFORMS, operands_on
@@ -113,7 +113,7 @@ class ModelReport(Tables):
                 _described(row),
                 str(row.bytes_before),
                 str(row.bytes_after),
-                *(map(_decibels, (row.weight_snr, row.activation_snr, row.output_snr)) if more else ()),
+                *(_ratios(row) if more else ()),
             )
             for row in self.rows
         ]
@@ -123,8 +123,9 @@ class ModelReport(Tables):
         return [[head, *body, total], *lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)]
 
 
-def _decibels(value: float | None) -> str:
-    return "" if value is None else "exact" if value == math.inf else f"{value:.1f}"
+def _ratios(row: LayerRow) -> list[str]:
+    ratios = (row.weight_snr, row.activation_snr, row.output_snr)
+    return ["" if ratio is None else shown(ratio) for ratio in ratios]
 
 
 def _described(row: LayerRow) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jchop._checks import check_choice
-from jchop._decibels import decibels
+from jchop._decibels import decibels, shown
 from jchop._products.rule import Rule
 from jchop._text import Part, Tables
 from jchop.formats import ElementFormat, ScaledFormat
@@ -92,12 +92,8 @@ class Sensitivity(Tables):
         for row in self.rows:
             found.setdefault((row.path, row.layer), {})[row.format] = row.snr
         head = ("path", "layer", *self.formats)
-        body = [(*name, *(_decibels(snr[fmt]) for fmt in self.formats)) for name, snr in found.items()]
+        body = [(*name, *(shown(snr[fmt]) for fmt in self.formats)) for name, snr in found.items()]
         return [[head, *body], "decibels of the output, one layer rounded; the last line has all layers rounded"]
-
-
-def _decibels(value: float) -> str:
-    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "lost"
 
 
 def sensitivity(

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jchop._checks import check_choice
-from jchop._decibels import decibels
+from jchop._decibels import decibels, shown
 from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop._products.rule import Rule
 from jchop._text import Part, Tables
@@ -104,8 +104,7 @@ class LayerTuning(Tables):
 
 def _cells(row: TunedLayer) -> tuple[str, ...]:
     ratios = (row.weight_snr, row.activation_snr, row.output_snr)
-    numbers = ("exact" if math.isinf(x) else f"{x:.1f}" for x in ratios)
-    return row.path, row.option, str(row.weights), f"{row.bits:.3g}", f"{row.score:.2g}", *numbers
+    return row.path, row.option, str(row.weights), f"{row.bits:.3g}", f"{row.score:.2g}", *map(shown, ratios)
 
 
 def _plain(value: Any) -> Any:

@@ -81,7 +81,10 @@ class Tape(Beside):
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         if step.kind == "control" and (step.inner or step.name in ("cond", "scan", "while")):
             if step.name == "shard_map":
-                raise NotImplementedError(f"blame has no rule for shard_map ({_place(step)})")
+                raise NotImplementedError(
+                    f"blame has no rule for shard_map ({_place(step)}); blame the function inside it, on the data of "
+                    "one device"
+                )
             return super()._step(step, seeds, args)
         out = [Node(pair) for pair in super()._step(step, seeds, args)]
         if step.kind not in SILENT:
