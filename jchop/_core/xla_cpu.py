@@ -23,6 +23,8 @@ Array = jax.Array
 
 #: The most parts of an axis, fewer for a long axis; and the fewest numbers of a part.
 _PARTS, _PARTS_OF_LONG, _LONG, _LANES = 32, 16, 1 << 12, 8
+#: Arrays of as many elements are materialized apart.
+_LARGE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -179,15 +181,16 @@ def materialize_per_group(values: Any) -> Any:
     """A pytree of arrays, computed once for each group, although each is then broadcast over elements.
 
     Quirk `barriers_removed_before_fusion`. XLA does not repeat a division for every element, so each array is divided
-    by 1; a barrier keeps XLA from removing this 1. Arrays of one shape are divided together, because each division is a
-    loop to compile.
+    by 1; a barrier keeps XLA from removing this 1. Small arrays of one shape are divided together, because each division
+    is a loop to compile. A large array has a loop of its own: to put it beside others costs more time than a loop.
     """
     leaves, structure = jax.tree.flatten(lax.optimization_barrier(values))
     words = [_word(x) for x in leaves]
     for kind in dict.fromkeys(map(jax.typeof, words)):
         places = [place for place, word in enumerate(words) if jax.typeof(word) == kind]
         together = [words[place] for place in places]
-        parts = _divided(jnp.stack(together)) if len(together) > 1 else [_divided(together[0])]
+        apart = len(together) == 1 or together[0].size >= _LARGE
+        parts = map(_divided, together) if apart else _divided(jnp.stack(together))
         for place, part in zip(places, parts, strict=True):
             words[place] = part
     return structure.unflatten([_number(word, x.dtype) for word, x in zip(words, leaves, strict=True)])

@@ -34,7 +34,7 @@ def test_a_sweep_rounds_under_them() -> None:
     def conv(p: Any, x: Any) -> Any:
         return jax.lax.conv(x, p["w"], (2, 2), "VALID")
 
-    rng, fmt = np.random.default_rng(0), "uint4(group=6,zero_point=float)"
+    rng, fmt = np.random.default_rng(0), "uint4(group=8,zero_point=float)"
     w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, 3, 2, 2), (8, 3, 6, 6)))
     alone, both = (
         jc.ptq.quantize(conv, jc.Rule(weight=fmt), {"w": w}, [x], steps)[0]["w"].stored
