@@ -24,7 +24,7 @@ Array = jax.Array
 #: The most parts of an axis, fewer for a long axis; and the fewest numbers of a part.
 _PARTS, _PARTS_OF_LONG, _LONG, _LANES = 32, 16, 1 << 12, 8
 #: Arrays of as many elements are materialized apart.
-_LARGE = 1 << 18
+_LARGE = 1 << 16
 
 
 @dataclass(frozen=True)
