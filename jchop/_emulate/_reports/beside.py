@@ -19,14 +19,13 @@ from jchop._emulate._reports.measure import Event, Measure, measured
 from jchop._emulate._reports.reference import Reference
 from jchop._emulate._reports.shards import (
     Axes,
+    Shards,
     aligned,
     at_row,
-    axes_of,
-    cut,
-    joined,
     mapped,
     spread,
     stacked,
+    turned,
     untyped,
 )
 from jchop._emulate._rules import EXACT
@@ -40,7 +39,7 @@ from jchop._program.step import CALLS, Plan, carry_count
 from jchop._program.stopped import text_of_stop
 from jchop.formats import FloatFormat
 
-__all__ = ["ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError", "is_unchanged", "note_of_stop", "turn_of"]
+__all__ = ["ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError", "is_unchanged", "note_of_stop"]
 
 #: A value of the emulated program, and the reference's value for it.
 Pair = tuple[Any, Any]
@@ -150,7 +149,8 @@ class Beside:
         same = results if silent else self.reference.bind(step, low, self.axes, rounds=False)
         numbers = [(x, v) for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]
         most = max((len(v.aval.shape) for _, v in numbers), default=0)
-        operands = [aligned(x, most, self.axes) if self.axes and not v.aval.shape else x for x, v in numbers]
+        ndim = len(self.axes) + most
+        operands = [aligned(x, ndim) if self.axes and not v.aval.shape else x for x, v in numbers]
         computed = [not isinstance(v, Literal) for _, v in numbers]
         for v, result, exact, wide in zip(step.eqn.outvars, results, same, reference, strict=True):
             if not is_number(v.aval):
@@ -217,29 +217,19 @@ class Beside:
     # -- equations that hold programs ----------------------------------------------------------------------------------
 
     def _inside(self, seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
-        return mapped(self.axes, lambda seeds, _: turn_of(seeds, number, turn), seeds, [])
+        return turned(self.axes, seeds, number, turn)
 
     def _call(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         return self.run(step.inner[0], self._inside(seeds, step.number), args)
 
     def _shard_map(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         """All shards at once."""
-        outer, new, params = self.axes, axes_of(step), step.eqn.params
-        names, typed, count = tuple(name for name, _ in new), params["check_vma"], len(outer)
-        inside = self._inside(seeds, step.number)
-        given = [
-            self.moved(partial(cut, spec=spec, outer=count, axes=new), pair)
-            for spec, pair in zip(params["in_specs"], args, strict=True)
-        ]
-        self.axes = (*outer, *new)
-        if inside is not None:
-            inside = mapped(self.axes, lambda seeds, _: seeds.within(names, typed), inside, [])
-        out = self.run(step.inner[0], inside, given)
-        self.axes = outer
-        return [
-            self.moved(partial(joined, spec=spec, outer=count, axes=new), pair)
-            for spec, pair in zip(params["out_specs"], out, strict=True)
-        ]
+        shards = Shards(step, self.axes)
+        given = list(map(self.moved, shards.cuts(), args))
+        self.axes = shards.axes
+        out = self.run(step.inner[0], shards.seeds(seeds), given)
+        self.axes = shards.outer
+        return list(map(self.moved, shards.joins(), out))
 
     def _solve(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         lengths = step.eqn.params["const_lengths"]
@@ -304,9 +294,7 @@ class Beside:
         self.notes.append(note_of_stop(self.runner, step, why, seeds, [pair[0] for pair in args], self.axes))
 
 
-def note_of_stop(
-    runner: Emulation, step: Step, why: str, seeds: Seeds | None, args: list[Any], axes: Axes = ()
-) -> str:
+def note_of_stop(runner: Emulation, step: Step, why: str, seeds: Seeds | None, args: list[Any], axes: Axes = ()) -> str:
     """A sentence about a `while` loop that is stopped, with its line and the numbers compared."""
     compared: list[Step] = []
 
@@ -316,11 +304,6 @@ def note_of_stop(
         return goes_on, [values for _, values in found]
 
     return text_of_stop(step, compared, why, *mapped(axes, look, seeds, args))
-
-
-def turn_of(seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
-    """The seeds of one turn of a program inside an equation."""
-    return None if seeds is None else seeds.turn(number, turn)
 
 
 def is_unchanged(one: Any, two: Any) -> bool:

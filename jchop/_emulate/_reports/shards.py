@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,18 +19,50 @@ from jchop._program.bind import bind
 from jchop._program.control import as_jax
 from jchop._program.seeds import Seeds
 
-__all__ = ["Axes", "aligned", "at_row", "axes_of", "bound", "cut", "joined", "mapped", "spread", "stacked", "untyped"]
+__all__ = ["Axes", "Shards", "aligned", "at_row", "bound", "mapped", "spread", "stacked", "turned", "untyped"]
 
 Array = jax.Array
 #: The names and sizes of the mesh axes that values have first; empty outside of `jax.shard_map`.
 Axes = tuple[tuple[str, int], ...]
 
 
-def axes_of(step: Step) -> Axes:
-    """The axes over which a `shard_map` splits its operands, in the order of their names."""
-    params = step.eqn.params
-    names = sorted(params.get("newly_manual_axes", params.get("manual_axes")))
-    return tuple((name, params["mesh"].shape[name]) for name in names)
+@dataclass(frozen=True)
+class Shards:
+    """A `shard_map` inside these axes of a mesh."""
+
+    step: Step
+    outer: Axes
+
+    @property
+    def new(self) -> Axes:
+        """The axes over which it splits its operands, in the order of their names."""
+        params = self.step.eqn.params
+        names = sorted(params.get("newly_manual_axes", params.get("manual_axes")))
+        return tuple((name, params["mesh"].shape[name]) for name in names)
+
+    @property
+    def axes(self) -> Axes:
+        """All axes of the values in it."""
+        return (*self.outer, *self.new)
+
+    def cuts(self) -> list[Callable[[Any], Any]]:
+        """A function for each operand that cuts it."""
+        return [
+            partial(cut, spec=spec, outer=len(self.outer), axes=self.new) for spec in self.step.eqn.params["in_specs"]
+        ]
+
+    def joins(self) -> list[Callable[[Any], Any]]:
+        """A function for each result that joins its parts."""
+        specs = self.step.eqn.params["out_specs"]
+        return [partial(joined, spec=spec, outer=len(self.outer), axes=self.new) for spec in specs]
+
+    def seeds(self, seeds: Seeds | None) -> Seeds | None:
+        """The seeds of the program in it, given those outside."""
+        inside = turned(self.outer, seeds, self.step.number)
+        names, typed = tuple(name for name, _ in self.new), self.step.eqn.params["check_vma"]
+        if inside is None or typed:
+            return None if inside is None else inside.within(names, typed)
+        return mapped(self.axes, lambda seeds, _: _known(seeds).within(names, typed), inside, [])
 
 
 def mapped(axes: Axes, run: Callable[[Seeds | None, list[Any]], Any], seeds: Seeds | None, args: list[Any]) -> Any:
@@ -41,6 +73,18 @@ def mapped(axes: Axes, run: Callable[[Seeds | None, list[Any]], Any], seeds: See
     for name, size in reversed(axes):
         run = jax.vmap(run, in_axes=(by_shard, 0), axis_name=name, axis_size=size)
     return run(seeds, args)
+
+
+def turned(axes: Axes, seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
+    """The seeds of one turn of a program inside an equation."""
+    if seeds is None:
+        return None
+    return mapped(axes, lambda seeds, _: _known(seeds).turn(number, turn), seeds, [])
+
+
+def _known(seeds: Seeds | None) -> Seeds:
+    assert seeds is not None
+    return seeds
 
 
 def bound(axes: Axes, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
@@ -76,9 +120,10 @@ def spread(x: Any, axes: Axes) -> Any:
     return _broadcast(x if isinstance(x, np.ndarray) else as_jax(x), axes, 0) if axes else x
 
 
-def aligned(x: Any, ndim: int, axes: Axes) -> np.ndarray:
-    """A number of every shard with as many axes as an array of every shard has; the shard's come first."""
-    return np.reshape(np.asarray(x), tuple(n for _, n in axes) + (1,) * ndim)
+def aligned(x: Any, ndim: int) -> np.ndarray:
+    """A number of every shard with as many axes as an array of every shard has."""
+    x = np.asarray(x)
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
 def cut(x: Any, spec: Any, outer: int, axes: Axes) -> Any:

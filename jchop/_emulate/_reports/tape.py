@@ -82,7 +82,7 @@ class Tape(Beside):
         if step.kind == "control" and (step.inner or step.name in ("cond", "scan", "while")):
             return super()._step(step, seeds, args)
         out = [Node(pair) for pair in super()._step(step, seeds, args)]
-        if step.kind not in SILENT:
+        if step.kind not in SILENT or any(step.rounds):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
             exact = self.reference.bind(untyped(step, self.axes), low, self.axes, rounds=False)
             for v, node, same in zip(step.eqn.outvars, out, exact, strict=True):
