@@ -69,6 +69,7 @@ class Tape(Beside):
     """A run that records each equation. Loops and branches follow the emulated program."""
 
     entries: list[_Entry] = field(default_factory=list)
+    check: Callable[[], None] | None = None  # called once, when a loop turns out to be long
 
     def given(self, label: Any, low: Any, wide: Any) -> Node:
         """An argument or a constant, rounded on entry."""
@@ -91,6 +92,12 @@ class Tape(Beside):
         axes = self.axes
         self._record(step, args, out, lambda cotangents: self._pulled(step, axes, args, out, cotangents))
         return list(out)
+
+    def check_long(self) -> None:
+        """Called when a `while` loop has made many turns."""
+        check, self.check = self.check, None
+        if check is not None:
+            check()
 
     def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         """Nothing is measured: the errors are recorded."""
