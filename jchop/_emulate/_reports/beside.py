@@ -89,6 +89,7 @@ class Beside:
     turn: tuple[int, ...] = ()
     order: int = 0
     axes: Axes = ()  # of the mesh, which values have first
+    loops: int = 0  # the `while` loops around
 
     def __post_init__(self) -> None:
         self.runner = Emulation(self.max_turns)
@@ -272,6 +273,7 @@ class Beside:
         first, fixed, carry = args[:test], args[test : test + body], args[test + body :]
         turn, outer, active = 0, self.turn, jnp.asarray(True)
         draws = seeds is not None or bool(step.eqn.effects)
+        self.loops += 1
         while True:
             self.turn = (*outer, turn)
             active = active & self.run(step.inner[0], self._inside(seeds, step.number, turn), [*first, *carry])[0][0]
@@ -292,7 +294,7 @@ class Beside:
                 self._note_stop(step, why, None, (*first, *carry))
                 break
             carry = new
-        self.turn = outer
+        self.turn, self.loops = outer, self.loops - 1
         return carry
 
     def check_long(self) -> None:

@@ -82,6 +82,9 @@ class Tape(Beside):
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         if step.kind == "control" and (step.inner or step.name in ("cond", "scan", "while")):
             return super()._step(step, seeds, args)
+        if step.name == "select_n" and self.loops:
+            # Turns follow the emulated program, and so do choices in a loop, as of a solver that rejects a step.
+            args = [(args[0][0], args[0][0]), *args[1:]]
         out = [Node(pair) for pair in super()._step(step, seeds, args)]
         if step.kind not in SILENT or any(step.rounds):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
