@@ -150,9 +150,10 @@ def blame(
     The contributions of a program of products and sums then add up to the error of the output. `unexplained` is the
     rest. A bound such as Σ|aᵢ||δᵢ| has no signs and is often a hundred times too large.
 
-    Loops and branches follow the emulated program; a row adds up all turns, and ``turns`` has each. An equation that
-    only moves values makes no error. The values of all operations are kept in memory. It runs
-    operation by operation, outside of `jax.jit`.
+    Loops and branches follow the emulated program, and so do choices (`jnp.where`) within `while` loops; a row adds up
+    all turns, and ``turns`` has each. Inside `jax.shard_map` all shards run at once, on one device, and a row adds up
+    all shards. An equation that only moves values makes no error. The values of all operations are kept in memory. It
+    runs operation by operation, outside of `jax.jit`.
 
     Args:
         low: a function from `jchop.emulate`.
