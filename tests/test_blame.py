@@ -318,6 +318,7 @@ def test_parts_of_long_programs_add_up(fun: Callable[..., Any], args: Any, spec:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("spec", "tolerance"), [("tf32", 1e-3), ("e8m20", 1e-5)])
 def test_an_adaptive_solver(spec: str, tolerance: float) -> None:
     """The Lorenz system by Dormand and Prince's method: rejected steps, a scan of loops, a derivative of its own."""

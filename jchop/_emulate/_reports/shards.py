@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._emulate._known import is_number
 from jchop._emulate._step import Step
 from jchop._program.bind import bind
 from jchop._program.control import as_jax
@@ -93,7 +92,7 @@ def bound(axes: Axes, primitive: Any, params: dict[str, Any], args: Sequence[Any
 
 
 def untyped(step: Step, axes: Axes) -> Step:
-    """The step with the collective that JAX has for values without types of variation, which `jax.vmap` takes."""
+    """The step with a collective that `jax.vmap` takes and that has a derivative, where its own lacks one."""
     if not axes or step.name not in _UNTYPED:
         return step
     aval = step.eqn.invars[0].aval
@@ -103,12 +102,22 @@ def untyped(step: Step, axes: Axes) -> Step:
     return replace(step, eqn=step.eqn.replace(primitive=eqn.primitive, params=eqn.params))
 
 
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _extreme(x: Array, axes: tuple[str, ...], groups: Any, find: Callable[..., Array]) -> Array:
+    """The maximum or minimum over axes; `pmax` and `pmin` have no derivative."""
+    for name in axes:
+        x = find(lax.all_gather(x, name, axis_index_groups=groups), axis=0)
+    return x
+
+
 _UNTYPED: dict[str, Callable[..., Any]] = {
     "pvary": lambda x, axes: jnp.copy(x),
     "psum_invariant": lambda x, axes: lax.psum(x, axes),
     "all_gather_invariant": lambda x, all_gather_dimension, axis_name, axis_size, tiled: lax.all_gather(
         x, axis_name, axis=all_gather_dimension, tiled=tiled
     ),
+    "pmax": lambda x, axes, axis_index_groups: _extreme(x, axes, axis_index_groups, jnp.max),
+    "pmin": lambda x, axes, axis_index_groups: _extreme(x, axes, axis_index_groups, jnp.min),
 }
 
 
@@ -182,8 +191,8 @@ def _on_one_device(x: Any) -> Any:
     """The array, away from the devices of a mesh, so that operations on it need no partitions."""
     if not isinstance(x, Array) or isinstance(x, jax.core.Tracer) or len(x.devices()) == 1:
         return x
-    if not is_number(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
     return jnp.asarray(np.asarray(x))
 
 
