@@ -318,6 +318,7 @@ def note_of_stop(runner: Emulation, step: Step, why: str, seeds: Seeds | None, a
 
 def is_unchanged(one: Any, two: Any) -> bool:
     """Whether two values have the same bits."""
+    one, two = as_jax(one), as_jax(two)
     if jnp.issubdtype(one.dtype, jax.dtypes.extended):
         one, two = jax.random.key_data(one), jax.random.key_data(two)
     return np.asarray(one).tobytes() == np.asarray(two).tobytes()
