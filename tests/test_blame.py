@@ -479,6 +479,24 @@ def test_partitions_by_the_compiler() -> None:
     assert abs(found.unexplained) <= 0.01 * found.error
 
 
+@pytest.mark.slow
+def test_explicit_axes_of_a_mesh() -> None:
+    """Types hold the sharding, and JAX compares those of cotangents."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+
+    def fun(w: Array, x: Array) -> Array:
+        both = jax.shard_map(lambda x: x / 3 + lax.psum(jnp.tanh(x), "x"), mesh=mesh, out_specs=P("x"))(x) + x / 7
+        return jax.sharding.reshard(both, P()) @ w
+
+    with jax.set_mesh(mesh):
+        w, x = jax.device_put(normal(1, 8, 8), P()), jax.device_put(normal(2, 8, 8), P("x"))
+        low = jc.emulate(fun, "bfloat16")
+        found = jc.blame(low, w, x)
+        want = float(jnp.linalg.norm(jax.jit(low)(w, x) - fun(w, x)))
+    assert found.error == pytest.approx(want, rel=1e-3)
+    assert abs(found.unexplained) <= 0.01 * found.error
+
+
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 

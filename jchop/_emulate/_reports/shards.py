@@ -189,7 +189,7 @@ def _broadcast(x: Any, axes: Axes, place: int) -> Any:
 
 def _on_one_device(x: Any) -> Any:
     """The array, away from the devices of a mesh, so that operations on it need no partitions."""
-    if not isinstance(x, Array) or isinstance(x, jax.core.Tracer) or len(x.devices()) == 1:
+    if not isinstance(x, Array) or isinstance(x, jax.core.Tracer) or x.sharding.num_devices == 1:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))

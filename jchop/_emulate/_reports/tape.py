@@ -42,6 +42,7 @@ class Node(tuple[Any, Any]):
 
     def add(self, cotangent: Any) -> None:
         """Adds to the cotangent."""
+        cotangent = _placed(cotangent, self[0])
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
 
@@ -128,7 +129,8 @@ class Tape(Beside):
     def moved(self, move: Callable[[Any], Any], pair: Pair) -> Pair:
         """The pair with its numbers in another place."""
         node = Node(super().moved(move, pair))
-        self._record(None, [pair], [node], lambda cotangents: jax.vjp(move, pair[0])[1](cotangents[0]))
+        zeros = jnp.zeros(jnp.shape(pair[0]), jax.typeof(node[0]).dtype)
+        self._record(None, [pair], [node], lambda cotangents: jax.vjp(move, zeros)[1](cotangents[0]))
         return node
 
     def row(self, pair: Pair, k: int) -> Pair:
@@ -205,8 +207,8 @@ class Tape(Beside):
         params = tuple(sorted(eqn.params.items()))
         equation = _Equation(eqn.primitive, params, tuple(moved), tuple(numbers), axes, step.kind in ELEMENTWISE)
         given = [
-            jnp.zeros(jnp.shape(out[i][0]), jax.typeof(out[i][0]).dtype) if cotangents[i] is None else cotangents[i]
-            for i in numbers
+            _placed(jnp.zeros(jnp.shape(out[i][0]), jax.typeof(out[i][0]).dtype), out[i][0]) if x is None else x
+            for i, x in ((i, cotangents[i]) for i in numbers)
         ]
         low, wide = ([as_jax(pair[side]) for pair in args] for side in (0, 1))
         try:
@@ -290,6 +292,12 @@ def _add(share: Share, node: Node, turn: tuple[int, ...]) -> None:
     share.contribution += part
     if turn:
         share.turns[turn[0]] = share.turns.get(turn[0], 0.0) + part
+
+
+def _placed(cotangent: Any, like: Any) -> Any:
+    """The cotangent on the devices of a value; JAX compares them if the axes of a mesh are explicit."""
+    several = isinstance(like, Array) and like.sharding.num_devices > 1
+    return jax.device_put(cotangent, like.sharding) if several else cotangent
 
 
 def _difference(low: Any, same: Any) -> np.ndarray:
