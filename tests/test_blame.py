@@ -349,6 +349,7 @@ def test_a_choice_in_a_loop_is_that_of_the_emulated_program() -> None:
     assert abs(found.unexplained) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_loop_without_end_is_refused_early() -> None:
     def fun(x: Array) -> Array:
         return jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 0.001, c[1] + 1), (x, 0))[0]
@@ -395,6 +396,16 @@ def tensor_parallel() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     specs = ((P(None, "model"), P("model", None)), P("data"))
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"))
     return step, ((normal(1, 8, 16) / 3, normal(2, 16, 4) / 4), normal(3, 16, 8))
+
+
+def test_a_sum_over_shards_has_a_row() -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    fun = jax.shard_map(lambda x: lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    x = np.array([1.0, 3.0, 0.3125, 0.625], np.float32)
+    found = jc.blame(jc.emulate(fun, "e5m2"), x, output=jnp.sum)
+    rows = {row.primitive: row for row in found.rows}
+    assert rows["psum_invariant"].contribution == found.error == 1.25 - 1.3125 + 3.5 - 3.625
+    assert rows["psum_invariant"].results == 4 and rows["argument [0]"].contribution == 0
 
 
 @pytest.mark.slow
