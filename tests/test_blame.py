@@ -405,7 +405,7 @@ def test_a_sum_over_shards_has_a_row() -> None:
     found = jc.blame(jc.emulate(fun, "e5m2"), x, output=jnp.sum)
     rows = {row.primitive: row for row in found.rows}
     assert rows["psum_invariant"].contribution == found.error == 1.25 - 1.3125 + 3.5 - 3.625
-    assert rows["psum_invariant"].results == 4 and rows["argument [0]"].contribution == 0
+    assert rows["psum_invariant"].results == 4 and "argument [0]" not in rows  # the numbers are those of the format
 
 
 @pytest.mark.slow
