@@ -52,6 +52,33 @@ def test_a_row_has_its_first_event() -> None:
     assert len(set(places)) == 1 and places[0] == text[0].rfind("source")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", [None, "binary64"])
+def test_shards_are_measured_as_the_whole(reference: str | None) -> None:
+    """Of elementwise operations; the index of an event has the shard's first."""
+
+    def fun(x: Any) -> Any:
+        y = jnp.exp(x) / 3
+        return lax.scan(lambda c, z: (c + z, c * z), y - y[::-1], jnp.stack([y, y]))[1].sum(0)
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec(None, "x")
+    mapped = jax.shard_map(jax.vmap(fun, 1, 1), mesh=mesh, in_specs=rows, out_specs=rows)
+    x = jnp.array([[0.1, 2.0, 6.5, -3.0], [1.5, 0.7, 0.3, -9.0], [1.0, 0.0, -1.0, 2.0]])
+    whole, parts = (
+        report(jc.emulate(f, "e4m3"), x, trace_values=True, reference=reference) for f in (jax.vmap(fun, 1, 1), mapped)
+    )
+    known = {(row.primitive, row.source): row for row in whole.rows}
+    seen = [row for row in parts.rows if (row.primitive, row.source) in known and row.primitive != "reduce_sum"]
+    assert {row.primitive for row in seen} == {"exp", "div", "sub", "add", "mul"}
+    for row in seen:
+        one = known[row.primitive, row.source]
+        for name in ("overflows", "underflows", "infinities", "nans", "smallest", "largest", "error", "deviation"):
+            np.testing.assert_equal(getattr(row, name), getattr(one, name), err_msg=f"{row.primitive} {name}")
+    first = parts.first("overflow")
+    assert first is not None and first.primitive == "exp" and first.first_overflow.where[0] == 2  # type: ignore[union-attr]
+
+
 def test_nan_is_invalid_only_where_no_operand_is_nan() -> None:
     """Elementwise at each place; of sums and products of matrices if no operand has any."""
 

@@ -216,6 +216,32 @@ def test_equal_samples_have_all_digits_and_no_numbers_none() -> None:
     assert keys.digits[1] is None
 
 
+def shards(x: Array) -> tuple[Array, Array]:
+    """Four shards, each with its own turns and branches."""
+    rank = jax.lax.axis_index("x")
+    y = jax.lax.while_loop(lambda c: jnp.max(c) > 0.3, lambda c: c * 0.9, x / 3 + rank / 2)
+    y, rows = jax.lax.scan(lambda c, z: (c + z / 7, c * z), jax.lax.cond(rank > 1, lambda y: y / 7, jnp.sin, y), x)
+    return y + jax.lax.psum(y, "x"), rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", [True, False])
+def test_samples_of_shards_are_runs_with_other_keys(typed: bool) -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("x")
+    fun = jax.shard_map(shards, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=typed)
+    test_samples_are_runs_with_other_keys(fun, jnp.linspace(0.3, 1.3, 8))
+
+
+@pytest.mark.slow
+def test_instabilities_of_shards_are_counted() -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("x")
+    fun = jax.shard_map(lambda x: (x / 3 + 1e5) - 1e5, mesh=mesh, in_specs=rows, out_specs=rows)
+    (row,) = jc.significant_digits(fun, jnp.ones(4), key=KEY, samples=12).instabilities
+    assert (row.kind, row.count, row.primitive) == ("cancellation", 4, "sub")
+
+
 # -- instabilities -----------------------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,8 @@ class Emulation(Runner):
         """The results of one equation or chain, given its operands before they are rounded."""
         if isinstance(part, Chain):
             return [run_chain(part, seeds, args)]
-        return _BY_KIND[part.kind](part, seeds, with_rounded_operands(part, seeds, args))
+        own = None if seeds is None else seeds.like(*(v.aval for v in part.eqn.outvars))
+        return _BY_KIND[part.kind](part, own, with_rounded_operands(part, seeds, args))
 
     def control(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """The results of an equation that holds programs; its constants are rounded first."""
@@ -102,10 +103,12 @@ def with_rounded_operands(step: Step, seeds: Seeds | None, args: list[Any]) -> l
     number = step.number
     if step.inner and seeds is not None:
         seeds, number = seeds.turn(step.number + len(step.inner)), 0
-    return [
-        rounded(as_jax(x), spec, seeds, number + i) if rounds else x
-        for i, (x, rounds) in enumerate(zip(args, step.rounds, strict=True))
-    ]
+
+    def round_one(i: int, x: Any) -> Any:
+        own = None if seeds is None else seeds.like(step.eqn.invars[i].aval)
+        return rounded(as_jax(x), spec, own, number + i)
+
+    return [round_one(i, x) if rounds else x for i, (x, rounds) in enumerate(zip(args, step.rounds, strict=True))]
 
 
 def run_step(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:

@@ -53,6 +53,10 @@ class Seeds:
         axes = tuple(axis for axis in self.axes if axis in found)
         return _fold(self.six, np.uint32(_SHARDS), lax.axis_index(axes)) if axes else self.six
 
+    def like(self, *avals: Any) -> Seeds:
+        """The seeds for values of these types; they draw by shard wherever the types say so."""
+        return Seeds(self.of(*avals)) if self.axes else self
+
     def words(self, like: Any, number: int) -> Array:
         """A word for each element of an array, or of an array with the shape and type of `like`."""
         value = like if isinstance(like, Array) else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +17,17 @@ from jchop._emulate._interpret import Emulation, with_rounded_operands
 from jchop._emulate._known import is_complex, is_number
 from jchop._emulate._reports.measure import Event, Measure, measured
 from jchop._emulate._reports.reference import Reference
+from jchop._emulate._reports.shards import (
+    Axes,
+    Shards,
+    aligned,
+    at_row,
+    mapped,
+    spread,
+    stacked,
+    turned,
+    untyped,
+)
 from jchop._emulate._rules import EXACT
 from jchop._emulate._step import Step
 from jchop._emulate._trace import Program
@@ -26,10 +39,12 @@ from jchop._program.step import CALLS, Plan, carry_count
 from jchop._program.stopped import text_of_stop
 from jchop.formats import FloatFormat
 
-__all__ = ["ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError", "is_unchanged", "note_of_stop", "turn_of"]
+__all__ = ["ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError", "is_unchanged", "note_of_stop"]
 
 #: A value of the emulated program, and the reference's value for it.
 Pair = tuple[Any, Any]
+#: The number of turns from which a `while` loop is long.
+LONG = 64
 #: The kinds of equations that round nothing.
 SILENT = frozenset({"structural", "extremum", "untouched", "compared", "control", "own"})
 #: The kinds of equations whose results depend only on the operands at the same index.
@@ -73,6 +88,8 @@ class Beside:
     entries: list[tuple[str, bool, int, Measure]] = field(default_factory=list)
     turn: tuple[int, ...] = ()
     order: int = 0
+    axes: Axes = ()  # of the mesh, which values have first
+    loops: int = 0  # the `while` loops around
 
     def __post_init__(self) -> None:
         self.runner = Emulation(self.max_turns)
@@ -81,19 +98,20 @@ class Beside:
         self, plan: Plan, seeds: Seeds | None, args: Sequence[Pair], constants: Sequence[Pair] | None = None
     ) -> list[Pair]:
         """The results of a planned program on concrete values."""
-        given = self.reference.given
+
+        def given(x: Any) -> Pair:
+            return spread(x, self.axes), spread(self.reference.given(x), self.axes)
+
         env: dict[Any, Pair] = dict(
-            zip(plan.jaxpr.constvars, constants or [(x, given(x)) for x in plan.consts], strict=True)
+            zip(plan.jaxpr.constvars, constants or [given(x) for x in plan.consts], strict=True)
         )
         env.update(zip(plan.jaxpr.invars, args, strict=True))
 
         def read(v: Any) -> Pair:
-            if isinstance(v, Literal):
-                return constant_of(v), given(constant_of(v))
-            return env[v]
+            return given(constant_of(v)) if isinstance(v, Literal) else env[v]
 
         for step in plan.steps:
-            with step.eqn.ctx.manager:
+            with nullcontext() if self.axes else step.eqn.ctx.manager:  # a mesh is no part of the context here
                 out = self._step(step, seeds, [read(v) for v in step.eqn.invars])
             env.update(zip(step.eqn.outvars, out, strict=True))
         return [read(v) for v in plan.jaxpr.outvars]
@@ -120,8 +138,11 @@ class Beside:
             self._look_at_constants(step)
             return walk(self, step, seeds, self.rounded_operands(step, seeds, args))
         low, wide = ([pair[i] for pair in args] for i in (0, 1))
+        step = untyped(step, self.axes)
         run = self.runner.control if step.kind == "control" else self.runner.run
-        results, reference = run(step, seeds, low), self.reference.bind(step, wide)
+        results = mapped(self.axes, partial(run, step), seeds, low)
+        alike = args and step.kind in SILENT and not any(step.rounds) and all(x is y for x, y in args)
+        reference = results if alike else self.reference.bind(step, wide, self.axes)
         if step.kind not in ("control", "untouched", "compared", "own"):
             self._look(step, low, results, reference)
         self.order += 1
@@ -129,9 +150,12 @@ class Beside:
 
     def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         silent = step.kind in SILENT
-        same = results if silent else self.reference.bind(step, low, rounds=False)
+        same = results if silent else self.reference.bind(step, low, self.axes, rounds=False)
         numbers = [(x, v) for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]
-        operands, computed = [x for x, _ in numbers], [not isinstance(v, Literal) for _, v in numbers]
+        most = max((len(v.aval.shape) for _, v in numbers), default=0)
+        ndim = len(self.axes) + most
+        operands = [aligned(x, ndim) if self.axes and not v.aval.shape else x for x, v in numbers]
+        computed = [not isinstance(v, Literal) for _, v in numbers]
         for v, result, exact, wide in zip(step.eqn.outvars, results, same, reference, strict=True):
             if not is_number(v.aval):
                 continue
@@ -170,17 +194,25 @@ class Beside:
 
     def rounded_operands(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         """The operands of an equation that holds programs, with those rounded that the plan marks."""
-        low = with_rounded_operands(step, seeds, [pair[0] for pair in args])
+        low = self.rounded(step, seeds, args)
         return [(x, pair[1]) for x, pair in zip(low, args, strict=True)]
+
+    def rounded(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Any]:
+        """The emulated values of operands, with those rounded that the plan marks."""
+        return mapped(self.axes, partial(with_rounded_operands, step), seeds, [pair[0] for pair in args])
+
+    def moved(self, move: Callable[[Any], Any], pair: Pair) -> Pair:
+        """The pair with its numbers in another place."""
+        return move(pair[0]), move(pair[1])
 
     def row(self, pair: Pair, k: int) -> Pair:
         """Row k of arrays."""
-        return pair[0][k], pair[1][k]
+        return self.moved(lambda x: at_row(x, k, self.axes), pair)
 
     def stacked(self, rows: list[Pair], aval: Any) -> Pair:
         """The results of the turns of a scan along a first axis."""
-        low = jnp.stack([row[0] for row in rows]) if rows else jnp.zeros(aval.shape, aval.dtype)
-        return low, self.reference.stacked([row[1] for row in rows], aval)
+        low, wide = (stacked([row[side] for row in rows], aval, self.axes) for side in (0, 1))
+        return low, self.reference.given(wide)
 
     def chosen(self, active: Any, new: Pair, old: Pair) -> Pair:
         """The new values of the loops of a batch that still run, and the old values of others."""
@@ -188,8 +220,20 @@ class Beside:
 
     # -- equations that hold programs ----------------------------------------------------------------------------------
 
+    def _inside(self, seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
+        return turned(self.axes, seeds, number, turn)
+
     def _call(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
-        return self.run(step.inner[0], turn_of(seeds, step.number), args)
+        return self.run(step.inner[0], self._inside(seeds, step.number), args)
+
+    def _shard_map(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        """All shards at once."""
+        shards = Shards(step, self.axes)
+        given = list(map(self.moved, shards.cuts(), args))
+        self.axes = shards.axes
+        out = self.run(step.inner[0], shards.seeds(seeds), given)
+        self.axes = shards.outer
+        return list(map(self.moved, shards.joins(), out))
 
     def _solve(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         lengths = step.eqn.params["const_lengths"]
@@ -197,8 +241,13 @@ class Beside:
         return self._call(step, seeds, [*args[first : first + lengths.solve], *args[sum(lengths) :]])
 
     def _cond(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
-        index = min(max(int(args[0][0]), 0), len(step.inner) - 1)
-        return self.run(step.inner[index], turn_of(seeds, step.number + index), args[1:])
+        chosen = np.clip(np.asarray(args[0][0]), 0, len(step.inner) - 1)
+        out: list[Pair] = []
+        for index in map(int, np.unique(chosen)):  # several if shards differ
+            new = self.run(step.inner[index], self._inside(seeds, step.number + index), args[1:])
+            own = jnp.asarray(chosen == index)
+            out = [self.chosen(own, *pair) for pair in zip(new, out, strict=True)] if out else new
+        return out
 
     def _scan(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         params = step.eqn.params
@@ -210,7 +259,7 @@ class Beside:
         for turn, k in enumerate(reversed(order) if params["reverse"] else order):
             self.turn = (*outer, turn)
             row = [self.row(x, k) for x in xs]
-            out = self.run(step.inner[0], turn_of(seeds, step.number, turn), [*fixed, *carry, *row])
+            out = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*fixed, *carry, *row])
             carry, ys = out[:carried], out[carried:]
             each.append(ys)
         self.turn = outer
@@ -224,41 +273,52 @@ class Beside:
         first, fixed, carry = args[:test], args[test : test + body], args[test + body :]
         turn, outer, active = 0, self.turn, jnp.asarray(True)
         draws = seeds is not None or bool(step.eqn.effects)
+        self.loops += 1
         while True:
             self.turn = (*outer, turn)
-            active = active & self.run(step.inner[0], turn_of(seeds, step.number, turn), [*first, *carry])[0][0]
+            active = active & self.run(step.inner[0], self._inside(seeds, step.number, turn), [*first, *carry])[0][0]
             if not bool(jnp.any(active)):
                 break
             if turn >= self.max_turns:
                 why = f"after max_turns={turn} turns"
-                inside = turn_of(seeds, step.number, turn)
-                self.notes.append(note_of_stop(self.runner, step, why, inside, [pair[0] for pair in (*first, *carry)]))
+                inside = self._inside(seeds, step.number, turn)
+                self._note_stop(step, why, inside, (*first, *carry))
                 break
-            out = self.run(step.inner[1], turn_of(seeds, step.number + 1, turn), [*fixed, *carry])
+            if turn == LONG:
+                self.check_long()
+            out = self.run(step.inner[1], self._inside(seeds, step.number + 1, turn), [*fixed, *carry])
             new = [self.chosen(active, one, two) for one, two in zip(out, carry, strict=True)]
             turn += 1
             if not draws and all(is_unchanged(one[0], two[0]) for one, two in zip(new, carry, strict=True)):
                 why = f"after {turn} turns, as its values no longer change and it would never end"
-                self.notes.append(note_of_stop(self.runner, step, why, None, [pair[0] for pair in (*first, *carry)]))
+                self._note_stop(step, why, None, (*first, *carry))
                 break
             carry = new
-        self.turn = outer
+        self.turn, self.loops = outer, self.loops - 1
         return carry
 
+    def check_long(self) -> None:
+        """Called when a `while` loop has made `LONG` turns."""
 
-def note_of_stop(runner: Emulation, step: Step, why: str, seeds: Seeds | None, args: list[Any]) -> str:
+    def _note_stop(self, step: Step, why: str, seeds: Seeds | None, args: Sequence[Pair]) -> None:
+        self.notes.append(note_of_stop(self.runner, step, why, seeds, [pair[0] for pair in args], self.axes))
+
+
+def note_of_stop(runner: Emulation, step: Step, why: str, seeds: Seeds | None, args: list[Any], axes: Axes = ()) -> str:
     """A sentence about a `while` loop that is stopped, with its line and the numbers compared."""
-    compared, goes_on = watch(runner, step.inner[0], seeds, args)
-    return text_of_stop(step, [one for one, _ in compared], why, goes_on, [values for _, values in compared])
+    compared: list[Step] = []
 
+    def look(seeds: Seeds | None, args: list[Any]) -> tuple[Any, list[list[Any]]]:
+        found, goes_on = watch(runner, step.inner[0], seeds, args)
+        compared[:] = [one for one, _ in found]
+        return goes_on, [values for _, values in found]
 
-def turn_of(seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
-    """The seeds of one turn of a program inside an equation."""
-    return None if seeds is None else seeds.turn(number, turn)
+    return text_of_stop(step, compared, why, *mapped(axes, look, seeds, args))
 
 
 def is_unchanged(one: Any, two: Any) -> bool:
     """Whether two values have the same bits."""
+    one, two = as_jax(one), as_jax(two)
     if jnp.issubdtype(one.dtype, jax.dtypes.extended):
         one, two = jax.random.key_data(one), jax.random.key_data(two)
     return np.asarray(one).tobytes() == np.asarray(two).tobytes()
@@ -278,10 +338,10 @@ def _at(x: np.ndarray, where: tuple[int, ...], shape: tuple[int, ...]) -> str:
 
 
 _WALKS = {
-    **{name: Beside._call for name in CALLS if name != "shard_map"},
+    **dict.fromkeys(CALLS, Beside._call),
     "custom_linear_solve": Beside._solve,
     "cond": Beside._cond,
     "scan": Beside._scan,
     "while": Beside._while,
-    "shard_map": None,
+    "shard_map": Beside._shard_map,
 }

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -17,20 +18,25 @@ import numpy as np
 
 from jchop._checks import check_int
 from jchop._emulate._emulate import Emulated, enter, seeds_of
+from jchop._emulate._interpret import Eager
 from jchop._emulate._known import is_number
 from jchop._emulate._reports.beside import Pair
-from jchop._emulate._reports.places import MOST_TURNS, home, label_of, names_of, spec_of, walk
+from jchop._emulate._reports.places import home, label_of, names_of, spec_of, walk
 from jchop._emulate._reports.reference import Carrier
 from jchop._emulate._reports.tape import Share, Tape
 from jchop._emulate._step import Step
 from jchop._emulate._trace import Program, trace
 from jchop._program.control import as_jax
+from jchop._program.run import interpret
+from jchop._program.seeds import Seeds
 from jchop._program.source import here
 from jchop._text import Part, Tables
 
 __all__ = ["Blame", "BlameRow", "blame"]
 
 Array = jax.Array
+#: A `while` loop of more turns is an error without a limit; an adaptive solver of an ODE takes about 0.2 s for a turn.
+_MOST_TURNS = 1000
 
 
 @dataclass(frozen=True)
@@ -144,9 +150,10 @@ def blame(
     The contributions of a program of products and sums then add up to the error of the output. `unexplained` is the
     rest. A bound such as Σ|aᵢ||δᵢ| has no signs and is often a hundred times too large.
 
-    Loops and branches follow the emulated program; a row adds up all turns, and ``turns`` has each. An equation that
-    only moves values makes no error. The values of all operations are kept in memory. It runs
-    operation by operation, outside of `jax.jit`.
+    Loops and branches follow the emulated program, and so do choices (`jnp.where`) within `while` loops; a row adds up
+    all turns, and ``turns`` has each. Inside `jax.shard_map` all shards run at once, on one device, and a row adds up
+    all shards. An equation that only moves values makes no error. The values of all operations are kept in memory. It
+    runs operation by operation, outside of `jax.jit`.
 
     Args:
         low: a function from `jchop.emulate`.
@@ -154,7 +161,8 @@ def blame(
         output: a function of the result of `low` to a number, which JAX can differentiate. Default: the result itself
             if it is a single number; else the Euclidean norm of the error of all its numbers.
         key: a typed key, needed if a rounding is stochastic.
-        max_turns: the most turns of a `while` loop. Default None: the limit of `emulate`, or 10 000.
+        max_turns: the most turns of a `while` loop; the parts are then those of a loop that stops there, with a note.
+            Default None: the limit of `emulate`; if that is None too, a loop of more than 1 000 turns is an error.
         **kwargs: keyword arguments of the function.
 
     Returns:
@@ -162,9 +170,9 @@ def blame(
 
     Raises:
         TypeError: for a function that `emulate` did not make, traced arguments, or an `output` that gives no number.
-        ValueError: if the output of either program, its derivative, or an error on the way to it is not finite, or no
-            number depends on the arguments.
-        NotImplementedError: for an equation without a derivative on the way to the output, or a `shard_map`.
+        ValueError: if the output of either program, its derivative, or an error on the way to it is not finite, no
+            number depends on the arguments, or a loop is too long.
+        NotImplementedError: for an equation without a derivative on the way to the output.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -179,14 +187,14 @@ def blame(
         raise TypeError(f"low={low!r} must be a function that jchop.emulate returned")
     if output is not None and not callable(output):
         raise TypeError(f"output={output!r} must be a function of the result, or None")
-    most = max_turns if max_turns is not None else low.settings.max_turns or MOST_TURNS
-    tape = Tape(Carrier(), check_int("max_turns", most, 1, (1 << 32) - 1))
+    most = max_turns if max_turns is not None else low.settings.max_turns
+    tape = Tape(Carrier(), check_int("max_turns", _MOST_TURNS if most is None else most, 1, (1 << 32) - 1))
     program = trace(low.fun, low.settings, args, kwargs)
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
         raise TypeError("blame needs arguments that are not traced: call it outside of jax.jit")
     outer = here()
     steps = list(walk(program.plan, 1, outer))
-    results = _run(low, program, tape, names_of(args, kwargs), key)
+    results = _run(low, program, tape, names_of(args, kwargs), key, most is not None)
     error, value, reference, cotangents = _seeded(program, results, output)
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
@@ -197,15 +205,34 @@ def blame(
     return Blame(tuple(rows), error, value, reference, unexplained, tuple(dict.fromkeys(tape.notes)))
 
 
-def _run(low: Emulated, program: Program, tape: Tape, names: Sequence[str], key: Array | None) -> list[Pair]:
+def _run(
+    low: Emulated, program: Program, tape: Tape, names: Sequence[str], key: Array | None, limited: bool
+) -> list[Pair]:
     seeds = seeds_of(low.settings, low.key if key is None else key)
-    values, constants, inside = enter(program, low.settings.spec, seeds)
+    entered = values, constants, inside = enter(program, low.settings.spec, seeds)
+    if not limited:
+        tape.check = partial(_check_turns, program, entered)
     every = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))
     pairs: list[Pair] = [
         tape.given(name, x, as_jax(whole)) for name, x, whole in zip(names, (*values, *constants), every, strict=True)
     ]
     return tape.run(program.plan, inside, pairs[: len(values)], pairs[len(values) :])
+
+
+def _check_turns(program: Program, entered: tuple[list[Any], list[Any], Seeds | None]) -> None:
+    """Refuses loops of too many turns, by a run of the emulated program alone, which is much faster."""
+    values, constants, inside = entered
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        interpret(Eager(_MOST_TURNS), program.plan, inside, values, constants)
+        jax.effects_barrier()
+    stopped = [str(one.message) for one in seen if issubclass(one.category, RuntimeWarning)]
+    if stopped:
+        raise ValueError(
+            f"{stopped[0]}. blame records every operation of every turn: max_turns=100 gives the parts of the first "
+            "turns, a larger number those of more. A tolerance below the spacing of the format is never reached"
+        )
 
 
 def _seeded(

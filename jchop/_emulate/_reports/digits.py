@@ -6,7 +6,9 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -21,8 +23,19 @@ from jchop._checks import check_int
 from jchop._emulate._emulate import Emulated, enter, seeds_of
 from jchop._emulate._interpret import Emulation, with_rounded_operands
 from jchop._emulate._known import is_float
-from jchop._emulate._reports.beside import SILENT, note_of_stop, turn_of
+from jchop._emulate._reports.beside import SILENT, note_of_stop
 from jchop._emulate._reports.places import MOST_TURNS, label_of, walk
+from jchop._emulate._reports.shards import (
+    Axes,
+    Shards,
+    aligned,
+    at_row,
+    mapped,
+    spread,
+    stacked,
+    turned,
+    untyped,
+)
 from jchop._emulate._rules import EXACT, make_settings
 from jchop._emulate._step import Step
 from jchop._emulate._trace import trace
@@ -171,7 +184,7 @@ def significant_digits(
     truncation error of a method, is not seen.
 
     Every sample takes its own branches and turns of loops. The operations run one after the other, outside of
-    `jax.jit`. Inside `jax.shard_map` no instability is counted.
+    `jax.jit`, and those inside `jax.shard_map` for all shards at once.
 
     Args:
         fun: a function that JAX can trace. It runs in float64 with every operation rounded to `spec`; its float
@@ -339,6 +352,7 @@ class _Samples:
     max_turns: int
     found: dict[tuple[int, str], int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    axes: Axes = ()  # of the mesh, which values have first
 
     def __post_init__(self) -> None:
         self.runner = Emulation(self.max_turns)
@@ -348,15 +362,15 @@ class _Samples:
     ) -> list[Many]:
         """The results of a plan, each in every sample."""
         count = len(seeds)
-        consts = [[x] * count for x in plan.consts] if constants is None else constants
+        consts = [[spread(x, self.axes)] * count for x in plan.consts] if constants is None else constants
         env: dict[Any, Many] = dict(zip(plan.jaxpr.constvars, consts, strict=True))
         env.update(zip(plan.jaxpr.invars, args, strict=True))
 
         def read(v: Any) -> Many:
-            return [constant_of(v)] * count if isinstance(v, Literal) else env[v]
+            return [spread(constant_of(v), self.axes)] * count if isinstance(v, Literal) else env[v]
 
         for step in plan.steps:
-            with step.eqn.ctx.manager:
+            with nullcontext() if self.axes else step.eqn.ctx.manager:
                 out = self._step(step, seeds, [read(v) for v in step.eqn.invars])
             env.update(zip(step.eqn.outvars, out, strict=True))
         return [read(v) for v in plan.jaxpr.outvars]
@@ -365,13 +379,22 @@ class _Samples:
         each = [[many[i] for many in args] for i in range(len(seeds))]
         walk = _WALKS.get(step.name, _Samples._call if step.inner else None) if step.kind == "control" else None
         if walk is not None:
-            each = [with_rounded_operands(step, one, x) for one, x in zip(seeds, each, strict=True)]
+            each = self._each(partial(with_rounded_operands, step), seeds, each)
             return walk(self, step, seeds, _turned(each, len(args)))
-        run = self.runner.control if step.kind == "control" else self.runner.run
-        results = _turned([run(step, one, x) for one, x in zip(seeds, each, strict=True)], len(step.eqn.outvars))
+        run = partial(self.runner.control if step.kind == "control" else self.runner.run, untyped(step, self.axes))
+        results = _turned(self._each(run, seeds, each), len(step.eqn.outvars))
         if len(seeds) > 1 and step.kind != "control":
             self._look(step, seeds, each, results)
         return results
+
+    def _each(
+        self, run: Callable[[Seeds | None, list[Any]], Any], seeds: Sequence[Seeds | None], each: list[list[Any]]
+    ) -> list[Any]:
+        """``run(seeds, args)`` for each sample."""
+        return [mapped(self.axes, run, one, x) for one, x in zip(seeds, each, strict=True)]
+
+    def _inside(self, seeds: Sequence[Seeds | None], number: int, turn: int = 0) -> list[Seeds | None]:
+        return [turned(self.axes, one, number, turn) for one in seeds]
 
     def _look(self, step: Step, seeds: Sequence[Seeds | None], each: list[list[Any]], results: list[Many]) -> None:
         """Counts the instabilities of one equation."""
@@ -382,11 +405,12 @@ class _Samples:
         name = EXACT.get(step.name)
         if name not in ("add", "sub", "div") or step.choice.spec is None or not is_float(step.eqn.outvars[0].aval):
             return
-        taken = [self.runner.taken(step, one, x) for one, x in zip(seeds, each, strict=True)]
-        before = [self.measure.facts(many)[0] for many in _turned(taken, 2)]
+        taken = self._each(partial(self.runner.taken, step), seeds, each)
+        shape = results[0][0].shape
+        facts = [self.measure.facts(many)[0] for many in _turned(taken, 2)]
+        before = [np.broadcast_to(aligned(x, len(shape)), shape) for x in facts]
         if name == "div":
-            unstable = np.broadcast_to(before[1] < 1, step.eqn.outvars[0].aval.shape)
-            self._count(step, "division", unstable)
+            self._count(step, "division", before[1] < 1)
             return
         after = self.measure.facts(results[0])[0]
         self._count(step, "cancellation", np.minimum(*before) - after >= _CANCELLED)
@@ -399,7 +423,15 @@ class _Samples:
     # -- equations that hold programs ----------------------------------------------------------------------------------
 
     def _call(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
-        return self.run(step.inner[0], _inside(seeds, step.number), args)
+        return self.run(step.inner[0], self._inside(seeds, step.number), args)
+
+    def _shard_map(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
+        shards = Shards(step, self.axes)
+        given = [list(map(cut, many)) for cut, many in zip(shards.cuts(), args, strict=True)]
+        self.axes = shards.axes
+        out = self.run(step.inner[0], [shards.seeds(one) for one in seeds], given)
+        self.axes = shards.outer
+        return [list(map(join, many)) for join, many in zip(shards.joins(), out, strict=True)]
 
     def _solve(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
         lengths = step.eqn.params["const_lengths"]
@@ -408,12 +440,17 @@ class _Samples:
 
     def _cond(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
         last = len(step.inner) - 1
-        chosen = [min(max(int(x), 0), last) for x in args[0]]
+        chosen = [np.clip(np.asarray(x), 0, last) for x in args[0]]
         out: list[Many] = [[None] * len(seeds) for _ in step.eqn.outvars]
-        for index in sorted(set(chosen)):
-            who = [i for i, x in enumerate(chosen) if x == index]
-            inside = _inside(_of(seeds, who), step.number + index)
-            _put(out, who, self.run(step.inner[index], inside, [_of(many, who) for many in args[1:]]))
+        for index in map(int, np.unique(np.stack(chosen))):
+            who = [i for i, x in enumerate(chosen) if np.any(x == index)]
+            inside = self._inside(_of(seeds, who), step.number + index)
+            new = self.run(step.inner[index], inside, [_of(many, who) for many in args[1:]])
+            for many, old in zip(new, out, strict=True):  # shards of one sample may take several branches
+                for k, i in enumerate(who):
+                    old[i] = (
+                        many[k] if old[i] is None else where_active(jnp.asarray(chosen[i] == index), many[k], old[i])
+                    )
         return out
 
     def _scan(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
@@ -423,19 +460,17 @@ class _Samples:
         order = range(params["length"])
         turns: list[list[Many]] = []
         for turn, k in enumerate(reversed(order) if params["reverse"] else order):
-            row = [[x[k] for x in many] for many in xs]
-            out = self.run(step.inner[0], _inside(seeds, step.number, turn), [*fixed, *carry, *row])
+            row = [[at_row(x, k, self.axes) for x in many] for many in xs]
+            out = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*fixed, *carry, *row])
             carry = out[:carried]
             turns.append(out[carried:])
         if params["reverse"]:
             turns.reverse()
 
-        def stacked(i: int, aval: Any) -> Many:
-            if not turns:
-                return [jnp.zeros(aval.shape, aval.dtype)] * len(seeds)
-            return [jnp.stack([ys[i][s] for ys in turns]) for s in range(len(seeds))]
+        def rows(i: int, aval: Any) -> Many:
+            return [stacked([ys[i][s] for ys in turns], aval, self.axes) for s in range(len(seeds))]
 
-        return [*carry, *(stacked(i, v.aval) for i, v in enumerate(step.eqn.outvars[carried:]))]
+        return [*carry, *(rows(i, v.aval) for i, v in enumerate(step.eqn.outvars[carried:]))]
 
     def _while(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
         test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
@@ -445,7 +480,9 @@ class _Samples:
         while who:
             here = _of(seeds, who)
             now = [_of(many, who) for many in carry]
-            tested = self.run(step.inner[0], _inside(here, step.number, turn), [*(_of(x, who) for x in first), *now])[0]
+            tested = self.run(
+                step.inner[0], self._inside(here, step.number, turn), [*(_of(x, who) for x in first), *now]
+            )[0]
             for i, one in zip(who, tested, strict=True):
                 active[i] = active[i] & one
             who = [i for i in who if bool(jnp.any(active[i]))]
@@ -454,11 +491,13 @@ class _Samples:
             here, now = _of(seeds, who), [_of(many, who) for many in carry]
             if turn >= self.max_turns:
                 given = [many[who[0]] for many in (*first, *carry)]
-                inside = turn_of(seeds[who[0]], step.number, turn)
+                (inside,) = self._inside(_of(seeds, who[:1]), step.number, turn)
                 why = f"after max_turns={turn} turns"
-                self.notes.append(note_of_stop(self.runner, step, why, inside, given))
+                self.notes.append(note_of_stop(self.runner, step, why, inside, given, self.axes))
                 break
-            out = self.run(step.inner[1], _inside(here, step.number + 1, turn), [*(_of(x, who) for x in fixed), *now])
+            out = self.run(
+                step.inner[1], self._inside(here, step.number + 1, turn), [*(_of(x, who) for x in fixed), *now]
+            )
             new = [
                 [where_active(active[i], as_jax(x), y) for i, x, y in zip(who, *pair, strict=True)]
                 for pair in zip(out, now, strict=True)
@@ -483,15 +522,11 @@ def _put(into: list[Many], who: Sequence[int], values: list[Many]) -> None:
             many[i] = x
 
 
-def _inside(seeds: Sequence[Seeds | None], number: int, turn: int = 0) -> list[Seeds | None]:
-    return [turn_of(one, number, turn) for one in seeds]
-
-
 _WALKS = {
-    **{name: _Samples._call for name in CALLS if name != "shard_map"},
+    **dict.fromkeys(CALLS, _Samples._call),
     "custom_linear_solve": _Samples._solve,
     "cond": _Samples._cond,
     "scan": _Samples._scan,
     "while": _Samples._while,
-    "shard_map": None,
+    "shard_map": _Samples._shard_map,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._emulate._known import CARRIER_DTYPES, is_complex, is_number
+from jchop._emulate._reports.shards import Axes, bound
 from jchop._emulate._step import Step
-from jchop._program.bind import bind
 from jchop._program.control import where_active
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ElementFormat, binary64
@@ -32,18 +33,14 @@ class Carrier:
         """An argument or a constant."""
         return x
 
-    def bind(self, step: Step, args: Sequence[Any], *, rounds: bool = True) -> list[Any]:
-        """The results of an equation."""
+    def bind(self, step: Step, args: Sequence[Any], axes: Axes = (), *, rounds: bool = True) -> list[Any]:
+        """The results of an equation, of operands that have these axes of a mesh first."""
         del rounds
-        return bind(step.eqn.primitive, step.eqn.params, *args)
+        return bound(axes, step.eqn.primitive, step.eqn.params, args)
 
     def chosen(self, active: Any, new: Any, old: Any) -> Any:
         """The new values of the loops of a batch that still run, and the old values of others."""
         return where_active(active, new, old)
-
-    def stacked(self, rows: Sequence[Any], aval: Any) -> Any:
-        """The results of the turns of a scan along a first axis."""
-        return jnp.stack(rows) if rows else jnp.zeros(aval.shape, aval.dtype)
 
 
 class Wide(Carrier):
@@ -65,24 +62,25 @@ class Wide(Carrier):
             return np.asarray(x, np.float64) if isinstance(x, float) else x
         return np.asarray(x).astype(np.complex128 if is_complex(x) else np.float64)
 
-    def bind(self, step: Step, args: Sequence[Any], *, rounds: bool = True) -> list[Any]:
+    def bind(self, step: Step, args: Sequence[Any], axes: Axes = (), *, rounds: bool = True) -> list[Any]:
         """The results of an equation, of operands in any dtype."""
+        run = partial(bound, axes, step.eqn.primitive)
         out = None
         args = [_of_dtype(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
         if not any(is_number(v.aval) for v in (*step.eqn.invars, *step.eqn.outvars)):
-            return bind(step.eqn.primitive, step.eqn.params, *args)
+            return run(step.eqn.params, args)
         if not step.inner and step.kind not in ("draw", "own", "result") and step.draw is None:
             with jax.enable_x64(True):
                 wide = [self.given(x) for x in args]
                 try:
-                    out = [self.given(x) for x in bind(step.eqn.primitive, _widened(step.eqn.params), *wide)]
+                    out = [self.given(x) for x in run(_widened(step.eqn.params), wide)]
                 except Exception:  # any error of a primitive without a float64 form
                     self.narrow |= {step.name}
         elif step.inner:
             self.narrow |= {step.name}
         if out is None:
             narrow = [_narrowed(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
-            return [self.given(x) for x in bind(step.eqn.primitive, step.eqn.params, *narrow)]
+            return [self.given(x) for x in run(step.eqn.params, narrow)]
         return [self._rounded(x) for x in out] if rounds and step.kind not in _MOVED else out
 
     def chosen(self, active: Any, new: Any, old: Any) -> Any:
@@ -91,12 +89,6 @@ class Wide(Carrier):
             return where_active(active, new, old)
         active = np.asarray(active)
         return np.where(active.reshape(active.shape + (1,) * (new.ndim - active.ndim)), new, old)
-
-    def stacked(self, rows: Sequence[Any], aval: Any) -> Any:
-        """The results of the turns of a scan along a first axis."""
-        if rows and isinstance(rows[0], np.ndarray):
-            return np.stack(rows)
-        return self.given(super().stacked(rows, aval))
 
     def _rounded(self, x: Any) -> Any:
         if self.spec is None or not isinstance(x, np.ndarray):

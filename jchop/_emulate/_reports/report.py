@@ -207,8 +207,9 @@ def report(
         trace_values: whether to run the program, loops turn by turn, beside a reference program, and to measure ranges,
             overflows, underflows, infinities, NaN, cancelled bits and errors of each operation, and the first events.
             Arguments and constants have rows only for infinities, NaN and underflows, moved values only for new
-            infinities or NaN. The emulated program decides branches and numbers of turns. Operations inside
-            `jax.shard_map` are not measured. Needs arguments that are not traced. Default False: nothing is computed.
+            infinities or NaN. The emulated program decides branches and numbers of turns. Inside `jax.shard_map` all
+            shards run at once, and an index of an event has the shard's first. Needs arguments that are not traced.
+            Default False: nothing is computed.
         key: a typed key, needed if values are traced and a rounding is stochastic.
         reference: the reference of the errors. Default None: the same program in the carrier, without rounding. A
             deterministic spec or its text: every operation in float64, rounded to that spec; ``"binary64"`` is float64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jchop._emulate._interpret import with_rounded_operands
 from jchop._emulate._known import is_number
 from jchop._emulate._reports.beside import ELEMENTWISE, SILENT, Beside, Pair
+from jchop._emulate._reports.shards import Axes, at_row, bound, untyped
 from jchop._emulate._step import Step
-from jchop._program.bind import bind
 from jchop._program.control import as_jax
 from jchop._program.seeds import Seeds
 from jchop._program.source import source_of
+from jchop._settings import compiled
 
 __all__ = ["Node", "Share", "Tape"]
 
@@ -41,6 +42,7 @@ class Node(tuple[Any, Any]):
 
     def add(self, cotangent: Any) -> None:
         """Adds to the cotangent."""
+        cotangent = _placed(cotangent, self[0])
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
 
@@ -68,7 +70,7 @@ class Tape(Beside):
     """A run that records each equation. Loops and branches follow the emulated program."""
 
     entries: list[_Entry] = field(default_factory=list)
-    pulls: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    check: Callable[[], None] | None = None  # called once, when a loop turns out to be long
 
     def given(self, label: Any, low: Any, wide: Any) -> Node:
         """An argument or a constant, rounded on entry."""
@@ -80,20 +82,26 @@ class Tape(Beside):
 
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         if step.kind == "control" and (step.inner or step.name in ("cond", "scan", "while")):
-            if step.name == "shard_map":
-                raise NotImplementedError(
-                    f"blame has no rule for shard_map ({_place(step)}); blame the function inside it, on the data of "
-                    "one device"
-                )
             return super()._step(step, seeds, args)
+        if step.name == "select_n" and self.loops:
+            # Turns follow the emulated program, and so do choices in a loop, as of a solver that rejects a step.
+            args = [(args[0][0], args[0][0]), *args[1:]]
         out = [Node(pair) for pair in super()._step(step, seeds, args)]
-        if step.kind not in SILENT:
+        if step.kind not in SILENT or any(step.rounds):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
-            for v, node, same in zip(step.eqn.outvars, out, self.reference.bind(step, low, rounds=False), strict=True):
+            exact = self.reference.bind(untyped(step, self.axes), low, self.axes, rounds=False)
+            for v, node, same in zip(step.eqn.outvars, out, exact, strict=True):
                 if is_number(v.aval):
                     node.made = _difference(node[0], same)
-        self._record(step, args, out, lambda cotangents: self._pulled(step, args, out, cotangents))
+        axes = self.axes
+        self._record(step, args, out, lambda cotangents: self._pulled(step, axes, args, out, cotangents))
         return list(out)
+
+    def check_long(self) -> None:
+        """Called when a `while` loop has made many turns."""
+        check, self.check = self.check, None
+        if check is not None:
+            check()
 
     def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         """Nothing is measured: the errors are recorded."""
@@ -106,7 +114,7 @@ class Tape(Beside):
 
     def rounded_operands(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         """The operands of an equation that holds programs; their roundings are the equation's."""
-        low = with_rounded_operands(step, seeds, [pair[0] for pair in args])
+        low = self.rounded(step, seeds, args)
         out: list[Pair] = []
         for x, pair in zip(low, args, strict=True):
             if x is pair[0]:
@@ -118,22 +126,30 @@ class Tape(Beside):
             out.append(node)
         return out
 
+    def moved(self, move: Callable[[Any], Any], pair: Pair) -> Pair:
+        """The pair with its numbers in another place."""
+        node = Node(super().moved(move, pair))
+        zeros = jnp.zeros(jnp.shape(pair[0]), jax.typeof(node[0]).dtype)
+        self._record(None, [pair], [node], lambda cotangents: jax.vjp(move, zeros)[1](cotangents[0]))
+        return node
+
     def row(self, pair: Pair, k: int) -> Pair:
         """Row k of arrays."""
-        node = Node(super().row(pair, k))
-        shape = jnp.shape(pair[0])
-        self._record(None, [pair], [node], lambda cts: [jnp.zeros(shape, cts[0].dtype).at[k].set(cts[0])])
+        node, shape = Node(super().moved(lambda x: at_row(x, k, self.axes), pair)), jnp.shape(pair[0])
+        place = (slice(None),) * len(self.axes) + (k,)
+        self._record(None, [pair], [node], lambda cts: [jnp.zeros(shape, cts[0].dtype).at[place].set(cts[0])])
         return node
 
     def stacked(self, rows: list[Pair], aval: Any) -> Pair:
         """The results of the turns of a scan along a first axis."""
         node = Node(super().stacked(rows, aval))
-        self._record(None, rows, [node], lambda cotangents: list(cotangents[0]))
+        depth = len(self.axes)
+        self._record(None, rows, [node], lambda cotangents: list(jnp.moveaxis(cotangents[0], depth, 0)))
         return node
 
     def chosen(self, active: Any, new: Pair, old: Pair) -> Pair:
         """The new values of the loops of a batch that still run, and the old values of others."""
-        if not jnp.ndim(active):
+        if bool(jnp.all(active)):
             return new
         node = Node(super().chosen(active, new, old))
         mask = jnp.reshape(active, jnp.shape(active) + (1,) * (jnp.ndim(node[0]) - jnp.ndim(active)))
@@ -179,7 +195,7 @@ class Tape(Beside):
                 "take a format with more range or digits there, as rules={...: None} of jchop.emulate"
             )
 
-    def _pulled(self, step: Step, args: list[Pair], out: list[Node], cotangents: list[Any]) -> list[Any]:
+    def _pulled(self, step: Step, axes: Axes, args: list[Pair], out: list[Node], cotangents: list[Any]) -> list[Any]:
         moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not isinstance(v, Literal)]
         result: list[Any] = [None] * len(args)
         if not moved:
@@ -187,15 +203,16 @@ class Tape(Beside):
         if step.name == "stop_gradient":
             return list(cotangents)
         numbers = [i for i, v in enumerate(step.eqn.outvars) if is_number(v.aval)]
-        if id(step) not in self.pulls:
-            self.pulls[id(step)] = jax.jit(_pull_of(step, moved, numbers))
+        eqn = untyped(step, axes).eqn
+        params = tuple(sorted(eqn.params.items()))
+        equation = _Equation(eqn.primitive, params, tuple(moved), tuple(numbers), axes, step.kind in ELEMENTWISE)
         given = [
-            jnp.zeros(jnp.shape(out[i][0]), jax.typeof(out[i][0]).dtype) if cotangents[i] is None else cotangents[i]
-            for i in numbers
+            _placed(jnp.zeros(jnp.shape(out[i][0]), jax.typeof(out[i][0]).dtype), out[i][0]) if x is None else x
+            for i, x in ((i, cotangents[i]) for i in numbers)
         ]
         low, wide = ([as_jax(pair[side]) for pair in args] for side in (0, 1))
         try:
-            pulled = self.pulls[id(step)](low, wide, given)
+            pulled = _pulled(equation, low, wide, given)
         except NotImplementedError as error:
             raise NotImplementedError(f"blame needs the derivative of {step.name} ({_place(step)}): {error}") from error
         for i, cotangent in zip(moved, pulled, strict=True):
@@ -203,33 +220,54 @@ class Tape(Beside):
         return result
 
 
-def _pull_of(step: Step, moved: list[int], numbers: list[int]) -> Callable[..., list[Any]]:
-    """The mean of an equation's transposed derivatives at both ends, or a secant."""
+@dataclass(frozen=True)
+class _Equation:
+    """The facts on which the derivative of an equation depends; equal ones are compiled once.
 
-    def results(args: list[Any], values: Sequence[Any]) -> list[Any]:
+    Args:
+        primitive: the primitive.
+        params: its parameters, by name.
+        moved: the places of the operands that are numbers of the program.
+        numbers: the places of the results that are numbers.
+        axes: of the mesh, which operands and results have first.
+        elementwise: whether each result depends only on the operands at the same index.
+    """
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    moved: tuple[int, ...]
+    numbers: tuple[int, ...]
+    axes: Axes
+    elementwise: bool
+
+    def results(self, args: list[Any], values: Sequence[Any]) -> list[Any]:
+        """The results that are numbers, with other values for the operands that move."""
         every = list(args)
-        for i, value in zip(moved, values, strict=True):
+        for i, value in zip(self.moved, values, strict=True):
             every[i] = value
-        out = bind(step.eqn.primitive, step.eqn.params, *every)
-        return [out[i] for i in numbers]
+        out = bound(self.axes, self.primitive, dict(self.params), every)
+        return [out[i] for i in self.numbers]
 
-    def at(args: list[Any], cotangents: list[Any]) -> tuple[list[Any], Sequence[Any]]:
-        out, pull = jax.vjp(lambda *values: results(args, values), *(args[i] for i in moved))
+    def at(self, args: list[Any], cotangents: list[Any]) -> tuple[list[Any], Sequence[Any]]:
+        """The results, and the cotangents of the operands that move."""
+        out, pull = jax.vjp(lambda *values: self.results(args, values), *(args[i] for i in self.moved))
         return out, pull(cotangents)
 
-    def pull(low: list[Any], wide: list[Any], cotangents: list[Any]) -> list[Any]:
-        (out, one), (reference, two) = at(low, cotangents), at(wide, cotangents)
-        mean = [(x + y) / 2 for x, y in zip(one, two, strict=True)]
-        x, y = low[moved[0]], wide[moved[0]]
-        if step.kind in ELEMENTWISE and len(moved) == len(numbers) == 1 and x.shape == out[0].shape:
-            far = jnp.abs(x - y) > _FAR * jnp.maximum(jnp.abs(x), jnp.abs(y))
-            slope = (out[0] - reference[0]) / jnp.where(far, x - y, 1)
-            mean = [jnp.where(far, (slope * cotangents[0]).astype(mean[0].dtype), mean[0])]
-        if step.kind in ELEMENTWISE:  # a result that does not count has operands that do not, at infinite slopes too
-            mean = [jnp.where(cotangents[0] == 0, 0, x) if x.shape == cotangents[0].shape else x for x in mean]
-        return mean
 
-    return pull
+@partial(compiled, static_argnums=0)
+def _pulled(equation: _Equation, low: list[Any], wide: list[Any], cotangents: list[Any]) -> list[Any]:
+    """The mean of an equation's transposed derivatives at both ends, or a secant."""
+    (out, one), (reference, two) = equation.at(low, cotangents), equation.at(wide, cotangents)
+    mean = [(x + y) / 2 for x, y in zip(one, two, strict=True)]
+    moved, numbers = equation.moved, equation.numbers
+    x, y = low[moved[0]], wide[moved[0]]
+    if equation.elementwise and len(moved) == len(numbers) == 1 and x.shape == out[0].shape:
+        far = jnp.abs(x - y) > _FAR * jnp.maximum(jnp.abs(x), jnp.abs(y))
+        slope = (out[0] - reference[0]) / jnp.where(far, x - y, 1)
+        mean = [jnp.where(far, (slope * cotangents[0]).astype(mean[0].dtype), mean[0])]
+    if equation.elementwise:  # a result that does not count has operands that do not, at infinite slopes too
+        mean = [jnp.where(cotangents[0] == 0, 0, x) if x.shape == cotangents[0].shape else x for x in mean]
+    return mean
 
 
 def _key(entry: _Entry) -> Any:
@@ -254,6 +292,12 @@ def _add(share: Share, node: Node, turn: tuple[int, ...]) -> None:
     share.contribution += part
     if turn:
         share.turns[turn[0]] = share.turns.get(turn[0], 0.0) + part
+
+
+def _placed(cotangent: Any, like: Any) -> Any:
+    """The cotangent on the devices of a value; JAX compares them if the axes of a mesh are explicit."""
+    several = isinstance(like, Array) and like.sharding.num_devices > 1
+    return jax.device_put(cotangent, like.sharding) if several else cotangent
 
 
 def _difference(low: Any, same: Any) -> np.ndarray:
