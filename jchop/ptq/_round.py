@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._core.scaled.sparse import leading
 from jchop._products.matrices import MatrixLayout
 from jchop._products.placement import Placement, StoredAs
 from jchop._products.weights import numbers_of
@@ -18,7 +19,6 @@ from jchop.ptq._columns import ElementScales, element_scales, one_each, stored_o
 from jchop.ptq._sign import sign_rounded
 from jchop.ptq._steps import Correction, HalfQuadratic, SignDescent, Sparse, Steps, Sweep
 from jchop.ptq._sweep import factor, order_of, sweep
-from jchop.sparsity._masks import leading
 from jchop.storage import QArray, fit_half_quadratic
 
 Array = jax.Array

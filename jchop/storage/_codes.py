@@ -14,6 +14,8 @@ from jchop._core.rounding.codes import decode_elements, encode_elements, pack, u
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import holds
 from jchop._core.scaled.elements import narrow, widen
+from jchop._core.scaled.sparse import spread as spread_kept
+from jchop._core.scaled.sparse import thin
 from jchop._settings import compiled
 from jchop.formats import (
     ElementFormat,
@@ -107,6 +109,33 @@ def _bits_as(codes: Codes, dtype: np.dtype) -> Codes:
 def _like(result: Array, given: Codes) -> Codes:
     """A result as NumPy if `given` is NumPy."""
     return np.asarray(result) if isinstance(given, np.ndarray) else result
+
+
+# -- n of every m numbers ----------------------------------------------------------------------------------------------
+
+
+def thinned(qvalue: Codes, kept: Array, spec: Spec) -> tuple[Codes, Array]:
+    """The codes of the kept numbers, and one bit for each number, from the codes of all; both as they are stored.
+
+    Args:
+        qvalue: stored codes.
+        kept: which numbers are kept.
+        spec: with `sparse`, and axes counted from the end.
+    """
+    fmt, element = spec.scaled, spec.element
+    assert fmt is not None and fmt.sparse is not None
+    codes = spread(raw(qvalue, element), element, kept.shape[-1])
+    found = thin(jnp.asarray(codes), kept, fmt.sparse, fmt.axis_of_sparse % kept.ndim)
+    return hold(gather(found, element), element), _pack(kept, 1)
+
+
+def filled(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Codes, Array]:
+    """The codes of all numbers, and which are kept: the inverse of `thinned`. Codes of dropped numbers mean nothing."""
+    fmt, element = spec.scaled, spec.element
+    assert fmt is not None and fmt.sparse is not None
+    kept = _unpack(jnp.asarray(places), 1, size) != 0
+    codes = jnp.asarray(spread(qvalue, element, fmt.kept_shape(kept.shape)[-1]))
+    return gather(spread_kept(codes, kept, fmt.sparse, fmt.axis_of_sparse % kept.ndim), element), kept
 
 
 # -- formats without a scale -------------------------------------------------------------------------------------------
