@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,9 +18,10 @@ from jchop._products.scales.learned import round_learned
 from jchop._products.traced.origins import Axis, Part
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ScaledFormat
+from jchop.formats._grouping import axis_indexes
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, fit_scale, quantize
-from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds
+from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds, with_sparse_axis
 
 Array = jax.Array
 
@@ -203,10 +205,13 @@ def place(shape: Sequence[int], laid: Laid | None, spec: Spec) -> Placement:
                 continue
             runs.append(ids)
             kinds[ids[0]] = kind
+    apart = _sparse_part(spec, laid, lambda parts: numbers(_split(parts, factors)), sizes, kinds, runs)
     shape_now, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
     stored, final = _axes_again(shape_now, kinds, owners)
-    low = replace(spec, format=_with_inner(with_kinds(fmt, final), fmt, final))
-    return _checked(Placement(low, stored, len(core)))
+    placed = _with_inner(with_kinds(fmt, final), fmt, final)
+    if fmt.sparse is not None:
+        placed = placed.dense if apart is None else _with_sparse(placed, apart, sizes, stored)
+    return _checked(Placement(replace(spec, format=placed), stored, len(core)))
 
 
 def blocks_fit(laid: Laid, block: int | None) -> bool:
@@ -281,6 +286,44 @@ def _spread(block: int, ids: Sequence[int], sizes: Sequence[int], kinds: list[Ki
     for i, kind in plan.items():
         kinds[i] = kind
     return True
+
+
+def _sparse_part(
+    spec: Spec, laid: Laid, numbers: Callable[[Axis], list[int]], sizes: Sequence[int], kinds: Sequence[Kind],
+    runs: list[list[int]],
+) -> int | None:  # fmt: skip
+    """The part of the parameter along which n of every m numbers are kept; None if each number is alone.
+
+    If m numbers lie in several parts, these become one axis.
+
+    Raises:
+        ValueError: if they cannot.
+    """
+    fmt = spec.scaled
+    if fmt is None or fmt.sparse is None:
+        return None
+    axes = (*laid.kept, laid.summed)
+    every = numbers(axes[axis_indexes("sparse_axis", fmt.axis_of_sparse, (1,) * len(axes))[0]])
+    ids = [i for i in every if sizes[i] > 1]
+    if len(ids) > 1 and sizes[ids[-1]] % fmt.sparse[1] and not any(set(ids) <= set(run) for run in runs):
+        together = list(range(ids[0], ids[-1] + 1))
+        if ids != together or len({kinds[i] for i in ids}) > 1 or not isinstance(kinds[ids[0]], str):
+            raise ValueError(
+                f"{str(spec)!r}: {fmt.sparse[1]} consecutive numbers along the sum lie in several axes of a parameter, "
+                f"of which the fastest has {sizes[ids[-1]]}; put a rule without sparse before it"
+            )
+        runs.append(together)
+    return ids[-1] if ids else None
+
+
+def _with_sparse(fmt: ScaledFormat, part: int, sizes: Sequence[int], shape: Sequence[int]) -> ScaledFormat:
+    """A format that keeps n of every m numbers along the axis of which a part is the fastest."""
+    step = math.prod(sizes[part + 1 :])
+    found = [i for i, n in enumerate(shape) if n > 1 and math.prod(shape[i + 1 :]) == step]
+    if not found:
+        raise ValueError(f"{fmt}: its numbers lie apart in a parameter of shape {tuple(shape)}, along an axis that the "
+                         "product takes in parts; put a rule without sparse before it")  # fmt: skip
+    return with_sparse_axis(fmt, found[0] - len(shape))
 
 
 def _joined(

@@ -52,7 +52,7 @@ def _entries(q: Any) -> np.ndarray:
     """The codes, one unsigned integer for each element, in the shape of the array."""
     fmt = q.spec.element
     count = 1 if q.size is None else q.size
-    stored = q.qvalue if q.places is None else filled(q.qvalue, q.places, q.size, q.spec)[0]
+    stored = q.qvalue if q.places is None else filled(q.qvalue, q.places, count, q.spec)[0]
     return spread(raw(np.asarray(stored), fmt), fmt, count).reshape(q.shape)
 
 

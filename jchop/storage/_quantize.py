@@ -98,8 +98,9 @@ def quantize(
             code_dtype(spec.format)
             rounded = round_to_format(jnp.asarray(lax.stop_gradient(array)), spec, drawn, offset=offset, impl=impl)
             parts = (_encode(rounded, fmt=spec.format), None, None, None)
-        *stored, places = jax.tree.map(_to_numpy, parts) if numpy else parts
-    return QArray(*stored, spec, array.shape[-1] if array.ndim else None, np.dtype(array.dtype), places)
+        qvalue, scale, zero_point, places = jax.tree.map(_to_numpy, parts) if numpy else parts
+    size = array.shape[-1] if array.ndim else None
+    return QArray(qvalue, scale, zero_point, spec, size, np.dtype(array.dtype), places)
 
 
 def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
