@@ -92,9 +92,11 @@ class Layout:
         fmt, behind = spec.format, spec.gradient.round
         if not isinstance(fmt, ScaledFormat) or not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
             return None
+        fastest = next(reversed(self.summed), None)
         if fmt.sparse is not None:
-            fits = [shape[axis] % fmt.sparse[1] == 0 or len(self.summed) == 1 for axis in self.summed[-1:]]
-            if fmt.axis_of_sparse % self.ndim < self.ndim - 1 or not all(fits) or not fits:
+            several = len(self.summed) > 1
+            elsewhere = fmt.axis_of_sparse % self.ndim < self.ndim - 1
+            if elsewhere or fastest is None or (several and shape[fastest] % fmt.sparse[1]):
                 return None  # its groups are along another axis, or run over several
         placed = behind is not None and (behind.rounding.stochastic or behind.scaled is not None)
         if spec.rounding.stochastic or placed:
@@ -108,9 +110,9 @@ class Layout:
         if isinstance(along, int) and len(self.summed) > 1 and shape[self.summed[-1]] % along:
             return None  # a block over several axes
         same = with_kinds(fmt, kinds)
-        return replace(
-            spec, format=same if fmt.sparse is None else with_sparse_axis(same, self.summed[-1] - len(shape))
-        )
+        if fmt.sparse is not None and fastest is not None:
+            same = with_sparse_axis(same, fastest - len(shape))
+        return replace(spec, format=same)
 
 
 def round_in(

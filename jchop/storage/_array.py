@@ -270,9 +270,7 @@ class QArray:
         assert self.spec.scaled is not None and spec.scaled is not None
         fmt = with_sparse_axis(self.spec.scaled(sparse=spec.scaled.sparse), axis - self.ndim)
         spec = replace(self.spec, format=fmt)
-        codes, places = thinned(self.qvalue, jnp.asarray(kept), spec)
-        if isinstance(self.qvalue, np.ndarray):
-            codes, places = np.asarray(codes), np.asarray(places)
+        codes, places = thinned(self.qvalue, kept, spec)
         return replace(self, qvalue=codes, places=places, spec=spec)
 
     # -- internals -----------------------------------------------------------------------------------------------------
@@ -297,8 +295,6 @@ class QArray:
         """The array with codes of all numbers, which of them are kept, and the axis along which these are counted."""
         assert self.spec.scaled is not None and self.size is not None
         codes, kept = filled(self.qvalue, self.places, self.size, self.spec)
-        if isinstance(self.qvalue, np.ndarray):
-            codes, kept = np.asarray(codes), np.asarray(kept)
         spec = replace(self.spec, format=self.spec.scaled.dense)
         return replace(self, qvalue=codes, places=None, spec=spec), kept, self.spec.scaled.axis_of_sparse % self.ndim
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -122,19 +123,30 @@ def thinned(qvalue: Codes, kept: Array, spec: Spec) -> tuple[Codes, Array]:
         kept: which numbers are kept.
         spec: with `sparse`, and axes counted from the end.
     """
-    fmt, element = spec.scaled, spec.element
-    assert fmt is not None and fmt.sparse is not None
-    codes = spread(raw(qvalue, element), element, kept.shape[-1])
-    found = thin(jnp.asarray(codes), kept, fmt.sparse, fmt.axis_of_sparse % kept.ndim)
-    return hold(gather(found, element), element), _pack(kept, 1)
+    return jax.tree.map(lambda v: _like(v, qvalue), _thinned(jnp.asarray(qvalue), jnp.asarray(kept), spec=spec))
 
 
 def filled(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Codes, Array]:
     """The codes of all numbers, and which are kept: the inverse of `thinned`. Codes of dropped numbers mean nothing."""
+    found = _filled(jnp.asarray(qvalue), jnp.asarray(places), size=size, spec=spec)
+    return jax.tree.map(lambda v: _like(v, qvalue), found)
+
+
+@partial(compiled, static_argnames="spec", inline=True)
+def _thinned(qvalue: Array, kept: Array, *, spec: Spec) -> tuple[Array, Array]:
     fmt, element = spec.scaled, spec.element
     assert fmt is not None and fmt.sparse is not None
-    kept = _unpack(jnp.asarray(places), 1, size) != 0
-    codes = jnp.asarray(spread(qvalue, element, fmt.kept_shape(kept.shape)[-1]))
+    codes = spread(raw(qvalue, element), element, kept.shape[-1])
+    found = thin(codes, kept, fmt.sparse, fmt.axis_of_sparse % kept.ndim)
+    return hold(gather(found, element), element), pack(kept, 1)
+
+
+@partial(compiled, static_argnames=("size", "spec"), inline=True)
+def _filled(qvalue: Array, places: Array, *, size: int, spec: Spec) -> tuple[Array, Array]:
+    fmt, element = spec.scaled, spec.element
+    assert fmt is not None and fmt.sparse is not None
+    kept = unpack(places, 1, size) != 0
+    codes = spread(qvalue, element, fmt.kept_shape(kept.shape)[-1])
     return gather(spread_kept(codes, kept, fmt.sparse, fmt.axis_of_sparse % kept.ndim), element), kept
 
 

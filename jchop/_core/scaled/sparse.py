@@ -57,8 +57,7 @@ def leading(keys: tuple[Array, ...], n: int, m: int) -> Array:
     for key in reversed(groups):
         own, other = key[:, :, None], key[:, None]
         before = (other > own) | ((other == own) & before)
-    kept = before.sum(2) < n
-    return kept.reshape(-1, *kept.shape[2:])[:count]
+    return _joined(before.sum(2) < n, 0, count)
 
 
 def thin(entries: Array, kept: Array, sparse: tuple[int, int], axis: int) -> Array:
