@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -193,24 +193,26 @@ def place(shape: Sequence[int], laid: Laid | None, spec: Spec) -> Placement:
 
     kinds: list[Kind] = [OWN] * len(entries)
     runs: list[list[int]] = []
-    for kind, parts in zip(kinds_of(fmt, len(laid.kept) + 1), (*laid.kept, laid.summed), strict=True):
-        ids = numbers(_split(parts, factors))
+    every = [numbers(_split(parts, factors)) for parts in (*laid.kept, laid.summed)]
+    sparse, crossing = _ids_of_sparse(spec, every, sizes)
+    for kind, ids in zip(kinds_of(fmt, len(every)), every, strict=True):
         if isinstance(kind, str):
             for i in ids:
                 kinds[i] = kind
-        elif not _spread(int(kind), ids, sizes, kinds):
+            runs += [ids] if crossing and ids == sparse else []
+        elif (crossing and ids == sparse) or not _spread(int(kind), ids, sizes, kinds):
             ids = sorted(ids)  # groups run over the numbers as they lie
             if ids != list(range(ids[0], ids[0] + len(ids))):
                 _spread(int(kind), ids, sizes, kinds, whole=False)
                 continue
             runs.append(ids)
             kinds[ids[0]] = kind
-    apart = _sparse_part(spec, laid, lambda parts: numbers(_split(parts, factors)), sizes, kinds, runs)
     shape_now, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
     stored, final = _axes_again(shape_now, kinds, owners)
     placed = _with_inner(with_kinds(fmt, final), fmt, final)
     if fmt.sparse is not None:
-        placed = placed.dense if apart is None else _with_sparse(placed, apart, sizes, stored)
+        # Without a part of two numbers, each number is alone, and stays.
+        placed = _with_sparse(placed, sparse[-1], sizes, stored) if sparse else placed.dense
     return _checked(Placement(replace(spec, format=placed), stored, len(core)))
 
 
@@ -288,32 +290,30 @@ def _spread(block: int, ids: Sequence[int], sizes: Sequence[int], kinds: list[Ki
     return True
 
 
-def _sparse_part(
-    spec: Spec, laid: Laid, numbers: Callable[[Axis], list[int]], sizes: Sequence[int], kinds: Sequence[Kind],
-    runs: list[list[int]],
-) -> int | None:  # fmt: skip
-    """The part of the parameter along which n of every m numbers are kept; None if each number is alone.
+def _ids_of_sparse(spec: Spec, ids: Sequence[Sequence[int]], sizes: Sequence[int]) -> tuple[list[int], bool]:
+    """The parts along which n of every m numbers are kept, and whether m numbers lie in several of them.
 
-    If m numbers lie in several parts, these become one axis.
+    Args:
+        spec: of the parameter.
+        ids: the parts of each axis of the operand.
+        sizes: of the parts.
 
     Raises:
-        ValueError: if they cannot.
+        ValueError: if they do, and cannot become one axis.
     """
     fmt = spec.scaled
     if fmt is None or fmt.sparse is None:
-        return None
-    axes = (*laid.kept, laid.summed)
-    every = numbers(axes[axis_indexes("sparse_axis", fmt.axis_of_sparse, (1,) * len(axes))[0]])
-    ids = [i for i in every if sizes[i] > 1]
-    if len(ids) > 1 and sizes[ids[-1]] % fmt.sparse[1] and not any(set(ids) <= set(run) for run in runs):
-        together = list(range(ids[0], ids[-1] + 1))
-        if ids != together or len({kinds[i] for i in ids}) > 1 or not isinstance(kinds[ids[0]], str):
-            raise ValueError(
-                f"{str(spec)!r}: {fmt.sparse[1]} consecutive numbers along the sum lie in several axes of a parameter, "
-                f"of which the fastest has {sizes[ids[-1]]}; put a rule without sparse before it"
-            )
-        runs.append(together)
-    return ids[-1] if ids else None
+        return [], False
+    own = list(ids[axis_indexes("sparse_axis", fmt.axis_of_sparse, (1,) * len(ids))[0]])
+    long = [i for i in own if sizes[i] > 1]
+    if len(long) < 2 or sizes[long[-1]] % fmt.sparse[1] == 0:
+        return long, False
+    if own != list(range(own[0], own[0] + len(own))):
+        raise ValueError(
+            f"{fmt.sparse[1]} consecutive numbers along the sum lie in several axes of the parameter, of which the "
+            f"fastest has {sizes[long[-1]]}, and these axes do not lie together; put a rule without sparse before it"
+        )
+    return own, True
 
 
 def _with_sparse(fmt: ScaledFormat, part: int, sizes: Sequence[int], shape: Sequence[int]) -> ScaledFormat:
