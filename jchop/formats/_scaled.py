@@ -416,8 +416,8 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
             ``fixed4.4(symmetric=true)``, ``integer8(narrow=true)``. Any of these is scaled if the options name a field
             of `ScaledFormat`: ``e4m3fn(channel=-1)``, ``fixed4.4(group=tensor)``, ``e2m1fn(group=(2,16))``. Always
             scaled are ``int8``, ``uint4`` and their like, integers under one scale of the tensor unless an option says
-            otherwise (``int4(group=128,axis=0,scale=bfloat16)``, ``int4(group=32,sparse=2:4)``), the names ``mxfp4``, ``nvfp4``, ``nf4`` and their
-            like, and ``bfp8(group=16)``.
+            otherwise (``int4(group=128,axis=0,scale=bfloat16)``, ``int4(group=32,sparse=2:4)``), the names ``mxfp4``,
+            ``nvfp4``, ``nf4`` and their like, and ``bfp8(group=16)``.
 
     Raises:
         TypeError: if `text` is not a str.
