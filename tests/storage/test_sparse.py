@@ -114,11 +114,11 @@ def test_zeros_ties_nan_and_short_groups() -> None:
     q = jc.quantize(x, text)
     np.testing.assert_array_equal(jc.dequantize(q), y)
     assert q.qvalue.shape == (8,) and q.places.shape == (2,)
-    one = jc.quantize(np.float32([2.0]), "int4(sparse=1:4)")
+    one = jc.quantize(np.array([2.0], np.float32), "int4(sparse=1:4)")
     assert one.qvalue.shape == (1,) and jc.dequantize(one).tolist() == [2.0]
     none = jc.quantize(jnp.zeros((0, 8)), "int4(group=4,sparse=2:4)")
     assert none.shape == (0, 8) and jc.dequantize(none).shape == (0, 8)
-    lost = jc.round_to_format(np.float32([np.inf, 1, 2, 3]), "mxfp4(nan_block=True,sparse=2:4)")
+    lost = jc.round_to_format(np.array([np.inf, 1, 2, 3], np.float32), "mxfp4(nan_block=True,sparse=2:4)")
     assert np.isnan(lost[[0, 3]]).all() and lost[1] == lost[2] == 0
 
 
@@ -188,7 +188,7 @@ def test_transformations() -> None:
     q = many[0]
     exported = jax.export.export(jax.jit(lambda q: jc.dequantize(q)))(q)
     np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(q), wanted[0])
-    np.testing.assert_array_equal(jnp.ones((2, 64)) @ q, jnp.ones((2, 64)) @ wanted[0])
+    np.testing.assert_array_equal(jnp.matmul(jnp.ones((2, 64)), q.astype("float32")), jnp.ones((2, 64)) @ wanted[0])
     np.testing.assert_array_equal(jc.dequantize(q, add_to=jnp.ones_like(wanted[0])), 1 + wanted[0])
 
 
