@@ -243,11 +243,12 @@ class MatmulSpec:
             return
         if self.order.kind not in _OF_SCALED:
             as_spec(self.operands, "operands")  # refuses it
-        along = isinstance(fmt.group, int) and fmt.axis == -1 and fmt.zero_point is None
+        along = isinstance(fmt.group, int) and fmt.axis == -1 and fmt.zero_point is None and fmt.sparse is None
         floats = isinstance(fmt.element, FloatFormat) and isinstance(fmt.scale, FloatFormat)
         if not along or not floats or self.operands.rounding.stochastic:  # type: ignore[union-attr]
             raise ValueError(f"operands={str(self.operands)!r}: order={str(self.order)!r} takes elements and scales "
-                             "that are floats, in groups along the last axis, rounded to a neighbour")  # fmt: skip
+                             "that are floats, in groups along the last axis, rounded to a neighbour, none of them "
+                             "dropped")  # fmt: skip
         fits = _fits_sums(fmt, self.order) if merged else not fmt.scale_format.frac_bits
         if not fits:
             need = f"groups of a multiple of {MERGED}, elements and scales of few bits" if merged else "powers of two"

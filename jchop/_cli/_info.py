@@ -122,6 +122,7 @@ def _scaled_facts(fmt: ScaledFormat) -> list[tuple[str, str]]:
         "scale": str(fmt.scale),
         "rule": f"{fmt.rule}: {fmt.scale_rule.formula}",
         "zero point": _or_none(fmt.zero_point),
+        **({"sparse": "{} of every {} along axis {}".format(*fmt.sparse, fmt.axis_of_sparse)} if fmt.sparse else {}),
         "bits per element": f"{fmt.bits_per_element():g}"
         + (" in a large array" if fmt.bits_per_element() == fmt.bits else ""),
     }

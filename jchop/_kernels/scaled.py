@@ -19,6 +19,7 @@ from jchop._core.rounding.codes import packed_size
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset
 from jchop._core.scaled.elements import widen
 from jchop._core.scaled.scales import Plan, make_plan, scale_dtype, tensor_scale
+from jchop._core.scaled.sparse import kept_of, without
 from jchop._core.scaled_bodies import (
     Stored,
     dequantize_body,
@@ -36,6 +37,7 @@ from jchop.formats import CodebookFormat, ScaledFormat
 from jchop.spec import Spec
 
 __all__ = [
+    "dense_of",
     "dequantize_scaled",
     "fit_scaled",
     "overflowed_scaled",
@@ -286,11 +288,23 @@ def require_scaled(spec: Spec, shape: Sequence[int], dtype: str) -> Plan:
     fmt.group_shape(shape)
     if isinstance(fmt.scale, ScaledFormat):
         fmt.scale.group_shape(shape)
-    return make_plan(spec, CARRIERS[dtype])
+    return make_plan(replace(spec, format=fmt.dense), CARRIERS[dtype])
+
+
+def dense_of(spec: Spec, x: Array) -> tuple[Spec, Array, Array | None]:
+    """The spec without `sparse`, `x` without the numbers that it drops, and which are kept; None for all."""
+    fmt = _format(spec)
+    if fmt.sparse is None or _empty(x.shape):
+        return spec if fmt.sparse is None else replace(spec, format=fmt.dense), x, None
+    kept = kept_of(x, fmt)
+    return replace(spec, format=fmt.dense), without(x, kept, fmt), kept
 
 
 def stored_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, Stored, Any]:
-    """The results of `quantize_scaled` for an array of `shape`, as `jax.ShapeDtypeStruct`."""
+    """The results of `quantize_scaled` for an array of `shape`, as `jax.ShapeDtypeStruct`.
+
+    The codes are those of all numbers; a format with `sparse` has the same scales and zero points.
+    """
     fmt, bits = _storable(spec), _format(spec).bits
     row = (*shape[:-1], packed_size(shape[-1] if shape else 1, bits))
     codes = jax.ShapeDtypeStruct(row, jnp.uint8)
@@ -343,14 +357,18 @@ def round_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_S
     """
     if _empty(x.shape):
         return x
-    return round_scaled_op(x, *drawn, impl=impl, plan=make_plan(spec, CARRIERS[x.dtype.name]), place=place)
+    dense, number, kept = dense_of(spec, x)
+    result = round_scaled_op(number, *drawn, impl=impl, plan=make_plan(dense, CARRIERS[x.dtype.name]), place=place)
+    return result if kept is None else jnp.where(kept, result, 0)
 
 
 def overflowed_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
     """Whether the rounded x / s + z is beyond the ends of the element format; arguments as for `round_scaled`."""
     if _empty(x.shape):
         return jnp.zeros_like(x, bool)
-    return overflowed_body(x, *drawn, plan=make_plan(spec, CARRIERS[x.dtype.name]), place=place)
+    dense, number, kept = dense_of(spec, x)
+    beyond = overflowed_body(number, *drawn, plan=make_plan(dense, CARRIERS[x.dtype.name]), place=place)
+    return beyond if kept is None else kept & beyond
 
 
 def quantize_scaled(
@@ -368,7 +386,7 @@ def quantize_scaled(
     Args:
         x: a carrier.
         drawn: as for `round_scaled`.
-        spec: a spec of a scaled format with elements of at most 8 bits.
+        spec: a spec of a scaled format with elements of at most 8 bits, and without `sparse` (`dense_of`).
         place: as for `round_scaled`.
         scale: the scales, in the form of `fit_scaled`. Default: fitted to `x`.
         zero_point: the zero points, needed with `scale` by a format that has them.
@@ -430,6 +448,7 @@ def dequantize_scaled(
 def fit_scaled(x: Array, *, spec: Spec) -> tuple[Stored, Array | None]:
     """The scales and zero points of `quantize_scaled` for `x`, in their stored form."""
     plan = require_scaled(spec, x.shape, x.dtype.name)
+    _, x, _ = dense_of(spec, x)
     if _empty(x.shape):
         _, scale, zero_point = _zeros(stored_shapes(spec, x.shape))
         return scale, zero_point

@@ -113,6 +113,8 @@ def check_codes(field: str, spec: Spec, where: Any) -> None:
         why = "its elements are no integers of at most 8 bits and no floats"
     elif scaled is not None and scaled.zero_point == "float":
         why = "its zero points are numbers"
+    elif scaled is not None and scaled.sparse is not None:
+        why = "it stores no codes of the numbers that sparse drops"
     elif scaled is not None and fmt.code_of(1) is None:
         why = "its elements have no 1"
     else:

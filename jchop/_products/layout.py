@@ -18,7 +18,7 @@ from jchop._settings import split
 from jchop.formats import ScaledFormat
 from jchop.gradients import CustomJvp
 from jchop.spec import Spec
-from jchop.storage._layout import OWN, Kind, kinds_of, with_kinds
+from jchop.storage._layout import OWN, Kind, kinds_of, with_kinds, with_sparse_axis
 
 Array = jax.Array
 
@@ -79,8 +79,9 @@ class Layout:
     def concerns(self, spec: Spec) -> bool:
         """Whether rounding to `spec` in this layout may differ from rounding the array as it lies."""
         fmt = spec.format
-        grouped = isinstance(fmt, ScaledFormat) and (fmt.group is not None or fmt.channel is not None)
-        return grouped and (self._order != tuple(range(len(self._order))) or len(self.summed) != 1)
+        if not isinstance(fmt, ScaledFormat) or (fmt.group is None and fmt.channel is None and fmt.sparse is None):
+            return False
+        return self._order != tuple(range(len(self._order))) or len(self.summed) != 1
 
     def as_it_lies(self, spec: Spec, shape: Sequence[int]) -> Spec | None:
         """A spec that rounds an array of `shape` with its own axes as `spec` does in this layout, or None.
@@ -91,6 +92,12 @@ class Layout:
         fmt, behind = spec.format, spec.gradient.round
         if not isinstance(fmt, ScaledFormat) or not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
             return None
+        fastest = next(reversed(self.summed), None)
+        if fmt.sparse is not None:
+            several = len(self.summed) > 1
+            elsewhere = fmt.axis_of_sparse % self.ndim < self.ndim - 1
+            if elsewhere or fastest is None or (several and shape[fastest] % fmt.sparse[1]):
+                return None  # its groups are along another axis, or run over several
         placed = behind is not None and (behind.rounding.stochastic or behind.scaled is not None)
         if spec.rounding.stochastic or placed:
             return None
@@ -102,7 +109,10 @@ class Layout:
             kinds[axis] = along
         if isinstance(along, int) and len(self.summed) > 1 and shape[self.summed[-1]] % along:
             return None  # a block over several axes
-        return replace(spec, format=with_kinds(fmt, kinds))
+        same = with_kinds(fmt, kinds)
+        if fmt.sparse is not None and fastest is not None:
+            same = with_sparse_axis(same, fastest - len(shape))
+        return replace(spec, format=same)
 
 
 def round_in(
@@ -154,14 +164,22 @@ def _select_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
 def same_transposed(spec: Spec | None) -> bool:
     """Whether a matrix and its transpose are rounded to the same: no groups, one of the tensor, or square tiles."""
     fmt = None if spec is None else spec.scaled
+    if fmt is not None and fmt.sparse is not None:
+        return False
     if fmt is None or (fmt.group is None and fmt.channel is None):
         return True
     return isinstance(fmt.group, tuple) and len(set(fmt.group)) == 1 and fmt.axis == (-2, -1)
 
 
 def as_gain(spec: Spec | None) -> Spec | None:
-    """The rounding of a norm's scale under the spec of a weight: it is one row, in which tiles are blocks."""
+    """The rounding of a norm's scale under the spec of a weight: it is one row, in which tiles are blocks.
+
+    Nothing sums over it, so it keeps all its numbers under a format with `sparse`.
+    """
     fmt = None if spec is None else spec.scaled
+    if spec is not None and fmt is not None and fmt.sparse is not None:
+        fmt = fmt.dense
+        spec = replace(spec, format=fmt)
     if spec is None or fmt is None or not isinstance(fmt.group, tuple) or fmt.axis != tuple(range(-len(fmt.group), 0)):
         return spec
     return replace(spec, format=fmt(group=fmt.group[-1]))

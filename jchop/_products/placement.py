@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,9 +18,10 @@ from jchop._products.scales.learned import round_learned
 from jchop._products.traced.origins import Axis, Part
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ScaledFormat
+from jchop.formats._grouping import axis_indexes
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, fit_scale, quantize
-from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds
+from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds, with_sparse_axis
 
 Array = jax.Array
 
@@ -191,12 +193,14 @@ def place(shape: Sequence[int], laid: Laid | None, spec: Spec) -> Placement:
 
     kinds: list[Kind] = [OWN] * len(entries)
     runs: list[list[int]] = []
-    for kind, parts in zip(kinds_of(fmt, len(laid.kept) + 1), (*laid.kept, laid.summed), strict=True):
-        ids = numbers(_split(parts, factors))
+    every = [numbers(_split(parts, factors)) for parts in (*laid.kept, laid.summed)]
+    sparse, crossing = _ids_of_sparse(spec, every, sizes)
+    for kind, ids in zip(kinds_of(fmt, len(every)), every, strict=True):
         if isinstance(kind, str):
             for i in ids:
                 kinds[i] = kind
-        elif not _spread(int(kind), ids, sizes, kinds):
+            runs += [ids] if crossing and ids == sparse else []
+        elif (crossing and ids == sparse) or not _spread(int(kind), ids, sizes, kinds):
             ids = sorted(ids)  # groups run over the numbers as they lie
             if ids != list(range(ids[0], ids[0] + len(ids))):
                 _spread(int(kind), ids, sizes, kinds, whole=False)
@@ -205,8 +209,11 @@ def place(shape: Sequence[int], laid: Laid | None, spec: Spec) -> Placement:
             kinds[ids[0]] = kind
     shape_now, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
     stored, final = _axes_again(shape_now, kinds, owners)
-    low = replace(spec, format=_with_inner(with_kinds(fmt, final), fmt, final))
-    return _checked(Placement(low, stored, len(core)))
+    placed = _with_inner(with_kinds(fmt, final), fmt, final)
+    if fmt.sparse is not None:
+        # Without a part of two numbers, each number is alone, and stays.
+        placed = _with_sparse(placed, sparse[-1], sizes, stored) if sparse else placed.dense
+    return _checked(Placement(replace(spec, format=placed), stored, len(core)))
 
 
 def blocks_fit(laid: Laid, block: int | None) -> bool:
@@ -281,6 +288,42 @@ def _spread(block: int, ids: Sequence[int], sizes: Sequence[int], kinds: list[Ki
     for i, kind in plan.items():
         kinds[i] = kind
     return True
+
+
+def _ids_of_sparse(spec: Spec, ids: Sequence[Sequence[int]], sizes: Sequence[int]) -> tuple[list[int], bool]:
+    """The parts along which n of every m numbers are kept, and whether m numbers lie in several of them.
+
+    Args:
+        spec: of the parameter.
+        ids: the parts of each axis of the operand.
+        sizes: of the parts.
+
+    Raises:
+        ValueError: if they do, and cannot become one axis.
+    """
+    fmt = spec.scaled
+    if fmt is None or fmt.sparse is None:
+        return [], False
+    own = list(ids[axis_indexes("sparse_axis", fmt.axis_of_sparse, (1,) * len(ids))[0]])
+    long = [i for i in own if sizes[i] > 1]
+    if len(long) < 2 or sizes[long[-1]] % fmt.sparse[1] == 0:
+        return long, False
+    if own != list(range(own[0], own[0] + len(own))):
+        raise ValueError(
+            f"{fmt.sparse[1]} consecutive numbers along the sum lie in several axes of the parameter, of which the "
+            f"fastest has {sizes[long[-1]]}, and these axes do not lie together; put a rule without sparse before it"
+        )
+    return own, True
+
+
+def _with_sparse(fmt: ScaledFormat, part: int, sizes: Sequence[int], shape: Sequence[int]) -> ScaledFormat:
+    """A format that keeps n of every m numbers along the axis of which a part is the fastest."""
+    step = math.prod(sizes[part + 1 :])
+    found = [i for i, n in enumerate(shape) if n > 1 and math.prod(shape[i + 1 :]) == step]
+    if not found:
+        raise ValueError(f"{fmt}: its numbers lie apart in a parameter of shape {tuple(shape)}, along an axis that the "
+                         "product takes in parts; put a rule without sparse before it")  # fmt: skip
+    return with_sparse_axis(fmt, found[0] - len(shape))
 
 
 def _joined(

@@ -279,7 +279,7 @@ def check_rows(name: str, spec: Spec) -> None:
         ValueError: that names the argument.
     """
     fmt = spec.scaled
-    rows = fmt is None or (fmt.group is not None and fmt.axis == -1 and len(fmt.scale_parts) == 1)
+    rows = fmt is None or (fmt.group is not None and fmt.axis == fmt.axis_of_sparse == -1 and len(fmt.scale_parts) == 1)
     if not rows or is_stochastic(spec):
         raise ValueError(
             f"{name}={str(spec)!r} must round each token and head by itself and draw nothing: a plain format, or "

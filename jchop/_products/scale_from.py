@@ -146,6 +146,8 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
 def _wrong(source: ScaleFrom, name: str, spec: Spec) -> str | None:
     if spec.gradient != Gradient():
         return "have no gradient of its own: it passes straight through"
+    if spec.scaled is not None and spec.scaled.sparse is not None:
+        return "keep all numbers: leave sparse out"
     if isinstance(source, LSQ) and name == "weight":
         fmt = spec.scaled
         numbers = fmt is not None and isinstance(fmt.scale, FloatFormat) and fmt.scale.bits >= 16

@@ -80,6 +80,8 @@ def _check_groups(fmt: ScaledFormat, x: Any) -> None:
 
 def _begins_a_group(fmt: ScaledFormat, shape: tuple[int, ...], axis: int, at: int) -> bool:
     """Whether a new group begins at index `at` of an axis; if scales are scaled, also a new group of scales."""
+    if fmt.sparse is not None and fmt.axis_of_sparse % len(shape) == axis and at % fmt.sparse[1]:
+        return False
     below, above = (fmt.scale_shape((*shape[:axis], n, *shape[axis + 1 :])) for n in (at, at + 1))
     if at > 0 and above[axis] == below[axis]:
         return False

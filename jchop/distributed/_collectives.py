@@ -296,6 +296,8 @@ def checked(
     if spec.gradient.clipped:
         raise ValueError(f"spec={str(spec)!r} has a clipped gradient, which collectives do not have; allowed: "
                          "straight-through, or a spec")  # fmt: skip
+    if spec.scaled is not None and spec.scaled.sparse is not None:
+        raise ValueError(f"spec={str(spec)!r} drops numbers, and messages hold codes of all; leave sparse out")
     axes = as_axes(axis_name)
     stages_of(algorithm, axes)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype")}

@@ -75,15 +75,15 @@ def _gathered(leaf: Any, name: Any, axis: int) -> Any:
     at = check_int("axis", axis, -len(leaf.shape), len(leaf.shape) - 1) % len(leaf.shape)
     if not isinstance(leaf, QArray):
         return lax.all_gather(leaf, name, axis=at, tiled=True)
-    size, length, unit = leaf.size, leaf.shape[at], group_length(leaf, at)
+    size, length, unit, fmt = leaf.size, leaf.shape[at], group_length(leaf, at), leaf.spec.scaled
     if at == leaf.ndim - 1:
         element, ranks = leaf.spec.element, lax.axis_size(name)
-        held = packed_size(length, element.bits) if is_packed(element) else length
-        if (
-            leaf.qvalue.shape[-1] != held
-        ):  # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis
+        rows, bits = (leaf.qvalue, element.bits) if leaf.places is None else (leaf.places, 1)
+        held = packed_size(length, bits) if is_packed(element) or leaf.places is not None else length
+        if rows.shape[-1] != held:  # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis
             length //= ranks
-        if length * element.bits % 8:
+        kept = length if fmt is None else fmt.kept_shape((*leaf.shape[:-1], length))[-1]
+        if kept * element.bits % 8 or (length * bits) % 8:
             raise ValueError(f"axis={axis}: parts of length {length} do not fill bytes of packed codes")
         size = length * ranks
     if length % unit:
@@ -92,7 +92,7 @@ def _gathered(leaf: Any, name: Any, axis: int) -> Any:
     def of(part: Array) -> Array:
         return lax.all_gather(part, name, axis=at, tiled=True)
 
-    fmt, scale, zero_point = leaf.spec.scaled, leaf.scale, leaf.zero_point
+    scale, zero_point = leaf.scale, leaf.zero_point
     formats = [] if fmt is None else [fmt, fmt.scale]
     kinds = [kinds_of(each, leaf.ndim)[at] for each in formats if isinstance(each, ScaledFormat)]
     if WHOLE in kinds[1:]:
@@ -100,4 +100,5 @@ def _gathered(leaf: Any, name: Any, axis: int) -> Any:
     if fmt is not None and kinds[0] != WHOLE:  # a scale of the tensor is on every device
         scale = (move(scale[0], of), scale[1]) if fmt.scale_rule.tensor_scale else move(scale, of)
         zero_point = move(zero_point, of)
-    return QArray(move(leaf.qvalue, of), scale, zero_point, leaf.spec, size, leaf.dtype)
+    places = None if leaf.places is None else of(leaf.places)
+    return QArray(move(leaf.qvalue, of), scale, zero_point, leaf.spec, size, leaf.dtype, places)

@@ -22,7 +22,7 @@ def check_fields(fmt: Any) -> None:
     Raises:
         ValueError: the message names the fields.
     """
-    for check in (_check_element, _check_grouping, _check_zero_point, _check_rule, _check_scale):
+    for check in (_check_element, _check_grouping, _check_zero_point, _check_rule, _check_scale, _check_sparse):
         check(fmt)
 
 
@@ -39,6 +39,13 @@ def _check_grouping(fmt: Any) -> None:
         raise ValueError(f"channel={fmt.channel} and group={fmt.group} exclude each other")
     if fmt.group is None and fmt.axis != -1:
         raise ValueError(f"axis={fmt.axis} is the axis of a group; without group= it has no effect")
+
+
+def _check_sparse(fmt: Any) -> None:
+    if fmt.sparse is None and fmt.sparse_axis is not None:
+        raise ValueError(f"sparse_axis={fmt.sparse_axis} is the axis of sparse=; without it it has no effect")
+    if getattr(fmt.scale, "sparse", None) is not None:
+        raise ValueError(f"scale={fmt.scale} would drop scales, which every group needs; leave sparse out of it")
 
 
 def _check_zero_point(fmt: Any) -> None:

@@ -46,6 +46,8 @@ def _scaled_facts(fmt: Any) -> list[tuple[str, str]]:
     facts = [("bits per element", f"{fmt.bits_per_element():.4g}"), ("groups", groups)]
     facts += [("element", f"{fmt.element}, from {_text(fmt.element.min)} to {_text(fmt.element.max)}")]
     facts += [("scale", f"{fmt.scale}, rule {fmt.rule}")]
+    if fmt.sparse is not None:
+        facts += [("sparse", f"{fmt.sparse[0]} of every {fmt.sparse[1]} numbers along axis {fmt.axis_of_sparse}")]
     return facts + ([("zero point", fmt.zero_point)] if fmt.zero_point else [])
 
 

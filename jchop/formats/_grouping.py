@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from jchop._checks import check_int
 
 #: A size, or "all" of an axis.
 Group = int | str
+
+
+#: The largest m of n:m. Each number is compared with the others of its m.
+_MOST_TOGETHER = 64
+
+
+def as_sparse(value: object) -> tuple[int, int] | None:
+    """The n and m of n:m as they are stored, from a pair or its text."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", value) if isinstance(value, str) else None
+    pair = value if found is None else tuple(map(int, found.groups()))
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"sparse={value!r} must be two integers n and m, or text such as '2:4'")
+    m = check_int("sparse (m of n:m)", pair[1], 2, _MOST_TOGETHER)
+    return check_int("sparse (n of n:m)", pair[0], 1, m - 1), m
+
+
+def kept_count(sparse: tuple[int, int], length: int) -> int:
+    """How many numbers of an axis n:m keeps; the last group may be shorter."""
+    whole, rest = divmod(length, sparse[1])
+    return whole * sparse[0] + min(sparse[0], rest)
 
 
 def check_zero_point(value: object) -> None:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jchop._checks import check_bool, check_text
+from jchop._checks import check_bool, check_int, check_text
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
 from jchop.formats._combinations import check_fields
@@ -24,8 +24,10 @@ from jchop.formats._grouping import (
     Group,
     as_axes,
     as_groups,
+    as_sparse,
     axis_indexes,
     check_zero_point,
+    kept_count,
     same_count,
 )
 from jchop.formats._named import NAMED
@@ -60,6 +62,11 @@ class ScaledFormat:
             m s rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default None.
         nan_block: a group that holds an infinity or NaN, or asks for a larger scale than there is, becomes NaN as a
             whole (OCP MX 1.0, 5.3).
+        sparse: n and m, or text such as ``"2:4"``: of every m consecutive numbers the n of largest magnitude are kept,
+            and the others become +0. Equal magnitudes keep their order, so the first ones stay. A NaN counts as larger
+            than an infinity. A shorter last group keeps up to n as well. Scales are those of the kept numbers. Stored
+            arrays hold the codes of the kept numbers, and one bit for every number. Default None: all are kept.
+        sparse_axis: the axis along which `sparse` counts. Default None: the last axis of `group`, else -1.
 
     Raises:
         TypeError, ValueError: for a field out of range, or a combination without a meaning.
@@ -69,6 +76,8 @@ class ScaledFormat:
         >>> fmt = jc.ScaledFormat("integer4", group=128, scale="bfloat16")
         >>> str(fmt), fmt.bits_per_element(), fmt.scale_shape((3, 300))
         ('int4(group=128,scale=bfloat16)', 4.125, (3, 3))
+        >>> str(fmt(sparse="2:4")), fmt(sparse="2:4").bits_per_element()
+        ('int4(group=128,scale=bfloat16,sparse=2:4)', 3.125)
     """
 
     element: ElementFormat
@@ -79,6 +88,8 @@ class ScaledFormat:
     rule: str = None  # type: ignore[assignment]
     zero_point: Literal["integer", "float"] | None = None
     nan_block: bool = False
+    sparse: tuple[int, int] | None = None
+    sparse_axis: int | None = None
 
     #: The named format that this one was called from, and the name of a named one: for `str` alone.
     base: ClassVar[ScaledFormat | None] = None
@@ -96,6 +107,8 @@ class ScaledFormat:
             rule: str | None = ...,
             zero_point: Literal["integer", "float"] | None = ...,
             nan_block: bool = ...,
+            sparse: tuple[int, int] | str | None = ...,
+            sparse_axis: int | None = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -106,7 +119,10 @@ class ScaledFormat:
             "scale": _as_format("scale", self.scale, FloatFormat | ScaledFormat),
             "channel": None if self.channel is None else as_axes("channel", self.channel),
             "rule": as_rule(self.rule, self.zero_point),
+            "sparse": as_sparse(self.sparse),
         }
+        if self.sparse_axis is not None:
+            check_int("sparse_axis", self.sparse_axis, -(1 << 15), 1 << 15)
         stored["group"], stored["axis"] = as_groups(self.group, self.axis)
         for name, value in stored.items():
             object.__setattr__(self, name, value)
@@ -136,6 +152,8 @@ class ScaledFormat:
             changes["axis"] = -1
         if changes.get("zero_point", self.zero_point) != self.zero_point and "rule" not in given:
             changes["rule"] = None
+        if changes.get("sparse", self.sparse) is None and "sparse_axis" not in given:
+            changes["sparse_axis"] = None
         if "axis" in changes and "scale" not in given:
             changes["scale"] = self._scale_along(changes["axis"])
         result = replace(self, **changes)
@@ -166,6 +184,8 @@ class ScaledFormat:
             ((1, 4, 5), (1, 32))
         """
         whole = tuple(max(size, 1) for size in shape)
+        if self.sparse is not None:
+            axis_indexes("sparse_axis", self.axis_of_sparse, shape)
         if self.group is None:
             sizes = list(whole)
             for axis in axis_indexes("channel", self.channel, shape) if self.channel is not None else ():
@@ -189,6 +209,36 @@ class ScaledFormat:
             ((5, 2, 1), (1, 1))
         """
         return tuple(-(-size // group) for size, group in zip(shape, self.group_shape(shape), strict=True))
+
+    # -- numbers that are dropped --------------------------------------------------------------------------------------
+    @property
+    def axis_of_sparse(self) -> int:
+        """The axis along which `sparse` counts: `sparse_axis`, else the last axis of `group`, else -1."""
+        if self.sparse_axis is not None:
+            return self.sparse_axis
+        return self.axis[-1] if isinstance(self.axis, tuple) else self.axis
+
+    @property
+    def dense(self) -> ScaledFormat:
+        """This format without `sparse`."""
+        return self if self.sparse is None else self(sparse=None)
+
+    def kept_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the numbers of an array that are stored: all, or n of every m.
+
+        Args:
+            shape: of the array.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.int4(group=32, axis=0, sparse="2:4").kept_shape((64, 5)), jc.int4.kept_shape((64, 5))
+            ((32, 5), (64, 5))
+        """
+        kept = list(shape)
+        if self.sparse is not None:
+            (axis,) = axis_indexes("sparse_axis", self.axis_of_sparse, shape)
+            kept[axis] = kept_count(self.sparse, shape[axis])
+        return tuple(kept)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
     @property
@@ -224,6 +274,8 @@ class ScaledFormat:
     def bits_per_element(self, shape: Sequence[int] | None = None) -> float:
         """Bits of an element with its share of scales and zero points (integers of 32 bits, or as wide as a scale).
 
+        With `sparse`, also one bit that says whether a number is stored, and the code of n of every m.
+
         Args:
             shape: of the array. Default None: any large one of whole groups, of which a scale of a whole axis or tensor
                 takes no share.
@@ -233,18 +285,22 @@ class ScaledFormat:
             >>> jc.nvfp4.bits_per_element(), jc.int8(channel=0).bits_per_element((4, 100))
             (4.5, 8.32)
         """
+        bits = float(self.bits)
+        if self.sparse is not None:
+            n, m = self.sparse
+            count = 1 if shape is None else math.prod(shape)
+            bits = 1 + bits * (n / m if shape is None or not count else math.prod(self.kept_shape(shape)) / count)
         if shape is not None:
             scales = self.scale_shape(shape)
-            count = math.prod(shape)
             if not math.prod(scales):
-                return float(self.bits)
+                return bits
             each = self._scale_bits(scales)
-            return self.bits + (math.prod(scales) * each + 32 * self.scale_rule.tensor_scale) / count
+            return bits + (math.prod(scales) * each + 32 * self.scale_rule.tensor_scale) / math.prod(shape)
         groups = self.group if isinstance(self.group, tuple) else (self.group,)
         sizes = [group for group in groups if isinstance(group, int)]
         if len(sizes) < len(groups):
-            return float(self.bits)
-        return self.bits + self._scale_bits(None) / math.prod(sizes)
+            return bits
+        return bits + self._scale_bits(None) / math.prod(sizes)
 
     def _scale_bits(self, shape: Sequence[int] | None) -> float:
         """Bits of a scale and its zero point; `shape` is the shape of the scales."""
@@ -270,7 +326,7 @@ class ScaledFormat:
             changed = {name: value for name, value in changed.items() if name not in ("group", "axis")}
         elif self.group is None and (base.group is not None or (self.base is None and stem == str(self.element))):
             changed = {"group": "tensor"} | {name: value for name, value in changed.items() if name != "group"}
-        options = ",".join(f"{name}={shown(value)}" for name, value in changed.items())
+        options = ",".join(f"{name}={shown(value, name)}" for name, value in changed.items())
         if not options:
             return stem
         return f"{stem[:-1]},{options})" if stem.endswith(")") else f"{stem}({options})"
@@ -360,8 +416,8 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
             ``fixed4.4(symmetric=true)``, ``integer8(narrow=true)``. Any of these is scaled if the options name a field
             of `ScaledFormat`: ``e4m3fn(channel=-1)``, ``fixed4.4(group=tensor)``, ``e2m1fn(group=(2,16))``. Always
             scaled are ``int8``, ``uint4`` and their like, integers under one scale of the tensor unless an option says
-            otherwise (``int4(group=128,axis=0,scale=bfloat16)``), the names ``mxfp4``, ``nvfp4``, ``nf4`` and their
-            like, and ``bfp8(group=16)``.
+            otherwise (``int4(group=128,axis=0,scale=bfloat16)``, ``int4(group=32,sparse=2:4)``), the names ``mxfp4``,
+            ``nvfp4``, ``nf4`` and their like, and ``bfp8(group=16)``.
 
     Raises:
         TypeError: if `text` is not a str.

@@ -31,6 +31,8 @@ _OPTIONS: dict[str, Callable[[str], object]] = {
     "rule": str,
     "zero_point": _zero_point,
     "nan_block": truth_of,
+    "sparse": str,
+    "sparse_axis": integer_of,
 }
 
 
@@ -43,8 +45,10 @@ def shown_element(element: ElementFormat) -> str:
     return _INTEGER.sub("", str(element))
 
 
-def shown(value: object) -> str:
+def shown(value: object, name: str = "") -> str:
     """An option's value in text."""
+    if name == "sparse" and isinstance(value, tuple):
+        return ":".join(map(str, value))
     if isinstance(value, tuple):
         return f"({','.join(map(shown, value))})"
     return str(value).lower()

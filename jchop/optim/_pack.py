@@ -62,13 +62,22 @@ def as_rules(given: Any) -> Rules:
         TypeError, ValueError: for a key that is not a pattern, or a value that is not a spec.
     """
     if not isinstance(given, Mapping):
-        return (("*", as_spec(given, scaled=True)),)
+        return (("*", _checked(as_spec(given, scaled=True))),)
     if not given:
         raise ValueError("rules={} has no rule; give a spec, or a mapping of path patterns to specs")
     return tuple(
-        (check_pattern("rules: pattern", text, "'0/mu'"), None if s is None else as_spec(s, text, scaled=True))
+        (
+            check_pattern("rules: pattern", text, "'0/mu'"),
+            None if s is None else _checked(as_spec(s, text, scaled=True)),
+        )
         for text, s in given.items()
     )
+
+
+def _checked(spec: Spec) -> Spec:
+    if spec.scaled is not None and spec.scaled.sparse is not None:
+        raise ValueError(f"rules: {str(spec)!r} drops numbers, which a state needs; leave sparse out")
+    return spec
 
 
 def draws(rules: Rules) -> Spec | None:

@@ -18,17 +18,17 @@ from jchop._products.layout import check_finite
 from jchop._products.placement import Placement
 from jchop._products.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._products.rule import Rule
+from jchop._products.traced.analysis import Use
 from jchop._products.weights import is_packed, numbers_of
 from jchop.ptq._biases import BiasSite, averaged, find_biases, mean_errors
 from jchop.ptq._maps.mapping import Mapped, map_parameters
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._resume import Journal, Kept, check_resume, fingerprint
-from jchop.ptq._round import Outcome, round_parameter
+from jchop.ptq._round import Outcome, pruning_of, round_parameter
 from jchop.ptq._run import Data, as_bytes, check_batches, parts_of, turn_bytes
 from jchop.ptq._sites import Site, Sites, Stage
 from jchop.ptq._steps import HalfQuadratic, Step, Steps, as_steps, gptq
 from jchop.ptq._sums import Sums, value
-from jchop.spec import Spec
 from jchop.storage._half_quadratic import check_moves_zero_points
 
 Array = jax.Array
@@ -279,7 +279,7 @@ class _Job:
         placements = self.program.placements
         wanted = {i: v for i, v in self.sites.by_leaf.items() if i in placements and self._in_first_product(i, v)}
         for i in wanted:
-            _check_spec(self.steps, self.program.paths[i], placements[i][0].spec)
+            _check_spec(self.steps, self.program.paths[i], self.program.shapes[i], *placements[i])
         packed = self.low.pack(self.params, *self.call_args(), key=self.key)
         self.leaves, self.tree = jax.tree.flatten(packed, is_leaf=is_packed)
         rounded = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
@@ -431,16 +431,32 @@ def _turn(sums: Mapping[int, Sums], stage: Stage, window: tuple[int, int] | None
 _BY_THEMSELVES = {"rows": "rows of it are looked up", "sum": "it is added"}
 
 
-def _check_spec(steps: Steps, path: str, spec: Spec) -> None:
+def _check_spec(steps: Steps, path: str, shape: Sequence[int], placement: Placement, use: Use) -> None:
     """Refuse to prune a weight whose format has no zero, and to search zero points that it has not."""
-    fmt = spec.scaled
-    if steps.pruning is not None and (spec.element.code_of(0) is None or (fmt and fmt.zero_point == "float")):
-        raise ValueError(f"{steps.pruning} makes numbers of {path!r} zero, which {str(spec)!r} does not have")
+    spec, fmt = placement.spec, placement.spec.scaled
+    pruning = pruning_of(steps, spec)
+    if pruning is not None and (spec.element.code_of(0) is None or (fmt and fmt.zero_point == "float")):
+        raise ValueError(f"{pruning} makes numbers of {path!r} zero, which {str(spec)!r} does not have")
+    if pruning is not None and fmt is not None and fmt.sparse is not None:
+        if steps.pruning is not None and (steps.pruning.n, steps.pruning.m) != fmt.sparse:
+            raise ValueError(f"{steps.pruning} prunes {path!r}, which {str(spec)!r} does otherwise; leave one of them "
+                             "out, or give both the same numbers")  # fmt: skip
+        if not _along_sum(shape, placement, use):
+            raise ValueError(f"{path!r}: {str(spec)!r} counts along another axis than the sum, along which {pruning} "
+                             "prunes; leave sparse_axis out, or pass steps=[]")  # fmt: skip
     if isinstance(steps.scales, HalfQuadratic):
         try:
             check_moves_zero_points(spec)
         except ValueError as error:
             raise ValueError(f"{steps.scales} of {path!r}: {error}") from None
+
+
+def _along_sum(shape: Sequence[int], placement: Placement, use: Use) -> bool:
+    """Whether the numbers that a format with `sparse` counts together are those of consecutive inputs."""
+    assert use.laid is not None and placement.spec.scaled is not None
+    last = next((part for part in reversed(use.laid.summed) if part.size > 1), None)
+    inner = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]
+    return last is None or last.inner * _size(shape[last.axis + 1 :]) == _size(inner)
 
 
 def _size(shape: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._core.scaled.sparse import kept_of, leading
 from jchop._products.matrices import MatrixLayout
 from jchop._products.placement import Placement, StoredAs
 from jchop._products.weights import numbers_of
@@ -18,12 +20,12 @@ from jchop.ptq._columns import ElementScales, element_scales, one_each, stored_o
 from jchop.ptq._sign import sign_rounded
 from jchop.ptq._steps import Correction, HalfQuadratic, SignDescent, Sparse, Steps, Sweep
 from jchop.ptq._sweep import factor, order_of, sweep
-from jchop.sparsity._masks import leading
-from jchop.storage import QArray, fit_half_quadratic
+from jchop.spec import Spec
+from jchop.storage import QArray, dequantize, fit_half_quadratic
 
 Array = jax.Array
 
-__all__ = ["Outcome", "round_parameter"]
+__all__ = ["Outcome", "pruning_of", "round_parameter"]
 
 _PRECISION = lax.Precision.HIGHEST
 
@@ -80,15 +82,19 @@ def round_parameter(
     """
     work = jnp.promote_types(weight.dtype, jnp.float32)
     gram = gram.astype(work)
-    nearest = placement.pack(weight, key)
+    nearest, stored_as = placement.pack(weight, key), placement
+    pruning = pruning_of(steps, placement.spec)
+    if pruning is not None and pruning is not steps.pruning:  # the format drops numbers, and these steps choose them
+        assert placement.spec.scaled is not None
+        placement = replace(placement, spec=replace(placement.spec, format=placement.spec.scaled.dense))
     target, failed = weight, jnp.zeros(layout.matrices[0], bool)
     if steps.correction is not None and cross is not None:
         moved = _each(partial(_corrected, steps.correction), layout.lay(weight).astype(work), gram, cross.astype(work))
         failed = ~jnp.isfinite(moved).all((1, 2))
         target = layout.back(moved).astype(weight.dtype)
     laid_target, kept = layout.lay(target).astype(work), None
-    if steps.pruning is not None and steps.pruning.by != "loss":
-        kept = _each(partial(_kept, steps.pruning), laid_target, gram)
+    if pruning is not None and pruning.by != "loss":
+        kept = _each(partial(_kept, pruning), laid_target, gram)
         target = jnp.where(layout.back(kept), target, 0)
     if steps.scales is None:
         packed = placement.pack(target, key)
@@ -117,7 +123,7 @@ def round_parameter(
             number: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...], kept: Array | None
         ) -> tuple[Array, ...]:
             drawn = None if key is None else jax.random.fold_in(key, number)
-            how: Any = {"spec": spec, "dtype": weight.dtype, "steps": steps, "kept": kept}
+            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "pruning": pruning, "kept": kept}
             return _swept(matrix, gram, by_element, scales, drawn, **how)
 
         if isinstance(steps.sweep, SignDescent):
@@ -127,10 +133,34 @@ def round_parameter(
             entries, damping, tries, bad = _each(swept, numbers, laid_target, gram, by_element, kept)
         packed = with_entries(packed, layout.back(entries).reshape(stored.shape))
         failed |= bad
+    packed = _as_stored(packed, stored_as)
     low = numbers_of(packed)
     laid = [layout.lay(v).astype(work) for v in (weight, weight - numbers_of(nearest), weight - low)]
     energy, before, after = (_each(_quadratic, v, gram) for v in laid)
     return Outcome(packed, low, energy, before, after, damping, tries, dead, (low == 0).mean(dtype=work), failed)
+
+
+def pruning_of(steps: Steps, spec: Spec) -> Sparse | None:
+    """How a weight is pruned: by the step, or by its format with `sparse`.
+
+    The sweep of GPTQ prunes as SparseGPT does; other steps keep the largest numbers. Without any of them the format
+    itself does, as it rounds.
+    """
+    fmt = spec.scaled
+    if fmt is None or fmt.sparse is None or (steps.pruning is None and steps.sweep is None and steps.scales is None):
+        return steps.pruning
+    by = "loss" if isinstance(steps.sweep, Sweep) else "magnitude"
+    return Sparse(*fmt.sparse, by if steps.pruning is None else steps.pruning.by)
+
+
+def _as_stored(packed: QArray | StoredAs, placement: Placement) -> QArray | StoredAs:
+    """A pruned parameter with the codes of its numbers alone that are not zero, if its format has `sparse`."""
+    spec, stored = placement.spec, stored_of(packed)
+    if spec.scaled is None or spec.scaled.sparse is None or stored.places is not None:
+        return packed
+    kept = kept_of(dequantize(stored), spec.scaled)
+    thin = stored.thinned(kept, spec, spec.scaled.axis_of_sparse % stored.ndim)
+    return replace(packed, stored=thin) if isinstance(packed, StoredAs) else thin
 
 
 def _each(function: Any, *args: Any) -> Any:
@@ -150,11 +180,11 @@ def _swept(
     *,
     spec: Any,
     dtype: Any,
-    steps: Steps,
+    by: Sweep | SignDescent | None,
+    pruning: Sparse | None,
     kept: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
     """The codes of a matrix (summed, kept), the damping, the number of factorizations, and whether they failed."""
-    by, pruning = steps.sweep, steps.pruning
     assert isinstance(by, Sweep)
     sparsity = None if pruning is None or kept is not None else (pruning.n, pruning.m)
     order = order_of(gram, by.order == "activation", 1 if sparsity is None else sparsity[1])

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
+from jchop._core.scaled.sparse import leading
 from jchop._settings import compiled
 from jchop.ptq._columns import ElementScales, round_column
-from jchop.sparsity._masks import leading
 from jchop.spec import Spec
 
 Array = jax.Array

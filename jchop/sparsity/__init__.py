@@ -1,6 +1,6 @@
 """Masks with at most n of every m numbers, and packed arrays of which only these are stored."""
 
 from jchop.sparsity._masks import mask
-from jchop.sparsity._packed import SparseArray, pack
+from jchop.sparsity._packed import pack
 
-__all__ = ["SparseArray", "mask", "pack"]
+__all__ = ["mask", "pack"]

@@ -14,6 +14,7 @@ from jax import lax
 
 from jchop._arguments import as_operands, run
 from jchop._checks import check_int
+from jchop._core.scaled.sparse import leading
 from jchop._settings import compiled
 from jchop.formats._grouping import axis_indexes
 
@@ -94,31 +95,6 @@ def mask_of(x: Array, pattern: tuple[int, int], axes: tuple[int, ...]) -> Array:
     return jnp.moveaxis(kept, range(len(axes)), axes)
 
 
-def leading(keys: tuple[Array, ...], n: int, m: int) -> Array:
-    """The n largest of every m numbers along the first axis; the last group may be shorter.
-
-    Args:
-        keys: the numbers, and others in the same shape that decide between equal ones; none is negative. Last decides
-            the place.
-        n: how many.
-        m: of how many.
-    """
-    count = len(keys[0])
-    padded = [_whole(key, m, 1) for key in keys]
-    groups = [key.reshape(-1, m, *key.shape[1:]) for key in padded]
-    place = jnp.arange(m).reshape(m, *(1,) * (keys[0].ndim - 1))
-    before = place[None, None] < place[None, :, None]  # (1, own, other, ...)
-    for key in reversed(groups):
-        own, other = key[:, :, None], key[:, None]
-        before = (other > own) | ((other == own) & before)
-    return (before.sum(2) < n).reshape(padded[0].shape)[:count]
-
-
-def _whole(x: Array, m: int, axes: int) -> Array:
-    """An array with zeros at the ends of its first axes, so that these have whole groups."""
-    return jnp.pad(x, [(0, -size % m if axis < axes else 0) for axis, size in enumerate(x.shape)])
-
-
 @lru_cache(maxsize=16)
 def patterns(n: int, m: int) -> np.ndarray:
     """All masks of m x m with n in each row and column, (count, m, m)."""
@@ -129,7 +105,7 @@ def patterns(n: int, m: int) -> np.ndarray:
 
 def _tiles(x: Array, n: int, m: int) -> Array:
     """The best mask of each tile of the first two axes; numbers are magnitudes."""
-    whole = _whole(x, m, 2)
+    whole = jnp.pad(x, [(0, -size % m if axis < 2 else 0) for axis, size in enumerate(x.shape)])
     down, along, *rest = whole.shape
     cut = whole.reshape(down // m, m, along // m, m, *rest)
     cut = jnp.moveaxis(cut, (1, 3), (-2, -1))

@@ -20,17 +20,17 @@ from jchop._core.scaled_bodies import flat, unflat
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec, parse
 from jchop.storage import _show
-from jchop.storage._codes import gather, hold, is_packed, raw, spread
+from jchop.storage._codes import filled, gather, hold, is_packed, raw, spread, thinned
 from jchop.storage._decode import Form, Scale, batch_axes, decode, shape_of
 from jchop.storage._index import Index, normalized, scale_entry
-from jchop.storage._layout import OWN, Kind, kinds_of, reshaped, scale_shape, with_kinds
+from jchop.storage._layout import OWN, Kind, kinds_of, reshaped, scale_shape, with_kinds, with_sparse_axis
 
 Array = jax.Array
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("qvalue", "scale", "zero_point"),
+    data_fields=("qvalue", "scale", "zero_point", "places"),
     meta_fields=("spec", "size", "dtype"),
 )
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,6 +56,9 @@ class QArray:
         spec: the spec of the codes, with the format's axes counted from the end.
         size: length of the last axis, which packed codes do not determine; None for an array without axes.
         dtype: dtype of the array, and the default of `dequantize`.
+        places: for a format with `sparse`, which numbers have codes: a bit for each number, packed along the last axis
+            as codes of one bit. `qvalue` then has the codes of these alone, in their order along the sparse axis: n of
+            every m, and up to n of a shorter last group. The other numbers are +0. None for other formats.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -72,12 +75,13 @@ class QArray:
     spec: Spec
     size: int | None
     dtype: np.dtype
+    places: Any = None
 
     # -- properties ----------------------------------------------------------------------------------------------------
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
-        return shape_of(self.qvalue, self.size)
+        return shape_of(self.qvalue, self.size, self.places)
 
     @property
     def ndim(self) -> int:
@@ -103,12 +107,14 @@ class QArray:
     def __repr__(self) -> str:
         facts = f"dtype={np.dtype(self.dtype).name}, spec={str(self.spec)!r}"
         if not all(isinstance(leaf, Array | np.ndarray) for leaf in jax.tree.leaves(self)):
-            return f"QArray(qvalue={self.qvalue!r}, scale={self.scale!r}, zero_point={self.zero_point!r}, {facts})"
+            names = ("qvalue", "scale", "zero_point", *(() if self.places is None else ("places",)))
+            parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+            return f"QArray({parts}, {facts})"
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self))
         if traced or math.prod(self.shape) > _MOST_SHOWN:
             return f"QArray(shape={self.shape}, {facts})"
         with jax.enable_x64(True):
-            values = np.asarray(decode(self.form(), self.qvalue, self.scale, self.zero_point))
+            values = np.asarray(self.__jax_array__())
         return f"QArray({np.array2string(values, separator=', ', prefix='QArray(')}, {facts})"
 
     def _repr_html_(self) -> str:
@@ -119,11 +125,11 @@ class QArray:
 
     def __jax_array__(self) -> Any:
         """The numbers, for functions of `jax.numpy` that take the array: ``x @ q``, ``jnp.einsum(..., q)``."""
-        return decode(self.form(), self.qvalue, self.scale, self.zero_point)
+        return decode(self.form(), self.qvalue, self.scale, self.zero_point, self.places)
 
     def astype(self, dtype: Any) -> Any:
         """The numbers in a carrier, as `jchop.dequantize` gives them."""
-        return decode(self.form(dtype), self.qvalue, self.scale, self.zero_point)
+        return decode(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __matmul__(self, other: Any) -> Any:
         return self.__jax_array__() @ other
@@ -155,6 +161,9 @@ class QArray:
             raise ValueError(f"axes={given} must name each of the {self.ndim} axes once")
         if order == list(range(self.ndim)):
             return self
+        if self.places is not None:
+            dense, kept, axis = self._whole()
+            return dense.transpose(order).thinned(kept.transpose(order), self.spec, order.index(axis))
         kinds, lead = self._kinds()
         if order[:lead] != list(range(lead)):
             raise ValueError(f"axes={given}: each of the first {lead} axes has a tensor scale; they cannot be moved")
@@ -184,6 +193,14 @@ class QArray:
         new = _complete(tuple(given), self.shape)
         if new == self.shape:
             return self
+        if self.places is not None:
+            dense, kept, axis = self._whole()
+            units = [self._unit if i == axis else OWN for i in range(self.ndim)]
+            found = [] if (moved := reshaped(units, self.shape, new)) is None else [isinstance(v, int) for v in moved]
+            if not any(found):
+                raise ValueError(f"shape={new} would split groups of {self._unit} along axis {axis} of which "
+                                 f"{self.spec.format} keeps some; dequantize, reshape and quantize")  # fmt: skip
+            return dense.reshape(new).thinned(kept.reshape(new), self.spec, found.index(True))
         kinds, lead = self._kinds()
         core = reshaped(kinds[lead:], self.shape[lead:], new[lead:]) if new[:lead] == self.shape[:lead] else None
         if core is None or not new:
@@ -225,6 +242,10 @@ class QArray:
         if all(entry == slice(None) for entry in entries):
             return self
         kept = [axis for axis, entry in enumerate(entries) if not _removes(entry)]
+        if self.places is not None:
+            dense, which, axis = self._whole()
+            scale_entry(axis, entries[axis], self._unit, self.shape[axis])
+            return dense[tuple(entries)].thinned(which[tuple(entries)], self.spec, kept.index(axis))
         if self.size is None or (entries and isinstance(entries[-1], slice) and entries[-1] == slice(None)):
             qvalue, size = self.qvalue[tuple(entries[:-1])], self.size
         else:
@@ -238,6 +259,20 @@ class QArray:
         zero_point = None if self.zero_point is None else self.zero_point[scales]
         return self._with(qvalue, size, [kinds[axis] for axis in kept if axis >= lead], scale, zero_point)
 
+    def thinned(self, kept: Any, spec: Spec, axis: int) -> QArray:
+        """This array, of a format without `sparse`, with the codes of some numbers alone.
+
+        Args:
+            kept: which numbers are kept; the others become +0.
+            spec: it has `sparse`, of which `kept` has as many as that says.
+            axis: the axis along which they are counted, from 0.
+        """
+        assert self.spec.scaled is not None and spec.scaled is not None
+        fmt = with_sparse_axis(self.spec.scaled(sparse=spec.scaled.sparse), axis - self.ndim)
+        spec = replace(self.spec, format=fmt)
+        codes, places = thinned(self.qvalue, kept, spec)
+        return replace(self, qvalue=codes, places=places, spec=spec)
+
     # -- internals -----------------------------------------------------------------------------------------------------
     @property
     def _element(self) -> Any:
@@ -250,6 +285,18 @@ class QArray:
             return (OWN,) * self.ndim, 0
         batch = batch_axes(self.spec, self.shape, self.scale)
         return kinds_of(fmt, self.ndim, batch), batch if fmt.scale_rule.tensor_scale else 0
+
+    @property
+    def _unit(self) -> int:
+        assert self.spec.scaled is not None and self.spec.scaled.sparse is not None
+        return self.spec.scaled.sparse[1]
+
+    def _whole(self) -> tuple[QArray, Any, int]:
+        """The array with codes of all numbers, which of them are kept, and the axis along which these are counted."""
+        assert self.spec.scaled is not None and self.size is not None
+        codes, kept = filled(self.qvalue, self.places, self.size, self.spec)
+        spec = replace(self.spec, format=self.spec.scaled.dense)
+        return replace(self, qvalue=codes, places=None, spec=spec), kept, self.spec.scaled.axis_of_sparse % self.ndim
 
     def _entries(self) -> Any:
         """The codes, one entry for each element, in the shape of the array."""

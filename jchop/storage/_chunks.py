@@ -64,6 +64,8 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
         return Cut(None, 1, (), False)
     kinds = kinds_of(fmt, len(shape)) if fmt is not None else (OWN,) * len(shape)
     units, torn = _units(kinds, fmt, len(shape))
+    if fmt is not None and fmt.sparse is not None and math.prod(shape) and _shares(kinds, fmt):
+        return Cut(0, shape[0], kinds, False)  # the ends of a chunk are not those of its kept numbers
     for axis, size in enumerate(shape):
         inner = math.prod(shape[axis + 1 :]) * itemsize
         unit = units[axis]
@@ -82,9 +84,16 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
     return Cut(axis, min(step, max(shape[axis], 1)), kinds, shared or (of_tensor and any(parts)))
 
 
+def _shares(kinds: Sequence[Kind], fmt: ScaledFormat) -> bool:
+    """Whether chunks may share a scale."""
+    return WHOLE in kinds or fmt.scale_rule.tensor_scale
+
+
 def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
     """For each axis the unit of its cuts, and whether it cannot be cut."""
     units = [kind if isinstance(kind, int) else 1 for kind in kinds]
+    if fmt is not None and fmt.sparse is not None:
+        units[fmt.axis_of_sparse] = math.lcm(units[fmt.axis_of_sparse], fmt.sparse[1])
     torn = [False] * ndim
     if fmt is not None and isinstance(fmt.scale, ScaledFormat):
         torn, scale = [kind == WHOLE for kind in kinds], fmt.scale

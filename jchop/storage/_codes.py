@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from jchop._core.rounding.codes import decode_elements, encode_elements, pack, u
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import holds
 from jchop._core.scaled.elements import narrow, widen
+from jchop._core.scaled.sparse import spread as spread_kept
+from jchop._core.scaled.sparse import thin
 from jchop._settings import compiled
 from jchop.formats import (
     ElementFormat,
@@ -107,6 +110,44 @@ def _bits_as(codes: Codes, dtype: np.dtype) -> Codes:
 def _like(result: Array, given: Codes) -> Codes:
     """A result as NumPy if `given` is NumPy."""
     return np.asarray(result) if isinstance(given, np.ndarray) else result
+
+
+# -- n of every m numbers ----------------------------------------------------------------------------------------------
+
+
+def thinned(qvalue: Codes, kept: Array, spec: Spec) -> tuple[Codes, Array]:
+    """The codes of the kept numbers, and one bit for each number, from the codes of all; both as they are stored.
+
+    Args:
+        qvalue: stored codes.
+        kept: which numbers are kept.
+        spec: with `sparse`, and axes counted from the end.
+    """
+    return jax.tree.map(lambda v: _like(v, qvalue), _thinned(jnp.asarray(qvalue), jnp.asarray(kept), spec=spec))
+
+
+def filled(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Codes, Array]:
+    """The codes of all numbers, and which are kept: the inverse of `thinned`. Codes of dropped numbers mean nothing."""
+    found = _filled(jnp.asarray(qvalue), jnp.asarray(places), size=size, spec=spec)
+    return jax.tree.map(lambda v: _like(v, qvalue), found)
+
+
+@partial(compiled, static_argnames="spec", inline=True)
+def _thinned(qvalue: Array, kept: Array, *, spec: Spec) -> tuple[Array, Array]:
+    fmt, element = spec.scaled, spec.element
+    assert fmt is not None and fmt.sparse is not None
+    codes = spread(raw(qvalue, element), element, kept.shape[-1])
+    found = thin(codes, kept, fmt.sparse, fmt.axis_of_sparse % kept.ndim)
+    return hold(gather(found, element), element), pack(kept, 1)
+
+
+@partial(compiled, static_argnames=("size", "spec"), inline=True)
+def _filled(qvalue: Array, places: Array, *, size: int, spec: Spec) -> tuple[Array, Array]:
+    fmt, element = spec.scaled, spec.element
+    assert fmt is not None and fmt.sparse is not None
+    kept = unpack(places, 1, size) != 0
+    codes = spread(qvalue, element, fmt.kept_shape(kept.shape)[-1])
+    return gather(spread_kept(codes, kept, fmt.sparse, fmt.axis_of_sparse % kept.ndim), element), kept
 
 
 # -- formats without a scale -------------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jchop._bits import CARRIERS
@@ -17,7 +18,7 @@ from jchop._kernels.scaled import dequantize_scaled, stored_shapes
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.gradients import CustomJvp
 from jchop.spec import Spec
-from jchop.storage._codes import code_dtype, decode_plain, is_packed, raw
+from jchop.storage._codes import code_dtype, decode_plain, filled, is_packed, raw
 from jchop.storage._layout import OWN, WHOLE, Kind, from_end, kinds_of
 
 Array = jax.Array
@@ -40,9 +41,13 @@ class Form:
     dtype: str
 
 
-def shape_of(qvalue: Any, size: int | None) -> tuple[int, ...]:
-    """The shape of the numbers with codes `qvalue`; an array without axes is stored as a row of one code."""
-    return tuple(qvalue.shape[:-1]) if size is None else (*qvalue.shape[:-1], size)
+def shape_of(qvalue: Any, size: int | None, places: Any = None) -> tuple[int, ...]:
+    """The shape of the numbers with codes `qvalue`; an array without axes is stored as a row of one code.
+
+    If only some numbers have codes, `places` has a bit for each number.
+    """
+    rows = qvalue if places is None else places
+    return tuple(rows.shape[:-1]) if size is None else (*rows.shape[:-1], size)
 
 
 def batch_axes(spec: Spec, shape: Sequence[int], scale: Scale) -> int:
@@ -72,19 +77,28 @@ def check_parts(q: Any) -> None:
     Raises:
         ValueError: for other leaves, or axes of a format that are not counted from the end.
     """
-    spec, shape = q.spec, shape_of(q.qvalue, q.size)
-    count = 1 if q.size is None else q.size
-    if is_packed(spec.element):
-        count = packed_size(count, spec.element.bits)
-    if not q.qvalue.shape or (q.size is None and len(q.qvalue.shape) != 1):
-        raise ValueError(f"qvalue of shape {list(q.qvalue.shape)} does not fit size={q.size}")
-    wanted = [((*q.qvalue.shape[:-1], count), code_dtype(spec.element))]
+    spec, rows = q.spec, q.qvalue if q.places is None else q.places
+    shape = shape_of(q.qvalue, q.size, q.places)
+    if not rows.shape or (q.size is None and len(rows.shape) != 1):
+        raise ValueError(f"{'qvalue' if q.places is None else 'places'} of shape {list(rows.shape)} does not fit "
+                         f"size={q.size}")  # fmt: skip
+    kept = shape or (1,)
+    if (q.places is not None) != bool(spec.scaled and spec.scaled.sparse):
+        raise ValueError(f"{spec} has {'no places' if q.places is not None else 'places, which are missing'}")
+    if spec.scaled is not None and q.places is not None:
+        if spec.scaled.axis_of_sparse >= 0:
+            raise ValueError(f"the axes of {spec} are not counted from the end")
+        kept = spec.scaled.kept_shape(shape)
+    count = packed_size(kept[-1], spec.element.bits) if is_packed(spec.element) else kept[-1]
+    wanted = [((*kept[:-1], count), code_dtype(spec.element))]
     if spec.scaled is not None:
         batch = batch_axes(spec, shape, q.scale)
         if from_end(spec.scaled, len(shape) - batch) != spec.scaled:
             raise ValueError(f"the axes of {spec} are not counted from the end")
         parts = jax.tree.leaves(stored_shapes(spec, shape[batch:])[1:])
         wanted += [((*shape[:batch], *part.shape), part.dtype) for part in parts]
+    if q.places is not None:
+        wanted += [((*shape[:-1], packed_size(shape[-1], 1)), np.dtype(np.uint8))]
     found = [(tuple(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(q)]
     if found != wanted:
         texts = (" and ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves) for leaves in (found, wanted))
@@ -95,9 +109,18 @@ def _parts(scale: Scale) -> tuple[Any, ...]:
     return scale if isinstance(scale, tuple) else (scale,)
 
 
+def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None, places: Array | None = None) -> Array:
+    """The stored numbers, in the carrier ``form.dtype``; those without a place are 0."""
+    if places is None:
+        return _decode(form, qvalue, scale, zero_point)
+    assert form.spec.scaled is not None and form.size is not None
+    codes, kept = filled(qvalue, places, form.size, form.spec)
+    dense = replace(form, spec=replace(form.spec, format=form.spec.scaled.dense))
+    return jnp.where(kept, _decode(dense, codes, scale, zero_point), 0)
+
+
 @partial(CustomJvp, nondiff_argnums=(0,))
-def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
-    """The stored numbers, in the carrier ``form.dtype``."""
+def _decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
     fmt, shape = form.spec.format, shape_of(qvalue, form.size)
     if isinstance(fmt, ElementFormat):
         count = 1 if form.size is None else form.size
@@ -116,10 +139,10 @@ def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) ->
 # number with the other factor replaced by 1, and the summand by 0.
 def _jvp(form: Form, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     qvalue, scale, zero_point = primals
-    result = decode(form, *primals)
+    result = _decode(form, *primals)
     tangent = jnp.zeros_like(result)
     if _moves(tangents[0]):
-        ones = decode(form, jnp.ones_like(qvalue), scale, zero_point)
+        ones = _decode(form, jnp.ones_like(qvalue), scale, zero_point)
         tangent += ones * tangents[0].astype(result.dtype).reshape(result.shape)
     if scale is None:
         return result, tangent
@@ -129,7 +152,7 @@ def _jvp(form: Form, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
         if not _moves(moved):
             continue
         with_one = tuple(map(partial(_with_one, i), range(len(_parts(scale))), _parts(scale)))
-        factor = decode(form, qvalue, with_one if isinstance(scale, tuple) else with_one[0], nothing)
+        factor = _decode(form, qvalue, with_one if isinstance(scale, tuple) else with_one[0], nothing)
         tangent += factor * _over_elements(form.spec, moved.astype(result.dtype), i, scale, result.shape)
     if added and _moves(tangents[2]):
         tangent += _over_elements(form.spec, tangents[2].astype(result.dtype), 0, scale, result.shape)
@@ -143,7 +166,7 @@ def _with_one(chosen: int, part: int, value: Array) -> Array:
     return jnp.zeros_like(value) if part and chosen else value
 
 
-decode.defjvp(_jvp, symbolic_zeros=True)
+_decode.defjvp(_jvp, symbolic_zeros=True)
 
 
 def _moves(tangent: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 
 from jchop.formats import ElementFormat
-from jchop.storage._codes import gather, hold, raw, spread
+from jchop.storage._codes import filled, gather, hold, raw, spread
 from jchop.storage._decode import decode
 
 __all__ = ["clipped", "codes_at_ends"]
@@ -44,14 +45,20 @@ def codes_at_ends(q: Any) -> np.ndarray | None:
     None if the codes have more than 16 bits.
     """
     ends = _ends(q.spec.element)
-    return None if ends is None else ends[0][_entries(q)]
+    return None if ends is None else ends[0][_entries(q)] & _kept(q)
 
 
 def _entries(q: Any) -> np.ndarray:
     """The codes, one unsigned integer for each element, in the shape of the array."""
     fmt = q.spec.element
     count = 1 if q.size is None else q.size
-    return spread(raw(np.asarray(q.qvalue), fmt), fmt, count).reshape(q.shape)
+    stored = q.qvalue if q.places is None else filled(q.qvalue, q.places, count, q.spec)[0]
+    return spread(raw(np.asarray(stored), fmt), fmt, count).reshape(q.shape)
+
+
+def _kept(q: Any) -> Any:
+    """Which numbers have codes; True for all."""
+    return True if q.places is None else np.asarray(filled(q.qvalue, q.places, q.size, q.spec)[1])
 
 
 def clipped(q: Any, x: np.ndarray) -> np.ndarray | None:
@@ -74,8 +81,9 @@ def clipped(q: Any, x: np.ndarray) -> np.ndarray | None:
     packed = hold(gather(codes, fmt), fmt)
     with jax.enable_x64(True):
         form = q.form(np.float64)
-        y = np.asarray(decode(form, q.qvalue, q.scale, q.zero_point))
+        y = np.asarray(decode(form, q.qvalue, q.scale, q.zero_point, q.places))
+        form = form if q.places is None else replace(form, spec=replace(q.spec, format=q.spec.scaled.dense))
         nearer = np.asarray(decode(form, packed, q.scale, q.zero_point))
     with np.errstate(invalid="ignore"):
         beyond = (x - y) * np.sign(y - nearer)
-        return ends[0][entries] & np.isfinite(x) & np.isfinite(y) & (beyond > np.abs(y - nearer) / 2)
+        return _kept(q) & ends[0][entries] & np.isfinite(x) & np.isfinite(y) & (beyond > np.abs(y - nearer) / 2)

@@ -101,6 +101,8 @@ def check_moves_zero_points(spec: Spec) -> ScaledFormat:
             f"spec={str(spec)!r} has zero_point={fmt.zero_point if fmt else None}; the search moves zero points that "
             "are numbers: zero_point='float', in text 'uint4(group=64,zero_point=float)'"
         )
+    if fmt.sparse is not None:
+        raise ValueError(f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
     if fmt.scale not in _SCALES:
         raise ValueError(
             f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from jchop.formats import ScaledFormat
+from jchop.formats._grouping import axis_indexes
 
 OWN: Final = "own"
 WHOLE: Final = "whole"
@@ -40,14 +41,21 @@ def from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
         ValueError: for an axis of the format that an array of `ndim` axes does not have.
     """
     kinds_of(fmt, ndim)
+    sparse = axis_indexes("sparse_axis", fmt.axis_of_sparse, (1,) * ndim)[0] - ndim if fmt.sparse else None
     if isinstance(fmt.scale, ScaledFormat):
         inner = from_end(fmt.scale, ndim)
         fmt = fmt if inner == fmt.scale else fmt(scale=inner)
     axes = tuple(axis for axis, _ in _named(fmt))
-    if all(axis < 0 for axis in axes):
-        return fmt
-    moved = _single(tuple(axis % ndim - ndim for axis in axes))
-    return fmt(channel=moved) if fmt.channel is not None else fmt(axis=moved)
+    if not all(axis < 0 for axis in axes):
+        moved = _single(tuple(axis % ndim - ndim for axis in axes))
+        fmt = fmt(channel=moved) if fmt.channel is not None else fmt(axis=moved)
+    return fmt if sparse is None else with_sparse_axis(fmt, sparse)
+
+
+def with_sparse_axis(fmt: ScaledFormat, axis: int) -> ScaledFormat:
+    """`fmt`, with `sparse` counted along this axis, which has no name where the groups say it."""
+    found = fmt if fmt.sparse_axis is None else fmt(sparse_axis=None)
+    return found if found.axis_of_sparse == axis else fmt(sparse_axis=axis)
 
 
 def with_kinds(fmt: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:

@@ -20,13 +20,13 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset
 from jchop._core.scaled_bodies import flat, unflat
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._kernels.scaled import fit_scaled, quantize_scaled, stored_shapes
+from jchop._kernels.scaled import dense_of, fit_scaled, quantize_scaled, stored_shapes
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage._array import QArray
-from jchop.storage._codes import code_dtype, encode_plain, hold, needs_float64
+from jchop.storage._codes import code_dtype, encode_plain, hold, needs_float64, thinned
 from jchop.storage._decode import Form, Scale, decode
 from jchop.storage._layout import from_end
 
@@ -90,16 +90,17 @@ def quantize(
             place, starts = stream_offset(offset, array.shape)
             how = _How(spec, place, impl)
             given = _given(array, spec, scale, zero_point)
-            parts = _quantize(array, drawn, starts, *given, how=how)
-            parts = parts if scale is None else (parts[0], *given)
+            *parts, places = _quantize(array, drawn, starts, *given, how=how)
+            parts = (*(parts if scale is None else (parts[0], *given)), places)
         else:
             if scale is not None or zero_point is not None:
                 raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale and no zero_point")
             code_dtype(spec.format)
             rounded = round_to_format(jnp.asarray(lax.stop_gradient(array)), spec, drawn, offset=offset, impl=impl)
-            parts = (_encode(rounded, fmt=spec.format), None, None)
-        qvalue, scale, zero_point = jax.tree.map(_to_numpy, parts) if numpy else parts
-    return QArray(qvalue, scale, zero_point, spec, array.shape[-1] if array.ndim else None, np.dtype(array.dtype))
+            parts = (_encode(rounded, fmt=spec.format), None, None, None)
+        qvalue, scale, zero_point, places = jax.tree.map(_to_numpy, parts) if numpy else parts
+    size = array.shape[-1] if array.ndim else None
+    return QArray(qvalue, scale, zero_point, spec, size, np.dtype(array.dtype), places)
 
 
 def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
@@ -142,7 +143,7 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
     wide = wide or needs_float64(q.spec.element)
     with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(OWN_SCOPE):
-        numbers = own_results(_dequantize(q.qvalue, q.scale, q.zero_point, add_to, form=form))
+        numbers = own_results(_dequantize(q.qvalue, q.scale, q.zero_point, q.places, add_to, form=form))
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
             return _to_numpy(numbers)
     return numbers
@@ -197,7 +198,13 @@ def _quantize(x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point
     x, scale = lax.stop_gradient((jnp.asarray(x), scale))
     assert how.spec.scaled is not None
     more = {"place": how.place, "impl": how.impl, "as_dtype": code_dtype(how.spec.scaled.element)}
-    return quantize_scaled(x, *drawn, spec=how.spec, scale=scale, zero_point=zero_point, **more)
+    dense, x, kept = dense_of(how.spec, x)
+    codes, *stored = quantize_scaled(x, *drawn, spec=dense, scale=scale, zero_point=zero_point, **more)
+    if how.spec.scaled.sparse is None:
+        return codes, *stored, None
+    kept = jnp.ones(x.shape, bool) if kept is None else kept  # of no numbers
+    codes, places = thinned(codes, kept, how.spec)
+    return codes, *stored, places
 
 
 @partial(compiled, static_argnames="fmt", inline=True)
@@ -211,9 +218,9 @@ def _fit(x: Any, *, spec: Spec) -> tuple[Scale, Any]:
 
 
 @partial(compiled, static_argnames="form", inline=True)
-def _dequantize(qvalue: Any, scale: Scale, zero_point: Any, add_to: Any, *, form: Form) -> Array:
-    scale = jax.tree.map(jnp.asarray, scale)
-    numbers = decode(form, jnp.asarray(qvalue), scale, None if zero_point is None else jnp.asarray(zero_point))
+def _dequantize(qvalue: Any, scale: Scale, zero_point: Any, places: Any, add_to: Any, *, form: Form) -> Array:
+    qvalue, scale, zero_point, places = jax.tree.map(jnp.asarray, (qvalue, scale, zero_point, places))
+    numbers = decode(form, qvalue, scale, zero_point, places)
     return numbers if add_to is None else add_to + numbers
 
 

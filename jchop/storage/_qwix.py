@@ -70,8 +70,10 @@ def to_qwix(q: QArray) -> Any:
         or not isinstance(fmt.scale, FloatFormat)
         or fmt.scale_rule.tensor_scale
         or fmt.zero_point == "float"
+        or fmt.sparse is not None
     ):
-        raise ValueError(f"q is of {q.spec.format}; qwix has one scale for each group, and zero points that are codes")
+        raise ValueError(f"q is of {q.spec.format}; qwix has one scale for each group, codes of all "
+                         "numbers, and zero points that are codes")  # fmt: skip
     qtype = _qtype_of(fmt.element)
     groups = fmt.group_shape(q.shape[batch_axes(q.spec, q.shape, q.scale) :])
     core = q.shape[len(q.shape) - len(groups) :]

@@ -37,10 +37,10 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     """Writes a pytree of arrays and QArrays to a safetensors file, atomically.
 
     The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``). The leaves of a QArray are
-    plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``. If a scale has several parts, there are
-    also ``NAME.tensor_scale`` (a rule with a scale of the tensor), or ``NAME.scale_scale`` and possibly
-    ``NAME.scale_zero_point`` (scales that are quantized again). An existing file is replaced in one step. No further
-    package is needed.
+    plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, ``NAME.places``. If a scale has several
+    parts, there are also ``NAME.tensor_scale`` (a rule with a scale of the tensor), or ``NAME.scale_scale`` and
+    possibly ``NAME.scale_zero_point`` (scales that are quantized again). An existing file is replaced in one step. No
+    further package is needed.
 
     If an array spans several processes (`jax.distributed`), all processes call this with the same path, in a folder
     that all of them see, and write one file together: each the parts of its own devices, the first one all other
@@ -203,7 +203,7 @@ def _facts(leaf: Any) -> str | None:
 def parts_of(name: str, q: QArray) -> dict[str, Any]:
     """The leaves of a QArray by tensor name."""
     scales = q.scale if isinstance(q.scale, tuple) else (q.scale,)
-    arrays = [array for array in (q.qvalue, *scales, q.zero_point) if array is not None]
+    arrays = [array for array in (q.qvalue, *scales, q.zero_point, q.places) if array is not None]
     return dict(zip(part_names(name, description(q)), arrays, strict=True))
 
 
@@ -228,7 +228,7 @@ def part_names(name: str, fields: Mapping[str, Any]) -> list[str]:
     fmt = parse(fields["spec"]).format
     parts = ["qvalue"]
     if isinstance(fmt, ScaledFormat):
-        parts += [*fmt.scale_parts, *(["zero_point"] if fmt.zero_point else [])]
+        parts += [*fmt.scale_parts, *(["zero_point"] if fmt.zero_point else []), *(["places"] if fmt.sparse else [])]
     return [f"{name}.{part}" for part in parts]
 
 
@@ -284,11 +284,12 @@ def joined(arrays: list[Any], fields: Mapping[str, Any]) -> QArray:
     """The QArray of its leaves."""
     spec = parse(fields["spec"])
     fmt, (qvalue, *rest) = spec.format, arrays
-    scale = zero_point = None
+    scale = zero_point = places = None
     if isinstance(fmt, ScaledFormat):
+        places = rest.pop() if fmt.sparse else None
         zero_point = rest.pop() if fmt.zero_point else None
         scale = tuple(rest) if len(rest) > 1 else rest[0]
-    return QArray(qvalue, scale, zero_point, spec, fields["size"], jnp.dtype(fields["dtype"]))
+    return QArray(qvalue, scale, zero_point, spec, fields["size"], jnp.dtype(fields["dtype"]), places)
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -98,6 +99,8 @@ def check_groups_uncut(q: QArray, sharding: NamedSharding, name: str) -> None:
 def group_length(q: QArray, axis: int) -> int:
     """The length along an axis that parts of a QArray must be multiples of: of its groups, and of groups of scales."""
     length, fmt = 1, q.spec.format
+    if isinstance(fmt, ScaledFormat) and fmt.sparse is not None and fmt.axis_of_sparse % q.ndim == axis:
+        return math.lcm(fmt.sparse[1], group_length(replace(q, spec=replace(q.spec, format=fmt.dense)), axis))
     while isinstance(fmt, ScaledFormat):
         kind = kinds_of(fmt, q.ndim)[axis]
         length *= kind if isinstance(kind, int) else 1

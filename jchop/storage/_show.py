@@ -69,7 +69,7 @@ def _has_numbers(q: Any) -> bool:
 def _numbers(q: Any) -> np.ndarray:
     # As float32, also numbers of a wider carrier: a picture does not show the difference.
     with jax.enable_x64(True):
-        return np.asarray(_decoded(q.form(np.float32), q.qvalue, q.scale, q.zero_point))
+        return np.asarray(_decoded(q.form(np.float32), q.qvalue, q.scale, q.zero_point, q.places))
 
 
 def _shares(q: Any, numbers: np.ndarray) -> list[tuple[str, str]]:

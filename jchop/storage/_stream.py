@@ -263,7 +263,7 @@ def _write_parts(writer: TensorWriter, name: str, q: QArray, chunk: Chunk) -> No
     """Writes the parts of a chunk; scales that chunks share are written with the first one."""
     for part, array in parts_of(name, q).items():
         shared = part.endswith(".tensor_scale") and chunk.start > 0
-        if part.endswith(".qvalue") or (chunk.is_first_of_groups and not shared):
+        if part.endswith((".qvalue", ".places")) or (chunk.is_first_of_groups and not shared):
             writer.write(part, array)
 
 

@@ -87,7 +87,7 @@ def numbers_op(parts: list[Tensor], text: str, dtype: str) -> Tensor:
 
 @numbers_op.register_fake
 def _(parts: list[Tensor], text: str, dtype: str) -> Tensor:
-    return parts[0].new_empty(shape_of(parts[0], json.loads(text)["size"]), dtype=_NUMBERS[dtype])
+    return parts[0].new_empty(joined(list(parts), json.loads(text)).shape, dtype=_NUMBERS[dtype])
 
 
 def _joined(parts: list[Tensor], text: str, copy: bool) -> QArray:
@@ -161,7 +161,7 @@ class PackedTensor(nn.Module):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the numbers."""
-        return shape_of(self._buffers["qvalue"], json.loads(self.text)["size"])
+        return shape_of(self._buffers["qvalue"], json.loads(self.text)["size"], self._buffers.get("places"))
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 
 import jchop as jc
 from jchop.formats import SCALE_RULES, SCALED_CATALOGUE, IntegerFormat, ScaledFormat, parse_format
+from jchop.formats._facts import facts_of
 
 ELEMENTS = st.sampled_from(["integer4", "uinteger8", "integer8(narrow=true)", "e4m3fn", "e4m3(bias=11)", "e2m1fn",
                             "fixed2.6", "codebook(-1,0,1)", "binary8p3se"])  # fmt: skip
@@ -333,3 +334,32 @@ def test_parts_of_a_stored_scale(text: str, parts: tuple[str, ...]) -> None:
     fmt = jc.parse(text).scaled
     assert fmt is not None
     assert fmt.scale_parts == parts
+
+
+def test_formats_that_keep_n_of_every_m() -> None:
+    fmt = jc.int4(group=32, sparse="2:4")
+    assert fmt.sparse == (2, 4) and fmt == jc.int4(group=32)(sparse=[2, 4])
+    assert jc.parse("int4( group=32, sparse=2:4 ):stochastic").format == fmt
+    assert hash(fmt) == hash(jc.int4(group=32, sparse=(2, 4))) and fmt != fmt.dense == jc.int4(group=32)
+    assert [str(v) for v in (fmt, jc.nf4(sparse="1:2"), jc.mxfp4(axis=0, sparse=(4, 8)))] == [
+        "int4(group=32,sparse=2:4)", "nf4(sparse=1:2)", "mxfp4(axis=0,sparse=4:8)"
+    ]  # fmt: skip
+    for text in ("int8(channel=0,sparse=2:4,sparse_axis=-2)", "e4m3fn(sparse=3:7)", "int4(group=(8,all),sparse=2:4)"):
+        assert jc.parse(str(jc.parse(text))) == jc.parse(text)
+    tiles = jc.int8(group=(8, 8), axis=(1, 0), sparse="2:4")
+    assert [v.axis_of_sparse for v in (fmt, fmt(axis=0), fmt(axis=0, sparse_axis=1), tiles)] == [-1, 0, 1, 0]
+    assert fmt(sparse_axis=0)(sparse=None) == jc.int4(group=32)
+    assert fmt.bits_per_element() == 1 + 4 / 2 + 32 / 32 and fmt.bits_per_element((2, 6)) == 1 + 4 * 4 / 6 + 32 / 6
+    assert fmt.kept_shape((3, 7)) == (3, 4) and fmt.scale_shape((3, 33)) == (3, 2)
+    assert ("sparse", "2 of every 4 numbers along axis -1") in facts_of(fmt)
+    for text, why in {
+        "int4(sparse=4:4)": "sparse .n of n:m.=4 must be an integer from 1 to 3",
+        "int4(sparse=1:65)": "sparse .m of n:m.=65",
+        "int4(sparse=2)": "sparse='2' must be two integers n and m, or text such as '2:4'",
+        "int4(sparse_axis=0)": "sparse_axis=0 is the axis of sparse=; without it it has no effect",
+        "nf4(scale=uint8(group=8,sparse=2:4))": "would drop scales, which every group needs",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            jc.parse(text)
+    with pytest.raises(ValueError, match="not an axis of an array of 1"):
+        fmt(sparse_axis=-2).group_shape((8,))

@@ -226,6 +226,59 @@ def test_it_composes_with_the_other_steps() -> None:
     assert "zeros" in str(report) and report.as_dict()["weights"][0]["sparsity"] >= 0.5
 
 
+@pytest.mark.slow
+def test_a_format_that_drops_numbers_is_pruned_in_the_sweep() -> None:
+    """The text sparse=2:4 is the step and the packed form in one: SparseGPT, Wanda, or magnitudes without data."""
+    w, x = layer()
+    y, made = x @ w, {}
+    text = "int4(group=32,scale=bfloat16,sparse=2:4)"
+    rule, dense_rule = jc.Rule(weight=text), jc.Rule(weight="int4(group=32,scale=bfloat16)")
+    for name, steps in {
+        "nearest": [],
+        "inputs": [INPUTS],
+        "plain": [jc.ptq.gptq("plain")],
+        "loss": [jc.ptq.gptq()],
+        "sign": [jc.ptq.sign_round(20)],
+    }.items():
+        packed, report = jc.ptq.quantize(dense, rule, single(w), [single(x)], steps)
+        numbers = np.asarray(jc.dequantize(packed))
+        assert isinstance(packed, jc.QArray) and 8 * packed.nbytes == (3 + 16 / 32) * w.size
+        assert most_in_groups(numbers, 4) == 2 and report.weights[0].bits == 3.5
+        np.testing.assert_allclose(jc.quantize_fn(dense, rule)(packed, single(x)), x @ numbers, rtol=1e-3, atol=1e-2)
+        made[name] = np.linalg.norm(y - x @ numbers) / np.linalg.norm(y)
+        if name in ("plain", "loss"):  # the codes of the step and the dense format
+            same, _ = jc.ptq.quantize(dense, dense_rule, single(w), [single(x)], [LOSS, *steps])
+            np.testing.assert_array_equal(jc.dequantize(same), numbers)
+    assert made["loss"] < made["plain"] < 0.19 < made["inputs"] < 0.24 < made["nearest"] < 0.37
+    assert made["sign"] < made["nearest"]
+    np.testing.assert_array_equal(
+        jc.dequantize(jc.ptq.quantize(dense, rule, single(w), [single(x)], [])[0]),
+        jc.round_to_format(single(w.T), text).T,
+    )
+
+
+@pytest.mark.slow
+def test_formats_that_drop_numbers_in_other_layouts() -> None:
+    w, x = map(single, layer(32, 12, 256))
+    rule = jc.Rule(weight="int4(group=16,sparse=2:4)")
+    wanted, _ = jc.ptq.quantize(dense, rule, w, [x])
+
+    def stack(p: Any, x: Any) -> Any:
+        return lax.scan(lambda h, w: (h, h @ w), x, p)[1]
+
+    found, _ = jc.ptq.quantize(stack, rule, jnp.stack([w, -w]), [x])
+    np.testing.assert_array_equal(jc.dequantize(found[0]), jc.dequantize(wanted))
+    assert found.nbytes == 2 * wanted.nbytes
+    kernel, image = (jax.random.normal(jax.random.key(i), v) for i, v in enumerate([(3, 3, 3, 5), (4, 7, 7, 3)]))
+
+    def conv(p: Any, x: Any) -> Any:
+        return lax.conv_general_dilated(x, p, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    packed, report = jc.ptq.quantize(conv, jc.Rule(weight="int8(channel=0,sparse=2:4)"), kernel, [image])
+    numbers = np.asarray(packed.dequantize())
+    assert most_in_groups(numbers.reshape(27, 5), 4) == 2 and report.weights[0].after > report.weights[0].before
+
+
 def test_bad_arguments() -> None:
     rule, w, x = jc.Rule(weight="int4"), jnp.ones((8, 2)), jnp.ones((4, 8))
     with pytest.raises(ValueError, match="n=4 must be an integer from 1 to 3"):
@@ -237,6 +290,12 @@ def test_bad_arguments() -> None:
             jc.ptq.quantize(dense, rule, w, [x], steps)
     with pytest.raises(ValueError, match="then one sparse, then one clip"):
         jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.gptq(), LOSS])
+    for weight, why in (
+        ("int4(sparse=1:4)", "which 'int4.*' does otherwise; leave one of them out"),
+        ("int4(group=all,sparse=2:4,sparse_axis=0)", "counts along another axis than the sum"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            jc.ptq.quantize(dense, jc.Rule(weight=weight), w, [x], [MAGNITUDE])
     for weight in ("uint4(group=4,zero_point=float)", "codebook(-1,-0.5,0.5,1,group=4)"):
         with pytest.raises(ValueError, match=r"makes numbers of '' zero, which .* does not have"):
             jc.ptq.quantize(dense, jc.Rule(weight=weight), w, [x], [MAGNITUDE])

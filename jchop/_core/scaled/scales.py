@@ -142,9 +142,11 @@ def make_plan(spec: Spec, carrier: Carrier) -> Plan:
     """The Plan of a scaled format, if exact results are possible.
 
     Raises:
-        ValueError: for an element or scale format that is too wide for the arithmetic's carrier.
+        ValueError: for an element or scale format that is too wide for the arithmetic's carrier, and for `sparse`.
     """
     assert spec.scaled is not None
+    if spec.scaled.sparse is not None:
+        raise ValueError(f"spec={str(spec)!r} drops numbers, which this operation cannot; leave sparse out")
     again = spec.scaled.scale
     of_scales = make_plan(Spec(again), CARRIERS["float32"]) if isinstance(again, ScaledFormat) else None
     plan = Plan(spec.scaled, replace(spec, format=spec.element, gradient=Gradient()), carrier, of_scales)

@@ -180,6 +180,7 @@ def pieces(q: QArray) -> Pieces:
     fmt = q.spec.scaled
     if fmt is None:
         raise ValueError("it has no scales")
+    check(fmt.sparse is None, "it has codes of some numbers alone (sparse), and the layout has codes of all")
     check(q.ndim == 2, f"it has shape {list(q.shape)}, and a stored weight has two axes (out, in)")
     check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
     stored = raw(np.asarray(q.qvalue), fmt.element)

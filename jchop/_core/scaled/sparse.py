@@ -1,0 +1,113 @@
+"""n of every m numbers: which are kept, and arrays of these alone.
+
+Groups are m consecutive numbers of an axis; the last one may be shorter. An array of the kept numbers has the numbers
+of each group in their order, so its axis has n numbers for each group.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop.formats import ScaledFormat
+from jchop.formats._grouping import kept_count
+
+Array = jax.Array
+
+__all__ = ["kept_of", "leading", "spread", "thin", "without"]
+
+
+def kept_of(x: Array, fmt: ScaledFormat) -> Array:
+    """Which numbers of an array a format with `sparse` keeps: those of largest magnitude.
+
+    Magnitudes are compared as integers, so subnormal numbers count on every backend. All NaN are equal.
+    """
+    assert fmt.sparse is not None
+    axis = fmt.axis_of_sparse % x.ndim
+    magnitude = jnp.minimum(_bits.split(x, carrier := CARRIERS[x.dtype.name])[1], carrier.inf + 1)
+    return jnp.moveaxis(leading((jnp.moveaxis(magnitude, axis, 0),), *fmt.sparse), 0, axis)
+
+
+def without(x: Array, kept: Array, fmt: ScaledFormat) -> Array:
+    """An array whose dropped numbers do not count when scales are chosen.
+
+    They become NaN, or 0 where the ends of a group decide, since a NaN could make its whole group NaN (`nan_block`).
+    """
+    return jnp.where(kept, x, jnp.asarray(0 if fmt.scale_rule.by_ends else jnp.nan, x.dtype))
+
+
+def leading(keys: tuple[Array, ...], n: int, m: int) -> Array:
+    """The n largest of every m numbers along the first axis; the last group may be shorter.
+
+    Args:
+        keys: the numbers, and others in the same shape that decide between equal ones; none is negative. Last decides
+            the place.
+        n: how many.
+        m: of how many.
+    """
+    count = len(keys[0])
+    groups = [_groups(key, m, 0) for key in keys]
+    place = np.arange(m).reshape(m, *(1,) * (keys[0].ndim - 1))
+    before = jnp.asarray(place[None, None] < place[None, :, None])  # (1, own, other, ...)
+    for key in reversed(groups):
+        own, other = key[:, :, None], key[:, None]
+        before = (other > own) | ((other == own) & before)
+    return _joined(before.sum(2) < n, 0, count)
+
+
+def thin(entries: Array, kept: Array, sparse: tuple[int, int], axis: int) -> Array:
+    """The kept ones of an array of integers.
+
+    Args:
+        entries: the array.
+        kept: which are kept, n of every m.
+        sparse: n and m.
+        axis: of the groups, from 0.
+    """
+    (n, m), length = sparse, entries.shape[axis]
+    which, own = _groups(kept, m, axis), _groups(entries, m, axis)
+    rank = jnp.where(which, _ranks(which, axis + 1), n)
+    number = np.arange(n).reshape(n, *(1,) * (entries.ndim - axis))
+    match = jnp.expand_dims(rank, axis + 1) == number  # (..., groups, n, m, ...)
+    found = jnp.where(match, jnp.expand_dims(own, axis + 1), 0).sum(axis + 2, dtype=entries.dtype)
+    return _joined(found, axis, kept_count(sparse, length))
+
+
+def spread(values: Array, kept: Array, sparse: tuple[int, int], axis: int) -> Array:
+    """The inverse of `thin`, in the shape of `kept`: a dropped entry is one of the kept ones of its group.
+
+    Differentiable in `values`.
+    """
+    (n, m), length = sparse, kept.shape[axis]
+    which, own = _groups(kept, m, axis), _groups(values, n, axis)
+    rank = _ranks(which, axis + 1)
+    each = [jax.lax.slice_in_dim(own, i, i + 1, axis=axis + 1) for i in range(n)]
+    found = reduce(lambda found, i: jnp.where(rank >= i, each[i], found), range(1, n), each[0])
+    return _joined(jnp.broadcast_to(found, rank.shape), axis, length)
+
+
+def _groups(x: Array, size: int, axis: int) -> Array:
+    """An array with an axis split into groups, the last of which is filled up with zeros."""
+    missing = -x.shape[axis] % size
+    if missing:
+        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+
+
+def _joined(x: Array, axis: int, length: int) -> Array:
+    """The inverse of `_groups`, for an axis of a length."""
+    whole = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(whole, 0, length, axis=axis)
+
+
+def _ranks(which: Array, axis: int) -> Array:
+    """How many before each one are set along an axis."""
+    m = which.shape[axis]
+    place = np.arange(m)
+    before = (place[None] < place[:, None]).reshape(m, m, *(1,) * (which.ndim - axis - 1))
+    return (jnp.expand_dims(which, axis) & before).sum(axis + 1, dtype=jnp.int32)
