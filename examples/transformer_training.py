@@ -3,7 +3,8 @@
     python examples/transformer_training.py [--small] [--steps 300] [--plot training.png]
 
 The same network is trained in float32, with all products in bfloat16, with e4m3 forward and stochastic e5m2 gradients,
-and by the recipes mxfp8, nvfp4 and mxfp4, whose blocks share scales. `--formats float32,nvfp4` trains some of them.
+and by the recipes mxfp8, nvfp4, mxfp4 and mxfp4_quartet, whose blocks share scales; "mxfp4 backward" has its forward
+products in bfloat16. `--formats float32,nvfp4` trains some of them.
 The text is the source of a few modules of Python's library. Needs `pip install ".[flax,optax]"`.
 """
 
@@ -33,7 +34,8 @@ ARITHMETICS: dict[str, jc.nn.Rule | None] = {
     "e4m3 and stochastic e5m2": jc.nn.Rule(
         PRODUCTS, weight="float8_e4m3fn:saturate", activation="float8_e4m3fn:saturate", gradient="e5m2:stochastic"
     ),
-    **{name: jc.nn.recipe(name, PRODUCTS) for name in ("mxfp8", "nvfp4", "mxfp4")},
+    **{name: jc.nn.recipe(name, PRODUCTS) for name in ("mxfp8", "nvfp4", "mxfp4", "mxfp4_quartet")},
+    "mxfp4 backward": jc.nn.recipe("mxfp4", PRODUCTS, weight="bfloat16", activation="bfloat16"),
 }
 
 
@@ -126,7 +128,8 @@ def run(names: Iterable[str] = ARITHMETICS, *, steps: int, width: int, depth: in
         print(f"training {steps} steps in {name}", file=sys.stderr, flush=True)
         model, rule = make(letters, width=width, depth=depth), ARITHMETICS[name]
         if rule is not None:
-            model = jc.nn.quantize(model, rule, rngs=nnx.Rngs(rounding=1))
+            inputs = (tokens[None, :LENGTH],) if rule.rotation and rule.rotation.forward else None  # of programs
+            model = jc.nn.quantize(model, rule, inputs=inputs, rngs=nnx.Rngs(rounding=1))
         losses[name] = train(model, tokens, steps=steps)
     return losses
 
