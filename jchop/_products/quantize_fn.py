@@ -49,8 +49,8 @@ def quantize_fn(
             product, `bias` those that are added to data, `activation` the other operand of the product; `gradient`,
             `input_gradient`, `weight_gradient` and `matmul` are as in `Rule`. A product without a parameter (attention)
             has the first rule that matches its scope (`jax.named_scope`), which rounds both operands to `activation`.
-            `scale_from` keeps scales of products with a parameter; they are an argument of each call, `Scales`, which `start`
-            begins. `output` and `cache` need layers, and are refused.
+            `scale_from` keeps scales of products with a parameter; they are an argument of each call, `Scales`, which
+            `start` begins. `output` and `cache` need layers, and are refused.
         key: a typed key if a rule is stochastic; the keyword argument ``key`` of the result takes its place.
 
     Returns:
