@@ -135,16 +135,19 @@ def run(names: Iterable[str] = ARITHMETICS, *, steps: int, width: int, depth: in
 
 
 def draw(losses: dict[str, np.ndarray], path: str) -> None:
-    """The curves of the losses, smoothed over twenty steps."""
+    """The curves of the losses, smoothed over twenty steps, and what they are above the first."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, (whole, above) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    first = next(iter(losses))
     for name, values in losses.items():
-        window = min(20, len(values))
-        axes.plot(np.convolve(values, np.ones(window) / window, "valid"), label=name)
-    axes.set(xlabel="step", ylabel="cross-entropy in nats", title="a transformer on source code")
-    axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+        window = np.ones(min(20, len(values))) / min(20, len(values))
+        whole.plot(np.convolve(values, window, "valid"), label=name)
+        above.plot(np.convolve(values - losses[first], window, "valid"))
+    whole.set(xlabel="step", ylabel="cross-entropy in nats", title="a transformer on source code")
+    above.set(xlabel="step", title=f"above {first}")
+    whole.legend()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
