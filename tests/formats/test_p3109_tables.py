@@ -67,7 +67,7 @@ def test_codes_return(bits: int) -> None:
         assert fmt.encode(fmt.decode(range(1 << bits))).tolist() == list(range(1 << bits)), row
 
 
-# -- operations: each row of the table in docs/formats.md whose result is rounded once -----------------------------------
+# -- operations: the rows of the table in docs/formats.md that are rounded once ----------------------------------------
 
 FORMAT, SCALE, BLOCK = "binary8p4se", "binary8p1uf", 8
 BLOCKS = f"{FORMAT}(group={BLOCK},scale={SCALE},rule=max_abs)"
