@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jchop._checks import check_choice
+from jchop._checks import check_choice, check_int
 from jchop._products.rotation import Hadamard
 from jchop._products.rule import Rule
 from jchop._products.scale_from import DelayedScaling
 from jchop.accumulation import MatmulSpec
 
-__all__ = ["RECIPES", "recipe"]
+__all__ = ["RECIPES", "keep_wide", "recipe"]
 
 _ROW = "float8_e4m3fn(group=all,scale=e8m0fnu,rule=rceil)"
 _MX = "mxfp8_e4m3(rule=rceil)"
@@ -84,7 +84,7 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     ``"nvfp4"`` and ``"mxfp4"`` rotate the operands of backward products (`jchop.Hadamard`). Convolutions and experts
     have no such rotation: give them a rule of their own, ``recipe(name, operation="conv", rotation=None)``, before the
     other. The published runs keep the first and the last blocks, the embeddings and the last layer in high precision:
-    put ``Rule("blocks/{0,11}")`` and ``Rule("{embed,head}")`` before the recipe. Four over six is an option of NVIDIA's
+    put the rules of `keep_wide` before the recipe. Four over six is an option of NVIDIA's
     recipe: ``recipe("nvfp4", activation="nvfp4(rule=four_over_six)")``, and so for the weight, in tiles, and the
     gradient.
 
@@ -132,3 +132,33 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     """
     check_choice("name", name, tuple(RECIPES))
     return Rule(path, **{**RECIPES[name], **changes})
+
+
+def keep_wide(blocks: str, count: int, *, first: int = 2, last: int = 8, others: str = "{embed,head}") -> list[Rule]:
+    """Rules that leave the first and the last blocks of a model, and other layers, in full precision.
+
+    Put them before a recipe, since the first rule that matches is the layer's. NVIDIA's run of 62 blocks in NVFP4 keeps
+    the first two and the last eight (arXiv 2509.25149), and the embeddings and the last layer.
+
+    Args:
+        blocks: the path of the list of blocks, as ``"blocks"`` or ``"decoder/layers"``.
+        count: how many blocks there are.
+        first: of these, how many at the start stay as they are. Default 2.
+        last: how many at the end. Default 8.
+        others: a pattern for the other layers that stay as they are. Default ``"{embed,head}"``; empty for none.
+
+    Raises:
+        TypeError, ValueError: for numbers of blocks that are negative, or more than there are.
+
+    Example:
+        >>> import jchop as jc
+        >>> rules = [*jc.nn.keep_wide("blocks", 12, first=1, last=2), jc.nn.recipe("nvfp4")]
+        >>> [rule.path for rule in rules]
+        ['blocks/{0,10,11}', '{embed,head}', '*']
+    """
+    check_int("count", count, 1)
+    check_int("first", first, 0, count)
+    check_int("last", last, 0, count - first)
+    kept = [*range(first), *range(count - last, count)]
+    paths = [f"{blocks}/{{{','.join(map(str, kept))}}}"] if kept else []
+    return [Rule(path) for path in (*paths, others) if path]

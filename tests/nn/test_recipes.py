@@ -204,6 +204,23 @@ def test_one_weight_forward_and_backward(name: str, layer: str) -> None:
     assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT and not tiles_of_codes)
 
 
+def test_blocks_that_stay_as_they_are() -> None:
+    class Tower(nnx.Module):
+        def __init__(self) -> None:
+            self.blocks = nnx.List([nnx.Linear(32, 32, rngs=nnx.Rngs(i)) for i in range(12)])
+            self.head = nnx.Linear(32, 32, rngs=nnx.Rngs(12))
+
+    rules = [*jc.nn.keep_wide("blocks", 12, first=1, last=2, others="head"), jc.nn.Rule(weight="mxfp4")]
+    layers = jc.nn.quantize(Tower(), rules)
+    wide = [type(layer) is nnx.Linear for layer in (*layers.blocks, layers.head)]
+    assert [i for i, kept in enumerate(wide) if kept] == [0, 10, 11, 12]
+    assert [rule.path for rule in jc.nn.keep_wide("blocks", 12, first=0, last=0)] == ["{embed,head}"]
+    assert [rule.path for rule in jc.nn.keep_wide("net/blocks", 10, others="")] == ["net/blocks/{0,1,2,3,4,5,6,7,8,9}"]
+    for arguments, message in (((0,), "count=0"), ((12, 13), "first=13"), ((12, 5, 8), "last=8 must be .* 0 to 7")):
+        with pytest.raises(ValueError, match=message):
+            jc.nn.keep_wide("blocks", **dict(zip(("count", "first", "last"), arguments, strict=False)))
+
+
 # -- MXFP4, against the algorithms of the papers in NumPy --------------------------------------------------------------
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
