@@ -2,6 +2,7 @@
 
     python benchmarks/matmul.py                      # 256^3, 512^3, 1024^3; operands, products and sums in e5m10
     python benchmarks/matmul.py --size 256 --repeat 41 --only sequential
+    python benchmarks/matmul.py --size 256 --cores --only volta     # the sums of tensor cores instead
 
 Everything is timed in one process, in turn, and quoted as a ratio of medians: machines are noisy, and an absolute time
 proves nothing. A rate counts m n k multiply-adds, each of which is rounded twice in all but `fused` and `matrix_unit`.
@@ -13,7 +14,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
@@ -32,15 +33,17 @@ SPECS = {
     "blocked(8)": jc.MatmulSpec(FORMAT, FORMAT, FORMAT, "blocked(8)"),
     "matrix_unit(32)": jc.MatmulSpec(FORMAT, None, FORMAT, "matrix_unit(32)"),
 }
+#: The arithmetics of `jc.tensor_core`: operands of float32 are rounded to the unit's type in each call.
+CORES = {f"{unit} {dtype}": row.spec for unit, types in jc.TENSOR_CORES.items() for dtype, row in types.items()}
 #: At 256^3, the most times as long as `jnp.dot` that an order should take.
-TARGETS = {"sequential, nearest": 25, "sequential, stochastic": 100, "matrix_unit(32)": 6}
+TARGETS = {"sequential, nearest": 25, "sequential, stochastic": 100, "matrix_unit(32)": 6, **dict.fromkeys(CORES, 40)}
 DOT = "jnp.dot"
 SIZES = (256, 512, 1024)
 
 Case = Callable[[], object]
 
 
-def make_cases(size: int, only: str) -> dict[str, Case]:
+def make_cases(size: int, only: str, specs: Mapping[str, jc.MatmulSpec]) -> dict[str, Case]:
     """A call of each case, compiled. The operands are in the format already; rounding them again is a small part."""
     a, b = (
         jc.round_to_format(jax.random.normal(jax.random.key(seed), (size, size), jnp.float32), FORMAT)
@@ -48,7 +51,7 @@ def make_cases(size: int, only: str) -> dict[str, Case]:
     )
     key, dot = jax.random.key(0), jax.jit(jnp.dot)
     cases: dict[str, Case] = {DOT: lambda: dot(a, b).block_until_ready()}
-    for name, spec in SPECS.items():
+    for name, spec in specs.items():
         if only in name:
             product = jax.jit(partial(jc.math.matmul, spec=spec))
             cases[name] = lambda product=product: product(a, b, key=key).block_until_ready()
@@ -108,12 +111,15 @@ def main() -> None:
     parser.add_argument("--size", type=int, action="append", help=f"m = n = k; may be repeated (default {SIZES})")
     parser.add_argument("--repeat", type=int, default=21, help="timed runs of each case at 256^3 (default 21)")
     parser.add_argument("--only", default="", help="only the cases whose name holds this text")
+    parser.add_argument("--cores", action="store_true", help="the sums of tensor cores")
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.devices()[0].platform}, {jc.__name__} {jc.__version__}, {FORMAT}")
     rates = {}
     for size in arguments.size or SIZES:
         repeat = max(5, min(arguments.repeat, arguments.repeat * SIZES[0] ** 3 // size**3))
-        rates[size] = table(size, measure(make_cases(size, arguments.only), repeat))
+        rates[size] = table(
+            size, measure(make_cases(size, arguments.only, CORES if arguments.cores else SPECS), repeat)
+        )
     if len(rates) > 1:
         growth(rates)
 

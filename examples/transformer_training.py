@@ -3,7 +3,8 @@
     python examples/transformer_training.py [--small] [--steps 300] [--plot training.png]
 
 The same network is trained in float32, with all products in bfloat16, with e4m3 forward and stochastic e5m2 gradients,
-and by the recipes mxfp8, nvfp4 and mxfp4, whose blocks share scales. `--formats float32,nvfp4` trains some of them.
+and by the recipes mxfp8, nvfp4, mxfp4 and mxfp4_quartet, whose blocks share scales; "mxfp4 backward" has its forward
+products in bfloat16. `--formats float32,nvfp4` trains some of them.
 The text is the source of a few modules of Python's library. Needs `pip install ".[flax,optax]"`.
 """
 
@@ -33,7 +34,8 @@ ARITHMETICS: dict[str, jc.nn.Rule | None] = {
     "e4m3 and stochastic e5m2": jc.nn.Rule(
         PRODUCTS, weight="float8_e4m3fn:saturate", activation="float8_e4m3fn:saturate", gradient="e5m2:stochastic"
     ),
-    **{name: jc.nn.recipe(name, PRODUCTS) for name in ("mxfp8", "nvfp4", "mxfp4")},
+    **{name: jc.nn.recipe(name, PRODUCTS) for name in ("mxfp8", "nvfp4", "mxfp4", "mxfp4_quartet")},
+    "mxfp4 backward": jc.nn.recipe("mxfp4", PRODUCTS, weight="bfloat16", activation="bfloat16"),
 }
 
 
@@ -126,22 +128,26 @@ def run(names: Iterable[str] = ARITHMETICS, *, steps: int, width: int, depth: in
         print(f"training {steps} steps in {name}", file=sys.stderr, flush=True)
         model, rule = make(letters, width=width, depth=depth), ARITHMETICS[name]
         if rule is not None:
-            model = jc.nn.quantize(model, rule, rngs=nnx.Rngs(rounding=1))
+            inputs = (tokens[None, :LENGTH],) if rule.rotation and rule.rotation.forward else None  # of programs
+            model = jc.nn.quantize(model, rule, inputs=inputs, rngs=nnx.Rngs(rounding=1))
         losses[name] = train(model, tokens, steps=steps)
     return losses
 
 
 def draw(losses: dict[str, np.ndarray], path: str) -> None:
-    """The curves of the losses, smoothed over twenty steps."""
+    """The curves of the losses, smoothed over twenty steps, and what they are above the first."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, (whole, above) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    first = next(iter(losses))
     for name, values in losses.items():
-        window = min(20, len(values))
-        axes.plot(np.convolve(values, np.ones(window) / window, "valid"), label=name)
-    axes.set(xlabel="step", ylabel="cross-entropy in nats", title="a transformer on source code")
-    axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+        window = np.ones(min(20, len(values))) / min(20, len(values))
+        whole.plot(np.convolve(values, window, "valid"), label=name)
+        above.plot(np.convolve(values - losses[first], window, "valid"))
+    whole.set(xlabel="step", ylabel="cross-entropy in nats", title="a transformer on source code")
+    above.set(xlabel="step", title=f"above {first}")
+    whole.legend()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:

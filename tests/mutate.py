@@ -145,6 +145,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *_ROUNDED,
     ),
     "jchop/_core/rounding/log_takum.py": ("_core/rounding/test_log_takum.py",),
+    "jchop/_core/rounding/takum_powers.py": ("_core/rounding/test_log_takum.py",),
     "jchop/_core/scaled/levels.py": ("_core/scaled/test_levels.py",),
     "jchop/_core/scaled/sparse.py": ("_core/scaled/test_sparse.py", "sparsity/test_masks.py"),
     "jchop/_core/rounding/tapered.py": ("_core/rounding/test_tapered.py", "formats/test_tapered.py"),

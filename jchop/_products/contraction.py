@@ -37,6 +37,7 @@ class Roundings:
     left: Spec | None = None
     right: Spec | None = None
     gradient: Spec | None = None
+    input_gradient: Spec | None = None
     weight_gradient: Spec | None = None
     matmul: MatmulSpec | None = None
     rotation: Hadamard | None = None
@@ -45,20 +46,24 @@ class Roundings:
     turned: bool = False
 
     @property
+    def specs(self) -> tuple[Spec | None, ...]:
+        """Those of all operands."""
+        return self.left, self.right, self.gradient, self.input_gradient, self.weight_gradient
+
+    @property
     def stochastic(self) -> bool:
         """Whether a product needs a key."""
-        specs = (self.left, self.right, self.gradient, self.weight_gradient)
-        return any(map(is_stochastic, specs)) or (self.matmul is not None and self.matmul.stochastic)
+        return any(map(is_stochastic, self.specs)) or (self.matmul is not None and self.matmul.stochastic)
 
     @property
     def keeps_left(self) -> bool:
         """Whether the left operand is rounded once, for all products, so that its range can be fixed."""
-        return self.gradient is None and self.weight_gradient is None
+        return not any(self.specs[2:])
 
     @property
     def backward(self) -> bool:
         """Whether the backward products differ from those of the rounded operands in the carrier."""
-        return (self.gradient, self.weight_gradient, self.matmul) != (None, None, None)
+        return any(self.specs[2:]) or self.matmul is not None
 
     @property
     def forward_rotation(self) -> Hadamard | None:
@@ -68,12 +73,24 @@ class Roundings:
     @property
     def weight_rotation(self) -> Hadamard | None:
         """The rotation of the operands of dw."""
-        return None if self.forward_rotation is not None else self.rotation
+        return self.rotation if self.rotation is not None and self.rotation.of_weight else None
 
     @property
     def input_rotation(self) -> Hadamard | None:
         """The rotation of the operands of dx."""
-        return self.rotation if self.rotation is not None and self.rotation.products == "both" else None
+        return self.rotation if self.rotation is not None and self.rotation.of_input else None
+
+    @property
+    def for_input(self) -> tuple[Spec | None, Spec | None]:
+        """The roundings of g and w in the product dx."""
+        own = self.input_gradient
+        return (self.gradient, self.right) if own is None else (own, own)
+
+    @property
+    def for_weight(self) -> tuple[Spec | None, Spec | None]:
+        """The roundings of x and g in the product dw."""
+        own = self.weight_gradient
+        return (self.left, self.gradient) if own is None else (own, own)
 
 
 def contract(
@@ -147,15 +164,17 @@ def check_operands(product: Product, how: Roundings) -> None:
     rule = how.place.rule
     right = "activation" if rule is not None and rule.weight is None else "weight"  # attention has no weight
     operands = [("activation", how.left, forward.left), (right, how.right, forward.right)]
-    operands += [("gradient", how.gradient, for_input.left)]
+    g_input, w_input = how.for_input
+    x_weight, g_weight = how.for_weight
+    names = ("gradient", right) if how.input_gradient is None else ("input_gradient",) * 2
+    operands += [(names[0], g_input, for_input.left)]
     if takes_anew(how):
-        operands += [(right, how.right, for_input.right)]
-    if how.weight_gradient is not None:
-        operands += [("weight_gradient", how.weight_gradient, v) for v in (for_weight.left, for_weight.right)]
-    else:
-        left = how.left if _anew_left(how) else None
-        operands += [("activation", left, for_weight.left), ("gradient", how.gradient, for_weight.right)]
-    rotates = Dot if how.forward_rotation is None else Dot | Ragged
+        operands += [(names[1], w_input, for_input.right)]
+    names = ("activation", "gradient") if how.weight_gradient is None else ("weight_gradient",) * 2
+    if _anew_left(how):
+        operands += [(names[0], x_weight, for_weight.left)]
+    operands += [(names[1], g_weight, for_weight.right)]
+    rotates = Dot if how.weight_rotation is not None else Dot | Ragged
     if how.rotation is not None and not isinstance(_inner(product), rotates):
         raise NotImplementedError(
             f"rotation={how.rotation} of the {how.place}: the rows of a convolution or, backward, of experts are not "
@@ -179,7 +198,9 @@ def _anew_left(how: Roundings) -> bool:
 
 def takes_anew(how: Roundings) -> bool:
     """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
-    return how.gradient is not None and (how.codes or how.input_rotation is not None or not same_transposed(how.right))
+    return how.input_gradient is not None or (
+        how.gradient is not None and (how.codes or how.input_rotation is not None or not same_transposed(how.right))
+    )
 
 
 @partial(
@@ -232,9 +253,10 @@ def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
         return (*_backward_by_codes(product, how, kept, g), None, None)
     for_input, for_weight = product.for_input, product.for_weight
     turn, turn_weight = how.input_rotation, how.weight_rotation
-    g_input = round_in(for_input.left, g, how.gradient, keys.gradient_input, rotation=turn)
-    w_input = w if full_w is None else round_in(for_input.right, full_w, how.right, keys.right_input, rotation=turn)
-    left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
+    spec, right = how.for_input
+    g_input = round_in(for_input.left, g, spec, keys.gradient_input, rotation=turn)
+    w_input = w if full_w is None else round_in(for_input.right, full_w, right, keys.right_input, rotation=turn)
+    left, spec = how.for_weight
     g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight, rotation=turn_weight)
     x_weight = x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight, rotation=turn_weight)
     if how.matmul is not None and isinstance(product, Dot | Flipped) and product.emulates_backward:
@@ -250,10 +272,11 @@ def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) 
     """Both backward products of codes: of each operand rounded anew along their sums."""
     x, w, (full_x, full_w), (keys, extra, _) = kept
     for_input, for_weight = product.for_input, product.for_weight
-    left, spec = (how.left, how.gradient) if how.weight_gradient is None else (how.weight_gradient,) * 2
+    spec, right = how.for_input
     turn, turn_weight = how.input_rotation, how.weight_rotation
-    g_input = coded(for_input.left.lay(g, turn), how.gradient, keys.gradient_input)
-    w_input = coded(for_input.right.lay(full_w, turn), how.right, keys.right_input)
+    g_input = coded(for_input.left.lay(g, turn), spec, keys.gradient_input)
+    w_input = coded(for_input.right.lay(full_w, turn), right, keys.right_input)
+    left, spec = how.for_weight
     g_weight = coded(for_weight.right.lay(g, turn_weight), spec, keys.gradient_weight)
     x_weight = coded(for_weight.left.lay(full_x, turn_weight), left, keys.left_weight)
     shapes = x.shape, w.shape

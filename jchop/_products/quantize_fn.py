@@ -47,10 +47,10 @@ def quantize_fn(
         rules: a `Rule`, or several; the first that matches the path of a parameter applies to it and to its products.
             A path is that of `jax.tree_util.keystr`, joined by slashes. `weight` rounds parameters that reach a
             product, `bias` those that are added to data, `activation` the other operand of the product; `gradient`,
-            `weight_gradient` and `matmul` are as in `Rule`. A product without a parameter (attention) has the first
-            rule that matches its scope (`jax.named_scope`), which rounds both operands to `activation`. `scale_from`
-            keeps scales of products with a parameter; they are an argument of each call, `Scales`, which `start`
-            begins. `output` and `cache` need layers, and are refused.
+            `input_gradient`, `weight_gradient` and `matmul` are as in `Rule`. A product without a parameter (attention)
+            has the first rule that matches its scope (`jax.named_scope`), which rounds both operands to `activation`.
+            `scale_from` keeps scales of products with a parameter; they are an argument of each call, `Scales`, which
+            `start` begins. `output` and `cache` need layers, and are refused.
         key: a typed key if a rule is stochastic; the keyword argument ``key`` of the result takes its place.
 
     Returns:
@@ -383,7 +383,10 @@ class QuantizedFunction:
             return numbers_of(value) if is_packed(value) else value
         (placement, use), rule = program.placements[i], program.rule_of(i)
         coded = rule.product == "codes" and use.kind == "product"
-        how = Roundings(right=weight_rounding(rule), gradient=rule.gradient, rotation=rule.rotation, codes=coded)
+        how = Roundings(
+            right=weight_rounding(rule), gradient=rule.gradient, input_gradient=rule.input_gradient,
+            rotation=rule.rotation, codes=coded,
+        )  # fmt: skip
         twin = rule.weight is not None and takes_anew(how)
         computed = any(other.kind == "other" for other in program.uses[i])
         return Held(value if is_packed(value) else jnp.asarray(value), placement, i, twin, coded, entry, computed)

@@ -49,8 +49,9 @@ class Hadamard:
             numbers, repeated or cut to `size`.
         products: ``"weight"``: the product dw = x g alone, along its rows (tokens); ``"both"``: dx = g w too, along the
             outputs of the layer, with the weight of dx rounded anew; ``"forward"``: the product y = x w, along its
-            inputs: x is rotated when the program runs, and w before it is rounded, so that it is stored rotated.
-            Default ``"weight"``.
+            inputs: x is rotated when the program runs, and w before it is rounded, so that it is stored rotated;
+            ``"all"``: all three, dx and dw being products of the x and w that are rotated already. Default
+            ``"weight"``.
 
     Raises:
         TypeError, ValueError: for an invalid argument.
@@ -68,7 +69,7 @@ class Hadamard:
     products: str = "weight"
 
     def __post_init__(self) -> None:
-        check_choice("products", self.products, ("weight", "both", "forward"))
+        check_choice("products", self.products, ("weight", "both", "forward", "all"))
         if self.size == "all":
             if self.signs is not None:
                 raise ValueError(f"signs={self.signs!r} with size='all', which is another number in each product")
@@ -93,7 +94,17 @@ class Hadamard:
     @property
     def forward(self) -> bool:
         """Whether it is of forward products."""
-        return self.products == "forward"
+        return self.products in ("forward", "all")
+
+    @property
+    def of_input(self) -> bool:
+        """Whether it is of the products dx."""
+        return self.products in ("both", "all")
+
+    @property
+    def of_weight(self) -> bool:
+        """Whether it is of the products dw."""
+        return self.products != "forward"
 
     @property
     def matrix(self) -> np.ndarray:

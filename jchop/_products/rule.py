@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: The fields of a rule that are specs.
-SPECS = ("weight", "activation", "output", "bias", "gradient", "weight_gradient", "cache")
+SPECS = ("weight", "activation", "output", "bias", "gradient", "input_gradient", "weight_gradient", "cache")
 #: What a rule's `operation` may select: the primitives of JAX by the names of their functions.
 OPERATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -68,12 +68,14 @@ class Rule:
             each of the three products rounds its operands in its own layout, x and w from full precision. Formats that
             round a matrix and its transpose to the same numbers (no groups, one scale, square tiles) are applied once,
             in the forward product. Default None: backward products use the rounded operands of the forward product.
+        input_gradient: the spec of both operands of the product dx = g w, instead of `gradient` and `weight`.
         weight_gradient: the spec of both operands of the product dw = x g, instead of `activation` and `gradient`;
             ``"binary32"`` keeps it in float32.
         rotation: a `Hadamard`: both operands of the product dw, or of both backward products, are rotated along the sum
-            before they are rounded, from full precision. It needs a `gradient` or a `weight_gradient`, and products
-            whose rows are independent: of matrices, not convolutions or experts. One with ``products="forward"`` is of
-            the forward product instead: of matrices and experts, in programs (`jchop.quantize_fn`), not in layers.
+            before they are rounded, from full precision. It needs the spec of a gradient, and products whose rows are
+            independent: of matrices, not convolutions or experts. One with ``products="forward"`` is of the forward
+            product instead: of matrices and experts, in programs (`jchop.quantize_fn`), not in layers. One with
+            ``products="all"`` is of all three: of matrices, in programs.
         cache: the spec of the keys and values that MultiHeadAttention stores for decoding, packed: a plain format, or
             one with scales for each token and head, such as ``"int8(group=all)"``.
         matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products forward and
@@ -105,6 +107,7 @@ class Rule:
     output: Spec | None = None
     bias: Spec | None = None
     gradient: Spec | None = None
+    input_gradient: Spec | None = None
     weight_gradient: Spec | None = None
     cache: Spec | None = None
     rotation: Hadamard | None = None
@@ -126,6 +129,7 @@ class Rule:
             output: Spec | ElementFormat | ScaledFormat | str | None = ...,
             bias: Spec | ElementFormat | ScaledFormat | str | None = ...,
             gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            input_gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
             weight_gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
             cache: Spec | ElementFormat | ScaledFormat | str | None = ...,
             rotation: Hadamard | None = ...,
@@ -147,7 +151,7 @@ class Rule:
         for name in SPECS:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else as_spec(value, name, scaled=True))
-        for name in ("gradient", "weight_gradient"):
+        for name in ("gradient", "input_gradient", "weight_gradient"):
             spec = getattr(self, name)
             if spec is not None and spec.gradient != type(spec.gradient)():
                 raise ValueError(f"{name}={str(spec)!r} is of a gradient, and has no gradient of its own")
@@ -172,10 +176,10 @@ class Rule:
     def _check_rotation(self, rotation: Any) -> None:
         if not isinstance(rotation, Hadamard):
             raise TypeError(f"rotation={rotation!r} must be a jchop.Hadamard, such as Hadamard(16)")
-        if rotation.forward:
-            if self.weight is None and self.activation is None:
-                raise ValueError(f"rotation={rotation} needs a weight= or an activation=: nothing is rounded")
-        elif self.gradient is None and (self.weight_gradient is None or rotation.products == "both"):
+        if rotation.forward and self.weight is None and self.activation is None:
+            raise ValueError(f"rotation={rotation} needs a weight= or an activation=: nothing is rounded")
+        own = (("input_gradient", rotation.of_input), ("weight_gradient", rotation.of_weight))
+        if self.gradient is None and any(turns and getattr(self, name) is None for name, turns in own):
             raise ValueError(f"rotation={rotation} needs a gradient=: the backward products have nothing rounded")
         if self.scale_from is not None:
             raise ValueError(

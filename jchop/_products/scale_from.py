@@ -132,11 +132,12 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
     given = {name: spec for name in source.fields if (spec := specs[name]) is not None}
     if not given:
         raise ValueError(f"scale_from={source!r} has no effect without {' or '.join(source.fields)}")
-    if specs["weight_gradient"] is not None:
-        raise ValueError(
-            f"scale_from={source!r} with weight_gradient={str(specs['weight_gradient'])!r}: operands under such a "
-            "scale are rounded once, for all three products"
-        )
+    for name in ("input_gradient", "weight_gradient"):
+        if specs[name] is not None:
+            raise ValueError(
+                f"scale_from={source!r} with {name}={str(specs[name])!r}: operands under such a scale are rounded "
+                "once, for all three products"
+            )
     for name, spec in given.items():
         wrong = _wrong(source, name, spec)
         if wrong:

@@ -116,7 +116,7 @@ def _check_scale(fmt: Any) -> None:
         _check_levels(scale)
     if fmt.nan_block or fmt.scale_rule.tensor_scale:
         raise ValueError(f"scale={scale} is quantized again: nan_block and rule={fmt.rule!r} do not go with that")
-    if fmt.scale_rule.carry is not None:
+    if fmt.scale_rule.gives_powers:
         raise ValueError(
             f"scale={scale} does not keep the powers of two that rule={fmt.rule!r} gives; use rule='absmax', or a "
             "floating-point format for the scales"

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from jchop._checks import quoted
-from jchop.formats._base import ElementFormat, number
+from jchop.formats._base import ElementFormat, floor_log2, number
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import UniformFormat
 from jchop.formats._float import FloatFormat
@@ -50,6 +50,12 @@ def _largest_power(scale: FloatFormat) -> Fraction:
     return Fraction(2) ** scale.emax
 
 
+def _to_next_power(element: ElementFormat) -> float:
+    """2^(floor(log2 M) + 1) / M, from 1 to 2, rounded up to binary32."""
+    most = Fraction(element.max)
+    return math.ceil(Fraction(2) ** (floor_log2(most) + 24) / most) / 2**23
+
+
 def _half_of_last_place(element: ElementFormat, fraction: int, _: int) -> int:
     """Half a unit in the last place of the element format, which rounds the fraction of a to its bits."""
     assert isinstance(element, FloatFormat | UniformFormat)
@@ -67,6 +73,10 @@ def _has_negative(element: ElementFormat) -> bool:
 
 def _has_fraction_bits(element: ElementFormat) -> bool:
     return not isinstance(element, CodebookFormat)
+
+
+def _is_e2m1(element: ElementFormat) -> bool:
+    return isinstance(element, FloatFormat) and (element.max, element.smallest, element.frac_bits) == (6, 0.5, 1)
 
 
 def _has_two_thirds(element: ElementFormat) -> bool:
@@ -87,10 +97,12 @@ class ScaleRule:
             the bits of a first, so that E goes up by one for the fractions that ask for it. It is a function of the
             element format, the fraction bits of a, and the fraction of M in as many bits. None: another rule.
         tensor_scale: whether the scale is a product with a binary32 scale of the whole tensor.
+        constant: of an element format, the scale of every tensor; None if it follows from the tensor.
         top: of a scale format, the scale of the group with the largest number if the tensor has a scale too.
         fit: which numbers of a group count: its "ends" alone, the "range" of all x for a zero point, a "percentile", or
-            all of them, by least "squares" of many scales, or of the scales of "either" divisor; "levels" are the ends
-            of groups within groups, one for each time that the scales are quantized again.
+            all of them, by least "squares" of many scales, or of the scales of "either" divisor, or by their "power",
+            the mean of their squares; "levels" are the ends of groups within groups, one for each time that the scales
+            are quantized again.
         percentile: the q of "percentile".
         fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
         takes: whether an element format may have this rule.
@@ -102,12 +114,18 @@ class ScaleRule:
     divisors: Callable[[ElementFormat], tuple[Fraction, ...]] = _largest
     carry: Callable[[ElementFormat, int, int], int] | None = None
     tensor_scale: bool = False
+    constant: Callable[[ElementFormat], float] | None = None
     top: Callable[[FloatFormat], Fraction] = _most
-    fit: Literal["ends", "range", "percentile", "squares", "either", "levels"] = "ends"
+    fit: Literal["ends", "range", "percentile", "squares", "either", "power", "levels"] = "ends"
     percentile: Fraction | None = None
     fill: float = 0.0
     takes: Callable[[ElementFormat], bool] = _any
     needs: str = ""
+
+    @property
+    def gives_powers(self) -> bool:
+        """Whether the scales of groups are powers of two in every scale format."""
+        return self.carry is not None or self.fit == "power"
 
     @property
     def by_ends(self) -> bool:
@@ -143,6 +161,14 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 "rceil",
                 "2^ceil(log2(a / M))",
                 carry=lambda element, fraction, of_most: (1 << fraction) - 1 - of_most,
+            ),
+            ScaleRule(
+                "floor_unclipped",
+                "as floor, and the product of that and t is the scale, t being 2^(floor(log2 M) + 1) / M in binary32, "
+                "rounded up: the scale of every tensor, under which no x is beyond M",
+                carry=lambda element, fraction, of_most: 0,
+                tensor_scale=True,
+                constant=_to_next_power,
             ),
             ScaleRule("absmax", "a / M"),
             ScaleRule("max_abs", "a", _one),
@@ -186,6 +212,15 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 "mse",
                 "of absmax times 1, 63/64 ... 32/64 the first with the least sum of squared errors, summed in binary32",
                 fit="squares",
+            ),
+            ScaleRule(
+                "quest",
+                "2^floor(log2(r 2.92247856 / 6)), r being the root of the mean of the squares, summed in binary32: the "
+                "normal numbers of this r lose least if they are clipped at 2.92247856 r",
+                fit="power",
+                fill=math.nan,
+                takes=_is_e2m1,
+                needs="the values of e2m1",
             ),
             ScaleRule(
                 "percentile(q)",

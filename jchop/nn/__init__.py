@@ -42,7 +42,7 @@ from jchop.nn._nnx.layers import (
 from jchop.nn._nnx.lora import Adapted, add_lora, merge_lora, split_lora
 from jchop.nn._nnx.surgery import quantize
 from jchop.nn._params import quantize_params
-from jchop.nn._recipes import recipe
+from jchop.nn._recipes import keep_wide, recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._save_load import load, save
 from jchop.nn._scale_state import ActivationRange, AmaxHistory, LearnedScale
@@ -92,6 +92,7 @@ __all__ = [
     "correct_biases",
     "dot_product_attention",
     "fold_batch_norms",
+    "keep_wide",
     "linen",
     "load",
     "load_checkpoint",

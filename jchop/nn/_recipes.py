@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jchop._checks import check_choice
+from jchop._checks import check_choice, check_int
 from jchop._products.rotation import Hadamard
 from jchop._products.rule import Rule
 from jchop._products.scale_from import DelayedScaling
 from jchop.accumulation import MatmulSpec
 
-__all__ = ["RECIPES", "recipe"]
+__all__ = ["RECIPES", "keep_wide", "recipe"]
 
 _ROW = "float8_e4m3fn(group=all,scale=e8m0fnu,rule=rceil)"
 _MX = "mxfp8_e4m3(rule=rceil)"
-_MX4 = "mxfp4(rule=rceil)"
+_MX4_DRAWN = "mxfp4(rule=floor_unclipped):stochastic"
+_BACKWARD_MX4 = dict.fromkeys(("input_gradient", "weight_gradient"), _MX4_DRAWN)
 
 
 def _all(forward: str, gradient: str | None = None, **more: Any) -> Mapping[str, Any]:
@@ -40,8 +41,14 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # NVIDIA, arXiv 2509.25149: two-level scales, weights in tiles, gradients rounded stochastically, and a rotation
         # of the operands of dw.
         "nvfp4": _all("nvfp4", "nvfp4:stochastic", weight="nvfp4(group=(16,16))", rotation=Hadamard()),
-        # Tseng et al., arXiv 2502.20586: stochastic gradients, both backward products rotated.
-        "mxfp4": _all(_MX4, f"{_MX4}:stochastic", rotation=Hadamard(64, products="both")),
+        # Tseng et al., arXiv 2502.20586, algorithms 2 and 3: both operands of both backward products are rotated, and
+        # rounded stochastically under scales that clip nothing.
+        "mxfp4": _all("mxfp4(rule=rceil)", _MX4_DRAWN, **_BACKWARD_MX4, rotation=Hadamard(64, products="both")),
+        # Castro et al., arXiv 2505.14669, algorithm 1: the same backward, and forward operands rotated too, clipped
+        # where normal numbers lose least; no gradient where they are clipped.
+        "mxfp4_quartet": _all(
+            "mxfp4(rule=quest):gradient=clipped", _MX4_DRAWN, **_BACKWARD_MX4, rotation=Hadamard(32, products="all")
+        ),
         # DeepSeek-V3, arXiv 2412.19437, section 3.3: rows of 128, tiles of 128 x 128, sums of 128 products, added in
         # float32.
         "deepseek_fp8": _all("float8_e4m3fn(group=128)", weight="float8_e4m3fn(group=(128,128))", product="codes"),
@@ -71,16 +78,26 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     The weight is the same in the forward product and in that of the inputs' gradient, Q(W^T) = Q(W)^T, under
     ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"``, ``"wage"`` and, of
     weights with two axes, ``"deepseek_fp8"``. It is not, by design, under ``"float8_rowwise"``,
-    ``"float8_rowwise_with_gw_hp"``, ``"mxfp8"``, ``"mxfp4"``, ``"int8"`` and ``"int8_stochastic"``, whose scales are
-    those of rows or blocks along the sum of each product.
+    ``"float8_rowwise_with_gw_hp"``, ``"mxfp8"``, ``"mxfp4"``, ``"mxfp4_quartet"``, ``"int8"`` and
+    ``"int8_stochastic"``, whose scales are those of rows or blocks along the sum of each product.
 
     ``"nvfp4"`` and ``"mxfp4"`` rotate the operands of backward products (`jchop.Hadamard`). Convolutions and experts
     have no such rotation: give them a rule of their own, ``recipe(name, operation="conv", rotation=None)``, before the
     other. The published runs keep the first and the last blocks, the embeddings and the last layer in high precision:
-    put ``Rule("blocks/{0,11}")`` and ``Rule("{embed,head}")`` before the recipe. Four over six is an option of NVIDIA's
+    put the rules of `keep_wide` before the recipe. Four over six is an option of NVIDIA's
     recipe: ``recipe("nvfp4", activation="nvfp4(rule=four_over_six)")``, and so for the weight, in tiles, and the
-    gradient. Two things of Tseng et al. are otherwise in ``"mxfp4"``: scales are rounded up, so that nothing is
-    clipped, in place of a factor of 3/4, and the forward product is in MXFP4 too.
+    gradient.
+
+    In ``"mxfp4"`` and ``"mxfp4_quartet"`` all four operands of the backward products are rounded stochastically, and
+    each product is right on average, since the rule ``floor_unclipped`` clips nothing: its scales are 4/3 of the powers
+    of two of OCP, which is the papers' factor of 3/4 before the rounding and 16/9 after the product. Two things are
+    otherwise than in the papers: signs of rotations are fixed, not drawn in each step, and ``"mxfp4_quartet"`` rotates
+    forward operands with them too. Tseng et al. have the forward product in bfloat16 or float8; here it is in MXFP4,
+    ``recipe("mxfp4", weight="bfloat16", activation="bfloat16")`` is theirs. Castro et al. take the rounded x and w into
+    the backward products; here they come from full precision. They have no gradient of numbers beyond the largest
+    element; here of those that round beyond it, 7/6 of it and more. Their released kernels divide by the standard
+    deviation of a block, plus 1e-8, where QuEST (arXiv 2502.05003), and the rule ``quest`` here, has the root of the
+    mean square. ``"mxfp4_quartet"`` is of programs (`jchop.quantize_fn`, ``jc.nn.quantize(model, rules, inputs=...)``).
 
     ``"int8"``, ``"int8_stochastic"`` and ``"deepseek_fp8"`` multiply codes. So do the others of float8, ``"mxfp8"``,
     ``"mxfp4"`` and ``"nvfp4"`` with ``product="codes"``, except ``"float8_delayed"``, whose scales have a source of
@@ -95,12 +112,13 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     Args:
         name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with
             scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `DelayedScaling`;
-            longer or shorter by ``scale_from=``), ``"mxfp8"``, ``"mxfp4"`` (Tseng et al., AISTATS 2025: stochastic
-            gradients, both backward products rotated), ``"nvfp4"`` (NVIDIA: weights in tiles of 16 x 16, stochastic
-            gradients, dw rotated), ``"deepseek_fp8"`` (rows of 128, tiles of 128 x 128, sums of 128 products in
-            float32), ``"int8"`` (torchao's int8 mixed precision), ``"int8_stochastic"``, ``"ibm_fp8"`` (Wang et al.,
-            NeurIPS 2018: sums in e6m9 in chunks of 64), ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"``
-            (Wu et al., ICLR 2018: 2-8-8-8 bits of weights, activations, gradients, errors).
+            longer or shorter by ``scale_from=``), ``"mxfp8"``, ``"mxfp4"`` (Tseng et al., AISTATS 2025: backward
+            products of stochastic operands, rotated), ``"mxfp4_quartet"`` (Castro et al., NeurIPS 2025: the forward
+            product rotated and clipped, too), ``"nvfp4"`` (NVIDIA: weights in tiles of 16 x 16, stochastic gradients,
+            dw rotated), ``"deepseek_fp8"`` (rows of 128, tiles of 128 x 128, sums of 128 products in float32),
+            ``"int8"`` (torchao's int8 mixed precision), ``"int8_stochastic"``, ``"ibm_fp8"`` (Wang et al., NeurIPS
+            2018: sums in e6m9 in chunks of 64), ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"`` (Wu et
+            al., ICLR 2018: 2-8-8-8 bits of weights, activations, gradients, errors).
         path: as of a `Rule`. Default ``"*"``.
         changes: fields of the rule in place of the recipe's.
 
@@ -114,3 +132,33 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     """
     check_choice("name", name, tuple(RECIPES))
     return Rule(path, **{**RECIPES[name], **changes})
+
+
+def keep_wide(blocks: str, count: int, *, first: int = 2, last: int = 8, others: str = "{embed,head}") -> list[Rule]:
+    """Rules that leave the first and the last blocks of a model, and other layers, in full precision.
+
+    Put them before a recipe, since the first rule that matches is the layer's. NVIDIA's run of 62 blocks in NVFP4 keeps
+    the first two and the last eight (arXiv 2509.25149), and the embeddings and the last layer.
+
+    Args:
+        blocks: the path of the list of blocks, as ``"blocks"`` or ``"decoder/layers"``.
+        count: how many blocks there are.
+        first: of these, how many at the start stay as they are. Default 2.
+        last: how many at the end. Default 8.
+        others: a pattern for the other layers that stay as they are. Default ``"{embed,head}"``; empty for none.
+
+    Raises:
+        TypeError, ValueError: for numbers of blocks that are negative, or more than there are.
+
+    Example:
+        >>> import jchop as jc
+        >>> rules = [*jc.nn.keep_wide("blocks", 12, first=1, last=2), jc.nn.recipe("nvfp4")]
+        >>> [rule.path for rule in rules]
+        ['blocks/{0,10,11}', '{embed,head}', '*']
+    """
+    check_int("count", count, 1)
+    check_int("first", first, 0, count)
+    check_int("last", last, 0, count - first)
+    kept = [*range(first), *range(count - last, count)]
+    paths = [f"{blocks}/{{{','.join(map(str, kept))}}}"] if kept else []
+    return [Rule(path) for path in (*paths, others) if path]

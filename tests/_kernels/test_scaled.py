@@ -197,9 +197,10 @@ def test_all_equal_the_body(platform, operation, name, shape):
 @pytest.mark.slow
 def test_two_levels_of_wide_scales(platform, dtype, scale, element):
     """The product of the two scales is no number of float32; numbers of every magnitude, to the ends of the carrier."""
-    spec = Spec(ScaledFormat(element, group=16, scale=scale, rule="two_level"))
-    for operation in ("round_blocks", "quantize_blocks"):
-        check(platform, operation, spec, dtype, (3, 5, 64))
+    for rule in ("two_level", "floor_unclipped"):
+        spec = Spec(ScaledFormat(element, group=16, scale=scale, rule=rule))
+        for operation in ("round_blocks", "quantize_blocks"):
+            check(platform, operation, spec, dtype, (3, 5, 64))
 
 
 @pytest.mark.slow

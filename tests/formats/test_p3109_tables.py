@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 import jchop as jc
@@ -64,3 +65,59 @@ def test_codes_return(bits: int) -> None:
     for row in tables(bits):
         fmt = jc.p3109(*row)
         assert fmt.encode(fmt.decode(range(1 << bits))).tolist() == list(range(1 << bits)), row
+
+
+# -- operations: the rows of the table in docs/formats.md that are rounded once ----------------------------------------
+
+FORMAT, SCALE, BLOCK = "binary8p4se", "binary8p1uf", 8
+BLOCKS = f"{FORMAT}(group={BLOCK},scale={SCALE},rule=max_abs)"
+
+
+def projected(x: Fraction) -> float:
+    """The nearest value of the format, ties to the even code, infinite from half a step beyond the largest on."""
+    values = [v for v in defined(8, 4, True, True) if isinstance(v, Fraction) and v >= 0]
+    step = values[-1] - values[-2]
+    beyond = [*values, values[-1] + step]
+    code = min(range(len(beyond)), key=lambda k: (abs(beyond[k] - abs(x)), k % 2))
+    return math.copysign(math.inf if code == len(values) else float(values[code]), x)
+
+
+def blocks(rng: np.random.Generator) -> tuple[jc.QArray, list[list[Fraction]], np.ndarray]:
+    """Packed blocks, their numbers s e by the definition of the codes, and what dequantize gives of them."""
+    packed = jc.quantize(rng.standard_normal((5, BLOCK)) * 2.0 ** rng.integers(-3, 3, (5, BLOCK)), BLOCKS)
+    elements, scales = (list(defined(8, *fields)) for fields in ((4, True, True), (1, False, False)))
+    numbers = [
+        [Fraction(scales[int(s)]) * Fraction(elements[int(code)]) for code in row]
+        for row, (s,) in zip(np.asarray(packed.qvalue), np.asarray(packed.scale), strict=True)
+    ]
+    return packed, numbers, np.asarray(jc.dequantize(packed))
+
+
+@pytest.mark.slow
+def test_operations_of_blocks_are_exact_in_float64_and_rounded_once() -> None:
+    rng = np.random.default_rng(0)
+    (_, x, x64), (_, y, y64), (_, z, z64) = (blocks(rng) for _ in range(3))
+    assert x64.dtype == np.float64 and [[Fraction(v) for v in row] for row in x64.tolist()] == x
+    sums = [sum(row) for row in x]
+    dots = [sum(a * b for a, b in zip(*rows, strict=True)) for rows in zip(x, y, strict=True)]
+    for got, wanted in ((x64.sum(-1), sums), ((x64 * y64).sum(-1), dots)):  # BlockReduceAdd, BlockDotProduct
+        assert np.asarray(jc.round_to_format(got, FORMAT)).tolist() == [projected(Fraction(v)) for v in wanted]
+    scale = np.full((5, 1), 2.0)  # BlockAdd, BlockMultiply, BlockFMA, BlockFAA to given scales
+    for got, combine in (
+        (x64 + y64, lambda a, b, c: a + b),
+        (x64 * y64, lambda a, b, c: a * b),
+        (x64 * y64 + z64, lambda a, b, c: a * b + c),
+        (x64 + y64 + z64, lambda a, b, c: a + b + c),
+    ):
+        stored = jc.quantize(got, BLOCKS, scale=np.asarray(jc.parse(SCALE).format.encode(scale)))
+        wanted = [
+            [2 * projected(combine(*v) / 2) for v in zip(*rows, strict=True)] for rows in zip(x, y, z, strict=True)
+        ]
+        assert np.asarray(jc.dequantize(stored)).tolist() == wanted
+
+
+def test_faa_rounds_once() -> None:
+    values = np.array([float(v) for v in defined(8, 4, True, True) if isinstance(v, Fraction)])
+    x, y, z = np.random.default_rng(1).choice(values, (3, 200))
+    wanted = [projected(Fraction(a) + Fraction(b) + Fraction(c)) for a, b, c in zip(x, y, z, strict=True)]
+    assert np.asarray(jc.round_to_format(x + y + z, FORMAT)).tolist() == wanted

@@ -68,7 +68,7 @@ TAPERED = (
     st.integers(2, 32).map(PositFormat)
     | st.integers(6, 32).map(TakumFormat)
     | st.just(HiFloat8Format())
-    | st.integers(6, 16).map(LogTakumFormat)
+    | st.integers(6, 32).map(LogTakumFormat)
 )
 FORMATS = st.one_of(floats(), fixed(), integers(), CODEBOOKS, NAMED, TAPERED)
 

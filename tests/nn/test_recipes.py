@@ -166,7 +166,8 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
     """The matrices that a layer multiplies with, forward and for the gradient of its input, under a recipe."""
     make, shape = LAYERS[layer]
     # Unit vectors are what they are in these formats, so that each result is a rounded weight itself.
-    rule = jc.nn.recipe(name, activation=None, gradient="binary32", rotation=None)
+    plainly: Any = {"gradient": "binary32", "input_gradient": None, "weight_gradient": None, "rotation": None}
+    rule = jc.nn.recipe(name, activation=None, **plainly)
     plain, x = make(), jnp.eye(math.prod(shape)).reshape(-1, *shape)
 
     def spread(kernel: Any) -> Any:  # so wide that scales of other groups underflow at other places
@@ -201,6 +202,101 @@ def test_one_weight_forward_and_backward(name: str, layer: str) -> None:
     forward, backward = both_weights(name, layer)
     tiles_of_codes = name == "deepseek_fp8" and "General" in layer  # of other axes, joined, in dx
     assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT and not tiles_of_codes)
+
+
+def test_blocks_that_stay_as_they_are() -> None:
+    class Tower(nnx.Module):
+        def __init__(self) -> None:
+            self.blocks = nnx.List([nnx.Linear(32, 32, rngs=nnx.Rngs(i)) for i in range(12)])
+            self.head = nnx.Linear(32, 32, rngs=nnx.Rngs(12))
+
+    rules = [*jc.nn.keep_wide("blocks", 12, first=1, last=2, others="head"), jc.nn.Rule(weight="mxfp4")]
+    layers = jc.nn.quantize(Tower(), rules)
+    wide = [type(layer) is nnx.Linear for layer in (*layers.blocks, layers.head)]
+    assert [i for i, kept in enumerate(wide) if kept] == [0, 10, 11, 12]
+    assert [rule.path for rule in jc.nn.keep_wide("blocks", 12, first=0, last=0)] == ["{embed,head}"]
+    assert [rule.path for rule in jc.nn.keep_wide("net/blocks", 10, others="")] == ["net/blocks/{0,1,2,3,4,5,6,7,8,9}"]
+    for arguments, message in (((0,), "count=0"), ((12, 13), "first=13"), ((12, 5, 8), "last=8 must be .* 0 to 7")):
+        with pytest.raises(ValueError, match=message):
+            jc.nn.keep_wide("blocks", **dict(zip(("count", "first", "last"), arguments, strict=False)))
+
+
+# -- MXFP4, against the algorithms of the papers in NumPy --------------------------------------------------------------
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def turned(x: np.ndarray, rotation: jc.Hadamard) -> np.ndarray:
+    """The last axis times the matrix, by blocks."""
+    return (x.reshape(*x.shape[:-1], -1, len(rotation.matrix)) @ rotation.matrix.T).reshape(x.shape)
+
+
+def blockwise(x: np.ndarray, scale: Callable[[Any], Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The last axis in blocks of 32, each to the nearest e2m1 (no ties here) under a scale; and what stays within 6."""
+    blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, 32)
+    s = scale(blocks)[..., None]
+    size = np.abs(blocks / s)
+    nearest = E2M1[np.argmin(np.abs(size[..., None] - E2M1), -1)]
+    return (np.sign(blocks) * nearest * s).reshape(x.shape), (size < 7).reshape(x.shape)
+
+
+def quest(blocks: Any) -> Any:
+    """Panferov et al., arXiv 2502.05003: the root of the mean square times the best clip of normal numbers."""
+    return 2.0 ** np.floor(np.log2(np.sqrt((blocks**2).mean(-1)) * 2.92247856 / 6))
+
+
+def rounded_up(blocks: Any) -> Any:
+    return 2.0 ** np.ceil(np.log2(np.abs(blocks).max(-1) / 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "scale"), [("mxfp4", rounded_up), ("mxfp4_quartet", quest)])
+def test_mxfp4_forward(name: str, scale: Any) -> None:
+    """y, and the derivative of the rounded operands: that of the clipped ones of Quartet is 0."""
+    x, w, g = normal(5, 64, seed=0), normal(64, 3, seed=1), normal(5, 3, seed=2)
+    rule = jc.nn.recipe(name, gradient=None, input_gradient="binary32", weight_gradient="binary32")
+    low = jc.quantize_fn(lambda w, x: x @ w, rule)
+    y, pull = jax.vjp(lambda w, x: low(w, x), w, x)
+    dw, dx = pull(g)
+    rotation = jc.Hadamard(32)
+    forward: Any = (lambda a: turned(a, rotation)) if name == "mxfp4_quartet" else (lambda a: a)
+    back: Any = (lambda a: a.reshape(*a.shape[:-1], 2, 32) @ rotation.matrix) if name == "mxfp4_quartet" else None
+    (xq, x_kept), (wq, w_kept) = (blockwise(forward(a), scale) for a in (x, w.T))
+    np.testing.assert_allclose(y, xq @ wq.T, rtol=0, atol=2e-5)
+    if name == "mxfp4_quartet":
+        assert 0.005 < 1 - x_kept.mean() < 0.5 and not w_kept.all()
+        inner = g @ forward(w.T)  # the backward products are of full precision here
+        np.testing.assert_allclose(dx, back(inner * x_kept).reshape(x.shape), rtol=0, atol=1e-4)
+        inner = g.T @ forward(x)
+        np.testing.assert_allclose(dw.T, back(inner * w_kept).reshape(w.T.shape), rtol=0, atol=1e-4)
+    else:
+        assert x_kept.all() and w_kept.all()
+        np.testing.assert_allclose(dx, g @ w.T, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(dw, x.T @ g, rtol=0, atol=1e-4)
+
+
+def mean_of_draws(rule: jc.Rule, x: Any, w: Any, g: Any, count: int) -> Any:
+    """Of dw and dx, the distance of the mean of so many draws from the product, in units of its standard error."""
+    low = jc.quantize_fn(lambda w, x: x @ w, rule)
+    run = jax.jit(jax.vmap(lambda key: jax.vjp(lambda w, x: low(w, x, key=key), w, x)[1](g)))
+    draws = [np.asarray(v, np.float64) for v in run(jax.random.split(jax.random.key(0), count))]
+    wide = [np.asarray(v, np.float64) for v in (x, w, g)]
+    exact = wide[0].T @ wide[2], wide[2] @ wide[1].T
+    return [(v.mean(0) - e) / (v.std(0) / count**0.5) for v, e in zip(draws, exact, strict=True)]
+
+
+@pytest.mark.slow
+def test_mxfp4_gradients_are_right_on_average_by_the_factor_of_three_quarters() -> None:
+    """Both backward products over 2^12 draws; without the factor, OCP's scales clip, and the mean is off."""
+    x, w, g = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate(((64, 4), (4, 64), (64, 64))))
+    for name in ("mxfp4", "mxfp4_quartet"):
+        # Operands that are clipped forward would have no gradient.
+        rule = jc.nn.recipe(name, weight=None, activation="binary32")
+        for off in mean_of_draws(rule, x, w, g, 1 << 12):
+            assert np.abs(off).max() < 4.8 and np.sqrt((off**2).mean()) < 1.15, name  # of 256 or 4096 means
+    clips = "mxfp4:stochastic"
+    rule = jc.nn.recipe("mxfp4", weight=None, activation=None, input_gradient=clips, weight_gradient=clips)
+    assert all(np.sqrt((off**2).mean()) > 3 for off in mean_of_draws(rule, x, w, g, 1 << 12))
 
 
 @pytest.mark.in_turn(5)

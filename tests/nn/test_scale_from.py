@@ -231,6 +231,7 @@ MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.DelayedScaling(), jc.nn.
         ({"activation": "uint8(group=tensor,zero_point=integer)", "scale_from": HISTORY}, ValueError, "no zero point"),
         ({"weight": TENSOR + ":gradient=clipped", "scale_from": LEARNED}, ValueError, "straight through"),
         ({"weight": TENSOR, "weight_gradient": "e5m2", "scale_from": LEARNED}, ValueError, "all three products"),
+        ({"weight": TENSOR, "input_gradient": "e5m2", "scale_from": LEARNED}, ValueError, "input_gradient=.*all three"),
     ],
 )
 def test_what_cannot_be_kept_is_said(fields: Any, error: type[Exception], words: str) -> None:

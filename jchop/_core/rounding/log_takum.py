@@ -1,4 +1,8 @@
-"""Rounding to logarithmic takums, and their codes, by tables of magnitudes in binary64."""
+"""Rounding to logarithmic takums, and their codes, by tables of magnitudes in binary64; of wide ones by powers.
+
+Of wide ones the logarithm of a number gives a code that may be one too large or too small. The number is then compared
+with the power next to it, which is computed exactly.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop import _bits
-from jchop._bits import Carrier
+from jchop._bits import CARRIERS, Carrier
 from jchop._core.rounding.bins import take
 from jchop._core.rounding.codebooks import pick_level
 from jchop._core.rounding.modes import threshold
-from jchop.formats import LogTakumFormat
-from jchop.formats._log_takum import log_takum_firsts, log_takum_levels
+from jchop._core.rounding.takum_powers import power_of_string
+from jchop._core.rounding.tapered import encode_tapered
+from jchop.formats import LogTakumFormat, TakumFormat
+from jchop.formats._log_takum import TABULATED, log_takum_firsts, log_takum_levels
 from jchop.rounding import Rounding
 
 Array = jax.Array
@@ -23,6 +29,9 @@ Array = jax.Array
 
 def round_log(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
     """|x| rounded by a deterministic mode, as magnitude bits of float64; no number but 0 becomes 0."""
+    if fmt.bits > TABULATED:
+        code = _wide_code(magnitude, negative, mode, fmt)
+        return jnp.where(magnitude == 0, 0, power_of_string(code, fmt.bits))
     levels = _levels(fmt.bits)
     above, below = (_firsts(fmt.bits, mode, side) for side in (False, True))
     rounded = pick_level(magnitude, above, levels)
@@ -33,8 +42,11 @@ def round_log(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFo
 
 def encode_log(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
     """The codes of values of `fmt`, as integers of the carrier's work dtype."""
-    levels = _levels(fmt.bits)
-    code = pick_level(magnitude, levels[1:], np.arange(1, fmt.max_code + 1, dtype=levels.dtype))
+    if fmt.bits > TABULATED:
+        code = _wide_code(magnitude, sign != 0, Rounding.NEAREST_EVEN, fmt)
+    else:
+        levels = _levels(fmt.bits)
+        code = pick_level(magnitude, levels[1:], np.arange(1, fmt.max_code + 1, dtype=levels.dtype))
     code = jnp.where(magnitude == 0, 0, jnp.where(magnitude > carrier.inf, -fmt.max_code - 1, code))
     return jnp.where((sign != 0) & (magnitude <= carrier.inf), -code, code) & _bits.low_mask(fmt.bits)
 
@@ -43,8 +55,13 @@ def decode_log(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
     """The values of codes in [0, 2^n), given in the work dtype of float64."""
     spare = carrier.work_width - fmt.bits
     count = codes << spare >> spare  # two's complement
-    table = np.concatenate([np.zeros(1, carrier.work), _levels(fmt.bits), np.array([carrier.nan], carrier.work)])
-    magnitude = take(jnp.asarray(table), jnp.abs(count))
+    string = jnp.abs(count)
+    if fmt.bits > TABULATED:
+        magnitude = power_of_string(jnp.clip(string, 1, fmt.max_code), fmt.bits)
+        magnitude = jnp.where(string == 0, 0, jnp.where(string > fmt.max_code, carrier.nan, magnitude))
+    else:
+        table = np.concatenate([np.zeros(1, carrier.work), _levels(fmt.bits), np.array([carrier.nan], carrier.work)])
+        magnitude = take(jnp.asarray(table), string)
     sign = jnp.where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
     return _bits.join(sign, magnitude, carrier)
 
@@ -63,8 +80,47 @@ def _firsts(bits: int, mode: Rounding, negative: bool) -> np.ndarray:
     levels = _levels(bits)
     points = {0: levels[:-1] + 1, 1: levels[1:], Fraction(1, 2): log_takum_firsts(bits).view(np.int64)}
 
-    def first(odd: int) -> np.ndarray:  # for codes k with this last bit
-        low, index = (-1, 1 - odd) if negative else (0, odd)
-        return points[abs(threshold(mode, index, Fraction(low), Fraction(low + 1))[0])]
+    even, odd = (points[_point(mode, last, negative)] for last in (0, 1))
+    return np.where(np.arange(1, len(levels)) % 2 == 1, odd, even)
 
-    return np.where(np.arange(1, len(levels)) % 2 == 1, first(1), first(0))
+
+# -- wide strings ------------------------------------------------------------------------------------------------------
+
+
+def _wide_code(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
+    """The positive codes of magnitude bits of float64, rounded by a mode."""
+    bits, most = fmt.bits, fmt.max_code
+    code = jnp.clip(_floor_code(magnitude, fmt), 1, most)
+    if all(_point(mode, odd, side) == Fraction(1, 2) for odd in (0, 1) for side in (False, True)):
+        code = jnp.minimum(code, most - 1)
+        return code + (magnitude >= power_of_string(2 * code + 1, bits + 1, above=True))
+    level, following = power_of_string(code, bits), power_of_string(jnp.minimum(code + 1, most), bits)
+    # The code of the neighbour toward zero, and whether the magnitude is its value.
+    own = (magnitude == level) | (magnitude == following)
+    code = code - (magnitude < level) + ((magnitude >= following) & (code < most))
+    ups = [[_point(mode, odd, side) == 0 for side in (False, True)] for odd in (0, 1)]
+    even, odd = (jnp.where(negative, up[1], up[0]) for up in ups)
+    return jnp.clip(code + (jnp.where(code % 2 == 1, odd, even) & ~own), 1, most)
+
+
+def _point(mode: Rounding, odd: int, negative: bool) -> Fraction:
+    """Where between two neighbouring magnitudes, at 0 and 1, a mode begins to take the second.
+
+    Args:
+        mode: a deterministic mode.
+        odd: the last bit of the code of the first.
+        negative: whether they are magnitudes of negative numbers.
+    """
+    low, index = (-1, 1 - odd) if negative else (0, odd)
+    return abs(threshold(mode, index, Fraction(low), Fraction(low + 1))[0])
+
+
+def _floor_code(magnitude: Array, fmt: LogTakumFormat) -> Array:
+    """The strings of logarithms l = c + f, cut: of linear takums (1 + f) 2^c. By errors one too large or too small."""
+    carrier = CARRIERS["float64"]
+    ends = (carrier.magnitude_bits(Fraction(end)) for end in (fmt.smallest, fmt.max))
+    within = jnp.clip(magnitude, *ends)
+    l = 2 * jnp.log(_bits.join(jnp.zeros_like(within), within, carrier))  # noqa: E741
+    whole = jnp.floor(l)
+    linear = _bits.split(1 + (l - whole), carrier)[1] + (whole.astype(within.dtype) << carrier.fraction)
+    return encode_tapered(jnp.zeros_like(linear), linear, TakumFormat(fmt.bits), carrier)

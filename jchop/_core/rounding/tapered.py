@@ -85,9 +85,10 @@ def decode_tapered(codes: Array, fmt: StringFormat, carrier: Carrier) -> Array:
     spare = carrier.work_width - fmt.bits
     count = codes << spare >> spare  # two's complement
     string = jnp.abs(count) & fmt.max_code
-    exponent, fraction_bits = (_posit_exponent if isinstance(fmt, PositFormat) else _takum_exponent)(
-        string, fmt, carrier
-    )
+    if isinstance(fmt, PositFormat):
+        exponent, fraction_bits = _posit_exponent(string, fmt, carrier)
+    else:
+        exponent, fraction_bits = takum_exponent(string, fmt.bits)
     fraction = string & _bits.low_mask(fraction_bits)
     magnitude = (exponent + carrier.bias << carrier.fraction) + _moved(fraction, carrier.fraction - fraction_bits)
     magnitude = jnp.where(count == 0, 0, magnitude)
@@ -127,9 +128,10 @@ def _floor_log2(count: Array, carrier: Carrier) -> Array:
     return place + jnp.where(high > 0, 16, 0)
 
 
-def _takum_exponent(string: Array, fmt: StringFormat, carrier: Carrier) -> tuple[Array, Array]:
-    after = fmt.bits - 5
-    above, field = string >> fmt.bits - 2 != 0, string >> after & 7
+def takum_exponent(string: Array, bits: int) -> tuple[Array, Array]:
+    """Exponents, and the number of fraction bits, of positive strings of `bits` with the sign."""
+    after = bits - 5
+    above, field = string >> bits - 2 != 0, string >> after & 7
     width = jnp.where(above, field, 7 - field)
     rest = string & _bits.low_mask(after)
     fraction_bits = jnp.maximum(after - width, 0)

@@ -1,4 +1,4 @@
-"""Scales that depend on all numbers of a group: percentiles, and least squares."""
+"""Scales that depend on all numbers of a group: percentiles, least squares, and the power of the numbers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ Array = jax.Array
 
 #: N: the rule "mse" tries the scale of "absmax" times 1, 1 - 1/N ... 1/2.
 STEPS = 64
+#: The scale of normal numbers with variance 1 under which e2m1 loses least, before it becomes a power of two (Panferov
+#: et al., "QuEST", arXiv 2502.05003; the number is that of Castro et al., "Quartet", arXiv 2505.14669).
+QUEST = 2.92247856 / 6
 
 
 def smallest_of(fmt: ElementFormat) -> Fraction:
@@ -122,6 +125,32 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None
     return replace(tried[0], value=jnp.where(second < first, tried[1].value, tried[0].value))
 
 
+def fit_power(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
+    """2^floor(log2(r / L)), r the root of the mean square of a group's finite numbers, 1 / L as in `QUEST`.
+
+    The squares are of numbers over the largest magnitude's power of two, and are summed in the arithmetic's carrier.
+
+    Args:
+        x: numbers of the arithmetic's carrier; a group may be padded with NaN.
+        axes: the axes of a group.
+        plan: the plan.
+        tensor: None; the rule has no scale of the tensor.
+    """
+    compute = plan.compute
+    magnitude = _bits.split(x, compute)[1]
+    largest = largest_of(magnitude, axes, compute)
+    lag = compute.bias - (largest >> compute.fraction)
+    finite = magnitude < compute.inf
+    near_one = elements.times_power(_normal(x, plan), jnp.broadcast_to(lag, x.shape), compute)
+    total = jnp.sum(jnp.where(finite, near_one * near_one, 0), axis=axes, keepdims=True)
+    share = total * (QUEST**2) / jnp.maximum(jnp.sum(finite, axis=axes, keepdims=True), 1).astype(compute.name)
+    # floor(log2 of the root) is half the exponent, rounded down.
+    half = (_bits.split(share, compute)[1] >> compute.fraction) - compute.bias >> 1
+    low, zero, high = plan.exponents
+    exponent = jnp.where(largest == 0, zero, jnp.clip(half - lag, low, high))
+    return Scales(exponent.astype(largest.dtype))
+
+
 def _errors(x: Array, axes: tuple[int, ...], largest: Array, plan: Plan) -> Callable[[Scales], Array]:
     """The function that gives the sums of squared errors of a group under its scale.
 
@@ -156,5 +185,5 @@ def _normal(x: Array, plan: Plan) -> Array:
 
 #: The functions that fit scales to all numbers of a group, by `ScaleRule.fit`.
 FITTED: Mapping[str, Callable[[Array, tuple[int, ...], Plan, Array | None], Scales]] = MappingProxyType(
-    {"percentile": fit_percentile, "squares": fit_squares, "either": fit_either}
+    {"percentile": fit_percentile, "squares": fit_squares, "either": fit_either, "power": fit_power}
 )

@@ -105,7 +105,7 @@ class Plan:
     @cached_property
     def is_power(self) -> bool:
         """Whether every scale is a power of two."""
-        return self.rule.carry is not None or (not self.scale.frac_bits and not self.rule.tensor_scale)
+        return not self.rule.tensor_scale and (self.rule.gives_powers or not self.scale.frac_bits)
 
     @cached_property
     def largest_bits(self) -> int:
@@ -270,6 +270,7 @@ def choose_scales(
     tensor = None if tensor is None else tensor_bits(tensor, largest, plan)
     if plan.rule.carry is not None:
         value, beyond = power_of_two(largest, plan)
+        value = value if plan.is_power else _power_bits(value, plan)
     else:
         if len(plan.divisors) == 2:
             ends = (
@@ -419,14 +420,17 @@ def _over_tensor(largest: Array, tensor: Array, divisor: Fraction, plan: Plan) -
 def tensor_scale(x: Array, plan: Plan) -> Array:
     """The float32 scale of a whole tensor under which its blocks' scales have their whole range.
 
-    The largest finite magnitude over the product of the rule's top scale, the largest one as a rule, and the largest
-    element, rounded to nearest, ties to even; 1 if there is no finite value other than zero.
+    The rule's constant, if it has one. Else the largest finite magnitude over the product of the rule's top scale, the
+    largest one as a rule, and the largest element, rounded to nearest, ties to even; 1 if there is no finite value
+    other than zero.
 
     Args:
         x: numbers of the arithmetic's carrier.
         plan: a plan whose rule has a scale of the tensor.
     """
     compute = plan.compute
+    if plan.rule.constant is not None:
+        return jnp.float32(plan.rule.constant(plan.element.format))
     if not x.size:
         return jnp.ones((), jnp.float32)
     magnitude = _bits.split(x, compute)[1]
@@ -492,7 +496,12 @@ def scale_magnitude(scales: Scales, plan: Plan) -> Array:
     """The magnitude bits of scales, without the tensor's scale."""
     if not plan.is_power:
         return scales.value
-    compute, exponent = plan.compute, scales.value
+    return _power_bits(scales.value, plan)
+
+
+def _power_bits(exponent: Array, plan: Plan) -> Array:
+    """The magnitude bits of powers of two, from their exponents."""
+    compute = plan.compute
     normal = exponent + compute.bias << compute.fraction
     if plan.exponents[0] > -compute.bias:
         return normal

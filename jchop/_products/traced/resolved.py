@@ -114,7 +114,8 @@ class Resolved:
         how = self.runner.roundings.get(id(step))
         site = self.sites.get(id(step))
         fields = {} if how is None else {
-            "activation": how[0].left, "gradient": how[0].gradient, "weight_gradient": how[0].weight_gradient,
+            "activation": how[0].left, "gradient": how[0].gradient,
+            "input_gradient": how[0].input_gradient, "weight_gradient": how[0].weight_gradient,
             "matmul": how[0].matmul, "rotation": how[0].rotation, "product": "codes" if how[0].codes else None,
             "scale_from": None if site is None else site.source,
         }  # fmt: skip
@@ -268,8 +269,9 @@ def _roundings(step: ProductStep, rule: Rule) -> tuple[Roundings, int] | None:
     right = weight_rounding(rule) if weights else rule.activation
     codes = rule.product == "codes" and (rule.activation is not None or right is not None)
     how = Roundings(
-        rule.activation, right, rule.gradient, rule.weight_gradient, rule.matmul, rule.rotation, place, codes
-    )
+        rule.activation, right, rule.gradient, rule.input_gradient, rule.weight_gradient, rule.matmul, rule.rotation,
+        place, codes,
+    )  # fmt: skip
     idle = how.left is None and not how.backward and not how.codes and how.forward_rotation is None
     if idle or _scales_complex(step, how):
         return None
@@ -344,7 +346,7 @@ def _check_effect(
             if numbers[leaf] == number
         }  # fmt: skip
         if any(chosen is rule for _, chosen in products):
-            used |= {"activation", "gradient", "weight_gradient", "matmul", "rotation"}
+            used |= {"activation", "gradient", "input_gradient", "weight_gradient", "matmul", "rotation"}
         source = rule.scale_from
         if source is not None and (source in kept or ("weight" in source.fields and "weight" in used)):
             used.add("scale_from")
@@ -362,8 +364,7 @@ def _is_complex(step: ProductStep) -> bool:
 
 def _scales_complex(step: ProductStep, how: Roundings) -> bool:
     """Whether complex operands would have scales, which formats give to real numbers alone."""
-    specs = (how.left, how.right, how.gradient, how.weight_gradient)
-    return _is_complex(step) and any(spec is not None and spec.scaled is not None for spec in specs)
+    return _is_complex(step) and any(spec is not None and spec.scaled is not None for spec in how.specs)
 
 
 _ORDER = {"product": 0, "rows": 1, "sum": 2, "other": 3}

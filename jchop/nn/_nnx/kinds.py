@@ -24,7 +24,7 @@ __all__ = ["KINDS", "Kind", "einsum_layouts"]
 _LINEAR = MappingProxyType({"kernel": "weight", "bias": "bias"})
 _NORM = MappingProxyType({"scale": "weight", "bias": "bias"})
 #: The fields of a rule that a product of a layer has.
-PRODUCT_FIELDS = ("gradient", "weight_gradient", "matmul", "rotation")
+PRODUCT_FIELDS = ("gradient", "input_gradient", "weight_gradient", "matmul", "rotation")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def quantize(
 
     With `inputs`, or if a rule matches a module with parameters that is no layer of Flax, the *program* of the model is
     quantized: `jchop.quantize_fn` runs each of its methods, and rounds the parameters that reach products, whatever
-    modules they are in. A rule then may have `weight`, `bias`, `activation`, `gradient`, `weight_gradient`, `matmul`.
+    modules they are in. A rule then may have `weight`, `bias`, `activation`, `matmul` and the specs of gradients.
     Rules are for calls of the model itself; a submodule that is called from outside is the plain one.
 
     Without `inputs`, the *layers* of the model are quantized: they become layers of `jchop.nn` with the same name,

@@ -14,8 +14,11 @@ import pytest
 
 import jchop as jc
 from jchop._bits import CARRIERS, types_for
+from jchop._core.rounding import log_takum
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.takum_powers import power_of_string
+from jchop.formats._log_takum import log_takum_firsts, log_takum_levels
 
 
 def power(n: int, code: int) -> Fraction:
@@ -35,7 +38,10 @@ def above(value: Fraction) -> float:
     return nearest if nearest > value else math.nextafter(nearest, math.inf)
 
 
-def check_codes(n: int, codes: list[int]) -> None:
+NEAREST = ("nearest_even", "nearest_away", "nearest_zero")
+
+
+def check_codes(n: int, codes: list[int], modes: tuple[str, ...] = NEAREST) -> None:
     fmt = jc.LogTakumFormat(n)
     powers = [power(n, code) for code in codes]
     assert fmt.decode(codes).tolist() == [float(value) for value in powers]
@@ -45,7 +51,7 @@ def check_codes(n: int, codes: list[int]) -> None:
     lower = np.array([code for code in codes if code < fmt.max_code])
     x = np.concatenate([np.nextafter(ends, 0), ends])
     wanted = fmt.decode(np.concatenate([lower, lower + 1]))
-    for mode in ("nearest_even", "nearest_away", "nearest_zero"):
+    for mode in modes:
         np.testing.assert_array_equal(jc.round_to_format(x, f"takum{n}:{mode}"), wanted)
     np.testing.assert_array_equal(jc.round_to_format(-x, fmt), -wanted)
 
@@ -53,6 +59,21 @@ def check_codes(n: int, codes: list[int]) -> None:
 @pytest.mark.parametrize("n", [6, 8])
 def test_every_value_and_every_point_between(n: int) -> None:
     check_codes(n, list(range(1, 1 << n - 1)))
+
+
+@pytest.mark.parametrize("n", [pytest.param(17, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.slow), 32])
+def test_wide_strings(n: int) -> None:
+    edges = [1, 2, 3, (1 << n - 2) - 1, 1 << n - 2, (1 << n - 2) + 1, (1 << n - 1) - 2, (1 << n - 1) - 1]
+    check_codes(n, [*edges, *np.random.default_rng(n).integers(4, (1 << n - 1) - 4, 30).tolist()], NEAREST[:1])
+
+
+def test_computed_powers_are_those_of_the_tables() -> None:
+    with types_for("float64"):
+        codes = np.arange(1, 1 << 11)
+        levels = jax.jit(lambda c: power_of_string(c, 12))(codes)
+        firsts = jax.jit(lambda c: power_of_string(2 * c + 1, 13, above=True))(codes[:-1])
+    np.testing.assert_array_equal(np.asarray(levels).view(np.float64), log_takum_levels(12))
+    np.testing.assert_array_equal(np.asarray(firsts).view(np.float64), log_takum_firsts(12))
 
 
 @pytest.mark.slow
@@ -67,7 +88,11 @@ def test_values_of_longer_strings(n: int) -> None:
     assert fmt.encode(decoded).tolist() == list(range(1 << n))
 
 
-def test_every_mode_and_every_code() -> None:
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_mode_and_every_code(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tables, and as strings of more than 16 bits are rounded."""
+    if wide:
+        monkeypatch.setattr(log_takum, "TABULATED", 0)
     fmt, carrier = jc.LogTakumFormat(8), CARRIERS["float64"]
     levels = [float(power(8, code)) for code in range(1, 128)]
     points = [power(9, 2 * code + 1) for code in range(1, 127)]
@@ -91,7 +116,8 @@ def test_every_mode_and_every_code() -> None:
         return math.copysign(levels[k - 1 + away], value)
 
     with types_for("float64"):
-        specs = [jc.Spec(fmt, mode) for mode in oracle.DETERMINISTIC] + [jc.Spec(fmt, overflow="saturate")]
+        modes = ("nearest_even", "up", "odd") if wide else oracle.DETERMINISTIC
+        specs = [jc.Spec(fmt, mode) for mode in modes] + [jc.Spec(fmt, overflow="saturate")]
         codes = np.arange(256)
 
         @jax.jit
@@ -100,7 +126,7 @@ def test_every_mode_and_every_code() -> None:
             return results, decode_elements(codes, fmt, carrier), encode_elements(results[0], fmt, carrier)
 
         results, decoded, encoded = run(x, codes)
-    for mode, result in zip(oracle.DETERMINISTIC, results[:-1], strict=True):
+    for mode, result in zip(modes, results[:-1], strict=True):
         np.testing.assert_array_equal(result, [wanted(float(value), mode) for value in x], mode)
     np.testing.assert_array_equal(np.asarray(results[-1])[-3:], [levels[-1], -levels[-1], np.nan])
     np.testing.assert_array_equal(decoded, fmt.decode(codes))
@@ -123,7 +149,8 @@ def test_facts_and_what_is_refused() -> None:
     np.testing.assert_array_equal(jc.dequantize(q), jc.round_to_format(x, fmt))
     for run, message in (
         (lambda: jc.quantize(x, "takum8:stochastic", jax.random.key(0)), "a deterministic mode is needed"),
-        (lambda: jc.LogTakumFormat(17), "bits=17 must be an integer from 6 to 16"),
+        (lambda: jc.LogTakumFormat(33), "bits=33 must be an integer from 6 to 32"),
+        (lambda: jc.quantize(x, "takum17"), "at most 16 are stored"),
         (
             lambda: jc.round_to_format(x, "takum8:stochastic", jax.random.key(0)),
             "are the bits of a logarithm",

@@ -433,6 +433,7 @@ TORCHAO: Sequence[tuple[Spec, str | None, float]] = (
     (mx("e2m1fn"), "60593f98e3d1", 18.86),
     (mx("e2m1fn", rule="even"), None, 19.02),
     (mx("e2m1fn", rule="ceil"), None, 17.26),
+    (mx("e2m1fn", rule="rceil"), None, 18.53),
     (nvfp4(two_level=False), "2676e841d651", 17.71),
     (nvfp4(), None, 20.43),
     (integer_groups(4, 32, rule="half_range"), None, 20.46),
