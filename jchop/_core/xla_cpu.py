@@ -111,8 +111,8 @@ QUIRKS: tuple[Quirk, ...] = (
     ),
     Quirk(
         "independent_results_come_first",
-        "The weights of all layers are unpacked before the first product, also with a barrier between layers, so all of "
-        "them are in memory together.",
+        "The weights of all layers are unpacked before the first product, also with a barrier between layers, so that "
+        "all of them are in memory together.",
         "`compute_after` (`unshard` in `distributed/_unshard.py`).",
         seen=("0.10",),
     ),

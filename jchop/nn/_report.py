@@ -208,8 +208,7 @@ def report(
     program = is_module(model)
     if not program and not isinstance(model, nnx.Module):
         raise TypeError(
-            f"model={model!r} must be a module of Flax NNX or Equinox; one of Linen has "
-            "jchop.nn.linen.Quantized.report"
+            f"model={model!r} must be a module of Flax NNX or Equinox; one of Linen has jchop.nn.linen.Quantized.report"
         )
     if platform is not None:
         check_choice("platform", platform, tuple(PLATFORMS))

@@ -177,7 +177,13 @@ def test_computed_after() -> None:
     special = np.array([np.nan, -np.nan, -0.0, np.inf, 1e-40, -3.5], np.float32)
     values = [special.astype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2)]
     values += [np.arange(-3, 3, dtype=np.int8), np.array([True, False]), np.arange(6, dtype=np.uint32)]
-    for known in (special, -special, special.astype(ml_dtypes.bfloat16), np.array([-1, 1 << 30], np.int32), special[:0]):
+    for known in (
+        special,
+        -special,
+        special.astype(ml_dtypes.bfloat16),
+        np.array([-1, 1 << 30], np.int32),
+        special[:0],
+    ):
         found = jax.jit(compute_after)(list(map(jnp.asarray, values)), jnp.asarray(known))
         for x, y in zip(values, found, strict=True):
             assert np.asarray(y).tobytes() == x.tobytes()

@@ -1,4 +1,4 @@
-"""Modules of Equinox under rules: packed, trained, saved, loaded; a scan over layers; adapters, also of plain pytrees."""
+"""Modules of Equinox under rules: packed, trained, saved, loaded; adapters, also of parameters of a function."""
 
 from __future__ import annotations
 
@@ -256,9 +256,10 @@ def test_adapters_of_modules(make: Any, tmp_path: Path) -> None:
         return
     weight = jc.dequantize(packed.layers[0].weight)
     own = parts["layers/0"]
-    exact = np.asarray(weight, np.float64) + 2.0 * (
-        np.asarray(own["lora_a"], np.float64) @ np.asarray(own["lora_b"], np.float64)
-    ).T
+    exact = (
+        np.asarray(weight, np.float64)
+        + 2.0 * (np.asarray(own["lora_a"], np.float64) @ np.asarray(own["lora_b"], np.float64)).T
+    )
     np.testing.assert_allclose(merged.layers[0].weight, exact, rtol=0, atol=2**-22 * np.abs(exact).max())
     save_lora(tmp_path, adapted)
     tensors = jc.load_safetensors(tmp_path / "adapter_model.safetensors")
@@ -330,7 +331,9 @@ def test_dropout_needs_a_key() -> None:
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
 def test_first_values(init: str) -> None:
     """The best approximations of the residual, and of the weight (Eckart and Young)."""
-    low = jc.quantize_fn(lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0], Rule(weight="nf4(group=16)"))
+    low = jc.quantize_fn(
+        lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0], Rule(weight="nf4(group=16)")
+    )
     params = {"w": jax.random.normal(KEY, (2, 32, 32))}
     packed = low.pack(params, X)
     rule = LoraRule("w", rank=5, init=init)
