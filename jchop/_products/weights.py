@@ -40,10 +40,11 @@ class Held:
         kept: its kept scales; None: from its numbers.
         settled: whether other operations than products compute with it. These are then compiled alike for codes and
             for numbers.
+        adapter: beside the products that take it; None for none.
     """
 
     value: Any
-    placement: Placement
+    placement: Placement | None
     leaf: int
     twin: bool = False
     codes: bool = False

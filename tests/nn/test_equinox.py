@@ -33,8 +33,8 @@ def scanned() -> Any:
     """Three layers in one stack, which a scan runs over, in the style of Equinox's documentation."""
 
     class Scanned(eqx.Module):
-        layers: eqx.nn.Linear
-        head: eqx.nn.Linear
+        layers: Any
+        head: Any
 
         def __init__(self, key: Any) -> None:
             keys = jax.random.split(key, 3)

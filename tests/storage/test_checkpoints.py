@@ -90,7 +90,12 @@ def test_groups_of_any_columns_are_written(tmp_path: Path, layout: str, asymmetr
     stored = codes if asymmetric else codes ^ np.uint8(8)
     packed = stored[:, ::2] | stored[:, 1::2] << 4
     q = QArray(
-        jnp.asarray(packed), jnp.asarray(scale), None if zero is None else jnp.asarray(zero), spec, 96, np.float32
+        jnp.asarray(packed),
+        jnp.asarray(scale),
+        None if zero is None else jnp.asarray(zero),
+        spec,
+        96,
+        np.dtype(np.float32),
     )
     wanted = (codes - (np.float64(8) if zero is None else zero)) * scale.astype(np.float64)
     same(numbers(q), wanted.astype(np.float32))

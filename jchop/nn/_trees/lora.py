@@ -103,7 +103,9 @@ def load_to_tree(
 ) -> Any:
     """A model with the adapters of a folder, which `read` reads."""
     places = {_name(path): (path, *place) for path, place in _places(model, inputs, fun).items()}
-    able = {name: place for name, place in places.items() if isinstance(place[2], MatrixLayout)}
+    able: dict[str, tuple[str, Any, Any, Placement | None]] = {
+        name: place for name, place in places.items() if isinstance(place[2], MatrixLayout)
+    }
     made = {}
     for name, (a, b, rule) in read(folder, able, lambda name: able[name][2].matrices[1:]).items():
         path, value, layout, placement = able[name]
