@@ -80,6 +80,7 @@ ONLY_IN: dict[str, set[str]] = {
     "qwix": {"storage"},
     "treescope": {"storage"},
     "dask": set(),
+    "equinox": {"nn"},
 }
 NO_JAX = {"rounding", "_checks", "formats", "spec", "accumulation", "tensor_cores"}
 

@@ -19,7 +19,7 @@ import jchop
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE, ElementFormat, FloatFormat, ScaledFormat
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("flax", "optax", "torch", "matplotlib", "sklearn", "dask", "treescope")
+EXTRAS = ("flax", "optax", "torch", "matplotlib", "sklearn", "dask", "treescope", "equinox")
 
 # Second names of one and the same object. Anything else that is exported twice is a mistake.
 SECOND_NAMES: dict[str, str] = {}

@@ -17,7 +17,7 @@ from jax import lax
 from jchop._bits import CARRIERS
 from jchop._settings import compiled
 
-__all__ = ["QUIRKS", "Quirk", "branch", "materialize_per_group", "maximum", "prevent_fma"]
+__all__ = ["QUIRKS", "Quirk", "branch", "compute_after", "materialize_per_group", "maximum", "prevent_fma"]
 
 Array = jax.Array
 
@@ -112,6 +112,13 @@ QUIRKS: tuple[Quirk, ...] = (
         gone=("0.12",),
     ),
     Quirk(
+        "independent_results_come_first",
+        "The weights of all layers are unpacked before the first product, also with a barrier between layers, so that "
+        "all of them are in memory together.",
+        "`compute_after` (`unshard` in `distributed/_unshard.py`).",
+        seen=("0.10",),
+    ),
+    Quirk(
         "computed_once_for_each_use",
         "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
         "A body is compiled as a call (`apart` in `_kernels/primitive.py`); a chain of operations has one result "
@@ -197,9 +204,9 @@ def materialize_per_group(values: Any) -> Any:
 
 
 def _word(x: Array) -> Array:
-    """The bits of numbers as integers; 1 or 0 for a condition."""
+    """The bits of numbers as integers; 1 or 0 for a condition, in a byte."""
     return (
-        x.astype(jnp.int32)
+        x.astype(jnp.int8)
         if jnp.issubdtype(x.dtype, bool)
         else lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
     )
@@ -211,7 +218,35 @@ def _number(word: Array, dtype: Any) -> Array:
 
 
 def _divided(words: Array) -> Array:
-    return lax.div(words, lax.optimization_barrier(jnp.ones_like(words)))
+    return lax.div(words, lax.optimization_barrier(jnp.ones((), words.dtype)))  # an array would be kept by loops
+
+
+@jax.custom_jvp
+def compute_after(values: Any, known: Array) -> Any:
+    """A pytree of arrays, unchanged, that no compiler can compute before the numbers of `known`.
+
+    Quirk `independent_results_come_first`. The bits of each number are combined with a zero, which is the bit above
+    the largest number without a sign: a compiler has no reason to see that.
+    """
+    if not known.size:
+        return values
+    width = jnp.finfo(known.dtype).bits if jnp.issubdtype(known.dtype, jnp.floating) else jnp.iinfo(known.dtype).bits
+    word = jnp.max(lax.bitcast_convert_type(lax.stop_gradient(known), jnp.dtype(f"uint{width}")))
+    zero = word & word.dtype.type((1 << width - 1) - 1)
+    zero = lax.shift_right_logical(zero, word.dtype.type(width - 1))
+
+    def one(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x | zero.astype(x.dtype)
+        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
+        return lax.bitcast_convert_type(bits | zero.astype(bits.dtype), x.dtype)
+
+    return jax.tree.map(one, values)
+
+
+@compute_after.defjvp
+def _compute_after_jvp(primals: tuple[Any, Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return compute_after(*primals), tangents[0]
 
 
 def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:

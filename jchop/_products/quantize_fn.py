@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jchop._arguments import check_key
+from jchop._products.adapters import Adapter
 from jchop._products.contraction import Roundings, takes_anew
 from jchop._products.layout import check_finite
 from jchop._products.placement import Kept
@@ -275,6 +276,7 @@ class QuantizedFunction:
         return self._packed(Call(params, args, kwargs), scales, key, again=True)
 
     def _packed(self, call: Call, scales: Scales | None, key: Array | None, again: bool) -> Any:
+        _refuse_adapters(call)
         program = self._program(call)
         leaves, kept = list(call.leaves), program.kept_weights()
         for i, (placement, _) in program.placements.items():
@@ -331,6 +333,7 @@ class QuantizedFunction:
     def traced(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Resolved, Call]:
         """The planned program for arguments, and these taken apart: for `jchop.ptq`, which runs it in its own way."""
         call = Call(params, args, kwargs)
+        _refuse_adapters(call)
         return self._program(call), call
 
     # -- internals -----------------------------------------------------------------------------------------------------
@@ -355,7 +358,7 @@ class QuantizedFunction:
             if i in kept and not is_packed(values[i]):
                 entry, more = weight_entry(*kept[i], jnp.asarray(values[i]), scales)
                 after |= more
-            values[i] = self._held(program, i, values[i], entry)
+            values[i] = self._held(program, i, values[i], entry, call.adapters.get(i))
         runner = program.runner
         if keeping or mode != "fixed" or scales.stats:
             runner = Keeping(runner.roundings, program.sites, program.turns, scales.entries, mode)
@@ -370,7 +373,7 @@ class QuantizedFunction:
             check_key("key", key)
         stochastic = [rule for rule in self.rules if rule.stochastic]
         if not stochastic:
-            return None
+            return None if key is None else Keys(key)  # for the dropout of adapters
         if key is None:
             raise ValueError(
                 f"key=None, but {stochastic[0]} rounds stochastically: pass a typed key, for example "
@@ -378,7 +381,13 @@ class QuantizedFunction:
             )
         return Keys(key)
 
-    def _held(self, program: Resolved, i: int, value: Any, entry: Kept | None) -> Any:
+    def _held(self, program: Resolved, i: int, value: Any, entry: Kept | None, adapter: Adapter | None) -> Any:
+        if adapter is not None and program.adaptable.get(i) != adapter.layout:
+            why = program.adaptable.get(i, "no product takes it")
+            why = why if isinstance(why, str) else "its products sum over other axes than those it was made for"
+            raise ValueError(f"the parameter {program.paths[i]!r} has an adapter, which this call cannot take: {why}")
+        if i not in program.placements and adapter is not None:
+            return Held(value if is_packed(value) else jnp.asarray(value), None, i, adapter=adapter)
         if i not in program.placements:
             return numbers_of(value) if is_packed(value) else value
         (placement, use), rule = program.placements[i], program.rule_of(i)
@@ -389,7 +398,8 @@ class QuantizedFunction:
         )  # fmt: skip
         twin = rule.weight is not None and takes_anew(how)
         computed = any(other.kind == "other" for other in program.uses[i])
-        return Held(value if is_packed(value) else jnp.asarray(value), placement, i, twin, coded, entry, computed)
+        held = value if is_packed(value) else jnp.asarray(value)
+        return Held(held, placement, i, twin, coded, entry, computed, adapter)
 
     def _program(self, call: Call) -> Resolved:
         signature = call.signature
@@ -403,6 +413,11 @@ class QuantizedFunction:
                 self._programs.pop(next(iter(self._programs)))
             self._programs[signature] = found
         return found
+
+
+def _refuse_adapters(call: Call) -> None:
+    for i in call.adapters:
+        raise ValueError(f"params: {call.paths[i]!r} has an adapter; jchop.nn.split_lora or merge_lora takes it out")
 
 
 #: The most traced programs that a function keeps.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jchop._products.adapters import beside
 from jchop._products.codes import Coded
 from jchop._products.contraction import Roundings, contract
 from jchop._products.product import Flipped
@@ -26,6 +27,9 @@ __all__ = ["Quantization"]
 
 #: Moves of one array, under which elements, scales and zero points stay beside each other.
 _ALONE = MOVES - {"concatenate", "dynamic_update_slice", "optimization_barrier", "pad", "split"}
+#: Moves after which a product takes a parameter with an adapter still as a whole; of a stack, casts alone.
+_CASTS = frozenset({"convert_element_type", "copy", "optimization_barrier"})
+_KEEPS_ADAPTER = _CASTS | {"transpose", "reshape", "squeeze", "expand_dims"}
 _ENTERED = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS))
 
 
@@ -90,9 +94,19 @@ class Quantization(Runner):
         """One equation."""
         if part.moves and any(isinstance(x, Twin) for x in args):
             return self._moved(part, args)
+        if part.product is not None and any(map(_adapter_of, args)):
+            return [self._adapted(part, seeds, args)]
         if id(part) in self.roundings:
             return [self._product(part, seeds, args)]
         return bind(part.eqn.primitive, part.eqn.params, *map(rounded, args))
+
+    def _adapted(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
+        """A product of a parameter that has an adapter."""
+        side = next(i for i, x in enumerate(args) if _adapter_of(x) is not None)
+        adapter, x = _adapter_of(args[side]), rounded(args[1 - side])
+        (y,) = self.run(part, seeds, [replace(x, adapter=None) if i == side else x for i, x in enumerate(args)])
+        assert adapter is not None
+        return beside(adapter, part, side, x, y, None if seeds is None else seeds.turn(part.number, 1).key)
 
     def operand(self, step: ProductStep, x: Array, how: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
         """The operand of data, the roundings that remain, and their key."""
@@ -101,6 +115,11 @@ class Quantization(Runner):
     def _moved(self, part: ProductStep, args: list[Any]) -> list[Any]:
         """Numbers that move with those before their rounding; codes move alone, and a cast leaves them as they are."""
         run = partial(bind, part.eqn.primitive, part.eqn.params)
+        adapter = _adapter_of(args[0])
+        if adapter is not None and part.name in _KEEPS_ADAPTER and (not adapter.stack or part.name in _CASTS):
+            first = replace(args[0], adapter=None)
+            (out,) = self._moved(part, [first, *args[1:]])
+            return [replace(out, adapter=adapter)]
         low, full = run(*map(rounded, args)), run(*(x.full if isinstance(x, Twin) else x for x in args))
         first, *rest = args
         codes: list[Coded | None] = [None] * len(low)
@@ -131,6 +150,10 @@ class Quantization(Runner):
                 f"Rule({(step.scope or '*')!r}, ...) without product before {how.place.rule}"
             )
         return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
+
+
+def _adapter_of(x: Any) -> Any:
+    return x.adapter if isinstance(x, Twin) else None
 
 
 def _shared(step: ProductStep) -> int:

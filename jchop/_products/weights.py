@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jchop._kernels.settled import settled
+from jchop._products.adapters import Adapter
 from jchop._products.codes import Coded, parts_of
 from jchop._products.placement import Kept, Placement, StoredAs
 from jchop.storage import QArray, dequantize
@@ -21,7 +22,7 @@ __all__ = ["Held", "Keys", "Twin", "is_packed", "numbers_of", "rounded"]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["value", "kept"],
+    data_fields=["value", "kept", "adapter"],
     meta_fields=["placement", "leaf", "twin", "codes", "settled"],
 )
 @dataclass(frozen=True, eq=False)
@@ -32,33 +33,39 @@ class Held:
 
     Args:
         value: its numbers, or its codes and scales.
-        placement: its rounding.
+        placement: its rounding; None if it has an adapter and is not rounded.
         leaf: its index.
         twin: whether its numbers before the rounding are needed, too.
         codes: whether its codes are.
         kept: its kept scales; None: from its numbers.
         settled: whether other operations than products compute with it. These are then compiled alike for codes and
             for numbers.
+        adapter: beside the products that take it; None for none.
     """
 
     value: Any
-    placement: Placement
+    placement: Placement | None
     leaf: int
     twin: bool = False
     codes: bool = False
     kept: Kept | None = None
     settled: bool = False
+    adapter: Adapter | None = None
 
     @property
     def stack(self) -> int:
         """How many axes of a stack it has still."""
-        return self.value.ndim - self.placement.ndim
+        if self.placement is not None:
+            return self.value.ndim - self.placement.ndim
+        return 0 if self.adapter is None else self.adapter.stack
 
     def numbers(self, keys: Keys | None) -> Any:
         """The rounded numbers."""
         key = None
         if is_packed(self.value):
             low = full = numbers_of(self.value)
+        elif self.placement is None:
+            low = full = self.value
         else:
             drawn = self.placement.spec.rounding.stochastic
             key = keys.turn(_LEAVES, self.leaf).key if drawn and keys else None
@@ -70,24 +77,26 @@ class Held:
             )
         if self.settled:
             low = settled(low)
-        if not self.codes:
-            return Twin(low, full) if self.twin else low
+        if self.placement is None or not self.codes:
+            return Twin(low, full, adapter=self.adapter) if self.twin or self.adapter is not None else low
         packed = self.value if is_packed(self.value) else self.placement.pack(jax.lax.stop_gradient(full), key)
-        return Twin(low, full, _codes_of(packed), self.stack)
+        return Twin(low, full, _codes_of(packed), self.stack, self.adapter)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes"], meta_fields=["stack"])
+@partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes", "adapter"], meta_fields=["stack"])
 @dataclass(frozen=True, eq=False)
 class Twin:
     """A rounded parameter beside itself in full precision, and its codes if they are multiplied, all moved alike.
 
-    `stack` is the number of axes of a stack that it has still; 0 if it has been moved.
+    `stack` is the number of axes of a stack that it has still; 0 if it has been moved. `adapter` is for the products
+    that take it.
     """
 
     low: Any
     full: Any
     codes: Coded | None = None
     stack: int = 0
+    adapter: Adapter | None = None
 
 
 def _codes_of(packed: QArray | StoredAs) -> Coded:
@@ -98,8 +107,20 @@ def _codes_of(packed: QArray | StoredAs) -> Coded:
 
 
 def rounded(value: Any) -> Any:
-    """A value without its twin."""
-    return value.low if isinstance(value, Twin) else value
+    """A value without its twin.
+
+    Raises:
+        ValueError: if it has an adapter, which would be lost.
+    """
+    if not isinstance(value, Twin):
+        return value
+    if value.adapter is not None:
+        raise ValueError(
+            f"a parameter of shape {list(value.low.shape)} with an adapter reaches another operation than a product, "
+            "through a function with a derivative of its own, a slice or the like; leave it out of the rules of the "
+            "adapters"
+        )
+    return value.low
 
 
 def is_packed(value: Any) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jchop._checks import check_int
 from jchop._core.rounding.codes import packed_size
+from jchop._core.xla_cpu import compute_after
 from jchop.distributed._axes import AxisName, as_axes
 from jchop.distributed._messages import move
 from jchop.formats import ScaledFormat
@@ -22,7 +24,7 @@ from jchop.storage._sharding import group_length
 Array = jax.Array
 
 
-def unshard(tree: Any, axis_name: AxisName | None = None, *, axis: int = 0) -> Any:
+def unshard(tree: Any, axis_name: AxisName | None = None, *, axis: int = 0, after: Array | None = None) -> Any:
     """Packed arrays on every device, gathered as codes and scales; `jchop.dequantize` of them then moves nothing.
 
     This is the gather of FSDP: weights lie in parts on the devices, and a layer gathers the codes of its own just
@@ -33,11 +35,15 @@ def unshard(tree: Any, axis_name: AxisName | None = None, *, axis: int = 0) -> A
             mesh (`jax.set_mesh`), sharded in any way. In `jax.shard_map`, the parts of this rank.
         axis_name: the mesh axes to gather over, in `jax.shard_map`. Default None: not in `jax.shard_map`; all axes.
         axis: the array axis that was cut between ranks, in `jax.shard_map`. Default 0.
+        after: an array of real numbers, such as the input of the layer, which is computed before anything is gathered.
+            With it the layers of a loop in Python are whole one at a time, as those of a scan are; XLA may else gather
+            and unpack all of them first. Outside of `jax.shard_map` this sends one number. Default None.
 
     Returns:
         The tree of whole arrays.
 
     Raises:
+        TypeError: for an `after` that is no array of real numbers.
         ValueError: without a mesh; in `jax.shard_map`, for an axis that is not in the mesh or that an array lacks, and
             for parts that cut groups.
 
@@ -50,6 +56,10 @@ def unshard(tree: Any, axis_name: AxisName | None = None, *, axis: int = 0) -> A
         ...     jax.jit(lambda w: jc.dequantize(jc.distributed.unshard(w)["w"]).sum())(w).item()
         256.0
     """
+    if after is not None:
+        if not isinstance(after, Array) or not jnp.isrealobj(after) or after.dtype == bool:
+            raise TypeError(f"after={after!r} must be an array of real numbers")
+        tree = compute_after(tree, after)
     if axis_name is not None:
         axes = as_axes(axis_name)
         return jax.tree.map(lambda leaf: _gathered(leaf, axes.name, axis), tree, is_leaf=_is_stored)

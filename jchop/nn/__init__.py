@@ -1,4 +1,4 @@
-"""Quantized models of Flax: rules assign specs to the tensors of layers. Needs Flax (`pip install ".[flax]"`)."""
+"""Quantized models of Flax and Equinox: rules assign specs to tensors. Needs Flax (`pip install ".[flax]"`)."""
 
 # ruff: noqa: E402
 
@@ -8,6 +8,7 @@ require_extra("jchop.nn", "flax", ("flax",))
 
 from jchop._attention.attention import dot_product_attention
 from jchop._attention.kv_cache import KVCache
+from jchop._products.adapters import AdaptedParam
 from jchop._products.rule import Rule
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop.nn import linen
@@ -48,12 +49,14 @@ from jchop.nn._save_load import load, save
 from jchop.nn._scale_state import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._sensitivity import Sensitivity, SensitivityRow, sensitivity
 from jchop.nn._shard import shard
+from jchop.nn._trees.lora import lora_mask
 from jchop.nn._tune import LayerTuning, TunedLayer, tune
 
 __all__ = [
     "LSQ",
     "ActivationRange",
     "Adapted",
+    "AdaptedParam",
     "AmaxHistory",
     "BatchNorm",
     "Conv",
@@ -97,6 +100,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_lora",
+    "lora_mask",
     "merge_lora",
     "quantize",
     "quantize_params",

@@ -19,9 +19,10 @@ from jchop.nn._nnx.hooks import Product, site_in
 from jchop.nn._nnx.layers import layers_of
 from jchop.nn._nnx.programs import calibrate_program, is_program
 from jchop.nn._scale_state import PastMagnitudes
+from jchop.nn._trees.modules import calibrate_module, is_module
 from jchop.spec import Gradient
 
-Model = TypeVar("Model", bound=nnx.Module)
+Model = TypeVar("Model")
 
 __all__ = ["calibrate", "check_calls"]
 
@@ -52,7 +53,8 @@ def calibrate(
             that are not finite are ignored.
         combine: the combined range of all batches: ``"widest"`` (default), or the ``"mean"`` of both ends (not for
             entropy).
-        run: function that calls the model on a batch. Default ``model(batch)``.
+        run: function that calls the model on a batch. Default ``model(batch)``; for a module of Equinox that takes one
+            example, ``lambda model, batch: jax.vmap(model)(batch)``.
         progress: function of the number of completed batches.
 
     Returns:
@@ -70,9 +72,11 @@ def calibrate(
         >>> static.dot_general.range[...].tolist()
         [-1.0, 2.0]
     """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX that jchop.nn.quantize returned")
+    if not (is_module(model) or isinstance(model, nnx.Module)):
+        raise TypeError(f"model={model!r} must be a module of Flax NNX or Equinox that jchop.nn.quantize returned")
     check_calls(batches, run, progress)
+    if is_module(model):
+        return calibrate_module(model, batches, method, combine, run, progress)
     make = observer_of(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     end = None

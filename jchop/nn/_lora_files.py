@@ -18,6 +18,9 @@ from jchop._files import open_regular, write_atomically
 from jchop.nn._lora_rule import LoraRule
 from jchop.nn._nnx.layers import placed_layers
 from jchop.nn._nnx.lora import Adapted, put, split_lora, weight_of
+from jchop.nn._nnx.programs import Inputs
+from jchop.nn._trees.lora import load_to_tree
+from jchop.nn._trees.modules import is_module
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.json import document, shown
 
@@ -29,7 +32,7 @@ _FRONT, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _LONGEST = 1 << 20
 
 
-def save_lora(folder: str | os.PathLike[str], model: nnx.Module) -> None:
+def save_lora(folder: str | os.PathLike[str], model: Any) -> None:
     """Writes the adapters of a model alone to a folder: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
     The layout is PEFT's: ``base_model.model.PATH.lora_A.weight`` has the shape (rank, in), ``lora_B``
@@ -40,7 +43,8 @@ def save_lora(folder: str | os.PathLike[str], model: nnx.Module) -> None:
         model: as from `jchop.nn.add_lora`.
 
     Raises:
-        ValueError: for a model without adapters, or with several rates of dropout, which PEFT does not have.
+        ValueError: for a model without adapters, or with several rates of dropout or stacks of layers, which PEFT does
+            not have.
         OSError: if a file cannot be written.
 
     Example:
@@ -62,6 +66,11 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
     tensors: dict[str, Any] = {}
     rules: dict[str, LoraRule] = {}
     for path, adapter in adapters.items():
+        if adapter["lora_a"].ndim != 2:
+            raise ValueError(
+                f"the adapter of {path!r} is one of a stack, {list(adapter['lora_a'].shape)}, which a file of PEFT has "
+                "not; save split_lora(model)[1] with jchop.save_safetensors"
+            )
         name = path.replace("/", ".")
         tensors |= {f"{_FRONT}{name}{_A}": adapter["lora_a"].T, f"{_FRONT}{name}{_B}": adapter["lora_b"].T}
         rules[name] = adapter["rule"]
@@ -82,13 +91,23 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
     write_atomically(target / _CONFIG, lambda file: file.write(text.encode()))
 
 
-def load_lora(folder: str | os.PathLike[str], model: nnx.Module, *, rngs: nnx.Rngs | None = None) -> Any:
+def load_lora(
+    folder: str | os.PathLike[str],
+    model: Any,
+    *,
+    rngs: nnx.Rngs | None = None,
+    inputs: Inputs | None = None,
+    fun: Any = None,
+) -> Any:
     """A copy of a model with the adapters of a folder of `save_lora` or PEFT.
 
     Args:
         folder: with ``adapter_model.safetensors`` and ``adapter_config.json``.
-        model: of Flax NNX, packed or not, without adapters; names in the file are paths of its layers.
-        rngs: `flax.nnx.Rngs` for dropout. Default None: adapters have no dropout.
+        model: of Flax NNX or Equinox, or parameters of `fun`, packed or not, without adapters; names in the file are
+            paths of its layers.
+        rngs: NNX: `flax.nnx.Rngs` for dropout. Default None: adapters have no dropout.
+        inputs: Equinox and parameters: as in `add_lora`.
+        fun: parameters: as in `add_lora`.
 
     Returns:
         The model, as from `jchop.nn.add_lora`.
@@ -101,10 +120,12 @@ def load_lora(folder: str | os.PathLike[str], model: nnx.Module, *, rngs: nnx.Rn
         >>> import jchop as jc
         >>> jc.nn.load_lora("no folder", None)
         Traceback (most recent call last):
-        TypeError: model=None must be a module of Flax NNX
+        TypeError: model=None must be a module of Flax NNX or Equinox; parameters need fun=
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+        if fun is None and not is_module(model):
+            raise TypeError(f"model={model!r} must be a module of Flax NNX or Equinox; parameters need fun=")
+        return load_to_tree(folder, model, inputs, fun, read_adapters)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     layers = {path: placed.module for placed, _ in placed_layers(result) for path in placed.paths}
     linear = {path: layer for path, layer in layers.items() if hasattr(layer, "kernel")}

@@ -23,6 +23,7 @@ from jchop.nn._nnx.layers import own_parameters, placed_layers, rules_for
 from jchop.nn._nnx.modules import Placed
 from jchop.nn._nnx.programs import Inputs, report_program
 from jchop.nn._ratios import Ratios, ratios_of
+from jchop.nn._trees.modules import is_module, report_module
 from jchop.storage import QArray
 
 __all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
@@ -146,18 +147,18 @@ def report(
 ) -> ModelReport: ...
 @overload
 def report(
-    model: nnx.Module, rules: Rule | Iterable[Rule], *, inputs: tuple[Any, ...], platform: str | None = ...
+    model: Any, rules: Rule | Iterable[Rule], *, inputs: tuple[Any, ...], platform: str | None = ...
 ) -> ProgramReport: ...
 @overload
 def report(
-    model: nnx.Module,
+    model: Any,
     rules: Rule | Iterable[Rule],
     *,
     inputs: Mapping[str, tuple[Any, ...]],
     platform: str | None = ...,
 ) -> dict[str, ProgramReport]: ...
 def report(
-    model: nnx.Module,
+    model: Any,
     rules: Rule | Iterable[Rule] | None = None,
     *,
     inputs: Inputs | None = None,
@@ -167,7 +168,7 @@ def report(
     """The effect of rules on a model, without quantizing it: on each layer, or with `inputs` on its program.
 
     Args:
-        model: a module of Flax NNX; its arrays may be abstract (`jax.eval_shape`).
+        model: a module of Flax NNX, or of Equinox with `inputs`; its arrays may be abstract (`jax.eval_shape`).
         rules: as in `quantize`. Default None: no rule, so the table lists the layers.
         inputs: as in `quantize`: example arguments of the model's call, or of several methods. Default None.
         platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``. The report
@@ -204,22 +205,25 @@ def report(
         stays wide: layers/1/scale (4,): no rule matches
     """
     given = () if rules is None else as_rules(rules)
-    if not isinstance(model, nnx.Module):
+    program = is_module(model)
+    if not program and not isinstance(model, nnx.Module):
         raise TypeError(
-            f"model={model!r} must be a module of Flax NNX; one of Linen has jchop.nn.linen.Quantized.report"
+            f"model={model!r} must be a module of Flax NNX or Equinox; one of Linen has jchop.nn.linen.Quantized.report"
         )
     if platform is not None:
         check_choice("platform", platform, tuple(PLATFORMS))
     if batches is not None:
-        for name, wrong in (("inputs", inputs is not None), ("no rules", not given)):
+        wrongs = (("inputs", inputs is not None), ("no rules", not given), ("no layers of Flax NNX", program))
+        for name, wrong in wrongs:
             if wrong:
                 raise ValueError(f"batches: ratios of layers need rules, and no `inputs`; there are {name}")
         if any(rule.stochastic for rule in given):
             raise ValueError("batches: a rule rounds stochastically; ratios need deterministic roundings")
-    if inputs is not None:
+    if inputs is not None or program:
         if not given:
             raise ValueError("rules=None: a report of a program needs rules")
-        found = report_program(model, given, inputs, platform)
+        of_program: Any = report_module if program else report_program
+        found = of_program(model, given, inputs, platform)
         return found if isinstance(inputs, Mapping) else found["__call__"]
     every = list(placed_layers(model))
     rows = [_row(placed, kind, given, platform) for placed, kind in every]

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jchop._products.layout import Layout
 from jchop.nn._linen.quantized import Packed
+from jchop.nn._trees.modules import arrays_of, is_array, is_module
 from jchop.storage import QArray, load_safetensors, save_safetensors
 from jchop.storage._files.json import read_object, shown, small
 from jchop.storage._files.safetensors import TensorFile, are_counts
@@ -34,7 +35,8 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
 
     Args:
         path: path of the file, which is created in one step.
-        model: a module of Flax NNX, or the variables of a Linen module, as from `jchop.nn.linen.Quantized.pack`.
+        model: a module of Flax NNX or Equinox, or the variables of a Linen module, as from
+            `jchop.nn.linen.Quantized.pack`.
         metadata: texts for the header of the file. Default: none.
 
     Raises:
@@ -54,8 +56,10 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
     """
     if isinstance(model, nnx.Module):
         model = nnx.to_pure_dict(nnx.state(model))
+    elif is_module(model):
+        model = arrays_of(model)
     elif not isinstance(model, Mapping):
-        raise TypeError(f"model={shown(model)} must be a module of Flax NNX, or variables of a Linen module")
+        raise TypeError(f"model={shown(model)} must be a module of Flax NNX or Equinox, or variables of a Linen module")
     if metadata is not None and PACKED in metadata:
         raise ValueError(f"metadata has an entry {PACKED!r}, which is jchop's own")
     layouts = {
@@ -74,8 +78,9 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     Args:
         path: path of the file.
         like: a module of Flax NNX with the structure, specs, shapes and dtypes of the saved one; under
-            `flax.nnx.eval_shape` its construction allocates no arrays. Or variables of Linen, which are compared in the
-            same way. Default: none, for variables of Linen.
+            `flax.nnx.eval_shape` its construction allocates no arrays. Or a module of Equinox (under
+            `equinox.filter_eval_shape`), or variables of Linen, which are compared in the same way. Default: none, for
+            variables of Linen.
 
     Returns:
         A new module with the arrays of the file, or variables in nested dicts. Typed keys of random streams are
@@ -96,14 +101,20 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         >>> bool((loaded(jnp.ones((1, 8))) == model(jnp.ones((1, 8)))).all()), loaded.kernel[...].nbytes
         (True, 32)
     """
-    if like is not None and not isinstance(like, nnx.Module | Mapping):
-        raise TypeError(f"like={shown(like)} must be a module of Flax NNX, or variables of a Linen module")
+    if like is not None and not isinstance(like, nnx.Module | Mapping) and not is_module(like):
+        raise TypeError(f"like={shown(like)} must be a module of Flax NNX or Equinox, or variables of a Linen module")
     if isinstance(like, nnx.Module):
         graph, state = nnx.split(nnx.merge(*nnx.split(like), copy=True))  # with variables of its own
         wanted = nnx.to_pure_dict(state)
         found = load_safetensors(path, like=_plain(wanted))
         nnx.replace_by_pure_dict(state, jax.tree.map(_as_in, wanted, found, is_leaf=_is_stored))
         return nnx.merge(graph, state)
+    if is_module(like):
+        wanted = arrays_of(like)
+        found = load_safetensors(path, like=_plain(wanted))
+        made = jax.tree.map(_as_in, wanted, found, is_leaf=_is_stored)
+        arrays = iter(jax.tree.leaves(made))
+        return jax.tree.map(lambda leaf: next(arrays) if is_array(leaf) else leaf, like)
     if like is not None:
         found = load_safetensors(path, like=_plain(like))
         return jax.tree.map(_as_in, like, found, is_leaf=_is_stored)

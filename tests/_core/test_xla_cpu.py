@@ -18,7 +18,7 @@ from jax import lax
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.quotient import divisor_of
 from jchop._core.scaled.float_zero_points import _quotient
-from jchop._core.xla_cpu import QUIRKS, Quirk, materialize_per_group, maximum, prevent_fma
+from jchop._core.xla_cpu import QUIRKS, Quirk, compute_after, materialize_per_group, maximum, prevent_fma
 
 VERSION = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
 GUARDS: dict[str, Callable[[], bool]] = {}
@@ -152,6 +152,43 @@ def sums_ordered_by_fusion() -> bool:
 @guard
 def barriers_removed_before_fusion() -> bool:
     return entry(lambda x: x * lax.optimization_barrier(scale_of_rows(x)), normal(64, 64)).count(" fusion(") == 1
+
+
+def layers_in_memory(tie: Callable[[Any, Any], Any]) -> float:
+    """Temporaries of six products with weights that are unpacked, in units of one weight."""
+
+    def run(weights: list[Any], x: Any) -> Any:
+        for w in weights:
+            x = x @ jnp.tanh(tie(w, x).astype(jnp.float32))
+        return x
+
+    weights, x = 6 * [jax.ShapeDtypeStruct((256, 256), np.uint8)], jax.ShapeDtypeStruct((8, 256), np.float32)
+    return optimized(run, weights, x).memory_analysis().temp_size_in_bytes / (4 * 256**2)
+
+
+@guard
+def independent_results_come_first() -> bool:
+    return layers_in_memory(lambda w, x: lax.optimization_barrier((w, x))[0]) > 5
+
+
+def test_computed_after() -> None:
+    """One weight is in memory at a time; the bits and the derivatives are those of the values, NaN and -0 too."""
+    assert layers_in_memory(compute_after) < 1.2
+    special = np.array([np.nan, -np.nan, -0.0, np.inf, 1e-40, -3.5], np.float32)
+    values = [special.astype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2)]
+    values += [np.arange(-3, 3, dtype=np.int8), np.array([True, False]), np.arange(6, dtype=np.uint32)]
+    for known in (
+        special,
+        -special,
+        special.astype(ml_dtypes.bfloat16),
+        np.array([-1, 1 << 30], np.int32),
+        special[:0],
+    ):
+        found = jax.jit(compute_after)(list(map(jnp.asarray, values)), jnp.asarray(known))
+        for x, y in zip(values, found, strict=True):
+            assert np.asarray(y).tobytes() == x.tobytes()
+    slope = jax.grad(lambda x, known: (compute_after(x, known) ** 2).sum(), (0, 1))(jnp.arange(3.0), jnp.ones(2))
+    assert slope[0].tolist() == [0.0, 2.0, 4.0] and slope[1].tolist() == [0.0, 0.0]
 
 
 def rounded(x: jax.Array) -> jax.Array:

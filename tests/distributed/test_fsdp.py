@@ -98,6 +98,7 @@ def test_codes_are_gathered(kind: AxisType, rng: np.random.Generator) -> None:
         ("int4(group=32,scale=bfloat16)", True),
         ("int8(channel=0)", True),
         ("mxfp4", True),
+        ("nvfp4", True),
     ],
 )
 def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
@@ -105,15 +106,7 @@ def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
 
     With `counts_codes` a layer is its numbers and its gathered codes, which exist together before they are decoded.
     """
-    ranks, layers, width = 8, 6, 4096
-    mesh = Mesh(np.array(jax.devices()[:ranks]), ("fsdp",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, P("fsdp"))
-    one = jax.eval_shape(lambda: jc.quantize(jnp.zeros((width, width)), spec))
-    where = jc.storage.shardings(one, rows)
-
-    def stacked(leaf: Any, place: NamedSharding) -> Any:
-        sharding = NamedSharding(mesh, P(None, *place.spec))
-        return jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype, sharding=sharding)
+    weights = stack_of(spec)
 
     def model(weights: Any, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
@@ -121,12 +114,47 @@ def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
 
         return jax.lax.scan(layer, x, weights)[0]
 
-    x = jax.ShapeDtypeStruct((64, width), jnp.float32, sharding=rows)
+    check_peak(spec, model, jax.tree.map(lambda one: placed_shape((LAYERS, *one.shape), one, 1), weights), counts_codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["int4(group=32,scale=bfloat16)", "float8_e4m3fn(channel=0)", "nvfp4"])
+def test_one_layer_of_a_loop_is_whole_at_a_time(spec: str) -> None:
+    """The same of layers that are no stack: `after` orders them."""
+    one = jax.tree.map(lambda leaf: placed_shape(leaf.shape, leaf, 0), stack_of(spec))
+
+    def model(weights: Any, x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jax.nn.relu(x @ jc.dequantize(jc.distributed.unshard(w, after=x)))
+        return x
+
+    check_peak(spec, model, LAYERS * [one], counts_codes=True)
+
+
+LAYERS, WIDTH, MANY = 6, 4096, 8
+
+
+def stack_of(spec: str) -> Any:
+    """The shapes of a packed weight, each leaf with its sharding: in parts along its first axis."""
+    mesh = Mesh(np.array(jax.devices()[:MANY]), ("fsdp",), axis_types=(AxisType.Auto,))
+    one = jax.eval_shape(lambda: jc.quantize(jnp.zeros((WIDTH, WIDTH)), spec))
+    where = jc.storage.shardings(one, NamedSharding(mesh, P("fsdp")))
+    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), one, where)
+
+
+def placed_shape(shape: tuple[int, ...], one: Any, more: int) -> Any:
+    sharding = NamedSharding(one.sharding.mesh, P(*[None] * more, *one.sharding.spec))
+    return jax.ShapeDtypeStruct(shape, one.dtype, sharding=sharding)
+
+
+def check_peak(spec: str, model: Any, weights: Any, counts_codes: bool) -> None:
+    mesh = jax.tree.leaves(weights)[0].sharding.mesh
+    x = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
     with jax.set_mesh(mesh):
-        memory = jax.jit(model).lower(jax.tree.map(stacked, one, where), x).compile().memory_analysis()
+        memory = jax.jit(model).lower(weights, x).compile().memory_analysis()
     assert memory is not None
-    codes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one))
-    allowed = layers * codes / ranks + 4 * width**2 + counts_codes * codes
+    codes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)) / LAYERS
+    allowed = LAYERS * codes / MANY + 4 * WIDTH**2 + counts_codes * codes
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
     print(f"{spec}: {peak / 1e6:.1f} MB, {peak / allowed:.3f} of the parts and a layer")
     assert peak <= 1.2 * allowed
@@ -161,6 +189,9 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
             jc.nn.shard(q, mesh, rules)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="there is no mesh"):
         jc.distributed.unshard(q)
+    for wrong in (1.0, jnp.ones(2, bool), jnp.ones(2, complex)):
+        with pytest.raises(TypeError, match="must be an array of real numbers"):
+            jc.distributed.unshard(q, after=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cut groups of 32"):
         jax.vmap(lambda q: jc.distributed.unshard(q, "i", axis=1), axis_name="i")(
             jax.tree.map(lambda leaf: leaf[None], jc.quantize(jnp.ones((2, 40)), "int4(group=32)"))

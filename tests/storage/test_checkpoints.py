@@ -77,6 +77,37 @@ def test_written_and_read_by_the_definition(tmp_path: Path, name: str) -> None:
     np.testing.assert_array_equal(again["norm.weight"], x[0])
 
 
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "gptq_v2"])
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_groups_of_any_columns_are_written(tmp_path: Path, layout: str, asymmetric: bool) -> None:
+    """The order of GPTQ: 96 columns in three groups, two of which have the same scales."""
+    rng, name = np.random.default_rng(5), "gptq" if layout == "gptq" else "gptq_v2"
+    index = rng.permutation(np.repeat([0, 1, 1], 32))
+    scale = rng.integers(1, 99, (32, 2)).astype(np.float16)[:, index]
+    zero = rng.integers(1, 15, (32, 2)).astype(np.int32)[:, index] if asymmetric else None
+    codes = rng.integers(0, 16, (32, 96)).astype(np.uint8)
+    spec = jc.parse("uint4(group=1,scale=float16,zero_point=integer)" if asymmetric else "int4(group=1,scale=float16)")
+    stored = codes if asymmetric else codes ^ np.uint8(8)
+    packed = stored[:, ::2] | stored[:, 1::2] << 4
+    q = QArray(
+        jnp.asarray(packed),
+        jnp.asarray(scale),
+        None if zero is None else jnp.asarray(zero),
+        spec,
+        96,
+        np.dtype(np.float32),
+    )
+    wanted = (codes - (np.float64(8) if zero is None else zero)) * scale.astype(np.float64)
+    same(numbers(q), wanted.astype(np.float32))
+    save_checkpoint({"w.weight": q}, tmp_path / "m", layout)
+    tensors, _ = read_file(tmp_path / "m/model.safetensors")
+    got = tensors["w.weight_g_idx" if layout == "compressed-tensors" else "w.g_idx"]
+    assert sorted(np.bincount(got)) == [32, 32, 32]
+    case = CASES["int4 with g_idx" if layout == "compressed-tensors" else name]
+    same(case.values(tensors), numbers(q))
+    same(numbers(load_checkpoint(tmp_path / "m")["w.weight"]), numbers(q))
+
+
 def test_spec_and_bytes_of_what_is_read(tmp_path: Path) -> None:
     """The packed forms, not only the numbers: symmetric integers have no zero points, groups their own scales."""
     wanted = {

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._bits import CARRIERS
+from jchop._products.adapters import AdaptedParam, Adapter
 from jchop._products.traced.origins import DATA, NOTHING, Fact, of_parameter
 from jchop._products.weights import is_packed
 
 Array = jax.Array
 
-__all__ = ["Call", "arguments_of", "numbered"]
+__all__ = ["Call", "arguments_of", "is_held", "numbered"]
 
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:
@@ -37,16 +38,21 @@ def numbered(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 class Call:
-    """The arguments of a call, taken apart: the arrays of the parameters, then those of the others."""
+    """The arguments of a call, taken apart: the arrays of the parameters, then those of the others.
+
+    The values of parameters with adapters are these without, and `adapters` has those, by the number of the parameter.
+    """
 
     def __init__(self, params: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.leaves, self.tree = jax.tree.flatten(((params, *args), kwargs), is_leaf=is_packed)
-        own = len(jax.tree.leaves(params, is_leaf=is_packed))
+        self.leaves, self.tree = jax.tree.flatten(((params, *args), kwargs), is_leaf=is_held)
+        own = len(jax.tree.leaves(params, is_leaf=is_held))
         arrays = [i for i, leaf in enumerate(self.leaves) if _is_array(leaf)]
         self.places = arrays
-        self.values = [self.leaves[i] for i in arrays]
+        given = [self.leaves[i] for i in arrays]
+        self.adapters: dict[int, Adapter] = {i: x.adapter for i, x in enumerate(given) if isinstance(x, AdaptedParam)}
+        self.values = [x.base if isinstance(x, AdaptedParam) else x for x in given]
         self.count = sum(i < own for i in arrays)
-        keyed = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
+        keyed = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_held)
         self.keys = tuple(path for path, leaf in keyed if _is_array(leaf))
         self.paths = tuple(map(_path_of, self.keys))
         self.params = params
@@ -116,5 +122,10 @@ def _holder(node: Any, path: tuple[Any, ...]) -> str:
     return type(node).__name__
 
 
+def is_held(leaf: Any) -> bool:
+    """Whether a node of a pytree is one parameter: packed, or with an adapter."""
+    return is_packed(leaf) or isinstance(leaf, AdaptedParam)
+
+
 def _is_array(leaf: Any) -> bool:
-    return is_packed(leaf) or isinstance(leaf, Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    return is_held(leaf) or isinstance(leaf, Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,12 +15,14 @@ from jchop._checks import check_choice
 from jchop._paths import names_last, nearest_paths
 from jchop._products.codes import block_of
 from jchop._products.contraction import Roundings, check_operands
+from jchop._products.matrices import MatrixLayout
 from jchop._products.placement import Placement, blocks_fit, place
 from jchop._products.product import Conv, Flipped
 from jchop._products.rule import FIELDS, OPERATIONS, Rule, StreamOffset, rule_of, rule_of_parameter
 from jchop._products.runner import Quantization
 from jchop._products.scale_from import LSQ, ScaleFrom
 from jchop._products.scales.sites import HISTORY, SCALE, Site, sites_of
+from jchop._products.traced.adaptable import adaptable
 from jchop._products.traced.analysis import Analyst, ProductStep, Use
 from jchop._products.traced.call import Call
 from jchop._products.traced.report import ParameterRow, ProductRow, ProgramReport
@@ -68,6 +71,11 @@ class Resolved:
         """Whether no constant of the program belongs to a trace that ends, so that later calls can run it."""
         plans = (self.plan, *(plan for step in self.plan.walk() for plan in step.inner))
         return not any(isinstance(c, jax.core.Tracer) for plan in plans for c in plan.consts)
+
+    @cached_property
+    def adaptable(self) -> dict[int, MatrixLayout | str]:
+        """The parameters that reach products, by number: each as a matrix, or why it can have no adapter."""
+        return adaptable(self.plan, self.shapes)
 
     def rule_of(self, leaf: int) -> Rule:
         """The rule of a parameter that is rounded."""

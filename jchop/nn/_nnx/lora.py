@@ -15,6 +15,9 @@ from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import attach
 from jchop.nn._nnx.kinds import KINDS
 from jchop.nn._nnx.layers import CLASSES, placed_layers, strip
+from jchop.nn._nnx.programs import Inputs
+from jchop.nn._trees.lora import add_to_tree, merge_tree, split_tree
+from jchop.nn._trees.modules import is_module
 from jchop.storage import QArray
 
 Array = jax.Array
@@ -52,11 +55,14 @@ class Adapted(nnx.Module):
 
 
 def add_lora(
-    model: nnx.Module,
+    model: Any,
     rules: LoraRule | Iterable[LoraRule],
     *,
-    rngs: nnx.Rngs,
-    original: nnx.Module | None = None,
+    rngs: nnx.Rngs | None = None,
+    original: Any = None,
+    key: Array | None = None,
+    inputs: Inputs | None = None,
+    fun: Any = None,
 ) -> Any:
     """A copy of a model with adapters beside its linear layers, whatever their weights are packed in.
 
@@ -64,11 +70,21 @@ def add_lora(
     ``nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`` and ``nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)``.
     Packed weights have no gradient, so a backward pass holds no array of the size of a weight except the unpacked one.
 
+    In a module of Equinox, and in a pytree of parameters, a parameter that reaches products of matrices, and nothing
+    else, becomes an `AdaptedParam` in its place; also one of a stack that a scan runs over. `lora_mask` says which
+    arrays to train. The products of the program add ``factor * (x A B)``. Dropout is applied in calls with a key:
+    ``low(params, x, key=key)``, or ``model(x, rounding_key=key)`` in Equinox.
+
     Args:
-        model: a module of Flax NNX, as from `jchop.nn.quantize` in mode "ptq" or "weight_only", or unquantized.
-        rules: a `LoraRule`, or several; the first that matches a layer's path applies.
-        rngs: `flax.nnx.Rngs` with the streams ``params`` and, for dropout, ``dropout``.
+        model: a module of Flax NNX, as from `jchop.nn.quantize` in mode "ptq" or "weight_only", or unquantized. A
+            module of Equinox likewise. Or parameters of `fun`, packed or not.
+        rules: a `LoraRule`, or several; the first that matches a layer's path applies, or that of a parameter.
+        rngs: NNX: `flax.nnx.Rngs` with the streams ``params`` and, for dropout, ``dropout``.
         original: the model before it was packed, which "loftq" and "pissa" need for packed layers. Default None.
+        key: Equinox and parameters: a typed key for the first values of A.
+        inputs: Equinox and parameters: example arguments of the call, ``(x,)``, or their shapes; for Equinox also those
+            of methods, ``{"decode": (x,)}``.
+        fun: parameters: the result of `jchop.quantize_fn` that takes them.
 
     Returns:
         The model; a matched layer is an `Adapted` that holds it as ``base``. If the model is itself a matched layer, an
@@ -76,8 +92,9 @@ def add_lora(
 
     Raises:
         TypeError: for rules or a model that are none.
-        ValueError: for a rule that matches no linear layer, a layer that is no `flax.nnx.Linear` with a matrix, a rank
-            above its sizes with "loftq" or "pissa", or a missing `original`.
+        ValueError: for a rule that matches no linear layer, a layer that is no `flax.nnx.Linear` with a matrix, a
+            parameter that other operations take, a rank above its sizes with "loftq" or "pissa", or a missing
+            `original`.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -91,7 +108,14 @@ def add_lora(
     """
     given = as_lora_rules(rules)
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+        if fun is None and not is_module(model):
+            raise TypeError(f"model={model!r} must be a module of Flax NNX or Equinox; parameters need fun=")
+        if rngs is not None:
+            raise TypeError("rngs is for modules of Flax NNX; others take key=")
+        return add_to_tree(model, given, key, inputs, fun, original)
+    for name, value in (("key", key), ("inputs", inputs), ("fun", fun)):
+        if value is not None:
+            raise TypeError(f"{name} is for modules of Equinox and parameters; one of Flax NNX takes rngs=")
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(0)")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
@@ -116,13 +140,14 @@ def put(model: Any, made: dict[int, Adapted]) -> Any:
     return _replaced(model, lambda node: made.get(id(node)))
 
 
-def merge_lora(model: nnx.Module, *, requantize: bool = False) -> Any:
+def merge_lora(model: Any, *, requantize: bool = False) -> Any:
     """A copy of a model with its adapters added to the weights, W + factor A B, and without adapters.
 
     Args:
         model: as from `add_lora`.
         requantize: whether a packed weight is packed again by its rule, which rounds the sum. Default False: the layer
-            becomes one of Flax with a weight in full precision, and its rule has no effect any more.
+            becomes one of Flax with a weight in full precision, and its rule has no effect any more; nor in a module of
+            Equinox. Parameters in full precision are rounded by `jchop.quantize_fn`: call its function itself.
 
     Returns:
         The model with the layers in their own places.
@@ -139,6 +164,8 @@ def merge_lora(model: nnx.Module, *, requantize: bool = False) -> Any:
         >>> type(merged).__name__, bool((merged.kernel[...] == model.kernel[...]).all())
         ('Linear', True)
     """
+    if not isinstance(model, nnx.Module):
+        return merge_tree(model, requantize)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     _require(result)
 
@@ -153,7 +180,7 @@ def merge_lora(model: nnx.Module, *, requantize: bool = False) -> Any:
     return _replaced(result, merged)
 
 
-def split_lora(model: nnx.Module) -> tuple[Any, dict[str, dict[str, Any]]]:
+def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     """The model without its adapters, and the adapters by path.
 
     Args:
@@ -161,7 +188,8 @@ def split_lora(model: nnx.Module) -> tuple[Any, dict[str, dict[str, Any]]]:
 
     Returns:
         A copy of the model with the layers in their own places; and for the path of each layer a dict of ``lora_a``,
-        ``lora_b`` and the ``rule``.
+        ``lora_b`` and the ``rule``. A parameter in Equinox or a pytree has the path of its layer if it is called
+        ``weight`` or ``kernel``, else its own.
 
     Raises:
         ValueError: for a model without adapters.
@@ -175,6 +203,8 @@ def split_lora(model: nnx.Module) -> tuple[Any, dict[str, dict[str, Any]]]:
         >>> type(base.layers[0]).__name__, list(adapters), adapters["layers/0"]["lora_a"].shape
         ('Linear', ['layers/0'], (8, 2))
     """
+    if not isinstance(model, nnx.Module):
+        return split_tree(model)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     _require(result)
     adapters = {

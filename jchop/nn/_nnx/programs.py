@@ -27,7 +27,16 @@ from jchop.ptq._run import changed_batches
 
 Array = jax.Array
 
-__all__ = ["Inputs", "calibrate_program", "fit_program", "is_program", "quantize_program", "report_program"]
+__all__ = [
+    "Inputs",
+    "calibrate_program",
+    "fit_program",
+    "is_method",
+    "is_program",
+    "methods_of",
+    "quantize_program",
+    "report_program",
+]
 
 #: Example arguments of the model's call; or of several methods, by their names.
 Inputs = tuple[Any, ...] | Mapping[str, tuple[Any, ...]]
@@ -157,7 +166,7 @@ def _draws_weights(rule: Rule) -> bool:
     return any(spec is not None and spec.rounding.stochastic for spec in (rule.weight, rule.bias))
 
 
-def _methods_of(inputs: Inputs) -> dict[str, tuple[Any, ...]]:
+def methods_of(inputs: Inputs) -> dict[str, tuple[Any, ...]]:
     """Arguments by the name of the method."""
     given = dict(inputs) if isinstance(inputs, Mapping) else {"__call__": inputs}
     for name, args in given.items():
@@ -168,12 +177,12 @@ def _methods_of(inputs: Inputs) -> dict[str, tuple[Any, ...]]:
 
 def _method(cls: type, name: str) -> Callable[..., Any]:
     found = inspect.getattr_static(cls, name, None)
-    if not _is_method(found):
+    if not is_method(found):
         raise ValueError(f"inputs: {cls.__name__} has no method {name!r}")
     return found
 
 
-def _is_method(value: Any) -> bool:
+def is_method(value: Any) -> bool:
     """Whether an attribute of a class is a function, also one that `flax.nnx.jit` and the like have wrapped."""
     wrapped = callable(value) and hasattr(value, "__wrapped__") and not isinstance(value, type)
     return inspect.isfunction(value) or (wrapped and not isinstance(value, staticmethod | classmethod))
@@ -190,7 +199,7 @@ def _class_of(plain: type) -> type:
         name: value
         for name in dir(plain)
         if name not in own and (name == "__call__" or not name.startswith("_"))
-        if _is_method(value := inspect.getattr_static(plain, name))
+        if is_method(value := inspect.getattr_static(plain, name))
     }
     methods = {name: _interpreted(plain, value) for name, value in found.items()}
     doc = {"__doc__": plain.__doc__, "__module__": plain.__module__, "_quantized_program": True}
@@ -235,7 +244,7 @@ def _functions(
     """The methods that have example arguments, as functions, with these."""
     return {
         name: (_function(model, graph, _method(type(model), name), tuple(rules), type(model)), _Given(args, {}).split())
-        for name, args in _methods_of(inputs).items()
+        for name, args in methods_of(inputs).items()
     }
 
 

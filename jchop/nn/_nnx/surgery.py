@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import jax
 from flax import nnx
 
 from jchop._products.rule import Rule, as_rules
 from jchop.nn._nnx.layers import Mode, apply, check_modes, needs_program
 from jchop.nn._nnx.programs import Inputs, quantize_program
+from jchop.nn._trees.modules import is_module, quantize_module
 
-Model = TypeVar("Model", bound=nnx.Module)
+Model = TypeVar("Model")
 
 __all__ = ["quantize"]
 
@@ -23,6 +25,7 @@ def quantize(
     *,
     inputs: Inputs | None = None,
     rngs: nnx.Rngs | None = None,
+    key: jax.Array | None = None,
 ) -> Model:
     """A copy of a model that rounds by rules.
 
@@ -36,11 +39,14 @@ def quantize(
     `attention_fn` and `promote_dtype`, and round their result. A product in the model's own code, ``x @ kernel``, is
     not rounded then. `scale_from`, `calibrate`, `output` and `cache` need layers.
 
+    Of a module of Equinox the program is quantized: the result has the fields, paths and methods of the module, and
+    its class is derived from the module's. Packed parameters are QArrays in the places of arrays.
+
     Layers without a rule do not change; `report` lists the effect on each.
 
     Args:
-        model: a module of Flax NNX, or a quantized one, which is then quantized again. Calibrated and learned scales
-            (`calibrate`, `Rule.scale_from`) are kept if the rounding of the operand is the same.
+        model: a module of Flax NNX or of Equinox, or a quantized one, which is then quantized again. Calibrated and
+            learned scales (`calibrate`, `Rule.scale_from`) are kept if the rounding of the operand is the same.
         rules: a `Rule`, or several; the first that matches a layer's path applies.
         mode: ``"qat"`` (default): parameters are rounded at each use, with straight-through gradients. ``"ptq"``:
             weights and biases are rounded once and stored packed, as `QuantizedParam`; other tensors are rounded at
@@ -51,7 +57,9 @@ def quantize(
             arrays or `jax.ShapeDtypeStruct`. With them the program is quantized. They are required to pack a model that
             is not made of layers of Flax alone. Default None.
         rngs: `flax.nnx.Rngs`, required if a rule is stochastic: every rounding draws from its own stream, forked from
-            the one named by the rule, and advances it, like a dropout.
+            the one named by the rule, and advances it, like a dropout. Not for Equinox.
+        key: Equinox: a typed key, required to pack if the rounding of a parameter is stochastic. Calls of a module with
+            a stochastic rule then take a key each, ``model(x, rounding_key=key)``. Default None.
 
     Returns:
         The new model. Arrays that did not change are shared with the given one.
@@ -73,8 +81,17 @@ def quantize(
         (True, 32)
     """
     given = as_rules(rules)
+    if is_module(model):
+        if rngs is not None:
+            raise TypeError("rngs is for modules of Flax NNX; one of Equinox takes key=")
+        return quantize_module(model, given, mode, inputs, key)
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX; for one of Linen use jchop.nn.linen.quantize")
+        raise TypeError(
+            f"model={model!r} must be a module of Flax NNX or Equinox; for one of Linen use jchop.nn.linen.quantize, "
+            "for a function of parameters jchop.quantize_fn"
+        )
+    if key is not None:
+        raise TypeError("key is for modules of Equinox; one of Flax NNX takes rngs=")
     result: Any = nnx.merge(*nnx.split(model), copy=True)  # variables of its own, holding the same arrays
     if inputs is None and not needs_program(result, given, mode):
         apply(result, given, mode, rngs)

@@ -7,7 +7,7 @@ s (u - z) = |s| ((m - u) - (m - z)) with the largest code m, and a scale of zero
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -225,6 +225,28 @@ def along_rows(parts: Pieces) -> int | None:
     ok = (rows == OWN or n == 1) and last != OWN
     check(ok or parts.codes.shape[1] == 1, f"it has the grouping of {parts.fmt}, not groups along its last axis")
     return last if isinstance(last, int) else None
+
+
+def by_index(parts: Pieces) -> tuple[Pieces, np.ndarray | None]:
+    """A weight with a scale for each element as groups of equally many columns, and the group of each column.
+
+    Columns with the same scales and zero points are in one group, or in several of one size. Weights with other
+    groupings, or without such groups, come back as they are, with None.
+    """
+    if parts.kinds not in ((OWN, OWN), (OWN, 1)) or isinstance(parts.scale, tuple):
+        return parts, None
+    kept = [parts.scale, *([] if parts.zero is None else [parts.zero])]
+    words = [np.ascontiguousarray(values.T).view(np.uint8).reshape(values.shape[1], -1) for values in kept]
+    _, kind, counts = np.unique(np.concatenate(words, axis=1), axis=0, return_inverse=True, return_counts=True)
+    size, kind = int(np.gcd.reduce(counts)), kind.reshape(-1)
+    if size == 1:
+        return parts, None
+    order = np.argsort(kind, kind="stable")
+    index = np.empty(order.size, np.int32)
+    index[order] = np.arange(order.size) // size
+    first = order[::size]
+    zero = None if parts.zero is None else np.ascontiguousarray(parts.zero[:, first])
+    return replace(parts, scale=np.ascontiguousarray(parts.scale[:, first]), zero=zero, kinds=(OWN, size)), index
 
 
 def in_dtype(values: np.ndarray, dtype: Any, what: str) -> np.ndarray:

@@ -15,6 +15,7 @@ from jchop.storage._array import QArray
 from jchop.storage._checkpoints.arrays import (
     along_rows,
     as_scales,
+    by_index,
     facts_of,
     float_array,
     float_scales,
@@ -95,7 +96,7 @@ def _bits(words: int, columns: int, facts: Facts) -> int:
 
 
 def _write_packed(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
+    found, index = by_index(pieces(q))
     along_rows(found)
     codes, scale, zero = unsigned(found, _WIDTHS)
     bits = found.fmt.element.bits
@@ -104,7 +105,9 @@ def _write_packed(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[s
     if not symmetric:
         check(bool(((zero >= 0) & (zero < 1 << bits)).all()), f"a zero point is no code of {bits} bits")
         parts["weight_zero_point"] = np.ascontiguousarray(to_words(zero.astype(np.uint8).T, bits).T)
-    return parts, facts_of(found, "int", symmetric)
+    if index is None:
+        return parts, facts_of(found, "int", symmetric)
+    return {**parts, "weight_g_idx": index}, {**facts_of(found, "int", symmetric), "actorder": "group"}
 
 
 PACKED = Row(

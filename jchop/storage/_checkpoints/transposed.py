@@ -15,6 +15,7 @@ from jchop.storage._array import QArray
 from jchop.storage._checkpoints.arrays import (
     along_rows,
     as_scales,
+    by_index,
     in_dtype,
     integer_array,
     kinds_from,
@@ -72,7 +73,7 @@ def _read_gptq(parts: Parts, facts: Facts, *, added: int) -> QArray:
 
 
 def _write_gptq(q: QArray, exact: bool, *, added: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
+    found, index = by_index(pieces(q))
     size = along_rows(found) or q.shape[1]
     codes, scale, zero = unsigned(found, _WIDTHS)
     bits, (out, columns) = found.fmt.element.bits, q.shape
@@ -89,10 +90,11 @@ def _write_gptq(q: QArray, exact: bool, *, added: int) -> tuple[dict[str, np.nda
         "qweight": np.ascontiguousarray(to_words(codes, bits).T),
         "qzeros": to_words(np.ascontiguousarray(low.T.astype(np.uint8)), bits),
         "scales": scales,
-        "g_idx": (np.arange(columns) // size).astype(np.int32),
+        "g_idx": (np.arange(columns) // size).astype(np.int32) if index is None else index,
     }
     symmetric = bool((zero == 1 << bits - 1).all())
-    facts = {"bits": bits, "group_size": size if size < columns else -1, "sym": symmetric, "desc_act": False}
+    facts = {"bits": bits, "group_size": size if size < columns else -1, "sym": symmetric}
+    facts["desc_act"] = index is not None
     return parts, facts
 
 

@@ -1,0 +1,66 @@
+"""The parameters of a program that may have adapters, and why others may not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from jchop._products.matrices import Laid, MatrixLayout
+from jchop._products.placement import stack_of
+from jchop._products.product import Dot
+from jchop._products.traced.analysis import ProductStep, Use
+from jchop._products.traced.origins import Axis
+from jchop._program.step import Plan
+
+__all__ = ["adaptable"]
+
+
+def adaptable(plan: Plan, shapes: Sequence[tuple[int, ...]]) -> dict[int, MatrixLayout | str]:
+    """The parameters that reach a product: each as a matrix, if all that takes it are `dot_general` alike.
+
+    Args:
+        plan: the program.
+        shapes: of the parameters.
+
+    Returns:
+        By the number of the parameter its layout, or the reason why it can have no adapter.
+    """
+    found: dict[int, MatrixLayout | str] = {}
+    products: set[int] = set()
+    for step, side, use in _uses(plan):
+        before, new = found.get(use.leaf), _layout(step, side, use, shapes[use.leaf])
+        if use.kind == "product":
+            products.add(use.leaf)
+        if isinstance(before, MatrixLayout) and isinstance(new, MatrixLayout) and before != new:
+            new = f"{use.primitive} at {use.source or 'an unknown line'} sums over other axes of it than before"
+        found[use.leaf] = before if isinstance(before, str) else new
+    for fact in plan.out:
+        for origin in () if fact is None else fact.origins:
+            found[origin.leaf] = "the function returns it"
+    return {leaf: found[leaf] for leaf in sorted(products)}
+
+
+def _uses(plan: Plan) -> Iterator[tuple[ProductStep, int, Use]]:
+    for step in plan.walk():
+        yield from ((step, side, use) for side, some in enumerate(step.uses) for use in some)
+
+
+def _layout(step: ProductStep, side: int, use: Use, shape: tuple[int, ...]) -> MatrixLayout | str:
+    where = f"{use.primitive} at {use.source or 'an unknown line'}"
+    if use.kind != "product" or not isinstance(step.product, Dot):
+        return f"{where} takes it, which is no product of matrices"
+    if sum(map(len, step.uses)) > 1:
+        return f"{where} multiplies several parameters"
+    if any(step.product.batch):
+        return f"{where} is batched over an axis of it"
+    if use.laid is None or not use.moved:
+        return f"it is computed with before {where}"
+    laid = Laid(use.laid.kept, _sorted(use.laid.summed))
+    layout = MatrixLayout.of(shape, stack_of(shape, laid), laid, 0)
+    if layout is None or math.prod(layout.matrices) != math.prod(step.eqn.invars[side].aval.shape):
+        return f"{where} takes a part of an axis"
+    return layout
+
+
+def _sorted(parts: Axis) -> Axis:
+    return tuple(sorted(parts, key=lambda part: (part.axis, -part.inner)))

@@ -1,0 +1,1 @@
+"""Models that are pytrees: modules of Equinox, and parameters of any function."""

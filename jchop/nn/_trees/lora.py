@@ -1,0 +1,257 @@
+"""Adapters beside parameters of pytrees: of modules of Equinox, and of functions that `jchop.quantize_fn` runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._arguments import check_key
+from jchop._paths import matches_path
+from jchop._products.adapters import AdaptedParam, Adapter
+from jchop._products.layout import over_stack
+from jchop._products.matrices import MatrixLayout
+from jchop._products.placement import Placement
+from jchop._products.quantize_fn import QuantizedFunction
+from jchop._products.rule import FIELDS, Rule, rule_of
+from jchop._products.traced.call import Call, is_held
+from jchop._products.weights import is_packed, numbers_of
+from jchop.nn._lora_rule import LoraRule, check_used, first_adapter, merged_weight
+from jchop.nn._nnx.programs import Inputs
+from jchop.nn._trees.modules import functions_of, is_module, plain_of, rules_of, scales_of, with_class
+
+Array = jax.Array
+
+__all__ = ["add_to_tree", "check_tree", "load_to_tree", "lora_mask", "merge_tree", "split_tree"]
+
+#: Names of a parameter that stand for its layer in a file of PEFT.
+_WEIGHTS = ("weight", "kernel")
+
+
+def lora_mask(model: Any) -> Any:
+    """A pytree like a model, True for the arrays of adapters and False for all others.
+
+    With it adapters alone are differentiated and optimized: ``equinox.partition(model, jc.nn.lora_mask(model))`` gives
+    them and the rest, and `optax.masked` takes it.
+
+    Args:
+        model: a module of Equinox, or a pytree of parameters, as from `add_lora`. (Modules of NNX have
+            `flax.nnx.LoRAParam`, a filter, instead.)
+
+    Raises:
+        ValueError: for a model without adapters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> low, x = jc.quantize_fn(lambda p, x: x @ p["w"], jc.Rule(weight="nf4")), jnp.ones((2, 64))
+        >>> rule, packed = jc.nn.LoraRule("w", rank=4), low.pack({"w": jnp.ones((64, 8))}, x)
+        >>> adapted = jc.nn.add_lora(packed, rule, fun=low, inputs=(x,), key=jax.random.key(0))
+        >>> [leaf.shape for leaf, own in zip(*map(jax.tree.leaves, (adapted, jc.nn.lora_mask(adapted)))) if own]
+        [(64, 4), (4, 8)]
+    """
+    check_tree(model)
+
+    def mask(node: Any) -> Any:
+        false = jax.tree.map(lambda _: False, node)
+        if not isinstance(node, AdaptedParam):
+            return false
+        return replace(false, adapter=jax.tree.map(lambda _: True, node.adapter))
+
+    return jax.tree.map(mask, model, is_leaf=is_held)
+
+
+def check_tree(model: Any) -> None:
+    """Refuse a pytree without adapters."""
+    if not any(isinstance(leaf, AdaptedParam) for leaf in jax.tree.leaves(model, is_leaf=is_held)):
+        raise ValueError("model has no adapters; jchop.nn.add_lora makes them")
+
+
+def add_to_tree(
+    model: Any, rules: Sequence[LoraRule], key: Array | None, inputs: Inputs | None, fun: Any, original: Any
+) -> Any:
+    """A model with adapters beside the parameters that reach products of matrices."""
+    if key is None:
+        raise ValueError("key=None: the first values of adapters are random; pass a typed key, key=jax.random.key(0)")
+    check_key("key", key)
+    places = _places(model, inputs, fun)
+    before = {} if original is None else _by_path(original)
+    made: dict[str, AdaptedParam] = {}
+    used: set[int] = set()
+    for number, (path, (value, layout, placement)) in enumerate(places.items()):
+        chosen = next((i for i, rule in enumerate(rules) if matches_path(rule.path, path)), None)
+        if chosen is None:
+            continue
+        used.add(chosen)
+        rule, what = rules[chosen], f"the parameter {path!r}, by {rules[chosen]}"
+        if isinstance(layout, str):
+            raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
+        if rule.init != "zeros":
+            _check_plain(what, value, placement)
+        keys = jax.random.fold_in(key, number)
+        made[path] = _adapted(rule, what, value, layout, placement, before.get(path), keys)
+    check_used(rules, used, list(places))
+    return _with_leaves(model, made)
+
+
+def load_to_tree(
+    folder: str | os.PathLike[str], model: Any, inputs: Inputs | None, fun: Any, read: Callable[..., Any]
+) -> Any:
+    """A model with the adapters of a folder, which `read` reads."""
+    places = {_name(path): (path, *place) for path, place in _places(model, inputs, fun).items()}
+    able: dict[str, tuple[str, Any, Any, Placement | None]] = {
+        name: place for name, place in places.items() if isinstance(place[2], MatrixLayout)
+    }
+    made = {}
+    for name, (a, b, rule) in read(folder, able, lambda name: able[name][2].matrices[1:]).items():
+        path, value, layout, placement = able[name]
+        if value.ndim != len(layout.shape):
+            raise ValueError(f"{folder}: the parameter {path!r} is a stack, which a file of PEFT has not")
+        made[path] = AdaptedParam(value, Adapter(a, b, layout, rule, placement))
+    return _with_leaves(model, made)
+
+
+def merge_tree(model: Any, requantize: bool) -> Any:
+    """A model with adapters added to the parameters."""
+    check_tree(model)
+    found = {path: leaf for path, leaf in _by_path(model).items() if isinstance(leaf, AdaptedParam)}
+    made = {path: _merged(path, leaf, requantize) for path, leaf in found.items()}
+    merged = _with_leaves(model, made)
+    alone = [path for path, leaf in found.items() if is_packed(leaf.base) and not requantize]
+    if not is_module(model):
+        return merged
+    rules = rules_of(model)
+    left = (*(Rule(f"/{path}/") for path in alone), *rules)
+    paths = list(_by_path(model))
+    spoken, now = ({some[n] for path in paths if (n := rule_of(path, some)) is not None} for some in (rules, left))
+    left = tuple(rule for rule in left if rule in now or rule not in spoken)
+    packed = any(map(is_packed, _by_path(merged).values()))
+    done = bool(alone) and not packed and not any(map(_rounds_more, left))
+    return plain_of(merged) if done or not rules else with_class(plain_of(merged), left, scales_of(model))
+
+
+def split_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """A model without its adapters, and these by path."""
+    check_tree(model)
+    adapters: dict[str, dict[str, Any]] = {}
+    made = {}
+    for path, leaf in _by_path(model).items():
+        if not isinstance(leaf, AdaptedParam):
+            continue
+        if _name(path) in adapters:
+            raise ValueError(f"two parameters of {_name(path)!r} have adapters, which a file cannot tell apart")
+        made[path], own = leaf.base, leaf.adapter
+        adapters[_name(path)] = {"lora_a": own.lora_a, "lora_b": own.lora_b, "rule": own.rule}
+    bare = _with_leaves(model, made)
+    return (plain_of(bare) if is_module(bare) and not rules_of(bare) else bare), adapters
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _rounds_more(rule: Rule) -> bool:
+    """Whether a rule rounds anything but parameters."""
+    return any(getattr(rule, name) is not None for name in FIELDS if name not in ("weight", "bias"))
+
+
+def _name(path: str) -> str:
+    """The path of the layer that a parameter is the weight of; of another one its own."""
+    front, _, last = path.rpartition("/")
+    return front if last in _WEIGHTS and front else path
+
+
+def _by_path(model: Any) -> dict[str, Any]:
+    call = Call(model, (), {})
+    return {path: call.leaves[place] for path, place in zip(call.paths, call.places, strict=False)}
+
+
+def _places(model: Any, inputs: Inputs | None, fun: Any) -> dict[str, tuple[Any, MatrixLayout | str, Placement | None]]:
+    """The parameters that reach products: the value, the parameter as a matrix or why it is none, its rounding."""
+    if inputs is None:
+        raise ValueError(
+            "inputs=None: the program says which parameters may have adapters; pass example arguments, inputs=(x,)"
+        )
+    if is_module(model):
+        if fun is not None:
+            raise TypeError("fun is for parameters of a function; a module of Equinox has methods")
+        found = functions_of(model, rules_of(model), inputs).values()
+        traced = [low.traced(plain_of(model), args, {}) for low, args in found]
+    else:
+        if not isinstance(fun, QuantizedFunction):
+            raise TypeError(f"fun={fun!r} must be a result of jchop.quantize_fn, which runs the parameters")
+        if isinstance(inputs, Mapping) or not isinstance(inputs, tuple | list):
+            raise TypeError(f"inputs={inputs!r} must be a tuple of arguments of the function after its parameters")
+        traced = [fun.traced(model, *inputs)]
+    places: dict[str, tuple[Any, MatrixLayout | str, Placement | None]] = {}
+    for program, call in traced:
+        for leaf, layout in program.adaptable.items():
+            path = program.paths[leaf]
+            before = places.get(path)
+            if before is not None and before[1] != layout:
+                layout = "methods of the model sum over different axes of it"
+            placement = program.placements.get(leaf)
+            places[path] = call.values[leaf], layout, None if placement is None else placement[0]
+    return places
+
+
+def _check_plain(what: str, value: Any, placement: Placement | None) -> None:
+    if is_packed(value) and (placement is None or placement.turn is not None):
+        raise ValueError(f"{what}: it is packed {'by no rule' if placement is None else 'rotated'}, so it can't change")
+
+
+def _adapted(
+    rule: LoraRule,
+    what: str,
+    value: Any,
+    layout: MatrixLayout,
+    placement: Placement | None,
+    original: Any,
+    key: Array,
+) -> AdaptedParam:
+    stack = value.ndim - len(layout.shape)
+    lay = lambda x: over_stack(stack, lambda one: layout.lay(one)[0], x)  # noqa: E731
+    packed = is_packed(value)
+    weight = lay(numbers_of(value) if packed else jnp.asarray(value))
+    exact = None if original is None else lay(numbers_of(original) if is_packed(original) else jnp.asarray(original))
+    parts = []
+    for number, index in enumerate(np.ndindex(*weight.shape[:stack])):
+        own = None if exact is None else exact[index]
+        draw = lambda number=number: jax.random.fold_in(key, number)  # noqa: E731
+        parts.append(first_adapter(rule, what, draw, weight[index], own, packed))
+    a, b, rest = (
+        None if some[0] is None else jnp.stack(some).reshape(*weight.shape[:stack], *some[0].shape)
+        for some in zip(*parts, strict=True)
+    )
+    if rest is not None:
+        numbers = over_stack(stack, lambda one: layout.back(one[None]), rest)
+        value = placement.pack(numbers) if packed and placement is not None else numbers
+    return AdaptedParam(value, Adapter(a, b, layout, rule, placement))
+
+
+def _merged(path: str, leaf: AdaptedParam, requantize: bool) -> Any:
+    own, layout, base = leaf.adapter, leaf.adapter.layout, leaf.base
+    if is_packed(base):
+        _check_plain(f"the parameter {path!r}", base, own.placement)
+
+    def one(parts: tuple[Array, Array, Array]) -> Array:
+        weight, a, b = parts
+        return layout.back(merged_weight(layout.lay(weight)[0], a, b, own.rule)[None])
+
+    numbers = numbers_of(base) if is_packed(base) else jnp.asarray(base)
+    merged = over_stack(own.stack, one, (numbers, own.lora_a, own.lora_b))
+    return own.placement.pack(merged) if requantize and is_packed(base) and own.placement is not None else merged
+
+
+def _with_leaves(model: Any, made: Mapping[str, Any]) -> Any:
+    """A model with other parameters at some paths; a module of Equinox runs under its rules, or under none."""
+    plain = plain_of(model) if is_module(model) else model
+    call = Call(plain, (), {})
+    leaves = list(call.leaves)
+    for path, place in zip(call.paths, call.places, strict=False):
+        leaves[place] = made.get(path, leaves[place])
+    tree = jax.tree.unflatten(call.tree, leaves)[0][0]
+    return with_class(tree, rules_of(model), scales_of(model)) if is_module(model) else tree

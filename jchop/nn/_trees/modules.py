@@ -1,0 +1,218 @@
+"""Modules of Equinox, whose methods run under rules as programs; Equinox is imported where there is a module of it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, wraps
+from typing import Any
+
+import jax
+import numpy as np
+
+from jchop._arguments import check_key
+from jchop._products.quantize_fn import QuantizedFunction, check_fields
+from jchop._products.rule import Rule
+from jchop._products.scale_from import LSQ
+from jchop._products.scales.sites import Scales
+from jchop._products.traced.call import is_held
+from jchop._products.traced.report import ProgramReport
+from jchop.nn._nnx.layers import Mode, check_modes
+from jchop.nn._nnx.programs import Inputs, is_method, methods_of
+
+Array = jax.Array
+
+__all__ = [
+    "arrays_of",
+    "calibrate_module",
+    "functions_of",
+    "is_array",
+    "is_module",
+    "plain_of",
+    "quantize_module",
+    "report_module",
+    "rules_of",
+    "scales_of",
+    "with_class",
+]
+
+#: The fields that hold the rules of a module and its kept scales; the keyword argument of its methods that has a key.
+_RULES, _SCALES, _KEY = "quantization_rules", "quantization_scales", "rounding_key"
+
+
+def is_module(model: Any) -> bool:
+    """Whether a model is a module of Equinox."""
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(model, equinox.Module)
+
+
+def quantize_module(model: Any, rules: Sequence[Rule], mode: Mode, inputs: Inputs | None, key: Array | None) -> Any:
+    """A module of a class whose methods run under rules; its parameters are packed unless ``mode="qat"``.
+
+    Raises:
+        ValueError: as `jchop.quantize_fn`; for packing without `inputs`.
+        NotImplementedError: for scales that follow the data of calls.
+    """
+    check_modes(rules, mode, program=True)
+    check_fields(rules)
+    if key is not None:
+        check_key("key", key)
+    for rule in rules:
+        if rule.scale_from is not None and not isinstance(rule.scale_from, LSQ):
+            raise NotImplementedError(
+                f"{rule}: a module of Equinox does not change when it is called, so its scales cannot follow the data; "
+                "jchop.quantize_fn(...).update returns them, and jchop.nn.calibrate fixes ranges"
+            )
+    packed = any(is_held(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_held))
+    if packed:
+        raise ValueError("model is packed already; quantize the module that it was made from")
+    before = scales_of(model) if rules_of(model) == tuple(rules) else Scales({}, {})
+    if inputs is None and (mode != "qat" or any(rule.scale_from is not None for rule in rules)):
+        raise ValueError(
+            "inputs=None, but a program that is packed, or keeps scales, has to be traced: pass example arguments of "
+            "the model's call, inputs=(x,), or of other methods, inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
+        )
+    plain = plain_of(model)
+    scales = Scales({}, {})
+    functions = () if inputs is None else functions_of(model, rules, inputs).values()
+    for low, args in functions:
+        begun = low.start(plain, args, {}, from_data=False)
+        scales = Scales({**begun.learned, **scales.learned}, {**begun.stats, **scales.stats})
+        low.report(plain, args, {})  # the errors of rules come here, not in the first call
+    scales = Scales({**scales.learned, **before.learned}, {**scales.stats, **before.stats})
+    if mode != "qat":
+        for low, args in functions:  # packed for the first method that rounds it
+            plain = low.pack_more(plain, args, {}, scales=scales, key=key)
+        learned = {name: scale for name, scale in scales.learned.items() if not name.endswith("_weight_scale")}
+        scales = scales._replace(learned=learned)
+    return with_class(plain, rules, scales)
+
+
+def report_module(
+    model: Any, rules: Sequence[Rule], inputs: Inputs | None, platform: str | None
+) -> dict[str, ProgramReport]:
+    """The report of each method.
+
+    Raises:
+        ValueError: without `inputs`.
+    """
+    if inputs is None:
+        raise ValueError(
+            "inputs=None, but the report of a module of Equinox is that of its program: pass example arguments of the "
+            "model's call, inputs=(x,)"
+        )
+    plain = plain_of(model)
+    return {
+        name: low.report(plain, args, {}, platform=platform)
+        for name, (low, args) in functions_of(model, rules, inputs).items()
+    }
+
+
+def calibrate_module(model: Any, batches: Iterable[Any], method: str, combine: str, run: Any, progress: Any) -> Any:
+    """A module with fixed scales of activations, found by running it on data; as `jchop.nn.calibrate`."""
+    rules = rules_of(model)
+    if not rules:
+        raise ValueError("model is not quantized; jchop.nn.quantize makes a module that can be calibrated")
+    low = QuantizedFunction((lambda plain, batch: plain(batch)) if run is None else run, rules)
+    plain, scales = plain_of(model), scales_of(model)
+    given = ((batch,) for batch in batches)
+    scales = low.calibrate(plain, given, method=method, combine=combine, scales=scales, progress=progress)
+    return with_class(plain, rules, scales)
+
+
+def arrays_of(model: Any) -> Any:
+    """A module with None in place of all that is no array."""
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, model)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of a module is an array, or stands for one."""
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+def functions_of(
+    model: Any, rules: Sequence[Rule], inputs: Inputs
+) -> dict[str, tuple[QuantizedFunction, tuple[Any, ...]]]:
+    """The methods that have example arguments, as functions of a plain module, arguments and keywords, with these."""
+    cls = type(plain_of(model))
+    found = methods_of(inputs)
+    for name in found:
+        if not is_method(inspect.getattr_static(cls, name, None)):
+            raise ValueError(f"inputs: {cls.__name__} has no method {name!r}")
+    return {name: (_function(name, tuple(rules)), args) for name, args in found.items()}
+
+
+# -- the class ---------------------------------------------------------------------------------------------------------
+
+
+def plain_of(model: Any) -> Any:
+    """A module of the class that it had before it was quantized."""
+    return _copied(model, type(model).__mro__[1]) if hasattr(type(model), _RULES) else model
+
+
+def rules_of(model: Any) -> tuple[Rule, ...]:
+    """The rules of a module; of a plain one, none."""
+    return getattr(model, _RULES, ())
+
+
+def scales_of(model: Any) -> Scales:
+    """The kept scales of a module."""
+    return getattr(model, _SCALES, None) or Scales({}, {})
+
+
+def with_class(plain: Any, rules: Sequence[Rule], scales: Scales) -> Any:
+    """A module of a class like that of a plain one whose methods run under rules."""
+    scales_or_none = scales if scales.learned or scales.stats else None
+    return _copied(plain, _class_of(type(plain)), {_RULES: tuple(rules), _SCALES: scales_or_none})
+
+
+def _copied(model: Any, cls: type, more: Any = None) -> Any:
+    made = object.__new__(cls)
+    own = {name: value for name, value in vars(model).items() if name not in (_RULES, _SCALES)}
+    for name, value in {**own, **(more or {})}.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _class_of(plain: Any) -> type:
+    """A class like `plain` whose methods run under the rules of the module."""
+    import equinox
+
+    own = set(dir(equinox.Module))
+    found = {
+        name: value
+        for name in dir(plain)
+        if name not in own and (name == "__call__" or not name.startswith("_"))
+        if is_method(value := inspect.getattr_static(plain, name))
+    }
+    body: dict[str, Any] = {name: _interpreted(plain, name, value) for name, value in found.items()}
+    body |= {_RULES: equinox.field(static=True, default=()), _SCALES: equinox.field(default=None)}
+    body |= {"__annotations__": {_RULES: Any, _SCALES: Any}, "__doc__": plain.__doc__}
+    return type(plain)(plain.__name__, (plain,), {**body, "__module__": plain.__module__})
+
+
+def _interpreted(plain: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(self: Any, *args: Any, rounding_key: Array | None = None, **kwargs: Any) -> Any:
+        rules = getattr(self, _RULES)
+        stochastic = next((rule for rule in rules if rule.stochastic), None)
+        if stochastic is not None and rounding_key is None:
+            raise ValueError(
+                f"{_KEY}=None, but {stochastic} rounds stochastically: pass a typed key for each call, "
+                f"model(x, {_KEY}=jax.random.key(0))"
+            )
+        scales = scales_of(self)
+        scales = scales._replace(stats=jax.lax.stop_gradient(scales.stats))
+        return _function(name, rules)(_copied(self, plain), args, kwargs, scales=scales, key=rounding_key)
+
+    return run
+
+
+@lru_cache(maxsize=256)
+def _function(name: str, rules: tuple[Rule, ...]) -> QuantizedFunction:
+    def call(plain: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return getattr(plain, name)(*args, **kwargs)
+
+    return QuantizedFunction(call, rules)
