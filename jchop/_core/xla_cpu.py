@@ -188,8 +188,8 @@ def materialize_per_group(values: Any) -> Any:
     """A pytree of arrays, computed once for each group, although each is then broadcast over elements.
 
     Quirk `barriers_removed_before_fusion`. XLA does not repeat a division for every element, so each array is divided
-    by 1; a barrier keeps XLA from removing this 1. Small arrays of one shape are divided together, because each division
-    is a loop to compile. A large array has a loop of its own: to put it beside others costs more time than a loop.
+    by 1; a barrier keeps XLA from removing this 1. Small arrays of one shape are divided together, because each
+    division is a loop to compile. A large array has a loop of its own: to put it beside others costs more time.
     """
     leaves, structure = jax.tree.flatten(lax.optimization_barrier(values))
     words = [_word(x) for x in leaves]
