@@ -18,6 +18,7 @@ from jchop._products.units import PLATFORMS
 #: The extras that users install: the distributions that each brings, and what needs them.
 EXTRAS = {
     "flax": (("flax",), "jchop.nn"),
+    "equinox": (("flax", "equinox"), "jchop.nn of Equinox modules"),
     "optax": (("optax",), "jchop.optim"),
     "torch": (("torch",), "jchop.torch"),
     "plot": (("matplotlib",), "jchop.plot, --plot"),
