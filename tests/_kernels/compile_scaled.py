@@ -33,8 +33,8 @@ SCALINGS: dict[str, Spec] = {
         "e5m2 of 8, NaN blocks": "e5m2(group=8,scale=e8m0fnu,nan_block=true):ieee",
         "codebook of 64": "codebook(-1,-0.25,0,0.3125,1,group=64)",
         "mxfp4, stochastic": "mxfp4:stochastic",
-        "mxfp4, unclipped": "mxfp4(rule=floor_unclipped):stochastic",
         "int4 of 32, stochastic": "int4(group=32):stochastic",
+        "mxfp4, unclipped": "mxfp4(rule=floor_unclipped):stochastic",
     }.items()
 }
 TPU_DTYPES = ("float32", "bfloat16")
