@@ -117,6 +117,7 @@ QUIRKS: tuple[Quirk, ...] = (
         "all of them are in memory together.",
         "`compute_after` (`unshard` in `distributed/_unshard.py`).",
         seen=("0.10",),
+        gone=("0.12",),
     ),
     Quirk(
         "computed_once_for_each_use",

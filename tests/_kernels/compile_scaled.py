@@ -34,7 +34,6 @@ SCALINGS: dict[str, Spec] = {
         "codebook of 64": "codebook(-1,-0.25,0,0.3125,1,group=64)",
         "mxfp4, stochastic": "mxfp4:stochastic",
         "int4 of 32, stochastic": "int4(group=32):stochastic",
-        "mxfp4, unclipped": "mxfp4(rule=floor_unclipped):stochastic",
     }.items()
 }
 TPU_DTYPES = ("float32", "bfloat16")
@@ -72,8 +71,10 @@ def cases(target: str) -> Iterator[Case]:
             yield case(target, kernel, name, along(spec, axis), dtype, shape, number % 2 == 0)
     for shape in SHAPES[3:]:
         yield case(target, "quantize_blocks", "mxfp4, even", SCALINGS["mxfp4, even"], "bfloat16", shape)
+    unclipped = jc.parse("mxfp4(rule=floor_unclipped):stochastic")
     for axis in (-1, -2):
         for kernel in ("quantize_blocks", "round_blocks"):
+            yield case(target, kernel, "mxfp4, unclipped", along(unclipped, axis), "float32", (256, 512))
             yield case(target, kernel, "mxfp8 e4m3", along(jc.parse("mxfp8_e4m3"), axis), "float32", (4096, 4096))
 
 
