@@ -189,14 +189,14 @@ class ScaledGpuTiling:
 
         Along rows, a tile has 2048 elements, 16 for each thread, so that one or a few threads reduce a block. Down
         columns, 128 columns make a warp of threads with four neighbours each, which reduce their part of a block in
-        registers. For 64-bit numbers, and for rows of codes of which eight are stored together, a tile has half as many
-        elements, because of the registers.
+        registers. For 64-bit numbers, for rows of codes of which eight are stored together, and for columns under
+        stochastic rounding, a tile has half as many elements, because of the registers.
         """
         padded, half = cls.padded(problem), problem.plan.compute.width // 64
         if problem.last:
             return cls(max((2048 >> half + (problem.codes_together == 8)) // padded, 1), 1, 4)
-        columns = max(_power(problem.inner), 16)
-        return cls(1, max(min((4096 >> half) // padded, 128, columns), 16), 4)
+        columns, drawn = max(_power(problem.inner), 16), problem.plan.element.rounding.stochastic
+        return cls(1, max(min((4096 >> half + drawn) // padded, 128, columns), 16), 4)
 
     @staticmethod
     def padded(problem: Problem) -> int:
