@@ -76,6 +76,22 @@ def _compiled_code_dropped(_tests_of_module: Iterator[int]) -> Iterator[None]:
         jax.clear_caches()
 
 
+#: Files whose default tests compile as users do; so do all slow tests.
+_AS_USERS = ("_core/", "math/test_contract.py", "test_compile_cost.py", "test_round_values.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Default tests compile with few of LLVM's optimizations: that takes half the time of most of them.
+
+    From JAX 0.12 on, such code flushes subnormal bfloat16 numbers, so all tests compile as users do there.
+    """
+    file = item.path.relative_to(pathlib.Path(__file__).parent).as_posix()
+    few = jax.__version_info__ < (0, 12) and "slow" not in item.keywords and not file.startswith(_AS_USERS)
+    jax.config.update("jax_disable_most_optimizations", few)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))  # of processes that the test starts
+
+
 @pytest.fixture(autouse=True)
 def _seeded_numpy() -> None:
     """NumPy's global generator starts every test from the same state, whatever ran before on this worker."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +199,13 @@ def test_dtypes_and_shapes(dtype):
 
 START = np.array([0.3, 0.7, -0.5], np.float32)
 KEY = jax.random.key(0)
-STORED = jc.quantize(jax.random.normal(KEY, (3, 3)), "int8(channel=0)")
+
+
+@cache
+def stored() -> jc.QArray:
+    return jc.quantize(jax.random.normal(KEY, (3, 3)), "int8(channel=0)")
+
+
 STEPS = {
     "round": lambda x: jc.round_to_format(x * x, "bfloat16"),
     "stochastic": lambda x: jc.round_to_format(x * x, "bfloat16:stochastic", KEY),
@@ -214,7 +220,7 @@ STEPS = {
     "max": lambda x: x * jc.math.max(x * x, spec="bfloat16"),
     "softmax": lambda x: jc.math.softmax(x * x, spec="bfloat16"),
     "flip_bits": lambda x: jc.flip_bits(x * x, "bfloat16", 0.01, KEY),
-    "dequantize": lambda x: jc.dequantize(STORED) @ (x * x),
+    "dequantize": lambda x: jc.dequantize(stored()) @ (x * x),
     "quantize": lambda x: jc.dequantize(jc.quantize(x * x, "int8(group=all)")) + x * x,
     "emulate": lambda x: jc.emulate(lambda x: x * x + jnp.sin(x), "bfloat16")(x),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -173,16 +174,16 @@ def test_gradients_pass_and_the_range_is_state() -> None:
 @pytest.mark.parametrize(
     ("model", "batches", "more", "words"),
     [
-        (layer("int8(group=all)"), BATCHES, {}, "one scale for the whole array"),
-        (layer(gradient="e5m2"), BATCHES, {}, "backward roundings"),
-        (layer(), [], {}, "no batch"),
-        (layer(), BATCHES, {"method": "percentile(0)"}, "method='percentile"),
-        (layer(), BATCHES, {"combine": "median"}, "combine='median'"),
-        (layer(), BATCHES, {"method": "entropy", "combine": "mean"}, "combine='mean'"),
-        (layer("e4m3(group=tensor)"), BATCHES, {"method": "entropy"}, "even levels"),
-        (layer(scale_from=jc.nn.DelayedScaling(2)), BATCHES, {}, "a history"),
+        (lambda: layer("int8(group=all)"), BATCHES, {}, "one scale for the whole array"),
+        (lambda: layer(gradient="e5m2"), BATCHES, {}, "backward roundings"),
+        (lambda: layer(), [], {}, "no batch"),
+        (lambda: layer(), BATCHES, {"method": "percentile(0)"}, "method='percentile"),
+        (lambda: layer(), BATCHES, {"combine": "median"}, "combine='median'"),
+        (lambda: layer(), BATCHES, {"method": "entropy", "combine": "mean"}, "combine='mean'"),
+        (lambda: layer("e4m3(group=tensor)"), BATCHES, {"method": "entropy"}, "even levels"),
+        (lambda: layer(scale_from=jc.nn.DelayedScaling(2)), BATCHES, {}, "a history"),
     ],
 )
-def test_what_cannot_be_calibrated_is_said(model: Any, batches: Any, more: Any, words: str) -> None:
+def test_what_cannot_be_calibrated_is_said(model: Callable[[], Any], batches: Any, more: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        jc.nn.calibrate(model, batches, **more)
+        jc.nn.calibrate(model(), batches, **more)

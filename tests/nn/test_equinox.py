@@ -282,7 +282,7 @@ def network(p: Any, x: Any) -> Any:
 
 
 PARAMS = {
-    name: jax.random.normal(jax.random.key(i), shape) / 6
+    name: jnp.asarray(np.random.default_rng(i).normal(size=shape) / 6, jnp.float32)
     for i, (name, shape) in enumerate(
         {"heads": (32, 2, 16), "out": (2, 16, 32), "left": (32, 32), "twice": (32, 32)}.items()
     )

@@ -13,7 +13,7 @@ from flax import linen, nnx
 import jchop as jc
 
 TENSOR = "int8(group=tensor)"
-X = jax.random.normal(jax.random.key(1), (4, 8))
+X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8)), jnp.float32)
 
 
 class Heads(nnx.Module):

@@ -14,7 +14,7 @@ import jchop as jc
 
 ROW = "int8(group=all)"
 SIZES = jnp.array([2, 0, 3])  # and one row of no expert
-X, W = jax.random.normal(jax.random.key(0), (6, 16)), jax.random.normal(jax.random.key(1), (3, 16, 4))
+X, W = (jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32) for shape in ((6, 16), (3, 16, 4)))
 
 
 def of_rows(one: Any) -> jax.Array:
