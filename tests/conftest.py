@@ -123,18 +123,30 @@ def _part(number: int, parts: int) -> int:
 
 
 class _Turns:
-    """Before `-m` selects: of the cases of a test marked ``in_turn(n)`` all but about one in n become slow."""
+    """Of the cases of a test marked ``in_turn(n)`` all but about one in n are slow.
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        seen: collections.Counter[str] = collections.Counter()
-        for item in items:
-            mark = item.get_closest_marker("in_turn")
-            if mark is not None and item.get_closest_marker("slow") is None:
-                name = item.nodeid.split("[")[0]
-                if _part(seen[name], mark.args[0]) != 0:
-                    item.add_marker(pytest.mark.slow)
-                seen[name] += 1
+    A run without slow tests, such as the default one, makes no items of them: that would take seconds of each worker.
+    """
+
+    def __init__(self, no_slow: bool) -> None:
+        self.no_slow = no_slow
+
+    def pytest_pycollect_makeitem(self, collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+        marks = [*collector.iter_markers("slow"), *getattr(obj, "pytestmark", ())]
+        return [] if self.no_slow and callable(obj) and any(mark.name == "slow" for mark in marks) else None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        cases, place = [], 0
+        for case in metafunc._calls:  # after the marks `parametrize` have made them
+            marks = {mark.name: mark for mark in (*metafunc.definition.iter_markers(), *case.marks)}
+            if "in_turn" in marks and "slow" not in marks:
+                if _part(place, marks["in_turn"].args[0]) != 0:
+                    case.marks.append(pytest.mark.slow.mark)
+                place += 1
+            if not (self.no_slow and any(mark.name == "slow" for mark in case.marks)):
+                cases.append(case)
+        metafunc._calls = cases or metafunc._calls
 
 
 class _Durations:
@@ -194,7 +206,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--unoptimized"):  # XLA reads its flags when it compiles for the first time
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    config.pluginmanager.register(_Turns())
+    config.pluginmanager.register(_Turns(config.option.markexpr == "not slow"))
     if path := config.getoption("--durations-file"):
         config.pluginmanager.register(_Durations(config.invocation_params.dir / path))
 

@@ -20,9 +20,6 @@ from jchop.__main__ import main
 from jchop._files import write_atomically
 from jchop.rounding import Rounding
 from jchop.study import StudyResult
-from jchop.study._data import load
-from jchop.study._evaluate import Evaluator
-from jchop.study._model import make_model
 from jchop.study._progress import ProgressBar
 from jchop.study._report import NAMES, reading
 
@@ -147,6 +144,10 @@ def test_the_picture_says_what_its_figures_are_of() -> None:
 
 @pytest.mark.slow
 def test_groups_of_scaled_formats_lie_along_the_inputs() -> None:
+    from jchop.study._data import load
+    from jchop.study._evaluate import Evaluator
+    from jchop.study._model import make_model
+
     evaluator = Evaluator(*make_model(load("wine", 0), 0), load("wine", 0))
     numbers = jax.numpy.arange(evaluator.flat.size, dtype=np.float32)
     kernels = [np.asarray(x) for x in jax.tree.leaves(evaluator._unravel(numbers)) if x.ndim == 2]
@@ -181,6 +182,8 @@ def test_a_format_keeps_the_rest_of_its_spec() -> None:
 # -- data --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dataset", study.DATASETS)
 def test_data_is_split_and_standardised_by_its_training_part(dataset: str) -> None:
+    from jchop.study._data import load  # and with it scikit-learn, which takes a second
+
     data, again, other = load(dataset, 3), load(dataset, 3), load(dataset, 4)
     np.testing.assert_array_equal(data.test_y, again.test_y)
     assert not np.array_equal(data.test_y, other.test_y)
