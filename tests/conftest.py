@@ -117,13 +117,13 @@ def neighbours_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "neighbours", functools.lru_cache(maxsize=1 << 14)(oracle.neighbours))
 
 
-def _part(number: int, parts: int) -> int:
-    """The part of `parts` equal ones that a number is in, by multiples of the golden ratio: in step with no table."""
-    return int(number * 0.6180339887498949 % 1 * parts)
+def _spread(number: int) -> float:
+    """The place of a number in [0, 1), by multiples of the golden ratio: in step with no table."""
+    return number * 0.6180339887498949 % 1
 
 
 class _Turns:
-    """Of the cases of a test marked ``in_turn(n)`` all but about one in n are slow.
+    """Of the cases of a test marked ``in_turn(n)`` one in n, rounded down, and at least one, is not slow.
 
     A run without slow tests, such as the default one, makes no items of them: that would take seconds of each worker.
     """
@@ -137,16 +137,20 @@ class _Turns:
 
     @pytest.hookimpl(trylast=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        cases, place = [], 0
-        for case in metafunc._calls:  # after the marks `parametrize` have made them
+        turns, slow = [], set()
+        for place, case in enumerate(metafunc._calls):  # after the marks `parametrize` have made them
             marks = {mark.name: mark for mark in (*metafunc.definition.iter_markers(), *case.marks)}
-            if "in_turn" in marks and "slow" not in marks:
-                if _part(place, marks["in_turn"].args[0]) != 0:
-                    case.marks.append(pytest.mark.slow.mark)
-                place += 1
-            if not (self.no_slow and any(mark.name == "slow" for mark in case.marks)):
-                cases.append(case)
-        metafunc._calls = cases or metafunc._calls
+            if "slow" in marks:
+                slow.add(place)
+            elif "in_turn" in marks:
+                turns.append((place, marks["in_turn"].args[0]))
+        if turns:
+            number = max(1, len(turns) // turns[0][1])
+            for turn in sorted(range(len(turns)), key=_spread)[number:]:
+                slow.add(turns[turn][0])
+                metafunc._calls[turns[turn][0]].marks.append(pytest.mark.slow.mark)
+        if self.no_slow and len(slow) < len(metafunc._calls):
+            metafunc._calls = [case for place, case in enumerate(metafunc._calls) if place not in slow]
 
 
 class _Durations:
@@ -218,7 +222,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     turn: int = config.getoption("--turn") or 0
     if not 0 <= turn < thin:
         raise pytest.UsageError(f"--turn={turn} must be from 0 to {thin - 1}, with --thin={thin}")
-    picked = [_part(number, thin) == turn for number in range(len(items))]
+    picked = [int(_spread(number) * thin) == turn for number in range(len(items))]
     if not all(picked):
         config.hook.pytest_deselected(items=[item for item, pick in zip(items, picked, strict=True) if not pick])
         items[:] = [item for item, pick in zip(items, picked, strict=True) if pick]

@@ -485,7 +485,7 @@ def check(name: str, configuration: str) -> None:
         np.testing.assert_array_equal(want, got, err_msg=f"result {number}")
 
 
-@pytest.mark.in_turn(50)
+@pytest.mark.in_turn(77)
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize("name", QUICK)
 def test_bits_are_the_same(name: str, configuration: str) -> None:

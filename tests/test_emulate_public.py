@@ -66,8 +66,6 @@ def kept() -> jc.KVCache:
     return jc.KVCache.full((1, 8, 1, 4)).update(X[None, :, None, :4], Y[None, :, None, :4])
 
 
-
-
 TOP: dict[str, Row] = {
     "round_to_format": Row(lambda x: jc.round_to_format(x, SCALED)),
     "quantize": Row(lambda x: jc.quantize(x, SCALED), rounded=False),

@@ -63,7 +63,7 @@ def walk(x: Array) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("spec", ["bfloat16", "e5m7:stochastic", "e4m3:saturate"])
 @pytest.mark.parametrize("fun", [lambda x: {"y": jnp.sum(x * x) / 3}, walk, lambda x: jax.jit(jnp.tanh)(x) + 1])
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(12)
 def test_without_the_event_results_are_those_of_a_plain_call(fun: Callable[..., Any], spec: str) -> None:
     x = jnp.float32(1.3)
     got, want = (jc.emulate(fun, spec, stop_at=event, key=KEY)(x) for event in ("nan", None))

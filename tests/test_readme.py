@@ -100,7 +100,10 @@ def test_readme_shows_the_command_line() -> None:
 
 
 @pytest.mark.in_turn(2)
-@pytest.mark.parametrize(("command", "shown"), console_lines())
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [pytest.param(*line, marks=[pytest.mark.slow] * line[0].startswith("jchop study")) for line in console_lines()],
+)
 def test_console_lines_run_and_print_what_is_shown(
     command: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

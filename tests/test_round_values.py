@@ -95,7 +95,7 @@ def once(overflows: tuple[str, ...], seed: str, turn: int = 0) -> list[tuple[str
     return [(mode, overflows[(start + k) % len(overflows)]) for k, mode in enumerate(DETERMINISTIC)]
 
 
-@pytest.mark.in_turn(60)
+@pytest.mark.in_turn(77)
 @pytest.mark.parametrize("text", [*cases.NAMED, *cases.CUSTOM, *cases.P3109, *cases.WIDE, *cases.DOUBLE, *cases.FIXED])
 def test_formats_are_the_documented_sets(text):
     table = cases.NAMED | cases.CUSTOM | cases.P3109 | cases.WIDE | cases.DOUBLE | cases.FIXED
@@ -322,7 +322,7 @@ def test_many_adversarial_values_of_fixed(carrier, text):
     check(hard_values(fmt, carrier, text, 200_000), fmt, every(fixed_overflows(fmt)), kind="numpy")
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("text", ["float8_e4m3fn", "bfloat16", "binary32", "binary64"])
 def test_jax_float64(text):
     fmt = FLOAT64[text]
@@ -331,7 +331,7 @@ def test_jax_float64(text):
         check(x, fmt, once(FLOAT_OVERFLOWS, text), kind="jax")
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32"])
 def test_numpy_equals_jax(carrier):
     fmt = cases.NAMED["float8_e5m2fnuz"]

@@ -43,9 +43,7 @@ def same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8]
-)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4, 8))])
 def test_two_shot(ranks: int, rng: np.random.Generator) -> None:
     x = rng.standard_normal((ranks, 5, 37)).astype(np.float32)
     found = over(

@@ -55,7 +55,7 @@ def test_read_as_the_definition_has_it(tmp_path: Path, name: str) -> None:
 SHAPES = {"fp8": (130, 260), "bitsandbytes": (8, 128)}
 
 
-@pytest.mark.in_turn(24)
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.writes])
 def test_written_and_read_by_the_definition(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -149,7 +149,7 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
     assert q.spec == close.spec
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("kind", "text"), [(2, "int4"), (8, "int8"), (12, None), (14, None)])
 def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
     rng = np.random.default_rng(kind)

@@ -29,7 +29,7 @@ def test_every_result_is_the_true_one_rounded_once(name: str, text: str) -> None
     assert wrong(name, text) == NONE_WRONG
 
 
-@pytest.mark.in_turn(26)
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_some_results_are_the_true_ones_rounded_once(name: str) -> None:
     assert wrong(name, "bfloat16", EVERY) == NONE_WRONG
@@ -65,7 +65,7 @@ def test_the_exact_values_are_near_those_of_numpy() -> None:
 SOME = ("exp", "log", "sin", "tanh", "erfc")
 
 
-@pytest.mark.in_turn(27)
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("sizes", [(4, 11), (6, 9), (2, 13), (8, 10), (8, 15)])
 def test_formats_of_other_sizes(name: str, sizes: tuple[int, int]) -> None:
