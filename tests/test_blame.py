@@ -171,6 +171,7 @@ def test_errors_fed_back_give_the_emulated_result() -> None:
     assert by_name["argument [0]"].contribution == pytest.approx(float(jnp.sum(rounded - x)) / 3, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_turns_add_up_to_their_row() -> None:
     found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))
     row = next(row for row in found.rows if row.primitive == "add")

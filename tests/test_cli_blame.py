@@ -60,6 +60,7 @@ def test_json_is_that_of_blame(folder: Path, capsys: pytest.CaptureFixture[str])
     assert rows == [(row.primitive, row.contribution) for row in found.rows]
 
 
+@pytest.mark.slow
 def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["blame", "blamed_model:spread", "--data", "x.npz", "--to", "e4m3:stochastic", "--seed", "3"]
     printed = lines(capsys, *command, "--output", "blamed_model:first", "--plot", "blame.png", "--html", "blame.html")

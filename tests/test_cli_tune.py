@@ -44,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 COMMAND = ("tune", "tuned_model:apart", "--data", "a.npz", "--tolerance", "0.01", "--menu", "e4m3,bfloat16,carrier")
 
 
+@pytest.mark.slow
 def test_json_is_that_of_tune(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metric = ["--metric", "tuned_model:worst", "--held-out", "b.npz"]
     printed = json.loads("\n".join(lines(capsys, *COMMAND, *metric, "--json", "--plot", "tune.png")))

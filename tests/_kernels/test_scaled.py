@@ -398,6 +398,7 @@ JOINED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(24)
 @pytest.mark.parametrize(("text", "shape"), JOINED)
 def test_joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:

@@ -55,6 +55,7 @@ def test_a_range_follows_in_updates_and_stays_in_calls() -> None:
     np.testing.assert_allclose(low(PARAMS, X[0], scales=scales), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
 @pytest.mark.in_turn(3)
 def test_layers_keep_the_same_scales(source: Any) -> None:
@@ -172,6 +173,7 @@ def test_a_product_in_every_turn_of_a_loop_keeps_one_range() -> None:
     np.testing.assert_array_equal(static.stats["w_activation_range"], [xs.min(), xs.max()])
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_not_taken_keeps_its_range() -> None:
     def either(p: Any, x: Any) -> Any:
         return jax.lax.cond(x.sum() > 0, lambda x: x @ p["a"], lambda x: x @ p["b"], x)

@@ -59,20 +59,36 @@ def in_float64(q: Any, cache: jc.KVCache, where: Any, is_causal: bool, window: i
 TOLERANCE = 32 * 6 * 2.0**-24
 
 
-@pytest.mark.in_turn(18)
-@pytest.mark.parametrize("spec", ["int8(group=all)", None, "float8_e4m3fn", "int4(group=4)"])
-@pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
-def test_values_are_those_of_float64(kind: str, spec: Any) -> None:
+KINDS = ["full", "rolling", "paged"]
+SPECS = ["int8(group=all)", None, "float8_e4m3fn", "int4(group=4)"]
+CASES: list[dict[str, Any]] = [
+    {"block_size": 3, "scale": 0.5},
+    {},
+    {"window": 3, "block_size": 4},
+    {"is_causal": False, "block_size": 4},
+]
+
+
+@pytest.mark.in_turn(15)
+@pytest.mark.parametrize(
+    ("kind", "spec", "case"),
+    [(k, s, c) for k in KINDS for s in SPECS for c in CASES if k != "rolling" or "is_causal" not in c],
+)
+def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any]) -> None:
     cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
     last = LENGTHS[:, None] - 5 + np.arange(5)  # -1 for the first query of the second sequence: padding
-    cases: list[dict[str, Any]] = [{}, {"block_size": 3, "scale": 0.5}, {"window": 3, "block_size": 4}]
-    cases += [] if kind == "rolling" else [{"is_causal": False, "block_size": 4}]
-    for case in cases:
-        y = jax.jit(lambda q, cache, case=case: jc.dot_product_attention(q, cache, **case))(q, cache)
-        window = case.get("window", cache.window)
-        expected = in_float64(q, cache, last, case.get("is_causal", True), window, case.get("scale", SIZE**-0.5))
-        np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
-        assert not np.asarray(y)[1, 0].any() and np.asarray(y)[1, 1].any()
+    y = jax.jit(lambda q, cache: jc.dot_product_attention(q, cache, **case))(q, cache)
+    window = case.get("window", cache.window)
+    expected = in_float64(q, cache, last, case.get("is_causal", True), window, case.get("scale", SIZE**-0.5))
+    np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
+    assert not np.asarray(y)[1, 0].any() and np.asarray(y)[1, 1].any()
+
+
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_that_are_given(kind: str, spec: Any) -> None:
+    cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
     shuffled = np.asarray([[3, 0, -1], [1, 3, 2], [-1, -1, 6]])
     y = jax.jit(lambda q, cache, p: jc.dot_product_attention(q, cache, positions=p))(q[:, :3], cache, shuffled)
     expected = in_float64(q[:, :3], cache, shuffled, True, cache.window, SIZE**-0.5)

@@ -91,6 +91,7 @@ def test_the_sum_is_that_of_the_definition(plain: Any) -> None:
         np.testing.assert_allclose(merged["params"][name]["kernel"], weight, rtol=0, atol=2**-22 * abs(weight).max())
 
 
+@pytest.mark.slow
 def test_merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
     adapted, variables = add_lora(low, packed, LoraRule("up", rank=3, alpha=6), X, key=KEY)
     variables = noised(variables)

@@ -299,6 +299,7 @@ def test_mxfp4_gradients_are_right_on_average_by_the_factor_of_three_quarters() 
     assert all(np.sqrt((off**2).mean()) > 3 for off in mean_of_draws(rule, x, w, g, 1 << 12))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("shape", [(37, 21), (1, 40)])
 @pytest.mark.parametrize("text", ["nvfp4(group=(16,16))", "int4(group=(3,3))"])

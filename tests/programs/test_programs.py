@@ -131,6 +131,7 @@ def transformed(found: Program, low: Callable[[Any], Any]) -> dict[str, Transfor
     return out
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("spec", ["bfloat16", pytest.param("e5m10:stochastic", marks=slow)])
 @pytest.mark.parametrize(
     "name",  # JAX 0.10.0 has no batched index of a reference
@@ -145,6 +146,7 @@ def test_it_can_be_transformed(name: str, spec: str) -> None:
         assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want), kind
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     "order", [jax.hessian, lambda f: jax.jacrev(jax.jacrev(f)), lambda f: jax.jacfwd(jax.jacfwd(f))]
 )

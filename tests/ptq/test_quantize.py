@@ -47,6 +47,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("text", FORMATS)
 def test_gains_on_fresh_data(text: str) -> None:

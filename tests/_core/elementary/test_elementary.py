@@ -93,6 +93,7 @@ def test_fixed_point_and_codebooks() -> None:
     assert set(nearest) <= {0.0, 0.25, 0.5, 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", ["exp2", "arcsin", "log"])
 def test_float64_data_is_rounded_alike(name: str) -> None:

@@ -61,6 +61,7 @@ def test_every_value_and_every_point_between(n: int) -> None:
     check_codes(n, list(range(1, 1 << n - 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [pytest.param(17, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.slow), 32])
 def test_wide_strings(n: int) -> None:
     edges = [1, 2, 3, (1 << n - 2) - 1, 1 << n - 2, (1 << n - 2) + 1, (1 << n - 1) - 2, (1 << n - 1) - 1]

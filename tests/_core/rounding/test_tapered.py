@@ -136,6 +136,7 @@ def test_codes_of_arrays(text: str) -> None:
             np.testing.assert_array_equal(np.asarray(back), codes)
 
 
+@pytest.mark.slow
 def test_codes_of_32_bits() -> None:
     for text in ("posit32", "takum_linear32", "posit27", "takum_linear23"):
         fmt = tapered(text)
@@ -173,6 +174,7 @@ def test_operations_are_rounded_once(mode: str) -> None:
             assert wanted == oracle.from_bits(got.view(np.uint32), c), (name, a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stochastic", "stochastic_c"])
 @pytest.mark.in_turn(2)
 def test_stochastic_operations_average_to_their_share(mode: str) -> None:
@@ -193,6 +195,7 @@ def test_stochastic_operations_average_to_their_share(mode: str) -> None:
     assert abs(share - wanted) < 4 * (wanted * (1 - wanted) / (1 << 14)) ** 0.5
 
 
+@pytest.mark.slow
 def test_emulated_functions() -> None:
     """One function of a program: elementary ones are rounded once, an overflow saturates, and 1/0 is NaR."""
 
