@@ -77,7 +77,15 @@ def _compiled_code_dropped(_tests_of_module: Iterator[int]) -> Iterator[None]:
 
 
 #: Files whose default tests compile as users do; so do all slow tests.
-_AS_USERS = ("_core/", "math/test_contract.py", "test_compile_cost.py", "test_round_values.py")
+_AS_USERS = (
+    "_core/arithmetic/",
+    "_core/elementary/",
+    "_core/scaled_float32/",
+    "_core/test_xla_cpu.py",
+    "math/test_contract.py",
+    "test_compile_cost.py",
+    "test_round_values.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -45,6 +45,7 @@ def words(*more: str, data: str = "data.npz") -> list[str]:
     return [*named, "--rule", "layers=int4(group=8)", *more]
 
 
+@pytest.mark.slow
 def test_it_writes_what_quantize_gives(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(words("--method", "nearest", "--batch", "20", "--report", "json", "--plot", "r.png")) == 0

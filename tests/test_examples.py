@@ -41,6 +41,7 @@ def test_its_first_lines_name_the_command_and_small_is_documented(name):
     assert '"--small"' in source
 
 
+@pytest.mark.slow
 def test_harmonic_prints_and_draws(monkeypatch, capsys, tmp_path):
     picture = tmp_path / "harmonic.png"
     monkeypatch.setattr(sys, "argv", ["harmonic.py", "--terms", "300", "--plot", str(picture)])

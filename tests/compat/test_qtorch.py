@@ -75,6 +75,7 @@ def test_blocks() -> None:
     assert block_quantize(huge, 4, rounding="nearest").tolist() == [2.0**127, 2.0**126, 0]
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_unbiased() -> None:
     x = np.full(20000, 0.3, np.float32)
     for got, step in (

@@ -50,6 +50,7 @@ def start_processes(script: Path, processes: int, *arguments: str) -> list[subpr
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "devices", "cases"),
     [(2, 2, "two_shot"), pytest.param(4, 2, "two_shot,ring,hierarchical,gather", marks=pytest.mark.slow)],

@@ -63,6 +63,7 @@ def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) 
     np.testing.assert_array_equal(other(TOKENS), model(TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq", "jchop"])
 def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ def test_packed(name: str, family: str) -> None:
         np.testing.assert_array_equal(y, wanted, err_msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(250)
 @pytest.mark.parametrize(("name", "family"), TABLE)
 def test_eager(name: str, family: str) -> None:

@@ -160,6 +160,7 @@ def test_sites_without_state_are_no_part_of_the_model() -> None:
         assert again == one.head.dot_general and hash(again) == hash(one.head.dot_general)
 
 
+@pytest.mark.slow
 def test_stochastic_sites_have_streams_of_their_own() -> None:
     rule = jc.nn.Rule("blocks/*/up", weight="e4m1:stochastic", output="bfloat16:stochastic")
     noisy = jc.nn.quantize(model(), rule, rngs=nnx.Rngs(rounding=1))

@@ -62,6 +62,7 @@ def check_values(got: Any, want: Any, spec: str) -> None:
             np.testing.assert_array_equal(jc.round_to_format(x, spec.split(":")[0]), x)
 
 
+@pytest.mark.in_turn(3)
 @every
 def test_it_runs(name: str, spec: str) -> None:
     """Compiled; in bfloat16, whose range is float32's, nothing becomes an infinity or a NaN."""

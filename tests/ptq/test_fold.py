@@ -179,7 +179,7 @@ def graph(fun: Any, params: Any, x: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(5)) for n in FOLDED])
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(30)
 def test_the_function_stays_what_it_is(name: str) -> None:
     fun, shapes, shape, expected = FOLDED[name]
     rng = np.random.default_rng(0)

@@ -84,6 +84,7 @@ def test_shares_at_the_ends_and_scales() -> None:
     assert [i for i, height in enumerate(counted) if height] == [0, len(counted) - 1]
 
 
+@pytest.mark.slow
 def test_nested_scales_are_numbers() -> None:
     q = jc.quantize(X, "int4(group=16,scale=int8(group=4))")
     found = _show._scales(q, q._quantized_scale)

@@ -100,6 +100,7 @@ def test_exact_powers_and_roots_are_exact_in_every_mode() -> None:
         assert jc.math.power(np.float32(19), np.float32(2), f"bfloat16:{mode}") == want
 
 
+@pytest.mark.slow
 def test_ends_of_the_range() -> None:
     """Products and squares that float32 does not hold."""
     big, small = np.float32(2.0**127), np.float32(2.0**-133)

@@ -47,8 +47,9 @@ def rows() -> np.ndarray:
 def test_every_number_and_every_code() -> None:
     x = rows()
     q = jc.quantize(x, "hif4:nearest_away")
-    numbers, (fours, eights, scales) = jc.dequantize(q), q.scale
-    elements = jc.hif4.element.decode(np.stack([q.qvalue & 15, q.qvalue >> 4], -1).reshape(24, -1)[:, :150])
+    numbers, (fours, eights, scales) = np.asarray(jc.dequantize(q)), q.scale
+    elements = np.asarray(jc.hif4.element.decode(np.stack([q.qvalue & 15, q.qvalue >> 4], -1).reshape(24, -1)[:, :150]))
+    held_scales = np.asarray(jc.hif4.scale.scale.scale.decode(scales))  # type: ignore[union-attr]
     bits = [np.unpackbits(np.asarray(codes), axis=1, bitorder="little") for codes in (fours, eights)]
     for i, row in enumerate(x):
         for at in range(0, 150, 64):
@@ -58,7 +59,7 @@ def test_every_number_and_every_code() -> None:
             got = [Fraction(float(v)) for v in numbers[i, at : at + 64]]
             assert got == [step * element for step, element in zip(steps, wanted, strict=True)], (i, at)
             # Doubled eights of two plain fours are plain eights of two doubled fours: the codes have one form.
-            held = Fraction(float(jc.hif4.scale.scale.scale.decode(scales[i, at // 64])))  # type: ignore[union-attr]
+            held = Fraction(float(held_scales[i, at // 64]))
             code = [
                 held * (1 + int(bits[1][i, (at + k) // 8])) * (1 + int(bits[0][i, (at + k) // 4]))
                 for k in range(len(exact))

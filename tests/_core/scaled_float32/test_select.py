@@ -300,6 +300,7 @@ def test_levels_in_every_mode(mode: str) -> None:
     check_levels(jc.CodebookFormat((-1, -0.5, 0, 0.25, 0.75)), mode, 2_000, "bfloat16")
 
 
+@pytest.mark.slow
 def test_the_largest_number_reaches_thresholds_beyond_it() -> None:
     """The largest scale times a threshold below -1 overflows: the largest negative number is above it, -inf below."""
     fmt, most = jc.CodebookFormat((-8, -6, -3, 0, 1)), np.finfo(np.float32).max
@@ -335,6 +336,7 @@ def check_many_levels(fmt: jc.CodebookFormat, mode: str, rows: int, scale: Any =
     check(plan, halves(fmt), rows, rows)
 
 
+@pytest.mark.slow
 def test_many_levels() -> None:
     check_many_levels(element_of(jc.dynamic8), "nearest_even", 1600)
 
