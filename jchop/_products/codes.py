@@ -28,7 +28,7 @@ from jax import lax
 
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
-from jchop._core.xla_cpu import prevent_fma
+from jchop._core.xla_cpu import prevent_fma, with_two_rows
 from jchop._kernels.primitive import by_platform
 from jchop._products.layout import Layout
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
@@ -285,12 +285,11 @@ class Matrices:
 
     def integers(self, a: Array, b: Array) -> Array:
         """The exact sums of int8, which int32 holds."""
+        return self.run(self.integers_on_cpu, lambda dot, a, b: dot(a, b, jnp.int32), a, b)
 
-        def whole(a: Array, b: Array) -> Array:
-            # In float32, as XLA's CPU backend has no fast product of integers.
-            return self.wide(a, b, jnp.float32).astype(jnp.int32)
-
-        return self.run(partial(self.panels, whole), lambda dot, a, b: dot(a, b, jnp.int32), a, b)
+    def integers_on_cpu(self, a: Array, b: Array) -> Array:
+        """The exact sums of int8 on a CPU."""
+        return with_two_rows(partial(self.dot, dtype=jnp.int32), a, b)
 
     def panels(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
         """A product panel by panel along the sum, added from the first to the last: no operand is written wide."""
