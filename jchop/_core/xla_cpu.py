@@ -17,7 +17,16 @@ from jax import lax
 from jchop._bits import CARRIERS
 from jchop._settings import compiled
 
-__all__ = ["QUIRKS", "Quirk", "branch", "compute_after", "materialize_per_group", "maximum", "prevent_fma", "with_two_rows"]
+__all__ = [
+    "QUIRKS",
+    "Quirk",
+    "branch",
+    "compute_after",
+    "materialize_per_group",
+    "maximum",
+    "prevent_fma",
+    "with_two_rows",
+]
 
 Array = jax.Array
 

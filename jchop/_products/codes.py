@@ -48,6 +48,7 @@ __all__ = [
     "check_codes",
     "coded",
     "codes_of",
+    "exact_sum",
     "float8_of",
     "in_own_shape",
     "matrices",
@@ -403,6 +404,19 @@ def _sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
     return how.run(by_panels, native, left, right)
 
 
+def exact_sum(x: Coded, w: Coded, length: Any, how: Matrices = _MATRICES) -> Array:
+    """The sum of one block of `length` numbers, of int8, which int32 holds."""
+    a, b = x.elements, w.elements
+    total = how.integers(a, b)
+    za = None if x.zero is None else how.left(x.zero[..., 0])
+    zb = None if w.zero is None else how.right(w.zero[..., 0])
+    if zb is not None:
+        total = total - how.left_sum(a) * zb
+    if za is not None:
+        total = total - za * how.right_sum(b)
+    return total if za is None or zb is None else total + length * za * zb
+
+
 def _integer_sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
     """The exact sum, rounded once. One that int32 may not hold is cut, and its parts are added as halves of 16 bits."""
     widest = [128 if v.zero is None else 255 for v in (x, w)]
@@ -411,18 +425,9 @@ def _integer_sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> A
     size = x.elements.shape[-1]
     parts = []
     for start in range(0, size, most):
-        a, b = (v.elements[..., start : start + most] for v in (x, w))
-        total = how.integers(a, b)
+        a, b = (replace(v, elements=v.elements[..., start : start + most]) for v in (x, w))
         count = length if size <= most else min(most, size - start) * how.width
-        za = None if x.zero is None else how.left(x.zero[..., 0])
-        zb = None if w.zero is None else how.right(w.zero[..., 0])
-        if zb is not None:
-            total = total - how.left_sum(a) * zb
-        if za is not None:
-            total = total - za * how.right_sum(b)
-        if za is not None and zb is not None:
-            total = total + count * za * zb
-        parts.append(total)
+        parts.append(exact_sum(a, b, count, how))
     if len(parts) == 1:
         return parts[0].astype(work)
     high, low = (jnp.sum(jnp.stack(halves), 0) for halves in zip(*((v >> 16, v & 0xFFFF) for v in parts), strict=True))
