@@ -28,6 +28,7 @@ from jax import lax
 
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
+from jchop._core.rounding.grid import holds
 from jchop._core.xla_cpu import prevent_fma, with_two_rows
 from jchop._kernels.primitive import by_platform
 from jchop._products.layout import Layout
@@ -103,15 +104,14 @@ class Coded:
 
 
 def check_codes(field: str, spec: Spec, where: Any) -> None:
-    """Refuse a format whose elements no unit multiplies.
+    """Refuse a format whose elements are not multiplied.
 
     Raises:
         ValueError: that names the field and what is allowed.
     """
     fmt, scaled = spec.element, spec.scaled
-    integer = isinstance(fmt, IntegerFormat) and fmt.bits <= 8
-    if not (integer or isinstance(fmt, FloatFormat)):
-        why = "its elements are no integers of at most 8 bits and no floats"
+    if not isinstance(fmt, FloatFormat) and (fmt.bits > 8 or not holds(Spec(fmt), _FLOAT32)):
+        why = "its elements have more than 8 bits, or are no numbers of float32"
     elif scaled is not None and scaled.zero_point == "float":
         why = "its zero points are numbers"
     elif scaled is not None and scaled.sparse is not None:

@@ -162,8 +162,10 @@ def test_stored_products_refuse() -> None:
         jc.dot(x, w)
     with pytest.raises(ValueError, match=r"w: the groups of .* are no blocks along the sum"):
         jc.dot(x, jc.quantize(w, "int8(group=all)"))
-    with pytest.raises(ValueError, match="no integers of at most 8 bits and no floats"):
-        jc.dot(x, jc.quantize(w, "nf4(group=32,axis=0)"))
+    with pytest.raises(ValueError, match="its elements have more than 8 bits"):
+        jc.dot(x, jc.quantize(w, "int16(group=32,axis=0)"))
+    with pytest.raises(ValueError, match="or are no numbers of float32"), jax.enable_x64(True):
+        jc.dot(x, jc.quantize(np.asarray(w, np.float64), jc.CodebookFormat((0.1, 1.0))))
     with pytest.raises(ValueError, match="'y' is 31 in x and 32 in w"):
         jc.dot(x[:, 1:], q)
     with pytest.raises(ValueError, match=r"w has shape \(32,\)"):
@@ -345,8 +347,8 @@ def test_codes_refuse() -> None:
         jc.Rule(weight=ROW, product="native")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="both say how a sum is computed"):
         jc.Rule(weight=ROW, matmul=jc.MatmulSpec(accumulate="e5m10"), product="codes")
-    with pytest.raises(ValueError, match=r"weight='nf4\(group=32\)' of the dot_general.*product='codes'"):
-        jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="nf4(group=32)", product="codes"))(w, x)
+    with pytest.raises(ValueError, match=r"weight='int16\(group=32\)' of the dot_general.*product='codes'"):
+        jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="int16(group=32)", product="codes"))(w, x)
     with pytest.raises(ValueError, match="its elements have no 1"):
         small = jc.FloatFormat(2, 1, bias=5, infinities=False, nans="none")
         jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=jc.ScaledFormat(small, group=8), product="codes"))(w, x)

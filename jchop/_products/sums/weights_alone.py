@@ -24,7 +24,7 @@ from jchop._core.rounding.codes import decode_elements
 from jchop._kernels.primitive import by_platform
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
 from jchop._products.codes import Coded, exact_sum, multiply, scaled
-from jchop.formats import FloatFormat, UniformFormat
+from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.storage import QArray
 from jchop.storage._codes import decode_plain
 
@@ -165,10 +165,9 @@ def _fits(x: Array, w: Coded, dtype: Any) -> bool:
     if w.stored is None or w.scale is None or w.zero is not None or w.stored.spec.scaled is None:
         return False
     fmt = w.stored.spec.element
-    return (
-        isinstance(fmt, FloatFormat | UniformFormat) and fmt.bits in (2, 4, 8) and exact_in(fmt, "float32")
-        and jnp.promote_types(x.dtype, dtype).name in ("float32", "bfloat16")
-    )  # fmt: skip
+    taken = isinstance(fmt, FloatFormat | UniformFormat | CodebookFormat) and fmt.bits in (2, 4, 8)
+    carried = jnp.promote_types(x.dtype, dtype).name in ("float32", "bfloat16")
+    return taken and carried and exact_in(fmt, "float32")
 
 
 def _by_kernel(x: Array, w: Coded, dtype: Any) -> Array:
