@@ -56,6 +56,7 @@ __all__ = [
     "multiply",
     "parts_of",
     "scaled",
+    "scales_of",
 ]
 
 
@@ -157,12 +158,13 @@ def parts_of(q: QArray) -> Coded:
         zero = None if q.zero_point is None else over(q.zero_point).astype(jnp.int32)
         if shift:
             zero = (jnp.zeros(q.shape, jnp.int32) if zero is None else zero) - shift
-        return Coded(elements, over(_scales(q, batch)), zero, None, q, -shift)
+        return Coded(elements, over(scales_of(q)), zero, None, q, -shift)
 
 
-def _scales(q: QArray, batch: int) -> Array:
+def scales_of(q: QArray) -> Array:
     """The scale of each group, with its parts multiplied: the number of an element 1 in each group."""
     assert q.spec.scaled is not None
+    batch = batch_axes(q.spec, q.shape, q.scale)
     kinds = kinds_of(q.spec.scaled, q.ndim, batch)
     shape = (*q.shape[:batch], *scale_shape(kinds[batch:], q.shape[batch:]))
     fmt = with_kinds(q.spec.scaled, [1 if isinstance(kind, int) else kind for kind in kinds[batch:]])

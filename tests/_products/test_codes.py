@@ -233,6 +233,46 @@ def test_backward_products_of_codes() -> None:
 
 
 @pytest.mark.slow
+def test_all_three_products_of_numpy() -> None:
+    """Scales, codes, integer sums and the order of roundings, written in NumPy."""
+
+    def of(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scale = np.abs(v).max(1, keepdims=True) / np.float32(127)
+        return np.rint(v.astype(np.float64) / scale).astype(np.int64), scale
+
+    def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        (a, sa), (b, sb) = of(left), of(right)
+        return (a @ b.T).astype(np.float32) * sa * sb.T
+
+    rule = jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes")
+    for seed in range(5):
+        w, x, g = (np.asarray(normal(*shape, seed=3 * seed + i)) for i, shape in enumerate(((33, 6), (7, 33), (7, 6))))
+        y, back = jax.vjp(jax.jit(jc.quantize_fn(lambda w, x: x @ w, rule)), w, x)
+        dw, dx = back(jnp.asarray(g))
+        np.testing.assert_array_equal(y, product(x, w.T))
+        np.testing.assert_array_equal(dx, product(g, w))
+        np.testing.assert_array_equal(dw, product(g.T, x.T).T)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["int8", "int4", "weight only", "asymmetric", "fp8", "nvfp4", "nf4"])
+def test_a_hundred_models_train_and_serve_the_same_numbers(name: str, dtype: str) -> None:
+    rule = jc.Rule(**(RULES | {"nf4": {"weight": "nf4(group=16)"}})[name], product="codes")
+    low = jc.quantize_fn(lambda w, x: jax.nn.relu(x @ w["up"]) @ w["down"].T, rule)
+
+    def of_seed(seed: Any) -> Any:
+        keys = jax.random.split(jax.random.key(seed), 3)
+        w = {"up": jax.random.normal(keys[0], (32, 64), dtype), "down": jax.random.normal(keys[1], (8, 64), dtype)}
+        x = jax.random.normal(keys[2], (3, 32), dtype)
+        return low(w, x), low(low.pack(w, x), x)
+
+    trained, packed = jax.jit(lambda seeds: jax.lax.map(of_seed, seeds))(jnp.arange(100))
+    assert trained.dtype == dtype and len(np.unique(np.asarray(trained, np.float32))) > 300
+    np.testing.assert_array_equal(trained, packed)
+
+
+@pytest.mark.slow
 def test_stochastic_codes() -> None:
     rule = jc.Rule(weight="int8(group=all):stochastic", activation="int8(group=all):stochastic", product="codes")
     low = jc.quantize_fn(lambda w, x: x @ w, rule, key=KEY)

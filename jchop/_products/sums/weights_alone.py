@@ -23,10 +23,12 @@ from jchop._core.arithmetic.dequantize_matmul import exact_in
 from jchop._core.rounding.codes import decode_elements
 from jchop._kernels.primitive import by_platform
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
-from jchop._products.codes import Coded, exact_sum, multiply, scaled
+from jchop._products.codes import Coded, exact_sum, multiply, scaled, scales_of
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.storage import QArray
 from jchop.storage._codes import decode_plain
+from jchop.storage._decode import expand
+from jchop.storage._layout import OWN, kinds_of
 
 Array = jax.Array
 
@@ -171,10 +173,14 @@ def _fits(x: Array, w: Coded, dtype: Any) -> bool:
 
 
 def _by_kernel(x: Array, w: Coded, dtype: Any) -> Array:
-    assert w.stored is not None and w.scale is not None
-    group = x.shape[1] if w.block is None else min(w.block, x.shape[1])
+    assert w.stored is not None and w.stored.spec.scaled is not None
+    (count, columns), given = w.stored.shape, scales_of(w.stored)
+    group = count if w.block is None else min(w.block, count)
     codes = lax.bitcast_convert_type(w.stored.qvalue, jnp.uint8)
-    scales = w.scale[:, ::group].T.astype(jnp.float32)
+    # Not of `w.scale`: a TPU would write a scale for each element.
+    along = (OWN, kinds_of(w.stored.spec.scaled, 2)[1])
+    scales = expand(given.astype(jnp.float32), along, (given.shape[0], columns))
+    scales = jnp.broadcast_to(scales, (-(-count // group), columns))
     x = x.astype(jnp.promote_types(x.dtype, dtype))
     return dequantize_matmul(x, codes, scales, format=w.stored.spec.element, group=group).astype(dtype)
 
