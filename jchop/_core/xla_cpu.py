@@ -17,7 +17,16 @@ from jax import lax
 from jchop._bits import CARRIERS
 from jchop._settings import compiled
 
-__all__ = ["QUIRKS", "Quirk", "branch", "compute_after", "materialize_per_group", "maximum", "prevent_fma"]
+__all__ = [
+    "QUIRKS",
+    "Quirk",
+    "branch",
+    "compute_after",
+    "materialize_per_group",
+    "maximum",
+    "prevent_fma",
+    "with_two_rows",
+]
 
 Array = jax.Array
 
@@ -161,6 +170,11 @@ QUIRKS: tuple[Quirk, ...] = (
         "The parts of the next turn are sliced in this one (`_in_chunks` in `_core/arithmetic/matmul.py`).",
     ),
     Quirk(
+        "one_row_of_integers_is_widened",
+        "For a product of int8 with one row, the matrix is written as int32; with more rows it is read as it is.",
+        "`with_two_rows`.",
+    ),
+    Quirk(
         "long_fusion_compiled_for_minutes",
         "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
         "Barriers between the stages (`_settled` in `_core/arithmetic/operations.py`, `fit_offset` in "
@@ -266,6 +280,15 @@ def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Arr
 def _parts(length: int) -> int:
     most = _PARTS if length <= _LONG else _PARTS_OF_LONG
     return max((n for n in range(2, most + 1) if length % n == 0 and length // n >= _LANES), default=1)
+
+
+def with_two_rows(dot: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+    """The product (batch, m, n) of (batch, m, k) and (batch, n, k), with a row of zeros more where there is one row.
+
+    Quirk `one_row_of_integers_is_widened`.
+    """
+    wide = (jnp.pad(v, ((0, 0), (0, int(v.shape[1] == 1)), (0, 0))) for v in (a, b))
+    return dot(*wide)[:, : a.shape[1], : b.shape[1]]
 
 
 def prevent_fma(product: Array, factor: Array) -> Array:

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jchop._bits import CARRIERS
-from jchop._core.rounding.codebooks import COMPARE_ALL
+from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.random_bits import SEEDS
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset, words_like
 from jchop._kernels.primitive import Kernel, make_op
-from jchop.formats import CodebookFormat, LogTakumFormat
+from jchop.formats import LogTakumFormat
 from jchop.spec import Spec
 
 __all__ = ["round_op", "round_with_hardware_bits_op"]
@@ -65,8 +65,8 @@ def _gpu(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, ti
 def _refuse(
     x: jax.ShapeDtypeStruct, *drawn: Any, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None
 ) -> str | None:
-    if isinstance(spec.format, CodebookFormat) and len(spec.format.levels) > COMPARE_ALL:
-        return f"{spec.format} has more than {COMPARE_ALL} levels, which are gathered from a table"
+    if (reason := refuse_table(spec.format)) is not None:
+        return reason
     if isinstance(spec.format, LogTakumFormat):
         return f"{spec.format} has values and points between them that are gathered from tables"
     if place.whole is not None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._bits import CARRIERS, types_for
-from jchop._core.rounding.codebooks import COMPARE_ALL
+from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset
 from jchop._core.scaled.elements import widen
@@ -33,7 +33,7 @@ from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.round import chunk_arguments
 from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem
 from jchop._settings import compiled
-from jchop.formats import CodebookFormat, ScaledFormat
+from jchop.formats import ScaledFormat
 from jchop.spec import Spec
 
 __all__ = [
@@ -104,9 +104,8 @@ def _quantizes(module: Callable[[], ModuleType]) -> Callable[..., tuple[Array, .
 
 def refuse(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
     """The reason why no kernel takes blocks of these arguments, or None."""
-    element = plan.element.format
-    if isinstance(element, CodebookFormat) and len(element.levels) > COMPARE_ALL:
-        return f"{element} has more than {COMPARE_ALL} levels, which are gathered from a table"
+    if (reason := refuse_table(plan.element.format)) is not None:
+        return reason
     if place.whole is not None:
         return "the random words of a tile of a larger array (offset of starts and shape) have no kernel"
     if math.prod(x.shape) >= 1 << 31:

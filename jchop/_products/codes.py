@@ -28,7 +28,8 @@ from jax import lax
 
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
-from jchop._core.xla_cpu import prevent_fma
+from jchop._core.rounding.grid import holds
+from jchop._core.xla_cpu import prevent_fma, with_two_rows
 from jchop._kernels.primitive import by_platform
 from jchop._products.layout import Layout
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
@@ -48,12 +49,14 @@ __all__ = [
     "check_codes",
     "coded",
     "codes_of",
+    "exact_sum",
     "float8_of",
     "in_own_shape",
     "matrices",
     "multiply",
     "parts_of",
     "scaled",
+    "scales_of",
 ]
 
 
@@ -102,15 +105,14 @@ class Coded:
 
 
 def check_codes(field: str, spec: Spec, where: Any) -> None:
-    """Refuse a format whose elements no unit multiplies.
+    """Refuse a format whose elements are not multiplied.
 
     Raises:
         ValueError: that names the field and what is allowed.
     """
     fmt, scaled = spec.element, spec.scaled
-    integer = isinstance(fmt, IntegerFormat) and fmt.bits <= 8
-    if not (integer or isinstance(fmt, FloatFormat)):
-        why = "its elements are no integers of at most 8 bits and no floats"
+    if not isinstance(fmt, FloatFormat) and (fmt.bits > 8 or not holds(Spec(fmt), _FLOAT32)):
+        why = "its elements have more than 8 bits, or are no numbers of float32"
     elif scaled is not None and scaled.zero_point == "float":
         why = "its zero points are numbers"
     elif scaled is not None and scaled.sparse is not None:
@@ -156,12 +158,13 @@ def parts_of(q: QArray) -> Coded:
         zero = None if q.zero_point is None else over(q.zero_point).astype(jnp.int32)
         if shift:
             zero = (jnp.zeros(q.shape, jnp.int32) if zero is None else zero) - shift
-        return Coded(elements, over(_scales(q, batch)), zero, None, q, -shift)
+        return Coded(elements, over(scales_of(q)), zero, None, q, -shift)
 
 
-def _scales(q: QArray, batch: int) -> Array:
+def scales_of(q: QArray) -> Array:
     """The scale of each group, with its parts multiplied: the number of an element 1 in each group."""
     assert q.spec.scaled is not None
+    batch = batch_axes(q.spec, q.shape, q.scale)
     kinds = kinds_of(q.spec.scaled, q.ndim, batch)
     shape = (*q.shape[:batch], *scale_shape(kinds[batch:], q.shape[batch:]))
     fmt = with_kinds(q.spec.scaled, [1 if isinstance(kind, int) else kind for kind in kinds[batch:]])
@@ -285,12 +288,11 @@ class Matrices:
 
     def integers(self, a: Array, b: Array) -> Array:
         """The exact sums of int8, which int32 holds."""
+        return self.run(self.integers_on_cpu, lambda dot, a, b: dot(a, b, jnp.int32), a, b)
 
-        def whole(a: Array, b: Array) -> Array:
-            # In float32, as XLA's CPU backend has no fast product of integers.
-            return self.wide(a, b, jnp.float32).astype(jnp.int32)
-
-        return self.run(partial(self.panels, whole), lambda dot, a, b: dot(a, b, jnp.int32), a, b)
+    def integers_on_cpu(self, a: Array, b: Array) -> Array:
+        """The exact sums of int8 on a CPU."""
+        return with_two_rows(partial(self.dot, dtype=jnp.int32), a, b)
 
     def panels(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
         """A product panel by panel along the sum, added from the first to the last: no operand is written wide."""
@@ -404,6 +406,19 @@ def _sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
     return how.run(by_panels, native, left, right)
 
 
+def exact_sum(x: Coded, w: Coded, length: Any, how: Matrices = _MATRICES) -> Array:
+    """The sum of one block of `length` numbers, of int8, which int32 holds."""
+    a, b = x.elements, w.elements
+    total = how.integers(a, b)
+    za = None if x.zero is None else how.left(x.zero[..., 0])
+    zb = None if w.zero is None else how.right(w.zero[..., 0])
+    if zb is not None:
+        total = total - how.left_sum(a) * zb
+    if za is not None:
+        total = total - za * how.right_sum(b)
+    return total if za is None or zb is None else total + length * za * zb
+
+
 def _integer_sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
     """The exact sum, rounded once. One that int32 may not hold is cut, and its parts are added as halves of 16 bits."""
     widest = [128 if v.zero is None else 255 for v in (x, w)]
@@ -412,18 +427,9 @@ def _integer_sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> A
     size = x.elements.shape[-1]
     parts = []
     for start in range(0, size, most):
-        a, b = (v.elements[..., start : start + most] for v in (x, w))
-        total = how.integers(a, b)
+        a, b = (replace(v, elements=v.elements[..., start : start + most]) for v in (x, w))
         count = length if size <= most else min(most, size - start) * how.width
-        za = None if x.zero is None else how.left(x.zero[..., 0])
-        zb = None if w.zero is None else how.right(w.zero[..., 0])
-        if zb is not None:
-            total = total - how.left_sum(a) * zb
-        if za is not None:
-            total = total - za * how.right_sum(b)
-        if za is not None and zb is not None:
-            total = total + count * za * zb
-        parts.append(total)
+        parts.append(exact_sum(a, b, count, how))
     if len(parts) == 1:
         return parts[0].astype(work)
     high, low = (jnp.sum(jnp.stack(halves), 0) for halves in zip(*((v >> 16, v & 0xFFFF) for v in parts), strict=True))

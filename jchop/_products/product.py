@@ -21,7 +21,7 @@ from jchop._kernels.primitive import one_device_at_hand
 from jchop._products.codes import Coded, matrices, multiply
 from jchop._products.layout import Layout
 from jchop._products.sums.experts import Experts, weights_of_experts
-from jchop._products.sums.weights_alone import multiply_weights, reads
+from jchop._products.sums.weights_alone import by_panels, multiply_weights, reads
 from jchop._products.sums.windows import Geometry, convolve, correlate
 from jchop.accumulation import MatmulSpec
 from jchop.math import conv as emulated_conv
@@ -111,11 +111,12 @@ class Dot:
         b, shape = len(self.batch[0]), (*x.elements.shape[:-1], *w.elements.shape[len(self.batch[0]) : -1])
         axes = self.contracting[1]
         leading, last = axes == tuple(range(len(axes))), axes == tuple(range(self.ndims[1] - len(axes), self.ndims[1]))
-        if x.is_plain and not w.is_plain and not b and (leading or last) and math.prod(shape) * x.elements.shape[-1]:
-            rows = x.elements.reshape(-1, x.elements.shape[-1])
+        if not b and (leading or last) and math.prod(shape) * x.elements.shape[-1]:
+            rows = replace(x.shaped(-1, x.elements.shape[-1]), block=x.block)
             stored = w.stored if w.stored is not None and reads(w.stored, leading, w.block) else None
             right = replace(w.shaped(-1, w.elements.shape[-1]), block=w.block, stored=stored, shift=w.shift)
-            return multiply_weights(rows, right, leading, dtype).reshape(shape)
+            if by_panels(rows, right):
+                return multiply_weights(rows, right, leading, dtype).reshape(shape)
         return multiply(matrices(x, b), matrices(w, b), dtype).reshape(shape)
 
     def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:

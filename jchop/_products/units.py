@@ -18,10 +18,15 @@ __all__ = ["PLATFORMS", "operands_on"]
 
 _TPU = {"int8": "int8 x int8 -> int32", "float8": "float8 x float8 -> float32", "alone": "codes, decoded in a kernel"}
 _WIDE = "float32 x float32"
-#: By platform, for operands of int8, of float8, and for weights alone.
+#: By platform, for operands of int8, of float8, and for weights alone; of convolutions, where these differ.
 PLATFORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "cpu": {"int8": f"{_WIDE}, exact", "float8": _WIDE, "alone": f"{_WIDE}, panel by panel"},
+        "cpu": {
+            "int8": _TPU["int8"],
+            "int8 windows": f"{_WIDE}, exact",
+            "float8": _WIDE,
+            "alone": f"{_WIDE}, panel by panel",
+        },
         "v5e": _TPU,
         "v6e": _TPU,
         "v7x": _TPU,
@@ -51,7 +56,8 @@ def operands_on(platform: str, rule: Rule, carrier: str, has_weight: bool, matri
         return f"{carrier} x {carrier}"
     kinds, known = {_kind(left), _kind(right)}, PLATFORMS[platform]
     if kinds in ({"int8"}, {"float8"}):
-        return known[min(kinds)]
+        kind = min(kinds)
+        return known[kind] if matrices else known.get(f"{kind} windows", known[kind])
     if kinds == {"int8", "float8"} and platform != "cpu" and not (_shifted(left) or _shifted(right)):
         return "bfloat16 x bfloat16 -> float32"
     if left is None and matrices:

@@ -302,6 +302,17 @@ def slice_fused_into_loop() -> bool:
 
 
 @guard
+def one_row_of_integers_is_widened() -> bool:
+    def widened(rows: int) -> bool:
+        x, w = np.ones((1, rows, 512), np.int8), np.ones((1, 256, 512), np.int8)
+        dims = (((2,), (2,)), ((0,), (0,)))
+        program = optimized(lambda x, w: lax.dot_general(x, w, dims, preferred_element_type=jnp.int32), x, w)
+        return program.memory_analysis().temp_size_in_bytes >= 4 * w.size
+
+    return widened(1) and not widened(2)
+
+
+@guard
 def long_fusion_compiled_for_minutes() -> bool:
     carrier = CARRIERS["float32"]
     divisor = divisor_of(jnp.full((64, 1, 1), np.float32(255).view(np.int32)), carrier)

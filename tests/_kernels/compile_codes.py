@@ -32,8 +32,8 @@ def cases(target: str) -> Iterator[Case]:
         low = jc.quantize_fn(lambda w, x: x @ w, rule)
         checks: tuple[str, ...] = ()
         if activation and "int8" in activation:
-            checks = ("integer units",)
-        elif activation and (is_tpu(target) or target == "h200"):  # an A100 has no units for float8
+            checks = ("integer units",) if is_tpu(target) else ("integer units", "integer machine code")
+        elif activation and target != "a100":  # which has no units for float8
             checks = ("float8 units",)
         if gradient is None:
             yield Case(name, low, (low.pack(w, x), x), checks=checks)
@@ -44,6 +44,7 @@ def cases(target: str) -> Iterator[Case]:
     yield from weights_alone(target)
     pair = tuple(jax.ShapeDtypeStruct((ROWS, ROWS), jnp.float32) for _ in range(2))
     yield Case("double from int8", jc.math.matmul_double, (pair, pair), checks=("integer units",))
+    yield from one_token(target)
 
 
 def convolutions(target: str) -> Iterator[Case]:
@@ -84,3 +85,12 @@ def weights_alone(target: str) -> Iterator[Case]:
         x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
         checks = ("vmem",) if is_tpu(target) else ("masked", "spills")
         yield Case(f"int4 weights alone, {rows} rows", low, (low.pack(w, x), x), checks=checks)
+
+
+def one_token(target: str) -> Iterator[Case]:
+    """A step of decoding: the bytes that it takes are those of the packed weights."""
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (1, 4096)))
+    for weight in ("int4(group=128)", "nf4(group=128)"):
+        low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=weight, product="codes"))
+        checks = ("vmem", "accessed") if is_tpu(target) else ("masked", "spills", "accessed")
+        yield Case(f"{weight} weights alone, one row of 4096", low, (low.pack(w, x), x), checks=checks)

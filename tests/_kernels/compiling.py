@@ -16,6 +16,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -34,7 +35,7 @@ TIMEOUT = 900.0  # seconds for all cases of one target and file, on a machine th
 
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 #: GPUs are described by targets/NAME.txtpb.
-GPUS = ("h200", "a100")
+GPUS = ("h200", "a100", "b200")
 TARGETS = (*TPUS, *GPUS)
 
 # Read once, when JAX or a compiler is loaded. Several processes may load the TPU compiler at the same time.
@@ -145,6 +146,7 @@ class Compiled:
     lowered: str
     dumps: Path
     optimized: str = ""  # XLA's module
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes
 
     @functools.cached_property
     def products(self) -> list[tuple[str, str, str]]:
@@ -248,6 +250,42 @@ def _check_units(kinds: tuple[str, ...], compiled: Compiled) -> _Findings:
     return findings, wrong or ([] if findings else ["no product was found"])
 
 
+def _check_machine_code(kinds: tuple[str, ...], compiled: Compiled) -> _Findings:
+    """The PTX has products of the units, all of operands of these types."""
+    text = "\n".join(path.read_text() for path in sorted(compiled.dumps.glob("*.ptx")))
+    found = sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*", text)))
+    wrong = [name for name in found if not set(kinds) & set(name.split("."))]
+    return found, wrong or ([] if found else ["no product of a unit was found in the PTX"])
+
+
+def _check_accessed(compiled: Compiled) -> _Findings:
+    """The operations read and write at most 1.15 times as many bytes as the arguments and results have."""
+    given = compiled.sizes["argument"] + compiled.sizes["output"]
+    ratio = _accessed(compiled.optimized) / given
+    finding = f"{ratio:.3f} of the bytes of arguments and results are read and written"
+    return [finding], [finding] if not 0.95 < ratio < 1.15 else []
+
+
+def _accessed(module: str) -> int:
+    """The bytes of the operands and results of every operation of a module's main computation."""
+    sizes, total = {}, 0
+    for line in module[module.index("\nENTRY") :].splitlines():
+        found = re.match(r"\s*(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)", line)
+        if found is None:
+            continue
+        name, types, operation, operands = found.groups()
+        shapes = re.findall(r"\b([a-z]+\d*)\w*\[([\d,]*)\]", types)
+        sizes[name] = sum(_bytes(kind) * math.prod(map(int, filter(None, dims.split(",")))) for kind, dims in shapes)
+        if operation not in ("parameter", "bitcast", "tuple", "get-tuple-element", "constant"):
+            read = re.findall(r"%([\w.-]+)", operands.partition("), ")[0])
+            total += sizes[name] + sum(sizes.get(operand, 0) for operand in read)
+    return total
+
+
+def _bytes(kind: str) -> int:
+    return max(int(kind.strip("abcdefghijklmnopqrstuvwxyz") or 8) // 8, 1)
+
+
 _VMEM = 1  # the number of this memory space in Mosaic's configuration
 
 CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
@@ -255,6 +293,8 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "ptx": _check_ptx,
     "spills": _check_spills,
     "vmem": _check_vmem,
+    "accessed": _check_accessed,
+    "integer machine code": functools.partial(_check_machine_code, ("s8", "u8")),
     "integer units": functools.partial(_check_units, ("s8", "u8")),
     "float8 units": functools.partial(_check_units, ("f8e4m3fn", "f8e5m2")),
 }
@@ -315,7 +355,7 @@ def _compile(case: Case, chip: Any, tpu: bool) -> Result:
             options = {"xla_dump_to": folder, **_DUMP}
         try:
             lowered, optimized, memory = _lower_and_compile(case, chip, options)
-            checked = [CHECKS[check](Compiled(lowered, Path(folder), optimized)) for check in case.checks]
+            checked = [CHECKS[check](Compiled(lowered, Path(folder), optimized, memory)) for check in case.checks]
         except Exception as error:  # whatever it is, it is what the report is about
             lines = f"{type(error).__name__}: {error}".splitlines()
             return Result(case.name, "\n".join(lines[:12])[:2000], time.perf_counter() - begun)

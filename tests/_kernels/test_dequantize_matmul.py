@@ -17,7 +17,8 @@ from _kernels.quickly import compiled
 from jchop._kernels.products import dequantize_matmul_gpu, dequantize_matmul_tpu
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul, dequantize_matmul_op
 from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulTpuTiling, Problem
-from jchop.formats import IntegerFormat, float6_e3m2fn, float8_e8m0fnu, parse_format
+from jchop.formats import CodebookFormat, IntegerFormat, float6_e3m2fn, float8_e8m0fnu, parse_format
+from jchop.spec import as_spec
 
 Shape = tuple[int, int, int, int]
 KERNELS: dict[str, ModuleType] = {"tpu": dequantize_matmul_tpu, "gpu": dequantize_matmul_gpu}
@@ -152,6 +153,18 @@ X, CODES, SCALES = jnp.ones((2, 64)), jnp.zeros((64, 5), jnp.uint8), jnp.ones((2
 GOOD: dict[str, Any] = {"x": X, "codes": CODES, "scales": SCALES, "format": IntegerFormat(4), "group": 32}
 
 
+def test_codebooks_of_few_levels_have_kernels() -> None:
+    fmt = as_spec("nf4(group=32)", "", scaled=True).element
+    assert isinstance(fmt, CodebookFormat)
+    draw = np.random.default_rng(3)
+    codes, scales = draw.integers(0, 256, (64, 5)).astype(np.uint8), draw.uniform(0.5, 2, (2, 10)).astype(np.float32)
+    x = jnp.asarray(draw.normal(size=(3, 64)), jnp.float32)
+    numbers = np.asarray(fmt.levels)[np.stack([codes & 15, codes >> 4], -1).reshape(64, 10)] * scales.repeat(32, 0)
+    for kernel in KERNELS.values():
+        y = kernel.dequantize_matmul(x, jnp.asarray(codes), jnp.asarray(scales), format=fmt, group=32, interpret=True)
+        np.testing.assert_allclose(y, np.asarray(x, np.float64) @ numbers, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -165,7 +178,7 @@ GOOD: dict[str, Any] = {"x": X, "codes": CODES, "scales": SCALES, "format": Inte
         ({"scales": SCALES.astype(jnp.int32)}, TypeError, "scales has dtype int32; it must be float32 or bfloat16"),
         ({"format": float6_e3m2fn}, TypeError, "format=float6_e3m2fn must be .* of 2, 4 or 8 bits"),
         ({"format": float8_e8m0fnu}, TypeError, "format=float8_e8m0fnu must have only values that are normal numbers"),
-        ({"format": parse_format("codebook(-1,0,0.5,1)")}, TypeError, "format=codebook.* must be a floating-point"),
+        ({"format": parse_format("hif8")}, TypeError, "format=hif8 must be a floating-point.* or a codebook"),
         ({"impl": "triton"}, ValueError, "impl='triton' must be one of"),
     ],
 )

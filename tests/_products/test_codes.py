@@ -169,8 +169,10 @@ def test_stored_products_refuse() -> None:
         jc.dot(x, w)
     with pytest.raises(ValueError, match=r"w: the groups of .* are no blocks along the sum"):
         jc.dot(x, jc.quantize(w, "int8(group=all)"))
-    with pytest.raises(ValueError, match="no integers of at most 8 bits and no floats"):
-        jc.dot(x, jc.quantize(w, "nf4(group=32,axis=0)"))
+    with pytest.raises(ValueError, match="its elements have more than 8 bits"):
+        jc.dot(x, jc.quantize(w, "int16(group=32,axis=0)"))
+    with pytest.raises(ValueError, match="or are no numbers of float32"), jax.enable_x64(True):
+        jc.dot(x, jc.quantize(np.asarray(w, np.float64), jc.CodebookFormat((0.1, 1.0))))
     with pytest.raises(ValueError, match="'y' is 31 in x and 32 in w"):
         jc.dot(x[:, 1:], q)
     with pytest.raises(ValueError, match=r"w has shape \(32,\)"):
@@ -235,6 +237,46 @@ def test_backward_products_of_codes() -> None:
 
     for got, want in zip((y, *back(g)), by_hand(w, x, g), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.slow
+def test_all_three_products_of_numpy() -> None:
+    """Scales, codes, integer sums and the order of roundings, written in NumPy."""
+
+    def of(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scale = np.abs(v).max(1, keepdims=True) / np.float32(127)
+        return np.rint(v.astype(np.float64) / scale).astype(np.int64), scale
+
+    def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        (a, sa), (b, sb) = of(left), of(right)
+        return (a @ b.T).astype(np.float32) * sa * sb.T
+
+    rule = jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes")
+    for seed in range(5):
+        w, x, g = (np.asarray(normal(*shape, seed=3 * seed + i)) for i, shape in enumerate(((33, 6), (7, 33), (7, 6))))
+        y, back = jax.vjp(jax.jit(jc.quantize_fn(lambda w, x: x @ w, rule)), w, x)
+        dw, dx = back(jnp.asarray(g))
+        np.testing.assert_array_equal(y, product(x, w.T))
+        np.testing.assert_array_equal(dx, product(g, w))
+        np.testing.assert_array_equal(dw, product(g.T, x.T).T)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["int8", "int4", "weight only", "asymmetric", "fp8", "nvfp4", "nf4"])
+def test_a_hundred_models_train_and_serve_the_same_numbers(name: str, dtype: str) -> None:
+    rule = jc.Rule(**(RULES | {"nf4": {"weight": "nf4(group=16)"}})[name], product="codes")
+    low = jc.quantize_fn(lambda w, x: jax.nn.relu(x @ w["up"]) @ w["down"].T, rule)
+
+    def of_seed(seed: Any) -> Any:
+        keys = jax.random.split(jax.random.key(seed), 3)
+        w = {"up": jax.random.normal(keys[0], (32, 64), dtype), "down": jax.random.normal(keys[1], (8, 64), dtype)}
+        x = jax.random.normal(keys[2], (3, 32), dtype)
+        return low(w, x), low(low.pack(w, x), x)
+
+    trained, packed = jax.jit(lambda seeds: jax.lax.map(of_seed, seeds))(jnp.arange(100))
+    assert trained.dtype == dtype and len(np.unique(np.asarray(trained, np.float32))) > 300
+    np.testing.assert_array_equal(trained, packed)
 
 
 @pytest.mark.slow
@@ -352,8 +394,8 @@ def test_codes_refuse() -> None:
         jc.Rule(weight=ROW, product="native")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="both say how a sum is computed"):
         jc.Rule(weight=ROW, matmul=jc.MatmulSpec(accumulate="e5m10"), product="codes")
-    with pytest.raises(ValueError, match=r"weight='nf4\(group=32\)' of the dot_general.*product='codes'"):
-        jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="nf4(group=32)", product="codes"))(w, x)
+    with pytest.raises(ValueError, match=r"weight='int16\(group=32\)' of the dot_general.*product='codes'"):
+        jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="int16(group=32)", product="codes"))(w, x)
     with pytest.raises(ValueError, match="its elements have no 1"):
         small = jc.FloatFormat(2, 1, bias=5, infinities=False, nans="none")
         jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=jc.ScaledFormat(small, group=8), product="codes"))(w, x)

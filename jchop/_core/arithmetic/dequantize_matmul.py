@@ -23,7 +23,9 @@ from jax import lax
 
 from jchop._bits import CARRIERS, low_mask
 from jchop._core.rounding.codes import decode_elements
+from jchop._core.rounding.grid import holds
 from jchop.formats import ElementFormat
+from jchop.spec import Spec
 
 Array = jax.Array
 
@@ -103,9 +105,10 @@ _MATRIX = (((1,), (0,)), ((), ()))
 
 
 def exact_in(format: ElementFormat, dtype: str) -> bool:
-    """Whether all nonzero values of a format of up to 8 bits are normal in a carrier; no device flushes them."""
-    assert format.smallest is not None
+    """Whether a carrier holds all values of a format of up to 8 bits, nonzero ones as normal numbers, never flushed."""
     carrier = CARRIERS[dtype]
+    if format.smallest is None or not holds(Spec(format), carrier):
+        return False
     largest = max(Fraction(format.max), -Fraction(format.min))
     return Fraction(format.smallest) >= Fraction(2) ** (1 - carrier.bias) and largest <= carrier.max
 

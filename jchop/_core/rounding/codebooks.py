@@ -16,7 +16,7 @@ from jchop import _bits
 from jchop._bits import Carrier
 from jchop._core.rounding.bins import Bins, make_bins, take
 from jchop._core.rounding.modes import Draw, draw, threshold
-from jchop.formats import CodebookFormat
+from jchop.formats import CodebookFormat, ElementFormat
 from jchop.rounding import Rounding
 from jchop.spec import Spec
 
@@ -24,6 +24,13 @@ Array = jax.Array
 
 #: The most levels for which every threshold is compared, as kernels can; more levels use tables.
 COMPARE_ALL = 32
+
+
+def refuse_table(fmt: ElementFormat) -> str | None:
+    """The reason why kernels do not take a format whose levels are gathered from a table; None for another."""
+    if isinstance(fmt, CodebookFormat) and len(fmt.levels) > COMPARE_ALL:
+        return f"{fmt} has more than {COMPARE_ALL} levels, which are gathered from a table"
+    return None
 
 
 def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec, carrier: Carrier) -> Array:

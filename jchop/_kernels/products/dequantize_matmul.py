@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from jchop._checks import check_int
 from jchop._core.arithmetic.dequantize_matmul import dequantize_matmul_body, exact_in
+from jchop._core.rounding.codebooks import refuse_table
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulTpuTiling, Problem
-from jchop.formats import ElementFormat, FloatFormat, UniformFormat
+from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
 
 __all__ = ["dequantize_matmul", "dequantize_matmul_op"]
 
@@ -34,6 +35,8 @@ def _gpu(*args: Array, **static: Any) -> Array:
 def _refuse_tpu(
     x: Any, codes: Any, scales: Any, *, format: ElementFormat, group: int, tiling: Any = None
 ) -> str | None:
+    if (reason := refuse_table(format)) is not None:
+        return reason
     problem = Problem.of(x, codes, format, group)
     if tiling is None:
         tiling = DequantizeMatmulTpuTiling.for_shape(problem)
@@ -44,7 +47,9 @@ def _refuse_tpu(
     return tiling.misfit(problem)
 
 
-def _refuse_gpu(x: Any, codes: Any, scales: Any, *, tiling: Any = None, **_: Any) -> str | None:
+def _refuse_gpu(x: Any, codes: Any, scales: Any, *, format: ElementFormat, tiling: Any = None, **_: Any) -> str | None:
+    if (reason := refuse_table(format)) is not None:
+        return reason
     if tiling is not None and not isinstance(tiling, DequantizeMatmulGpuTiling):
         return f"tiling={tiling!r} is not a DequantizeMatmulGpuTiling"
     for name, size in (("x", x.size), ("codes", codes.size), ("y", x.shape[0] * scales.shape[1])):
@@ -92,7 +97,7 @@ def dequantize_matmul(
         codes: (k, ceil(n * bits / 8)) uint8. Code j of a row occupies the bits [bits * j, bits * (j + 1)) of the row
             read as a little-endian number: low nibble first for 4 bits.
         scales: (ceil(k / group), n), float32 or bfloat16.
-        format: the format of the codes: floating-point, fixed-point or integer, of 2, 4 or 8 bits.
+        format: the format of the codes: floating-point, fixed-point, integer or a codebook, of 2, 4 or 8 bits.
         group: the number of consecutive rows of W that share a scale; the last group may be smaller.
         impl: "auto", "xla" or "pallas"; only "auto" may fall back.
         tiling: the kernel's tiles, in place of the heuristic's.
@@ -127,8 +132,10 @@ _FLOATS = ("float32", "bfloat16")
 
 
 def _check_format(format: ElementFormat) -> None:
-    if not isinstance(format, FloatFormat | UniformFormat) or format.bits not in (2, 4, 8):
-        raise TypeError(f"format={format} must be a floating-point, fixed-point or integer format of 2, 4 or 8 bits")
+    if not isinstance(format, FloatFormat | UniformFormat | CodebookFormat) or format.bits not in (2, 4, 8):
+        raise TypeError(
+            f"format={format} must be a floating-point, fixed-point or integer format, or a codebook, of 2, 4 or 8 bits"
+        )
     if not exact_in(format, "float32"):
         raise TypeError(f"format={format} must have only values that are normal numbers of float32")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -44,16 +45,21 @@ class Experts(Matrices):
 
     def wide(self, a: Array, b: Array, dtype: Any) -> Array:
         """The sums of products of elements as numbers of a wider dtype, which one matrix at a time is written in."""
-        a = a.astype(dtype)
+        return self._in_turn(lambda a, b: Matrices().wide(a, b, dtype), a, b)
+
+    def integers_on_cpu(self, a: Array, b: Array) -> Array:
+        """The exact sums of int8 on a CPU, one matrix after the other."""
+        return self._in_turn(Matrices().integers_on_cpu, a, b)
+
+    def _in_turn(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+        def of(i: Array) -> Array:
+            return product(a[None], lax.dynamic_index_in_dim(b, i, 0))[0]
 
         def turn(i: Array, total: Array) -> Array:
-            matrix = lax.dynamic_index_in_dim(b, i, 0, keepdims=False).astype(dtype)
-            mine = lax.dot_general(
-                a, matrix, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=dtype
-            )
-            return jnp.where(((self.owner == i) & self.inside)[:, None], mine, total)
+            return jnp.where(((self.owner == i) & self.inside)[:, None], of(i), total)
 
-        return lax.fori_loop(0, self.experts, turn, jnp.zeros(self.shape(a, b), dtype))
+        shape = jax.eval_shape(of, jnp.int32(0))
+        return lax.fori_loop(0, self.experts, turn, jnp.zeros(shape.shape, shape.dtype))
 
     def left(self, rows: Array) -> Array:
         """Of a row, and zero for those of no expert."""

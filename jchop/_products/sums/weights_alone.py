@@ -1,8 +1,8 @@
-"""Products of floats with codes of weights alone, which are never written as floats whole.
+"""Products with packed weights, which are never unpacked whole: of floats, and of int8 with several scales or few bits.
 
 On a CPU panel by panel along the sum, each decoded where it is multiplied: a block, if scales change along the sum;
-else 128 numbers, or 1,024 for more than 256 rows of floats. On other devices by the kernel of `dequantize_matmul` if it
-takes such codes, else as other products of codes.
+else 128 numbers, or 1,024 for more than 256 rows. On other devices floats are multiplied by the kernel of
+`dequantize_matmul` if it takes such codes; the rest is as other products of codes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from jchop._core.arithmetic.dequantize_matmul import exact_in
 from jchop._core.rounding.codes import decode_elements
 from jchop._kernels.primitive import by_platform
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
-from jchop._products.codes import Coded, multiply, scaled
-from jchop.formats import FloatFormat, UniformFormat
+from jchop._products.codes import Coded, exact_sum, multiply, scaled, scales_of
+from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.storage import QArray
 from jchop.storage._codes import decode_plain
+from jchop.storage._decode import expand
+from jchop.storage._layout import OWN, kinds_of
 
 Array = jax.Array
 
@@ -35,72 +37,97 @@ __all__ = ["multiply_weights", "reads"]
 _FEW_ROWS, _SHORT, _LONG = 256, 128, 1024
 
 
-def multiply_weights(x: Array, w: Coded, leading: bool, dtype: Any) -> Array:
-    """The product of (m, k) and weights with k as their first axis or their last, as (m, n).
+def by_panels(x: Coded, w: Coded) -> bool:
+    """Whether this module multiplies rows (m, k) and weights (n, k): x are floats, or both are int8.
+
+    Of int8, x has one scale for each row. Weights whose bytes are the elements, under one scale, need no panels.
+    """
+    if x.is_plain:
+        return not w.is_plain
+    count, integers = x.elements.shape[1], x.elements.dtype == w.elements.dtype == jnp.int8
+    if not integers or w.stored is None or (x.block or count) < count:
+        return False
+    block = count if w.block is None or w.scale is None else min(w.block, count)
+    return block * 2**16 < 2**31 and (block < count or w.stored.spec.element.bits < 8)
+
+
+def multiply_weights(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
+    """The product of rows (m, k) and weights with k as their first axis or their last, as (m, n).
 
     Args:
-        x: floats.
+        x: as `by_panels` allows.
         w: laid out as (n, k); its `stored` array, if it has one, as (k, n) or (n, k).
         leading: whether k is the first axis of the weights.
         dtype: of the result.
     """
 
-    def by_panels(x: Array, w: Coded) -> Array:
+    def on_cpu(x: Coded, w: Coded) -> Array:
         with jax.named_scope(OWN_SCOPE):
             return own_results(_panels(x, w, leading, dtype))
 
-    def on_device(x: Array, w: Coded) -> Array:
-        return _by_kernel(x, w, dtype) if leading and _fits(x, w, dtype) else _as_others(x, w, dtype)
+    def on_device(x: Coded, w: Coded) -> Array:
+        if x.is_plain and leading and _fits(x.elements, w, dtype):
+            return _by_kernel(x.elements, w, dtype)
+        return multiply(*(replace(v.moved(lambda u: u[None]), block=v.block) for v in (x, w)), dtype)[0]
 
-    return by_platform(on_device, x, w, cpu=by_panels)
-
-
-def _as_others(x: Array, w: Coded, dtype: Any) -> Array:
-    right = replace(w.moved(lambda v: v[None]), block=w.block)
-    return multiply(Coded(x[None], None, None), right, dtype)[0]
+    return by_platform(on_device, x, w, cpu=on_cpu)
 
 
-def _panels(x: Array, w: Coded, leading: bool, dtype: Any) -> Array:
+def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     """The scaled sums of the panels, added from the first to the last."""
     work = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
-    count, x = x.shape[1], x.astype(work)
+    integers = x.elements.dtype == jnp.int8
+    kind = jnp.int8 if integers else work
+    (rows, count), given = x.elements.shape, x.elements.astype(kind)
     block = count if w.block is None or w.scale is None else min(w.block, count)
     inner = block < count
-    size = block if inner else min(_SHORT if x.shape[0] <= _FEW_ROWS else _LONG, count)
-    shared, panel = _reader(w, leading, work)
+    size = block if inner else min(_SHORT if rows <= _FEW_ROWS else _LONG, count)
+    shared, panel = _reader(w, leading, kind)
     columns = shared if leading else 1  # of which each has numbers of its own
 
-    def of(rows: Array, start: Any) -> list[Array]:
+    def of(values: Array, start: Any, dtype: Any) -> list[Array]:
         """A number of each column in the block of a place, for each place in a byte."""
-        row = lax.dynamic_index_in_dim(rows, start // block, 0, keepdims=False).astype(work)
-        return list(row.reshape(-1, columns).T)
+        row = lax.dynamic_index_in_dim(values, start // block, 0, keepdims=False).astype(dtype)
+        return list(row.reshape(-1, columns).T) * (shared // columns)
 
     # One number of each block, before the loop, so that it does not carry a number for each element.
     scales, zeros = (None if v is None else v[:, ::block].T for v in (w.scale, w.zero))
 
+    def multiplied(a: Array, part: Array, zero: Array | None) -> Array:
+        if not integers:
+            axis = 0 if leading else 1
+            return _dot(a, part if zero is None else part - (zero if leading else zero[:, None]), axis, work)
+        left, right = (
+            None if v is None else v.reshape(1, -1, 1) for v in (None if x.zero is None else x.zero[:, 0], zero)
+        )
+        b = part.T if leading else part
+        return exact_sum(Coded(a[None], None, left), Coded(b[None], None, right), a.shape[1])[0]
+
     def term(start: Any, size: int) -> list[Array]:
         parts = panel(start, size)
-        if zeros is not None:
-            own = of(zeros, start)
-            parts = [v - (own[i] if leading else own[0][:, None]) for i, v in enumerate(parts)]
-        given = lax.dynamic_slice_in_dim(x, start, size, 1)
-        if leading:
-            sums = [_dot(given, v, 0, work) for v in parts]
-        else:
-            apart = given.reshape(-1, size // shared, shared)
-            sums = [reduce(operator.add, (_dot(apart[..., i], v, 1, work) for i, v in enumerate(parts)))]
-        return sums if not inner or scales is None else list(map(scaled, sums, of(scales, start)))
+        own = [None] * shared if zeros is None else of(zeros, start, jnp.int32 if integers else work)
+        a = lax.dynamic_slice_in_dim(given, start, size, 1)
+        apart = [a] * shared if leading else list(jnp.moveaxis(a.reshape(-1, size // shared, shared), 2, 0))
+        sums = list(map(multiplied, apart, parts, own))
+        sums = sums if leading else [reduce(operator.add, sums)]
+        return sums if not inner or scales is None else list(map(_scaled_to(work), sums, of(scales, start, work)))
 
     def add(total: list[Array], start: Any, size: int) -> list[Array]:
         return [a + b for a, b in zip(total, term(start, size), strict=True)]
 
     whole, rest = divmod(count, size)
-    total = [jnp.zeros((x.shape[0], w.elements.shape[0] // columns), work)] * columns
-    total = lax.fori_loop(0, whole, lambda i, total: add(total, i * size, size), total)
+    first = jnp.zeros((rows, w.elements.shape[0] // columns), jnp.int32 if integers and not inner else work)
+    total = lax.fori_loop(0, whole, lambda i, total: add(total, i * size, size), [first] * columns)
     total = add(total, whole * size, rest) if rest else total
+    if x.scale is not None:
+        total = [_scaled_to(work)(v, x.scale[:, :1]) for v in total]
     if not inner and scales is not None:
-        total = list(map(scaled, total, of(scales, 0)))
-    return jnp.stack(total, -1).reshape(x.shape[0], -1).astype(dtype)
+        total = list(map(_scaled_to(work), total, of(scales, 0, work)))
+    return jnp.stack(total, -1).reshape(rows, -1).astype(dtype)
+
+
+def _scaled_to(work: Any) -> Callable[[Array, Array], Array]:
+    return lambda total, scale: scaled(total.astype(work), scale)
 
 
 def _dot(x: Array, numbers: Array, axis: int, work: Any) -> Array:
@@ -140,17 +167,20 @@ def _fits(x: Array, w: Coded, dtype: Any) -> bool:
     if w.stored is None or w.scale is None or w.zero is not None or w.stored.spec.scaled is None:
         return False
     fmt = w.stored.spec.element
-    return (
-        isinstance(fmt, FloatFormat | UniformFormat) and fmt.bits in (2, 4, 8) and exact_in(fmt, "float32")
-        and jnp.promote_types(x.dtype, dtype).name in ("float32", "bfloat16")
-    )  # fmt: skip
+    taken = isinstance(fmt, FloatFormat | UniformFormat | CodebookFormat) and fmt.bits in (2, 4, 8)
+    carried = jnp.promote_types(x.dtype, dtype).name in ("float32", "bfloat16")
+    return taken and carried and exact_in(fmt, "float32")
 
 
 def _by_kernel(x: Array, w: Coded, dtype: Any) -> Array:
-    assert w.stored is not None and w.scale is not None
-    group = x.shape[1] if w.block is None else min(w.block, x.shape[1])
+    assert w.stored is not None and w.stored.spec.scaled is not None
+    (count, columns), given = w.stored.shape, scales_of(w.stored)
+    group = count if w.block is None else min(w.block, count)
     codes = lax.bitcast_convert_type(w.stored.qvalue, jnp.uint8)
-    scales = w.scale[:, ::group].T.astype(jnp.float32)
+    # Not of `w.scale`: a TPU would write a scale for each element.
+    along = (OWN, kinds_of(w.stored.spec.scaled, 2)[1])
+    scales = expand(given.astype(jnp.float32), along, (given.shape[0], columns))
+    scales = jnp.broadcast_to(scales, (-(-count // group), columns))
     x = x.astype(jnp.promote_types(x.dtype, dtype))
     return dequantize_matmul(x, codes, scales, format=w.stored.spec.element, group=group).astype(dtype)
 

@@ -144,6 +144,10 @@ class _Windows(Matrices):
         """Of a row of the kernel, all of which lies in every window of an extended image."""
         return jnp.sum(b, (*range(len(self.places)), b.ndim - 1), jnp.int32)
 
+    def integers_on_cpu(self, a: Array, b: Array) -> Array:
+        """In float32, panel by panel: XLA has no fast convolution of integers."""
+        return self.panels(lambda a, b: self.wide(a, b, jnp.float32).astype(jnp.int32), a, b)
+
     def run(self, on_cpu: Callable[..., Array], native: Callable[..., Array], a: Array, b: Array) -> Array:
         """On a GPU a product of matrices."""
         return by_platform(partial(native, self._as_matrices), a, b, cpu=on_cpu, tpu=partial(native, self.dot))

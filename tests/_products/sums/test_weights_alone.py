@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -10,17 +11,19 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop._products.codes import parts_of
-from jchop._products.sums.weights_alone import _by_kernel, _fits
+from jchop._products.codes import coded, multiply, parts_of
+from jchop._products.sums.weights_alone import _by_kernel, _fits, by_panels
+from jchop.spec import as_spec
 
+INTEGERS = ["uint4(group=16,zero_point=integer", "uint2(group=all,zero_point=integer"]
 #: With a bit of every kind of element: bytes, several in a byte, several bytes for some, zero points, two scales.
 FORMATS = [
     "int8(group=all", "int4(group=16", "uint8(group=all,zero_point=integer", "uint2(group=16,zero_point=integer",
-    "nvfp4(", "e4m3fn(group=all", "int6(group=8",
+    "nvfp4(", "e4m3fn(group=all", "int6(group=8", "nf4(group=16", "dynamic8(group=16",
 ]  # fmt: skip
 
 
-@pytest.mark.in_turn(27)
+@pytest.mark.in_turn(18)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_sums_of_panels(axis: int, text: str) -> None:
@@ -34,11 +37,51 @@ def test_sums_of_panels(axis: int, text: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.in_turn(28)
+@pytest.mark.parametrize("text", [*FORMATS[:4], *INTEGERS])
+@pytest.mark.parametrize("left", ["int8(group=all)", "uint8(group=all,zero_point=integer)"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_integers_by_panels(axis: int, left: str, text: str) -> None:
+    """The numbers of the plain product of codes, bit for bit, whose sums are checked in fractions elsewhere."""
+    shape = (272, 12) if axis == 0 else (12, 272)
+    stored = jc.quantize(jax.random.normal(jax.random.key(0), shape), f"{text},axis={axis})")
+    x = jc.quantize(jax.random.normal(jax.random.key(1), (3, 272)), left)
+
+    @jax.jit
+    def both(x: jc.QArray, w: jc.QArray) -> tuple[jax.Array, jax.Array]:
+        rows, parts = (parts_of(v).moved(lambda u: u[None]) for v in (x, w))
+        turned = parts.moved(lambda u: u.swapaxes(1, 2)) if axis == 0 else parts
+        plain = multiply(rows, replace(turned, block=None if "all" in text else 16), jnp.float32)[0]
+        return jc.einsum("bk,kn->bn" if axis == 0 else "bk,nk->bn", x, w), plain
+
+    np.testing.assert_array_equal(*both(x, stored))
+
+
+def test_which_integers_are_multiplied_by_panels() -> None:
+    x, w = jnp.ones((3, 64)), jnp.ones((64, 8))
+
+    def chosen(left: str, right: str, stored: bool = True) -> bool:
+        rows, parts = coded(x, as_spec(left, "", scaled=True)), parts_of(jc.quantize(w, right))
+        block, parts = None if "all" in right else 16, parts if stored else replace(parts, stored=None)
+        return by_panels(rows, replace(parts.moved(jnp.transpose), block=block, stored=parts.stored))
+
+    row, groups = "int8(group=all)", "int4(group=16,axis=0)"
+    assert chosen(row, groups) and chosen(row, "int4(group=all,axis=0)") and chosen(row, "int8(group=16,axis=0)")
+    assert not chosen(row, "int8(group=all,axis=0)") and not chosen("int8(group=16)", groups)
+    assert not chosen(row, groups, stored=False) and not chosen("e4m3fn(group=all)", groups)
+
+
 @pytest.mark.slow
 def test_the_kernel_takes_stored_codes() -> None:
     """As other devices multiply them, from the same bytes."""
     x = jax.random.normal(jax.random.key(1), (3, 64))
-    for text in ("int4(group=16,axis=0)", "int8(group=all,axis=0)", "mxfp8_e4m3(axis=0)", "nvfp4(axis=0)"):
+    for text in (
+        "int4(group=16,axis=0)",
+        "int8(group=all,axis=0)",
+        "mxfp8_e4m3(axis=0)",
+        "nvfp4(axis=0)",
+        "nf4(group=16,axis=0)",
+    ):
         stored = jc.quantize(jax.random.normal(jax.random.key(0), (64, 12)), text)
         block = None if "all" in text else 32 if "mx" in text else 16
         w = parts_of(stored)
@@ -47,14 +90,15 @@ def test_the_kernel_takes_stored_codes() -> None:
         np.testing.assert_allclose(_by_kernel(x, laid, jnp.float32), x @ jc.dequantize(stored), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("text", ["int8(group=all,axis=0)", "int4(group=128,axis=0)"])
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("text", ["int8(group=all,axis=0)", "int4(group=128,axis=0)", "nf4(group=128,axis=0)"])
 def test_weights_are_never_written_as_floats(text: str) -> None:
     w = jax.eval_shape(lambda v: jc.quantize(v, text), jax.ShapeDtypeStruct((4096, 1024), jnp.float32))
     x = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
-    compiled = jax.jit(jc.dot).lower(x, w).compile()
-    sizes = compiled.memory_analysis()
-    assert sizes is not None and sizes.temp_size_in_bytes <= 0.05 * 4096 * 1024 * 4
+    for of in (lambda x: x, lambda x: jc.quantize(x, "int8(group=all)"))[: 1 if "nf4" in text else 2]:
+        compiled = jax.jit(lambda x, w, of=of: jc.dot(of(x), w)).lower(x, w).compile()
+        sizes = compiled.memory_analysis()
+        assert sizes is not None and sizes.temp_size_in_bytes <= 0.05 * 4096 * 1024 * 4
 
 
 @pytest.mark.slow
@@ -63,8 +107,8 @@ def test_training_and_packed_weights_alone_are_equal() -> None:
     x = jax.random.normal(jax.random.key(1), (3, 160))
     cases = [(lambda w, x: x @ w, (160, 6)), (lambda w, x: x @ w.T, (6, 160))]
     cases += [(lambda w, x: jnp.einsum("bk,khd->bhd", x, w), (160, 3, 2))]
-    for fun, shape in cases:
+    for (fun, shape), text in itertools.product(cases, ("int4(group=32)", "nf4(group=32)")):
         w = jax.random.normal(jax.random.key(0), shape)
-        low = jc.quantize_fn(fun, jc.Rule(weight="int4(group=32)", product="codes"))
+        low = jc.quantize_fn(fun, jc.Rule(weight=text, product="codes"))
         packed = low.pack(w, x)
         np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x))
