@@ -17,7 +17,17 @@ from jax import lax
 from jchop._bits import CARRIERS
 from jchop._settings import compiled
 
-__all__ = ["QUIRKS", "Quirk", "branch", "compute_after", "materialize_per_group", "maximum", "prevent_fma"]
+__all__ = [
+    "QUIRKS",
+    "Quirk",
+    "branch",
+    "compute_after",
+    "entry_of",
+    "is_short_float",
+    "materialize_per_group",
+    "maximum",
+    "prevent_fma",
+]
 
 Array = jax.Array
 
@@ -151,6 +161,11 @@ QUIRKS: tuple[Quirk, ...] = (
         "The loop carries words (`_word` in `optim/_chunks.py`).",
     ),
     Quirk(
+        "stack_of_short_floats_converted",
+        "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
+        "`entry_of`, in `unshard` (`distributed/_unshard.py`) and in the loops of programs (`_program/control.py`).",
+    ),
+    Quirk(
         "rows_of_two_axes_moved",
         "For a product that sums over two axes of rows, one operand is transposed in memory first.",
         "The rows become one axis (`Dot` in `jchop/_products/product.py`).",
@@ -248,6 +263,32 @@ def compute_after(values: Any, known: Array) -> Any:
 @compute_after.defjvp
 def _compute_after_jvp(primals: tuple[Any, Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     return compute_after(*primals), tangents[0]
+
+
+def is_short_float(x: Any) -> bool:
+    """Whether the numbers are floats of fewer bits than the backend computes with."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+
+
+def entry_of(stack: Array, index: Array) -> Array:
+    """The entry of an array at an index along its first axis, in a loop over the entries.
+
+    Quirk `stack_of_short_floats_converted`. The entry is taken of the bits. A barrier with the index keeps XLA from
+    reading the bits of the whole array before the loop.
+    """
+    return _entry_of_bits(stack, index) if is_short_float(stack) else lax.dynamic_index_in_dim(stack, index, 0, False)
+
+
+@jax.custom_jvp
+def _entry_of_bits(stack: Array, index: Array) -> Array:
+    stack, index = lax.optimization_barrier((stack, index))
+    bits = lax.bitcast_convert_type(stack, jnp.dtype(f"uint{jnp.finfo(stack.dtype).bits}"))
+    return lax.bitcast_convert_type(lax.dynamic_index_in_dim(bits, index, 0, False), stack.dtype)
+
+
+@_entry_of_bits.defjvp
+def _entry_of_bits_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+    return _entry_of_bits(*primals), lax.dynamic_index_in_dim(tangents[0], primals[1], 0, False)
 
 
 def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:

@@ -118,6 +118,23 @@ def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec", ["int4(group=32,scale=bfloat16)", "float8_e4m3fn(channel=0)", "float8_e5m2", "mxfp8_e4m3", "nvfp4"]
+)
+def test_one_layer_by_its_number_is_whole_at_a_time(spec: str) -> None:
+    """The same of a scan over numbers of layers: no stack of float8 is converted before it."""
+
+    def model(weights: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+            return jax.nn.relu(x @ jc.dequantize(jc.distributed.unshard(weights, entry=i))), None
+
+        return jax.lax.scan(layer, x, jnp.arange(LAYERS))[0]
+
+    weights = jax.tree.map(lambda one: placed_shape((LAYERS, *one.shape), one, 1), stack_of(spec))
+    check_peak(spec, model, weights, counts_codes=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["int4(group=32,scale=bfloat16)", "float8_e4m3fn(channel=0)", "nvfp4"])
 def test_one_layer_of_a_loop_is_whole_at_a_time(spec: str) -> None:
     """The same of layers that are no stack: `after` orders them."""
@@ -158,6 +175,53 @@ def check_peak(spec: str, model: Any, weights: Any, counts_codes: bool) -> None:
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
     print(f"{spec}: {peak / 1e6:.1f} MB, {peak / allowed:.3f} of the parts and a layer")
     assert peak <= 1.2 * allowed
+
+
+@pytest.mark.slow
+def test_a_layer_by_its_number(rng: np.random.Generator) -> None:
+    """The bits of the layer, in an automatic mesh and in jax.shard_map."""
+    numbers = jnp.asarray(rng.standard_normal((3, 32, 64)), jnp.float32)
+    stacks = {
+        "tiles": jax.vmap(lambda w: jc.quantize(w, "e4m3fn(group=(4,16))"))(numbers),
+        "nvfp4": jax.vmap(lambda w: jc.quantize(w, "nvfp4"))(numbers),
+    }
+    mesh = mesh_of(AxisType.Auto)
+    placed = jc.nn.shard(stacks, mesh, {"*": P(None, "fsdp")})
+
+    def one(i: jax.Array) -> Any:
+        return jax.tree.map(jc.dequantize, jc.distributed.unshard(placed, entry=i), is_leaf=is_stored)
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda: jax.lax.map(one, jnp.arange(3)))()
+    wanted = jax.tree.map(jc.dequantize, stacks, is_leaf=is_stored)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+    def local(parts: Any) -> Any:
+        return jax.tree.map(jc.dequantize, jc.distributed.unshard(parts, "fsdp", entry=1), is_leaf=is_stored)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(None, "fsdp"), out_specs=P(), check_vma=False)
+    tiles = {"tiles": placed["tiles"]}
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(tiles), {"tiles": wanted["tiles"][1]})
+
+
+def test_an_entry_is_one_of_a_stack_of_layers() -> None:
+    stacks = {"w": jax.eval_shape(lambda x: jax.vmap(lambda w: jc.quantize(w, "nvfp4"))(x), jnp.ones((3, 32, 64)))}
+    stacks = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stacks)
+    whole = {"w": jc.quantize(jnp.ones((3, 32, 64)), "nvfp4"), "b": jnp.ones(4)}
+    for tree, entry, error, text in [
+        (whole, 1, ValueError, r"entry=1: every leaf must have a first axis of one length.*'b': \(4,\)"),
+        (whole["w"], 1, ValueError, r"scale.1': \(\)"),
+        (stacks, 3, ValueError, "entry=3 must be an integer from 0 to 2"),
+        (stacks, 1.0, TypeError, "entry=1.0 must be an integer"),
+        (stacks, jnp.ones(()), TypeError, "dtype float32; it must be one integer"),
+        (stacks, jnp.zeros(2, int), TypeError, r"shape \(2,\)"),
+    ]:
+        with pytest.raises(error, match=text):
+            jc.distributed.unshard(tree, entry=entry)  # type: ignore[arg-type]
+
+
+def is_stored(leaf: Any) -> bool:
+    return isinstance(leaf, jc.QArray)
 
 
 @pytest.mark.slow
