@@ -87,6 +87,12 @@ QUIRKS: tuple[Quirk, ...] = (
         "The 0 that a sum starts from is computed from the operands (`_core/arithmetic/matmul.py`).",
     ),
     Quirk(
+        "quotient_by_one_number_is_product",
+        "x / b with a number b that has no other use is x (1 / b), so the quotient may differ in its last bit.",
+        "Exact quotients (`_core/arithmetic/quotient.py`). None for Adam's 1 - b^t, a quotient of Optax "
+        "(docs/distributed.md).",
+    ),
+    Quirk(
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
         "A sum tells whether all numbers are finite (`_largest_by_numbers` in `_core/scaled/scales.py`, "

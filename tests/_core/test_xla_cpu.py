@@ -99,6 +99,14 @@ def zero_plus_minus_zero() -> bool:
 
 
 @guard
+def quotient_by_one_number_is_product() -> bool:
+    x, b = normal(1024), np.float32(0.0975)
+    used_twice = jax.jit(lambda x, b: (x / b, b))(x, b)[0]
+    np.testing.assert_array_equal(used_twice, x / b)
+    return bool((computed(lambda x, b: x / b, x, b) != x / b).any())
+
+
+@guard
 def maximum_loses_nan() -> bool:
     x = normal(128, 256)
     x[63, 200] = np.nan
