@@ -22,6 +22,8 @@ __all__ = [
     "Quirk",
     "branch",
     "compute_after",
+    "entry_of",
+    "is_short_float",
     "materialize_per_group",
     "maximum",
     "prevent_fma",
@@ -84,6 +86,12 @@ QUIRKS: tuple[Quirk, ...] = (
         "zero_plus_minus_zero",
         "0 + x with a constant 0 is x, and so -0 for x = -0.",
         "The 0 that a sum starts from is computed from the operands (`_core/arithmetic/matmul.py`).",
+    ),
+    Quirk(
+        "quotient_by_one_number_is_product",
+        "x / b with a number b that has no other use is x (1 / b), so the quotient may differ in its last bit.",
+        "Exact quotients (`_core/arithmetic/quotient.py`). None for Adam's 1 - b^t, a quotient of Optax "
+        "(docs/distributed.md).",
     ),
     Quirk(
         "maximum_loses_nan",
@@ -158,6 +166,11 @@ QUIRKS: tuple[Quirk, ...] = (
         "short_floats_converted_whole",
         "A loop that writes a part of an array of float8 converts the whole array in every turn.",
         "The loop carries words (`_word` in `optim/_chunks.py`).",
+    ),
+    Quirk(
+        "stack_of_short_floats_converted",
+        "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
+        "`entry_of`, in `unshard` (`distributed/_unshard.py`) and in the loops of programs (`_program/control.py`).",
     ),
     Quirk(
         "rows_of_two_axes_moved",
@@ -262,6 +275,32 @@ def compute_after(values: Any, known: Array) -> Any:
 @compute_after.defjvp
 def _compute_after_jvp(primals: tuple[Any, Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     return compute_after(*primals), tangents[0]
+
+
+def is_short_float(x: Any) -> bool:
+    """Whether the numbers are floats of fewer bits than the backend computes with."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+
+
+def entry_of(stack: Array, index: Array) -> Array:
+    """The entry of an array at an index along its first axis, in a loop over the entries.
+
+    Quirk `stack_of_short_floats_converted`. The entry is taken of the bits. A barrier with the index keeps XLA from
+    reading the bits of the whole array before the loop.
+    """
+    return _entry_of_bits(stack, index) if is_short_float(stack) else lax.dynamic_index_in_dim(stack, index, 0, False)
+
+
+@jax.custom_jvp
+def _entry_of_bits(stack: Array, index: Array) -> Array:
+    stack, index = lax.optimization_barrier((stack, index))
+    bits = lax.bitcast_convert_type(stack, jnp.dtype(f"uint{jnp.finfo(stack.dtype).bits}"))
+    return lax.bitcast_convert_type(lax.dynamic_index_in_dim(bits, index, 0, False), stack.dtype)
+
+
+@_entry_of_bits.defjvp
+def _entry_of_bits_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+    return _entry_of_bits(*primals), lax.dynamic_index_in_dim(tangents[0], primals[1], 0, False)
 
 
 def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:

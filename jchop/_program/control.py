@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jchop._core.xla_cpu import entry_of, is_short_float
 from jchop._program.bind import bind, with_derivative_of
 from jchop._program.seeds import Seeds
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Step, carry_count
@@ -92,15 +93,22 @@ def _scan(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret
     consts, carried = carry_count(params)
     fixed, start, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
 
-    def turn(carry: tuple[list[Any], Array], x: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
+    leaves, structure = jax.tree.flatten(xs)
+    apart = [bool(params["length"]) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
+
+    def turn(carry: tuple[list[Any], Array], scanned: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
         values, count = carry
+        place = jnp.uint32(params["length"] - 1) - count if params["reverse"] else count
+        rest = iter(scanned)
+        taken = [entry_of(x, place) if own else next(rest) for x, own in zip(leaves, apart, strict=True)]
+        x = jax.tree.unflatten(structure, taken)
         out = strong(interpret(step.inner[0], _folded(seeds, step.number, count), [*fixed, *values, *x]))
         return (out[:carried], count + jnp.uint32(1)), out[carried:]
 
     (last, _), ys = lax.scan(
         turn,
         (strong(start), jnp.uint32(0)),
-        list(xs),
+        [x for x, own in zip(leaves, apart, strict=True) if not own],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],

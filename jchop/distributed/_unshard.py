@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jchop._checks import check_int
 from jchop._core.rounding.codes import packed_size
-from jchop._core.xla_cpu import compute_after
+from jchop._core.xla_cpu import compute_after, entry_of
 from jchop.distributed._axes import AxisName, as_axes
 from jchop.distributed._messages import move
 from jchop.formats import ScaledFormat
@@ -24,7 +24,14 @@ from jchop.storage._sharding import group_length
 Array = jax.Array
 
 
-def unshard(tree: Any, axis_name: AxisName | None = None, *, axis: int = 0, after: Array | None = None) -> Any:
+def unshard(
+    tree: Any,
+    axis_name: AxisName | None = None,
+    *,
+    axis: int = 0,
+    after: Array | None = None,
+    entry: int | Array | None = None,
+) -> Any:
     """Packed arrays on every device, gathered as codes and scales; `jchop.dequantize` of them then moves nothing.
 
     This is the gather of FSDP: weights lie in parts on the devices, and a layer gathers the codes of its own just
@@ -38,14 +45,18 @@ def unshard(tree: Any, axis_name: AxisName | None = None, *, axis: int = 0, afte
         after: an array of real numbers, such as the input of the layer, which is computed before anything is gathered.
             With it the layers of a loop in Python are whole one at a time, as those of a scan are; XLA may else gather
             and unpack all of them first. Outside of `jax.shard_map` this sends one number. Default None.
+        entry: the number of a layer, if the arrays are stacks of layers along a first axis more: only the arrays of
+            this layer are gathered, and `axis` counts their axes. For a `jax.lax.scan` over the numbers of layers,
+            in which the stacks are constants: XLA's compiler for CPUs converts stacks of float8 that are scanned
+            themselves, as a whole. A traced number out of range is clamped, as in JAX. Default None.
 
     Returns:
         The tree of whole arrays.
 
     Raises:
-        TypeError: for an `after` that is no array of real numbers.
+        TypeError: for an `after` that is no array of real numbers, or an `entry` that is no integer.
         ValueError: without a mesh; in `jax.shard_map`, for an axis that is not in the mesh or that an array lacks, and
-            for parts that cut groups.
+            for parts that cut groups; for an `entry` out of range, or leaves that are no stacks of one length.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -60,6 +71,8 @@ def unshard(tree: Any, axis_name: AxisName | None = None, *, axis: int = 0, afte
         if not isinstance(after, Array) or not jnp.isrealobj(after) or after.dtype == bool:
             raise TypeError(f"after={after!r} must be an array of real numbers")
         tree = compute_after(tree, after)
+    if entry is not None:
+        tree = _entry(tree, entry)
     if axis_name is not None:
         axes = as_axes(axis_name)
         return jax.tree.map(lambda leaf: _gathered(leaf, axes.name, axis), tree, is_leaf=_is_stored)
@@ -75,6 +88,22 @@ def unshard(tree: Any, axis_name: AxisName | None = None, *, axis: int = 0, afte
         return jax.reshard(leaf, P()) if explicit else lax.with_sharding_constraint(leaf, NamedSharding(mesh, P()))
 
     return jax.tree.map(lambda leaf: move(leaf, whole), tree, is_leaf=_is_stored)
+
+
+def _entry(tree: Any, entry: Any) -> Any:
+    leaves = jax.tree.leaves_with_path(tree)
+    shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
+    length, *others = {shape[:1] for shape in shapes.values()} or {(1,)}
+    if others or not length:
+        raise ValueError(f"entry={entry!r}: every leaf must have a first axis of one length, of layers; they have the "
+                         f"shapes {shapes}")  # fmt: skip
+    if isinstance(entry, Array):
+        if entry.shape or not jnp.issubdtype(entry.dtype, jnp.integer):
+            raise TypeError(f"entry has shape {entry.shape} and dtype {entry.dtype}; it must be one integer")
+        index = entry
+    else:
+        index = jnp.int32(check_int("entry", entry, 0, length[0] - 1))
+    return jax.tree.map(lambda leaf: entry_of(leaf, index), tree)
 
 
 def _is_stored(leaf: Any) -> bool:

@@ -18,7 +18,7 @@ from jax import lax
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.quotient import divisor_of
 from jchop._core.scaled.float_zero_points import _quotient
-from jchop._core.xla_cpu import QUIRKS, Quirk, compute_after, materialize_per_group, maximum, prevent_fma
+from jchop._core.xla_cpu import QUIRKS, Quirk, compute_after, entry_of, materialize_per_group, maximum, prevent_fma
 
 VERSION = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
 GUARDS: dict[str, Callable[[], bool]] = {}
@@ -96,6 +96,14 @@ def constants_of_sums_combined() -> bool:
 @guard
 def zero_plus_minus_zero() -> bool:
     return bool(np.signbit(computed(lambda x: jnp.zeros_like(x) + x, np.full(3, -0.0, np.float32))).all())
+
+
+@guard
+def quotient_by_one_number_is_product() -> bool:
+    x, b = normal(1024), np.float32(0.0975)
+    used_twice = jax.jit(lambda x, b: (x / b, b))(x, b)[0]
+    np.testing.assert_array_equal(used_twice, x / b)
+    return bool((computed(lambda x, b: x / b, x, b) != x / b).any())
 
 
 @guard
@@ -271,6 +279,47 @@ def short_floats_converted_whole() -> bool:
         return lax.fori_loop(0, 8, turn, jnp.zeros(x.shape, jnp.float8_e4m3fn))
 
     return re.search(r"= \w+\[64,128\]\S* convert\(", text(pieces, normal(64, 128))) is not None
+
+
+def stack_in_a_loop(take: Callable[[jax.Array, jax.Array], jax.Array]) -> str:
+    def last(stack: jax.Array) -> jax.Array:
+        def turn(_: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+            return lax.bitcast_convert_type(take(stack, i), jnp.uint8), None
+
+        return lax.scan(turn, jnp.zeros(stack.shape[1:], jnp.uint8), jnp.arange(stack.shape[0]))[0]
+
+    return text(last, jnp.zeros((8, 64, 128), jnp.float8_e4m3fn))
+
+
+#: An array as large as the stack of `stack_in_a_loop`, of floats or bits, that is computed before the loop.
+WHOLE_STACK = re.compile(r"^ +%\S+ = (f16|u8)\[8,64,128\]\S* (fusion|convert|bitcast-convert|copy)\(", re.MULTILINE)
+
+
+@guard
+def stack_of_short_floats_converted() -> bool:
+    program = stack_in_a_loop(lambda stack, i: lax.dynamic_index_in_dim(stack, i, 0, False))
+    return WHOLE_STACK.search(program[program.index("ENTRY") :]) is not None
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "int8"])
+def test_entries_of_a_stack(dtype: str) -> None:
+    """Every code, in a loop, with the derivative of an index."""
+    word = f"u{np.dtype(dtype).itemsize}"
+    stack = (np.arange(4 * 256).reshape(4, 256) * 7).astype(word).view(dtype)
+    found = jax.jit(lambda stack: lax.map(lambda i: lax.bitcast_convert_type(entry_of(stack, i), word), jnp.arange(4)))
+    np.testing.assert_array_equal(found(stack), stack.view(word))
+    if dtype != "int8":
+        x = jnp.asarray(normal(4, 8), dtype)
+        own, wanted = (
+            jax.grad(lambda x, take=take: jnp.sum(take(x, jnp.int32(2)).astype(float) ** 2))(x)
+            for take in (entry_of, lambda x, i: x[i])
+        )
+        np.testing.assert_array_equal(own.astype(np.float32), wanted.astype(np.float32))
+
+
+def test_a_stack_is_not_converted() -> None:
+    program = stack_in_a_loop(entry_of)
+    assert WHOLE_STACK.search(program[program.index("ENTRY") :]) is None
 
 
 @guard

@@ -101,6 +101,28 @@ def test_each_of_a_stack_is_rounded_by_itself(taken: str, spec: str) -> None:
     np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x))
 
 
+@pytest.mark.slow
+def test_a_stack_of_float8_is_not_converted_whole() -> None:
+    """The quirk `stack_of_short_floats_converted`: as much memory as codes of integers, forwards and backwards."""
+    w, x = numbers(4, 64, 64), numbers(2, 64)
+
+    def both(w: Any, x: Any) -> Any:
+        for reverse in (False, True):
+            x = jax.lax.scan(lambda x, v: (jnp.tanh(x @ v), None), x, w, reverse=reverse)[0]
+        return x
+
+    memory = []
+    for spec in ("int8(channel=-1)", "e4m3fn(channel=-1)"):
+        low = jc.quantize_fn(both, jc.Rule(weight=spec))
+        packed = low.pack(w, x)
+        program = jax.jit(low).lower(packed, x).compile()
+        np.testing.assert_array_equal(program(packed, x), jax.jit(low)(w, x))
+        used = program.memory_analysis()
+        assert used is not None
+        memory.append(used.temp_size_in_bytes)
+    assert memory[1] < memory[0] + w.size / 4
+
+
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("spec", "found"),

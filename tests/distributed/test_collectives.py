@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+from jchop.formats import CATALOGUE, SCALED_CATALOGUE
 
 KEY = jax.random.key(7)
 
@@ -154,6 +155,44 @@ def test_every_kind_of_format_moves(specs: list[str], rng: np.random.Generator) 
     for spec, each in zip(specs, found, strict=True):
         own = [[np.asarray(jc.round_to_format(x[rank, owner], spec)) for rank in range(2)] for owner in range(2)]
         same(each, np.stack([a + b for a, b in own]))
+
+
+#: Codes of tf32 are not stored, and binary64 needs numbers in float64.
+NAMED = [name for name in (*CATALOGUE, *SCALED_CATALOGUE) if name not in ("tf32", "binary64")]
+WRITTEN = ["int4(group=32,scale=bfloat16)", "uint4(group=16,zero_point=integer)", "integer8", "posit8", "takum8",
+           "nf4(group=16,scale=uint8(group=4,zero_point=float))"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [*NAMED, *WRITTEN])
+def test_every_format_and_collective(spec: str, rng: np.random.Generator) -> None:
+    """Each named format with a stored form: what arrives is what `jc.round_to_format` gives, summed in rank order."""
+    x = rng.standard_normal((4, 4, 64)).astype(np.float32)
+    perm = [(0, 1), (1, 3), (3, 0)]
+
+    def all_of(x: Any) -> dict[str, Any]:
+        d = jc.distributed
+        return {
+            "psum": d.psum(x, "d", spec),
+            "psum_scatter": d.psum_scatter(x, "d", spec),
+            "all_gather": d.all_gather(x[0], "d", spec),
+            "all_to_all": d.all_to_all(x, "d", spec),
+            "ppermute": d.ppermute(x[0], "d", spec, perm=perm),
+        }
+
+    found = over(mesh_of(4), all_of, x)
+    sent = np.stack([[np.asarray(jc.round_to_format(piece, spec)) for piece in rank] for rank in x])
+    sums = [[sum(sent[1:, p], sent[0, p]) for p in range(4)]] * 4
+    np.testing.assert_array_equal(found["psum_scatter"], [sums[0][rank] for rank in range(4)])
+    np.testing.assert_array_equal(
+        found["psum"], [[np.asarray(jc.round_to_format(c, spec)) for c in one] for one in sums]
+    )
+    np.testing.assert_array_equal(found["all_gather"], [sent[:, 0]] * 4)
+    np.testing.assert_array_equal(found["all_to_all"], sent.swapaxes(0, 1))
+    moved = np.zeros((4, 64), np.float32)
+    for source, target in perm:
+        moved[target] = sent[source, 0]
+    np.testing.assert_array_equal(found["ppermute"], moved)
 
 
 @pytest.mark.slow

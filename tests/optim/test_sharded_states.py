@@ -75,11 +75,7 @@ USUAL = {
 @pytest.mark.parametrize("places", ["rows", "ZeRO"])
 @pytest.mark.parametrize("name", USUAL)
 def test_usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
-    """A program of one step, of parameters in rows or whole: with products that are not exact, too.
-
-    Programs of several steps may differ. XLA replaces a quotient by a scalar, 1 - b^t, by a product with its inverse,
-    but not in all places of all programs, and it may join equal factors: with b1 = b2 = 1/2 it does both.
-    """
+    """A program of one step, of parameters in rows or whole: with products that are not exact, too."""
     tx, shape = USUAL[name], SHAPES["whole"]
     mesh = jax.make_mesh((8,), ("a",))
     rows = NamedSharding(mesh, P("a"))
@@ -99,6 +95,27 @@ def test_usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
         wanted, state = one(state, grads, wanted)
         got, parts = many(parts, jax.device_put(grads, place), got)
         jax.tree.map(np.testing.assert_array_equal, (got, parts.arrays), (wanted, state.arrays))
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_several_steps_in_one_program(name: str, rng: np.random.Generator) -> None:
+    """The decays differ: see `quotient_by_one_number_is_product` in `_core/xla_cpu.py`."""
+    tx, shape = USUAL[name], SHAPES["whole"]
+    rows = NamedSharding(jax.make_mesh((8,), ("a",)), P("a"))
+    params, *grads = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
+
+    def run(state: Any, grads: Any, params: Any) -> tuple[Any, Any]:
+        for each in grads:
+            updates, state = tx.update(each, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    placed = jax.device_put(params, rows)
+    of_state = jc.optim.state_shardings(tx, placed)
+    parts = jax.jit(tx.init, out_shardings=of_state)(placed)
+    got, parts = jax.jit(run, out_shardings=(rows, of_state))(parts, jax.device_put(grads, rows), placed)
+    wanted, state = jax.jit(run)(jax.jit(tx.init)(params), grads, params)
+    jax.tree.map(np.testing.assert_array_equal, (got, parts.arrays), (wanted, state.arrays))
 
 
 def test_states_in_parts_beside_whole_parameters(rng: np.random.Generator) -> None:

@@ -117,7 +117,7 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None
     """
     compute = plan.compute
     largest = largest_of(_bits.split(x, compute)[1], axes, compute)
-    whole = None if tensor is None else tensor_bits(tensor, largest, plan)
+    whole = None if tensor is None else tensor_bits(tensor, largest.shape, plan)
     tried = [
         Scales(quotients_by_scale((largest,), whole, plan, (divisor,))[0], None, whole) for divisor in plan.divisors
     ]

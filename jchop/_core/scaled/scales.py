@@ -267,7 +267,7 @@ def choose_scales(
     largest = _largest_by_numbers(
         x, partial(largest_of, axis=axis, carrier=compute, maximum=maximum), axis, compute, branch_allowed
     )
-    tensor = None if tensor is None else tensor_bits(tensor, largest, plan)
+    tensor = None if tensor is None else tensor_bits(tensor, largest.shape, plan)
     if plan.rule.carry is not None:
         value, beyond = power_of_two(largest, plan)
         value = value if plan.is_power else _power_bits(value, plan)
@@ -450,9 +450,9 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
     return jnp.where(largest == 0, jnp.float32(1), result)
 
 
-def tensor_bits(tensor: Array, like: Array, plan: Plan) -> Array:
-    """The tensor's scale, given as float32 bits, as bits of the arithmetic's carrier, for each block."""
-    bits = jnp.broadcast_to(tensor, like.shape)
+def tensor_bits(tensor: Array, shape: tuple[int, ...], plan: Plan) -> Array:
+    """The tensor's scale, given as float32 bits, as bits of the arithmetic's carrier, in a shape."""
+    bits = jnp.broadcast_to(tensor, shape)
     if plan.compute.width == 32:
         return bits
     return _bits.split(decode_elements(bits, TENSOR_SCALE, plan.compute), plan.compute)[1]
@@ -486,7 +486,8 @@ def load_scales(stored: Array, plan: Plan, tensor: Array | None = None) -> Scale
     compute, fmt = plan.compute, plan.scale
     codes = lax.bitcast_convert_type(stored, fmt.code_dtype) if fmt in _NUMBERS else stored
     bits = _bits.split(decode_elements(codes, fmt, compute), compute)[1]
-    tensor = None if tensor is None else tensor_bits(tensor, bits, plan)
+    if tensor is not None:  # one number stays one, which would else be in memory for every block
+        tensor = tensor_bits(tensor, bits.shape if tensor.ndim else (1,) * bits.ndim, plan)
     nan = bits >= compute.inf if fmt.has_nan or fmt.has_inf else None
     bits = bits if nan is None else jnp.where(nan, plan.scale_bits[1], bits)
     return Scales(_exponent(bits, compute) if plan.is_power else bits, nan, tensor)
