@@ -1,21 +1,24 @@
-"""The sums of tensor cores, which XLA compiles: every preset, and bodies that no preset has."""
+"""The sums of tensor cores as jchop runs them, by a kernel or by XLA: every preset, and bodies that no preset has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
-from _kernels.compiling import Case
+from _kernels.compiling import Case, checks_of, is_tpu
 
 from jchop import TENSOR_CORES, MatmulSpec, tensor_core
 from jchop._kernels.products.matmul import matmul_op
 
 SPECS = {
     "long products": MatmulSpec(accumulate="binary32:toward_zero", order="aligned(8, 25)"),
-    "promoted": tensor_core("blackwell", "fp8", promote_every=64),
-    "float16": tensor_core("hopper", "fp16", out="binary16"),
+    "promoted": tensor_core("volta", "fp16", promote_every=16),
+    "float16": tensor_core("volta", "fp16", out="binary16"),
+    "drawn": MatmulSpec("e5m10", accumulate="e5m10:stochastic", order="aligned(4, 20)"),
 }
+#: The kernels by themselves: a large one, and one whose tiles are cut off along every axis.
+KERNELS = (("volta", "fp16", (1, 4096, 4096, 4096)), ("cdna3", "bf16", (3, 129, 301, 37)))
 
 
 def presets() -> dict[str, MatmulSpec]:
@@ -40,4 +43,21 @@ def cases(target: str) -> Iterator[Case]:
         batch, m, n, k = 1, 128, 64, 3 * (spec.order.promote_every or spec.order.block or 1)
         groups = k // spec.group if spec.group else 0
         sizes = [(batch, m, k), (batch, k, n), *[(batch, m, groups), (batch, groups, n)] * (groups > 0)]
-        yield Case(name, partial(matmul_op, spec=spec), tuple(jax.ShapeDtypeStruct(s, "float32") for s in sizes))
+        avals = [jax.ShapeDtypeStruct(s, "float32") for s in sizes] + [
+            jax.ShapeDtypeStruct((12,), "uint32")
+        ] * spec.stochastic
+        yield Case(name, partial(matmul_op, spec=spec), tuple(avals))
+    for unit, dtype, shape in KERNELS:
+        spec, (batch, m, k, n) = tensor_core(unit, dtype), shape
+        avals = tuple(jax.ShapeDtypeStruct(s, "float32") for s in ((batch, m, k), (batch, k, n)))
+        # Each load is of one column or row, which needs no vector.
+        checks = tuple("spills" if check == "ptx" else check for check in checks_of(target, True))
+        yield Case(f"kernel of {unit} {dtype}, {shape}", partial(kernel(target), spec=spec), avals, True, checks)
+
+
+def kernel(target: str) -> Callable[..., jax.Array]:
+    if is_tpu(target):
+        from jchop._kernels.products.matmul_tpu import matmul
+    else:
+        from jchop._kernels.products.matmul_gpu import matmul
+    return matmul

@@ -35,7 +35,7 @@ def test_kernels_compile(target: str, file: Path, pytestconfig: pytest.Config) -
 def test_every_tensor_core_is_compiled() -> None:
     presets = {f"{unit} {dtype}" for unit, types in jc.TENSOR_CORES.items() for dtype in types}
     for target in compiling.TARGETS:
-        names = [name for case in compile_aligned.cases(target) for name in case.name.split(", ")]
+        names = [name for case in compile_aligned.cases(target) for name in case.name.split(", ") if name in presets]
         assert presets <= set(names) and len(names) == len(set(names))
 
 

@@ -69,6 +69,8 @@ def _refuse_tpu(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec, tiling: Any 
     block = unit_of(spec, max(a.shape[2], 1)).length if spec.order.aligned else 1
     if math.lcm(block, 128) > _LONGEST_PART:
         return f"order={str(spec.order)!r}: blocks of {block} products do not fill parts of up to {_LONGEST_PART}"
+    if isinstance(tiling, MatmulTpuTiling) and tiling.block_k % block:
+        return f"tiling={tiling}: block_k must be a multiple of the {block} products of a block"
     return _refuse(a, spec, tiling, MatmulTpuTiling)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import hashlib
 from dataclasses import dataclass, replace
 from functools import partial
@@ -156,7 +157,7 @@ def bits(x: Any) -> np.ndarray:
 
 def each(factors: Any) -> list[Any]:
     """The factors of each product of a block, from trees of arrays of shape (products, sums)."""
-    return [jax.tree.map(lambda v: v[i], factors) for i in range(factors.exponent.shape[0])]
+    return [jax.tree.map(operator.itemgetter(i), factors) for i in range(factors.exponent.shape[0])]
 
 
 def computed(
