@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import hashlib
+import operator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
