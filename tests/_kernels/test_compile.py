@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from _kernels import compiling
+from _kernels import compile_aligned, compiling
+
+import jchop as jc
 
 
 def require_compiler(target: str, config: pytest.Config) -> None:
@@ -28,6 +30,13 @@ def test_kernels_compile(target: str, file: Path, pytestconfig: pytest.Config) -
     assert results, f"{file.name} has no case for {target}"
     faults = [str(result) for result in results if result.fault]
     assert not faults, f"{len(faults)} of {len(results)} for {target}:\n" + "\n".join(faults)
+
+
+def test_every_tensor_core_is_compiled() -> None:
+    presets = {f"{unit} {dtype}" for unit, types in jc.TENSOR_CORES.items() for dtype in types}
+    for target in compiling.TARGETS:
+        names = [name for case in compile_aligned.cases(target) for name in case.name.split(", ") if name in presets]
+        assert presets <= set(names) and len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(

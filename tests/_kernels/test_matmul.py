@@ -134,10 +134,19 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
     "a unit with operands of 11 bits": (MatmulSpec("e5m10", None, "e5m5", "matrix_unit(16)"), (1, 9, 20, 5)),
     "a unit with operands of tf32": (MatmulSpec("tf32", None, "e5m5", "matrix_unit(16)"), (1, 9, 20, 5)),
     "a unit with operands of the carrier": (MatmulSpec(None, None, "e5m5", "matrix_unit(16)"), (1, 9, 20, 5)),
+    "aligned, several tiles": (jc.tensor_core("volta", "fp16"), (2, 19, 133, 35)),
+    "aligned, in two words": (jc.tensor_core("ampere", "bf16"), (1, 9, 20, 5)),
+    "aligned, cut to fewer bits": (MatmulSpec("e4m3", None, "e5m5:down", "aligned(4, 10)"), (1, 9, 10, 5)),
+    "aligned, a block longer than k": (jc.tensor_core("hopper", "fp16"), (1, 9, 3, 5)),
+    "aligned and promoted": (jc.tensor_core("volta", "fp16", promote_every=8), (1, 9, 21, 5)),
+    "aligned and promoted across parts": (jc.tensor_core("volta", "fp16", promote_every=100), (1, 9, 270, 5)),
+    "aligned and drawn": (MatmulSpec("e4m3", None, "e5m5:stochastic", "aligned(4, 20)"), (2, 9, 133, 5)),
+    "aligned apart": (jc.tensor_core("cdna3", "bf16"), (1, 9, 21, 5)),
+    "aligned in halves": (jc.tensor_core("cdna3", "fp8"), (1, 9, 20, 5)),
 }
 
 
-@pytest.mark.in_turn(42)
+@pytest.mark.in_turn(60)
 @pytest.mark.parametrize(("name", "kernel"), list(itertools.product(OTHERS, KERNELS)))
 def test_other_ways(kernel: str, name: str) -> None:
     assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
@@ -293,14 +302,17 @@ def test_empty_products_and_sums(kernel: str, shape: Shape) -> None:
 SIZES = (1, 7, 8, 100, 128, 129, 1000, 4096, 70_000)
 
 
-@pytest.mark.parametrize("order", [*ORDERS, "matrix_unit(4096)"])
+@pytest.mark.parametrize(
+    "order", [*ORDERS, "matrix_unit(4096)", "aligned(32, 25)", "aligned(56, 25, promote_every=112)"]
+)
 def test_tpu_tilings_fit_on_chip(order: str) -> None:
     spec = MatmulSpec("e4m3", accumulate="e5m5", order=order)
     for m in SIZES:
         for k in SIZES:
             tiling = MatmulTpuTiling.for_shape(m, 4096, k, spec)
             scratch = matmul_tpu._Tile(Plan(spec, CARRIERS["float32"], k), tiling, m, 4096).scratch
-            moved = tiling.block_k * (tiling.block_m + tiling.block_n) + tiling.block_m * tiling.block_n
+            parts = 2 if spec.order.aligned else 1  # significands and exponents
+            moved = parts * tiling.block_k * (tiling.block_m + tiling.block_n) + tiling.block_m * tiling.block_n
             assert 4 * (2 * moved + sum(int(np.prod(shape)) for shape in scratch)) <= 12 << 20, (m, k, tiling)
             assert tiling.block_m < m + max(8, tiling.rows)
 
@@ -361,6 +373,36 @@ def test_the_operation_takes_the_kernel_where_it_can() -> None:
 def test_the_operation_says_why_it_cannot(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         lowered_for_tpu(impl="pallas", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "kernels", "reason"),
+    [
+        (jc.tensor_core("blackwell", "mxfp8"), "float32", "tpu gpu", "have scales"),
+        (jc.tensor_core("blackwell", "nvfp4"), "float32", "tpu gpu", "has no kernel"),
+        (MatmulSpec(None, order="aligned(8, 25)"), "float32", "tpu gpu", "products of more than 24 bits"),
+        (jc.tensor_core("volta", "fp16"), "float64", "tpu gpu", "float32"),
+        (MatmulSpec("e4m3", order="aligned(33, 25)"), "float32", "tpu", "blocks of 33 products do not fill parts"),
+        (jc.tensor_core("hopper", "fp8"), "float32", "", ""),
+        (jc.tensor_core("cdna3", "fp8", promote_every=128), "float32", "", ""),
+    ],
+    ids=str,
+)
+def test_what_kernels_of_aligned_sums_refuse(spec: MatmulSpec, dtype: str, kernels: str, reason: str) -> None:
+    from jchop._kernels.products import matmul
+
+    a = jax.ShapeDtypeStruct((1, 4, 200), dtype)
+    for kernel, refuse in (("tpu", matmul._refuse_tpu), ("gpu", matmul._refuse_gpu)):
+        found = refuse(a, a, spec=spec)
+        assert (found is None) if kernel not in kernels else (reason in str(found)), kernel
+
+
+def test_a_part_of_no_whole_blocks_is_refused() -> None:
+    from jchop._kernels.products.matmul import _refuse_tpu
+
+    a, spec = jax.ShapeDtypeStruct((1, 4, 200), "float32"), MatmulSpec("e4m3", order="aligned(24, 25)")
+    assert "multiple of the 24 products" in str(_refuse_tpu(a, a, spec=spec, tiling=SMALL["tpu"]))
+    assert _refuse_tpu(a, a, spec=spec, tiling=MatmulTpuTiling(16, 128, 384, 8)) is None
 
 
 def test_a_tile_too_small_for_a_unit_is_refused() -> None:

@@ -1,14 +1,17 @@
 """All 504 formats of IEEE P3109 with 3 to 16 bits: every code against the definition of interim report 4.0.
 
-The working group publishes tables of these values (P3109/Public, 28 June 2026); the formats agree with them. The report
-asks that the tables not be used for conformance, so the values come from its definition, and nothing is copied.
+The values come from the definition. The working group also publishes tables of them (github.com/P3109/Public, "Value
+Tables/Hexadecimal", commit 681130c, 28 June 2026). It asks that they not be used for conformance, and they are not kept
+here: `p3109_tables.sha256` holds a digest of the text of each, and agreement with them is a cross-check.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,6 +61,79 @@ def test_every_code_has_the_value_of_the_definition(bits: int) -> None:
     for row in tables(bits):
         decoded = jc.p3109(*row).decode(range(1 << bits))
         assert all(map(same, decoded.tolist(), defined(*row))), row
+
+
+# -- the published tables ----------------------------------------------------------------------------------------------
+
+_DIGITS = 6  # hexadecimal digits of a significand; 16 bits and a leading zero digit need five
+
+
+def hexadecimal(value: Fraction | float, emin: int) -> str:
+    """A value as the tables write it.
+
+    A number of exponent emin or more has the leading digit 1. A subnormal number has the leading digit 0, then a digit
+    that is not 0, and an exponent that is a multiple of 4.
+    """
+    if not isinstance(value, Fraction) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
+    if value == 0:
+        return "0x0p+0"
+    numerator, denominator = abs(value).as_integer_ratio()
+    down = denominator.bit_length() - 1
+    exponent = numerator.bit_length() - 1 - down
+    place = exponent if exponent >= emin else (exponent // 4 + 1) * 4
+    shift = 4 * _DIGITS - place - down
+    digits = numerator << shift if shift >= 0 else numerator >> -shift
+    lead, trailing = divmod(digits, 1 << 4 * _DIGITS)
+    fraction = f"{trailing:0{_DIGITS}x}".rstrip("0")
+    return f"{'-' * (value < 0)}0x{lead}{'.' * bool(fraction)}{fraction}p{place:+d}"
+
+
+def table(row: tuple[int, int, bool, bool], values: Iterable[Fraction | float]) -> str:
+    """The text of a published table: code, value, and a star for a subnormal number."""
+    bits, precision, signed, _ = row
+    emin, width = 1 - (1 << bits - precision - signed), 2 if bits <= 8 else 4
+    lines = ["codepoint,value,subnormal"]
+    for code, value in enumerate(values):
+        text = hexadecimal(value, emin)
+        lines.append(f"0x{code:0{width}x},{text},{'*' if 'x0.' in text else ' '}")
+    return "\n".join(lines) + "\n"
+
+
+def file_name(row: tuple[int, int, bool, bool]) -> str:
+    bits, precision, signed, extended = row
+    return f"Binary{bits}p{precision}{'us'[signed]}{'fe'[extended]}.csv"
+
+
+def digest(row: tuple[int, int, bool, bool], values: Iterable[Fraction | float]) -> str:
+    return hashlib.sha256(table(row, values).encode()).hexdigest()
+
+
+def published() -> dict[str, str]:
+    """The digest of each table by the name of its file, as `sha256sum` writes them."""
+    lines = Path(__file__).with_name("p3109_tables.sha256").read_text().splitlines()
+    return {name: found for found, name in map(str.split, lines)}
+
+
+def test_a_table_is_written_as_the_working_group_writes_it() -> None:
+    """A signed format with subnormal numbers on both sides of an exponent of -4, and both infinities."""
+    values = ["0p+0", "0.8p-4", "0.1p+0", "0.18p+0", "1p-3", "1.4p-3", "1.8p-3", "1.cp-3"]
+    lines = table((6, 3, True, True), defined(6, 3, True, True)).splitlines()
+    assert [line.split(",")[1] for line in lines[1:9]] == ["0x" + value for value in values]
+    assert lines[0x1F + 1] == "0x1f,Inf, " and lines[0x20 + 1] == "0x20,NaN, " and lines[0x21 + 1] == "0x21,-0x0.8p-4,*"
+
+
+def test_every_table_has_a_digest() -> None:
+    assert set(published()) == {file_name(row) for bits in range(3, 17) for row in tables(bits)}
+
+
+@pytest.mark.parametrize("bits", [pytest.param(k, marks=pytest.mark.slow if k > 8 else ()) for k in range(3, 17)])
+def test_agrees_with_the_published_value_tables(bits: int) -> None:
+    """The values that jchop decodes, written as the working group writes them."""
+    wanted = published()
+    for row in tables(bits):
+        decoded = jc.p3109(*row).decode(range(1 << bits)).tolist()
+        assert digest(row, decoded) == wanted[file_name(row)], row
 
 
 @pytest.mark.parametrize("bits", range(3, 8))

@@ -2,7 +2,8 @@
 
 The ranges of the operands, known before anything is computed, decide between four ways:
 
-1. the hardware's operation and then a rounding, if the hardware's result is exact or its error has no effect;
+1. the hardware's operation and then a rounding, if the hardware's result is exact or its error has no effect; or the
+   hardware's operation with subnormal results made zero, for the carrier's own format with `flush`;
 2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells on which side the exact sum is;
 3. the same on scaled operands (`subnormal_scaling`), for float32 and formats with its exponents;
 4. integer arithmetic (`double_word`), right for every input.
@@ -13,6 +14,8 @@ nothing.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +39,7 @@ from jchop._core.arithmetic.ranges import (
 from jchop._core.arithmetic.round_with_error import error_of_sum, has_constant_drop, round_with_error
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.modes import NEAREST
-from jchop.formats import FloatFormat, StringFormat, binary32
+from jchop.formats import FloatFormat, StringFormat, binary32, binary64
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -55,7 +58,7 @@ __all__ = [
 
 Array = jax.Array
 
-_BINARY32 = Spec(binary32)
+_OWN = {"float32": Spec(binary32), "float64": Spec(binary64)}
 
 
 def multiply(
@@ -76,6 +79,8 @@ def multiply(
         ValueError: if `spec` wraps, and a product may not fit the carrier.
     """
     spec = _unless_own(spec, carrier)
+    if _flushes(spec, carrier, xr, yr) and xr.bits + yr.bits <= carrier.fraction:
+        return _flushed_product(x, y, product_range(xr, yr), carrier)
     if _product_is_exact(xr, yr, carrier) and _ends_agree(product_range(xr, yr), spec, carrier):
         return round_known(x * y, product_range(xr, yr), spec, carrier, word)
     if subnormal_scaling.multiplies(spec, carrier, xr, yr):
@@ -92,7 +97,9 @@ def add(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | N
     spec = _unless_own(spec, carrier)
     total = sum_range(xr, yr)
     zero_sign = carrier.sign_bit if spec is not None and spec.rounding is Rounding.DOWN else 0
-    if _is_normal(total, carrier):
+    if _flushes(spec, carrier, xr, yr):
+        return _flushed_sum(x, y, carrier)
+    if total.is_normal(carrier):
         exact = total.bits <= carrier.fraction + 1
         if (spec is None or _ends_agree(total, spec, carrier)) and (
             exact or _rounds_twice_safely(spec, xr, yr, carrier)
@@ -143,18 +150,19 @@ def divide(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array 
 
 def _unless_own(spec: Spec | None, carrier: Carrier) -> Spec | None:
     """`spec`, or None if it is the rounding of float32 itself."""
-    return None if carrier.name == "float32" and spec == _BINARY32 else spec
+    return None if carrier.name == "float32" and spec == _OWN["float32"] else spec
 
 
-def _is_normal(r: Range, carrier: Carrier) -> bool:
-    """Whether every nonzero value of the range is at least the carrier's smallest normal value."""
-    return r.quantum >= 1 - carrier.bias
+def _flushes(spec: Spec | None, carrier: Carrier, xr: Range, yr: Range) -> bool:
+    """Whether `spec` is the carrier's own rounding with subnormal results made zero, of operands that are normal."""
+    own = spec is not None and spec.flush and replace(spec, flush=False) == _OWN[carrier.name]
+    return own and xr.is_normal(carrier) and yr.is_normal(carrier)
 
 
 def _product_is_exact(xr: Range, yr: Range, carrier: Carrier) -> bool:
     """Whether the hardware's product is exact, or infinite if it is too large."""
     product = product_range(xr, yr)
-    return all(_is_normal(r, carrier) for r in (xr, yr, product)) and product.bits <= carrier.fraction + 1
+    return all(r.is_normal(carrier) for r in (xr, yr, product)) and product.bits <= carrier.fraction + 1
 
 
 def _ends_agree(result: Range, spec: Spec | None, carrier: Carrier) -> bool:
@@ -219,6 +227,25 @@ def round_known(value: Array, r: Range, spec: Spec | None, carrier: Carrier, wor
     if adds_to_round(spec, r, carrier):
         return round_by_adding(value, spec, carrier)
     return round_elements(value, spec, carrier, word)
+
+
+def _flushed_product(x: Array, y: Array, product: Range, carrier: Carrier) -> Array:
+    """The product of normal numbers, so exact that it is not rounded up to a normal number."""
+    value = x * y
+    if product.is_normal(carrier) and product.top <= carrier.bias + 1:
+        return value  # else it must not be contracted with a sum
+    (xs, _), (ys, _), (_, magnitude) = (_bits.split(v, carrier) for v in (x, y, value))
+    return _flushed(xs ^ ys, magnitude, carrier)
+
+
+def _flushed_sum(x: Array, y: Array, carrier: Carrier) -> Array:
+    """The sum of normal numbers; a device that makes a subnormal sum zero may lose its sign."""
+    sign, magnitude = _bits.split(x + y, carrier)
+    return _flushed(jnp.where(x < -y, carrier.sign_bit, sign), magnitude, carrier)
+
+
+def _flushed(sign: Array, magnitude: Array, carrier: Carrier) -> Array:
+    return _bits.join(sign, jnp.where(magnitude < 1 << carrier.fraction, 0, magnitude), carrier)
 
 
 def _signed_zero(total: Array, x: Array, y: Array, zero_sign: int, carrier: Carrier) -> Array:

@@ -348,6 +348,13 @@ def _blocked_pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | 
     return _in_chunks(add_block, zero, x, y, length)
 
 
+def _each_factor(x: Any, y: Any) -> tuple[list, list]:
+    """The factors of each product of a block, from trees of arrays like those of `_columns`."""
+    count = jax.tree.leaves(x)[0].shape[0]
+    left = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
+    return left, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023
+
+
 def _aligned(x: Any, y: Any, zero: Array, plan: Plan, draw: Draw | None) -> Array:
     """`x` and `y` are operands, or pairs of elements and the scales of each."""
     order = plan.spec.order
@@ -360,6 +367,7 @@ def _aligned(x: Any, y: Any, zero: Array, plan: Plan, draw: Draw | None) -> Arra
 
     def add_blocks(c: Array, x: Any, y: Any, first: Step) -> Array:
         def add_block(c: Array, x: Any, y: Any, index: Step) -> Array:
+            x, y = _each_factor(x, y)
             if wide:
                 return doubles.fused_add(c, x, y, unit)
             number = _plus(index, first) if isinstance(first, int) else first + jnp.uint32(index)

@@ -21,12 +21,23 @@ OPERATING = ("float32", "float64")
 class Range:
     """The range of an operand: every finite value v is a multiple of 2^quantum with |v| < 2^top.
 
-    In addition, v has at most `precision` significant bits, from the first to the last bit that is set.
+    In addition, v has at most `precision` significant bits, from the first to the last bit that is set. Unless v is
+    zero, |v| >= 2^least; None: 2^quantum.
     """
 
     quantum: int
     precision: int
     top: int
+    least: int | None = None
+
+    @property
+    def bottom(self) -> int:
+        """An exponent for which 2^bottom is at most every nonzero |v|."""
+        return self.quantum if self.least is None else self.least
+
+    def is_normal(self, carrier: Carrier) -> bool:
+        """Whether no nonzero value is subnormal in the carrier."""
+        return self.bottom >= 1 - carrier.bias
 
     @property
     def bits(self) -> int:
@@ -46,12 +57,14 @@ def range_of(spec: Spec | None, carrier: Carrier) -> Range:
     if spec is None:
         return whole
     own = _range_of_format(spec.format)
-    return Range(max(own.quantum, whole.quantum), min(own.precision, whole.precision), min(own.top, whole.top))
+    least = spec.format.emin if spec.flush and isinstance(spec.format, FloatFormat) else None
+    return Range(max(own.quantum, whole.quantum), min(own.precision, whole.precision), min(own.top, whole.top), least)
 
 
 def product_range(a: Range, b: Range) -> Range:
     """The range of the exact products of values of two ranges."""
-    return Range(a.quantum + b.quantum, a.bits + b.bits, a.top + b.top)
+    least = None if a.least is None or b.least is None else a.least + b.least
+    return Range(a.quantum + b.quantum, a.bits + b.bits, a.top + b.top, least)
 
 
 def sum_range(a: Range, b: Range) -> Range:

@@ -64,7 +64,7 @@ def _with_one(known: Spec | None, dtype: Any) -> Spec | None:
     if known is None:
         return None
     r = range_of(known, operation_carrier(dtype))
-    return replace(known, gradient="straight_through") if r.quantum <= 0 < r.top else None
+    return replace(known, gradient="straight_through") if r.bottom <= 0 < r.top else None
 
 
 def product_along(
@@ -130,7 +130,7 @@ def _with_start(spec: Spec, dtype: Any) -> tuple[Range, Range]:
     """The range of c, which is a value of the format or the start 0 or 1, and the range of an element."""
     carrier = operation_carrier(dtype)
     r = range_of(spec, carrier)
-    return (r if r.quantum <= 0 < r.top else carrier_range(carrier)), r
+    return (r if r.bottom <= 0 < r.top else carrier_range(carrier)), r
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from jchop._core.arithmetic.matmul import matmul_body
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.products.matmul_tile import LEAST_DOT, MatmulGpuTiling, MatmulTpuTiling
+from jchop._kernels.products.matmul_tile import LEAST_DOT, MatmulGpuTiling, MatmulTpuTiling, unit_of
 from jchop.accumulation import MatmulSpec
 
 __all__ = ["matmul_op"]
@@ -35,12 +36,16 @@ _LONGEST = 1 << 30
 
 
 #: The orders that the kernels know.
-_KINDS = ("sequential", "blocked", "pairwise", "matrix_unit")
+_KINDS = ("sequential", "blocked", "pairwise", "matrix_unit", "aligned", "aligned_apart", "aligned_halves")
+#: The longest part of the inner dimension on a TPU that consists of whole blocks.
+_LONGEST_PART = 1024
 
 
 def _refuse(a: jax.ShapeDtypeStruct, spec: MatmulSpec, tiling: Any, kind: type) -> str | None:
     if spec.order.kind not in _KINDS:
         return f"order={str(spec.order)!r} has no kernel: XLA fuses its steps as a kernel would. Kernels: {_KINDS}"
+    if spec.order.aligned and (reason := _refuse_aligned(a, spec)):
+        return reason
     if tiling is not None and not isinstance(tiling, kind):
         return f"tiling={tiling} is not a {kind.__name__}"
     if a.shape[2] >= _LONGEST:
@@ -48,9 +53,24 @@ def _refuse(a: jax.ShapeDtypeStruct, spec: MatmulSpec, tiling: Any, kind: type) 
     return None
 
 
+def _refuse_aligned(a: jax.ShapeDtypeStruct, spec: MatmulSpec) -> str | None:
+    if a.dtype != jnp.float32:
+        return f"the operands have dtype {a.dtype.name}, and kernels of order={str(spec.order)!r} take float32"
+    if spec.group:
+        return f"operands={str(spec.operands)!r} have scales, and kernels of order={str(spec.order)!r} have none"
+    if not unit_of(spec, max(a.shape[2], 1)).exact_floats:
+        return f"operands={str(spec.operands)!r} have products of more than 24 bits, which kernels do not align"
+    return None
+
+
 def _refuse_tpu(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec, tiling: Any = None) -> str | None:
     if a.dtype != jnp.float32:
         return f"the operands have dtype {a.dtype.name}, and the TPU kernel takes float32"
+    block = unit_of(spec, max(a.shape[2], 1)).length if spec.order.aligned else 1
+    if math.lcm(block, 128) > _LONGEST_PART:
+        return f"order={str(spec.order)!r}: blocks of {block} products do not fill parts of up to {_LONGEST_PART}"
+    if isinstance(tiling, MatmulTpuTiling) and tiling.block_k % block:
+        return f"tiling={tiling}: block_k must be a multiple of the {block} products of a block"
     return _refuse(a, spec, tiling, MatmulTpuTiling)
 
 

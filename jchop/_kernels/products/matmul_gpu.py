@@ -32,6 +32,8 @@ from jchop._core.arithmetic.matmul import (
 )
 from jchop._kernels.products.matmul_tile import (
     MatmulGpuTiling,
+    add_aligned,
+    aligned_factors,
     dot_length,
     dot_operand,
     finish_pairs,
@@ -39,6 +41,7 @@ from jchop._kernels.products.matmul_tile import (
     merge_pairs,
     pair_levels,
     result_type,
+    unit_of,
 )
 from jchop.accumulation import MatmulSpec
 
@@ -80,6 +83,10 @@ def _call(a: Array, b: Array, seeds: Array | None, plan: Plan, tiling: MatmulGpu
     result = result_type(a, b, seeds)
     if plan.spec.order.kind == "matrix_unit" and tile.operand in ("bfloat16", "float16"):
         a, b = a.astype(tile.operand), b.astype(tile.operand)
+    operands = [a, b]
+    if plan.spec.order.aligned:
+        unit = unit_of(plan.spec, plan.k)
+        operands = [*aligned_factors(jnp.swapaxes(a, 1, 2), 1, unit), *aligned_factors(b, 1, unit)]
     return pl.pallas_call(
         tile.kernel,
         out_shape=result,
@@ -87,7 +94,7 @@ def _call(a: Array, b: Array, seeds: Array | None, plan: Plan, tiling: MatmulGpu
         compiler_params=plt.CompilerParams(num_warps=tile.tiling.num_warps, num_stages=tile.tiling.num_stages),
         interpret=interpret,
         name=f"matmul_{plan.spec.order.kind}",
-    )(a, b, *[seeds] * plan.draws)
+    )(*operands, *[seeds] * plan.draws)
 
 
 @dataclass(frozen=True)
@@ -112,8 +119,9 @@ class _Tile:
         """The type of the operands of ``matrix_unit`` tile products."""
         return dot_operand(self.plan)
 
-    def kernel(self, a: Any, b: Any, *rest: Any) -> None:
-        *seeds_ref, out = rest
+    def kernel(self, *refs: Any) -> None:
+        count = 4 if self.plan.spec.order.aligned else 2
+        operands, (*seeds_ref, out) = refs[:count], refs[count:]
         number = pl.program_id(0)
         corner = (
             lax.div(number, np.int32(self.down * self.across)),
@@ -127,7 +135,7 @@ class _Tile:
             seeds = [seeds_ref[0][i] for i in range(12)]
             row = (corner[0] * np.int32(self.m) + rows).astype(jnp.uint32) * np.uint32(self.n)
             draw = make_draw(seeds, row + columns.astype(jnp.uint32), self.plan.carrier)
-        loads = _Loads(a, b, corner, rows < self.m, columns < self.n, self.tiling)
+        loads = _Loads(operands, corner, rows < self.m, columns < self.n, self.tiling)
         result = _SUMS[self.plan.spec.order.kind](self, loads, draw)
         place = (corner[0], pl.ds(corner[1], self.tiling.block_m), pl.ds(corner[2], self.tiling.block_n))
         plt.store(out.at[place], result, mask=(rows < self.m) & (columns < self.n))
@@ -228,12 +236,26 @@ class _Tile:
 
         return loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
+    def aligned(self, loads: _Loads, draw: Draw | None) -> Array:
+        length = unit_of(self.plan.spec, self.plan.k).length
+        kept = 2 if self.plan.spec.order.promote_every else 1
+
+        def step(j: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            found = [loads.factors(j * np.int32(length) + np.int32(i)) for i in range(length)]
+            left, right = zip(*found, strict=True)
+            return add_aligned(sums, left, right, self.plan, draw, j)
+
+        return loop(0, pl.cdiv(self.plan.k, length), step, (self.zeros,) * kept)[-1]
+
 
 _SUMS: dict[str, Callable[[_Tile, _Loads, Draw | None], Array]] = {
     "sequential": _Tile.sequential,
     "blocked": _Tile.blocked,
     "pairwise": _Tile.pairwise,
     "matrix_unit": _Tile.matrix_unit,
+    "aligned": _Tile.aligned,
+    "aligned_apart": _Tile.aligned,
+    "aligned_halves": _Tile.aligned,
 }
 
 
@@ -241,12 +263,33 @@ _SUMS: dict[str, Callable[[_Tile, _Loads, Draw | None], Array]] = {
 class _Loads:
     """Masked loads of the operands for a tile; elements outside are zero."""
 
-    a: Any
-    b: Any
+    operands: tuple[Any, ...]  # both, or significands and exponents of both, (batch, k, m) and (batch, k, n)
     corner: tuple[Array, Array, Array]
     rows: Array  # whether each row of the tile exists
     columns: Array
     tiling: MatmulGpuTiling
+
+    @property
+    def a(self) -> Any:
+        return self.operands[0]
+
+    @property
+    def b(self) -> Any:
+        return self.operands[1]
+
+    def factors(self, k: Array) -> tuple[list[Array], list[Array]]:
+        """Significands and exponents of the factors of product k."""
+        batch, row, column = self.corner
+
+        def parts(refs: tuple[Any, ...], start: Array, length: int, mask: Array, shape: tuple[int, int]) -> list[Array]:
+            place = batch, k, pl.ds(start, length)
+            return [plt.load(ref.at[place], mask=mask.reshape(length), other=0).reshape(shape) for ref in refs]
+
+        tall, wide = self.tiling.block_m, self.tiling.block_n
+        return (
+            parts(self.operands[:2], row, tall, self.rows, (tall, 1)),
+            parts(self.operands[2:], column, wide, self.columns, (1, wide)),
+        )
 
     def at(self, k: Array) -> tuple[Array, Array]:
         """Column k of one operand and row k of the other."""

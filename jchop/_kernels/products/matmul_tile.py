@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,9 @@ import numpy as np
 from jax import lax
 
 from jchop._checks import check_int
-from jchop._core.arithmetic.basic import Range, sum_range
+from jchop._core.arithmetic.aligned import limbs
+from jchop._core.arithmetic.aligned.unit import Unit
+from jchop._core.arithmetic.basic import Range, add, carrier_range, sum_range
 from jchop._core.arithmetic.matmul import Draw, Plan, accumulate, combine
 from jchop.accumulation import MatmulSpec
 
@@ -20,6 +23,8 @@ __all__ = [
     "LEAST_DOT",
     "MatmulGpuTiling",
     "MatmulTpuTiling",
+    "add_aligned",
+    "aligned_factors",
     "dot_length",
     "dot_operand",
     "finish_pairs",
@@ -27,6 +32,7 @@ __all__ = [
     "merge_pairs",
     "pair_levels",
     "result_type",
+    "unit_of",
 ]
 
 Array = jax.Array
@@ -72,14 +78,17 @@ class MatmulTpuTiling:
         square tiles are best.
         """
         units = spec.order.kind == "matrix_unit"
-        block_n = min(256 if units else 512, _up(n, _LANES))
-        rows = min(max(cls._CHUNK // block_n // _SUBLANES, 1) * _SUBLANES, _up(m, _SUBLANES))
+        block_n = min(256 if units else _LANES if spec.order.aligned else 512, _up(n, _LANES))
+        chunk = _SUBLANES * _LANES if spec.order.aligned else cls._CHUNK  # many terms of an element are alive together
+        rows = min(max(chunk // block_n // _SUBLANES, 1) * _SUBLANES, _up(m, _SUBLANES))
         tall = 256
         if spec.order.kind == "pairwise":
             tall = min(tall, cls._STACK // (4 * block_n * max(pair_levels(k), 1)))
         block_m = max(min(tall, _up(m, rows)) // rows, 1) * rows
         # A unit's block consists of whole parts, or lies in one part if possible.
         block_k = min(max((spec.order.block or 1) // _LANES, 1) * _LANES, 512, _up(k, _LANES)) if units else _LANES
+        if spec.order.aligned:
+            block_k = math.lcm(_LANES, unit_of(spec, k).length)
         return cls(block_m, block_n, block_k, rows)
 
 
@@ -131,6 +140,8 @@ _STEP_TILES = (
     MatmulGpuTiling(32, 32, 8, num_warps=4),
     MatmulGpuTiling(16, 32, 8, num_warps=4),
 )
+#: All terms of a block are alive together, so a thread has 2 elements.
+_ALIGNED_TILES = (MatmulGpuTiling(16, 32, 1, num_warps=8), MatmulGpuTiling(16, 16, 1, num_warps=4))
 _DOT_TILES = (
     MatmulGpuTiling(64, 128, 64, num_warps=8, num_stages=3),
     MatmulGpuTiling(64, 64, 64, num_warps=8, num_stages=3),
@@ -149,6 +160,8 @@ def _tiles(plan: Plan) -> tuple[MatmulGpuTiling, ...]:
         total, bias = sum_range(plan.accumulator, plan.dot), plan.carrier.bias
         light = total.quantum > -bias and total.top <= bias
         return _FULL_DOT_TILES.get(dot_operand(plan)) or (_DOT_TILES if light else _DOT_TILES[1:])
+    if plan.spec.order.aligned:
+        return _ALIGNED_TILES
     narrow = plan.spec.order.kind == "pairwise" or plan.carrier.width == 64
     return tuple(replace(tile, block_m=tile.block_m // 2) for tile in _STEP_TILES) if narrow else _STEP_TILES
 
@@ -206,6 +219,48 @@ def loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any], Any]
 def dot_length(block: int) -> int:
     """The least length to which a short block is padded for a tile product on a GPU."""
     return max(1 << (block - 1).bit_length(), LEAST_DOT)
+
+
+def unit_of(spec: MatmulSpec, k: int) -> Unit:
+    """The tensor core of an aligned order, for sums of k products."""
+    return Unit(spec, min(spec.order.block or k, k))
+
+
+def aligned_factors(x: Array, axis: int, unit: Unit) -> list[Array]:
+    """Significands and exponents of operands; zeros fill the last block, which change no sum."""
+    rest = -x.shape[axis] % unit.length
+    parts = limbs.factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
+    return [parts.significand, parts.exponent]
+
+
+def add_aligned(
+    sums: tuple[Array, ...],
+    left: list[list[Array]],
+    right: list[list[Array]],
+    plan: Plan,
+    draw: Draw | None,
+    block: Array,
+) -> tuple[Array, ...]:
+    """The sums after block number `block`: c alone, or c and the float32 total to which it is promoted.
+
+    Args:
+        sums: c, and the total if the order promotes.
+        left: significand and exponent of the left factor of each product.
+        right: those of the right factors.
+        plan: the arithmetic.
+        draw: the random words of the tile, if it draws.
+        block: int32 scalar.
+    """
+    unit, every = unit_of(plan.spec, plan.k), plan.spec.order.promote_every
+    word = draw("accumulate", block) if draw is not None else None
+    x, y = ([limbs.Factors(*parts) for parts in side] for side in (left, right))
+    c = limbs.fused_add(sums[0], x, y, unit, word)
+    if every is None:
+        return (c,)
+    held = carrier_range(plan.carrier)
+    following = block + 1
+    ends = (lax.rem(following, np.int32(every // unit.length)) == 0) | (following == -(-plan.k // unit.length))
+    return jnp.where(ends, 0, c), jnp.where(ends, add(sums[1], c, None, plan.carrier, None, held, held), sums[1])
 
 
 def pair_levels(k: int) -> int:

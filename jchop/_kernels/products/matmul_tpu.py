@@ -32,11 +32,14 @@ from jchop._core.arithmetic.matmul import (
 )
 from jchop._kernels.products.matmul_tile import (
     MatmulTpuTiling,
+    add_aligned,
+    aligned_factors,
     dot_operand,
     finish_pairs,
     merge_pairs,
     pair_levels,
     result_type,
+    unit_of,
 )
 from jchop.accumulation import MatmulSpec
 
@@ -75,21 +78,25 @@ def _call(a: Array, b: Array, seeds: Array | None, spec: MatmulSpec, tiling: Mat
     (batch, m, k), n = a.shape, b.shape[2]
     tile = _Tile(Plan(spec, CARRIERS[a.dtype.name], k), tiling, m, n)
     block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
+    result = result_type(a, b, seeds)
+    left, right = [a], [b]
+    if spec.order.aligned:
+        left, right = (aligned_factors(x, axis, unit_of(spec, k)) for x, axis in ((a, 2), (b, 1)))
     return pl.pallas_call(
         tile.kernel,
-        out_shape=result_type(a, b, seeds),
+        out_shape=result,
         grid=(batch, pl.cdiv(m, block_m), pl.cdiv(n, block_n), pl.cdiv(k, block_k)),
         in_specs=[
             *[pl.BlockSpec((1, 12), lambda *_: (0, 0), memory_space=pltpu.SMEM)] * tile.plan.draws,
-            pl.BlockSpec((None, block_m, block_k), lambda g, i, j, t: (g, i, t)),
-            pl.BlockSpec((None, block_k, block_n), lambda g, i, j, t: (g, t, j)),
+            *[pl.BlockSpec((None, block_m, block_k), lambda g, i, j, t: (g, i, t))] * len(left),
+            *[pl.BlockSpec((None, block_k, block_n), lambda g, i, j, t: (g, t, j))] * len(right),
         ],
         out_specs=pl.BlockSpec((None, block_m, block_n), lambda g, i, j, t: (g, i, j)),
         scratch_shapes=[pltpu.VMEM(shape, a.dtype) for shape in tile.scratch],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",)),
         interpret=interpret,
         name=f"matmul_{spec.order.kind}",
-    )(*([] if seeds is None else [seeds[None]]), a, b)
+    )(*([] if seeds is None else [seeds[None]]), *left, *right)
 
 
 @dataclass(frozen=True)
@@ -116,12 +123,14 @@ class _Tile:
         area = (self.tiling.block_m, self.tiling.block_n)
         if self.kind == "pairwise":
             return [(pair_levels(self.plan.k), *area)] if self.plan.k > 1 else []
-        return [area] if self.kind in ("blocked", "matrix_unit") else []
+        return [area] if self.kind in ("blocked", "matrix_unit") or self.plan.spec.order.promote_every else []
 
     def kernel(self, *refs: Any) -> None:
-        seeds, (a, b, out, *scratch) = (refs[0], refs[1:]) if self.plan.draws else (None, refs)
+        seeds, refs = (refs[0], refs[1:]) if self.plan.draws else (None, refs)
         seeds = None if seeds is None else [seeds[0, i] for i in range(12)]
-        run = _Run(self, a, b, out, seeds, tuple(pl.program_id(axis) for axis in range(4)))
+        parts = 2 if self.plan.spec.order.aligned else 1
+        left, right, (out, *scratch) = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
+        run = _Run(self, left, right, out, seeds, tuple(pl.program_id(axis) for axis in range(4)))
 
         @pl.when(run.part == 0)
         def _() -> None:
@@ -135,8 +144,8 @@ class _Run:
     """One run of the kernel: the data on chip, and its place in the grid."""
 
     tile: _Tile
-    a: Any
-    b: Any
+    left: tuple[Any, ...]  # the parts of the operands: the numbers, or their significands and exponents
+    right: tuple[Any, ...]
     out: Any
     seeds: list[Array] | None
     place: tuple[Array, ...]
@@ -161,10 +170,15 @@ class _Run:
         return jnp.minimum(self.plan.k - self.first, self.tile.tiling.block_k)
 
     def at(self, rows: Any, t: Array) -> tuple[Array, Array]:
-        """The factors of product `t` for some rows: a row is addressed, a column is rotated to the first lane."""
+        """The factors of product `t` for some rows."""
+        (left,), (right,) = self.parts(rows, t)
+        return left, right
+
+    def parts(self, rows: Any, t: Array) -> tuple[list[Array], list[Array]]:
+        """All parts of these factors: a row is addressed, a column is rotated to the first lane."""
         block_k = self.tile.tiling.block_k
-        turned = pltpu.roll(self.a[rows, :], lax.rem(block_k - t, block_k), 1)
-        return turned[:, :1], self.b[pl.ds(t, 1), :]
+        turned = [pltpu.roll(ref[rows, :], lax.rem(block_k - t, block_k), 1) for ref in self.left]
+        return [v[:, :1] for v in turned], [ref[pl.ds(t, 1), :] for ref in self.right]
 
     def stretches(self, body: Callable[[_Stretch], None]) -> None:
         """Runs `body` on the part of each block in this part of the inner dimension."""
@@ -287,7 +301,7 @@ def _matrix_unit(run: _Run, partial: Any) -> None:
     """
 
     def add(stretch: _Stretch) -> None:
-        x, y = (_within(ref[...], axis, stretch) for ref, axis in ((run.a, 1), (run.b, 0)))
+        x, y = (_within(ref[...], axis, stretch) for ref, axis in ((run.left[0], 1), (run.right[0], 0)))
         partial[...] = jnp.where(stretch.starts, 0, partial[...]) + _dot(x, y, run.plan)
 
         @pl.when(stretch.ends)
@@ -312,9 +326,36 @@ def _dot(x: Array, y: Array, plan: Plan) -> Array:
     return jnp.dot(x, y, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
+def _aligned(run: _Run, *partial: Any) -> None:
+    """Whole blocks lie in each part of the inner dimension. `partial` keeps c if the output holds the total."""
+    unit, block_k = unit_of(run.plan.spec, run.plan.k), run.tile.tiling.block_k
+    first = run.part * (block_k // unit.length)
+    count = jnp.minimum(pl.cdiv(run.plan.k, unit.length) - first, block_k // unit.length)
+    kept = (*partial, run.out)
+
+    @pl.when(run.part == 0)
+    def _() -> None:
+        for ref in partial:
+            ref[...] = jnp.zeros_like(ref)
+
+    def chunk(rows: Any, draw: Draw | None) -> None:
+        def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            left, right = zip(*(run.parts(rows, i * unit.length + j) for j in range(unit.length)), strict=True)
+            return add_aligned(sums, left, right, run.plan, draw, first + i)
+
+        sums = lax.fori_loop(0, count, step, tuple(ref[rows, :] for ref in kept))
+        for ref, value in zip(kept, sums, strict=True):
+            ref[rows, :] = value
+
+    run.chunks(chunk)
+
+
 _SUMS: dict[str, Callable[..., None]] = {
     "sequential": _sequential,
     "blocked": _blocked,
     "pairwise": _pairwise,
     "matrix_unit": _matrix_unit,
+    "aligned": _aligned,
+    "aligned_apart": _aligned,
+    "aligned_halves": _aligned,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -154,6 +155,11 @@ def bits(x: Any) -> np.ndarray:
     return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32))
 
 
+def each(factors: Any) -> list[Any]:
+    """The factors of each product of a block, from trees of arrays of shape (products, sums)."""
+    return [jax.tree.map(operator.itemgetter(i), factors) for i in range(factors.exponent.shape[0])]
+
+
 def computed(
     row: Row, a: np.ndarray, b: np.ndarray, c: np.ndarray, spec: MatmulSpec | None = None
 ) -> dict[str, np.ndarray]:
@@ -162,12 +168,12 @@ def computed(
 
     @jax.jit
     def step(a: jax.Array, b: jax.Array, c: jax.Array) -> dict[str, jax.Array]:
-        pairs = [v.T[:, :, None] for v in (a, b)]
+        pairs = [v.T for v in (a, b)]
         x, y = (limbs.factors(v, unit) for v in pairs)
         u, v = (doubles.factors(v, unit) for v in pairs)
-        in_words = limbs.fused_add(c[:, None, None], x, y, unit, None)
-        in_doubles = doubles.fused_add(near_float64(c)[:, None, None], u, v, unit)
-        return {"limbs": in_words[:, 0, 0], "doubles": doubles.narrow(in_doubles)[:, 0, 0]}
+        in_words = limbs.fused_add(c, each(x), each(y), unit, None)
+        in_doubles = doubles.fused_add(near_float64(c), each(u), each(v), unit)
+        return {"limbs": in_words, "doubles": doubles.narrow(in_doubles)}
 
     with jax.enable_x64(True):
         return {name: np.asarray(value) for name, value in step(a, b, c).items()}
@@ -271,12 +277,12 @@ def check_scaled(row: ScaledRow, count: int) -> None:
 
     @jax.jit
     def step(c: jax.Array, *operands: jax.Array) -> dict[str, jax.Array]:
-        a, b, sa, sb = (v.T[:, :, None] for v in operands)
+        a, b, sa, sb = (v.T for v in operands)
         x, y = (limbs.factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
         u, v = (doubles.factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
-        in_words = limbs.fused_add(c[:, None, None], x, y, unit, None)
-        in_doubles = doubles.fused_add(near_float64(c)[:, None, None], u, v, unit)
-        return {"limbs": in_words[:, 0, 0], "doubles": doubles.narrow(in_doubles)[:, 0, 0]}
+        in_words = limbs.fused_add(c, each(x), each(y), unit, None)
+        in_doubles = doubles.fused_add(near_float64(c), each(u), each(v), unit)
+        return {"limbs": in_words, "doubles": doubles.narrow(in_doubles)}
 
     want = bits([row.core.step(*args) for args in zip(c.tolist(), *(v.tolist() for v in operands), strict=True)])
     with jax.enable_x64(True):
@@ -453,12 +459,10 @@ def test_the_last_visible_bit(unit: str, dtype: str, last: int) -> None:
     """c = 1 and four products 2^-j that are seen up to j = the fraction bits: by the step, where c is a number."""
     spec = jc.tensor_core(unit, dtype)
     unit_, j = Unit(spec, 4), np.arange(8, 30)
-    a = np.exp2(-(j // 2))[None, :, None].repeat(4, 0).astype(F32)
-    b = np.exp2(-(j - j // 2))[None, :, None].repeat(4, 0).astype(F32)
+    a, b = (np.exp2(-half)[None].repeat(4, 0).astype(F32) for half in (j // 2, j - j // 2))
     wide = replace(unit_, spec=replace(spec, operands=None))  # 2^-j may be no number of the operands' format
-    step = jax.jit(lambda c, a, b: limbs.fused_add(c, limbs.factors(a, wide), limbs.factors(b, wide), wide, None))
-    got = step(np.ones((len(j), 1, 1), F32), a, b)
-    assert j[np.asarray(got)[:, 0, 0] > 1].max() == last
+    step = jax.jit(lambda c, *pair: limbs.fused_add(c, *(each(limbs.factors(v, wide)) for v in pair), wide, None))
+    assert j[np.asarray(step(np.ones(len(j), F32), a, b)) > 1].max() == last
 
 
 # -- transforms and refusals -------------------------------------------------------------------------------------------

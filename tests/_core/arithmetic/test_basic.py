@@ -186,6 +186,25 @@ def test_accepted_at_the_edge(rng: np.random.Generator) -> None:
             check(operation, operands, [carrier_range(CARRIERS["float32"])] * 2, [spec], fmt, rng)
 
 
+@pytest.mark.parametrize(
+    ("carrier", "text", "factor"), [("float32", "binary32", "bfloat16"), ("float64", "binary64", "e11m20")]
+)
+def test_normal_operands_whose_subnormal_results_become_zero(
+    carrier: str, text: str, factor: str, rng: np.random.Generator
+) -> None:
+    """The carrier's own rounding: sums of normal numbers, products of shorter ones."""
+    kind, spec = oracle.CARRIERS[carrier], jc.Spec(text, flush=True)
+    for operation, known in (("add", text), ("multiply", factor)):
+        fmt, held = oracle.describe(jc.parse(known).format), range_of(jc.Spec(known, flush=True), CARRIERS[carrier])
+        operands = oracle_arithmetic.pairs(operation, fmt, kind, 120, rng)
+        normal = float(np.finfo(carrier).smallest_normal)
+        operands = [np.where(abs(v) < normal, np.copysign(v.dtype.type(0), v), v) for v in operands]
+        if operation == "add":  # sums that cancel, all of them subnormal
+            close = (rng.integers(1 << 3, 1 << 4, (2, 60)) * (normal / 8)).astype(carrier)
+            operands = [np.append(v, c * sign) for v, c, sign in zip(operands, close, (1, -1), strict=True)]
+        check(operation, operands, [held] * 2, [spec], oracle.describe(spec.format), rng, compiled=True)
+
+
 @pytest.mark.slow
 def test_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
     kind, spec, whole = oracle.CARRIERS["float32"], jc.parse("e5m10:stochastic"), carrier_range(CARRIERS["float32"])
@@ -365,6 +384,7 @@ def test_nearest_is_the_hardwares(rounding: str) -> None:
 
 #: Results, ranges of two terms, and whether their sum takes integer arithmetic.
 E5M10, BFLOAT16 = Range(-24, 11, 16), Range(-133, 8, 128)
+FLUSHED = Range(-149, 24, 128, least=-126)
 WAYS = [
     ("e5m10", E5M10, E5M10, False),
     ("e5m10:up", E5M10, E5M10, False),
@@ -382,6 +402,9 @@ WAYS = [
     ("binary32", E5M10, Range(-126, 24, 126), False),
     ("binary32:nearest_away", E5M10, Range(-126, 24, 126), True),
     ("integer8:wrap", Range(0, 7, 8), Range(0, 7, 8), False),
+    ("binary32:flush", FLUSHED, FLUSHED, False),
+    ("binary32:flush", FLUSHED, BFLOAT16, True),
+    ("binary32:nearest_away:flush", FLUSHED, FLUSHED, True),
 ]
 
 

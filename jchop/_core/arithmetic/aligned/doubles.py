@@ -6,6 +6,7 @@ last one. Infinities and NaN need no care: they pass through the products and su
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -64,10 +65,10 @@ def _power(exponent: Array) -> Array:
     return lax.bitcast_convert_type(exponent.astype(jnp.int64) + _BIAS << _FRACTION, jnp.float64)
 
 
-def fused_add(c: Array, x: Factors, y: Factors, unit: Unit) -> Array:
+def fused_add(c: Array, x: Sequence[Factors], y: Sequence[Factors], unit: Unit) -> Array:
     """As `limbs.fused_add`, with accumulators in float64."""
-    exponents = [limbs.outer(x.exponent[i], 0) + limbs.outer(y.exponent[i], 1) for i in range(x.exponent.shape[0])]
-    values = [limbs.outer(x.value[i], 0) * limbs.outer(y.value[i], 1) for i in range(x.exponent.shape[0])]
+    exponents = [a.exponent + b.exponent for a, b in zip(x, y, strict=True)]
+    values = [a.value * b.value for a, b in zip(x, y, strict=True)]
     values, exponents = limbs.merged(values, exponents, unit)
     if unit.overflows:
         values = [jnp.where(jnp.abs(v) >= 2.0 ** (_FLOAT.bias + 1), v * jnp.inf, v) for v in values]

@@ -29,7 +29,7 @@ from jchop.formats import FloatFormat
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
-__all__ = ["Factors", "factors", "fused_add", "outer"]
+__all__ = ["Factors", "factors", "fused_add", "merged"]
 
 Array = jax.Array
 
@@ -50,12 +50,7 @@ class Factors:
 
     significand: Array
     exponent: Array
-    count: Array | None  # |s| 2^23, if products are integers
-
-    def at(self, i: int) -> Factors:
-        """Factor `i` along the first axis."""
-        count = None if self.count is None else self.count[i]
-        return Factors(self.significand[i], self.exponent[i], count)
+    count: Array | None = None  # |s| 2^23, if products are integers
 
 
 jax.tree_util.register_dataclass(Factors, ["significand", "exponent", "count"], [])
@@ -129,11 +124,13 @@ def _added(parts: Sequence[_Limbs]) -> _Limbs:
 # -- terms -------------------------------------------------------------------------------------------------------------
 
 
-def _terms(x: Factors, y: Factors, exponents: list[Array], largest: Array, unit: Unit, floats: list[Array]) -> _Limbs:
+def _terms(
+    x: Sequence[Factors], y: Sequence[Factors], exponents: list[Array], largest: Array, unit: Unit, floats: list[Array]
+) -> _Limbs:
     """The sum of the products, cut to multiples of 2^(M - F), in two limbs."""
     if not unit.exact_floats:
-        pairs = enumerate(zip(exponents, floats, strict=True))
-        return _added([_long(x.at(i), y.at(i), e, largest, unit, p) for i, (e, p) in pairs])
+        parts = zip(x, y, exponents, floats, strict=True)
+        return _added([_long(a, b, e, largest, unit, p) for a, b, e, p in parts])
     scaled = [p * _power(e - (largest - unit.bits)) for p, e in zip(floats, exponents, strict=True)]
     if unit.bits > WORD:
         high = [(v * np.float32(2.0**-_LIMB)).astype(jnp.int32) for v in scaled]
@@ -148,18 +145,13 @@ def _terms(x: Factors, y: Factors, exponents: list[Array], largest: Array, unit:
 def _long(x: Factors, y: Factors, e: Array, largest: Array, unit: Unit, product: Array) -> _Limbs:
     """A product of two counts of 24 bits, cut to a multiple of 2^(M - F)."""
     assert x.count is not None and y.count is not None
-    (x1, x0), (y1, y0) = ((v >> 12, v & 0xFFF) for v in (outer(x.count, 0), outer(y.count, 1)))
+    (x1, x0), (y1, y0) = ((v >> 12, v & 0xFFF) for v in (x.count, y.count))
     middle = x1 * y0 + x0 * y1
     high, low = _carried(x1 * y1 + (middle >> 12), x0 * y0 + ((middle & 0xFFF) << 12))
     shift = largest - e + (2 * _FRACTION - unit.bits)
     high, low = _shifted(high, low, shift)
     negative = lax.bitcast_convert_type(product, jnp.int32) < 0
     return jnp.where(negative, -high, high), jnp.where(negative, -low, low)
-
-
-def outer(x: Array, side: int) -> Array:
-    """Factors of one product of each sum: of the rows (side 0) or the columns (side 1)."""
-    return x[:, None, :] if side else x[:, :, None]
 
 
 def _accumulator(c: Array) -> tuple[Array, Array, Array]:
@@ -195,19 +187,18 @@ def _negated_if(negative: Array, high: Array, low: Array) -> _Limbs:
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def fused_add(c: Array, x: Factors, y: Factors, unit: Unit, word: Array | None) -> Array:
+def fused_add(c: Array, x: Sequence[Factors], y: Sequence[Factors], unit: Unit, word: Array | None) -> Array:
     """A(t(c) + the sum of t(x_i y_i)), elementwise.
 
     Args:
-        c: float32 accumulators, shape (batch, m, n).
-        x: the left factors of a block, shape (length, batch, m).
-        y: the right factors, shape (length, batch, n).
+        c: float32 accumulators.
+        x: the left factor of each product of a block; its shape and that of `y` broadcast to that of `c`.
+        y: the right factors.
         unit: the arithmetic.
         word: random words, if the accumulator draws.
     """
-    count = x.exponent.shape[0]
-    exponents = [outer(x.exponent[i], 0) + outer(y.exponent[i], 1) for i in range(count)]
-    floats = [outer(x.significand[i], 0) * outer(y.significand[i], 1) for i in range(count)]
+    exponents = [a.exponent + b.exponent for a, b in zip(x, y, strict=True)]
+    floats = [a.significand * b.significand for a, b in zip(x, y, strict=True)]
     floats, exponents = merged(floats, exponents, unit)
     if unit.overflows:
         beyond = [jnp.where(jnp.abs(p) >= 2, e + 1, e) > _BIAS for p, e in zip(floats, exponents, strict=True)]
@@ -222,7 +213,9 @@ def fused_add(c: Array, x: Factors, y: Factors, unit: Unit, word: Array | None) 
 _Digits = tuple[Array, Array, Array]
 
 
-def _together(x: Factors, y: Factors, exponents: list[Array], floats: list[Array], c: _Digits, unit: Unit) -> Exact:
+def _together(
+    x: Sequence[Factors], y: Sequence[Factors], exponents: list[Array], floats: list[Array], c: _Digits, unit: Unit
+) -> Exact:
     negative, digits, own = c
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, own, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
@@ -234,14 +227,15 @@ def _together(x: Factors, y: Factors, exponents: list[Array], floats: list[Array
     return _exact(*_added([total, _cut_sum(negative, digits, largest - own, bits, False)]), unit_exponent, unit)
 
 
-def _apart(x: Factors, y: Factors, exponents: list[Array], floats: list[Array], c: _Digits, unit: Unit) -> Exact:
+def _apart(
+    x: Sequence[Factors], y: Sequence[Factors], exponents: list[Array], floats: list[Array], c: _Digits, unit: Unit
+) -> Exact:
     negative, digits, own = c
     parts = []
     for half in range(unit.halves):
         turns = slice(half, None, unit.halves)
-        some_x, some_y = (jax.tree.map(lambda v: v[turns], side) for side in (x, y))  # noqa: B023
         most = reduce(jnp.maximum, exponents[turns], jnp.full_like(own, LEAST_PRODUCT))
-        parts.append((_terms(some_x, some_y, exponents[turns], most, unit, floats[turns]), most))
+        parts.append((_terms(x[turns], y[turns], exponents[turns], most, unit, floats[turns]), most))
     largest = reduce(jnp.maximum, [most for _, most in parts])
     high, low = parts[0][0]
     if unit.halves > 1:
