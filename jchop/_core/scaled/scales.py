@@ -74,6 +74,7 @@ class Plan:
         of_scales: the plan of the scales if they are quantized again.
         in_safe_range: whether all scales are known to be in the safe range, and none is NaN. Then subnormal
             intermediate results have no effect.
+        float64: whether the device has float64 arithmetic that is about as fast as float32.
     """
 
     fmt: ScaledFormat
@@ -81,6 +82,7 @@ class Plan:
     carrier: Carrier
     of_scales: Plan | None = None
     in_safe_range: bool = False
+    float64: bool = False
 
     @property
     def compute(self) -> Carrier:

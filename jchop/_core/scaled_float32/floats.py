@@ -40,7 +40,7 @@ _SMALLEST = 38
 def applies(plan: Plan) -> bool:
     """Whether `encode` and `round_quotients` give the results of the exact way."""
     element, fmt = plan.element, plan.element.format
-    if not _is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
+    if not is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
         return False
     assert isinstance(fmt, FloatFormat)
     saturates = element.overflow is Overflow.SATURATE or fmt.saturates
@@ -63,7 +63,7 @@ def _is_near_one(plan: Plan) -> bool:
 
 def multiplies(plan: Plan) -> bool:
     """Whether `multiply_back` gives the numbers of the exact way."""
-    if not _is_plain(plan):
+    if not is_plain(plan):
         return False
     if plan.rule.tensor_scale:
         return _multiplies_twice(plan)
@@ -91,7 +91,8 @@ def _multiplies_twice(plan: Plan) -> bool:
     return plan.carrier is _CARRIER and _is_exact(plan) and within
 
 
-def _is_plain(plan: Plan) -> bool:
+def is_plain(plan: Plan) -> bool:
+    """Whether the elements are those of a narrow float format with subnormal numbers and signed zeros."""
     fmt = plan.element.format
     if plan.compute is not _CARRIER or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
         return False

@@ -50,12 +50,16 @@ _SHIFT_BITS = int(np.float32(_SHIFT).view(np.int32))
 
 def applies(plan: Plan) -> bool:
     """Whether `round_whole` gives the results of the exact way."""
+    known = plan.element.rounding in {*NEAREST, *DIRECTED, *DRAWN}
+    return plan.compute is _CARRIER and not plan.rule.tensor_scale and known and is_plain(plan)
+
+
+def is_plain(plan: Plan) -> bool:
+    """Whether the elements are few enough, and their overflow is a clamp."""
     element, fmt = plan.element, plan.element.format
-    if plan.compute is not _CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
+    if not isinstance(fmt, UniformFormat) or element.overflow is Overflow.WRAP or element.flush:
         return False
-    narrow = fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION
-    known = element.rounding in {*_NEAREST, *_DIRECTED, *_DRAWN}
-    return narrow and known and element.overflow is not Overflow.WRAP and not element.flush
+    return fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION
 
 
 def multiplies(plan: Plan) -> bool:
@@ -143,7 +147,7 @@ def held(values: tuple) -> tuple:
 
 
 @dataclass(frozen=True)
-class _Near:
+class Near:
     """A sum x / s + z near `total`, or near `total` plus a half; `side` is an integer with the difference's sign."""
 
     total: Array
@@ -161,19 +165,19 @@ class _Near:
 # The tables of `modes` do not fit: here the lower neighbour is known, not the one nearer to zero, and addends are
 # cheaper than conditions. Modes that are in neither table take the exact way.
 #: 1 if the middle of two whole numbers is rounded up, else 0; a function of the lower one.
-_NEAREST: dict[Rounding, Callable[[Array], Array]] = {
+NEAREST: dict[Rounding, Callable[[Array], Array]] = {
     Rounding.NEAREST_EVEN: lambda floor: floor & 1,
     Rounding.NEAREST_AWAY: lambda floor: 1 + (floor >> 31),
     Rounding.NEAREST_ZERO: lambda floor: -(floor >> 31),
 }
 #: Functions of `total` and `side`.
-_DIRECTED: dict[Rounding, Callable[[_Near], Array]] = {
+DIRECTED: dict[Rounding, Callable[[Near], Array]] = {
     Rounding.UP: lambda v: v.total + (v.side > 0),
     Rounding.DOWN: lambda v: v.floor,
     Rounding.TOWARD_ZERO: lambda v: v.floor + (v.inexact & (v.floor < 0)),
     Rounding.ODD: lambda v: v.floor + (v.inexact & (v.floor & 1 == 0)),
 }
-_DRAWN = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
+DRAWN = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
 
 
 def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None) -> Array:
@@ -190,7 +194,7 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     """
     fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, UniformFormat)
-    nearest = mode in _NEAREST
+    nearest = mode in NEAREST
     quanta = quanta_of(scales, plan)
     shift = jnp.float32(0) if zero is None else zero.astype(jnp.float32)
     # For directed modes the ends are one step further out, and the result is clamped afterwards.
@@ -211,18 +215,18 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     rest = (moved - near * high) - near * low
     if nearest:
         # The bits of a negative number are a negative integer; there is no -0.
-        rounded = total + 1 + (word_of(rest) + _NEAREST[mode](total) - 1 >> 31)
+        rounded = total + 1 + (word_of(rest) + NEAREST[mode](total) - 1 >> 31)
         # Numbers within the ends of elements stay within them.
         return rounded if zero is None or plan.in_safe_range else jnp.clip(rounded, fmt.min_code, fmt.max_code)
     side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
-    v = _Near(total, side)
+    v = Near(total, side)
     random = draw(word, plan.element, _CARRIER)
     compare = partial(_compare_wide, rest, high, low) if plan.in_safe_range else partial(_compare, rest, quanta.value)
-    rounded = _DIRECTED[mode](v) if random is None else _drawn(v, random, mode, compare)
+    rounded = DIRECTED[mode](v) if random is None else drawn(v, random, mode, compare)
     return jnp.clip(rounded, fmt.min_code, fmt.max_code)
 
 
-def _drawn(v: _Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:
+def drawn(v: Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:
     """A stochastic mode: the neighbour away from zero if nu >= 1 - R 2^-N, else the other one.
 
     The difference from `v`, which is exact and at most about half a quantum, is ±nu or ±(1 - nu) times the quantum.
