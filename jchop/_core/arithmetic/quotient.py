@@ -74,7 +74,7 @@ def divisor_of_product(
     product = product << top - (width + own)
     small = product >> top == 0
     field = (bits >> carrier.fraction) + exponent + width - small.astype(product.dtype)
-    return Divisor.of(jnp.where(small, product << 1, product), field, carrier)
+    return Divisor.of(_bits.where(small, product << 1, product), field, carrier)
 
 
 def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: bool = False) -> Array:
@@ -130,7 +130,7 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
         # A tie goes up if the number above is even.
         rounded = quotient + ((1 << down - 1) - 1) + (kept & 1 | sticky) >> down
     rounded = rounded + (jnp.clip(field - 1, 0, 2 * carrier.bias) << fraction)
-    return jnp.where(magnitude == 0, 0, jnp.minimum(rounded, carrier.inf - odd))
+    return _bits.where(magnitude == 0, 0, jnp.minimum(rounded, carrier.inf - odd))
 
 
 def _over_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, Array]:
@@ -161,8 +161,8 @@ def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor
         rest = rest | digit.astype(unsigned) << place
     last = rest & more.astype(unsigned)
     rest = following.astype(unsigned) << width - 1 | rest >> more.astype(unsigned)
-    rest, sticky = jnp.where(plain, rest, 0), plain & ((remainder != 0) | (last != 0))
-    return Exact(sign, jnp.where(plain, bits, magnitude), (rest != 0) | sticky, rest, sticky)
+    rest, sticky = _bits.where(plain, rest, 0), plain & ((remainder != 0) | (last != 0))
+    return Exact(sign, _bits.where(plain, bits, magnitude), (rest != 0) | sticky, rest, sticky)
 
 
 def _digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array, Array, Array, Array, Array]:

@@ -31,13 +31,13 @@ def round_log(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFo
     """|x| rounded by a deterministic mode, as magnitude bits of float64; no number but 0 becomes 0."""
     if fmt.bits > TABULATED:
         code = _wide_code(magnitude, negative, mode, fmt)
-        return jnp.where(magnitude == 0, 0, power_of_string(code, fmt.bits))
+        return _bits.where(magnitude == 0, 0, power_of_string(code, fmt.bits))
     levels = _levels(fmt.bits)
     above, below = (_firsts(fmt.bits, mode, side) for side in (False, True))
     rounded = pick_level(magnitude, above, levels)
     if (above != below).any():
-        rounded = jnp.where(negative, pick_level(magnitude, below, levels), rounded)
-    return jnp.where(magnitude == 0, 0, rounded)
+        rounded = _bits.where(negative, pick_level(magnitude, below, levels), rounded)
+    return _bits.where(magnitude == 0, 0, rounded)
 
 
 def encode_log(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
@@ -47,8 +47,8 @@ def encode_log(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carr
     else:
         levels = _levels(fmt.bits)
         code = pick_level(magnitude, levels[1:], np.arange(1, fmt.max_code + 1, dtype=levels.dtype))
-    code = jnp.where(magnitude == 0, 0, jnp.where(magnitude > carrier.inf, -fmt.max_code - 1, code))
-    return jnp.where((sign != 0) & (magnitude <= carrier.inf), -code, code) & _bits.low_mask(fmt.bits)
+    code = _bits.where(magnitude == 0, 0, _bits.where(magnitude > carrier.inf, -fmt.max_code - 1, code))
+    return _bits.where((sign != 0) & (magnitude <= carrier.inf), -code, code) & _bits.low_mask(fmt.bits)
 
 
 def decode_log(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
@@ -58,11 +58,11 @@ def decode_log(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
     string = jnp.abs(count)
     if fmt.bits > TABULATED:
         magnitude = power_of_string(jnp.clip(string, 1, fmt.max_code), fmt.bits)
-        magnitude = jnp.where(string == 0, 0, jnp.where(string > fmt.max_code, carrier.nan, magnitude))
+        magnitude = _bits.where(string == 0, 0, _bits.where(string > fmt.max_code, carrier.nan, magnitude))
     else:
         table = np.concatenate([np.zeros(1, carrier.work), _levels(fmt.bits), np.array([carrier.nan], carrier.work)])
         magnitude = take(jnp.asarray(table), string)
-    sign = jnp.where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
+    sign = _bits.where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
     return _bits.join(sign, magnitude, carrier)
 
 
@@ -99,8 +99,8 @@ def _wide_code(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumF
     own = (magnitude == level) | (magnitude == following)
     code = code - (magnitude < level) + ((magnitude >= following) & (code < most))
     ups = [[_point(mode, odd, side) == 0 for side in (False, True)] for odd in (0, 1)]
-    even, odd = (jnp.where(negative, up[1], up[0]) for up in ups)
-    return jnp.clip(code + (jnp.where(code % 2 == 1, odd, even) & ~own), 1, most)
+    even, odd = (_bits.where(negative, up[1], up[0]) for up in ups)
+    return jnp.clip(code + (_bits.where(code % 2 == 1, odd, even) & ~own), 1, most)
 
 
 def _point(mode: Rounding, odd: int, negative: bool) -> Fraction:

@@ -88,18 +88,21 @@ def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array
     """Numbers rounded to whole numbers, given by their floor, the word that follows, and a sticky bit."""
     element = plan.element
     negative, inexact = total < 0, (share != 0) | sticky
-    low, share = jnp.where(negative, -total - inexact, total), jnp.where(negative, _complement(share, sticky), share)
+    low, share = (
+        _bits.where(negative, -total - inexact, total),
+        _bits.where(negative, _complement(share, sticky), share),
+    )
     v = _Sum(low, share, sticky, negative, draw(word, element, plan.compute))
     away = modes.AWAY_FROM_ZERO[element.rounding](v)
     rounded = low + jnp.asarray(away).astype(low.dtype)
-    return jnp.where(negative, -rounded, rounded)
+    return _bits.where(negative, -rounded, rounded)
 
 
 def far_outside(rounded: Array, sign: Array, magnitude: Array, carrier: Carrier) -> Array:
     """Whole numbers, with numbers far outside for infinities and NaN."""
     far = jnp.full_like(rounded, 1 << _MOST)
-    beyond = jnp.where((sign != 0) & (magnitude == carrier.inf), -far, far)
-    return jnp.where(magnitude >= carrier.inf, beyond, rounded)
+    beyond = _bits.where((sign != 0) & (magnitude == carrier.inf), -far, far)
+    return _bits.where(magnitude >= carrier.inf, beyond, rounded)
 
 
 def clamp(rounded: Array, plan: Plan) -> Array:
@@ -121,7 +124,7 @@ def _over(sign: Array, magnitude: Array, scales: Scales, plan: Plan) -> tuple[Ar
     plain = (magnitude != 0) & (magnitude < compute.inf)
     divisor = divisor_of(scale_magnitude(scales, plan), compute)
     whole, share, sticky = parts_of(exact_quotient(sign, magnitude, plain, divisor, compute), compute)
-    return jnp.where(plain, whole, 0), jnp.where(plain, share, 0), sticky & plain
+    return _bits.where(plain, whole, 0), _bits.where(plain, share, 0), sticky & plain
 
 
 def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
@@ -140,17 +143,17 @@ def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
     word = leading.astype(unsigned) << width - 1 - fraction | v.rest >> fraction + 1
     gone = v.rest << width - 1 - fraction != 0
     right = jnp.clip(-1 - exponent, 0, width - 1).astype(unsigned)
-    small = jnp.where(-1 - exponent < width, word >> right, 0)
+    small = _bits.where(-1 - exponent < width, word >> right, 0)
     far = (-1 - exponent >= width) | (word >> right << right != word)
     less = exponent < 0
-    sticky = v.sticky | jnp.where(less, gone | far, lost)
-    return jnp.where(less, 0, whole), jnp.where(less, small, share), sticky
+    sticky = v.sticky | _bits.where(less, gone | far, lost)
+    return _bits.where(less, 0, whole), _bits.where(less, small, share), sticky
 
 
 def floor_of(negative: Array, whole: Array, share: Array, sticky: Array) -> tuple[Array, Array]:
     """floor(v) of v = +-(whole + share), and the word that follows it."""
     inexact = ((share != 0) | sticky).astype(whole.dtype)
-    return jnp.where(negative, -whole - inexact, whole), jnp.where(negative, _complement(share, sticky), share)
+    return _bits.where(negative, -whole - inexact, whole), _bits.where(negative, _complement(share, sticky), share)
 
 
 def _complement(share: Array, sticky: Array) -> Array:
@@ -171,7 +174,7 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arra
     """
     compute, fmt = plan.compute, _integers(plan)
     sign, magnitude = _bits.split(x, compute)
-    top, low = (largest_of(jnp.where(side, magnitude, 0), axes, compute, maximum) for side in (sign == 0, sign != 0))
+    top, low = (largest_of(_bits.where(side, magnitude, 0), axes, compute, maximum) for side in (sign == 0, sign != 0))
     asked = round_exact(_sum_over(top, low, fmt.max_code - fmt.min_code, compute), scale_rounding(plan), compute, None)
     value = settle(_bits.split(asked, compute)[1], (top | low) == 0, plan)[0]
     scales = Scales(value)
@@ -194,7 +197,7 @@ def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
     place = size * count - 2 - fraction  # the place of the last bit of the larger one
     large, small = (extended(bits, carrier) for bits in (jnp.maximum(a, b), jnp.minimum(a, b)))
     field, gap = large >> fraction, (large >> fraction) - (small >> fraction)
-    second = jnp.where(jnp.minimum(a, b) == 0, 0, significand_of(small, carrier))
+    second = _bits.where(jnp.minimum(a, b) == 0, 0, significand_of(small, carrier))
     first, offset = significand_of(large, carrier), place - gap
     lost = jnp.clip(-offset, 0, fraction + 1)
     sticky = second >> lost << lost != second
@@ -237,7 +240,7 @@ def _normal(digits: list[Array], sticky: Array, base: Array, divisor: int, carri
         here = (leading & _bits.low_mask(fraction + 1), rest, sticky | more, base + lead)
         reached = leading >> fraction != 0
         old = here if chosen is None else chosen
-        chosen = tuple(jnp.where(reached, *pair) for pair in zip(here, old, strict=True))
+        chosen = tuple(_bits.where(reached, *pair) for pair in zip(here, old, strict=True))
     assert chosen is not None
     leading, rest, sticky, field = chosen
     down = jnp.clip(1 - field, 0, width - 1).astype(unsigned)  # into the subnormal range

@@ -106,11 +106,11 @@ def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
 def move_bits(bits: Array, *, huge_too: bool = True, least: int = _LEAST) -> Quanta:
     """Quanta from their extended bits; quanta below 2^-least count as tiny."""
     tiny, huge = bits < _BIAS - least << _FRACTION, bits >= _BIAS + _HUGE << _FRACTION
-    bits = jnp.where(tiny, bits + (TINY << _FRACTION), bits)
+    bits = _bits.where(tiny, bits + (TINY << _FRACTION), bits)
     if not huge_too:
         return Quanta(number_of(bits), tiny, None)
-    bits = jnp.where(huge, bits - (_HUGE << _FRACTION), bits)
-    return Quanta(number_of(bits), tiny, jnp.where(huge, jnp.float32(2.0**-_HUGE), 1))
+    bits = _bits.where(huge, bits - (_HUGE << _FRACTION), bits)
+    return Quanta(number_of(bits), tiny, _bits.where(huge, jnp.float32(2.0**-_HUGE), 1))
 
 
 def move(x: Array, quanta: Quanta) -> Array:
@@ -121,9 +121,9 @@ def move(x: Array, quanta: Quanta) -> Array:
     magnitude = bits & _bits.low_mask(31)
     number = number_of(jnp.minimum(magnitude, 2 * _BIAS - TINY << _FRACTION) + (TINY << _FRACTION))
     # The bits of a subnormal number are read with a leading one that it does not have.
-    number = jnp.where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY - _BIAS)) * 2, number)
+    number = _bits.where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY - _BIAS)) * 2, number)
     lifted = number_of(word_of(number) | bits ^ magnitude)
-    return jnp.where(quanta.tiny & (magnitude <= _INF), lifted, x * quanta.factor)
+    return _bits.where(quanta.tiny & (magnitude <= _INF), lifted, x * quanta.factor)
 
 
 def word_of(x: Array) -> Array:
@@ -205,8 +205,8 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
         (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _SHIFT)
     )
     moved = move(x, quanta)
-    moved = jnp.where(moved < top, moved, top)
-    moved = jnp.where(moved > bottom, moved, bottom)
+    moved = _bits.where(moved < top, moved, top)
+    moved = _bits.where(moved > bottom, moved, bottom)
     guess = moved * inverse
     # Near a whole number, or near the middle of two.
     summed = (guess - 0.5 if nearest else guess) + lifted
@@ -218,7 +218,7 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
         rounded = total + 1 + (word_of(rest) + NEAREST[mode](total) - 1 >> 31)
         # Numbers within the ends of elements stay within them.
         return rounded if zero is None or plan.in_safe_range else jnp.clip(rounded, fmt.min_code, fmt.max_code)
-    side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
+    side = _bits.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
     v = Near(total, side)
     random = draw(word, plan.element, _CARRIER)
     compare = partial(_compare_wide, rest, high, low) if plan.in_safe_range else partial(_compare, rest, quanta.value)
@@ -236,10 +236,10 @@ def drawn(v: Near, random: Draw, mode: Rounding, compare: Callable[[Array], tupl
     if mode is Rounding.STOCHASTIC_EQUAL:
         return v.floor + (v.inexact & (_bits.top_bit(random.word) == outside))
     towards = outside == (v.side >= 0)
-    word = jnp.where(towards, jnp.uint32(0) - random.word, random.word)
+    word = _bits.where(towards, jnp.uint32(0) - random.word, random.word)
     more, equal = compare(word)
     more = more | (word == 0) & v.inexact
-    away = jnp.where(towards, (more | equal) & (word != 0), ~more)
+    away = _bits.where(towards, (more | equal) & (word != 0), ~more)
     return v.floor + (away == outside)
 
 
@@ -338,5 +338,5 @@ def times(elements: Array, quanta: Quanta, *, prevent: bool) -> Array:
     lead = 2.0**_FRACTION
     small = word_of(magnitude * 2.0 ** (-_CARRIER.tiny_exponent - TINY) + lead) - word_of(jnp.float32(lead))
     subnormal = number_of(small | bits & _CARRIER.sign_bit)
-    lowered = jnp.where(magnitude < 2.0 ** (1 - _BIAS + TINY), subnormal, product * 2.0**-TINY)
-    return jnp.where(quanta.tiny, lowered, product)
+    lowered = _bits.where(magnitude < 2.0 ** (1 - _BIAS + TINY), subnormal, product * 2.0**-TINY)
+    return _bits.where(quanta.tiny, lowered, product)
