@@ -67,7 +67,7 @@ def round_body(
         place: the position of `x` in the random stream.
         branch_allowed: whether the program may branch on the scales' sizes.
     """
-    plan = replace(plan, float64=branch_allowed and x.size < select.LEAST_TO_SPLIT)
+    plan = replace(plan, float64=branch_allowed and select.prefers_float64(x, plan))
     groups = _groups(x.shape, plan)
     fitted = _fit(x, _view(x, groups, plan), groups, plan)
 
@@ -102,7 +102,7 @@ def quantize_body(
         as_dtype: dtype of the codes, of 8 bits. None: only scales and zero points, no codes.
         branch_allowed: as for `round_body`.
     """
-    plan = replace(plan, float64=branch_allowed and x.size < select.LEAST_TO_SPLIT)
+    plan = replace(plan, float64=branch_allowed and select.prefers_float64(x, plan))
     groups = _groups(x.shape, plan)
     if given:
         fitted = _loaded(arrays[:given], groups, plan)
@@ -304,5 +304,5 @@ def _quantize_scales(scales: Array, plan: Plan) -> tuple[Array, ...]:
 def _dequantize_scales(stored: tuple[Array, ...], plan: Plan, shape: tuple[int, ...]) -> Array:
     scales = dequantize_body(*stored, plan=plan, shape=shape)
     bits = lax.bitcast_convert_type(scales, jnp.int32)
-    finite = jnp.clip(bits, 1, CARRIERS["float32"].inf - 1)  # the largest may round up beyond the ends
+    finite = _bits.clip(bits, 1, CARRIERS["float32"].inf - 1)  # the largest may round up beyond the ends
     return lax.bitcast_convert_type(finite, jnp.float32)

@@ -265,7 +265,7 @@ def swept(v: DoubleWord) -> DoubleWord:
 def pack(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
     """A number whose exponent may be below the carrier's; `lost` is not zero if bits follow `low`."""
     least = 1 - carrier.bias
-    high, low, more = _shifted_right(v.high, v.low, jnp.clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
+    high, low, more = _shifted_right(v.high, v.low, _bits.clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
     return _cut(DoubleWord(v.sign, jnp.maximum(v.exponent, least), high, low), lost | more, carrier)
 
 

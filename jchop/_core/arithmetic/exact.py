@@ -149,9 +149,9 @@ class _Drawn(modes.Discarded):
             high, depth = laid.word.astype(unsigned), laid.depth
         if isinstance(depth, int):
             return high << width - depth | v.rest >> depth, (v.rest << width - depth != 0) | v.sticky
-        up = jnp.clip(width - depth, 0, width - 1).astype(unsigned)
-        down = jnp.clip(depth - width, 0, width - 1).astype(unsigned)
-        within = jnp.clip(depth, 0, width - 1).astype(unsigned)
+        up = _bits.clip(width - depth, 0, width - 1).astype(unsigned)
+        down = _bits.clip(depth - width, 0, width - 1).astype(unsigned)
+        within = _bits.clip(depth, 0, width - 1).astype(unsigned)
         inside = depth < width
         share = (high << up >> down) | _bits.where(inside, v.rest >> within, 0)
         lost = _bits.where(inside, v.rest & (jnp.ones_like(v.rest) << within) - 1, v.rest | (high ^ share << down))

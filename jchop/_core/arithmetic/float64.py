@@ -75,7 +75,7 @@ def quotient(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array
     Args:
         magnitude: magnitude bits of float32.
         divisor: a number of few bits.
-        fmt: a format for which `can_divide` holds. Its exponents go on above its largest number, and its last binade
+        fmt: binary32, or a format of fewer bits, for which `can_divide` holds. Its exponents go on above its largest number, and its last binade
             goes on below it to zero.
         other: magnitude bits of other divisors. Default None: 1.
 
@@ -87,5 +87,8 @@ def quotient(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array
         x = x if other is None else x * (1 / positive(other))
         low = 1 << _WIDE.fraction + 1 - _SETTLED
         x = lax.bitcast_convert_type(word_of(x) + (low >> 1) & -low, jnp.float64)
-        lead = spacing(x, fmt) * LEAD
-        return lax.bitcast_convert_type(narrow((x + lead) - lead), jnp.int32)
+        if fmt.frac_bits < _NARROW.fraction:
+            lead = spacing(x, fmt) * LEAD
+            x = (x + lead) - lead
+        subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW.bias
+        return lax.bitcast_convert_type(narrow(x) if subnormal else x.astype(jnp.float32), jnp.int32)

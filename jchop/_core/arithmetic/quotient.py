@@ -88,8 +88,8 @@ def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: boo
     lost = following | (remainder != 0).astype(following.dtype)
     if not ends:
         return _within(field, count, carrier) | lost
-    down = jnp.clip(1 - field, 0, carrier.fraction + 2)
-    bits = (jnp.clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
+    down = _bits.clip(1 - field, 0, carrier.fraction + 2)
+    bits = (_bits.clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
     return jnp.minimum(bits | lost | (count & _bits.low_mask(down) != 0), carrier.inf - 1)
 
 
@@ -122,14 +122,14 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
     sticky = (rest != 0).astype(bits.dtype)
     more = quotient >> fraction + 2
     field = (bits >> fraction) - (exponent + count.bit_length()) + more
-    down = 1 + more + jnp.clip(1 - field, 0, fraction + 2)
+    down = 1 + more + _bits.clip(1 - field, 0, fraction + 2)
     kept = quotient >> down
     if odd:
         rounded = kept | (quotient & _bits.low_mask(down) != 0) | sticky
     else:
         # A tie goes up if the number above is even.
         rounded = quotient + ((1 << down - 1) - 1) + (kept & 1 | sticky) >> down
-    rounded = rounded + (jnp.clip(field - 1, 0, 2 * carrier.bias) << fraction)
+    rounded = rounded + (_bits.clip(field - 1, 0, 2 * carrier.bias) << fraction)
     return _bits.where(magnitude == 0, 0, jnp.minimum(rounded, carrier.inf - odd))
 
 

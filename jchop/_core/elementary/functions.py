@@ -319,7 +319,7 @@ def _quarters(x: Argument) -> tuple[Pair, Array]:
     As in Payne and Hanek (SIGNUM Newsletter 18 (1983) 19): the fraction of 2^k / (2 π), times the significand as an
     integer, in 96 bits.
     """
-    place = jnp.clip(x.exponent - 23, numbers.LEAST_PLACE, numbers.MOST_PLACE) - numbers.LEAST_PLACE
+    place = _bits.clip(x.exponent - 23, numbers.LEAST_PLACE, numbers.MOST_PLACE) - numbers.LEAST_PLACE
     first, second, third = (jnp.asarray(word).at[place].get(mode="promise_in_bounds") for word in numbers.turns())
     count = (x.significand * 2.0**23).astype(jnp.uint32)
     (high, low), (lower, lowest) = _long_product(second, count), _long_product(third, count)

@@ -28,7 +28,7 @@ _UNIT = constant(1)
 
 def _difference(a: Array, b: Array, limit: int) -> Array:
     """A - b, at least -`limit` and at most `limit`."""
-    return jnp.clip(a - b, -limit, limit)
+    return _bits.clip(a - b, -limit, limit)
 
 
 # -- the root of a sum of squares --------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def _arctan2(y: Argument, x: Argument) -> Value:
     steep = (x.zero & ~y.zero) | (y.infinite & ~both)
     left = x.negative
     apart = y.exponent - x.exponent
-    held = jnp.clip(apart, _bits.where(left, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
+    held = _bits.clip(apart, _bits.where(left, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
     shift = _bits.where(left, 0, jnp.minimum(apart - held, 0))
     above = _bits.where(both, 1.0, y.significand * power_of_two(jnp.maximum(held, -60)))
     above, shift = _bits.where(flat, 0.0, _bits.where(steep, 1.0, above)), _bits.where(steep | both, 0, shift)

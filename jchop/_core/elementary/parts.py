@@ -60,12 +60,12 @@ class Argument:
 
     def size(self, least: int, most: int) -> tuple[Array, Array]:
         """|x| with its exponent held between two; and x's exponent minus `least` if it is negative, else 0."""
-        held = jnp.clip(self.exponent, least, most)
+        held = _bits.clip(self.exponent, least, most)
         return self.significand * power_of_two(held), jnp.minimum(self.exponent - least, 0)
 
     def held(self, least: int, most: float) -> Array:
         """The number x with its magnitude held between 2^least and `most`."""
-        bits = jnp.clip(self.magnitude, (F32.bias + least) << F32.fraction, _bits_of(most))
+        bits = _bits.clip(self.magnitude, (F32.bias + least) << F32.fraction, _bits_of(most))
         return lax.bitcast_convert_type(bits | self.sign, jnp.float32)
 
     def signed(self, size: Array) -> Array:
@@ -109,7 +109,7 @@ def as_odd(value: Value) -> tuple[Array, Array]:
     bits = (bits - (low < 0).astype(bits.dtype)) | (low != 0).astype(bits.dtype)
     if not (isinstance(value.exponent, int) and value.exponent == 0):
         field = (bits >> F32.fraction) + value.exponent
-        down = jnp.clip(1 - field, 0, F32.fraction + 1)
+        down = _bits.clip(1 - field, 0, F32.fraction + 1)
         count = significand(bits, F32)
         kept = count >> down
         small = kept | (kept << down != count).astype(bits.dtype)
@@ -159,7 +159,7 @@ def _scaled(v: Exact, exponent: Array | int) -> Exact:
     fraction = v.magnitude & _bits.low_mask(F32.fraction)
     beyond = field >= F32.inf >> F32.fraction
     magnitude = _bits.where(beyond, F32.inf - 1, (field << F32.fraction) + fraction)
-    down = jnp.clip(1 - field, 0, 31)
+    down = _bits.clip(1 - field, 0, 31)
     count = significand(v.magnitude, F32)
     lost = count & _bits.low_mask(down)
     magnitude = _bits.where(field < 1, count >> down, magnitude)
@@ -193,7 +193,7 @@ def narrowed(x: Array) -> Array:
     sign, magnitude = _bits.split(x, _F64)
     field = (magnitude >> _F64.fraction) - _F64.bias + F32.bias
     count = (magnitude & _bits.low_mask(_F64.fraction)) >> _MORE
-    down = jnp.clip(1 - field, 0, F32.fraction + 1)
+    down = _bits.clip(1 - field, 0, F32.fraction + 1)
     bits = _bits.where(field < 1, (count | 1 << F32.fraction) >> down, (field << F32.fraction) + count)
     bits = _bits.where(magnitude == _F64.inf, F32.inf, _bits.where(magnitude > _F64.inf, F32.nan, bits))
     return _bits.join(_narrow_sign(sign), bits.astype(F32.work), F32)

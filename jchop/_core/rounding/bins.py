@@ -46,7 +46,7 @@ class Bins:
             below: whether each number is below zero.
             magnitude: integers.
         """
-        within = jnp.clip(magnitude, self.first << self.shift, self.last << self.shift) >> self.shift
+        within = _bits.clip(magnitude, self.first << self.shift, self.last << self.shift) >> self.shift
         least, most = -self.first, self.last - self.first + 1
         if self.negative:
             return (within + _bits.where(below, most + least, least)).astype(jnp.int32)

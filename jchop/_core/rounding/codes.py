@@ -113,7 +113,7 @@ def _encode_float(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carr
     if fmt.zero:
         field = (bits >> carrier.fraction) - lag
         significand = bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
-        small = significand >> jnp.clip(drop + 1 - field, 0, carrier.work_width - 1)
+        small = significand >> _bits.clip(drop + 1 - field, 0, carrier.work_width - 1)
         codes = _bits.where(field > 0, codes, small if fmt.subnormals else 0)
     if fmt.inf_code is not None:
         codes = _bits.where(magnitude == carrier.inf, fmt.inf_code, codes)
@@ -177,7 +177,7 @@ def _encode_uniform(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: 
     bits = magnitude if _all_normal(fmt, carrier) else extended(magnitude, carrier)
     significand = bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
     right = carrier.fraction + carrier.bias - fmt.frac_bits - (bits >> carrier.fraction)
-    count = significand >> jnp.clip(right, 0, carrier.work_width - 1)
+    count = significand >> _bits.clip(right, 0, carrier.work_width - 1)
     count = _bits.where(magnitude == 0, 0, count)
     return _bits.where(sign != 0, -count, count) & _bits.low_mask(fmt.bits)
 

@@ -136,9 +136,9 @@ def _wrap(sign: Array, rounded: Array, fmt: UniformFormat, carrier: Carrier) -> 
     count = rounded & _bits.low_mask(fraction) | _bits.where(biased > 0, 1 << fraction, 0)
     exponent = jnp.maximum(biased, 1) - carrier.bias - fraction
     # If the last place of c is below one quantum, its low bits are zero, because the value is a whole number of quanta.
-    spare = jnp.clip(-fmt.frac_bits - exponent, 0, fraction + 1)
+    spare = _bits.clip(-fmt.frac_bits - exponent, 0, fraction + 1)
     count, exponent = count >> spare, exponent + spare
-    keep = jnp.clip(fmt.bits - (exponent + fmt.frac_bits), 0, fraction + 3)
+    keep = _bits.clip(fmt.bits - (exponent + fmt.frac_bits), 0, fraction + 3)
     count = _bits.where(sign != 0, -count, count)
     shift = width - jnp.maximum(keep, 1)
     wrapped = (count << shift) >> shift if fmt.signed else count & _bits.low_mask(jnp.minimum(keep, width - 1))

@@ -57,7 +57,7 @@ def decode_log(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
     count = codes << spare >> spare  # two's complement
     string = jnp.abs(count)
     if fmt.bits > TABULATED:
-        magnitude = power_of_string(jnp.clip(string, 1, fmt.max_code), fmt.bits)
+        magnitude = power_of_string(_bits.clip(string, 1, fmt.max_code), fmt.bits)
         magnitude = _bits.where(string == 0, 0, _bits.where(string > fmt.max_code, carrier.nan, magnitude))
     else:
         table = np.concatenate([np.zeros(1, carrier.work), _levels(fmt.bits), np.array([carrier.nan], carrier.work)])
@@ -90,7 +90,7 @@ def _firsts(bits: int, mode: Rounding, negative: bool) -> np.ndarray:
 def _wide_code(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
     """The positive codes of magnitude bits of float64, rounded by a mode."""
     bits, most = fmt.bits, fmt.max_code
-    code = jnp.clip(_floor_code(magnitude, fmt), 1, most)
+    code = _bits.clip(_floor_code(magnitude, fmt), 1, most)
     if all(_point(mode, odd, side) == Fraction(1, 2) for odd in (0, 1) for side in (False, True)):
         code = jnp.minimum(code, most - 1)
         return code + (magnitude >= power_of_string(2 * code + 1, bits + 1, above=True))
@@ -100,7 +100,7 @@ def _wide_code(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumF
     code = code - (magnitude < level) + ((magnitude >= following) & (code < most))
     ups = [[_point(mode, odd, side) == 0 for side in (False, True)] for odd in (0, 1)]
     even, odd = (_bits.where(negative, up[1], up[0]) for up in ups)
-    return jnp.clip(code + (_bits.where(code % 2 == 1, odd, even) & ~own), 1, most)
+    return _bits.clip(code + (_bits.where(code % 2 == 1, odd, even) & ~own), 1, most)
 
 
 def _point(mode: Rounding, odd: int, negative: bool) -> Fraction:
@@ -119,7 +119,7 @@ def _floor_code(magnitude: Array, fmt: LogTakumFormat) -> Array:
     """The strings of logarithms l = c + f, cut: of linear takums (1 + f) 2^c. By errors one too large or too small."""
     carrier = CARRIERS["float64"]
     ends = (carrier.magnitude_bits(Fraction(end)) for end in (fmt.smallest, fmt.max))
-    within = jnp.clip(magnitude, *ends)
+    within = _bits.clip(magnitude, *ends)
     l = 2 * jnp.log(_bits.join(jnp.zeros_like(within), within, carrier))  # noqa: E741
     whole = jnp.floor(l)
     linear = _bits.split(1 + (l - whole), carrier)[1] + (whole.astype(within.dtype) << carrier.fraction)

@@ -171,7 +171,7 @@ def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
     if grid.spacing is not None:
         if grid.spacing <= fraction:  # else d is M for every subnormal of the carrier
             exponent = jnp.maximum(exponent, 1)
-        depth = jnp.clip(grid.spacing - exponent, grid.drop, fraction)
+        depth = _bits.clip(grid.spacing - exponent, grid.drop, fraction)
     return depth, (magnitude + grid.parity >> depth) & 1
 
 

@@ -44,12 +44,12 @@ def lay_out(magnitude: Array, fmt: StringFormat, carrier: Carrier) -> Laid:
 def _posit(magnitude: Array, fmt: PositFormat, carrier: Carrier) -> Laid:
     offset = -carrier.bias << carrier.fraction
     word = magnitude + offset
-    regime = jnp.clip(word >> carrier.fraction + 2, 1 - fmt.bits, fmt.bits - 2)
+    regime = _bits.clip(word >> carrier.fraction + 2, 1 - fmt.bits, fmt.bits - 2)
     above = regime >= 0
     lead_bits = _bits.where(above, regime + 2, 1 - regime)
     lead = _bits.where(above, (jnp.ones_like(regime) << jnp.maximum(regime, 0) + 2) - 2, 1)
     kept = fmt.bits - 1 - lead_bits
-    depth = jnp.clip(carrier.fraction + 2 - kept, 0, carrier.fraction + 2)
+    depth = _bits.clip(carrier.fraction + 2 - kept, 0, carrier.fraction + 2)
     # If no exponent bit is left, the last bit is the last of the regime.
     last = _bits.where(kept > 0, word >> depth & 1, (~above).astype(word.dtype))
     return Laid(word, offset, depth, last, lead, lead_bits, 2)
@@ -58,7 +58,7 @@ def _posit(magnitude: Array, fmt: PositFormat, carrier: Carrier) -> Laid:
 def _takum(magnitude: Array, fmt: TakumFormat, carrier: Carrier) -> Laid:
     exponent = (magnitude >> carrier.fraction) - carrier.bias
     above = exponent >= 0
-    size = jnp.clip(_bits.where(above, exponent + 1, -exponent), 1, 255)
+    size = _bits.clip(_bits.where(above, exponent + 1, -exponent), 1, 255)
     width = _bits.floor_log2(size, carrier).astype(magnitude.dtype)
     offset = _bits.where(above, 1 - carrier.bias << carrier.fraction, -1 - carrier.bias << carrier.fraction)
     word = magnitude + offset.astype(magnitude.dtype)

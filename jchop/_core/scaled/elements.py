@@ -173,7 +173,7 @@ def times_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
     fraction, top = carrier.fraction, 2 * carrier.bias + 1
     sign, magnitude = _bits.split(x, carrier)
     field = (magnitude >> fraction) + exponent
-    right = jnp.clip(1 - field, 0, fraction + 2)
+    right = _bits.clip(1 - field, 0, fraction + 2)
     significand = significand_of(magnitude, carrier)
     last = significand >> right & 1
     half = lax.shift_left(jnp.ones_like(right), right) >> 1

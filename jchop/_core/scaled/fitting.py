@@ -147,7 +147,7 @@ def fit_power(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None 
     # floor(log2 of the root) is half the exponent, rounded down.
     half = (_bits.split(share, compute)[1] >> compute.fraction) - compute.bias >> 1
     low, zero, high = plan.exponents
-    exponent = _bits.where(largest == 0, zero, jnp.clip(half - lag, low, high))
+    exponent = _bits.where(largest == 0, zero, _bits.clip(half - lag, low, high))
     return Scales(exponent.astype(largest.dtype))
 
 

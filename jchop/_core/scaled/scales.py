@@ -321,7 +321,7 @@ def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:
     """The exponents of the rule, clamped to the scales' range; and whether they were above it."""
     compute, (low, zero, high) = plan.compute, plan.exponents
     exponent = (extended(largest, compute) + carried(plan) >> compute.fraction) - lag(plan)
-    chosen = _bits.where(largest == 0, zero, jnp.clip(exponent, low, high))
+    chosen = _bits.where(largest == 0, zero, _bits.clip(exponent, low, high))
     return chosen.astype(largest.dtype), exponent > high
 
 
@@ -361,7 +361,7 @@ def quotients_by_scale(
 def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
     """The value of `Scales` for rounded quotients, or for zeros if a block is empty; and whether they overflowed."""
     low, zero, high = plan.scale_bits
-    chosen = _bits.where(empty, zero, jnp.clip(bits, low, high)).astype(bits.dtype)
+    chosen = _bits.where(empty, zero, _bits.clip(bits, low, high)).astype(bits.dtype)
     return (_exponent(chosen, plan.compute) if plan.is_power else chosen), bits > high
 
 
@@ -388,19 +388,18 @@ def _over_constant(largest: Array, divisor: Fraction, plan: Plan) -> Array:
 def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -> Array | None:
     """Finite magnitudes over a divisor of few bits, rounded to nearest even under a spec; else None.
 
-    If they overflow, numbers beyond the format's range, unless it is the carrier's own and the spec saturates.
+    Quotients may be beyond the range of the format, where the caller clips them.
     """
     (count, exponent), carrier = divisor_parts(divisor), plan.compute
     if _in_float64(count, spec.format, plan):
-        bits = float64.quotient(largest, divisor, spec.format)
-        return bits if spec.overflow is Overflow.IEEE else jnp.minimum(bits, carrier.inf - 1)
+        return float64.quotient(largest, divisor, spec.format)
     own = spec.format == _OWN[carrier.name]
     if not (is_short(count, carrier) and (own or _rounds_odd(spec.format, carrier))):
         return None
     bits = quotient_by_constant(largest, count, exponent, carrier, odd=not own)
     if not own:
         return _bits.split(round_elements(positive(bits, carrier), spec, carrier), carrier)[1]
-    return bits if spec.overflow is Overflow.IEEE else jnp.minimum(bits, carrier.inf - 1)
+    return bits
 
 
 def _in_float64(divisor: int, fmt: ElementFormat, plan: Plan) -> bool:
@@ -461,7 +460,7 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
         exact = double_word.divide(positive(largest, compute), whole, compute, 2, -exponent)
         quotient = round_exact(exact, spec, compute, None)
     else:
-        quotient = positive(bits, compute)
+        quotient = positive(jnp.minimum(bits, compute.inf - 1), compute)
     codes = encode_elements(quotient, TENSOR_SCALE, compute).astype(jnp.int32)
     result = lax.bitcast_convert_type(jnp.maximum(codes, 1), jnp.float32)
     return _bits.where(largest == 0, jnp.float32(1), result)

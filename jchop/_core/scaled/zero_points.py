@@ -109,7 +109,7 @@ def clamp(rounded: Array, plan: Plan) -> Array:
     """Whole numbers within the ends of the element format."""
     fmt = _integers(plan)
     # Without the barrier LLVM takes ten seconds to derive bounds from these ends for all earlier operations.
-    return jnp.clip(lax.optimization_barrier(rounded), fmt.min_code, fmt.max_code)
+    return _bits.clip(lax.optimization_barrier(rounded), fmt.min_code, fmt.max_code)
 
 
 def beyond_ends(x: Array, rounded: Array, plan: Plan) -> Array:
@@ -134,7 +134,7 @@ def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
     exponent = (v.magnitude >> fraction) - carrier.bias
     leading = significand_of(v.magnitude, carrier)
     # Numbers of at least 1: some of the significand's bits are whole.
-    below = fraction - jnp.clip(exponent, 0, min(_MOST, fraction - 1))
+    below = fraction - _bits.clip(exponent, 0, min(_MOST, fraction - 1))
     whole = leading >> below
     down = below.astype(unsigned)
     share = (leading.astype(unsigned) << width - down) | v.rest >> down
@@ -142,7 +142,7 @@ def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
     # Numbers below 1: no bit is whole.
     word = leading.astype(unsigned) << width - 1 - fraction | v.rest >> fraction + 1
     gone = v.rest << width - 1 - fraction != 0
-    right = jnp.clip(-1 - exponent, 0, width - 1).astype(unsigned)
+    right = _bits.clip(-1 - exponent, 0, width - 1).astype(unsigned)
     small = _bits.where(-1 - exponent < width, word >> right, 0)
     far = (-1 - exponent >= width) | (word >> right << right != word)
     less = exponent < 0
@@ -187,7 +187,7 @@ def _zero_points(low: Array, scales: Scales, plan: Plan) -> Array:
     whole, share, sticky = _over(jnp.zeros_like(low), low, scales, plan)
     quotient = _Sum(whole, share, sticky, whole < 0, None)
     rounded = whole + quotient.nearest(quotient.odd).astype(whole.dtype)
-    return jnp.clip(fmt.min_code + rounded, fmt.min_code, fmt.max_code).astype(jnp.int32)
+    return _bits.clip(fmt.min_code + rounded, fmt.min_code, fmt.max_code).astype(jnp.int32)
 
 
 def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
@@ -199,7 +199,7 @@ def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
     field, gap = large >> fraction, (large >> fraction) - (small >> fraction)
     second = _bits.where(jnp.minimum(a, b) == 0, 0, significand_of(small, carrier))
     first, offset = significand_of(large, carrier), place - gap
-    lost = jnp.clip(-offset, 0, fraction + 1)
+    lost = _bits.clip(-offset, 0, fraction + 1)
     sticky = second >> lost << lost != second
     limbs, carry = [], jnp.zeros_like(a)
     for i in range(count):
@@ -219,7 +219,7 @@ def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
 
 def _limb(value: Array, offset: Array, at: int, size: int, width: int) -> Array:
     """The bits [at, at + size) of value 2^offset, rounded down."""
-    left, right = jnp.clip(offset - at, 0, size), jnp.clip(at - offset, 0, width - 1)
+    left, right = _bits.clip(offset - at, 0, size), _bits.clip(at - offset, 0, width - 1)
     return value << left >> right & _bits.low_mask(size)
 
 
@@ -243,7 +243,7 @@ def _normal(digits: list[Array], sticky: Array, base: Array, divisor: int, carri
         chosen = tuple(_bits.where(reached, *pair) for pair in zip(here, old, strict=True))
     assert chosen is not None
     leading, rest, sticky, field = chosen
-    down = jnp.clip(1 - field, 0, width - 1).astype(unsigned)  # into the subnormal range
+    down = _bits.clip(1 - field, 0, width - 1).astype(unsigned)  # into the subnormal range
     lost = rest >> down << down != rest
     magnitude = (leading >> down).astype(carrier.work) + (jnp.maximum(field - 1, 0) << fraction).astype(carrier.work)
     rest = leading << 1 << width - 1 - down | rest >> down

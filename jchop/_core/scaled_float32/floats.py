@@ -181,7 +181,7 @@ def _over_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
     within = jnp.minimum(jnp.maximum(extended(magnitude, _CARRIER), -(_LEAST << _FRACTION)), most)
     moved = within - (exponent << _FRACTION)
     low, high = (word_of(jnp.float32(end)) for end in (2.0 ** -(_LEAST + 2), 2.0 ** (_MOST + 2)))
-    return _step(number_of(jnp.clip(moved, low, high)), fmt, lowered=False)
+    return _step(number_of(_bits.clip(moved, low, high)), fmt, lowered=False)
 
 
 def _over_safe_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:

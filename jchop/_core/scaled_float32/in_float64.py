@@ -3,13 +3,14 @@
 A product with 1 / s in float64, settled as in `arithmetic.float64`, is the quotient x / s where the nearest element is
 decided. One addition then rounds it to the grid of the format. A number minus its neighbour times s is exact, and
 decides all other modes. Scales are not moved towards 1, so there are no cases: this is half as many operations as the
-exact float32 arithmetic has. But each takes twice as long, so it is for small arrays (`select.LEAST_TO_SPLIT`).
+exact float32 arithmetic has. But each takes twice as long, so it is for small arrays (`select.MOST_IN_FLOAT64`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.float64 import LEAD, narrow, positive, spacing, wide, word_of
-from jchop._core.rounding.modes import draw
+from jchop._core.rounding.modes import AWAY_FROM_ZERO, Discarded, Draw, draw
 from jchop._core.scaled.scales import TENSOR_SCALE, Plan, Scales, scale_magnitude
 from jchop._core.scaled_float32 import floats, integers
 from jchop.formats import FloatFormat, UniformFormat
@@ -71,9 +72,8 @@ def _scales(scales: Scales, plan: Plan) -> Array:
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
-def _settle(t: Array, unit: Array | float) -> Array:
-    """Quotients without the error of their computation, if they are multiples of half the unit."""
-    lead = unit * (LEAD * 2.0**-_SETTLED)
+def _settle(t: Array, lead: Array) -> Array:
+    """Quotients rounded to the last place of sums with 2^-_SETTLED of `LEAD` times the spacing of the grid."""
     return (t + lead) - lead
 
 
@@ -100,14 +100,13 @@ def _round_whole(
     number = wide(x)
     # The signs of the scales are a zero that no compiler knows: quirk constants_of_sums_combined.
     none = lax.shift_right_logical(word_of(value), jnp.full_like(word_of(value), 63)).astype(jnp.float64)
-    shift = none if zero is None else zero.astype(jnp.float64) + none
-    top, bottom = (end - shift for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
+    shift = 0 if zero is None else zero.astype(jnp.float64)
+    top, bottom = (float(end) - shift for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
     t = number * (1 / value)
-    t = lax.select(*jnp.broadcast_arrays(t < top, t, top))  # NaN counts as the largest number
-    t = jnp.maximum(t, bottom)
-    lifted = shift + LEAD
+    t = jnp.maximum(_bits.where(t < top, t, top), bottom)  # NaN counts as the largest number
+    lifted = shift + (LEAD + none)
     if nearest:
-        t = _settle(t, 1 + none)
+        t = _settle(t, LEAD * 2.0**-_SETTLED + none)
         t = t if mode is Rounding.NEAREST_EVEN else _tie(t + shift, 1, mode) - shift
         total = t + lifted
         return word_of(total).astype(jnp.int32), total - lifted, value
@@ -120,7 +119,7 @@ def _round_whole(
         count = integers.DIRECTED[mode](v)
     else:
         count = integers.drawn(v, random, mode, lambda word: _compare(rest, value, word))
-    count = jnp.clip(count, fmt.min_code, fmt.max_code)
+    count = _bits.clip(count, fmt.min_code, fmt.max_code)
     return count, (count if zero is None else count - zero).astype(jnp.float64), value
 
 
@@ -155,32 +154,40 @@ def _round_float(x: Array, scales: Scales, plan: Plan, word: Array | None) -> tu
     t = _bits.where(t < float(fmt.max), t, float(fmt.max))
     unit = spacing(t, fmt)
     lead = unit * LEAD
-    total = (_tie(_settle(t, unit), unit, mode) if nearest else t) + lead
+    total = (_tie(_settle(t, lead * 2.0**-_SETTLED), unit, mode) if nearest else t) + lead
     count, near = (word_of(total) - word_of(lead)).astype(jnp.int32), total - lead
     if nearest:
         return count, unit, near, value
     rest, step = number - near * value, unit * value
     under, inexact = rest < 0, rest != 0
-    random = draw(word, plan.element, _NARROW)
-    if random is None:
-        away = _AWAY[mode](inexact, integers.word_of(x) < 0, (count - under) & 1 != 0)
-    elif mode is Rounding.STOCHASTIC_EQUAL:
-        away = inexact & _bits.top_bit(random.word)
-    else:  # nu >= 1 - R 2^-32
-        more, equal = _compare(_bits.where(under, rest + step, rest), step, jnp.uint32(0) - random.word)
-        away = (more | equal) & (random.word != 0)
+    lower = _bits.where(under, rest + step, rest)
+    discarded = _Rest(
+        lower, step, inexact, integers.word_of(x) < 0, (count - under) & 1 != 0, draw(word, plan.element, _NARROW)
+    )
+    away = AWAY_FROM_ZERO[mode](discarded)
     move = jnp.asarray(away).astype(jnp.int32) - under
     return count + move, unit, near + move * unit, value
 
 
-#: Whether directed modes take the neighbour away from zero: by whether a number is inexact, whether it is negative, and
-#: whether the last bit of the neighbour nearer to zero is 1.
-_AWAY: dict[Rounding, Callable[[Array, Array, Array], Array]] = {
-    Rounding.UP: lambda inexact, negative, odd: inexact & ~negative,
-    Rounding.DOWN: lambda inexact, negative, odd: inexact & negative,
-    Rounding.TOWARD_ZERO: lambda inexact, negative, odd: jnp.zeros_like(inexact),
-    Rounding.ODD: lambda inexact, negative, odd: inexact & ~odd,
-}
+@dataclass(frozen=True)
+class _Rest(Discarded):
+    """A magnitude minus its neighbour nearer to zero, and the distance of the neighbours, both times the scale."""
+
+    rest: Array
+    step: Array
+    inexact: Array
+    negative: Array
+    odd: Array
+    draw: Draw | None
+
+    def share(self) -> tuple[Array, Array | bool]:
+        raise NotImplementedError("nearest modes are decided by settled quotients")
+
+    def stochastic(self) -> Array:
+        """Nu >= 1 - R 2^-32."""
+        assert self.draw is not None
+        more, equal = _compare(self.rest, self.step, jnp.uint32(0) - self.draw.word)
+        return (more | equal) & (self.draw.word != 0)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -217,13 +217,13 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
         # The bits of a negative number are a negative integer; there is no -0.
         rounded = total + 1 + (word_of(rest) + NEAREST[mode](total) - 1 >> 31)
         # Numbers within the ends of elements stay within them.
-        return rounded if zero is None or plan.in_safe_range else jnp.clip(rounded, fmt.min_code, fmt.max_code)
+        return rounded if zero is None or plan.in_safe_range else _bits.clip(rounded, fmt.min_code, fmt.max_code)
     side = _bits.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
     v = Near(total, side)
     random = draw(word, plan.element, _CARRIER)
     compare = partial(_compare_wide, rest, high, low) if plan.in_safe_range else partial(_compare, rest, quanta.value)
     rounded = DIRECTED[mode](v) if random is None else drawn(v, random, mode, compare)
-    return jnp.clip(rounded, fmt.min_code, fmt.max_code)
+    return _bits.clip(rounded, fmt.min_code, fmt.max_code)
 
 
 def drawn(v: Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:

@@ -23,8 +23,14 @@ from jchop._core.xla_cpu import branch, materialize_per_group
 
 Array = jax.Array
 
-#: Smaller arrays are rounded in float64 where a program may: half as fast for each number, in half as many operations.
-LEAST_TO_SPLIT = 1 << 16
+#: Arrays of at most as many numbers are rounded in float64 if the program may: a third of the operations to compile,
+#: each of them at half the speed.
+MOST_IN_FLOAT64 = 1 << 16
+
+
+def prefers_float64(x: Array, plan: Plan) -> bool:
+    """Whether a program of one CPU rounds in float64: few numbers, or no exact float32 arithmetic for them."""
+    return x.size <= MOST_IN_FLOAT64 or not any(way.applies(plan) for way in (integers, floats, thresholds, codebooks))
 
 
 def held(scales: Scales) -> Scales:

@@ -130,7 +130,7 @@ def _product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Arr
     # `top` is the part of the product above the three lower digits: 30 or 31 bits.
     drop = 6 + (top >> 30)
     field = jnp.minimum((scale >> _FRACTION) + drop + ((_DIGITS - 1) * _DIGIT + exponent), 2 * _CARRIER.bias + 1)
-    drop = drop + jnp.clip(1 - field, 0, _FRACTION + 1)
+    drop = drop + _bits.clip(1 - field, 0, _FRACTION + 1)
     lost = lost | top & _bits.low_mask(drop)
     floor = (jnp.maximum(field - 1, 0) << _FRACTION) + (top >> drop)
     return floor, (lost != 0).astype(floor.dtype)
