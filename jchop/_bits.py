@@ -107,7 +107,7 @@ def join(sign: jax.Array, magnitude: jax.Array, carrier: Carrier) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.dtype(carrier.name))
 
 
-def where(condition: jax.Array, yes: Any, no: Any) -> jax.Array:
+def where(condition: Any, yes: Any, no: Any) -> jax.Array:
     """`jnp.where` of broadcast operands as one operation of the program; that of JAX is a function for each shape."""
     dtype = jnp.result_type(yes, no)
     shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, yes, no)))

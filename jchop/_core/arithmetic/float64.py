@@ -1,8 +1,8 @@
-"""float32 numbers in float64, and back, for programs of one CPU; and the grids of formats there.
+"""float32 numbers in float64, and back, for programs of one CPU; and quotients there.
 
 A quotient of two numbers of few bits has few bits, or it differs from each such number by much more than the error of
-its computation in float64. `settle` removes that error: numbers are rounded to more bits than the former have, and
-fewer than float64 has. So divisions that a compiler replaces by products, and products that it contracts, change no bit.
+its computation in float64. So it is first rounded to more bits than the former have, and fewer than float64 has. Then
+divisions that a compiler replaces by products, and products that it contracts, change no bit.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def quotient(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array
     Args:
         magnitude: magnitude bits of float32.
         divisor: a number of few bits.
-        fmt: binary32, or a format of fewer bits, for which `can_divide` holds. Its exponents go on above its largest number, and its last binade
-            goes on below it to zero.
+        fmt: binary32, or a format of fewer bits, for which `can_divide` holds. Its exponents go on above its largest
+            number, and its last binade goes on below to zero.
         other: magnitude bits of other divisors. Default None: 1.
 
     Returns:

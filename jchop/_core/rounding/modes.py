@@ -293,8 +293,8 @@ AWAY_FROM_ZERO: dict[Rounding, Callable[[Discarded], Array | bool]] = {
     Rounding.DOWN: lambda rest: rest.below,
     Rounding.TOWARD_ZERO: lambda rest: False,
     Rounding.ODD: lambda rest: rest.inexact if rest.odd is False else rest.inexact & jnp.logical_not(rest.odd),
-    Rounding.STOCHASTIC: Discarded.stochastic,
-    Rounding.STOCHASTIC_B: Discarded.stochastic,
+    Rounding.STOCHASTIC: lambda rest: rest.stochastic(),
+    Rounding.STOCHASTIC_B: lambda rest: rest.stochastic(),
     Rounding.STOCHASTIC_C: Discarded.stochastic_to_nearest,
     Rounding.STOCHASTIC_EQUAL: lambda rest: rest.inexact & _coin(rest.draw),
 }

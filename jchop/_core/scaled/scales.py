@@ -391,8 +391,9 @@ def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -
     Quotients may be beyond the range of the format, where the caller clips them.
     """
     (count, exponent), carrier = divisor_parts(divisor), plan.compute
-    if _in_float64(count, spec.format, plan):
-        return float64.quotient(largest, divisor, spec.format)
+    fmt = spec.format
+    if isinstance(fmt, FloatFormat) and _in_float64(count, fmt, plan):
+        return float64.quotient(largest, divisor, fmt)
     own = spec.format == _OWN[carrier.name]
     if not (is_short(count, carrier) and (own or _rounds_odd(spec.format, carrier))):
         return None
@@ -402,11 +403,9 @@ def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -
     return bits
 
 
-def _in_float64(divisor: int, fmt: ElementFormat, plan: Plan) -> bool:
+def _in_float64(divisor: int, fmt: FloatFormat, plan: Plan) -> bool:
     """Whether `float64.quotient` gives the quotients by a divisor of as many bits as this number."""
-    if not plan.float64 or plan.compute.width != 32 or not isinstance(fmt, FloatFormat):
-        return False
-    return float64.can_divide(divisor.bit_length(), fmt)
+    return plan.float64 and plan.compute.width == 32 and float64.can_divide(divisor.bit_length(), fmt)
 
 
 def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
